@@ -185,7 +185,8 @@ class Stored:
         if key in self._joints:
             joint, place = self._joints[key]
             if self._last is None or self._last[0] != joint:
-                self._last = None  # before the next one is made
+                # Release the last tensor before the next is allocated.
+                self._last = None
                 self._last = joint, self._source.read(joint).reshape(-1)
             shape = self.headers[key].shape
             tensor = self._last[1][place : place + math.prod(shape)].reshape(shape)
@@ -354,7 +355,8 @@ class Spellings:
         """Return the model's keys that are found, and the prefix of the names in the file."""
         tried = (
             ({key: wrapper + stored for key, stored in names.items() if wrapper + stored in headers}, wrapper)
-            for wrapper, names in itertools.product(_WRAPPERS, self.names)  # of equals, the plain one
+            # The plain spelling comes first, so that it wins ties.
+            for wrapper, names in itertools.product(_WRAPPERS, self.names)
         )
         return max(tried, key=lambda candidate: len(candidate[0]))
 
@@ -456,7 +458,8 @@ class KeyLayout:
         """Map a whole model's keys that no layer reads, without the wrapper's prefix, to the file's keys."""
         prefix = self.prefix(keys, name)
         if not prefix.endswith(self.tower):
-            return {}  # a tower alone
+            # The file holds a tower alone.
+            return {}
         wrapper = prefix.removesuffix(self.tower)
         inside = (prefix, wrapper + self.projection)
         return {

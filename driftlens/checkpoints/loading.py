@@ -20,7 +20,8 @@ from driftlens.checkpoints.weight_files import is_lora_folder, open_folder
 from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError, concerning
 from driftlens.utils.files import expanded, from_json, plain_file
 
-if TYPE_CHECKING:  # torch is imported when something is opened: what isn't there is refused before
+# Torch is imported only to open a file, so that missing files are refused sooner.
+if TYPE_CHECKING:
     from driftlens.checkpoints.tensor_sources import StateSource
 
 _READABLE = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -87,7 +88,8 @@ def open_checkpoint(
     """
     place = pathlib.Path(fetched(path, offline=offline) if isinstance(path, str) else path)
     try:
-        place = place if place.exists() else expanded(place)  # a run's folder may really be called so
+        # A folder's real name may contain `~` or `$`.
+        place = place if place.exists() else expanded(place)
         with concerning(place):
             if place.is_dir():
                 return _open_folder(place, base)
@@ -126,7 +128,8 @@ def _open_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
 
 def _require_plain_folder(folder: pathlib.Path) -> None:
     """Refuse a folder whose weights are quantised, or only there in a form that can't be read."""
-    with contextlib.suppress(CheckpointError):  # loaders that need the configuration report damage
+    # Loaders that need the configuration report damage.
+    with contextlib.suppress(CheckpointError):
         config = folder / "config.json"
         require_unquantised(read_json(config) if config.is_file() else {}, str(folder))
     files = sorted(
@@ -213,7 +216,8 @@ def _snapshot(repository: str, patterns: list[str], *, local: bool) -> pathlib.P
         )
     except Exception as error:  # network, access, disk: the library's own errors and its HTTP client's
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        if isinstance(error, LocalEntryNotFoundError):  # raised for any failure to reach the Hub
+        # The library raises this for any failure to reach the Hub.
+        if isinstance(error, LocalEntryNotFoundError):
             cause = "no network reaches it"
         reason = "the network is not to be used" if local else cause
         raise CheckpointError(

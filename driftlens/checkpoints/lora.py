@@ -202,7 +202,8 @@ class LoraSource:
     def _adapted(self, key: str, update: _Update, weight: Tensor, rows: tuple[int, int] | None) -> Tensor:
         """Add an adapter to rows of a weight, and scale them to their trained lengths."""
         if rows is not None and update.magnitude and update.is_transposed:
-            return self.read(key)[slice(*rows)]  # lengths are those of whole columns
+            # Lengths belong to whole columns, so all rows are needed.
+            return self.read(key)[slice(*rows)]
         down, up = (self._adapters.read(part).to(weight.dtype) for part in (update.down, update.up))
         if rows is not None:
             down, up = (down[:, slice(*rows)], up) if update.is_transposed else (down, up[slice(*rows)])
@@ -294,7 +295,8 @@ class LoraSource:
 
         targets = self._settings.target_modules
         if not targets or targets == "all-linear":
-            return  # peft alone knows what it means
+            # Only peft can expand these.
+            return
         lost = [name for name in modules if not check_target_module_exists(self._settings, name)]
         if lost:
             reason = f"it holds an adapter of {lost[0]!r}, which peft passes over by {ADAPTER}"

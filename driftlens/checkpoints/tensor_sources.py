@@ -73,7 +73,8 @@ class OnDemand(Mapping[K, Tensor], Generic[K]):
         return self._read(key)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._keys  # the inherited one would read the tensor
+        # The inherited method would read the tensor.
+        return key in self._keys
 
     def __iter__(self) -> Iterator[K]:
         return iter(self._keys)
@@ -280,12 +281,14 @@ class Table(Tensor):
             if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
                 return args[0]._wide
             if func is Tensor.detach or func == Tensor.data.__get__:  # type: ignore[attr-defined]
-                return cls.of(_plain(args[0]), args[0]._wide)  # as `state_dict` hands it out
+                # `state_dict` detaches tensors; the subclass must survive.
+                return cls.of(_plain(args[0]), args[0]._wide)
             if (
                 getattr(func, "__name__", "") in ("size", "dim", "numel", "is_floating_point")
                 or func in _ASKS
             ):
-                return func(*(_plain(value) for value in args), **named)  # of the matrix, not of its entries
+                # These ask about the matrix, not about its entries.
+                return func(*(_plain(value) for value in args), **named)
             return func(*map(_converted, args), **{name: _converted(value) for name, value in named.items()})
 
 
@@ -377,7 +380,8 @@ def check_finite(name: str, key: str, tensor: Tensor, hint: str = BROKEN) -> Non
     # One-byte floats know neither sums nor `isfinite`; float32 holds all their values.
     wide = tensor if tensor.dtype.itemsize > 1 else tensor.float()
     if torch.isfinite(wide.sum()):
-        return  # a sum is finite only if every entry is, and takes a fifth of the time of looking at each
+        # A sum is finite only if every entry is, and takes a fifth of the time of looking at each.
+        return
     finite = torch.isfinite(wide)
     bad = finite.numel() - int(finite.sum())
     if bad:

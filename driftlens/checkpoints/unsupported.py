@@ -130,7 +130,8 @@ def loader_of(config: Mapping[str, Any]) -> str:
     other = "" if config.get("is_encoder_decoder") or answers(config) else "hf-auto"
     other = "hf-decoder" if is_causal(config) else "hf-vlm" if is_vision_language(config) else other
     other = "hf-seq2seq" if is_seq2seq(config) else other
-    if answers(config) and not other:  # a head that none of them takes
+    # No loader supports this head.
+    if answers(config) and not other:
         return ""
     return next((name for name, kinds in MODEL_TYPES.items() if kind in kinds), other)
 
@@ -231,7 +232,8 @@ def require_unquantised(config: Mapping[str, Any], source: str) -> None:
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
         loaded = "from_pretrained(SOURCE).dequantize()"
-        if isinstance(method, str) and method in _LOADED_WIDE:  # which have no way back once they are loaded
+        # Once loaded, these can't be dequantized.
+        if isinstance(method, str) and method in _LOADED_WIDE:
             loaded = f"from_pretrained(SOURCE, quantization_config={_LOADED_WIDE[method]}(dequantize=True))"
         raise IncompatibleModelsError(
             f"{source} holds quantised weights ({method or 'quantization_config in config.json'})",

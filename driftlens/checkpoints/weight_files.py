@@ -14,7 +14,8 @@ from driftlens.checkpoints.unsupported import STATE_DICT_KEYS, conversion, refus
 from driftlens.utils.errors import CheckpointError, some_of
 from driftlens.utils.files import from_json, plain_file
 
-if TYPE_CHECKING:  # torch is imported when something is opened: what isn't there is refused before
+# Torch is imported only to open a file, so that missing files are refused sooner.
+if TYPE_CHECKING:
     from driftlens.checkpoints.tensor_sources import StateSource
 
 WEIGHT_FILES = (
@@ -57,7 +58,8 @@ def weights_in(folder: pathlib.Path) -> pathlib.Path:
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
             return folder / name
-        if (folder / name).is_symlink():  # into a cache of the Hub, of which the folder was copied
+        # Copies of a Hub cache contain links to its blobs.
+        if (folder / name).is_symlink():
             raise CheckpointError(
                 f"{folder / name} is a link to {(folder / name).readlink()}, which isn't there",
                 hint="Copy or download the folder again, with what its links lead to (cp -rL).",
@@ -77,7 +79,8 @@ def shards(index: pathlib.Path, listed: Mapping[str, str]) -> dict[str, pathlib.
     needed = {name for key, name in listed.items() if key.partition(".")[0] in there or "head" in key}
     files = {name: path for name, path in files.items() if not there or name in needed}
     for name, path in files.items():
-        if path.name != name:  # an index is data from elsewhere: it may not point out of its folder
+        # An untrusted index must not point out of its folder.
+        if path.name != name:
             raise CheckpointError(
                 f"{index} names a shard outside its folder: {name}", hint="Don't use this folder."
             )

@@ -125,7 +125,8 @@ def _fog(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
     height, width = pixels.shape[:2]
     fog = _plasma(max(height, width), decay, random)[:height, :width, None]
     top = pixels.max()
-    return np.asarray((pixels + strength * fog) * top / (top + strength))  # black stays black, as there
+    # As in ImageNet-C, black stays black.
+    return np.asarray((pixels + strength * fog) * top / (top + strength))
 
 
 def _plasma(side: int, decay: float, random: np.random.Generator) -> Pixels:

@@ -72,7 +72,8 @@ def _pictures(
     feature = rows.features.get(column)
     are_lists = entry.holds_texts and isinstance(getattr(feature, "feature", None), Image)
     require_column(column, rows.column_names, "image", where)
-    if not are_lists and not isinstance(feature, Image):  # the library would take texts for paths
+    # `datasets` would read texts as paths.
+    if not are_lists and not isinstance(feature, Image):
         images = [name for name, kind in rows.features.items() if isinstance(kind, Image)]
         raise DataError(
             f"{where}: the column {column!r} holds no images; image columns are {', '.join(images) or 'none'}",
@@ -230,7 +231,8 @@ def _cached(entry: HfData) -> Any:
         mock.patch.object(datasets.config, "HF_HUB_OFFLINE", True),
     ):
         # The cache of earlier loads has no revisions, so it serves only where none is requested.
-        with contextlib.suppress(Exception):  # the downloaded repository may still be there
+        # The downloaded repository may still be in the cache.
+        with contextlib.suppress(Exception):
             if entry.revision is None:
                 return datasets.load_dataset(entry.path, entry.config)
         try:

@@ -122,7 +122,8 @@ def read_image(source: Path | BinaryIO, where: str = "") -> Image:
         refused(f"{where or source}"),
         Image.open(plain_file(source) if isinstance(source, Path) else source) as image,
     ):
-        if image.format == "EPS":  # Pillow would start Ghostscript to read it
+        # Pillow would start Ghostscript to read it.
+        if image.format == "EPS":
             raise ValueError("it is PostScript, a program that would have to be run")
         as_picture(image, f"{where or source}")
         return exif_transpose(image).convert("RGB")

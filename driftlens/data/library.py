@@ -116,7 +116,8 @@ def _require_whole(shard: Path) -> None:
     """Raise if a tar file is damaged; the library would treat the damage as the end of the file."""
     with tarfile.open(plain_file(shard)) as tar:
         for member in tar:
-            if member.size < 0:  # which would lead tarfile round in circles
+            # A negative size would make tarfile loop forever.
+            if member.size < 0:
                 raise ValueError(f"{member.name} has {member.size} bytes")
         assert tar.fileobj is not None
         tar.fileobj.seek(tar.offset)
@@ -128,7 +129,8 @@ def _load(builder: str, files: Sequence[Path], **options: Any) -> Any:
     import datasets
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = (
-        False  # else every read of a local file asks the Hub to count it
+        # Otherwise every read of a local file contacts the Hub.
+        False
     )
     paths = [glob.escape(str(plain_file(file).resolve(strict=True))) for file in files]
     with quiet(), warnings.catch_warnings():
@@ -194,7 +196,8 @@ def _columns(place: Path, entry: dict[str, str]) -> dict[str, str]:
     if entry["kind"] == "hf":
         file = place / entry["test"] / "dataset_info.json"
     names = columns_of(file)
-    if not names:  # its reader reports an empty or broken file
+    # The reader of the file reports that it is empty or broken.
+    if not names:
         return {"input": _TEXTS[0]}
     text = next((name for name in _TEXTS if name in names), None)
     if text is None:

@@ -243,7 +243,8 @@ def _is_labelled_batch(source: Sequence[Any]) -> bool:
 
 def _is_hugging_face(value: Any, file: str, name: str) -> bool:
     """Return True if a value has this class of the library `datasets`, without importing it."""
-    module = sys.modules.get(f"datasets.{file}")  # `datasets` alone may be a file of the user's
+    # A module called `datasets` may be the user's own file.
+    module = sys.modules.get(f"datasets.{file}")
     return module is not None and isinstance(value, getattr(module, name))
 
 
@@ -268,7 +269,8 @@ def _in_memory(batches: Sequence[Any], where: str) -> _Source:
 
     def locate(position: int) -> _Part:
         index = bisect.bisect_right(ends, position)
-        return parts[index].pick([position - ends[index]])  # counted from the part's end
+        # The index is negative: it counts from the part's end.
+        return parts[index].pick([position - ends[index]])
 
     return _Source(
         lambda chosen: iter(parts) if chosen is None else map(locate, chosen), sum(map(len, parts))

@@ -153,7 +153,8 @@ def as_texts(
     if reader is not None and entry.max_length is not None:
         reader = reader.limited(entry.max_length, f"data.{task}.max_length")
     if reader is not None and entry.prompt is not None:
-        reader = replace(reader, lead="")  # the task's own stands in its place
+        # The task's prompt replaces the model's.
+        reader = replace(reader, lead="")
     if reader is not None and entry.chat:
         questions = reader.chats([reader.message(row) for row in rows])
         rows = [row._replace(input=question) for question, row in zip(questions, rows, strict=True)]

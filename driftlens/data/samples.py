@@ -326,7 +326,8 @@ def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
 
 
 def _contents(value: Any) -> Iterable[bytes]:
-    if isinstance(value, Pictured):  # wherever its images lie
+    # Hash the images themselves, not their paths.
+    if isinstance(value, Pictured):
         yield from _contents([value.input, value.target, *(np.asarray(image()) for image in value.images)])
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):

@@ -84,7 +84,8 @@ def refused(where: str) -> Iterator[None]:
     except DriftLensError:
         raise
     except Exception as error:
-        cause = error.__cause__ or error  # `datasets` puts errors of its own before those of its readers
+        # `datasets` wraps the errors of its readers.
+        cause = error.__cause__ or error
         words = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
         hint = "Check that it is whole; docs/data.md says what each kind of data reads."
         if isinstance(cause, FileNotFoundError):
@@ -110,7 +111,8 @@ def open_split(entry: Any, split: Split, access: Access) -> SplitView:
     place = ", ".join(value for value in places if isinstance(value, str)) or entry.kind
     with refused(place):
         view = data_sources[entry.kind](entry, split, access)
-        "".join(view.ids).encode()  # names of files that are no text can't be written into tables
+        # File names that are not valid text can't be written into tables.
+        "".join(view.ids).encode()
     if not view.ids:
         raise DataError(f"{place}: no samples", hint="Every task needs samples in each split.")
     if len({*view.ids}) < len(view.ids):

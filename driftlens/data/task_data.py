@@ -151,7 +151,8 @@ def open_task_data(
         "diagnosis": drawn("diagnosis", taken if views["diagnosis"] is views["test"] else ()),
         "test": drawn("test", taken),
     }
-    shares = views["diagnosis"].origin == views["calibration"].origin  # else equal ids mean different samples
+    # Equal ids mean equal samples only if the origins are equal.
+    shares = views["diagnosis"].origin == views["calibration"].origin
     overlap = len(set(calibration.ids) & set(sets["diagnosis"].ids)) if shares else 0
     return TaskData(
         task, class_names, tuple(_notices(task, views, sets, overlap)), overlap, **sets, _views=views

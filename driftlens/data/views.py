@@ -60,7 +60,8 @@ def viewed(samples: SampleSet) -> SampleSet:
     if kind == "words":
         return _reworded(every, random)
     every = replace(every, load=(_cropped if kind == "crop" else _mixed)(original, random))
-    every.load([count])  # what can't be made is refused here
+    # Fail now rather than during the calibration.
+    every.load([count])
     return every
 
 
@@ -173,7 +174,8 @@ def _require(holds: bool, samples: SampleSet, kind: str, wanted: str) -> None:
 
 def _beginning(texts: Sequence[str]) -> str:
     """Return the common beginning of all texts."""
-    lowest, highest = min(texts), max(texts)  # which have the least in common
+    # The extremes of the sorted texts share the least.
+    lowest, highest = min(texts), max(texts)
     alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(lowest, highest, strict=False))
     return "".join(letter for letter, _ in alike)
 

@@ -84,7 +84,8 @@ def open_live(built: Modules, settings: LiveSettings) -> LiveModels:
     tasks = _tasks(built, head_of, settings) if reads.texts is None else {}
 
     floats = (parameter.dtype for parameter in merged.parameters() if parameter.is_floating_point())
-    dtype = functools.reduce(torch.promote_types, floats, torch.float32)  # the widest, not half precision
+    # Use the widest dtype, at least float32.
+    dtype = functools.reduce(torch.promote_types, floats, torch.float32)
     require_dtype(place, dtype)
     skeleton = _in_dtype(merged, dtype, place)
     example = (
@@ -97,7 +98,8 @@ def open_live(built: Modules, settings: LiveSettings) -> LiveModels:
     weights = {key: module_source(module, key) for key, module in modules.items()}
     in_place = {key: module for key, module in modules.items() if _is_in(module, dtype, place)}
     models = ModelPool(chain, skeleton, weights, device=place, dtype=dtype, modules=in_place)
-    if chain.require_shared is not None:  # of models of one shape, which the pool has made sure of
+    # The pool has checked that all shapes agree.
+    if chain.require_shared is not None:
         chain.require_shared(((key, _in_dtype(module, dtype)) for key, module in modules.items()), example)
 
     if reads.texts is not None:
@@ -119,7 +121,8 @@ def _marks(
     head_of: Mapping[str, ScoreMap], skeleton: nn.Module, chain: LayerChain, example: Any, pooling: Pool
 ) -> dict[str, list[float]]:
     """Score fixed features with every head, so that a misfit is refused before a run starts."""
-    _, side = chain.start(example)  # refuses what it can't read before anything runs on it
+    # Refuse unreadable inputs before any model runs.
+    _, side = chain.start(example)
     check_deterministic(skeleton, cut(example, slice(_SEEN_TWICE)), chain)
     if not head_of:
         return {}
@@ -201,7 +204,8 @@ def _text_tasks(
     settings: LiveSettings,
 ) -> dict[str, TaskSamples]:
     """Sample tasks of texts, with the given heads or the models' own."""
-    from driftlens.experiment.loading import lm_head, task_samples  # only texts need what opens files
+    # Import here: only texts need the modules that open files.
+    from driftlens.experiment.loading import lm_head, task_samples
 
     tasks = dict[str, TaskSamples]()
     for task in sorted(stated):

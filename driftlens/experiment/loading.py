@@ -212,7 +212,8 @@ def open_models(
         if shared.lm is None:
             return source
         table = next(key for key in rows if key != shared.lm.key or len(rows) == 1)
-        if isinstance(stored[name], LoraSource) and "base" in stored:  # adapters are of the base's folder
+        # Adapters share the base's configuration.
+        if isinstance(stored[name], LoraSource) and "base" in stored:
             folder = model_folder(origins["base"], stored["base"])
         source, notice = with_head(source, stored[name], folder, shared.lm, table)
         notices.append(notice)
@@ -234,7 +235,8 @@ def _with_a_head(
     base, layout, lm = stored.get("base"), architecture.layout, architecture.lm
     if base is None or layout is None or lm is None or not lm.is_apart:
         return None
-    if lm.head in layout.key_map(base.headers, architecture.keys, base.name):  # under any name
+    # The head may have another spelling.
+    if lm.head in layout.key_map(base.headers, architecture.keys, base.name):
         return None
     parts = {key: (base, key) for key in base.headers}
     parts[layout.wrapper(base.headers, base.name) + lm.head] = (sources["base"], lm.key)
@@ -286,7 +288,8 @@ def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) ->
         return architecture
     base = None
     for name, place in origins_of(spec).items():
-        with contextlib.suppress(DriftLensError):  # `open_models` reports what is wrong with a model
+        # `open_models` reports errors of checkpoints.
+        with contextlib.suppress(DriftLensError):
             stored = _opened(place, architecture, base, access)
             base = stored if name == "base" else base
             if own_head(stored, architecture.align(stored, fallback=None), architecture.lm) is not None:
@@ -334,7 +337,8 @@ def open_heads(
         models: the checkpoints.
         data: class names by task, if the data has any.
     """
-    tower: TextTower | None = None  # read once for all tasks, and only if one needs it
+    # The text tower is read once, and only if a task needs it.
+    tower: TextTower | None = None
     heads: dict[str, ScoreMap] = {}
     for task, entry in heads_of(spec, models).items():
         named = data.get(task) or _named_by_expert(spec, task, entry) or _numbered_rows(entry, task, models)
@@ -588,7 +592,8 @@ def task_samples(
                 f"data.{task}.metric: {name} {_LACKING[need or 'target']}", hint="Name another metric."
             )
     if is_of_vocabulary(head) and diagnosis.labels is not None:
-        diagnosis = replace(diagnosis, labels=None)  # the head's rows are other names
+        # The head's rows are tokens, not class names.
+        diagnosis = replace(diagnosis, labels=None)
     return TaskSamples(
         diagnosis=diagnosis,
         test=test if test.labels is not None or has["number"] or compared is not None else None,

@@ -117,7 +117,8 @@ def merge_experts(
         study, models = opening.open_study(spec, access=context.access)
     else:
         models = opening.open_models(spec, context.access, unread=True)
-        opening.open_pool(spec, models, device="cpu")  # compares keys and shapes
+        # Compare keys and shapes before anything is merged.
+        opening.open_pool(spec, models, device="cpu")
     doubts = [doubt.text for doubt in companions(models)]
     models = opening.all_in(models, out_dtype)
     return save_merge(models, merge, path, study, context.reporter(), notices=doubts)[1]
@@ -175,12 +176,14 @@ def save_merge(
     metadata = {f"merge_{name}": value for name, value in (record | {"parameters": settings}).items()}
 
     def rounding_notices() -> list[str]:
-        change: Change | None = getattr(source, "change", None)  # known when all is written
+        # The change is known once everything is written.
+        change: Change | None = getattr(source, "change", None)
         record.update({} if change is None else {"change": vars(change)})
         return [*notices, *([] if change is None else saved_words(change, "the merge"))]
 
     def card(usage: str) -> str:
-        from driftlens.experiment.model_card import merge_card  # its libraries are not those of live modules
+        # Import here: live modules don't need the card's libraries.
+        from driftlens.experiment.model_card import merge_card
 
         texts = [*architecture.notices, *opening.head_notices(models), *opening.dtype_notices(models)]
         described = {**chain.settings, **architecture.described, "reads": chain.modality.name}
@@ -243,7 +246,8 @@ def merged_source(
 def merged_within(study: Study, merge: Merge) -> Merged:
     """Merge the experts of a study in the dtypes that it saves; the method may read all calibration samples."""
     sources = {name: study.pool.source(name) for name in study.pool.names}
-    bare = Architecture("", "", torch.nn.Identity(), study.pool.chain)  # nothing else of it is read
+    # Merging reads only the chain of the architecture.
+    bare = Architecture("", "", torch.nn.Identity(), study.pool.chain)
     return merged_source(OpenModels(bare, sources, sources, {}, out_dtype=study.out_dtype), merge, study)
 
 
@@ -268,7 +272,8 @@ class StreamedMerge:
         header, inputs = self.headers[key], self._inputs
         if key not in inputs.base:
             return inputs.start.read(key, rows)
-        change = None if key in self._done else self.change  # count a tensor that is read twice only once
+        # Count a tensor that is read twice only once.
+        change = None if key in self._done else self.change
         merged, missing = torch.empty(header.shape, dtype=header.dtype), math.prod(header.shape)
         for slot, value in self._merged_slots(key):
             place = merged if slot.rows is None else merged[slice(*slot.rows)]
@@ -541,7 +546,8 @@ def site_moments(
     stream = FeatureStream(pool, sets, [_WALKER])
     for layer in pool.chain.layers:
         sites = [site for site in layer.sites if site.kind == "linear" and site.runs == 1]
-        readers = {(site.input, site.token_weights): site for site in sites}  # others have equal moments
+        # Sites with the same input and weights share moments.
+        readers = {(site.input, site.token_weights): site for site in sites}
         moments: dict[str, dict[str, Tensor]] = {site.name: {} for site in sites}
         for task in sets:
             means = _input_moments(stream, layer, task, [*readers.values()], merged is not None)

@@ -81,7 +81,8 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     )
     from driftlens.results.verdict import headline, sentence, shareable, task_sheet, verdict
 
-    compared_variants(run, name)  # says which calibrations there are when this is none
+    # Raises for an unknown calibration and lists the existing ones.
+    compared_variants(run, name)
     manifest, info, variant = run.manifest, run.manifest.calibrations[name], calibrated(name)
     judgement = verdict(run, name)
     tasks = task_sheet(run, judgement)
@@ -90,7 +91,8 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     models.append((variant, "this model", Markup(f"`{manifest.models[variant].digest}`")))
     digests = info.sample_digests
     samples = [(task, count, Markup(f"`{digests[task]}`")) for task, count in info.samples.items()]
-    known_by = "contents" if is_live(manifest) else "ids"  # ids of live samples are positions
+    # Ids of live samples are positions.
+    known_by = "contents" if is_live(manifest) else "ids"
     notices = [
         "Accuracy is measured on the run's test samples, drift on its diagnosis samples.",
         *manifest.warnings,
@@ -197,7 +199,8 @@ def calibration_command(name: str, info: CalibrationInfo, run: str = "RUN", **mo
         name=name,
         method=info.method,
         parameters=dict(info.settings),
-        samples=counts.pop() if len(counts) == 1 else None,  # unequal ones are the spec's own
+        # Unequal counts come from the spec.
+        samples=counts.pop() if len(counts) == 1 else None,
         layers=None if chooses_itself else tuple(info.layers),
         sites=tuple(info.sites) or None,
         shrink=info.shrink.get("share"),
@@ -287,13 +290,14 @@ def _licenses(origins: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     if all(terms == base for terms in stated.values()):
         return base, []
     listed = ", ".join(f"{model} {terms['license']}" for model, terms in stated.items())
-    return {}, [f"No license is stated, since the source models' licenses differ: {listed}."]
+    return {}, [f"No license is stated here: the source models state {listed}."]
 
 
 def _license(origin: str) -> dict[str, Any]:
     folder, stated = library_folder(origin), None
     if folder is not None and (card := folder / "README.md").is_file():
-        with suppress(Exception):  # an untrusted file may be broken in any way
+        # An untrusted file may be broken in any way.
+        with suppress(Exception):
             stated = metadata_load(card)
     stated = stated or {}
     terms = {key: stated[key] for key in ("license", "license_name", "license_link") if key in stated}
@@ -310,7 +314,8 @@ def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
         yield "Calibration", f"none; this is {info.unchanged}"
         return
     yield "Calibration", f"{info.method} on layers {_ranges(info.layers)}" if info.layers else "none"
-    if info.seed is not None:  # else an older run does not say which sites were meant
+    # Else an older run does not say which sites were meant.
+    if info.seed is not None:
         yield from _sites(run, name)
     yield from [("Saved in", info.out_dtype)] if info.out_dtype else []
     if info.shrink:
@@ -326,7 +331,8 @@ def _sites(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
     """Yield the calibrated modules, and the mean share of upstream repair."""
     rows = run.calibration(name)
     solved = rows[["layer", "site", "kind"]].drop_duplicates(["layer", "site"])
-    if solved.empty:  # a trained calibrator solves for none
+    # A trained calibrator solves for none.
+    if solved.empty:
         return
     kinds = sorted({"linear" if kind == "linear" else "norm" for kind in solved["kind"]})
     sites = ", ".join(run.manifest.calibrations[name].sites)

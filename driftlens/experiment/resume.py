@@ -78,7 +78,8 @@ def reopened(
         study, models = context.live(num_calibration)
     for name, info in manifest.calibrations.items() if with_calibrations else ():
         if info.attached and info.method not in calibrators:
-            continue  # of an older version: what was measured stays, the maps can't be rebuilt
+            # Of an older version: what was measured stays, the maps can't be rebuilt.
+            continue
         add_calibration(study, models, folder, name, info.method, info.control)
     later = tuple(name for name in manifest.variants if name not in study.variants and name in study.pool)
     return dataclasses.replace(study, variants=(*study.variants, *later)), models
@@ -199,7 +200,8 @@ def require_same_samples(manifest: Manifest, study: Study) -> None:
 @contextmanager
 def open_writer(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
     """Open the writer of a run for the length of the block; all processes enter and leave it together."""
-    team.barrier()  # what others still read before they come here must not change
+    # What others still read before they come here must not change.
+    team.barrier()
     with ExitStack() as stack:
         writers: list[RunWriter] = []
 
@@ -209,7 +211,8 @@ def open_writer(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWrit
 
         folder, manifest = team.once(_begin)
         yield writers[0] if writers else _NoopWriter(folder, manifest)
-    team.barrier()  # the run is finished now
+    # The run is finished now.
+    team.barrier()
 
 
 @contextmanager

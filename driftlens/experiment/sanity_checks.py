@@ -302,7 +302,8 @@ def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
     total = torch.diagonal(grams, dim1=1, dim2=2).mean(dim=1)
     if energy <= ROUNDING * total.sum():
         return []
-    moved = sizes > ROUNDING * total  # of the others, what rounding leaves would be solved for
+    # Of the others, what rounding leaves would be solved for.
+    moved = sizes > ROUNDING * total
 
     def _fit(coefficients: Tensor) -> tuple[Tensor, float]:
         residual = energies + (coefficients.mT @ (inner @ coefficients - 2 * cross))[:, 0, 0]
@@ -432,7 +433,8 @@ def _differs(base: StateSource, key: str, source: StateSource, source_key: str) 
     if start.shape != header.shape:
         return True
     if not start.dtype.is_floating_point:
-        return False  # an index
+        # An index.
+        return False
     width = max(1, start.nbytes // start.dtype.itemsize // max(1, start.shape[0] if start.shape else 1))
     rows = (0, min(start.shape[0], max(1, _FEW_READ // width))) if start.shape else None
     return not _is_equal(base.read(key, rows), source.read(source_key, rows))
@@ -614,7 +616,8 @@ def _hf_statements(architecture: Architecture, folder: Path) -> Iterator[_Statem
     file, default, pixels = "preprocessor_config.json", {}, _json(folder, "preprocessor_config.json")
     if is_clip:
         default = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)().to_dict()
-        nested = _json(folder, "processor_config.json").get("image_processor")  # as transformers 5 saves it
+        # As transformers 5 saves it.
+        nested = _json(folder, "processor_config.json").get("image_processor")
         file, pixels = ("processor_config.json", nested) if isinstance(nested, dict) else (file, pixels)
     if pixels:
         settings = default | dict(architecture.preprocess.settings)

@@ -191,7 +191,8 @@ def model_info(chain: LayerChain, source: StateSource, attachments: Attachments,
         attachments: maps added to the model.
         origin: the model's source, for the manifest.
     """
-    from driftlens.runs.manifest import ModelInfo  # a calibration in memory writes no manifest
+    # A calibration in memory writes no manifest.
+    from driftlens.runs.manifest import ModelInfo
 
     keys = chain.parameter_keys()
     count = sum(torch.Size(source.headers[key].shape).numel() for key in keys)

@@ -144,10 +144,10 @@ def require_followed(folder: pathlib.Path) -> None:
 def reading_notices(folder: pathlib.Path) -> Iterator[str]:
     """Yield notices about the modules that make embeddings and about the default prompt."""
     steps = [module.kind for module in modules_of(folder)[1:] if module.kind not in ("Pooling", "Dropout")]
-    behind = f", then by {', '.join(steps)}" if steps else ""
+    later = f", then by {', '.join(steps)}" if steps else ""
     yield (
         f"{folder} (sentence-transformers): the final feature is the text embedding, pooled from tokens by "
-        f"{pooling_of(folder).said}{behind}; saved folders keep these modules"
+        f"{pooling_of(folder).said}{later}; saved folders keep these modules"
     )
     if prompt := prompts_of(folder).default:
         yield f"{folder}: {prompt!r} precedes every text, as in its library; a task's `prompt` replaces it"
@@ -159,9 +159,9 @@ def require_same_reading(base: pathlib.Path | None, other: pathlib.Path | None) 
     if roots[1] is None:
         return ""
     hint = f"Train it with the base's modules; or give its transformer's folder without {MODULES}."
-    of_base, behind = ([] if root is None else _weights_behind(root) for root in roots)
-    if behind != of_base:
-        place = (behind or of_base)[0][0]
+    of_base, later = ([] if root is None else _weights_behind(root) for root in roots)
+    if later != of_base:
+        place = (later or of_base)[0][0]
         raise IncompatibleModelsError(
             f"{roots[1]}: what reads its transformer ({place}) has other weights than the base's, and only "
             "transformers are merged",

@@ -57,7 +57,7 @@ _FAMILIES = (
     ("h.0.attn.c_attn.", "a GPT-2", "hf-decoder"),
     ("stages.0.", "a convolutional network in stages", "timm"),
 )
-"""Fragment of a key, what it gives away, and the loader that takes this; the first that fits counts."""
+"""Fragment of a key, the family that it reveals, and its loader; the first match counts."""
 
 
 STATE_DICT_KEYS = ("state_dict", "model", "model_state_dict")

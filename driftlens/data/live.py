@@ -28,7 +28,7 @@ Inputs = dict[str, "Tensor"]
 _ONLY = ""
 """The key under which a batch that is one tensor is kept."""
 _LABELS = ("labels", "label")
-"""Entries of a mapping that a model would take for targets; what is left is its input."""
+"""Entries of a mapping that hold labels; the others are inputs."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ def _from_dataset(loader: DataLoader[Any], where: str, *notices: str) -> _Source
             collate_fn=collate,
             num_workers=loader.num_workers,
             worker_init_fn=loader.worker_init_fn,
-            # A generator of its own, because starting a loader draws from the global one.
+            # A separate generator, because starting a loader draws from the global one.
             generator=torch.Generator(),
         )
         return (_parsed(batch, where) for batch in again)

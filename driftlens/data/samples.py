@@ -72,7 +72,7 @@ def halving_batches(
                 else:
                     _parts.set(2 * _parts.get())
                     goes_on_with = f"batches of {fitting_batch(size)}"
-            # Only here is nothing left of what the error has gone through.
+            # Only after the handler are the tensors in the traceback released.
             gc.collect()
             free_cached()
             tell(goes_on_with)
@@ -293,7 +293,7 @@ def _unpadded(inputs: Any) -> Any:
     for name, value in inputs.items():
         mask = mask_beside(inputs, name)
         is_masked = mask is not None and value.shape[:2] == mask.shape
-        # The first of the largest sums stands where the last token counts.
+        # The first maximum of the sums is the last unmasked token.
         sums = (mask[0] != 0).cumsum(0) if is_masked else None
         cut[name] = (
             value if sums is None else value[:, int((sums == 0).sum()) % len(sums) : int(sums.argmax()) + 1]
@@ -318,7 +318,7 @@ def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
     for place in np.unique(np.linspace(0, len(order) - 1, _PROBES).astype(int)) if order else ():
         try:
             sample = read(order[place])
-        except DataError:  # perhaps nobody draws it, and then it is no reason to stop
+        except DataError:  # it may never be sampled
             sample = "unreadable"
         for part in _contents(sample):
             digest.update(part)
@@ -383,7 +383,7 @@ def draw(
         hint = f"Ask for at most that many (data.{task}.{COUNT_KEYS[split]}: {len(left)}), or add samples."
         raise DataError(
             f"task {task}: {n} {split} samples asked for, but {view.origin} holds {len(view)}{also}",
-            hint=hint if left else "Give calibration a folder, file or split of its own.",
+            hint=hint if left else "Give calibration a separate folder, file or split.",
             asked=n,
             available=len(left),
         )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MARGIN = 3 / 32
-"""Of an image's side by which it is moved at most; what is not there is the mirror image of what is."""
+"""Largest shift, relative to an image's side; borders are mirrored."""
 _LIGHT = 0.2
 _REPLACED = 0.3
 """Share of a prompt's words that are those of other prompts."""
@@ -167,7 +167,7 @@ def _mixed(original: SampleSet, random: Callable[[int], Generator]) -> Callable[
 def _require(holds: bool, samples: SampleSet, kind: str, wanted: str) -> None:
     if not holds:
         raise DataError(
-            f"task {samples.task}: views of kind {kind} are of {wanted}, which its samples are not",
+            f"task {samples.task}: views of kind {kind} need {wanted}",
             hint="Take another kind of views, or none.",
         )
 
@@ -190,7 +190,7 @@ def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet
     assert original is not None
     if texts is None or read is None:
         raise DataError(
-            f"task {every.task}: views of kind words are of texts, which its samples are not",
+            f"task {every.task}: views of kind words need texts",
             hint="Take another kind of views, or none.",
         )
     rows = [texts.read(position) for position in range(len(original))]
@@ -208,14 +208,14 @@ def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet
 
     def copy(place: int) -> Any:
         position, drawn = place % len(questions), random(place)
-        text, middle, (start, behind) = questions[position], middles[position], ends[position]
-        num_others = len(words) - (behind - start)
+        text, middle, (start, stop) = questions[position], middles[position], ends[position]
+        num_others = len(words) - (stop - start)
 
         def word(match: re.Match[str]) -> str:
             if not match[1] or not num_others or drawn.random() >= _REPLACED:
                 return match[0]
             other = int(drawn.integers(num_others))
-            return words[other if other < start else other + behind - start]
+            return words[other if other < start else other + stop - start]
 
         changed = kept.sub(word, text[middle])
         return rows[position]._replace(input=text[: middle.start] + changed + text[middle.stop :])

@@ -167,9 +167,9 @@ def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
         form = "decoder"
     elif answers or kind is None:
         raise IncompatibleModelsError(
-            f"the {type(module).__name__} is of type {kind}; of models of transformers that answer by text tokenizer= "
+            f"the {type(module).__name__} has type {kind}; among generating models of transformers, tokenizer= "
             "serves encoder-decoders and causal language models",
-            hint="Leave it out and give batches of what the model reads: drift is measured, answers are not.",
+            hint="Leave it out and pass batches of model inputs: drift is measured, answers are not.",
         )
     generation: Any = getattr(module, "generation_config", None) or config
     stated = {key: value for key, value in generation.to_dict().items() if value is not None}
@@ -276,7 +276,6 @@ def _require_alike(built: Modules, by_task: Mapping[str, Mapping[str, Any] | Non
     if len({type(module) for module in modules.values()}) > 1:
         listed = ", ".join(f"{name} is a {type(module).__name__}" for name, module in modules.items())
         raise IncompatibleModelsError(
-            f"the modules are of different classes: {listed}",
-            hint="Hand in modules of one class; where one is wrapped, what is inside: `compiled._orig_mod`, "
-            "`parallel.module`.",
+            f"the modules have different classes: {listed}",
+            hint="Pass modules of one class; unwrap wrapped ones: `compiled._orig_mod`, `parallel.module`.",
         )

@@ -569,9 +569,9 @@ _WALKER = "walker"
 
 
 def _input_moments(
-    stream: FeatureStream, layer: Layer, task: str, readers: Sequence[Site], waits: bool
+    stream: FeatureStream, layer: Layer, task: str, readers: Sequence[Site], keeps_features: bool
 ) -> dict[str, Tensor]:
-    """Return E[x x'] of the sites' inputs in a task's expert; with `waits`, features stay before the layer."""
+    """Return E[x x'] of the sites' inputs in a task's expert; with `keeps_features`, features stay before the layer."""
     pool, expert = stream.pool, expert_of(task)
     parameters, names = pool.parameters(expert, layer), [site.name for site in readers]
     grams, totals = dict[str, GramSum](), defaultdict[str, list[float]](list)
@@ -593,7 +593,7 @@ def _input_moments(
         return output
 
     for batch in stream.batches(layer, task):
-        if waits:
+        if keeps_features:
             left = _through(batch.get(_WALKER), batch.side)
             stream.watch(layer, batch, expert, left)
         else:

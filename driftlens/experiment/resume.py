@@ -78,7 +78,7 @@ def reopened(
         study, models = context.live(num_calibration)
     for name, info in manifest.calibrations.items() if with_calibrations else ():
         if info.attached and info.method not in calibrators:
-            # Of an older version: what was measured stays, the maps can't be rebuilt.
+            # An older version made it: measurements stay, but the maps can't be rebuilt.
             continue
         add_calibration(study, models, folder, name, info.method, info.control)
     later = tuple(name for name in manifest.variants if name not in study.variants and name in study.pool)
@@ -90,7 +90,7 @@ def _of_spec(
 ) -> tuple[Study, OpenModels]:
     spec = load_spec(folder / "spec.yaml")
     if num_calibration is not None:
-        # Fewer are a beginning of those drawn, so that nothing else is drawn differently (`data.drawing.draw`).
+        # Smaller counts give a prefix of the same samples, see `draw`.
         drawn = {task: entry.n or spec.data.defaults.n for task, entry in spec.data.tasks.items()}
         spec = redrawn(spec, {task: max(count, num_calibration) for task, count in drawn.items()})
     if with_jacobian and spec.metrics.jacobian is False:

@@ -470,7 +470,7 @@ LONG = 4.0
 
 Experts of one recipe stay below it though their tasks differ: 0.6 to 1.4 among experts of images, 0.4 to 3.1 among four
 of texts. Adapters of rank 32 that were trained with alpha / r and are scaled by alpha / sqrt(r) are 5.7 times as long
-as they should be, and what was trained with ten times the learning rate is about ten times as long.
+as they should be, and training with ten times the learning rate makes them about ten times as long.
 """
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from driftlens.checkpoints.weight_files import WEIGHT_FILES
 from driftlens.utils.errors import CheckpointError, IncompatibleModelsError
-from driftlens.utils.files import from_json, plain_file
+from driftlens.utils.files import from_json, json_object, plain_file
 
 MODULES = "modules.json"
 _WHOLE = "config_sentence_transformers.json"
@@ -65,13 +65,13 @@ def sentence_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
 def embedding_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
     """Return the same for embedding models; None for a cross-encoder, whose transformer gives scores itself."""
     root = sentence_folder(transformer)
-    if root is None or _object(root / _WHOLE).get("model_type") == "CrossEncoder":
+    if root is None or json_object(root, _WHOLE).get("model_type") == "CrossEncoder":
         return None
     older = {
         "sentence_transformers",
         "sbert_ce_default_activation_function",
     }  # settings of older cross-encoders
-    return root if older.isdisjoint(settings_in(root)) else None
+    return root if older.isdisjoint(json_object(root, "config.json")) else None
 
 
 class Pooling(NamedTuple):
@@ -93,7 +93,7 @@ def pooling_of(folder: pathlib.Path) -> Pooling:
         IncompatibleModelsError: the library has no such mode.
     """
     place = next((module.place for module in modules_of(folder) if module.kind == "Pooling"), None)
-    stated = {} if place is None else settings_in(folder / place)
+    stated = {} if place is None else json_object(folder / place, "config.json")
     modes = stated.get("pooling_mode") or [mode for key, mode in _POOLS.items() if stated.get(key)] or "mean"
     modes = (modes,) if isinstance(modes, str) else tuple(map(str, modes))
     if odd := [mode for mode in modes if mode not in _POOLS.values()]:
@@ -118,7 +118,7 @@ class Prompts(NamedTuple):
 
 def prompts_of(folder: pathlib.Path) -> Prompts:
     """Read `config_sentence_transformers.json`."""
-    settings = _object(folder / _WHOLE)
+    settings = json_object(folder, _WHOLE)
     prompts, similarity = settings.get("prompts"), settings.get("similarity_fn_name") or "cosine"
     by_name = (
         {name: text for name, text in prompts.items() if isinstance(text, str)}
@@ -206,20 +206,7 @@ def _weights_behind(folder: pathlib.Path) -> list[tuple[str, str, Any]]:
 
     places = [folder / module.place for module in modules_of(folder)[1:] if module.place]
     return [
-        (place.name, content_digest(open_folder(place)), settings_in(place))
+        (place.name, content_digest(open_folder(place)), json_object(place, "config.json"))
         for place in places
         if any((place / name).is_file() for name in WEIGHT_FILES)
     ]
-
-
-def settings_in(place: pathlib.Path) -> dict[str, Any]:
-    """Read the `config.json` of a module; return an empty dict without one."""
-    return _object(place / "config.json")
-
-
-def _object(file: pathlib.Path) -> dict[str, Any]:
-    try:
-        stated = from_json(plain_file(file).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return stated if isinstance(stated, dict) else {}

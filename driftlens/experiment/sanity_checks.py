@@ -31,6 +31,7 @@ from driftlens.models.architectures.open_clip_vit import CONFIG_FILE
 from driftlens.models.architectures.vit import activation_name
 from driftlens.models.chain import LayerChain, Slot
 from driftlens.utils.errors import DriftLensError, IncompatibleModelsError, NumericsError, some_of
+from driftlens.utils.files import json_object
 from driftlens.utils.rounding import Change, coarse_words, lost_words
 from driftlens.utils.variants import part_of, task_of
 
@@ -335,7 +336,7 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
     home = folders.get("base") or Path(models.architecture.source)
 
     def _doubts(name: str, source: StateSource, called: str) -> _Doubt:
-        if code := foreign_code(vocabularies.json_object(folders[name], "config.json"), needed=False):
+        if code := foreign_code(json_object(folders[name], "config.json"), needed=False):
             yield (
                 f"{called} comes with remote code ({code}), which is not run; the library's model is used instead",
                 "Check that both compute the same.",
@@ -444,7 +445,7 @@ def _adapter(models: OpenModels, base_folder: Path | None, folder: Path, called:
     if not is_lora_folder(folder):
         return
     (stated, revision), base = named_base(folder), models.origins["base"]
-    named = vocabularies.json_object(base_folder, "config.json").get("_name_or_path")
+    named = json_object(base_folder, "config.json").get("_name_or_path")
     places = [str(place or "") for place in (base, base_folder, models.architecture.source, named)]
     mismatch = ""
     if stated and {part for place in places for part in _names(place)}.isdisjoint(_names(stated)):

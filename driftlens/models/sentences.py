@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import activation
 
-from driftlens.checkpoints.sentences import Pooling, modules_of, pooling_of, settings_in
+from driftlens.checkpoints.sentences import Pooling, modules_of, pooling_of
 from driftlens.checkpoints.tensor_sources import check_finite
 from driftlens.checkpoints.weight_files import open_folder
 from driftlens.models.chain import LayerChain, Pool, SideInputs, State
 from driftlens.utils.errors import IncompatibleModelsError
+from driftlens.utils.files import json_object
 
 Step = Callable[[Tensor], Tensor]
 
@@ -107,7 +108,7 @@ def readout_of(root: pathlib.Path) -> _Readout:
         )
     for module in modules_of(root)[1:]:
         place = root / module.place
-        stated = settings_in(place) if module.place else {}
+        stated = json_object(place, "config.json") if module.place else {}
         if {stated.get(f"module_{end}put_name") or _EMBEDDING for end in ("in", "out")} != {_EMBEDDING}:
             raise IncompatibleModelsError(
                 f"{place} reads or writes something else than the {_EMBEDDING}",

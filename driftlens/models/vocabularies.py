@@ -14,7 +14,7 @@ from driftlens.checkpoints.tensor_sources import Composed, StateSource, TensorHe
 from driftlens.models.heads import LmScores
 from driftlens.models.texts import MEANING, plain_part
 from driftlens.utils.errors import IncompatibleModelsError, some_of
-from driftlens.utils.files import from_json, plain_file
+from driftlens.utils.files import json_object
 
 _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 _BEGIN = ("bos_token", "cls_token", "sep_token", "unk_token")
@@ -95,15 +95,6 @@ def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
             f"{other}: its tokenizer gives texts other ids than the base's ({', '.join(changes)})",
             hint="A merge of models that mean different tokens means nothing: name experts with the base's tokenizer.",
         )
-
-
-def json_object(folder: pathlib.Path | None, file: str) -> dict[str, Any]:
-    """Return the object in a JSON file, empty if that is missing or damaged."""
-    try:
-        value = {} if folder is None else from_json(plain_file(folder / file).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def added_tokens(stated: Mapping[str, Any]) -> dict[Any, Any]:

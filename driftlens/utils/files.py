@@ -153,6 +153,15 @@ def plain_file(path: PathLike) -> pathlib.Path:
     return file
 
 
+def json_object(folder: PathLike | None, file: str) -> dict[str, Any]:
+    """Return the object in an untrusted JSON file; empty if the file is missing or damaged."""
+    try:
+        value = {} if folder is None else from_json(plain_file(pathlib.Path(folder, file)).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def sha256_of(path: PathLike) -> str:
     """Return the SHA-256 digest of a file in hexadecimal."""
     with plain_file(path).open("rb") as file:

@@ -145,9 +145,9 @@ def as_texts(
     form = None if reader is None else reader.form
     reads_images = isinstance(reader, PictureReader)
     if reader is not None and any(isinstance(row, Pictured) != reads_images for row in rows):
-        have, reads = ("no images", "images and texts") if reads_images else ("images", "texts alone")
+        content, reads = ("no images", "images and texts") if reads_images else ("images", "texts alone")
         raise DataError(
-            f"task {task}: {split} samples have {have}, and the model reads {reads}",
+            f"task {task}: {split} samples have {content}, and the model reads {reads}",
             hint="Images with texts need the loader hf-vlm; `image: COLUMN` names them.",
         )
     if reader is not None and entry.max_length is not None:

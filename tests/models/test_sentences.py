@@ -230,7 +230,7 @@ def test_an_expert_that_makes_other_embeddings_of_its_tokens_is_refused(tmp_path
     chain = load_architecture("hf-encoder", str(tmp_path / "base")).chain
     spec = spec_of(tmp_path, "one")
     other = spec.model_copy(update={"layers": spec.layers.model_copy(update={"pool": "mean"})})
-    with refusing(SpecError, "layers.pool is 'mean'", "by cls", hint="out", code=2):
+    with refusing(SpecError, "layers.pool is 'mean'", "by cls", hint="Remove", code=2):
         settings_of(other, chain)
     # What families of images call so in their settings is none of a folder's.
     assert settings_of(other, replace(chain, settings={"pooling": "cls"})).pool == "mean"

@@ -105,7 +105,7 @@ def test_too_few_samples_are_refused_with_both_counts_and_the_key_to_set(split: 
 
 @pytest.mark.parametrize("n", [1, "all"])
 def test_nothing_left_beside_the_calibration_samples_is_refused(n: int | Literal["all"]) -> None:
-    with refusing(DataError, match="holds 2, 2 of which serve calibration", hint="of its own"):
+    with refusing(DataError, match="holds 2, 2 of which serve calibration", hint="separate"):
         drawn(2, n, split="test", exclude_ids=["train/0", "train/1"])
 
 

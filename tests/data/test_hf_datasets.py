@@ -106,7 +106,7 @@ def test_offline_nothing_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "prepared")
     with refusing(
         DataError,
-        match="org/cars: no such folder, not in the local cache",
+        match="org/cars: no such folder, and not in the local cache",
         hint="hf download --repo-type dataset org/cars --revision v2",
     ):
         opened(offline=True, **entry("org/cars", revision="v2"))
@@ -186,7 +186,7 @@ def test_images_are_opened_without_programs_addresses_and_files_from_elsewhere(
     first, second = view.read(0), view.read(1)
     assert (first.size, second.size) == ((4, 6), (6, 4)), "turned as the camera says"
     assert first.mode == second.mode == "RGB"
-    for position, message in enumerate(["PostScript", *["holds no image, and the path"] * 2], 2):
+    for position, message in enumerate(["PostScript", *["no image, and the path"] * 2], 2):
         with pytest.raises(DataError, match=message):
             view.read(position)
     for position in range(5, len(found)):

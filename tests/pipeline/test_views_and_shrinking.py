@@ -108,7 +108,10 @@ def test_all_tensors_keep_a_share_and_the_record_says_so(
 
 @pytest.mark.parametrize(
     ("asked", "says"),
-    [({"method": "surgery", "shrink": 0.5}, "changes no weights"), ({"auto": True, "samples": 4}, "at least")],
+    [
+        ({"method": "surgery", "shrink": 0.5}, "changes no weights"),
+        ({"auto": True, "samples": 4}, "at least"),
+    ],
 )
 def test_shrinking_that_can_not_be_is_refused_before_the_run_is_touched(
     roomy: DriftRun, asked: dict[str, Any], says: str

@@ -402,6 +402,7 @@ def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[s
     for name in chosen:
         run.calibration_info(name)
     rows = [_measured(run, calibrated(name), name) | _cost(run, name) for name in chosen]
+    # Repairs without a score come last.
     rows.sort(key=lambda row: -row["score"] if math.isfinite(row["score"]) else math.inf)
     scored = [row for row in rows if math.isfinite(row["score"])]
     leader = next((row["model"] for row in scored), "")

@@ -343,6 +343,7 @@ def _judge(run: DriftRun, check: Check) -> list[CheckResult]:
     if isinstance(chosen, str):
         return [_skipped(check, {}, chosen)]
     rows, shown, tasks = chosen
+    # A task without rows must not make a check pass unnoticed.
     absent = [task for task in tasks if not (rows["task"] == task).any()]
     is_by_task = "task" in check.per
     results = []
@@ -379,6 +380,7 @@ def _judge_group(
         (_margin(relation, bound, value), relation) for relation, bound in check.bounds.items()
     )
     holds = margin > 0 or (margin == 0 and relation in (">=", "<="))
+    # Missing rows might break the bound, but a broken bound stays broken.
     if holds and lacking:
         return _skipped(check, group, lacking)
     row = pd.Series(dtype=float) if judged is None else rows.iloc[measured[judged]]
@@ -467,6 +469,7 @@ def _measured(run: DriftRun, check: Check) -> pd.DataFrame | str:
     if check.home == "calibration":
         rows = rows.assign(variant=rows["name"].map(calibrated))
     rows = rows.assign(value=rows[check.metric].astype("Float64").astype("float64"))
+    # A metric that was never measured is skipped; it must not pass.
     if rows["value"].isna().all():
         return f"{check.metric} was not measured"
     if check.home not in _GAPS_BY:
@@ -507,6 +510,7 @@ def _with_intervals(rows: pd.DataFrame, run: DriftRun, check: Check, change: tup
         for task, name in zip(rows["task"], rows["metric"], strict=True):
             metric = metric_called(name)
             score = changed_score(run, run, task, change, metric)
+            # Intervals of scores are absolute, so a relative change has none.
             interval = Interval(math.nan) if check.relative else score.interval
             ends.append(replace(interval, n=score_of(run, task, change[1], metric).n))
     else:

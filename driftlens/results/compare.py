@@ -213,6 +213,7 @@ def _task_row(first: DriftRun, second: DriftRun, task: str, pair: tuple[str, str
     row |= _ends(MeanChange(drift, relative, is_paired=bool(drift.paired)) if drift and relative else None)
     metric = main_metrics(first).get(task, ACCURACY)
     scores = [score_of(run, task, variant, metric) for run, variant in sides]
+    # Both counts are kept, because the runs may have different test sets.
     row |= {"metric": metric.name, "n_test_before": scores[0].n, "n_test_after": scores[1].n}
     change = changed_score(first, second, task, pair, metric)
     return row | _score_columns(change, *(score.value for score in scores))

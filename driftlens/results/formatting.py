@@ -325,6 +325,7 @@ class Table(Part):
         """Return the texts of one cell with their joints: only the first if others are missing or the same."""
         values = [row[place] for place in shown.at]
         texts = [written(value, shown.kind, gap) for value in values]
+        # A value without interval, or without visible change, is shown alone.
         if None in values or (shown.joints == _CHANGE and len({*texts}) == 1):
             return [(texts[0], "")]
         if shown.joints == _HALF and isinstance(values[1], int | float):

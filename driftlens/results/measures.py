@@ -293,6 +293,7 @@ def changed_score(
     start, end = (score_of(run, task, variant, metric) for run, variant in sides)
     answers, split = paired_answers(before, after, task, variants, metric) or (None, "")
     change, is_paired = Interval(end.value - start.value), False
+    # Paired results count only if they cover every test sample of both scores.
     if answers is not None and split == "test" and answers.n == start.n == end.n:
         is_paired, change = True, Interval(answers.difference, answers.ci_low, answers.ci_high)
     elif start.n and end.n and metric.kind == "share":
@@ -328,6 +329,7 @@ def paired_answers(
         metric: a share.
     """
     splits = ("test", "diagnosis") if metric == ACCURACY else ("test",)
+    # Single results of test samples are preferred; older runs stored answers of diagnosis samples only.
     for split in splits if metric.kind == "share" else ():
         if not same_samples(before, after, task, split):
             continue
@@ -477,6 +479,7 @@ def change(run: DriftRun, measure: Measure, task: str, pair: tuple[str, str]) ->
         task: the task.
         pair: variant before and after.
     """
+    # A paired change has a narrower interval than the difference of two means.
     if row := _changes(run, _BY_ROLE[measure.role], task, pair).get(measure.role):
         return row
     start, end = (level(run, measure, task, variant) for variant in pair)
@@ -507,6 +510,7 @@ def mean_change(run: DriftRun, measure: Measure, tasks: Sequence[str], pair: tup
     """
     by_task = [change(run, measure, task, pair) for task in tasks]
     start, end = (mean(run, measure, tasks, variant).value for variant in pair)
+    # The printed change must equal the difference of the printed means.
     over = replace(mean_over_tasks(by_task), value=end - start)
     row = finding(measure, over, "", pair[1], pair[0], paired=all(row.paired for row in by_task))
     return replace(row, tasks=tuple(tasks))
@@ -612,6 +616,7 @@ def change_of(metric: Metric, before: Array, after: Array, references: Array) ->
 
 def _draws(n: int) -> Array:
     """Return how often each of n samples counts: first once each, then as resampled, the same for the same n."""
+    # A fixed seed, so that both sides of a change use the same resamples.
     drawn = np.random.default_rng(0).multinomial(
         n, np.full(n, 1 / n), size=intervals.RESAMPLES if n > 1 else 0
     )
@@ -692,6 +697,7 @@ def outcomes(run: DriftRun, task: str, merged: str = "merged", repaired: str = "
         columns = {
             name: _right_answers(run, task, variant, metric, split) for name, variant in models.items()
         }
+        # Only samples that all models answered are comparable.
         rows = pd.DataFrame(columns, dtype=object).dropna().astype(bool).rename_axis("sample_id")
         if len(rows):
             break

@@ -253,6 +253,7 @@ def _components(fitted: Array, rows: Array, most: int, seed: int) -> tuple[Array
     centred = fitted - fitted.mean(axis=0)
     if not np.abs(centred).max() > 1e-12:  # rows have norm 1, so the rest is rounding
         return np.zeros((len(rows), 0)), None
+    # PCA has at most as many components as rows or columns.
     count = min(most, *fitted.shape)
     model = PCA(count, random_state=seed).fit(fitted)
     return model.transform(rows), model.explained_variance_ratio_
@@ -525,6 +526,7 @@ def _write(run: DriftRun, projection: Projection, features: Mapping[str, str]) -
 def _stored(run: DriftRun, settings: Settings, features: Mapping[str, str]) -> Projection | None:
     """Return the newest stored projection of these features and settings, by any library versions."""
     paths = sorted((run.path / _FOLDER).glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    # Versions of libraries are not part of the key: stored coordinates stay valid after an upgrade.
     key = {"settings": settings.as_dict(), "features": dict(features)}
     for path in reversed(paths):
         record = _record(path)

@@ -100,6 +100,7 @@ def over_seeds(rows: pd.DataFrame, by: str, measure: str, tasks: int = 1) -> pd.
     """
     rows = rows.astype({measure: float, "n_test": float})
     by_seed = rows.groupby([by, "seed"])
+    # A mean over fewer tasks is not comparable with the others.
     is_whole = by_seed[measure].count() == tasks
     seeds = by_seed[measure].mean().where(is_whole).groupby(level=0)
     points = pd.DataFrame({"mean": seeds.mean(), "std over seeds": seeds.std(), "seeds": seeds.count()})

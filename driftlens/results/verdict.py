@@ -208,6 +208,7 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
         behind = {task: abs(gap.by_task[task].value) for task in gap.worse} if gap else {}
     worst = max(behind, key=lambda task: behind[task], default="")
     bad = gaps["expert", "base"].worse if ("expert", "base") in gaps else ()
+    # Without a gap to the experts, assume that the model is worse: the next command then looks for a repair.
     to_experts = gaps.get((after or merged, "expert"))
     command = next_command(run, to_experts.side if to_experts else -1, bad)
     shown = tuple(gaps[pair] for pair in pairs if pair in gaps)
@@ -240,6 +241,7 @@ def _judged_by(
 ) -> tuple[Measure, tuple[str, ...], tuple[str, ...]] | None:
     """Return the measure that compares models, the tasks on which all were measured, and the models."""
     names = [name for name in ("base", "expert", merged, after) if name in (*run.variants, "expert")]
+    # Scores are compared if the merged or repaired model has any; otherwise relative drift is.
     scored = [name for name in names if any(level(run, SCORE, task, name).is_measured for task in run.tasks)]
     is_scored = bool({merged, after} & {*scored})
     compared = scored if is_scored else [name for name in names if name != "expert"]

@@ -267,6 +267,7 @@ def new_manifest(name: str, spec_digest: str, live: Mapping[str, Any] | None = N
         live: settings and contents of a run of live modules.
     """
     machine = {"system": platform.system(), "release": platform.release(), "machine": platform.machine()}
+    # Ids become parts of file names and URLs.
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "run"
     return Manifest(
         id=f"{slug}-{secrets.token_hex(4)}",

@@ -278,6 +278,7 @@ class DriftRun:
         last = max(indices.values(), default=0)
         if layer == "final" and last:
             return last
+        # Module paths come before indices, because a path may consist of digits.
         if isinstance(layer, str) and layer in indices:
             return indices[layer]
         if not isinstance(layer, str) and 1 <= layer <= last:

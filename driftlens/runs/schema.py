@@ -115,7 +115,7 @@ def _shared(name: str, meaning: str, option: str) -> Column:
 
 
 def _ends(share: str, option: str = "", over: str = "jacobian_samples") -> tuple[Column, ...]:
-    meaning = f"end of the 95 % interval of {share} over the {over}, which were drawn again (bootstrap)."
+    meaning = f"end of the 95 % interval of {share} over the {over} (bootstrap)."
     ends = (("low", "Lower"), ("high", "Upper"))
     return tuple(_shared(f"{share}_{end}", f"{words} {meaning}", option) for end, words in ends)
 
@@ -135,14 +135,12 @@ def _drift_family() -> tuple[Column, ...]:
 
 
 TASK = _text("task", "Task: a data set and its expert.")
-VARIANT = _text(
-    "variant", "Network the row is about: base, expert, merged, calibrated:NAME or baseline:NAME."
-)
+VARIANT = _text("variant", "Measured model: base, expert, merged, calibrated:NAME or baseline:NAME.")
 LAYER = Column(
     "layer", "int", "", "Layer in forward order: 1 the stem, the last one the head.", None, (1.0, None)
 )
 SAMPLE_ID = _text("sample_id", "The sample, as its data source names it.")
-METRIC = _text("metric", "What was scored, for example accuracy.")
+METRIC = _text("metric", "Metric of the score, for example accuracy.")
 LABEL = _text("label", "Class that the data source gives the sample.")
 
 LAYERS = Table(
@@ -158,8 +156,8 @@ LAYERS = Table(
             "Which features leave the layer: encoder for the encoder of an encoder-decoder, hidden for all others.",
         ),
         _text("path", "Module path in the library's own names."),
-        _count("n", "samples", "Samples behind the row."),
-        _text("reference", "Whose features the local mismatch is taken on: expert or merged."),
+        _count("n", "samples", "Number of samples."),
+        _text("reference", "Model whose features the local mismatch is computed on: expert or merged."),
         *_drift_family(),
         _pure("drift_rel", "Drift norm against the expert's feature norm.", "higher"),
         _pure(
@@ -170,7 +168,7 @@ LAYERS = Table(
         _pure("cos_mean", "Mean cosine to the expert's feature.", "lower", COSINE),
         _pure("cos_std", "Standard deviation of that cosine (divided by n).", "higher"),
         _length("mismatch_l2_mean", "Mean norm of the layer's local mismatch m."),
-        _length("propagation_l2_mean", "Mean norm of p, the drift that the layer passes on."),
+        _length("propagation_l2_mean", "Mean norm of p, the drift that the layer propagates."),
         _pure("cross_term", "2 <m, p> / |e|^2: positive where mismatch and propagation add up.", None, ANY),
         _length("residual_l2_mean", "Mean norm of p minus the incoming drift; residual layers only."),
         _pure(
@@ -179,12 +177,10 @@ LAYERS = Table(
             "higher",
             SHARE,
         ),
-        _length(
-            "rerouted_l2_mean", "Mean norm of c, what going there changes in the features; mixtures only."
-        ),
+        _length("rerouted_l2_mean", "Mean norm of c, the feature change from that routing; mixtures only."),
         _pure(
             "rerouted_share",
-            "<c, e> / |e|^2: the drift's share that is c; the rest has the same routes.",
+            "<c, e> / |e|^2: share of the drift from routing; mixtures only.",
             None,
             ANY,
         ),
@@ -196,7 +192,7 @@ LAYERS = Table(
         ),
         _pure("growth_holds", "Share of samples whose gamma exceeds eta.", "higher", SHARE),
         _shared(
-            "final_share", "Signed share of the final drift that this layer's m ends up as.", "contributions"
+            "final_share", "Signed share of the final drift that comes from this layer's m.", "contributions"
         ),
         _shared(
             "prefix_share", "Signed share of the final drift by swapping prefixes; they sum to 1.", "prefix"
@@ -218,8 +214,8 @@ LAYERS = Table(
                 "|p - A e| / |p|, A being the path-averaged Jacobian; of up to 8 samples.",
                 "higher",
             ),
-            _count("nodes", "nodes", "Quadrature nodes behind A."),
-            _count("jacobian_samples", "samples", "Samples behind the columns that need A."),
+            _count("nodes", "nodes", "Quadrature nodes for A."),
+            _count("jacobian_samples", "samples", "Samples for the columns that need A."),
         ),
         *_asked(
             "jacobian.spectral",
@@ -250,7 +246,7 @@ SAMPLES = Table(
         _length("drift_l2", "Norm of the drift leaving the layer."),
         _pure("cos", "Cosine to the expert's feature.", "lower", COSINE),
         _length("mismatch_l2", "Norm of the local mismatch."),
-        _length("propagation_l2", "Norm of the drift that the layer passes on."),
+        _length("propagation_l2", "Norm of the drift that the layer propagates."),
         _pure("amplification", "Norm of the propagation against that of the incoming drift.", "higher"),
         _shared("final_share", "Signed share of the sample's final drift.", "contributions"),
     ),
@@ -266,7 +262,7 @@ OUTPUTS = Table(
         LABEL,
         _text("expert_pred", "Class that the expert predicts."),
         _text("pred", "Class that the variant predicts."),
-        Column("flipped", "bool", "", "Whether the two differ.", "higher"),
+        Column("flipped", "bool", "", "True if the two differ.", "higher"),
         _score("score_drift_l2", "Euclidean norm of the score drift."),
         _score("score_drift_inf", "Largest change of one score."),
         _gain("score_gain_secant", "Norm of the score drift against that of the final drift."),
@@ -277,17 +273,17 @@ OUTPUTS = Table(
             "score_bound",
             "Certified gain times final drift, plus the mismatch of score maps: bounds the norm of the score drift.",
         ),
-        _score("score_map_mismatch", "Norm of what differing heads alone do to the scores."),
+        _score("score_map_mismatch", "Norm of the score change from different heads alone."),
         _score("margin", "Expert's best score minus its second best.", "lower"),
-        Column("certified", "bool", "", "Whether the drift is too small to flip the prediction.", "lower"),
+        Column("certified", "bool", "", "True if the drift is too small to flip the prediction.", "lower"),
         _score("ce", "Cross-entropy of the variant.", unit="nat"),
         _score("ce_expert", "Cross-entropy of the expert.", unit="nat"),
         _pure("confidence", "Largest class probability of the variant.", None, SHARE),
         _pure("confidence_expert", "Largest class probability of the expert.", None, SHARE),
         _score("kl", "Divergence of the variant's class probabilities from the expert's.", unit="nat"),
         _score("token_kl", "Divergence of the next token over the whole vocabulary.", unit="nat"),
-        Column("token_flipped", "bool", "", "Whether the likeliest next token of all differs.", "higher"),
-        Column("token_certified", "bool", "", "Whether the drift is too small to change it.", "lower"),
+        Column("token_flipped", "bool", "", "True if the most likely next token differs.", "higher"),
+        Column("token_certified", "bool", "", "True if the drift is too small to change it.", "lower"),
         _pure("softmax_integral_error", "Self-check: error of the softmax integral identity.", "higher"),
         _score("ce_integral_error", "Self-check: error of the cross-entropy identity.", unit="nat"),
     ),
@@ -299,12 +295,12 @@ ADJOINT = Table(
     (
         TASK,
         VARIANT,
-        _text("target", "What is explained: final_drift (share), loss (nat) or margin (score)."),
+        _text("target", "Attributed quantity: final_drift (share), loss (nat) or margin (score)."),
         LAYER,
         SAMPLE_ID,
         *_asked(
             "adjoint",
-            Column("part", "float", "of the target", "What the layer's local mismatch adds to the change."),
+            Column("part", "float", "of the target", "Part of the change from the layer's local mismatch."),
             Column("change", "float", "of the target", "Change of the target from expert to variant."),
             Column("remainder", "float", "of the target", "Change no layer accounts for (head row only)."),
         ),
@@ -365,9 +361,7 @@ ACCURACY = Table(
         METRIC,
         _pure("value", "The score; range and direction are the metric's.", None, ANY),
         _count("n", "samples", "Test samples."),
-        _pure(
-            "ci_low", "Lower end of the 95 % interval: Wilson's of shares, else by drawing again.", None, ANY
-        ),
+        _pure("ci_low", "Lower end of the 95 % interval: Wilson's for shares, else bootstrap.", None, ANY),
         _pure("ci_high", "Upper end of that interval.", None, ANY),
         Column("seed", "int", "", "Seed that drew the test samples."),
     ),
@@ -391,12 +385,12 @@ SCORES = Table(
         ),
         _pure(
             "reference",
-            "Of spearman the number wanted, of perplexity the tokens of the target, of wer its words.",
+            "Expected number for spearman, number of target tokens for perplexity, of target words for wer.",
             None,
             ANY,
         ),
-        _text("answer", "What the variant generated or chose."),
-        _text("target", "What was wanted."),
+        _text("answer", "Answer that the variant generated or chose."),
+        _text("target", "Expected answer."),
     ),
     "driftlens analyze RUN",
 )
@@ -420,8 +414,8 @@ CALIBRATION = Table(
         _pure(
             "task_weight_share", "Share of a bias that the tasks decide; the anchor the rest.", None, SHARE
         ),
-        _pure("upstream_ridge", "Ridge of the repair of what earlier modules left."),
-        _pure("upstream_share", "Share of that repair which held-out samples bear.", None, SHARE),
+        _pure("upstream_ridge", "Ridge of the repair of errors from earlier modules."),
+        _pure("upstream_share", "Share of that repair that held-out samples support.", None, SHARE),
         _pure(
             "stationarity_error",
             "|W S v - R v| / (|W S v| + |R v|) of the solved equations W S = R, v one random direction.",
@@ -445,7 +439,7 @@ SWEEPS = Table(
     (
         _text(
             "sweep",
-            "What was varied: settings or n (samples per task), joined by `+`, `ablation`, or `control` (a "
+            "Varied factors: settings or n (samples per task), joined by `+`, `ablation`, or `control` (a "
             "calibration at rho 1); of another method than FeatCal, or of some layers, with these and `:` in front.",
         ),
         Column("point", "int", "", "Place of the settings in the sweep, from 0.", None, (0.0, None)),
@@ -459,7 +453,7 @@ SWEEPS = Table(
         _pure("drift_rel", "Final drift norm against the expert's feature norm.", "higher"),
         _pure("cos_mean", "Mean cosine of the final feature to the expert's.", "lower", COSINE),
         *(_pure(metric.name, metric.described, metric.worse, metric.range) for metric in METRICS.values()),
-        _count("n_test", "samples", "Test samples behind the scores."),
+        _count("n_test", "samples", "Test samples of the scores."),
         Column("seconds", "float", "s", "Time the point's calibration took.", None, NOT_NEGATIVE),
         _text("method", "The calibrator."),
         _text("settings", "All its settings, as JSON."),

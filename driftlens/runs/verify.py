@@ -117,6 +117,7 @@ def equality(a: DriftRun, b: DriftRun) -> Equality:
             shared = first.index.intersection(second.index)
             first, second = first.reindex(shared), second.reindex(shared)
         files = [stored_columns(run.path / table_file(table.name)) for run in (a, b)]
+        # A column that an older schema lacked is no difference between the results.
         lacking = {*files[0]} ^ {*files[1]} if all(files) else set()
         result.lacking += [
             f"{table.name}.{column.name}" for column in table.columns if column.name in lacking

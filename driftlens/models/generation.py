@@ -55,7 +55,7 @@ def _answer(reader: TextReader, ids: Sequence[int]) -> str:
 
 @contextmanager
 def _greedy(module: Any, reader: TextReader, max_new_tokens: int) -> Iterator[Any]:
-    """Yield settings of a greedy search, while the module has no settings of its own, which would fill gaps."""
+    """Yield settings of a greedy search, while the module's own settings, which would fill gaps, are removed."""
     from transformers import GenerationConfig
 
     settings = GenerationConfig(

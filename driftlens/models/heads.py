@@ -45,7 +45,7 @@ def class_names(classes: ClassNames) -> tuple[str, ...]:
     if twice:
         raise DataError(
             f"class names occur more than once: {', '.join(map(repr, twice))}",
-            hint="Images meet the rows of the head by class name, so each row needs a name of its own.",
+            hint="Images are matched to rows by class name. Give each row a different name.",
         )
     return names
 
@@ -92,12 +92,12 @@ def linear_head(
             hint=f"Name it: heads.<task>.weight, one of {', '.join(matrices[:5]) or 'those in another file'}.",
         )
     key = weight or matrices[0]
-    beside = bias or f"{key.removesuffix('weight')}bias"
+    bias_key = bias or f"{key.removesuffix('weight')}bias"
     rows = source.read(key).float()
-    shift = source.read(beside).float() if bias is not None or beside in source.headers else None
+    shift = source.read(bias_key).float() if bias is not None or bias_key in source.headers else None
     check_finite(source.name, key, rows)
     if shift is not None:
-        check_finite(source.name, beside, shift)
+        check_finite(source.name, bias_key, shift)
     return LinearHead(_names_of(rows, classes, f"{key!r} in {source.name}"), rows, shift, normalize)
 
 
@@ -391,6 +391,7 @@ class LmHead:
 
     @cached_property
     def _norm(self) -> float:
+        # By the Gram matrix [d, d], as all rows of a vocabulary in float64 need not fit into memory.
         wide = (weight.double() for weight, _ in self._weights())
         gram = sum((rows.mT @ rows for rows in wide), torch.zeros(()))
         norm = float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())

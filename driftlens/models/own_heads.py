@@ -160,6 +160,7 @@ def _pool_of(form: HeadForm) -> Pool | None:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
+    # Small weights, so that activations are not saturated and poolings stay distinguishable.
     weights = {name: random(*value.shape) / 10 for name, value in form.module.state_dict().items()}
     tokens, mask = random(2, 3, form.width), torch.tensor([[1, 1, 1], [1, 1, 0]])
     scores = form.run(weights, tokens, mask)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _OFFSET = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
 """Model types whose positions begin after the id of the padding token."""
 _PROCESSOR = (
-    "Put the base's own processor_config.json, preprocessor_config.json and tokenizer files beside its config.json: "
-    "sizes of images and patches, and the token that stands for an image, are each model's own."
+    "Put the base's own processor_config.json, preprocessor_config.json and tokenizer files next to its config.json. "
+    "Sizes of images and patches and the image token differ between models."
 )
 _EXAMPLES = ("a word", "and a few more")
 _POSITIONS = ("target_positions", "position_embeddings")
@@ -84,7 +84,7 @@ def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int],
     if not kind.startswith("CLIP"):
         raise IncompatibleModelsError(
             f"{source}: preprocessor_config.json is for {kind}, expected CLIPImageProcessor",
-            hint="Put the preprocessor_config.json of the base CLIP beside its config.json.",
+            hint="Put the preprocessor_config.json of the base CLIP next to its config.json.",
         )
     # Before transformers 5 the plain class is the one that works with PIL.
     processor_class = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
@@ -127,7 +127,7 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
         if kind is None:
             raise IncompatibleModelsError(
                 f"{source} has no preprocessor_config.json, and transformers no default for its kind",
-                hint="Put the preprocessor_config.json of the base beside its config.json.",
+                hint="Put the preprocessor_config.json of the base next to its config.json.",
             )
         size = getattr(config, "image_size", 224)
         edge = size if isinstance(size, int) else min(size)
@@ -225,7 +225,7 @@ def processed_example(preprocess: Preprocess, config: Any, source: str) -> Any:
     token, example = getattr(config, "image_token_id", None), preprocess.example()
     if token is not None and not (example["input_ids"] == token).any():
         raise IncompatibleModelsError(
-            f"{source}: its processor puts no token {token}, in whose place the model reads an image",
+            f"{source}: its processor writes no image token ({token}), which the model expects",
             hint=_PROCESSOR,
         )
     return example
@@ -254,11 +254,11 @@ def text_preprocess(
         or len(tokenizer) > size
         or filler is None
     ):
-        about_code = f" (its tokenizer is code of its own, {code}, which is never run)" if code else ""
+        about_code = f" (its tokenizer is custom code, {code}, which is never run)" if code else ""
         raise SpecError(
             f"{source} has no tokenizer that fits its {size} tokens and pads or ends texts, so texts can't be read"
             + about_code,
-            hint="Put the base's tokenizer files beside its config.json.",
+            hint="Put the base's tokenizer files next to its config.json.",
         )
     if tokenizer.pad_token is None:  # any token will do, as padding is masked
         tokenizer.pad_token = filler
@@ -271,8 +271,8 @@ def text_preprocess(
     start = generation.get("bos_token_id", getattr(config, "bos_token_id", None)) if start is None else start
     if form == "encoder-decoder" and start is None:
         raise SpecError(
-            f"{source} doesn't say with which token its decoder begins",
-            hint="Put decoder_start_token_id into its config.json; that of T5 is the pad token's, 0.",
+            f"{source} has no start token for its decoder",
+            hint="Set decoder_start_token_id in its config.json (0, the pad token, for T5).",
         )
     stated = tokenizer.model_max_length
     if not stated >= 1:  # every text would be cut to nothing

@@ -74,7 +74,7 @@ class Patched:
             )
         value = (update if rows is None else update[slice(*rows)]).to("cpu", header.dtype)
         kept = str(header.dtype).removeprefix("torch.")
-        hint = f"It was computed so, or is too large for {kept}: try other settings, or another --out-dtype."
+        hint = f"It was computed so, or is too large for {kept}. Try other settings or another --out-dtype."
         check_finite(f"the update of {self.name}", key, value, hint)
         return value
 
@@ -171,9 +171,9 @@ def save_model(
     wrapper = architecture.layout.wrapper(base.headers, base.name)
     tensors = stored(names, wrapper)
     files = _files(base, tensors.headers, wrapper, form)
-    beside = _companions(architecture, base, form)
+    companions = _companions(architecture, base, form)
     with atomic_folder(target) as folder:
-        for name, place in beside.items():
+        for name, place in companions.items():
             (folder / name).parent.mkdir(exist_ok=True)
             _copy(place, folder / name)
         for name, content in form.configs.items():
@@ -203,8 +203,8 @@ def save_card(
     """Rewrite the card of a folder of `save_model`; arguments as there."""
     form = architecture.folder
     assert form is not None
-    names, beside = _library_names(architecture, base, form), _companions(architecture, base, form)
-    usage = form.usage(names, [*form.configs, *beside, *heads])
+    names, companions = _library_names(architecture, base, form), _companions(architecture, base, form)
+    usage = form.usage(names, [*form.configs, *companions, *heads])
     write_text_atomic(folder / "README.md", card(usage))
 
 
@@ -256,9 +256,9 @@ def _files(
 def _companions(architecture: Architecture, base: StateSource, form: FolderFormat) -> dict[str, pathlib.Path]:
     """Return the files to copy from the architecture's folder, or else from the base's."""
     source, of_base = library_folder(architecture.source), library_folder(base.name)
-    beside = {name: place for name, place in companion_files(source).items() if name not in form.configs}
-    if beside or of_base == source:
-        return beside
+    companions = {name: place for name, place in companion_files(source).items() if name not in form.configs}
+    if companions or of_base == source:
+        return companions
     # The configurations contain the preprocessing of images; another folder's processor would override it.
     return {
         name: place
@@ -285,7 +285,7 @@ def _without_code(content: Any, file: str) -> Any:
     if not isinstance(content, Mapping):
         return content
     for entry in _CODE & content.keys():
-        log.warning("%s names code of its own under %r, which is not saved with the model", file, entry)
+        log.warning("%s names custom code under %r, which is not saved with the model", file, entry)
     return {key: _without_code(value, file) for key, value in content.items() if key not in _CODE}
 
 
@@ -325,6 +325,6 @@ def _library_names(architecture: Architecture, base: StateSource, folder: Folder
     if missing is not None:
         raise SpecError(
             f"{base.name} is only a part of the model: {missing!r} is missing",
-            hint="A folder wants a whole CLIP as base; a path ending in .safetensors doesn't.",
+            hint="Use a whole CLIP as base, or a path ending in .safetensors.",
         )
     return names

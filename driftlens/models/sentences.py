@@ -103,16 +103,16 @@ def readout_of(root: pathlib.Path) -> _Readout:
     kinds = [module.kind for module in modules_of(root)]
     if "Pooling" in kinds and set(kinds[1 : kinds.index("Pooling")]) - {"Dropout"}:
         raise IncompatibleModelsError(
-            f"{root}: {kinds[1]} stands before its Pooling and changes tokens, which is not followed",
-            hint="Only what reads one vector per text is.",
+            f"{root}: {kinds[1]} before its Pooling changes tokens, which is not supported",
+            hint="Only modules after the Pooling may change features.",
         )
     for module in modules_of(root)[1:]:
         place = root / module.place
         stated = json_object(place, "config.json") if module.place else {}
         if {stated.get(f"module_{end}put_name") or _EMBEDDING for end in ("in", "out")} != {_EMBEDDING}:
             raise IncompatibleModelsError(
-                f"{place} reads or writes something else than the {_EMBEDDING}",
-                hint="Only modules that make the embedding are followed.",
+                f"{place} reads or writes another entry than {_EMBEDDING}",
+                hint="Only modules that compute the embedding are supported.",
             )
         if module.kind == "Normalize":
             steps.append(lambda x: F.normalize(x, dim=-1))
@@ -154,13 +154,13 @@ def _layer_norm(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
 
 
 def _activation(place: pathlib.Path, stated: Mapping[str, Any]) -> nn.Module:
-    """Return one of torch's own activations, by its name; nothing else of that name is imported."""
+    """Return one of torch's own activations, by its name, without an import from the folder."""
     path = str(stated.get("activation_function", "torch.nn.modules.activation.Tanh"))
     name = path.rpartition(".")[2]
     if not path.startswith("torch.nn.") or name not in (*activation.__all__, "Identity"):
         raise IncompatibleModelsError(
-            f"{place}: the activation {path!r} is none of torch.nn's",
-            hint="Only such are followed; code of a folder's own is never run.",
+            f"{place}: the activation {path!r} is not in torch.nn",
+            hint="Only activations of torch.nn are supported. Custom code is never run.",
         )
     module: nn.Module = getattr(nn, name)()
     return module.eval()

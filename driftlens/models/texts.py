@@ -345,9 +345,9 @@ class PictureReader(TextReader):
         text, num_marks, count = sample.input, sample.input.count(self.mark), len(sample.images)
         if num_marks not in (0, count):
             raise DataError(
-                f"a question says {self.mark} {num_marks} times and has {count} image{'s' * (count > 1)}; expected it "
+                f"a question has {self.mark} {num_marks} times and {count} image{'s' * (count > 1)}; expected it "
                 "once for each",
-                hint="Leave these out, and they are put before the question, or name as many images.",
+                hint="Remove them to put images before the question, or give as many images.",
             )
         text = text if num_marks else " ".join([*[self.mark] * count, text])
         images = [image().convert("RGB") for image in sample.images]

@@ -133,6 +133,7 @@ def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
     get_outputs = getattr(skeleton, "get_output_embeddings", None)
     head = get_outputs() if callable(get_outputs) else None
     rows: dict[str, int] = {}
+    # Embeddings per layer (Gemma 3n) have one row per token, too.
     for path, module in skeleton.named_modules(remove_duplicate=False):
         is_table = isinstance(module, nn.Embedding) and module.num_embeddings == embedding.num_embeddings
         if module is head or is_table:
@@ -181,7 +182,7 @@ def with_head(
     if not _ties(folder):
         raise IncompatibleModelsError(
             f"{stored.name} lacks {lm.key!r}, and no configuration beside it says that its head is its embeddings",
-            hint="Save it again with its head; or give its folder, whose config.json says tie_word_embeddings: true.",
+            hint="Save it with its head, or give its folder, whose config.json sets tie_word_embeddings: true.",
         )
     places = {name: (source, name) for name in source.headers} | {lm.key: (source, table)}
     text = f"{stored.name}: its head is its embeddings, and others have one apart; a copy of them is its head"
@@ -226,10 +227,10 @@ def with_rows(
     tokens = f", and tokens of its own: {some_of([*map(repr, beyond)], _SHOWN)}" if beyond else ""
     problem = f"{source.name}: its vocabulary has {count} rows, the base's {rows[key]} ({key}){tokens}"
     if not align:
-        hint = "Set architecture.vocab: {rows: base}: further rows are then left out, and missing ones the base's."
+        hint = "Set architecture.vocab: {rows: base} to drop additional rows and take missing ones from the base."
         raise IncompatibleModelsError(problem, hint=hint)
     if count < rows[key] and base is None:
-        raise IncompatibleModelsError(problem, hint="Name a base, which has the rows that are missing.")
+        raise IncompatibleModelsError(problem, hint="Name a base that has the missing rows.")
     done = (
         f"{count - rows[key]} of its rows are left out"
         if count > rows[key]

@@ -170,7 +170,7 @@ def test_code_never_comes_along(tmp_path: Path, caplog: pytest.LogCaptureFixture
         known = json.loads((folder / path.name).read_text()) if (folder / path.name).exists() else {}
         assert known.keys() - {"auto_map"} <= json.loads(path.read_text()).keys(), path.name
     for name in ("config.json", "tokenizer_config.json", "processor_config.json"):
-        assert f"{name} names code of its own" in caplog.text
+        assert f"{name} names custom code" in caplog.text
 
 
 @torch.no_grad()

@@ -119,7 +119,7 @@ def test_files_beside_the_model_say_how_its_texts_are_read(tmp_path: Path) -> No
     config.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     config.decoder_start_token_id = None
-    with pytest.raises(SpecError, match="with which token its decoder begins"):
+    with pytest.raises(SpecError, match="has no start token for its decoder"):
         hf_text_preprocess(str(tmp_path), config, True, "encoder-decoder")
     transformers.GenerationConfig(decoder_start_token_id=0, eos_token_id=[3, 7]).save_pretrained(tmp_path)
     found = hf_text_preprocess(str(tmp_path), config, True, "encoder-decoder")

@@ -186,7 +186,7 @@ def conditioned() -> dict[str, Tensor]:
 def test_a_condition_computed_from_weights_is_refused_and_one_of_inputs_alone_is_not(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(IncompatibleModelsError, match=r"'blocks\.0' is given '1' beside its features"):
+    with pytest.raises(IncompatibleModelsError, match=r"'blocks\.0' is given '1' next to its features"):
         analyzed(models(Conditioned), [conditioned()], tmp_path / "refused")
     given = models(lambda: Conditioned(learned=False))
     layers = analyzed(given, [conditioned()], tmp_path / "run").layers(variant="merged")

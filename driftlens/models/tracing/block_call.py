@@ -60,7 +60,7 @@ class BlockCall:
     fixed: frozenset[str] = frozenset()
 
     def arguments(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the call's arguments with `hidden` in its place, in the shape that the block expects.
+        """Return the arguments of the call with `hidden` as features, in the shape that the block expects.
 
         Tensors that had the features' dtype when recorded get the dtype of `hidden`, so that a model recorded
         in float32 can be computed in float64.
@@ -140,7 +140,7 @@ def features_of(path: str, output: Any) -> Tensor:
     if isinstance(first, Tensor):
         return first
     raise SpecError(
-        f"block {path!r} returns a {type(output).__name__}; wanted is a tensor, or a tuple led by one",
+        f"block {path!r} returns a {type(output).__name__}; expected a tensor, or a tuple that begins with one",
         hint=OTHER_LIST,
     )
 
@@ -168,7 +168,7 @@ def _named_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Reference:
-    """The name of a tensor in side inputs, in its place in a stored call."""
+    """A reference to a tensor in side inputs, by its name."""
 
     key: str
 
@@ -193,7 +193,7 @@ def _require_stateless(value: object, name: str) -> None:
     if tensors or isinstance(value, nn.Module) or (hasattr(value, "update") and not isinstance(value, type)):
         raise SpecError(
             f"{name!r} is a {type(value).__name__}, which carries state that no other model may read; "
-            "expected tensors and plain values beside the features",
+            "expected tensors and plain values next to the features",
             hint="Switch it off (a key-value cache with use_cache=False), or wrap the model so that its blocks "
             "are called without it.",
         )

@@ -86,7 +86,7 @@ def given(
 def waiting(
     position: int, blocks: Sequence[nn.Module], state: State, shared: Mapping[str, Any], mask: Tensor | None
 ) -> State:
-    """Return the state after a block, features left out: inputs of later blocks, and keys and values up to here."""
+    """Return the state after a block without features: inputs of later blocks, and all keys and values so far."""
     later = {f"{LAYER_INPUT}.{index}" for index in range(position + 1, len(blocks))}
     inputs = {name: leaf for name, leaf in state.items() if name in later}
     return inputs | _leaves(shared, blocks[position + 1 :], mask)

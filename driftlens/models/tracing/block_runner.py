@@ -113,7 +113,9 @@ def _computed_arguments(module: nn.Module, block: nn.Module) -> dict[str, Comput
 
 
 class BlockRunner:
-    """The stem, blocks and head of one module as functions of parameters and features; the module does not change.
+    """The stem, blocks and head of one module as functions of parameters and features.
+
+    The module is not changed.
 
     Args:
         module: the module, with weights or on meta.
@@ -262,7 +264,7 @@ class BlockRunner:
             for name in tensors[0].keys() - self.computed.keys():
                 if not all(same_values(tensors[0][name], other.get(name)) for other in tensors[1:]):
                     raise IncompatibleModelsError(
-                        f"block {path!r} is given {name!r} beside its features, which is computed from weights; "
+                        f"block {path!r} is given {name!r} next to its features, which is computed from weights; "
                         "expected the same for all models",
                         hint="Use the loader made for this family, or live modules wrapped so that this is computed "
                         "inside each block.",
@@ -419,7 +421,7 @@ class BlockRunner:
             for path, argument in {**first_given, **given}:
                 if not same_values(first_given.get((path, argument)), given.get((path, argument))):
                     raise IncompatibleModelsError(
-                        f"block {path!r} is given {argument!r} beside its features, and that differs between {first} "
+                        f"block {path!r} is given {argument!r} next to its features, which differs between {first} "
                         f"and {name}: it is computed from weights; expected the same for all models",
                         hint="Wrap the model so that this is part of the features or computed inside each block, or "
                         "pass blocks= the path of another list.",

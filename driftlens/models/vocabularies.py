@@ -133,7 +133,7 @@ def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
     get_outputs = getattr(skeleton, "get_output_embeddings", None)
     head = get_outputs() if callable(get_outputs) else None
     rows: dict[str, int] = {}
-    # Embeddings per layer (Gemma 3n) have one row per token, too.
+    # An encoder and a decoder may have a table each, tied or not.
     for path, module in skeleton.named_modules(remove_duplicate=False):
         is_table = isinstance(module, nn.Embedding) and module.num_embeddings == embedding.num_embeddings
         if module is head or is_table:

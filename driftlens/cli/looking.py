@@ -475,7 +475,7 @@ def export(
     if request.card:
         for run in runs:
             place = request.out / ("card.png" if len(runs) == 1 else f"{run.resolve().name}/card.png")
-            note(f"wrote {' and '.join(map(str, save_card(run, place)))}")
+            note(f"wrote {save_card(run, place)}")
         if not names:
             return
     written = write(

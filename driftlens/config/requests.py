@@ -474,7 +474,7 @@ class ExportRequest(ExhibitRequest, title="analyze"):
     )
     tables: tuple[str, ...] = asked("A table; repeatable.", (), name="--table", metavar="ID")
     card: Flag = asked(
-        "A picture to share, 1200 x 630 pixels, with a badge; only that unless figures or tables are named.",
+        "A picture to share, 1200 x 630 pixels; only that unless figures or tables are named.",
         False,
     )
     formats: str = asked(

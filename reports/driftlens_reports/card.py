@@ -1,15 +1,12 @@
-"""What is shared of a run without a server: a picture of 1200 x 630 pixels, as links are previewed, and a badge."""
+"""A picture of a run to share: 1200 x 630 pixels, the size of link previews. Entry point: `save_card`."""
 
 from __future__ import annotations
 
 import io
-import itertools
 import pathlib
 import textwrap
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from markupsafe import Markup
 
 from driftlens.results.formatting import estimate, is_measured, printable, signs, unbroken, written
 from driftlens.results.projection import looked_at
@@ -20,6 +17,7 @@ from driftlens.utils.files import PathLike, write_text_atomic
 from driftlens.utils.variants import part_of
 from driftlens_reports.charts.picking import worst_task
 from driftlens_reports.charts.theme import LIGHT
+from driftlens_reports.charts.words import short
 from driftlens_reports.formats import save_files
 from driftlens_reports.formats.page import called, reach
 from driftlens_reports.paper.exhibit import PAGE, sheet
@@ -30,27 +28,24 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 1200, 630
 """Pixels of the picture."""
+# The heading in a model card below which the picture is linked.
 _VERDICT = "## Verdict\n\n"
-"""What the picture stands under in a model card."""
+# Left edge of the two feature plots, as a fraction of the width.
 _PAIR = 0.605
-"""Where the two pictures of features begin, in parts of the width."""
+# Letters of the sentence in a line, in its size.
 _LINE = 40
-"""Letters of the sentence in a line, in its size."""
-_SHORT = {"good": "good", "mixed": "unclear", "bad": "worse than base", "none": "not measured"}
 
 
-def save_card(
-    run: DriftRun | PathLike, out: pathlib.Path | None = None, name: str = ""
-) -> list[pathlib.Path]:
-    """Write the picture and the badge of a run.
+def save_card(run: DriftRun | PathLike, out: pathlib.Path | None = None, name: str = "") -> pathlib.Path:
+    """Write the picture of a run.
 
     Args:
         run: a run or its directory.
-        out: the picture to write, a PNG; the badge is written next to it. `card.png` in the run's `reports` if None.
+        out: the PNG to write; `card.png` in the run's `reports` if None.
         name: the calibration to show; the newest if empty.
 
     Returns:
-        The paths of picture and badge.
+        The path of the picture.
 
     Raises:
         DataError: the run has no such calibration.
@@ -60,25 +55,28 @@ def save_card(
     opened = run if isinstance(run, DriftRun) else open_run(run)
     if name:
         opened.calibration_info(name)  # says which there are
-    picture = "card.png" if out is None else out.name
-    files = {picture: share_card(opened, name), "badge.svg": badge(opened, name).encode()}
-    return save_files(opened, files, None if out is None else out.parent)
+    files = {"card.png" if out is None else out.name: _picture(opened, name)}
+    return save_files(opened, files, None if out is None else out.parent)[0]
 
 
 def put_beside(folder: pathlib.Path, run: DriftRun, name: str) -> None:
-    """Picture and badge beside saved weights of the calibration `name`, and the picture in the model card there."""
-    picture, *_ = save_card(run, folder / "card.png", name)
-    card, line = folder / "README.md", f"![What was measured]({picture.name})\n\n"
+    """Write the picture next to saved weights of the calibration `name`, and link it in the model card.
+
+    Args:
+        folder: the folder of the saved weights.
+        run: the run that the calibration belongs to.
+        name: the calibration.
+    """
+    picture = save_card(run, folder / "card.png", name)
+    card, line = folder / "README.md", f"![Measurements]({picture.name})\n\n"
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     if _VERDICT in text and line not in text:
         write_text_atomic(card, text.replace(_VERDICT, _VERDICT + line, 1))
 
 
-def share_card(run: DriftRun, name: str = "") -> bytes:
-    """The PNG of a run, or of its calibration `name`: headline, bar, the features of one task, and the run's id."""
+def _picture(run: DriftRun, name: str) -> bytes:
+    """Return the PNG of a run, or of its calibration `name`."""
     from matplotlib.figure import Figure
-
-    from driftlens_reports.paper.plate import short
 
     found = headline(run, name)
     with sheet(PAGE):
@@ -99,29 +97,8 @@ def share_card(run: DriftRun, name: str = "") -> bytes:
     return target.getvalue()
 
 
-def badge(run: DriftRun, name: str = "") -> str:
-    """An SVG in the size of other badges: what the repair closes, or what the headline's tone is."""
-    found = headline(run, name)
-    is_closed = is_measured(found.closed.value) and found.tone in ("good", "mixed")
-    value = f"{100 * found.closed.value:.0f} % of the gap closed" if is_closed else _SHORT[found.tone]
-    left, right = 62, 14 + round(6.3 * len(value))
-    colour = LIGHT.tones.get(found.tone, LIGHT.quiet)
-    return str(
-        Markup(
-            '<svg xmlns="http://www.w3.org/2000/svg" width="{0}" height="20" role="img" aria-label="{1}">'
-            '<title>{1}</title><rect width="{0}" height="20" rx="3" fill="{2}"/>'
-            '<rect x="{3}" width="{4}" height="20" rx="3" fill="{5}"/><rect x="{3}" width="4" height="20" fill="{5}"/>'
-            '<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11" text-anchor="middle">'
-            '<text x="{6}" y="14">DriftLens</text><text x="{7}" y="14">{8}</text></g></svg>\n'
-        ).format(
-            *(left + right, f"DriftLens: {value}", LIGHT.quiet, left, right, colour),
-            *(left / 2, left + right / 2, value),
-        )
-    )
-
-
 def _say(figure: Figure, x: float, y: float, text: str, **looks: Any) -> None:
-    # Names are a stranger's: no formula is read in them.
+    # Names are untrusted: parse no formulas in them.
     figure.text(x, y, printable(text), parse_math=False, **{"va": "top", "color": LIGHT.ink, **looks})
 
 
@@ -149,18 +126,13 @@ def _write_words(figure: Figure, run: DriftRun, found: Headline) -> None:
 
 
 def _draw_bar(axes: Axes, found: Headline) -> None:
-    """As on pages: thick what the repair moved, grey what is left to the experts."""
+    """Draw every model on one scale, with its interval."""
     axes.axis("off")
     if len(found.tiles) < 2:
         return
     low, high = reach(found)
     axes.set(xlim=(low, high), ylim=(-1, 1))
     axes.plot([low, high], [0, 0], color=LIGHT.grid, linewidth=2, zorder=1)
-    parts = {part_of(variant): mean.value for variant, mean in found.tiles.items()}
-    steps = [(part, parts[part]) for part in ("merged", "calibrated", "expert") if part in parts]
-    for (_, start), (part, end) in itertools.pairwise(steps):
-        colour = LIGHT.gap if part == "expert" else LIGHT.roles[part][0]
-        axes.plot([start, end], [0, 0], color=colour, linewidth=14, solid_capstyle="butt", zorder=2)
     for variant, mean in found.tiles.items():
         colour = LIGHT.roles[part_of(variant)][0]
         if is_measured(mean.low):
@@ -172,7 +144,7 @@ def _draw_bar(axes: Axes, found: Headline) -> None:
 
 
 def _pair(run: DriftRun, name: str) -> list[tuple[str, str, Any]]:
-    """Merged and repaired model (without one, expert and merged) on the task that drifts most, in one layout."""
+    """Return merged and repaired model, or expert and merged, on the task with the largest drift, in one layout."""
     judged = verdict(run, name)
     if not judged.merged or not run.manifest.layers:
         return []
@@ -187,15 +159,15 @@ def _pair(run: DriftRun, name: str) -> list[tuple[str, str, Any]]:
 
 
 def _draw_points(axes: Axes, variant: str, frames: Any) -> None:
-    """The expert's points behind, the variant's before them."""
-    behind, before = frames
+    """Draw the expert's points and the variant's points over them."""
+    experts, points = frames
     is_expert = variant == "expert"
     looks = {"s": 9, "linewidths": 0}
     axes.scatter(
-        behind["x"], behind["y"], color=LIGHT.roles["expert"][0], alpha=1 if is_expert else 0.35, **looks
+        experts["x"], experts["y"], color=LIGHT.roles["expert"][0], alpha=1 if is_expert else 0.35, **looks
     )
     if not is_expert:
-        axes.scatter(before["x"], before["y"], color=LIGHT.roles[part_of(variant)][0], **looks)
+        axes.scatter(points["x"], points["y"], color=LIGHT.roles[part_of(variant)][0], **looks)
     axes.set(xticks=[], yticks=[])
     axes.set_title(printable(called(variant))[:20], fontsize=13, color=LIGHT.ink, parse_math=False)
     for side in axes.spines.values():

@@ -1,10 +1,9 @@
-"""The picture and the badge that are shared of a run: of the size that links want, true, and inert."""
+"""The picture to share of a run has the size of link previews and states the headline."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
-from xml.etree import ElementTree
 
 import matplotlib.figure
 import pytest
@@ -15,8 +14,7 @@ from driftlens.cli import app
 from driftlens.results.verdict import headline
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError
-from driftlens_reports.card import badge, put_beside, save_card, share_card
-from driftlens_reports.charts.theme import LIGHT
+from driftlens_reports.card import put_beside, save_card
 from tests.records.full_run import write_run
 
 NAME = "$\\frac{a}{$ <b>&x</b>"
@@ -39,7 +37,7 @@ def words(run: DriftRun, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return real(self, x, y, text, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(matplotlib.figure.Figure, "text", listened)
-    share_card(run)
+    save_card(run)
     return told
 
 
@@ -47,8 +45,8 @@ def words(run: DriftRun, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_card_is_of_the_size_of_previews_and_says_the_headline(
     run: DriftRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = share_card(run)
-    assert Image.open(io.BytesIO(data)).size == (1200, 630) and data == share_card(run)
+    data = save_card(run).read_bytes()
+    assert Image.open(io.BytesIO(data)).size == (1200, 630) and data == save_card(run).read_bytes()
     said = words(run, monkeypatch)
     found = headline(run)
     assert found.text.split()[0] in " ".join(said) and NAME in said
@@ -58,29 +56,13 @@ def test_a_card_is_of_the_size_of_previews_and_says_the_headline(
         assert f"{100 * mean.value:.1f} %" in said
 
 
-def test_a_badge_says_what_the_tone_is_and_holds_no_script(run: DriftRun) -> None:
-    drawn = ElementTree.fromstring(badge(run))
-    found = headline(run)
-    said = "".join(drawn.itertext())
-    assert "DriftLens" in said and LIGHT.tones[found.tone] in badge(run)
-    if found.closed.value == found.closed.value and found.tone != "bad":
-        assert f"{100 * found.closed.value:.0f} % of the gap closed" in said
-    assert {element.tag.rpartition("}")[2] for element in drawn.iter()} == {
-        "svg",
-        "title",
-        "rect",
-        "g",
-        "text",
-    }
-
-
-def test_the_command_writes_both_where_asked_for_and_into_the_run(run: DriftRun, tmp_path: Path) -> None:
+def test_the_command_writes_it_where_asked_for_and_into_the_run(run: DriftRun, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["export", str(run.path), "--card", "--out", str(tmp_path / "new")])
     assert result.exit_code == 0, result.output
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["badge.svg", "card.png"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["card.png"]
     made = save_card(run)
-    assert made == [run.path / "reports" / "card.png", run.path / "reports" / "badge.svg"]
-    assert made[0].read_bytes() == (tmp_path / "new" / "card.png").read_bytes()
+    assert made == run.path / "reports" / "card.png"
+    assert made.read_bytes() == (tmp_path / "new" / "card.png").read_bytes()
 
 
 def test_a_calibration_that_is_not_there_leaves_no_file(run: DriftRun, tmp_path: Path) -> None:
@@ -91,7 +73,7 @@ def test_a_calibration_that_is_not_there_leaves_no_file(run: DriftRun, tmp_path:
 
 def test_without_features_and_scores_there_is_a_card_all_the_same(tmp_path: Path) -> None:
     bare = open_run(write_run(tmp_path / "bare", has_labels=False, has_heads=False))
-    assert Image.open(io.BytesIO(share_card(bare))).size == (1200, 630)
+    assert Image.open(save_card(bare)).size == (1200, 630)
 
 
 def test_beside_saved_weights_the_model_card_shows_it_once(run: DriftRun, tmp_path: Path) -> None:
@@ -99,4 +81,4 @@ def test_beside_saved_weights_the_model_card_shows_it_once(run: DriftRun, tmp_pa
     for _ in range(2):
         put_beside(tmp_path, run, "featcal")
     assert (tmp_path / "README.md").read_text().count("(card.png)") == 1
-    assert (tmp_path / "card.png").is_file() and (tmp_path / "badge.svg").is_file()
+    assert (tmp_path / "card.png").is_file()

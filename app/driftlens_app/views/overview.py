@@ -42,7 +42,7 @@ from driftlens_app.show import (
 )
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import SECTIONS, charts
-from driftlens_reports.charts.page_curves import layer_strip, mean_curves
+from driftlens_reports.charts.page_curves import mean_curves
 
 PAGE = Page("Overview", icon=":material/dashboard:", order=20)
 _CELLS = "contributions-heatmap"
@@ -167,26 +167,20 @@ def _origins(chosen: Selection) -> None:
     st.header(
         plain(f"Where {whose} final drift comes from"),
         anchor=False,
-        help="Each layer's share of each task's final drift, by attribution; beside it the model as a column.",
+        help="Each layer's share of each task's final drift, by attribution.",
     )
     offer_attribution(chosen.run)
     if all(text.endswith(NOT_MEASURED) for text in origins.values()):
         note("Neither shares nor local mismatch were measured in this run.")
         return
     options = chosen.options(variants=(facts.origin_variant(chosen.run),))
-    # In columns a chart would be measured, and so drawn, twice.
-    row = st.container(horizontal=not is_narrow())
-    cells, strip = row.container(), row.container(width="stretch" if is_narrow() else 320)
-    with cells, shown_errors():
+    with shown_errors():
         if charts[_CELLS].missing(chosen.run, options) is None:
             drawn = kept(_CELLS, chosen.run, charts[_CELLS].draw, options, narrow=is_narrow())
             show_drawn(_CELLS, chosen.run.id, drawn, "A click on a cell opens its layer and task.")
             _open_cell(chosen)
         else:  # of local mismatch alone there are sentences
             st.markdown("\n".join(f"- {plain(text)}" for text in origins.values()))
-    with strip, shown_errors():
-        strips = kept("layer-strip", chosen.run, layer_strip, chosen.options(), options.variants[0])
-        show_drawn("layer-strip", chosen.run.id, strips)
 
 
 def _open_cell(chosen: Selection) -> None:

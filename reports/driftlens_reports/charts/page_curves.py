@@ -21,12 +21,11 @@ from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn
 from driftlens_reports.charts.layer_curves import Curves, draw_curves
 
-_MEAN, _DRIFT, _LEFT = "mean drift", "drift", "drift left"
-_SHARE, _CHANGE, _SWAPPED = "share of final drift", "change of mean drift", "swapped share"
+_MEAN, _LEFT, _CHANGE = "mean drift", "drift left", "change of mean drift"
 
 
 def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Mean drift over tasks by layer, a line per variant, a thin one for each task."""
+    """Draw the mean drift over tasks by layer: a thick line per variant, a thin one per task."""
     column = "drift_rel" if options.relative else "drift_l2_mean"
     rows = picking.layer_rows(run, replace(options, tasks=None))
     if not rows[column].notna().any():
@@ -41,7 +40,13 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
 
 
 def left_curves(run: DriftRun, name: str, options: ChartOptions) -> Drawn:
-    """What a calibration leaves of the merged model's drift, by layer: a thick line over tasks, a thin one for each."""
+    """Draw the share of the merged model's drift that a calibration leaves, by layer.
+
+    Args:
+        run: the run.
+        name: the calibration.
+        options: only the theme is used.
+    """
     options = ChartOptions(variants=("merged", compared_variants(run, name)[-2]), dark=options.dark)
     rows, drift = picking.layer_rows(run, options), "drift_l2_mean"
     before = rows[rows["variant"] == "merged"].set_index(["task", "layer"])[drift].astype(float)
@@ -49,7 +54,7 @@ def left_curves(run: DriftRun, name: str, options: ChartOptions) -> Drawn:
     before = before.where(before > 0).reindex(there).to_numpy()
     rows = rows.assign(**{_LEFT: rows[drift].astype(float) / before})[rows["variant"] != "merged"]
     if not rows[_LEFT].notna().any():
-        raise DataError(f"no drift of {name!r} was measured beside the merged model's")
+        raise DataError(f"no drift of {name!r} was measured next to the merged model's")
     axis = {"tickformat": theme.TICK_SHARE, "rangemode": "tozero", "autorangeoptions": {"include": [1.0]}}
     kind = Curves(_LEFT, f"{_LEFT} (% of the merged model's)", axis, number=theme.SHARE, line=1.0)
     figure, means = _over_tasks(run, rows, _LEFT, kind, options)
@@ -60,78 +65,16 @@ def left_curves(run: DriftRun, name: str, options: ChartOptions) -> Drawn:
         figure,
         alt=" ".join(["Share of the merged model's drift that is left, by layer, mean over tasks.", *shares]),
         data=means[["variant", "layer", "role", "path", _LEFT]],
-        notes=("100 % is as merged. Thick: mean over tasks; thin: each task.",),
-    )
-
-
-def layer_strip(run: DriftRun, options: ChartOptions, variant: str) -> Drawn:
-    """The model as a column, first layer on top: as wide as its mean drift is, coloured by its share of the final one.
-
-    Hovering tells the share that swapping the layer, behind all before it, for the expert's would take away.
-    """
-    names = {"drift_l2_mean": _DRIFT, "final_share": _SHARE, "prefix_share": _SWAPPED}
-    rows = picking.layer_rows(run, replace(options, variants=(variant,))).rename(columns=names)
-    means = rows.groupby("layer", sort=True)[[*names.values()]].mean().reset_index()
-    means = picking.named_layers(run, means[means[_DRIFT].notna()])
-    if means.empty:
-        raise DataError(
-            "no drift was measured in this run", hint=f"`{LAYERS.filled_by(['drift_l2_mean'])}` adds it."
-        )
-    shown = theme.palette(options.dark)
-    highest = float(means[_SHARE].abs().max())
-    texts = [
-        "<br>".join(
-            [words.literal(row["where"]), f"mean drift {number(row[_DRIFT])}"]
-            + [f"share of the final drift {words.literal(percent(row[_SHARE]))}"]
-            * (row[_SHARE] == row[_SHARE])
-            + [f"swapping it for the expert's takes away {words.literal(percent(row[_SWAPPED]))}"]
-            * (row[_SWAPPED] == row[_SWAPPED])
-        )
-        for row in means.to_dict("records")
-    ]
-    scale = (
-        {"cmin": -highest, "cmax": highest, "colorscale": [*shown.diverging]} if highest == highest else {}
-    )
-    colour = means[_SHARE].tolist() if scale else shown.roles["merged"][0]
-    bars = theme.bar(
-        orientation="h",
-        x=means[_DRIFT],
-        base=-means[_DRIFT] / 2,
-        y=means["layer"],
-        marker={"color": colour, **scale, "line": {"width": 1, "color": shown.quiet}},
-        text=texts,
-        textposition="none",
-        hovertemplate="%{text}<extra></extra>",
-    )
-    bare = {"showticklabels": False, "ticks": "", "showgrid": False, "zeroline": False}
-    figure = theme.themed(
-        bars,
-        dark=options.dark,
-        height=max(180, 26 * len(means) + 70),
-        bargap=0.12,
-        margin={"l": 48, "r": 12, "t": 12, "b": 40},
-        showlegend=False,
-        yaxis={
-            **{"autorange": "reversed", "tickvals": means["layer"].tolist()},
-            **{"title": {"text": "layer"}, "showgrid": False},
-        },
-        xaxis={"title": {"text": "mean L2 drift (width)"}, **bare},
-    )
-    widest = means.loc[means[_DRIFT].idxmax()]
-    return Drawn(
-        figure,
-        alt=f"The layers of {words.title(variant)} as a column. Widest: {widest['where']}, {number(widest[_DRIFT])}.",
-        data=means[["layer", "where", *names.values()]],
-        notes=("Wide: much drift behind this layer. Orange makes the final drift, blue works against it.",),
+        notes=("100 % = no improvement over the merged model. Thick: mean over tasks; thin: each task.",),
     )
 
 
 def _over_tasks(
     run: DriftRun, rows: pd.DataFrame, column: str, kind: Curves, options: ChartOptions
 ) -> tuple[go.Figure, pd.DataFrame]:
-    """Thin lines of a column for every task, behind a thick one of their mean; and the rows of the means."""
+    """Draw thin lines per task and a thick one for their mean. Return the figure and the means."""
     by_task = rows.pivot_table(index=["variant", "layer"], columns="task", values=column, sort=False)
-    # Of other tasks, it would jump.
+    # A mean over fewer tasks would jump.
     means = by_task.mean(axis=1, skipna=False).rename(kind.column).reset_index()
     means = picking.ordered(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
     means = _placed(run, means)
@@ -162,7 +105,14 @@ def _over_tasks(
 
 
 def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark: bool) -> Drawn:
-    """Mean drift by layer of the merged model, and of the calibration as far as it has come, by finished layer."""
+    """Draw the mean drift by layer of the merged model and of a calibration in progress.
+
+    Args:
+        run: the run.
+        name: the calibration.
+        drifts: mean drift of each finished layer, by layer index.
+        dark: True for the dark theme.
+    """
     measured, variant = run.layers(), calibrated(name)
     merged = measured[measured["variant"] == "merged"].groupby("layer")["drift_l2_mean"].mean()
     lines = {"merged": merged, variant: pd.Series(drifts, dtype=float).sort_index()}
@@ -171,7 +121,7 @@ def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark
     rows = rows.fillna({"role": "layer", "path": ""}).assign(task="mean over tasks")
     title = panels.titled("mean L2 drift", "layers", "drift_l2_mean")
     kind = Curves(_MEAN, title, {"tickformat": theme.TICK_NUMBER, "rangemode": "tozero"})
-    # Already its look of later: shades and marks follow from the variants that come before it.
+    # The style depends on the variants before it, so the line keeps it after the calibration.
     names = list(dict.fromkeys([*run.variants, *rows["variant"]]))
     figure = draw_curves(run, rows, kind, dark=dark, variants=names, titles=[""])
     figure.layout.uirevision = f"{run.id} running {name}"
@@ -193,14 +143,14 @@ def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark
 
 
 def _placed(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with each layer's role, path and name."""
+    """Return the rows with each layer's role, path and name."""
     columns = {"layer": "index", "role": "role", "path": "path"}
     layers = {name: [getattr(entry, key) for entry in run.manifest.layers] for name, key in columns.items()}
     return picking.named_layers(run, rows.merge(pd.DataFrame(layers), on="layer", how="left"))
 
 
 def change_curves(comparison: Comparison, *, dark: bool) -> Drawn:
-    """Change of mean drift by layer, after minus before: one panel per task, one line per compared pair."""
+    """Draw the change of mean drift by layer between two runs: a panel per task, a line per pair of variants."""
     run = comparison.after
     # The compared layers as rows of a layer table, each pair under the name of the variant after.
     rows = comparison.layers.rename(columns={"after": "variant", "drift_change": _CHANGE})

@@ -282,7 +282,7 @@ def test_what_a_repair_leaves_is_a_share_of_the_merged_models_drift(full: DriftR
     assert [*line.y] == pytest.approx(shares.tolist())
     assert (
         "% of the merged model's" in axis_titles(drawn.figure, "y")[0]
-        and "100 % is as merged" in drawn.notes[0]
+        and "100 % = no improvement" in drawn.notes[0]
     )
 
 

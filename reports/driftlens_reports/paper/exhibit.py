@@ -1,14 +1,14 @@
-"""The registry of exhibits: each draws a figure or a table from saved runs, with its numbers and a caption draft.
-
-Call `driftlens_reports.paper.exhibit.draw(name, runs, options)`; `export` writes files with provenance.
-"""
+"""The registry of exhibits: figures and tables of saved runs for papers. Entry points: `draw`, `export`."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import io
+import json
 import pathlib
+import shlex
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,8 +23,11 @@ from driftlens.results.formatting import printable
 from driftlens.results.measures import RELATIVE, SCORE, change
 from driftlens.results.verdict import stamps
 from driftlens.runs import layout
+from driftlens.runs.manifest import versions
 from driftlens.runs.run import DriftRun
-from driftlens.utils.errors import DataError
+from driftlens.runs.tables import csv_text
+from driftlens.utils.errors import DataError, SpecError
+from driftlens.utils.files import PathLike, atomic_path
 from driftlens.utils.registry import Registry
 from driftlens.utils.variants import calibrated, part_of
 from driftlens.utils.variants import title as plain_title
@@ -34,15 +37,6 @@ from driftlens_reports.charts.words import between, named, overlap_notes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
-import dataclasses
-import json
-import shlex
-
-from driftlens.runs.manifest import versions
-from driftlens.runs.tables import csv_text
-from driftlens.utils.errors import SpecError
-from driftlens.utils.files import PathLike, atomic_path
 
 Kind = Literal["figure", "table"]
 
@@ -65,7 +59,7 @@ ROUNDED = "Printed numbers are rounded; gains and changes are taken from unround
 
 @contextlib.contextmanager
 def sheet(venue: str) -> Iterator[None]:
-    """Within it, matplotlib's settings are those packaged for a venue or a `PAGE`; missing letters are boxes."""
+    """Apply the matplotlib style of a venue or of a `PAGE` within the context."""
     import matplotlib.style
 
     folder = pathlib.Path(__file__).parent
@@ -76,7 +70,7 @@ def sheet(venue: str) -> Iterator[None]:
 
 
 def settle(figure: Figure) -> None:
-    """Lay a figure out once and then leave it alone: every format, and every later save, shows the same places."""
+    """Compute a figure's layout once and freeze the positions, so that every format shows the same."""
     from matplotlib.figure import SubFigure
 
     figure.get_layout_engine().execute(figure)
@@ -89,7 +83,13 @@ def settle(figure: Figure) -> None:
 
 
 def encode(figure: Figure, file_format: str, venue: str) -> bytes:
-    """Return a figure's bytes as pdf, svg or png, the same at every call."""
+    """Return a figure as pdf, svg or png, with reproducible bytes.
+
+    Args:
+        figure: the figure.
+        file_format: "pdf", "svg" or "png".
+        venue: the style sheet.
+    """
     written = io.BytesIO()
     with sheet(venue):
         figure.savefig(written, format=file_format, metadata=_UNDATED[file_format])
@@ -97,7 +97,7 @@ def encode(figure: Figure, file_format: str, venue: str) -> bytes:
 
 
 class ExhibitOptions(ExhibitRequest):
-    """The user's choices, and what they mean for a run."""
+    """The user's options, resolved for a run."""
 
     @classmethod
     def of(cls, request: ExhibitRequest) -> ExhibitOptions:
@@ -180,7 +180,7 @@ def _check(kind: str, name: str, known: tuple[str, ...]) -> str:
 
 
 def spec_section(run: DriftRun, name: str) -> Mapping[str, Any]:
-    """Return a section of the run's resolved spec; empty where there is none."""
+    """Return a section of the run's resolved spec; empty if it has none."""
     import yaml
 
     path = run.path / layout.SPEC
@@ -190,7 +190,7 @@ def spec_section(run: DriftRun, name: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Gap:
-    """A part of an exhibit that the runs can't fill: its name, and what is missing with the command that adds it."""
+    """A part of an exhibit that the runs can't fill, and the command that adds it."""
 
     name: str
     missing: str
@@ -248,7 +248,7 @@ def _registered(name: str, kind: Kind, title: str) -> Callable[[Draw], Draw]:
 
 
 def origin(runs: Sequence[DriftRun]) -> Iterator[str]:
-    """Yield the names of the runs, and what a reader must know about each before any number."""
+    """Yield the names of the runs, and their stamps and overlap notes."""
     if runs:
         names = ", ".join(f"{run.name} ({run.id})" for run in runs)
         yield f"{'Run' if len(runs) == 1 else 'Runs'}: {names}."
@@ -273,20 +273,21 @@ def together(sentences: Iterable[str], gaps: Iterable[Gap] = ()) -> str:
 
 
 DRAWN: MappingProxyType[Kind, tuple[str, ...]] = MappingProxyType({"figure": PICTURES, "table": ("tex",)})
-"""What a figure or a table itself can be saved as."""
+"""Formats of figures and tables."""
 
+# Files written next to each exhibit: numbers, provenance, caption draft.
 _SIBLINGS = ("csv", "json", "txt")
-"""What stands beside each of them: its numbers, where they come from, a caption draft; they are always written."""
 
 FORMATS = tuple(name for names in (*DRAWN.values(), _SIBLINGS) for name in names)
 """Every format that can be asked for."""
 
+_RECORDED = ("created", "spec_digest", "schema_version", "synthetic")
 _VERSIONS = ("driftlens", "python", "matplotlib", "numpy", "pandas", "scikit-learn", "umap-learn")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Artifact(Exhibited):
-    """A drawn exhibit that knows what it was drawn from; `caption` is a draft, `data` every number it shows."""
+    """A drawn exhibit with its runs and options; `caption` is a draft, `data` has every number shown."""
 
     exhibit: _Exhibit
     runs: tuple[DriftRun, ...]
@@ -296,15 +297,15 @@ class Artifact(Exhibited):
         return f"<Artifact {self.exhibit.name} of {', '.join(run.id for run in self.runs)}, {len(self.data)} rows>"
 
     def _repr_png_(self) -> bytes | None:
-        """The figure, for notebooks."""
+        """Return the figure, for notebooks."""
         return self.content("png") if self.exhibit.kind == "figure" else None
 
     def _repr_html_(self) -> str | None:
-        """The numbers of a table, for notebooks."""
+        """Return the numbers of a table, for notebooks."""
         return self.data.to_html(index=False) if self.exhibit.kind == "table" else None
 
     def save(self, path: PathLike) -> pathlib.Path:
-        """Write it to `path`, whole or not at all, in the format of its suffix; refuses one that it can't have."""
+        """Write the exhibit to `path` in the format of its suffix."""
         target = pathlib.Path(path)
         content = self.content(target.suffix.removeprefix("."))
         with atomic_path(target, need=len(content)) as written:
@@ -318,7 +319,7 @@ class Artifact(Exhibited):
         return self.content("tex").decode()
 
     def content(self, file_format: str) -> bytes:
-        """The bytes of the file in a format, the same at every call in one environment."""
+        """Return the bytes of the file in a format."""
         _possible(self.exhibit, [file_format])
         if self.figure is not None and file_format in DRAWN["figure"]:
             return encode(self.figure, file_format, self.options.style)
@@ -330,21 +331,38 @@ class Artifact(Exhibited):
         return (f"{self.caption}\n" if file_format == "txt" else self.latex or "").encode()
 
     def provenance(self) -> dict[str, Any]:
-        """Where the numbers come from: runs, settings, versions, the command that draws it again, what is missing."""
+        """Return runs, settings, versions, the command that draws the exhibit again, and gaps."""
         return {
             "exhibit": self.exhibit.name,
             "kind": self.exhibit.kind,
             "title": self.exhibit.title,
             "command": command(self.exhibit, self.runs, self.options),
             "options": self.options.model_dump(),
-            "runs": [_run(run) for run in self.runs],
+            "runs": [
+                {
+                    **{"id": run.id, "name": run.name},
+                    **{key: getattr(run.manifest, key) for key in _RECORDED},
+                    "versions": {
+                        name: run.manifest.versions[name]
+                        for name in (*_VERSIONS, "torch")
+                        if name in run.manifest.versions
+                    },
+                }
+                for run in self.runs
+            ],
             "versions": {name: number for name, number in versions().items() if name in _VERSIONS},
             "missing": [dataclasses.asdict(gap) for gap in self.missing],
         }
 
 
 def draw(name: str, runs: Sequence[DriftRun], options: ExhibitOptions) -> Artifact:
-    """The exhibit called `name`, drawn from the runs."""
+    """Draw an exhibit.
+
+    Args:
+        name: its name in `exhibits`.
+        runs: at least one run.
+        options: the user's options.
+    """
     if not runs:
         raise DataError(f"{name} was given no run", hint="Pass at least one.")
     chosen = exhibits[name]
@@ -354,7 +372,7 @@ def draw(name: str, runs: Sequence[DriftRun], options: ExhibitOptions) -> Artifa
 
 @dataclass(frozen=True)
 class Exported:
-    """One exhibit: its id, its files, none where nothing of it is measured, and the parts that the runs can't fill."""
+    """An exported exhibit: name, files (none if nothing is measured), and gaps."""
 
     name: str
     files: tuple[pathlib.Path, ...]
@@ -369,9 +387,17 @@ def export(
     formats: Sequence[str] = FORMATS,
     options: ExhibitOptions | None = None,
 ) -> tuple[Exported, ...]:
-    """Write exhibits, by default all with a measured number, as `<id>.<format>`, in the formats that each can have.
+    """Write exhibits as `<id>.<format>`.
 
-    Those without one have no files, and `missing` says which command fills them.
+    Args:
+        runs: at least one run.
+        out: the folder.
+        names: exhibits to write; None is all with a measured number.
+        formats: formats to write, as far as an exhibit has them.
+        options: the user's options.
+
+    Returns:
+        An entry per exhibit; `missing` names the commands that fill its gaps.
     """
     for name in formats:
         if name not in FORMATS:
@@ -392,7 +418,7 @@ def export(
 
 
 def _possible(exhibit: _Exhibit, formats: Sequence[str]) -> tuple[str, ...]:
-    """Those of the formats that the exhibit can be saved as; refused where it is none of them."""
+    """Return the formats that the exhibit can have. Raise SpecError if there are none."""
     possible = (*DRAWN[exhibit.kind], *_SIBLINGS)
     chosen = tuple(name for name in possible if name in formats)
     if not chosen:
@@ -404,7 +430,13 @@ def _possible(exhibit: _Exhibit, formats: Sequence[str]) -> tuple[str, ...]:
 
 
 def command(exhibit: _Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions) -> str:
-    """The command line that draws the exhibit again, with the runs by the names of their folders."""
+    """Return the command line that draws the exhibit again.
+
+    Args:
+        exhibit: the exhibit.
+        runs: its runs.
+        options: the user's options.
+    """
     folders = [run.path.resolve().name for run in runs]
     flags = [f"--{exhibit.kind}", exhibit.name, "--style", options.style]
     for name in ("calibrated", "task", "tasks", "method"):
@@ -414,11 +446,3 @@ def command(exhibit: _Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions
     if options.names:
         flags += ["--names", ",".join(f"{name}={shown}" for name, shown in options.names.items())]
     return shlex.join(["driftlens", "export", *folders, *flags])
-
-
-def _run(run: DriftRun) -> dict[str, Any]:
-    recorded = {
-        key: getattr(run.manifest, key) for key in ("created", "spec_digest", "schema_version", "synthetic")
-    }
-    used = {name: number for name, number in run.manifest.versions.items() if name in (*_VERSIONS, "torch")}
-    return {"id": run.id, "name": run.name, **recorded, "versions": used}

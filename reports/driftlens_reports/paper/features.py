@@ -21,10 +21,10 @@ from driftlens.results.projection import thinned
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
 from driftlens.utils.errors import DataError, NumericsError
-from driftlens_reports.charts.words import between, called, spaced, title
+from driftlens_reports.charts.words import between, called, short, spaced, title
 from driftlens_reports.paper import exhibit
 from driftlens_reports.paper.layers import draw_norms, missing_columns
-from driftlens_reports.paper.plate import Plate, colour_of, hatch_of, legend, marks, share_axis, short
+from driftlens_reports.paper.plate import Plate, colour_of, hatch_of, legend, marks, share_axis
 
 MOST = 400
 """Samples drawn per panel; more would hide one another."""
@@ -32,7 +32,7 @@ MOST = 400
 _METHODS = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
 
 
-@exhibit.figure("intro", title="Feature drift after merging, and what calibration leaves of it")
+@exhibit.figure("intro", title="Feature drift before and after calibration")
 def _intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
     """Draw one task's matched features and its drift by layer, and every task's accuracy."""
     run, task = runs[0], options.typical_task_of(runs[0])
@@ -155,7 +155,7 @@ def _scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> 
     shown = shown[:1] if is_many else shown
     most = 3 if options.is_narrow else 4 if len(tasks) <= 12 else 5
     across = min(most, max(len(tasks), 2))
-    # A cell is a square with its title or its cosine; a single task's panels stand side by side.
+    # A cell is a square with its title or its cosine; the panels of a single task form a row.
     across, down = (len(shown), 1) if len(tasks) == 1 else (across, len(shown))
     rows = down * max(1, math.ceil(len(tasks) / across))
     plate = Plate(options.width, rows * (options.width / across + 0.02 * options.width))
@@ -184,15 +184,15 @@ def _scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> 
     return plate.exhibited([start, *exhibit.origin([run]), *sentences])
 
 
-def _layouts_in_words(layouts: Sequence[Layout], behind: str) -> Iterator[str]:
+def _layouts_in_words(layouts: Sequence[Layout], counts: str) -> Iterator[str]:
     if layouts:
         methods = " or ".join(dict.fromkeys(layout.method for layout in layouts))
         yield (
-            f"Each task has a joint layout of its own ({methods}, fitted once to all variants; features are "
+            f"Each task has its own joint layout ({methods}, fitted once to all variants; features are "
             "scaled to norm 1): distances can be compared within a task and are not comparable across tasks."
         )
         yield "Below each panel, the mean cosine to the expert's feature, rounded."
-    yield behind
+    yield counts
     trust = "; ".join(f"{called(layout.task)}: {layout.trust}" for layout in layouts if layout.trust)
     yield f"Trustworthiness of the planes: {trust}." if trust else ""
     for layout in layouts:
@@ -213,7 +213,7 @@ class Layout:
 def _layout_of(
     run: DriftRun, task: str, variants: Sequence[str], layer: int | str, method: str
 ) -> Layout | str:
-    """Return the run's joint layout, or a computed one that is not stored; or the reason why there is none."""
+    """Return the run's joint layout, or the reason why there is none."""
     from driftlens.results.projection import looked_at
 
     try:

@@ -18,7 +18,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
 from driftlens_reports.charts.picking import ChartOptions, lacking
 from driftlens_reports.charts.theme import LIGHT
-from driftlens_reports.charts.words import between, called, title
+from driftlens_reports.charts.words import between, called, short, title
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, figure, origin, samples
 from driftlens_reports.paper.plate import (
     GUIDE,
@@ -27,11 +27,10 @@ from driftlens_reports.paper.plate import (
     legend,
     line_style,
     share_axis,
-    short,
 )
 
+# Width ratios of the body's panel and the head's: norms of the head are in another feature space.
 _BODY_AND_HEAD = (1.0, 0.14)
-"""Width ratios of the body's panel and the head's: norms of the head are in another feature space."""
 
 
 _OUTCOMES = ("certified", "kept without certificate", "flipped")
@@ -40,7 +39,15 @@ _OUTCOMES = ("certified", "kept without certificate", "flipped")
 def missing_columns(
     run: DriftRun, table: str, columns: Sequence[str], tasks: Sequence[str], variants: Sequence[str]
 ) -> str | None:
-    """Return what the run lacks to fill these columns, with the command that adds it; None if nothing is missing."""
+    """Return what the run lacks to fill columns, with the command that adds it; None if nothing is missing.
+
+    Args:
+        run: the run.
+        table: name of the table.
+        columns: required columns.
+        tasks: tasks to show.
+        variants: variants to show.
+    """
     if not variants:
         return f"no variant to show; `{CALIBRATE}` adds one"
     return lacking(run, ChartOptions(tasks=tasks, variants=variants), table, columns)
@@ -49,9 +56,19 @@ def missing_columns(
 def draw_norms(
     plate: Plate, part: SubFigure, run: DriftRun, panel: str, task: str, variants: Sequence[str], column: str
 ) -> tuple[Axes, dict[str, Artist]]:
-    """Draw a norm by layer, one line per variant, the head in a narrow panel of its own.
+    """Draw a norm by layer, one line per variant, with a narrow panel for the head.
 
-    Quantiles are drawn as a band where the column is the mean drift. Returns the body's axes and the legend's entries.
+    Args:
+        plate: the figure.
+        part: where to draw.
+        run: the run.
+        panel: letter of the panel.
+        task: the task.
+        variants: variants to draw.
+        column: column of the layer table; the mean drift has a quantile band.
+
+    Returns:
+        The body's axes, and the legend's entries.
     """
     body, head = part.subplots(1, 2, width_ratios=_BODY_AND_HEAD)
     entries: dict[str, Artist] = {}

@@ -1,4 +1,4 @@
-"""The plate that exhibits draw on: a matplotlib figure that records every plotted number and every gap."""
+"""The figure of an exhibit, which records every plotted number and every gap. Entry point: `Plate`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from driftlens.results.formatting import printable
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.theme import look
+from driftlens_reports.charts.words import short
 from driftlens_reports.paper.exhibit import Exhibited, Gap, settle, together
 
 COLUMNS = ("panel", "run", "task", "variant", "layer", "sample_id", "quantity", "value")
@@ -52,13 +53,27 @@ class Plate:
         self._rows: list[pd.DataFrame] = []
 
     def record(self, panel: str, run: DriftRun, quantity: str, value: ArrayLike, **key: Any) -> None:
-        """Record plotted numbers, unrounded; each of `key` is one for all values, or one per value."""
+        """Record plotted numbers, unrounded.
+
+        Args:
+            panel: letter of the panel.
+            run: the run they are from.
+            quantity: name of the quantity.
+            value: one or more numbers.
+            key: further columns, a scalar or one entry per number.
+        """
         values = np.atleast_1d(np.asarray(value, float))
         rows = pd.DataFrame({"panel": panel, "run": run.id, "quantity": quantity, **key, "value": values})
         self._rows.append(rows)
 
     def note(self, axes: Axes, name: str, missing: str) -> None:
-        """Replace a panel that the runs can't fill by a framed note, and record the gap."""
+        """Replace a panel that the runs can't fill by a note, and record the gap.
+
+        Args:
+            axes: the panel.
+            name: its name.
+            missing: the reason, with the command that fills it.
+        """
         self.lack(name, missing)
         axes.set_title("")
         axes.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
@@ -79,7 +94,7 @@ class Plate:
         written.set(fontsize=size, color="#555555", linespacing=1.3, in_layout=False)
 
     def lack(self, name: str, missing: str) -> None:
-        """Record a part that the runs can't fill and that has no panel of its own."""
+        """Record a gap that has no panel."""
         gap = Gap(name, missing.removesuffix("."))
         if gap not in self.missing:
             self.missing.append(gap)
@@ -93,15 +108,6 @@ class Plate:
         frame = frame[frame["value"].notna()].reset_index(drop=True).astype({"layer": "Int64"})
         text = together(caption, self.missing)
         return Exhibited(frame, text, figure=self.figure, missing=tuple(self.missing))
-
-
-def short(text: str, longest: int = 16) -> str:
-    """Return a name on one line, shortened in the middle where it is long."""
-    clean = printable(text)
-    if len(clean) <= longest:
-        return clean
-    end = (longest - 1) // 2
-    return f"{clean[: longest - 1 - end]}…{clean[-end:]}"
 
 
 def legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
@@ -118,7 +124,7 @@ def colour_of(run: DriftRun, variant: str) -> str:
 
 
 def hatch_of(run: DriftRun, variant: str) -> str:
-    """Return the hatch that tells a variant's bars from others without colour."""
+    """Return the hatch of a variant's bars."""
     return look(run.variants, variant, dark=False).hatch * 4
 
 

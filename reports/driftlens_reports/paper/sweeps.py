@@ -19,14 +19,15 @@ from driftlens.results.formatting import printable
 from driftlens.results.sweep_results import level, over_seeds, sweep_named, swept_methods, with_scores
 from driftlens.runs.run import DriftRun
 from driftlens.utils.metrics import ACCURACY
-from driftlens_reports.charts.words import between, spaced, title
+from driftlens_reports.charts.words import between, short, spaced, title
 from driftlens_reports.paper.exhibit import ROUNDED, Exhibited, ExhibitOptions, figure, origin
-from driftlens_reports.paper.plate import GUIDE, Plate, legend, share_axis, short
+from driftlens_reports.paper.plate import GUIDE, Plate, legend, share_axis
 
 MEAN = "accuracy (average over tasks), mean over seeds"
 _SPREAD = "accuracy (average over tasks), std over seeds"
 
 _FACTORS = {"lam": "λ (ridge)", "alpha": "α (expert share of target)", "rho": "ρ (anchor)"}
+# Values that the hint for a missing sweep proposes.
 _EXAMPLES: Mapping[str, Sequence[float]] = MappingProxyType(
     {
         "lam": (0.0005, 0.005, 0.05, 0.5, 5.0),
@@ -35,16 +36,15 @@ _EXAMPLES: Mapping[str, Sequence[float]] = MappingProxyType(
         "n": (8, 16, 32, 64, 128, 256, 512),
     }
 )
-"""Values that the hint for a missing sweep proposes."""
+# Models that calibrated ones are compared with, and the dash of their level.
 _LEVELS: Mapping[str, Any] = MappingProxyType({"merged": (0, (1, 2)), "base": (0, (4, 1.5, 1, 1.5))})
-"""Models that calibrated ones are compared with, and the dash of their level."""
+# Colour, marker and dash of the lines in one panel. All are calibrated models, hence all are orange.
 _LOOKS = (
     ("#D55E00", "s", "-"),
     ("#7A3300", "o", (0, (5, 1.5))),
     ("#F0A050", "D", (0, (1.2, 1.2))),
     ("#A8481C", "v", (0, (5, 1.5, 1, 1.5))),
 )
-"""Colour, marker and dash of the lines in one panel. All are calibrated models, hence all are orange."""
 
 
 @figure("efficiency", title="Accuracy by calibration samples per task")
@@ -175,7 +175,7 @@ def _draw_levels(
 def _mark_default(
     axes: Axes, run: DriftRun, factor: str, points: pd.DataFrame, calibrated: Sequence[str], colour: str
 ) -> None:
-    """Ring the point of the run's own setting, or draw a line there where the sweep has no such point."""
+    """Draw a ring around the point of the run's own setting, or a line there if it was not swept."""
     info = run.manifest.calibrations.get("".join(calibrated).removeprefix("calibrated:"))
     setting = None if info is None else info.settings.get(factor)
     if not isinstance(setting, (int, float)):
@@ -198,7 +198,7 @@ def _sweeping(factor: str) -> str:
 def _about_points(
     runs: Sequence[DriftRun], points: Sequence[pd.DataFrame], options: ExhibitOptions
 ) -> Iterator[str]:
-    """Yield what the points average over: tasks, test samples, seeds."""
+    """Yield the number of tasks, test samples and seeds."""
     rows = pd.concat(points)
     counts = sorted({len(options.tasks_of(run)) for run in runs})
     yield f"Averages are over {' or '.join(map(str, counts))} task{'' if counts == [1] else 's'}."

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from driftlens.results.checks import CheckResult, measured_by, self_checks
+from driftlens.results.checks import measured_by, self_checks
 from driftlens.results.formatting import printable, with_code
 from driftlens.results.measures import changed_score, main_metrics, score_of
 from driftlens.runs.run import DriftRun
@@ -30,8 +30,8 @@ from driftlens_reports.paper.exhibit import (
 
 AVERAGE, GAIN = "Avg.", "Gain"
 _TIME, _ENERGY, _MEMORY, _SPEEDUP = "Time (s)", "Energy (Wh)", "Memory (GiB)", "Speed-up"
+# Columns up to which every cell shows its interval; wider tables show that of the average and the gain only.
 _MOST_INTERVALS = 9
-"""Columns up to which every cell shows its interval; wider tables show that of the average and the gain only."""
 _COLUMNS = ("part", "block", "row", "run", "variant", "column", "value", "text", "ci_low", "ci_high", "n")
 
 _SPECIAL = {
@@ -51,17 +51,13 @@ _SPECIAL = {
     **{"±": r"$\pm$", "×": r"$\times$", "≤": r"$\le$", "≥": r"$\ge$"},
     **{"λ": r"$\lambda$", "ρ": r"$\rho$", "α": r"$\alpha$"},
 }
+# Letters that fonts would join to a dash or bend in code, and where a long command may break.
 _LITERAL = {"-": "{-}", "'": r"\textquotesingle{}", ",": r",\allowbreak{}"}
-"""Letters that fonts would join to a dash or bend in code, and where a long command may break."""
 _COMMAND = re.compile(r"\\[a-zA-Z]+|[{}$\\]")
-_BREAKABLE = re.compile(r"([/.:=,]|\\_)(?=\w)")
-"""Where a word that is longer than its column may continue on the next line."""
+_NUMBER = re.compile(r"\$?[-+\d]|\\textbf\{[\d$]|--|$")
+# Letters of small type that fit into one column and across a page.
 _COLUMN, _PAGE = 60, 76
-"""Letters of small type that fit into one column and across a page."""
-_WRAP = 32
-"""Letters of a cell beyond which its words are wrapped in tables wider than a page."""
 _NEEDS = "% Needs \\usepackage{booktabs,graphicx}\n"
-_PARAGRAPH = f"p{{{_WRAP / 2:g}em}}"
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,7 @@ def _accuracy(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     ]
     notes = [
         "± is the larger half of a 95 % interval over test samples; gains are paired where the run has single answers.",
-        "Bold: told apart from the next best by such an interval, base and experts left out.",
+        "Bold: significantly better than the next best (base and experts excluded).",
     ]
     if counts:
         notes.insert(0, f"{between(counts)} test samples per task.")
@@ -244,7 +240,16 @@ def _checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     lines, missing, several = [], [], len(runs) > 1
     for run in runs:
         found = self_checks(run).results
-        lines += [_check_line(run, check, run.name if several else "") for check in found]
+        for check in found:
+            holds = ("yes" if check.status == "pass" else "NO") if check.where else "not measured"
+            cells = {
+                "Claim": Cell(check.claim),
+                "Largest error": Cell(check.value, digits=None),
+                "Limit": Cell(check.threshold, digits=None),
+                "Holds": Cell(holds),
+                "Where": Cell(check.where or "--"),
+            }
+            lines.append(_Line(check.metric, cells, run.id, block=run.name if several else ""))
         absent: dict[str, list[str]] = {}
         for check in found:
             if not check.where:
@@ -256,18 +261,6 @@ def _checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     caption = "Self-checks: claims that are exact in theory, and the largest error over all tasks, variants and layers."
     notes = ["A check that was not measured is not a check that holds."]
     return _exhibited("self-checks", "Check", [lines], caption, runs, notes, missing)
-
-
-def _check_line(run: DriftRun, check: CheckResult, block: str) -> _Line:
-    held = ("yes" if check.status == "pass" else "NO") if check.where else "not measured"
-    cells = {
-        "Claim": Cell(check.claim),
-        "Largest error": Cell(check.value, digits=None),
-        "Limit": Cell(check.threshold, digits=None),
-        "Holds": Cell(held),
-        "Where": Cell(check.where or "--"),
-    }
-    return _Line(check.metric, cells, run.id, block=block)
 
 
 def _exhibited(
@@ -334,7 +327,7 @@ def escape(text: str) -> str:
 
 
 def prose(text: str) -> str:
-    """Return a sentence that LaTeX sets literally, with what is between backticks as code."""
+    """Return a sentence escaped for LaTeX, with text between backticks as code."""
 
     def code(part: str) -> str:
         literal = "".join(_LITERAL.get(letter, letter) for letter in escape(part))
@@ -363,11 +356,11 @@ def _minus(text: str) -> str:
 def latex_tables(
     frames: Sequence[pd.DataFrame], name: str, captions: Sequence[str], notes: Sequence[str]
 ) -> str:
-    """Return a table environment per frame, with a number behind the name from the second on.
+    """Return a table environment per frame; labels are numbered from the second on.
 
     Args:
         frames: cells and heads as LaTeX, see `latex_table`.
-        name: what follows `tab:drift-` in the labels.
+        name: suffix of the labels after `tab:drift-`.
         captions: a plain sentence per frame.
         notes: plain sentences below the last table.
     """
@@ -380,8 +373,8 @@ def latex_table(frame: pd.DataFrame, name: str, caption: str, notes: Sequence[st
     """Return a table environment.
 
     Args:
-        frame: cells and heads as LaTeX; `escape` those that are names. The index is not shown.
-        name: what follows `tab:drift-` in the label.
+        frame: escaped cells and heads; the index is not shown.
+        name: suffix of the label after `tab:drift-`.
         caption: a plain sentence.
         notes: plain sentences below the table.
     """
@@ -393,15 +386,13 @@ def latex_table(frame: pd.DataFrame, name: str, caption: str, notes: Sequence[st
             f"{_NEEDS}\\begin{{table}}[t]\n\\centering\n\\caption{{{prose(caption)}}}\n\\label{{{label}}}\n"
         )
         return f"{head}{below}\\end{{table}}\n"
-    widths = _widths(frame)
-    is_wide = sum(widths) > _PAGE
-    kinds = _kinds(frame)
-    wraps = [is_wide and kind == "l" and width > _WRAP for kind, width in zip(kinds, widths, strict=True)]
-    for at, wrap in enumerate(wraps):
-        if wrap:
-            frame = frame.copy()
-            frame.isetitem(at, [_BREAKABLE.sub(r"\1\\allowbreak{}", cell) for cell in frame.iloc[:, at]])
-    environment = "table*" if sum(widths) > _COLUMN else "table"
+    width = sum(
+        3 + max(len(_COMMAND.sub("", str(text))) for text in (head, *frame.iloc[:, place]))
+        for place, head in enumerate(frame.columns)
+    )
+    environment = "table*" if width > _COLUMN else "table"
+    # Words are aligned to the left, numbers to the right.
+    columns = (frame.iloc[:, place] for place in range(frame.shape[1]))
     text = frame.style.hide(axis="index").to_latex(
         hrules=True,
         caption=prose(caption),
@@ -409,23 +400,10 @@ def latex_table(frame: pd.DataFrame, name: str, caption: str, notes: Sequence[st
         environment=environment,
         position="t",
         position_float="centering",
-        column_format="".join(_PARAGRAPH if wrap else kind for kind, wrap in zip(kinds, wraps, strict=True)),
+        column_format="".join("r" if all(map(_NUMBER.match, cells)) else "l" for cells in columns),
     )
     text = text.replace("\\begin{tabular}", "\\footnotesize\n\\begin{tabular}", 1)
-    if sum(_WRAP if wrap else width for width, wrap in zip(widths, wraps, strict=True)) > _PAGE:
+    if width > _PAGE:
         text = text.replace("\\begin{tabular}", "\\resizebox{\\linewidth}{!}{%\n\\begin{tabular}", 1)
         text = text.replace("\\end{tabular}", "\\end{tabular}}", 1)
     return _NEEDS + text.replace(f"\\end{{{environment}}}", f"{below}\\end{{{environment}}}")
-
-
-def _widths(frame: pd.DataFrame) -> list[int]:
-    """Return the letters of each column's longest cell, with the gap between columns."""
-    columns = [(str(name), frame.iloc[:, at]) for at, name in enumerate(frame.columns)]
-    return [3 + max(len(_COMMAND.sub("", str(text))) for text in (head, *cells)) for head, cells in columns]
-
-
-def _kinds(frame: pd.DataFrame) -> list[str]:
-    """Return the alignment of each column: words to the left, numbers to the right."""
-    number = re.compile(r"\$?[-+\d]|\\textbf\{[\d$]|--|$")
-    columns = (frame.iloc[:, at] for at in range(frame.shape[1]))
-    return ["r" if all(number.match(cell) for cell in cells) else "l" for cells in columns]

@@ -1,10 +1,10 @@
-"""Drift reports: one content, built once from a saved run, written in as many formats as one likes.
+"""Drift reports of saved runs in several formats. Entry point: `Report`.
 
     dl.Report(run, preset="standard").save("out/", formats=["html", "json", "md"])
 
 | format | files |
 |---|---|
-| html | report.html: interactive charts, one file that asks the network for nothing |
+| html | report.html: interactive charts, one offline file |
 | html-light | report-light.html: figures as pictures, no script, below 1 MB |
 | json | report.json, by the schema in report.schema.json |
 | md | report.md for a pull-request comment |
@@ -39,16 +39,16 @@ Composed: TypeAlias = tuple[ReportContent, Mapping[str, Drawn]]
 
 
 class Report:
-    """A report on a run; nothing is read before it is asked for.
+    """A report on a run. Tables are read on demand.
 
     Args:
         run: a run, or its folder.
         preset: which sections and charts: summary, standard, calibration, or full, which has single samples too.
         sections: only these sections, with the preset's charts; None is all of the preset.
-        checks: results of checks, a YAML file of them, or the mapping in it, shown beside the self-checks.
+        checks: results of checks, a YAML file of them, or the mapping in it; shown next to the self-checks.
 
     Raises:
-        SpecError: there is no such preset or section, or the checks make no sense.
+        SpecError: the preset or a section is unknown, or the checks are invalid.
         RunError: the run can't be read.
     """
 
@@ -76,16 +76,16 @@ class Report:
 
     @functools.cached_property
     def _composed(self) -> Composed:
-        """The content, and by name the drawn charts behind those of its figures that are not missing."""
+        """The content, and the drawn charts of the figures that are not missing, by name."""
         return _compose(self.run, self._preset, self._sections, self._checks)
 
     def _repr_html_(self) -> str:
-        """The light page in a frame of its own, for notebooks."""
+        """Return the light page in an iframe, for notebooks."""
         page = html.escape(self.files(["html-light"])["report-light.html"].decode())
         return f'<iframe srcdoc="{page}" title="Drift report" width="100%" height="640"></iframe>'
 
     def files(self, formats: Iterable[str] = ("html", "json", "md")) -> dict[str, bytes]:
-        """The report's files by path relative to its folder, the same bytes at every call."""
+        """Return the report's files by path relative to its folder."""
         chosen = [formats] if isinstance(formats, str) else list(formats)
         check_known("format", chosen, _FORMATS)
         return {
@@ -113,12 +113,12 @@ class Report:
 
 
 def formats() -> tuple[str, ...]:
-    """The names of all formats."""
+    """Return the names of all formats."""
     return tuple(_FORMATS)
 
 
 def _compose(run: DriftRun, preset: str, names: Sequence[str], checks: CheckReport | None) -> Composed:
-    """The content of a report on `run`, with the results of the user's checks beside the self-checks."""
+    """Build the content of a report on `run`, and draw its charts."""
     figures: dict[str, list[Figure]] = {}
     drawn: dict[str, Drawn] = {}
     for name in names:
@@ -133,13 +133,15 @@ def _compose(run: DriftRun, preset: str, names: Sequence[str], checks: CheckRepo
         shown = tuple(table for table in tables if table.rows)
         parts = {"sentences": tuple(sentences), "tables": shown, "figures": tuple(figures[name])}
         sections.append(Section(name=name, title=TITLES[name], **parts))
-    info = {"id": run.id, "name": run.name, "state": current_state(run)}
-    for name in ("created", "synthetic", "spec_digest", "schema_version"):
-        info[name] = getattr(run.manifest, name)
+    recorded = ("created", "synthetic", "spec_digest", "schema_version")
+    info = {name: getattr(run.manifest, name) for name in recorded}
     content = ReportContent(
         driftlens=driftlens.__version__,
         preset=preset,
-        run=RunInfo(**info, tasks=run.tasks, variants=run.variants),
+        run=RunInfo(
+            **{"id": run.id, "name": run.name, "state": current_state(run), **info},
+            **{"tasks": run.tasks, "variants": run.variants},
+        ),
         stamps=(*stamps(run), *overlap_notes(run)),
         verdict=judged,
         sections=tuple(sections),

@@ -1,4 +1,4 @@
-"""What a report says, whatever format it is written in; the JSON format is this model itself."""
+"""The content of a report in every format, as pydantic models; the JSON format is `ReportContent` itself."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Estimate(Part):
 
 
 def _known(value: Any) -> Any:
-    """Null of an interval without a number."""
+    """Replace an interval without a number by null."""
     return None if isinstance(value, Interval) and math.isnan(value.value) else value
 
 
 class Change(Part):
-    """How a measure's mean over tasks changes from before to after; null where it was not measured."""
+    """The change of a measure's mean over tasks from before to after; null where it was not measured."""
 
     measure: str
     kind: Kind
@@ -79,7 +79,7 @@ class Change(Part):
 
 
 class Outcome(Part):
-    """How the checks ended."""
+    """The number of checks by result."""
 
     passed: int
     warned: int
@@ -88,7 +88,7 @@ class Outcome(Part):
 
 
 class Gap(Part):
-    """How one model differs from another."""
+    """The difference between two models."""
 
     variant: str
     against: str
@@ -115,7 +115,7 @@ class Headline(Part):
 
 
 class Verdict(Part):
-    """What a reader who reads nothing else should know."""
+    """The verdict on a run."""
 
     measure: str = Field(description="What models are judged by.")
     tasks: tuple[str, ...] = Field(description="On which every compared model was measured.")
@@ -143,7 +143,7 @@ class Verdict(Part):
 
 
 class RunInfo(Part):
-    """Which run the report is about."""
+    """The run that the report is about."""
 
     id: str
     name: str
@@ -182,7 +182,13 @@ class ReportContent(Part):
 
 
 def frame_table(name: str, title: str, frame: pd.DataFrame) -> Table:
-    """Every row of a frame as a table, with the kind of each column read off its type."""
+    """Convert a data frame to a table; the kind of each column follows from its type.
+
+    Args:
+        name: identifier of the table.
+        title: its heading.
+        frame: the rows.
+    """
     kinds = {str(head): _kind(frame[head]) for head in frame.columns}
     columns = (frame[head].tolist() for head in frame.columns)
     return Table.of(name, title, kinds, [*zip(*columns, strict=True)])

@@ -1,4 +1,4 @@
-"""What reports say of a run's layers, decisions and self-checks, in numbers and in words."""
+"""Sentences about a run: sources of the drift, decisions, self-checks, and layers to look at."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pandas as pd
 from driftlens.results.checks import CheckResult
 from driftlens.results.formatting import (
     NOT_MEASURED,
+    Kind,
     error,
     estimate,
     is_measured,
@@ -26,44 +27,42 @@ from driftlens.utils.errors import counted
 from driftlens.utils.intervals import Interval
 from driftlens.utils.variants import title
 
+# Columns that explain the final drift, the better one first, with their meaning.
+_ORIGINS: tuple[tuple[str, str, Kind], ...] = (
+    ("final_share", "largest shares of the final drift", "share"),
+    ("mismatch_l2_mean", "largest local mismatch (mean L2)", "number"),
+)
+
 
 def origin_variant(run: DriftRun) -> str:
-    """The model whose drift is explained: the merged one, or the last variant without; empty where there is none."""
+    """Return the model whose drift is explained: merged, else the last variant; empty without any."""
     variants = [variant for variant in run.variants if variant not in ("base", "expert")]
     return "merged" if "merged" in variants else "".join(variants[-1:])
 
 
 @remembered
 def origins(run: DriftRun) -> dict[str, str]:
-    """Which layers each task's final drift comes from, at most three; "not measured" is said."""
+    """Return the largest sources of each task's final drift in words."""
     variant = origin_variant(run)
     return {task: _origin(run, task, variant) for task in run.tasks if variant and run.manifest.layers}
 
 
 def _origin(run: DriftRun, task: str, variant: str) -> str:
     rows = run.layers(task, variant)
-    shares, mismatches = (
-        rows[rows[column].notna()]
-        .sort_values(column, ascending=False, kind="stable")
-        .head(3)
-        .to_dict("records")
-        for column in ("final_share", "mismatch_l2_mean")
-    )
-    if shares:
-        what, kind = "largest shares of the final drift", "share"
-        amounts = [share_of(row) for row in shares]
-    else:
-        what, kind = "largest local mismatch (mean L2)", "number"
-        amounts = [Interval(float(row["mismatch_l2_mean"]), n=int(row["n"])) for row in mismatches]
-    if not amounts:
-        return f"{task}: {NOT_MEASURED}"
-    names = [run.layer_name(int(row["layer"])) for row in shares or mismatches]
-    layers = [f"{name} {estimate(amount, kind)}" for name, amount in zip(names, amounts, strict=True)]
-    return f"{task}: {what}: {', '.join(layers)}{f'; n = {amounts[0].n}' if amounts[0].n else ''}"
+    for column, what, kind in _ORIGINS:
+        found = rows[rows[column].notna()].sort_values(column, ascending=False, kind="stable").head(3)
+        layers = []
+        for row in found.to_dict("records"):
+            is_share = column == "final_share"
+            amount = share_of(row) if is_share else Interval(float(row[column]), n=int(row["n"]))
+            layers.append(f"{run.layer_name(int(row['layer']))} {estimate(amount, kind)}")
+        if layers:
+            return f"{task}: {what}: {', '.join(layers)}{f'; n = {amount.n}' if amount.n else ''}"
+    return f"{task}: {NOT_MEASURED}"
 
 
 def check_sentence(check: CheckResult) -> str:
-    """How large one self-check's error gets, and where."""
+    """Describe the largest error of a self-check and where it is."""
     if not is_measured(check.value):
         return f"{check.metric} ({check.claim}): {NOT_MEASURED}"
     verdict = "holds" if check.status == "pass" else f"DOES NOT HOLD (limit {error(check.threshold)})"
@@ -71,13 +70,13 @@ def check_sentence(check: CheckResult) -> str:
 
 
 def decision_sentences(run: DriftRun) -> Iterator[str]:
-    """How many decisions of each variant flip, and how many its margins protect."""
+    """Yield the flipped and certified decisions of each variant in words."""
     for variant in (variant for variant in run.variants if variant != "base"):
         yield from decisions(run.outputs(variant=variant), title(variant))
 
 
 def decisions(outputs: pd.DataFrame, variant: str) -> Iterator[str]:
-    """How many decisions flip, and how many the margins protect; nothing without scores."""
+    """Yield the flipped and certified decisions of one variant in words; nothing without scores."""
     if not outputs["flipped"].notna().any():
         return
     flipped, certified = (share_true(outputs[name]) for name in ("flipped", "certified"))
@@ -92,7 +91,7 @@ def decisions(outputs: pd.DataFrame, variant: str) -> Iterator[str]:
 
 
 def advice(run: DriftRun) -> dict[str, Any]:
-    """Shares of the final drift by layer, and cosines of task vectors beside that of a sum at right angles."""
+    """Return shares of the final drift by layer, and cosines of task vectors by layer."""
     rows, params = run.layers(variant="merged"), run.params(variant="merged")
     places, shares, conflicts = dict(zip(rows["path"], rows["layer"], strict=True)), [], []
     paths = {layer: path for path, layer in places.items()}
@@ -119,7 +118,7 @@ def advice(run: DriftRun) -> dict[str, Any]:
 
 
 def advice_text(found: Mapping[str, Any], run: str = "RUN") -> str:
-    """The same in sentences, none surer than its intervals; `run` is what commands call it."""
+    """Return the advice in sentences; `run` is the run's path in commands."""
     sentences = [*_of_shares(found), *_of_conflicts(found)]
     return "\n".join(printable(text.replace(" RUN", f" {run}")) for text in sentences)
 
@@ -131,7 +130,7 @@ def _of_shares(found: Mapping[str, Any]) -> list[str]:
     text = f"{first['name']} has the largest share of the final drift, "
     text += f"{estimate(_interval(first), 'share', counted=True)}, mean over {counted(len(found['tasks']), 'task')}."
     if not is_measured(first["share_low"]):
-        return [f"{text} No interval is known, so whether another layer carries as much can't be told."]
+        return [f"{text} Without an interval, other layers may carry as much."]
     near = [row for row in others if not row["share_high"] < first["share_low"]]
     if not near:
         return [f"{text} The intervals of all other layers lie below."]
@@ -147,11 +146,10 @@ def _of_conflicts(found: Mapping[str, Any]) -> list[str]:
         return ["There is one expert, so no task vectors conflict."]
     sentences = []
     for row in found["conflicts"][:3]:
-        side = "less" if row["cos"] < row["orthogonal"] else "as well as or better"
-        side += " than they would if experts changed unrelated things"
+        side = "conflict" if row["cos"] < row["orthogonal"] else "do not conflict"
         sentences.append(
-            f"{row['name']}: the merge's change of weights follows the experts' {side} (cosine {number(row['cos'])} on "
-            f"average, unrelated changes give {number(row['orthogonal'])}); least that of {row['worst_task']} "
+            f"{row['name']}: task vectors {side} (mean cosine {number(row['cos'])}; "
+            f"{number(row['orthogonal'])} expected if they were unrelated); lowest for {row['worst_task']} "
             f"({number(row['worst_cos'])}); {percent(row['sign_agreement'])} of the signs agree."
         )
     count = sum(row["cos"] < row["orthogonal"] for row in found["conflicts"])

@@ -1,4 +1,4 @@
-"""A comparison of merges, as `pipeline.search.merges` gives it: a table for a terminal, files, a chart for the app."""
+"""Output of `merge --compare`: a table for the terminal, files, and a chart for the dashboard."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ NAMES = {
 
 
 def _table_of(ranking: Mapping[str, Any]) -> pd.DataFrame:
-    """A row per merge, without the numbers by task."""
+    """Return a row per merge, without the numbers by task."""
     return pd.DataFrame(ranking["merges"]).drop(columns="by_task", errors="ignore")
 
 
 def merges_sheet(ranking: Mapping[str, Any]) -> Table:
-    """The ranking; its note says which of its differences are none, and why a merge is missing."""
+    """Return the ranking as a table; its note lists ties and failed merges."""
     placed = [row for row in ranking["merges"] if row["place"]]
     heads = {key: name for key, name in NAMES.items() if any(row.get(key) is not None for row in placed)}
     columns: dict[str, tuple[Kind, str]] = {"merge": ("text", "merge"), "place": ("count", "place")}
-    for key, name in {**heads, "behind": "behind the first"}.items():
+    for key, name in {**heads, "behind": "distance to the first"}.items():
         columns |= with_ends(name, "number", (key, f"{key}_low", f"{key}_high"))
     counts, tied = ranking["samples"], [row["merge"] for row in placed if row["is_tied"]]
     which = "that no method has read" if ranking["held_out"] else "without their labels"
@@ -42,19 +42,25 @@ def merges_sheet(ranking: Mapping[str, Any]) -> Table:
     notes = [f"{'; '.join(failed)}."] if failed else []
     notes.append(
         f"Ranked by {NAMES[ranking['score']]}: mean over {counted(len(counts), 'task')}, "
-        f"{counted(sum(counts.values()), 'calibration sample')} {which}. Behind the first: on the same "
+        f"{counted(sum(counts.values()), 'calibration sample')} {which}. Distance to the first: on the same "
         "samples, with intervals that hold for all pairs together."
     )
     if tied:
-        notes.append(f"{', '.join(tied)}: not told apart from the first by these samples.")
+        notes.append(f"{', '.join(tied)}: not significantly worse than the first on these samples.")
     nearer = [row["merge"] for row in placed if (row.get("nearer_low") or 0) > 0]
     if nearer:
-        notes.append(f"Clearly nearer than the present merge, {ranking['present']}: {', '.join(nearer)}.")
+        notes.append(
+            f"Clearly nearer to the experts than the present merge, {ranking['present']}: {', '.join(nearer)}."
+        )
     return Table.from_rows("merges", f"Merges of {ranking['name']}", columns, placed, " ".join(notes))
 
 
 def read_merges(folder: Path) -> dict[str, Any]:
-    """The comparison that was written to a folder; RunError where there is none that can be read."""
+    """Read the comparison stored in a folder.
+
+    Raises:
+        RunError: there is none, or it can't be read.
+    """
     try:
         ranking = from_json((folder / COMPARISON).read_text(encoding="utf-8"))
         merges_sheet(ranking)
@@ -65,7 +71,7 @@ def read_merges(folder: Path) -> dict[str, Any]:
 
 
 def draw_merges(ranking: Mapping[str, Any], *, dark: bool = False) -> Drawn:
-    """Both measures of every merge with their intervals, best at the top."""
+    """Draw the measures of every merge with intervals, best on top."""
     from plotly.subplots import make_subplots
 
     rows = _table_of(ranking)
@@ -94,7 +100,7 @@ def draw_merges(ranking: Mapping[str, Any], *, dark: bool = False) -> Drawn:
 
 
 def write_merges(ranking: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write `merges.csv`, `merges.json` and `merges.html` to a folder, in place of those there."""
+    """Write `merges.csv`, `merges.json` and `merges.html` into a folder, replacing existing files."""
     places = {kind: folder / f"merges.{kind}" for kind in ("csv", "json", "html")}
     folder.mkdir(parents=True, exist_ok=True)
     write_text_atomic(places["csv"], _table_of(ranking).to_csv(index=False))

@@ -1,4 +1,4 @@
-"""What a report consists of: its sections in order, the charts of each, and what each says in sentences and tables."""
+"""The sections of a report in order: charts, sentences and tables of each."""
 
 from __future__ import annotations
 
@@ -63,19 +63,20 @@ _ALWAYS = (
     "a gain in accuracy.",
 )
 _FEW = 30
+# A line per term, in the order in which a reader meets them: the term, its symbol, its meaning.
 _TERMS = """
 base | W_base | The model that every expert was fine-tuned from.
 expert | W_i | The model fine-tuned on one task.
 merged | W_mer | One model made from the weights of all experts.
 calibrated | W_cal | The merged model after calibration.
-anchor only | W_anc | The anchor of a calibration by itself, another merge where rho is not 1.
+anchor only | W_anc | The anchor of a calibration, without calibrating; another merge where rho is not 1.
 layer | l | One step of the model in forward order: 1 the stem, then the blocks, last the head.
 drift | e | Feature of a model minus the expert's, for the same sample, leaving a layer.
 final drift | e_L | Drift leaving the head.
 relative drift |  | Norm of the drift against the norm of the expert's feature, sums over samples.
 of base distance |  | Norm of the drift against the distance from base to expert; 100 %: as far as the base.
-local mismatch | m | What a layer adds: merged layer minus expert layer, both on the expert's input.
-propagation | p | What a layer passes on: merged layer on the merged input minus on the expert's. e = m + p.
+local mismatch | m | The layer's own error: merged layer minus expert layer, both on the expert's input.
+propagation | p | Inherited error: merged layer on the merged input minus on the expert's input. e = m + p.
 cross term |  | 2 <m, p> / |e|^2: positive where mismatch and propagation add up, negative where they cancel.
 amplification | |p| / |e_in| | Norm of the propagation against that of the incoming drift.
 path-averaged Jacobian | A | The merged layer's Jacobian, averaged from expert to merged input; p = A e_in.
@@ -90,7 +91,6 @@ certified |  | A decision that the drift is too small to flip, by its margin.
 flipped |  | A decision that differs from the expert's.
 95 % interval |  | Wilson's of a share of samples, Student's of a mean; of a mean over tasks, over their samples.
 """
-"""A line per term, in the order in which a reader meets them: the term, its symbol, its meaning."""
 
 
 def charts_of(section: str, preset: str) -> list[Chart]:
@@ -100,7 +100,13 @@ def charts_of(section: str, preset: str) -> list[Chart]:
 
 
 def check_known(kind: str, names: Sequence[str], known: Mapping[str, object]) -> None:
-    """Raise SpecError if a report has no such section, preset or format, or none is chosen."""
+    """Raise SpecError if a name is unknown or none is given.
+
+    Args:
+        kind: kind of the names, for the message.
+        names: names to check.
+        known: all known names.
+    """
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         said = f"a report has no {kind} {unknown[0]!r}" if unknown else f"no {kind} is chosen"
@@ -112,11 +118,18 @@ def check_known(kind: str, names: Sequence[str], known: Mapping[str, object]) ->
 def section_parts(
     name: str, run: DriftRun, judged: Verdict, checks: CheckReport | None, figures: Sequence[Figure]
 ) -> tuple[Iterable[str], Iterable[Table]]:
-    """What a section says besides its charts: sentences, and tables; `figures` are those of the whole report."""
+    """Return the sentences and tables of a section.
+
+    Args:
+        name: the section.
+        run: the run.
+        judged: the verdict.
+        checks: results of the user's checks.
+        figures: the figures of the whole report.
+    """
     if name == "verdict":
         return judged.sentences, (
             task_sheet(run, verdict(run)),
-            _means_table(judged),
             final_sheet(run),
             routing_sheet(run),
         )
@@ -152,7 +165,7 @@ def _setup_sentences(run: DriftRun) -> Iterator[str]:
 
 
 def _setup_tables(run: DriftRun) -> Iterator[Table]:
-    """Models with their digests, samples by task, and layers."""
+    """Yield models with their digests, samples by task, and layers."""
     manifest = run.manifest
     models = [
         (title(name), name, info.parameters, info.digest[:16], info.source)
@@ -171,7 +184,7 @@ def _setup_tables(run: DriftRun) -> Iterator[Table]:
 
 
 def _environment_tables(run: DriftRun) -> Iterator[Table]:
-    """What the numbers may depend on besides their inputs, and time, memory and energy by phase."""
+    """Yield software and machine, and time, memory and energy by phase."""
     manifest = run.manifest
     groups = {"version": manifest.versions, "platform": manifest.platform}
     groups |= {"variable": manifest.environment, "threads": manifest.threads}
@@ -194,7 +207,7 @@ def _glossary() -> Table:
 
 
 def _cosine_sentences(run: DriftRun) -> Iterator[str]:
-    """The mean cosine of each variant over tasks, and the task where it is lowest."""
+    """Yield the mean cosine of each variant, and the task with the lowest."""
     for variant in run.variants:
         rows = [row for task in run.tasks if (row := level(run, COSINE, task, variant)).is_measured]
         if rows:
@@ -228,7 +241,7 @@ def accuracy_table(run: DriftRun) -> Table:
 
 
 def _calibration_sentences(run: DriftRun) -> Iterator[str]:
-    """What each calibration was and what it changes; that there is none is said."""
+    """Yield a summary of each calibration, or how to add one."""
     if not run.manifest.calibrations and not any(part_of(name) == "calibrated" for name in run.variants):
         yield f"The run has no calibrated variant; `{CALIBRATE}` adds one."
     for name, info in run.manifest.calibrations.items():
@@ -242,7 +255,7 @@ def _calibration_sentences(run: DriftRun) -> Iterator[str]:
 
 
 def calibration_tables(run: DriftRun) -> Iterator[Table]:
-    """Settings of every calibration, and its tables; methods that were taken apart."""
+    """Yield the settings of every calibration, its tables, and ablations."""
     calibrations = run.manifest.calibrations
     rows = [
         (name, key, setting_text(value))
@@ -260,7 +273,7 @@ def calibration_tables(run: DriftRun) -> Iterator[Table]:
 
 
 def _caveats(run: DriftRun, missing: Sequence[str]) -> list[str]:
-    """The run's own warnings and notices, what its numbers leave open, and which figures are missing."""
+    """Return warnings and notices of the run, limits of its numbers, and missing figures."""
     warnings = [f"Warning: {text}" for text in run.manifest.warnings]
     warnings += [f"Notice: {text}" for text in run.manifest.notices]
     unmeasured = [f"Not measured, so not shown: {'; '.join(missing)}"] if missing else []
@@ -290,13 +303,13 @@ def _left_open(run: DriftRun) -> Iterator[str]:
             "other parts with the same sum"
         )
     if not run.accuracy()["value"].notna().any():
-        yield "No accuracy was measured, so nothing here says what the drift costs on the task"
+        yield "No accuracy was measured, so the effect of the drift on the task is unknown"
     if len(run.tasks) == 1:
-        yield "There is one task, so nothing here says how the model does on others"
+        yield "There is one task, so nothing is known about other tasks"
 
 
 def _changes(run: DriftRun, compared: Sequence[str | None]) -> Iterator[Change]:
-    """A row per measure that was taken of all compared variants."""
+    """Yield the change of every measure that all compared variants have."""
     there = [name for name in compared if name is not None]
     for about, tasks in common(run, there):
         means = {name: mean(run, about, tasks, name) for name in there}
@@ -315,7 +328,7 @@ def _changes(run: DriftRun, compared: Sequence[str | None]) -> Iterator[Change]:
 
 
 def verdict_of(run: DriftRun) -> Verdict:
-    """The verdict on a run: its merged model, and the calibration that was added last."""
+    """Return the verdict on a run's merged model and its newest calibration."""
     judged = verdict(run)
     control = control_of(judged.after.partition(":")[2]) if judged.after else None
     compared = judged.merged or None, control if control in run.variants else None, judged.after or None
@@ -343,30 +356,8 @@ def verdict_of(run: DriftRun) -> Verdict:
     )
 
 
-def _means_table(verdict: Verdict) -> Table:
-    """A row per measure and variant, the anchor alone among them, and one for the change from before to after."""
-    names = [title(name) if name else "" for name in (verdict.before, verdict.control, verdict.after)]
-    rows = [
-        (change.measure, model, mean.value, mean.low, mean.high, change.num_tasks, mean.n)
-        for change in verdict.changes
-        for model, mean in zip(
-            (*names, "change"), (change.before, change.control, change.after, change.change), strict=True
-        )
-        if mean is not None
-    ]
-    kinds: dict[str, Kind] = {"measure": "text", "model": "text"}
-    kinds |= dict.fromkeys(("mean", "95 % low", "95 % high"), "number")
-    note = (
-        "Relative drift and shares of right answers are fractions. Intervals are over samples: the tasks are those of "
-        "this run."
-    )
-    return Table.of(
-        "verdict", "Means over tasks", {**kinds, "tasks": "count", "samples": "count"}, rows, note
-    )
-
-
 def _checks_sentence(report: CheckReport, noun: str) -> str:
-    """How many checks hold, in words; that none was executed is said."""
+    """Return the number of checks that hold."""
     if not report.executed:
         return f"No {noun} had the numbers it needs, so nothing is known."
     verb = "holds" if report.executed == 1 else "hold"
@@ -377,7 +368,7 @@ def _checks_sentence(report: CheckReport, noun: str) -> str:
 
 
 def _checks_parts(self_checks: CheckReport, checks: CheckReport | None) -> tuple[list[str], list[Table]]:
-    """Of the self-checks that every run has, and of the user's checks where there are any."""
+    """Return sentences and tables of the self-checks and of the user's checks."""
     sentences = [_checks_sentence(self_checks, "self-check")]
     tables = [self_checks.table("self-checks", "Self-checks: claims that are exact in theory", "error")]
     if checks is not None:

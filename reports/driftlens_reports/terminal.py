@@ -1,4 +1,4 @@
-"""Saved runs and what commands find of them, in plain text for the terminal."""
+"""Runs and results of commands as plain text for the terminal. Entry point: `summary`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from driftlens.results.checks import CheckReport, self_checks
 from driftlens.results.compare import Comparison, comparison_table, mean_score_change
 from driftlens.results.formatting import NOT_MEASURED, Kind, Table, estimate, is_measured, number, printable
 from driftlens.results.listing import RunSummary
-from driftlens.results.measures import DRIFT, SCORE, level, main_metrics
+from driftlens.results.measures import SCORE
 from driftlens.results.sweep_results import (
     ABLATION,
     CONTROL,
@@ -43,17 +43,17 @@ from driftlens.runs.verify import TOLERANCE, Equality, VerifyResult
 from driftlens.utils.errors import counted, listed, some_of
 from driftlens.utils.intervals import Interval, mean_over_tasks, p_of
 from driftlens.utils.metrics import ACCURACY, METRICS, descriptions_of, metric_called, title_of
-from driftlens.utils.variants import calibrated, title
+from driftlens.utils.variants import title
 from driftlens_reports import facts
 
+# How many of the differences between two runs are listed.
 _SHOWN = 5
-"""How many of the differences between two runs are listed."""
 _OTHER_ENDS = (("warn", "warned"), ("skip", "skipped"))
 _INDICATIVE = "Distances on the plane are indicative only; these numbers come from the features themselves."
 
 
 def aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
-    """Lines with columns as wide as a terminal shows them; the first `num_names` are names, the others numbers."""
+    """Align columns by their width in a terminal; the first `num_names` to the left, numbers to the right."""
     from rich.cells import cell_len
 
     clean = [[printable(cell) for cell in row] for row in rows]
@@ -67,13 +67,19 @@ def aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
 
 
 def shows_signs() -> bool:
-    """Whether somebody looks at a terminal that has more than ASCII; what is kept or parsed stays the same anywhere."""
+    """Return True if stdout is a terminal that shows Unicode."""
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     return sys.stdout.isatty() and encoding == "utf8" and os.environ.get("TERM") != "dumb"
 
 
 def summary(run: DriftRun, *, verbose: bool = False, everyone: bool = False) -> str:
-    """What a run found: the verdict, a row per task, other models or all; of a verbose reader every table and check."""
+    """Return the verdict on a run and a row per task.
+
+    Args:
+        run: the run.
+        verbose: True to add every table and check.
+        everyone: True to list all other models.
+    """
     parts = [
         [f"{run.name} ({run.id})", *stamps(run)],
         *_verdict_parts(run, verbose=verbose, everyone=everyone),
@@ -95,14 +101,14 @@ def summary(run: DriftRun, *, verbose: bool = False, everyone: bool = False) -> 
             )
         parts += [_section("Notices", run.manifest.notices)] if run.manifest.notices else []
     else:
-        parts.append([f"`driftlens -v show {path}` tells all: every table, decisions, self-checks, notices."])
+        parts.append([f"Full details (all tables, self-checks, notices): `driftlens -v show {path}`"])
     return "\n\n".join("\n".join(printable(line) for line in part) for part in parts)
 
 
 def _verdict_parts(
     run: DriftRun, name: str = "", *, verbose: bool, everyone: bool = False
 ) -> Iterator[list[str]]:
-    """The verdict, then a row per task, then the models that it leaves out."""
+    """Yield the verdict, a row per task, and the other models."""
     judgement = verdict(run, name)
     unscored = agreement(run) if judgement.measure.role != SCORE.role else ()
     yield [sentence(headline(run, name)), *judgement.sentences[:-1], *unscored, *judgement.sentences[-1:]]
@@ -113,14 +119,14 @@ def _verdict_parts(
 
 
 def accuracy_text(run: DriftRun) -> str:
-    """Scores of every variant on every task with intervals, one line per task and metric, and one for the mean."""
+    """Return the scores of every variant on every task with intervals, and their means."""
     (_, own), *attached = _score_sections(run)
     lines = [*(own or [NOT_MEASURED]), *(line for part in attached for line in ("", *_section(*part)))]
     return "\n".join(map(printable, lines))
 
 
 def listing_text(runs: Sequence[RunSummary]) -> str:
-    """One line per run; below it, why a run can't be read, and what later work left undone."""
+    """Return a line per run, and the problems of runs below."""
     header = ["folder", "name", "state", "tasks", "variants", "size", "largest final drift of merged"]
     rows = []
     for run in runs:
@@ -138,7 +144,7 @@ def listing_text(runs: Sequence[RunSummary]) -> str:
 
 
 def verification_text(result: VerifyResult) -> str:
-    """What `verify` found: the verdict first, then the files that differ."""
+    """Return the result of `verify`, and the files that differ."""
     verdict = "unchanged" if result.ok else "not as they were written"
     by_kind = (("missing", result.missing), ("changed", result.changed), ("not listed", result.unlisted))
     files = [printable(f"{how}: {name}") for how, names in by_kind for name in names]
@@ -150,19 +156,19 @@ def _section(heading: str, lines: Sequence[str]) -> list[str]:
 
 
 def sheet_text(sheet: Table) -> str:
-    """A table under its title, with its notes below."""
+    """Return a table below its title, with its notes."""
     return "\n".join(map(printable, _sheet_lines(sheet)))
 
 
 def _sheet_lines(sheet: Table) -> list[str]:
-    """Title, columns and notes of a table; a column of names starts at the left."""
+    """Return title, rows and notes of a table."""
     names = [shown for shown in sheet.shown() if shown.kind == "text"]
     rows = aligned(sheet.texts(ascii_only=not shows_signs(), gap="-"), num_names=len(names))
     return [*filter(None, [sheet.title, *rows, sheet.notes()])]
 
 
 def _score_sections(run: DriftRun) -> Iterator[tuple[str, list[str]]]:
-    """Own scores, a line per task and metric; below them those that another tool has measured."""
+    """Yield own scores, then those attached from other tools."""
     rows = run.accuracy()
     rows = rows[rows["value"].notna()]
     is_attached = rows["metric"].map(lambda name: metric_called(name).is_attached).astype(bool)
@@ -174,7 +180,7 @@ def _score_sections(run: DriftRun) -> Iterator[tuple[str, list[str]]]:
 
 
 def _score_lines(rows: pd.DataFrame, attached_to: DriftRun | None = None) -> list[str]:
-    """A line per task and metric, then means; of scores `attached_to` a run over tasks without those they stand for."""
+    """Return a line per task and metric, then means."""
     order = ("base", "expert", "merged")
     variants = sorted(
         rows["variant"].unique(), key=lambda name: order.index(name) if name in order else len(order)
@@ -213,10 +219,11 @@ def _score_lines(rows: pd.DataFrame, attached_to: DriftRun | None = None) -> lis
 
 
 def checks_text(report: CheckReport) -> str:
-    """One line per check, what went wrong in words, and a count; that no check could be executed is said."""
-    columns: dict[str, tuple[Kind, str]] = {"": ("text", "status"), "check": ("text", "title")}
-    columns |= {name: ("number", name) for name in ("value", "margin")}
-    columns |= {"rows": ("count", "n"), "samples": ("count", "samples")}
+    """Return a line per check, the reasons of failures, and a count."""
+    columns: dict[str, tuple[Kind, str]] = {
+        **{"": ("text", "status"), "check": ("text", "title"), "value": ("number", "value")},
+        **{"margin": ("number", "margin"), "rows": ("count", "n"), "samples": ("count", "samples")},
+    }
     rows = [
         {**vars(check), "title": check.title, "samples": check.samples or None} for check in report.results
     ]
@@ -224,15 +231,20 @@ def checks_text(report: CheckReport) -> str:
     lines += [f"{check.status}: {check.title}: {check.reason}" for check in report.results if check.reason]
     counts = [f"{report.count('pass')} passed", f"{report.count('fail')} failed"]
     counts += [f"{report.count(status)} {words}" for status, words in _OTHER_ENDS if report.count(status)]
-    if not report.executed:
-        counts.append("no check was executed, so nothing is known")
+    counts += [] if report.executed else ["no check was executed"]
     return "\n".join(printable(line) for line in [*lines, ", ".join(counts)])
 
 
 def comparison_text(
     comparison: Comparison, equal: Equality | None = None, tolerance: float = TOLERANCE
 ) -> str:
-    """Whether two runs are equal, mean changes, then every task before and after; no tables of zeros."""
+    """Return the changes from one run to another.
+
+    Args:
+        comparison: the compared runs.
+        equal: whether their tables are equal, if that was asked for.
+        tolerance: of the equality, relative to each column.
+    """
     before, after = (
         f"{run.name} ({run.id}){'' if run.manifest.finished else ', which is unfinished'}"
         for run in (comparison.before, comparison.after)
@@ -260,12 +272,12 @@ def comparison_text(
 
 
 def equality_text(compared: Equality, tolerance: float) -> str:
-    """Whether two runs are equal: to the last bit, within a tolerance, or where not; and what was not compared."""
+    """Return whether two runs are bit-identical, equal within a tolerance, or where they differ."""
     error = reading.error(compared.largest)
     largest = f"the largest difference of a number is {error} of its column ({compared.where})"
     if compared.bit_equal:
         values, tables = counted(compared.num_values, "value"), counted(len(compared.tables), "table")
-        lines = [f"Equal to the last bit: {values} in {tables}."]
+        lines = [f"Bit-identical: {values} in {tables}."]
     elif compared.within(tolerance):
         lines = [f"Equal within {tolerance:g}: {largest}."]
     else:
@@ -275,14 +287,12 @@ def equality_text(compared: Equality, tolerance: float) -> str:
             lines.append(f"and {len(compared.unequal) - _SHOWN} more (--json lists all)")
     if compared.lacking:
         names = listed(compared.lacking)
-        lines.append(
-            f"Not compared, as one run is of an older schema, whose tables have no such columns: {names}."
-        )
+        lines.append(f"Not compared, as the older schema of one run lacks these columns: {names}.")
     return "\n".join(printable(line) for line in lines)
 
 
 def _notes(rows: pd.DataFrame) -> Iterator[str]:
-    """Where both answered the same samples: how many each side gained, and whether that may be chance."""
+    """Yield gained and lost samples of each task with McNemar's p."""
     for row in rows[rows["paired_n"] > 0].to_dict("records"):
         ends = reading.points_interval(row["paired_ci_low"], row["paired_ci_high"])
         yield (
@@ -297,31 +307,25 @@ def _mean(rows: pd.DataFrame) -> list[str]:
     if len(rows) < 2 or not is_measured(change.low):
         return []
     metric = metric_called(rows["metric"].iloc[0])
-    told = estimate(change, "points" if metric.kind == "share" else "signed")
+    text = estimate(change, "points" if metric.kind == "share" else "signed")
     p = reading.p_value(p_of(change))
-    return [f"mean change of {metric.title} over {counted(len(rows), 'task')}: {told}, p {p}"]
+    return [f"mean change of {metric.title} over {counted(len(rows), 'task')}: {text}, p {p}"]
 
 
 def first_numbers_text(run: DriftRun, name: str) -> str:
-    """One line per task: final drift and score of the merged and of the calibrated model, and nothing else."""
-    variants = ("merged", calibrated(name))
-    metrics = main_metrics(run)
-    of = title_of(dict.fromkeys(metrics.get(task, ACCURACY) for task in run.tasks))
-    is_share = all(metric.kind == "share" for metric in metrics.values())
-    kinds, columns = dict[str, Kind](task="text"), [[*run.tasks]]
-    for about, head, kind in ((DRIFT, "L2 drift", "number"), (SCORE, of, "share" if is_share else "number")):
-        for variant in variants:
-            rows = [level(run, about, task, variant) for task in run.tasks]
-            kinds |= {f"{head} {title(variant)}{end}": kind for end in ("", " low", " high")}
-            columns += [[getattr(row, end) for row in rows] for end in ("value", "low", "high")]
-        kinds |= {"samples" if about is DRIFT else "test samples": "count"}
-        columns.append([row.n for row in rows])
-    return "\n".join(_sheet_lines(Table.of("first", "", kinds, [*zip(*columns, strict=True)])))
+    """Return a calibration's scores and drift by task, before its attribution has run."""
+    return sheet_text(task_sheet(run, verdict(run, name)))
 
 
 def before_after_text(run: DriftRun, name: str, *, verbose: bool = False) -> str:
-    """The verdict on a calibration, a row per task, its notices, how its settings were chosen; verbose, its tables."""
-    sheets = calibration_sheets(run, name)  # says which calibrations there are when this is none
+    """Return the verdict on a calibration, a row per task, its notices and how its settings were chosen.
+
+    Args:
+        run: the run.
+        name: the calibration.
+        verbose: True to add its tables.
+    """
+    sheets = calibration_sheets(run, name)  # raises DataError with the names of all calibrations
     notices = [f"Notice: {text}." for text in run.manifest.calibrations[name].notices]
     parts = [*_verdict_parts(run, name, verbose=verbose), [*notices, *selection_sentences(run, name)]]
     parts += [_sheet_lines(sheet) for sheet in sheets] if verbose else []
@@ -329,7 +333,7 @@ def before_after_text(run: DriftRun, name: str, *, verbose: bool = False) -> str
 
 
 def sweep_text(run: DriftRun, name: str) -> str:
-    """The points of one sweep in the order of what is varied, and below them what the numbers are."""
+    """Return the points of a sweep in the order of the varied setting."""
     if name.endswith(ABLATION):
         return "\n\n".join(map(sheet_text, ablation_sheets(run, name)))
     rows = run.sweeps()

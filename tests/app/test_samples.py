@@ -31,7 +31,7 @@ def test_without_a_repair_a_link_stands_for_the_command(open_app: Open, tmp_path
     app = open_app(tmp_path, "samples")
     brought = [at.proto.bytes for at in app.get("bidi_component") if "page" in at.proto.component_name]
     head, page = brought[0].decode().split("\n", 1)
-    assert json.loads(head) == ["", embedded(app)["page"]] and "Nothing is repaired yet." in page
+    assert json.loads(head) == ["", embedded(app)["page"]] and "No repaired model yet." in page
     assert "driftlens calibrate" not in page
     assert "driftlens calibrate" in Explorer(run).page.decode()
     assert [link.proto.label for link in app.get("page_link")] == ["Repair this run"]

@@ -1,4 +1,4 @@
-"""What a chart is: a function from a saved run to a figure, the words that belong to it, and where it stands."""
+"""The registry of charts. A chart turns a saved run and `ChartOptions` into a plotly figure. Entry point: `charts`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from driftlens_reports.charts.picking import ChartOptions, lacking
 
 @dataclass(frozen=True)
 class Place:
-    """Where the charts of a section stand: section of a report, page of the dashboard, and its heading there."""
+    """The place of a section's charts: section of a report, page of the dashboard, and heading on that page."""
 
     report: str
     page: str = ""
@@ -42,12 +42,12 @@ SECTIONS: Mapping[str, Place] = MappingProxyType(
         "calibration": Place("calibration"),
     }
 )
-"""What a chart may declare as its section; a page shows its parts in this order."""
+"""The sections that a chart may declare; a page shows its parts in this order."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A drawn chart: what it shows in a sentence or two, every plotted number unrounded, and what else to know."""
+    """A drawn chart: the figure, its alt text, all plotted numbers (unrounded), and notes."""
 
     figure: go.Figure
     alt: str
@@ -68,19 +68,19 @@ _Render = Callable[[DriftRun, ChartOptions], Drawn]
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One chart, as its file declares it.
+    """One chart and its metadata.
 
     Attributes:
         name: its name, for example `layer-drift`.
         title: a heading.
-        section: where it belongs, one of `SECTIONS`.
+        section: one of `SECTIONS`.
         rank: its place, ascending, in its section of a report and its part of a page.
-        caption: one sentence that says what is plotted, with n, dispersion and split.
-        hint: how to read it, and what it can't tell.
-        needs: a table of the run, and the columns of it that the chart can't do without.
+        caption: one sentence on the plotted quantity, n, dispersion and split.
+        hint: how to read it, and its limits.
+        needs: a table of the run, and its required columns.
         presets: the report presets that it belongs to besides `full`.
-        also: what a spec must give besides for there to be rows.
-        lacks: what `missing` says where a number in every needed column is not enough to draw.
+        also: a further requirement on the spec.
+        lacks: replaces the default test of `missing`.
         render: draws it; call `draw`.
     """
 
@@ -98,28 +98,32 @@ class Chart:
 
     @property
     def place(self) -> Place:
-        """Where its section stands."""
+        """The place of the chart's section."""
         return SECTIONS[self.section]
 
     def missing(self, run: DriftRun, options: ChartOptions) -> str | None:
-        """None, or one sentence that says what the run lacks and which command adds it."""
+        """Return None if the chart can be drawn, else a sentence with the command that adds what the run lacks."""
         if self.lacks is not None:
             return self.lacks(run, options)
         return lacking(run, options, *self.needs, also=self.also)
 
     def draw(self, run: DriftRun, options: ChartOptions | None = None) -> Drawn:
-        """The chart of `run`; DataError says which command adds what the run lacks, in its context without the name."""
+        """Draw the chart of `run`.
+
+        Raises:
+            DataError: the run lacks numbers; the message names the command that adds them.
+        """
         chosen = options or ChartOptions()
         lacking = self.missing(run, chosen)
         if lacking is not None:
             raise DataError(f"{self.name}: {lacking}", lacking=lacking)
         drawn = self.render(run, chosen)
-        # Zoom and hidden traces stay as long as this does: when only the theme changes.
+        # Plotly keeps zoom and hidden traces while this value stays the same, that is, when only the theme changes.
         drawn.figure.layout.uirevision = f"{run.id} {self.name} {astuple(replace(chosen, dark=False))}"
         return drawn
 
     def attempt(self, run: DriftRun, options: ChartOptions) -> tuple[Drawn | None, str]:
-        """The chart, or in words what the run lacks for it, which may be the variant that it compares with."""
+        """Return the drawn chart, or None and a sentence that says what the run lacks."""
         try:
             lacking = self.missing(run, options)
             return (None, lacking) if lacking else (self.render(run, options), "")
@@ -131,7 +135,7 @@ charts: Registry[Chart] = Registry("chart", "driftlens_reports.charts", "driftle
 
 
 def chart(name: str, **declared: Any) -> Callable[[_Render], _Render]:
-    """Decorator that files a drawing function as the chart `name`; `declared` are the other attributes of `Chart`."""
+    """Register a drawing function as the chart `name`; `declared` are the other attributes of `Chart`."""
 
     def file(render: _Render) -> _Render:
         charts.register(name)(Chart(name=name, render=render, **declared))
@@ -141,12 +145,12 @@ def chart(name: str, **declared: Any) -> Callable[[_Render], _Render]:
 
 
 def by_rank(entries: Iterable[Chart]) -> list[Chart]:
-    """Charts in the order in which a reader meets them."""
+    """Return charts in reading order."""
     return sorted(entries, key=lambda entry: (entry.rank, entry.name))
 
 
 def parts_of(page: str) -> dict[str, list[str]]:
-    """Names of the charts that a page of the dashboard shows, by the heading of their part."""
+    """Return the names of the charts on a page of the dashboard, by heading."""
     parts: dict[str, list[str]] = {}
     for section, place in SECTIONS.items():
         if place.page == page:
@@ -156,7 +160,7 @@ def parts_of(page: str) -> dict[str, list[str]]:
 
 
 class Plots:
-    """The charts of one run, each a function of `ChartOptions` by keyword; names have `_` where charts have `-`."""
+    """The charts of one run as methods that take `ChartOptions` by keyword, for example `layer_drift(log=True)`."""
 
     def __init__(self, run: DriftRun) -> None:
         self._run = run

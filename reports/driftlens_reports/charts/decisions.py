@@ -1,4 +1,4 @@
-"""What drift does to outputs: to the expert's decisions, and to scores, which have a bound."""
+"""Charts of output drift: flipped decisions, and score drift against its bound."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
 _BINS = 20
 _KEPT, _FLIPPED = "kept", "flipped"
+# Index in the sequential scale and hatch of each outcome. Heavier is worse in both.
 _LOOKS = {_FLIPPED: (5, "x"), _KEPT: (2, "")}
-"""Of an outcome: where in the sequential scale its colour stands, and its hatch. Heavier is worse in both."""
 _SHARE = "share flipped, all margins"
-
-
-def _decided(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """Rows of the output table that have a margin and a verdict."""
-    rows = picking.scored_samples(run, options, "flipped", "margin")
-    return rows.assign(flipped=rows["flipped"].astype(bool), margin=rows["margin"].astype(float))
 
 
 @chart(
@@ -32,13 +26,14 @@ def _decided(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     needs=("outputs", ("flipped", "margin")),
     also="heads of two classes or more",
     caption="Diagnosis samples of all chosen tasks by the expert's margin, its best score minus its second best: how "
-    "many decisions the variant keeps and how many it flips, one panel per variant.",
+    "many decisions the variant keeps and flips, one panel per variant.",
     hint="Flips at small margins are decisions that were close anyway; flips at large margins mean that drift carried "
     "samples the expert was sure of. Tasks with different score scales share the axis: choose one task to compare.",
 )
 def _flips(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Panels of stacked histograms with the same bins."""
-    samples = _decided(run, options)
+    """Draw stacked histograms with the same bins, one panel per variant."""
+    samples = picking.scored_samples(run, options, "flipped", "margin")
+    samples = samples.astype({"flipped": bool, "margin": float})
     rows = _histogram(samples)
     names = list(rows["variant"].unique())
     grid = panels.panel_grid(
@@ -84,7 +79,7 @@ def _flips(run: DriftRun, options: ChartOptions) -> Drawn:
 
 
 def _histogram(samples: pd.DataFrame) -> pd.DataFrame:
-    """Kept and flipped samples by variant and margin, in bins of one width that start at 0."""
+    """Count kept and flipped samples by variant and margin, in bins of equal width from 0."""
     top = float(samples["margin"].max()) or 1.0
     edges = np.linspace(0, top, _BINS + 1)
     bins = []
@@ -106,7 +101,7 @@ _ACTUAL, _USE = "score drift", "median share of the certified bound used"
 
 
 def _bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """One row per task, variant and sample: score drift, and the bound by each estimate of the gain (Eq. 7)."""
+    """Return score drift and its bound by each estimate of the gain (Eq. 7), a row per task, variant and sample."""
     outputs = picking.scored_samples(run, options, "score_drift_l2")
     final = run.samples(layer="final" if run.manifest.layers else None)
     drifts = final[["task", "variant", "sample_id", "drift_l2"]]
@@ -133,7 +128,7 @@ def _bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     "map, and on it or below elsewhere; directional and spectral gains are sampled and guarantee nothing.",
 )
 def _bound(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Four panels of points with the same logarithmic axes."""
+    """Draw four panels of points with the same logarithmic axes."""
     rows = _bounds(run, options)
     share = rows[_ACTUAL] / rows["certified"].where(rows["certified"] > 0)
     rows = rows.assign(**{_USE: share.groupby(rows["variant"], sort=False).transform("median")})
@@ -150,7 +145,10 @@ def _bound(run: DriftRun, options: ChartOptions) -> Drawn:
     )
     brush = theme.Brush(run.variants, options.dark)
     texts = (theme.literal_column(drawn["task"]) + ", " + theme.literal_column(drawn["sample_id"])).to_numpy()
-    drawable = {estimate: _drawable(drawn, estimate) for estimate in _ESTIMATES}
+    # Without a drift or a finite bound, a sample has no place on logarithmic axes.
+    drawable = {
+        name: (drawn[name] > 0) & np.isfinite(drawn[name]) & (drawn[_ACTUAL] > 0) for name in _ESTIMATES
+    }
     for panel, estimate in enumerate(_ESTIMATES):
         for variant in names:
             is_shown = ((drawn["variant"] == variant) & drawable[estimate]).to_numpy()
@@ -180,13 +178,8 @@ def _bound(run: DriftRun, options: ChartOptions) -> Drawn:
     return Drawn(grid.figure, _used_in_words(rows), drawn, (*thinned, counts, *left_out, *overlaps))
 
 
-def _drawable(rows: pd.DataFrame, estimate: str) -> pd.Series[bool]:
-    """Whether a sample has a place on logarithmic axes."""
-    return (rows[estimate] > 0) & np.isfinite(rows[estimate]) & (rows[_ACTUAL] > 0)
-
-
 def _used_in_words(rows: pd.DataFrame) -> str:
-    """How many samples exceed the certified bound (none may) and how much of it they use."""
+    """Return how many samples exceed the certified bound (none may), and the share of it that they use."""
     measured = rows[np.isfinite(rows["certified"]) & (rows["certified"] > 0)]
     over = int((measured[_ACTUAL] > measured["certified"] * (1 + 1e-6)).sum())
     medians = measured.drop_duplicates("variant").set_index("variant")[_USE]

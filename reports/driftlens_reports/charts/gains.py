@@ -1,29 +1,30 @@
-"""What variants gain: in cosine sample by sample, and repairs against their cost."""
+"""Charts of gains: the cosine of every sample before and after, and the score of repairs against their cost."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pandas as pd
 
 from driftlens.results.calibration_summary import arena_rows
+from driftlens.results.formatting import signs
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
 from driftlens.utils import variants
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
+# The variant that gains in cosine are counted from.
 _BASELINE = "merged"
-"""The variant that gains in cosine are counted from."""
 
 
-def _extremes_in_words(rows: pd.DataFrame, column: str) -> str:
-    """The smallest and the largest value of each variant, with their tasks."""
-    return words.spans(rows, column, lambda row: f"{row[column]:+#.3g} ({row['task']})")
+def _gain_in_words(row: pd.Series[Any]) -> str:
+    return f"{row['mean gain']:+#.3g} ({row['task']})"
 
 
 def _paired(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """One row per task, chosen variant and sample with the baseline's cosine beside the variant's own, of one layer."""
+    """Return the baseline's cosine and the variant's cosine, a row per task, variant and sample."""
     samples = picking.rows_at(run, options, "samples", _BASELINE)
     rivals = [name for name in picking.chosen_variants(run, options) if name != _BASELINE]
     measured = samples[samples["cos"].notna()].rename(columns={"cos": "cosine"})
@@ -50,12 +51,12 @@ def _no_pairs(run: DriftRun, options: ChartOptions) -> str | None:
     needs=("samples", ("cos",)),
     lacks=_no_pairs,
     caption="Cosine to the expert's feature for all diagnosis samples, the merged model's on x and the other "
-    "variants' on y, with the line of no change and each variant's mean gain beside its symbol, one panel per task.",
-    hint="Points above the line are closer to the expert than with the merged model. Look at the lower left: samples "
-    "that were far off tell more than the mean, and those below the line got worse.",
+    "variants' on y, with the line of no change and each variant's mean gain, one panel per task.",
+    hint="Points above the line are closer to the expert than with the merged model, points below it are farther "
+    "away. Samples at the lower left were far off before.",
 )
 def _sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Panels of points; all panels have the same axes."""
+    """Draw panels of points with the same axes."""
     rows = _paired(run, options)
     gains = rows.assign(**{"mean gain": rows["cosine"] - rows["baseline cosine"]})
     means = gains.groupby(["task", "variant"], sort=False)["mean gain"].mean().reset_index()
@@ -63,7 +64,7 @@ def _sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     tasks, rivals = list(rows["task"].unique()), rows["variant"].unique()
     baseline = variants.title(_BASELINE)
     grid = panels.panel_grid(
-        words.labels(tasks),
+        [*map(words.label, tasks)],
         x_title=f"cosine, {words.literal(baseline)}",
         y_titles=[f"cosine, {words.shown(str(rivals[0])) if len(rivals) == 1 else 'others'}"],
         dark=options.dark,
@@ -83,12 +84,10 @@ def _sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     low = min(0.0, float(rows[["baseline cosine", "cosine"]].min().min()))
     for panel, task in enumerate(tasks):
         grid.add_identity(panel, low, 1)
-        # Each variant's mean gain beside its symbol, in the corner below the line where few points are.
+        # In the corner below the line where few points are.
         of_task = means[means["task"] == task]
-        symbols = [(brush.look(variant).symbol, variant) for variant in of_task["variant"]]
-        glyphs = [theme.GLYPHS.get(symbol, words.shown(variant)) for symbol, variant in symbols]
-        gained = [f"{gain:+.3f}".replace("-", "\N{MINUS SIGN}") for gain in of_task["mean gain"]]
-        lines = [f"{glyph} {gain}" for glyph, gain in zip(glyphs, gained, strict=True)]
+        pairs = zip(of_task["variant"], of_task["mean gain"], strict=True)
+        lines = [signs(f"{words.shown(variant)} {gain:+.3f}") for variant, gain in pairs]
         grid.annotate(
             panel,
             text="<br>".join(["mean gain", *lines]),
@@ -96,7 +95,7 @@ def _sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
             align="right",
             showarrow=False,
             font=theme.ink(dark=options.dark),
-            # Points may lie below it all the same.
+            # Points may be under it.
             bgcolor=theme.faded(brush.palette.surface, 0.8),
         )
     grid.lay_out(legend=theme.LARGE_MARKS)
@@ -106,14 +105,14 @@ def _sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     return Drawn(
         grid.figure,
         alt=f"Mean gain in cosine of the {picking.feature_name(run, options)} over {baseline}: "
-        f"{_extremes_in_words(means, 'mean gain')}.",
+        f"{words.spans(means, 'mean gain', _gain_in_words)}.",
         data=drawn.merge(means, on=["task", "variant"], how="left"),
         notes=(*thinned, *words.table_notes(run, rows, over_tasks=False)),
     )
 
 
 def _repairs(run: DriftRun) -> pd.DataFrame:
-    """Base, merged model, calibrations that were scored, experts."""
+    """Return rows of the base, the merged model, scored calibrations and the experts."""
     rows = pd.DataFrame(arena_rows(run))
     return rows[rows["score"].notna()]
 
@@ -138,10 +137,10 @@ def _lacks(run: DriftRun, options: ChartOptions) -> str | None:
     "calibration; whiskers are 95 % intervals over samples; rings must know the task of an input; lines are base, "
     "merged model and experts.",
     hint="Upper left is better. Seconds are those of one run on one machine. A ring is no single model: for every task "
-    "it has a map of its own.",
+    "it has a separate map.",
 )
 def _arena(run: DriftRun, options: ChartOptions) -> Drawn:
-    """One panel."""
+    """Draw score against seconds."""
     rows = _repairs(run)
     is_made = rows["method"].notna()
     points = rows[is_made]
@@ -165,7 +164,7 @@ def _arena(run: DriftRun, options: ChartOptions) -> Drawn:
         ring = "circle-open" if row["task_id"] else "circle"
         traces.append(point.update(marker={"symbol": ring, "line": {"width": 2}}))
     figure = theme.themed(*traces, height=420, dark=options.dark)
-    # In the order of their scores: names of lines that lie close stand apart.
+    # Sorted by score, so that names of close lines do not overlap.
     levels = rows[~is_made].sort_values("score").to_dict("records")
     for row, place in zip(levels, ("bottom right", "top left", "top right")[-len(levels) :], strict=True):
         part = "expert" if row["model"] == "experts" else str(row["model"])
@@ -178,7 +177,7 @@ def _arena(run: DriftRun, options: ChartOptions) -> Drawn:
         )
     figure.update_xaxes(title_text="seconds of calibrating", type="log", dtick="D2", tickformat=",~g")
     low, high = float(rows["score"].min()), float(rows["score"].max())
-    room = {"include": [low - 0.1 * (high - low), high + 0.1 * (high - low)]}  # of the names beside lines
+    room = {"include": [low - 0.1 * (high - low), high + 0.1 * (high - low)]}  # for names next to lines
     figure.update_yaxes(
         title_text="mean score over tasks", tickformat=theme.TICK_SHARE, autorangeoptions=room
     )

@@ -19,13 +19,13 @@ from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
 _AROUND_ZERO = {"tickformat": theme.TICK_NUMBER, "autorangeoptions": {"include": [0.0]}}
 _ENDS = "Whiskers: 95 % intervals over the samples, which were drawn again (bootstrap)."
+# Half the width, in layers, of a band with no neighbour.
 _LONE = 0.2
-"""Half the width, in layers, of a band with no neighbour."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What a panel shows of a layer table; `band`, `error`: columns of ends; `beside`: of open markers, in words."""
+    """The content of a panel of curves over layers; `band` and `error` name columns of interval ends."""
 
     column: str
     title: str
@@ -34,11 +34,17 @@ class Curves:
     number: str = theme.NUMBER
     band: Sequence[str] = ()
     error: Sequence[str] = ()
-    beside: tuple[str, str] | None = None
+    markers: tuple[str, str] | None = None
     line: float | None = None
 
     def traces(self, rows: pd.DataFrame, brush: theme.Brush, *, opacity: float) -> Iterator[theme.Trace]:
-        """What is drawn of one variant on one task; its legend entry shows and hides all of it."""
+        """Yield the traces of one variant on one task, which share a legend entry.
+
+        Args:
+            rows: rows of the layer table, sorted by layer.
+            brush: the colours of the figure.
+            opacity: of the band, in [0, 1].
+        """
         if rows.empty:
             return
         rows = panels.parted(rows)
@@ -49,8 +55,8 @@ class Curves:
         hover = {"text": [words.literal(f"{task}, {where}") for where in rows["where"]]}
         template = f"%{{text}}<br>{self.column} %{{y:{self.number}}}"
         yield brush.line(variant, layers, rows[self.column], ends, hovertemplate=template, **hover)
-        if self.beside:
-            column, what = self.beside
+        if self.markers:
+            column, what = self.markers
             style, template = brush.look(variant), f"%{{text}}<br>{what} %{{y:{theme.NUMBER}}}"
             marker = {"color": style.colour, "symbol": f"{style.symbol}-open", "size": 7}
             hover |= {"mode": "markers", "marker": marker}
@@ -66,13 +72,24 @@ def draw_curves(
     below: Sequence[theme.Trace] = (),
     **settings: Any,
 ) -> go.Figure:
-    """A row of panels per task, one of each kind; `below`: what lies below the curves of the first panel."""
+    """Draw a row of panels per task, one panel of each kind.
+
+    Args:
+        run: the run that the rows belong to.
+        rows: rows of the layer table.
+        kinds: what each panel of a row shows.
+        dark: True for the dark theme.
+        variants: all variants, which decide colours; those of the run if empty.
+        below: traces under the curves of the first panel.
+        settings: further arguments of `panel_grid`.
+    """
     tasks, shown = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
     rows = picking.named_layers(run, rows)
-    placed: dict[str, Any] = {"titles": words.labels(tasks)}
+    placed: dict[str, Any] = {"titles": [*map(words.label, tasks)]}
     if len(kinds) > 1:
-        cut = words.labels(tasks, words.LONGEST_OF_TWO)
-        titles = [f"{task}: {kind.name}" for task in cut for kind in kinds]
+        titles = [
+            f"{words.label(task, words.LONGEST_OF_TWO)}: {kind.name}" for task in tasks for kind in kinds
+        ]
         placed = {"titles": titles, "columns": len(kinds), "height": 150}
     grid = panels.panel_grid(
         **{**placed, **settings},
@@ -96,7 +113,15 @@ def draw_curves(
 
 
 def band(rows: pd.DataFrame, low: str, high: str, brush: theme.Brush, *, opacity: float) -> theme.Trace:
-    """The area between two columns; it stops where either has no number, and hides with its curve."""
+    """Return the area between two columns. It has a gap where either column has no number.
+
+    Args:
+        rows: rows of one variant and task.
+        low: column of the lower end.
+        high: column of the upper end.
+        brush: the colours of the figure.
+        opacity: of the area, in [0, 1].
+    """
     variant = str(rows["variant"].iloc[0])
     x: list[float | None] = []
     y: list[float | None] = []
@@ -125,7 +150,7 @@ def band(rows: pd.DataFrame, low: str, high: str, brush: theme.Brush, *, opacity
 def _of_layers(
     run: DriftRun, figure: go.Figure, rows: pd.DataFrame, *columns: str, alt: str, notes: Sequence[str] = ()
 ) -> Drawn:
-    """A chart of the layer table: its rows with what names them, n, and these columns; how many samples they are of."""
+    """Return a chart of the layer table with its data and notes."""
     data = rows[["task", "variant", "layer", "role", "path", "n", *columns]]
     return Drawn(figure, alt, data, (*words.sample_notes(run, rows), *notes))
 
@@ -145,12 +170,12 @@ _DRIFTS = {
     needs=("layers", ("drift_l2_mean",)),
     caption="Drift from the task's expert leaving each layer: mean over diagnosis samples with a band over them, one "
     "panel per task.",
-    hint="Compare lines within a panel: calibration helps where its line lies below that of merged. "
+    hint="Compare lines within a panel: calibration helps where its line is below that of merged. "
     "Layers differ in feature scale, so a rise along the axis need not mean that a layer is bad; see the relative "
     "drift, and amplification for what layers do to the drift that reaches them (full state).",
 )
 def _layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Panels of curves; all panels have one y axis range, so that tasks compare."""
+    """Draw panels of curves with one y range, so that tasks compare."""
     rows = picking.layer_rows(run, options).rename(columns=_DRIFTS)
     source, what, band = "drift_l2_mean", "mean L2 drift", (_DRIFTS["drift_l2_q10"], _DRIFTS["drift_l2_q90"])
     note = "Band: 10 % to 90 % quantiles over samples."
@@ -178,14 +203,14 @@ _PARTS = {
     rank=10,
     presets=("standard",),
     needs=("layers", ("mismatch_l2_mean", "propagation_l2_mean", "cross_term")),
-    caption="What each layer adds to the drift by itself (local mismatch m) and passes on from below (propagation p), "
+    caption="Local mismatch m (added by the layer) and propagation p (passed on from earlier layers) by layer, "
     "both mean norms over diagnosis samples without a band, and the cross term, a ratio of sums over them.",
-    hint="Where m is large, the layer's own weights are at fault; where p is, it hands on what earlier layers broke. A "
+    hint="Where m is large, the layer's own weights are at fault; where p is, it passes on errors of earlier layers. A "
     "positive cross term means that the two point the same way, a negative one that they cancel in part. Norms "
     "of m and p do not add up to the norm of the drift; contributions show parts that do.",
 )
 def _decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
-    """A row of three panels per task; both norms have one y axis range, the cross term another."""
+    """Draw three panels per task; both norms share a y range."""
     names = {source: name for name, (source, _) in _PARTS.items()}
     rows = picking.layer_rows(run, options).rename(columns=names)
     norms = panels.value_axis(options)
@@ -217,10 +242,10 @@ def _decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     "samples; band: relative error of the path-averaged Jacobian; open markers: its mean gain on random directions.",
     hint="Above 1 a layer enlarges inherited drift, below 1 it damps it. Far above the open markers, it enlarges the "
     "drift's own direction more than a random one. The stem inherits nothing and has no value. A visible "
-    "band means that the Jacobian does not explain what the layer does; then trust the other charts of causes.",
+    "band means that the Jacobian does not explain the layer; then use the other charts of causes.",
 )
 def _amplification(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Panels of curves with a line at 1; all panels have one y axis range."""
+    """Draw panels of curves with a line at 1."""
     names = {"random_gain_mean": "random gain", "jacobian_error": "Jacobian error"}
     ends = tuple(f"amplification {end}" for end in ("low", "high"))
     called = {
@@ -238,7 +263,7 @@ def _amplification(run: DriftRun, options: ChartOptions) -> Drawn:
         title=panels.titled("amplification", "layers", "amplification"),
         axis=panels.value_axis(options, zero=False, include=[1.0]),
         band=("lower", "upper"),
-        beside=("random gain", "mean gain on random directions"),
+        markers=("random gain", "mean gain on random directions"),
         line=1.0,
     )
     note = "Without Jacobians there is no band and no random gain."
@@ -260,10 +285,10 @@ _SHARES = {
     "final_share_high": _SHARE_HIGH,
     "remainder_share": REST,
 }
+# Pixels: of a row of cells, and of a panel.
 _ROW, _LEAST = 26, 72
-"""Pixels: of a row of cells, and of a panel."""
+# Pixels of a colour bar below the panels of a narrow window, with its title and numbers.
 _BAR_BELOW = 66
-"""Pixels of a colour bar below the panels of a narrow window, with its title and numbers."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +313,7 @@ class _Cells:
     "which no layer accounts for; a large one means that the quadrature of the Jacobians was too coarse.",
 )
 def _contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Panels of cells; the scale is symmetric around zero."""
+    """Draw panels of cells on a scale that is symmetric around zero."""
     rows = picking.layer_rows(run, options).rename(columns=_SHARES)
     rows = rows[rows[CONTRIBUTED].notna().groupby(rows["variant"]).transform("any")]
     ends = [name for name in (_SHARE_LOW, _SHARE_HIGH) if rows[name].notna().any()]
@@ -317,7 +342,7 @@ def _cells_of(run: DriftRun, rows: pd.DataFrame) -> list[_Cells]:
 
 
 def _draw_cells(run: DriftRun, cells: list[_Cells], tasks: list[str], *, dark: bool) -> go.Figure:
-    """The panels below one another, with one colour bar."""
+    """Draw one panel above the other, with one colour bar."""
     grid = panels.panel_grid(
         [panel.title for panel in cells],
         x_title=panels.layer_title(run),
@@ -345,18 +370,22 @@ def _draw_cells(run: DriftRun, cells: list[_Cells], tasks: list[str], *, dark: b
         grid.add(index, coloured, _numbers(coloured, highest, dark=dark))
     grid.add_lines("x", *panels.borders(run.layers()))
     is_narrow = panels.is_narrow()
-    names = words.labels(tasks, words.LONGEST_OF_TWO if is_narrow else words.LONGEST)
+    longest = words.LONGEST_OF_TWO if is_narrow else words.LONGEST
+    names = [words.label(task, longest) for task in tasks]
     ticks = {"tickvals": list(range(len(names))), "ticktext": names, "showgrid": False}
     first_on_top = {"range": [len(names) - 0.5, -0.5]}
     grid.set_axes(x={**panels.layer_axis(run, "rest"), "showgrid": False}, y={**ticks, **first_on_top})
-    # Numbers that don't fit into their cell are left out; hovering tells.
+    # Numbers that don't fit into their cell are left out; hover text has them.
     grid.lay_out(
         uniformtext={"minsize": theme.SMALL - 2, "mode": "hide"},
         bargap=0,
         plot_bgcolor=theme.palette(dark).gap,
         margin=panels.room_beside(names),
     )
-    bar = theme.colour_bar(title={"text": _SHARE_TITLE, "side": "right"}, tickformat=theme.SHARE)
+    bar = {
+        **{"thickness": 14, "outlinewidth": 0, "tickformat": theme.SHARE},
+        "title": {"text": _SHARE_TITLE, "side": "right"},
+    }
     if is_narrow:
         height, margin = grid.layout["height"], grid.layout["margin"]
         bar |= {"title": {"text": _SHARE_TITLE, "side": "top"}, "orientation": "h"}
@@ -370,12 +399,12 @@ def _draw_cells(run: DriftRun, cells: list[_Cells], tasks: list[str], *, dark: b
 
 
 def _numbers(drawn: theme.Trace, highest: float, *, dark: bool) -> theme.Trace:
-    """The numbers in the cells, on unseen bars: a heatmap's own have one colour and run over narrow cells."""
+    """Return the numbers in the cells, as text of invisible bars."""
     extent = 2 * highest or 1.0
     places = np.argwhere(~np.isnan(drawn["z"]))
     values = [float(drawn["z"][row, across]) for row, across in places]
     colours = theme.palette(dark).diverging
-    behind = [theme.shade(colours, (value + highest) / extent) for value in values]
+    backgrounds = [theme.shade(colours, (value + highest) / extent) for value in values]
     return theme.bar(
         x=[drawn["x"][across] for _, across in places],
         base=[float(row) - 0.5 for row, _ in places],
@@ -386,7 +415,7 @@ def _numbers(drawn: theme.Trace, highest: float, *, dark: bool) -> theme.Trace:
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
-        insidetextfont={"size": theme.SMALL - 1, "color": [theme.readable(colour) for colour in behind]},
+        insidetextfont={"size": theme.SMALL - 1, "color": [theme.readable(colour) for colour in backgrounds]},
         hoverinfo="skip",
         showlegend=False,
     )

@@ -19,21 +19,22 @@ from driftlens_reports.charts.theme import SIZE, TICK_NUMBER, merged, palette, t
 
 _MOST_COLUMNS = 3
 _GAP, _TITLE, _BOTTOM = 34, 22, 56
+# Pixels: a row of the legend, its width in a window and in a narrow one, and what an entry takes of it.
 _LEGEND_ROW, _LEGEND_WIDTHS, _SYMBOL, _LEGEND_LETTER = 24, (600, 330), 46, 7
-"""Pixels: a row of the legend, its width in a window and in a narrow one, and what an entry takes of it."""
+# Pixels: what an axis of names takes besides its names, a letter of them, a colour bar with title and
+# numbers.
 _TITLE_AND_TICKS, _LETTER, _COLOUR_BAR = 36, 6, 100
-"""Pixels: what an axis of names takes besides its names, a letter of them, a colour bar with title and numbers."""
+# Display names of units of the schema; others are shown unchanged.
 _UNITS = {"feature": "feature units", "score": "score units", "1": "ratio"}
-"""What a reader sees of the schema's units; others stand as they are."""
 _MOST_TICKS = 8
-_ONE_COLUMN: ContextVar[bool] = ContextVar("whether panels stand below one another", default=False)
+_ONE_COLUMN: ContextVar[bool] = ContextVar("panels are stacked", default=False)
 _ByPanels = Literal["column", "row"]
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 @contextmanager
 def one_column(is_narrow: bool = True) -> Iterator[None]:
-    """Within it, panels stand below one another, for a narrow window."""
+    """Stack panels in one column within the context, for a narrow window."""
     token = _ONE_COLUMN.set(is_narrow)
     try:
         yield
@@ -42,29 +43,35 @@ def one_column(is_narrow: bool = True) -> Iterator[None]:
 
 
 def is_narrow() -> bool:
-    """Whether what is drawn now is for a narrow window."""
+    """Return True if panels are stacked for a narrow window."""
     return _ONE_COLUMN.get()
 
 
 def titled(label: str, table: str, column: str) -> str:
-    """An axis title: the label, and in brackets the unit that the schema gives the column."""
+    """Return an axis title with the unit of the column in brackets.
+
+    Args:
+        label: the quantity.
+        table: a table of runs.
+        column: a column of the table.
+    """
     unit = TABLES[table].column(column).unit
     return f"{label} ({_UNITS.get(unit, unit)})"
 
 
 def layer_title(run: DriftRun) -> str:
-    """The title of the layer axis, which says where the stem, the head and, behind an encoder, the decoder are."""
+    """Return the title of the layer axis, which locates stem, head and the decoder's first layer."""
     first = "".join(f", {border + 0.5:.0f} decoder's first" for border in borders(run.layers()))
     return f"layer (index: 1 stem{first}, {_last_layer(run)} head)"
 
 
 def _last_layer(run: DriftRun) -> int:
-    """Index of the head."""
+    """Return the index of the head."""
     return max((layer.index for layer in run.manifest.layers), default=1)
 
 
 def layer_axis(run: DriftRun, beyond: str = "") -> dict[str, Any]:
-    """Settings of an axis of layers, from the stem to the head whatever is drawn; `beyond` names a place behind it."""
+    """Return settings of an axis from stem to head; `beyond` names a further column after the head."""
     last = _last_layer(run)
     step = -(-last // _MOST_TICKS)
     ticks = [*(layer for layer in range(1, last, step) if last - layer >= step), last]
@@ -77,18 +84,18 @@ def layer_axis(run: DriftRun, beyond: str = "") -> dict[str, Any]:
 
 
 def whole(low: float, high: float) -> dict[str, Any]:
-    """An axis from `low` to `high` until a reader zooms; a fixed range makes plotly give up on the other axis."""
+    """Return settings of an axis that shows `low` to `high` until the reader zooms."""
     return {"include": [low, high], "clipmin": low, "clipmax": high}
 
 
 def room_beside(names: Sequence[str]) -> dict[str, int]:
-    """Margins for names on the left and a colour bar on the right: plotly widens a narrow one, but draws all again."""
+    """Return margins for names on the left and a colour bar on the right."""
     longest = max((len(html.unescape(name)) for name in names), default=0)
     return {"l": _TITLE_AND_TICKS + _LETTER * longest, "r": _COLOUR_BAR}
 
 
 def parted(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of a layer table with a row of no values where one stream of features ends, so that its curve ends too."""
+    """Insert an empty row after each feature stream (encoder, decoder), so that curves have a gap there."""
     if "stream" not in rows or rows["stream"].nunique(dropna=False) < 2:
         return rows
     parts: list[pd.DataFrame] = []
@@ -101,7 +108,7 @@ def parted(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def borders(rows: pd.DataFrame) -> list[float]:
-    """Where on an axis of layers one stream of features ends and the next begins: an encoder's and a decoder's."""
+    """Return the positions on a layer axis where one feature stream ends and the next begins."""
     if "stream" not in rows or rows["stream"].nunique(dropna=False) < 2:
         return []
     layers = rows.drop_duplicates("layer").sort_values("layer")
@@ -115,7 +122,13 @@ def _number_of_stream(rows: pd.DataFrame) -> pd.Series[int]:
 
 
 def value_axis(options: ChartOptions, *, zero: bool = True, include: Sequence[float] = ()) -> dict[str, Any]:
-    """Return settings of a value axis: logarithmic if the options say so, else with the values to `include` on it."""
+    """Return settings of a value axis: logarithmic if the options say so.
+
+    Args:
+        options: the user's options.
+        zero: True to start a linear axis at zero.
+        include: values that a linear axis must show.
+    """
     if options.log:
         # `include` would be compared with logarithms, and by default every digit of a decade gets a tick.
         return {"type": "log", "nticks": 3, "tickformat": TICK_NUMBER}
@@ -127,7 +140,7 @@ def value_axis(options: ChartOptions, *, zero: bool = True, include: Sequence[fl
 
 
 class Grid:
-    """Empty panels, filled row by row; plotly checks them once, when all is said and `figure` is asked for."""
+    """Panels of one figure, filled row by row. Plotly validates the traces once, when `figure` is read."""
 
     def __init__(self, kinds: int, panels: int, dark: bool, layout: Mapping[str, Any]) -> None:
         self.kinds, self.panels, self.dark = kinds, panels, dark
@@ -135,7 +148,7 @@ class Grid:
 
     @functools.cached_property
     def figure(self) -> go.Figure:
-        """The figure; what the grid is told from now on it does not have."""
+        """The finished figure. Later changes to the grid have no effect on it."""
         return go.Figure(self._traces, self.layout)
 
     def add(self, panel: int, *traces: Any) -> None:
@@ -144,24 +157,27 @@ class Grid:
             self._traces.append(trace.update(xaxis=_axis("x", panel, ""), yaxis=_axis("y", panel, "")))
 
     def lay_out(self, **settings: Any) -> None:
-        """Settings of the whole figure."""
+        """Update settings of the whole figure."""
         self.layout = merged(self.layout, settings)
 
     def set_axis(self, letter: str, panel: int, **settings: Any) -> None:
-        """Settings of one axis of `panel`."""
+        """Update settings of one axis of `panel`."""
         self.lay_out(**{_axis(letter, panel): settings})
 
     def set_axes(self, *, x: Settings = (), y: Settings = ()) -> None:
-        """Settings of the axes of every panel, one for all or one per column; none leaves them."""
+        """Update settings of the axes of all panels: one mapping for all, or one per column."""
         for letter, settings in (("x", x), ("y", y)):
             by_column = [settings] if isinstance(settings, Mapping) else settings
             for panel in range(self.panels if by_column else 0):
                 self.set_axis(letter, panel, **by_column[panel % len(by_column)])
 
     def add_lines(self, letter: str, *values: float, column: int | None = None) -> None:
-        """Thin lines at values of y, or dotted ones of x, in every panel, or in those of one column (from 0).
+        """Add thin lines at values of y, or dotted lines at values of x.
 
-        In a narrow window columns stand below one another.
+        Args:
+            letter: the axis of the values, "x" or "y".
+            values: where the lines are.
+            column: only panels of this column, from 0; None is all panels.
         """
         colours, is_level = palette(self.dark), letter == "y"
         line = {"color": colours.quiet} if is_level else {"color": colours.ink, "dash": "dot"}
@@ -181,7 +197,13 @@ class Grid:
                     )
 
     def add_identity(self, panel: int, low: float, high: float) -> None:
-        """A thin line in `panel` from (low, low) to (high, high): where both axes show the same."""
+        """Add a thin line from (low, low) to (high, high).
+
+        Args:
+            panel: index of the panel, from 0.
+            low: lower end.
+            high: upper end.
+        """
         self._add_shape(
             line={"color": palette(self.dark).quiet, "width": 1, "dash": "dot"},
             layer="below",
@@ -190,7 +212,7 @@ class Grid:
         )
 
     def annotate(self, panel: int, **settings: Any) -> None:
-        """Write into `panel`, at places from 0 to 1."""
+        """Write into `panel`, at positions from 0 to 1."""
         refs = {f"{letter}ref": f"{_axis(letter, panel, '')} domain" for letter in "xy"}
         self.layout["annotations"] = [*self.layout["annotations"], {**refs, **settings}]
 
@@ -214,7 +236,19 @@ def panel_grid(
     legend: Sequence[str] = (),
     below: int = 0,
 ) -> Grid:
-    """Empty panels with escaped titles; y axes share a range by column or row; `below`: pixels for lines."""
+    """Return a grid of empty panels.
+
+    Args:
+        titles: one escaped title per panel.
+        x_title: one title for all x axes, or one per column.
+        y_titles: one title for all y axes, or one per column or row.
+        dark: True for the dark theme.
+        columns: the largest number of columns.
+        height: height of a panel, in pixels.
+        y_by: whether y axes share a range by "column" or "row".
+        legend: names in the legend, for which room is reserved.
+        below: pixels reserved for lines of text below each panel.
+    """
     is_common, x_titles = len(y_titles) == 1, [x_title] if isinstance(x_title, str) else x_title
     columns = min(columns, len(titles))
     # What differs from column to column would leave none of them the room for its titles. Parts of one have one.
@@ -256,7 +290,7 @@ def panel_grid(
 
 
 def _parts(count: int, gap: float) -> list[tuple[float, float]]:
-    """Where parts of one size begin and end between 0 and 1, with a gap between any two."""
+    """Return start and end of equal parts of [0, 1], with a gap between them."""
     size = (1 - gap * (count - 1)) / count
     starts = [part * (size + gap) for part in range(count)]
     return [(start, min(1.0, start + size)) for start in starts]
@@ -265,7 +299,7 @@ def _parts(count: int, gap: float) -> list[tuple[float, float]]:
 def _grid_axes(
     num_panels: int, columns: int, x_titles: Sequence[str], y_titles: Sequence[str], y_by: _ByPanels
 ) -> dict[str, Any]:
-    """Settings of all axes of a grid: which share a range, which have numbers and titles."""
+    """Return settings of all axes of a grid: shared ranges, tick labels and titles."""
     is_common, by_row = len(y_titles) == 1, y_by == "row"
     axes, apart = {}, len(x_titles)
     for panel in range(-(-num_panels // columns) * columns):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -23,7 +22,7 @@ AVERAGE = "mean of tasks"
 def _with_average(
     rows: pd.DataFrame, column: str, tasks: Sequence[str], *, has_intervals: bool = False
 ) -> pd.DataFrame:
-    """The rows, and per variant the mean of several tasks with its interval; null where a task has no number."""
+    """Add the mean over tasks per variant, with its interval; null where a task has no number."""
     if len(tasks) < 2:
         return rows
     means = []
@@ -49,7 +48,7 @@ def _task_figure(
     as_bars: bool = False,
     dark: bool,
 ) -> go.Figure:
-    """Tasks along the axis, variants side by side with whiskers: shares as bars from zero, other values as points."""
+    """Draw tasks along the axis, variants next to one another: shares as bars, other values as points."""
     traces, brush = list[theme.Trace](), theme.Brush(run.variants, dark)
     write, form = (percent, theme.SHARE) if as_bars else (number, theme.NUMBER)
     for name, of_variant in rows.groupby("variant", sort=False):
@@ -82,7 +81,7 @@ def _task_figure(
 
 
 def _averages_in_words(rows: pd.DataFrame, column: str) -> str:
-    """Each variant's mean over tasks, or its value on the only task: "merged 0.6120; featcal 0.8010"."""
+    """Return each variant's mean over tasks in words: "merged 0.6120; featcal 0.8010"."""
     last = rows[rows["task"] == (AVERAGE if (rows["task"] == AVERAGE).any() else rows["task"].iloc[0])]
     means = last[[name for name in (column, "low", "high") if name in last]].astype(float).to_numpy()
     texts = [estimate(Interval(*row), "number") for row in means.tolist()]
@@ -95,7 +94,7 @@ def _named(rows: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def _scores(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """What tasks are judged by, as far as it may stand on one axis."""
+    """Return the main score of every task, if it may share an axis with the others."""
     rows = run.accuracy()
     main = {task: metric.name for task, metric in main_metrics(run).items() if metric.is_averaged}
     rows = rows[rows["metric"] == rows["task"].map(main)]
@@ -105,7 +104,7 @@ def _scores(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 
 
 def _unmeasured(run: DriftRun) -> list[str]:
-    """Which scores were left out, and why."""
+    """Return the notices about scores that were left out."""
     return [f"{text}." for text in run.manifest.notices if " not measured: " in text]
 
 
@@ -129,7 +128,7 @@ def _no_scores(run: DriftRun, options: ChartOptions) -> str | None:
     hint="Where intervals overlap widely there may be no difference. The mean over tasks hides the worst one.",
 )
 def _accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Accuracy, or another bounded score, per task and variant with its interval, and the mean over tasks."""
+    """Draw the main score by task and variant with its interval, and the mean over tasks."""
     rows = _scores(run, options)
     metrics = {name: metric_called(name) for name in rows["metric"].unique()}
     what, column = title_of(metrics.values()), "accuracy" if [*metrics] == [ACCURACY.name] else "score"
@@ -181,7 +180,7 @@ def _no_cosines(run: DriftRun, options: ChartOptions) -> str | None:
     "cosine stays.",
 )
 def _task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Mean cosine per task and variant, and the mean over tasks."""
+    """Draw the mean cosine by task and variant, and the mean over tasks."""
     tasks = picking.chosen_tasks(run, options)
     means = picking.rows_at(run, options, "layers")[["task", "variant", "n", "cos_mean"]]
     bands = spread(picking.rows_at(run, options, "samples"), "cos")
@@ -201,34 +200,15 @@ def _task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     )
 
 
-def _params(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    rows = run.params()
-    return picking.chosen(run, options, rows[rows["scope"].isin(_SCOPES)])
-
-
-OUTSIDE = "stem and head"
 _PARTS = (
     "Groups: q, k, v and o of attention (qkv: in one module), gate, up and down of the feed-forward part; a cosine is "
     "over all parameters of a group at once."
 )
-_VALUE, _SCOPES = "mean cosine of task vectors", ("layer", "module", "group")
-
-
-def group_of(run: DriftRun, path: str) -> str:
-    """A module's name inside its block, for example `attn.q_proj`; `OUTSIDE` for modules in no block."""
-    place = _block_of(run, path)
-    return path[len(place) + 1 :] if place else OUTSIDE
-
-
-def _block_of(run: DriftRun, path: str) -> str:
-    """Path of the block that holds the module; empty for one in no block."""
-    # The trailing dot keeps block 1 from holding what is block 10's.
-    blocks = (layer.path for layer in run.manifest.layers if layer.role == "block")
-    return next((block for block in blocks if path.startswith(f"{block}.")), "")
+_VALUE, _SCOPES = "mean cosine of task vectors", ("layer", "group")
 
 
 def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Mean, lowest and highest cosine of each variant at each value of `by`."""
+    """Return mean, lowest and highest cosine of each variant at each value of `by`."""
     groups = rows.groupby(["variant", by], sort=False)["cos"]
     ends = {"lowest": groups.min(), "highest": groups.max()}
     return pd.DataFrame({_VALUE: groups.mean(), **ends, "cosines": groups.size()}).reset_index()
@@ -243,21 +223,21 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     caption="Mean cosine of each variant's task vector to the same task's expert's, by layer and by "
     "group of modules, with whiskers from the lowest to the highest task; no samples are involved.",
     hint="A task vector is a model's weights minus the base's. Low layers or modules are where the merge left the "
-    "expert's direction. Calibration may lower these cosines while it brings features closer: it repairs what the "
-    "merged model computes, not how its weights look.",
+    "expert's direction. Calibration may lower these cosines while it brings features closer: it repairs the "
+    "merged model's features, not its weights.",
 )
 def _alignment(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Two panels on one axis of cosines."""
-    params = _params(run, options).dropna(subset="cos")
+    """Draw two panels on one axis of cosines."""
+    table = run.params()
+    params = picking.chosen(run, options, table[table["scope"].isin(_SCOPES)]).dropna(subset="cos")
     index = {layer.path: layer.index for layer in run.manifest.layers}
-    by_layer, modules = (params[params["scope"] == scope] for scope in ("layer", "module"))
+    by_layer = params[params["scope"] == "layer"]
     by_layer = by_layer.assign(layer=by_layer["path"].map(index)).dropna(subset="layer")
     by_layer = by_layer.astype({"layer": int})
     layers = _summary(picking.chosen(run, options, by_layer), "layer")
-    named = params[params["scope"] == "group"]
-    is_older = named.empty  # then its groups are not in the table
-    inside = modules["path"].map(partial(group_of, run)) if is_older else named["path"]
-    groups = _summary(params.loc[inside.index].assign(**{"module group": inside}), "module group")
+    groups = _summary(
+        params[params["scope"] == "group"].assign(**{"module group": params["path"]}), "module group"
+    )
     grid = panels.panel_grid(
         ["", ""],
         x_title=[panels.layer_title(run), "group of modules"],
@@ -292,7 +272,5 @@ def _alignment(run: DriftRun, options: ChartOptions) -> Drawn:
         grid.figure,
         alt=f"Cosine of task vectors to the experts', mean over {tasks}, lowest to highest layer: {spans}.",
         data=pd.concat([layers, groups], ignore_index=True).astype({"layer": "Int64"}),
-        notes=(
-            f"Means over {tasks}; whiskers: lowest to highest of them.{'' if is_older else f' {_PARTS}'}",
-        ),
+        notes=(f"Means over {tasks}; whiskers: lowest to highest of them. {_PARTS}",),
     )

@@ -1,4 +1,4 @@
-"""What a reader may choose, the rows that a chart draws of it, and the reason and the command when a run lacks them."""
+"""Selection of rows for charts: tasks, variants and layer of `ChartOptions`, and the reason if numbers are missing."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from driftlens_reports.charts.words import counted, spaced
 
 @dataclass(frozen=True)
 class ChartOptions:
-    """What a reader may choose. Figures depend on these and on the run, never on a selection in the browser.
+    """The user's options. A figure depends on these and the run only.
 
     Attributes:
-        tasks: only these; None is all.
-        variants: only these; None is all but the base and those that show an anchor alone.
+        tasks: tasks to show; None is all.
+        variants: variants to show; None is all but the base and anchor-only controls.
         layer: layer index, "final" or module path, for charts of one layer.
-        relative: drift against the expert's feature norm instead of in feature units.
-        log: a logarithmic value axis, where the chart has one.
-        max_points: more are thinned out, evenly and repeatably; the notes then say so.
+        relative: drift divided by the norm of the expert's feature.
+        log: a logarithmic value axis, if the chart has one.
+        max_points: upper limit of points; samples are thinned evenly and reproducibly.
         dark: the dark theme.
     """
 
@@ -41,12 +41,22 @@ class ChartOptions:
 
 
 def chosen_tasks(run: DriftRun, options: ChartOptions) -> list[str]:
-    """The tasks that the options name, in the order of the run; DataError says which there are where one is not."""
+    """Return the tasks of the options in the order of the run.
+
+    Raises:
+        DataError: the run lacks one of them.
+    """
     return _chosen("task", options.tasks, run.tasks)
 
 
 def chosen_variants(run: DriftRun, options: ChartOptions, *, base: bool = False) -> list[str]:
-    """Return the chosen variants in the order of the run; by default no control, and the `base` only if asked."""
+    """Return the variants of the options in the order of the run; without options no control and no base.
+
+    Args:
+        run: the run.
+        options: the user's options.
+        base: True to include the base by default.
+    """
     everything = [name for name in run.variants if name != "expert"]
     if options.variants is None:
         return [name for name in everything if (base or name != "base") and not is_control(name)]
@@ -54,17 +64,23 @@ def chosen_variants(run: DriftRun, options: ChartOptions, *, base: bool = False)
 
 
 def layer_rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """Rows of the layer table of the chosen tasks and variants, in that order, by layer."""
+    """Return rows of the layer table of the chosen tasks and variants, with layer names as `where`."""
     return named_layers(run, chosen(run, options, run.layers()))
 
 
 def named_layers(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with what readers call each one's layer, `block 5 (layer 7 of 8)`, as `where`."""
+    """Add the layer's name, such as `block 5 (layer 7 of 8)`, as column `where`."""
     return rows.assign(where=rows["layer"].map({at: run.layer_name(at) for at in rows["layer"].unique()}))
 
 
 def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -> pd.DataFrame:
-    """The rows of these tasks and variants, in the order given, and by layer where there are layers."""
+    """Return the rows of these tasks and variants, sorted in the given order and by layer.
+
+    Args:
+        rows: rows of a table with columns `task` and `variant`.
+        tasks: tasks to keep, in order.
+        variants: variants to keep, in order.
+    """
     places = [pd.Index(tasks).get_indexer(rows["task"]), pd.Index(variants).get_indexer(rows["variant"])]
     by = [*places, rows["layer"].to_numpy()] if "layer" in rows else places
     order = np.lexsort(by[::-1])
@@ -74,7 +90,14 @@ def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -
 def rows_at(
     run: DriftRun, options: ChartOptions, table: Literal["layers", "samples"], *extra: str
 ) -> pd.DataFrame:
-    """Return rows of the table at the options' layer, of the chosen tasks and variants, and of `extra` ones."""
+    """Return rows at the layer of the options.
+
+    Args:
+        run: the run.
+        options: the user's options.
+        table: which table to read.
+        extra: variants to include in addition to the chosen ones.
+    """
     # A run that stopped early lists no layers; then none has rows, and none is wrong to ask for.
     layer = options.layer if run.manifest.layers else None
     rows = run.layers(layer=layer) if table == "layers" else run.samples(layer=layer)
@@ -83,26 +106,45 @@ def rows_at(
 
 
 def worst_task(run: DriftRun, tasks: Sequence[str], variant: str, layer: int | str = "final") -> str:
-    """Of these tasks, that with the variant's largest mean drift at a layer; the first where none was measured."""
+    """Return the task with the variant's largest mean drift; the first task if none was measured.
+
+    Args:
+        run: the run.
+        tasks: the candidates.
+        variant: whose drift is compared.
+        layer: layer index, "final" or module path.
+    """
     rows = run.layers(layer=layer) if run.manifest.layers else run.layers()
     rows = rows[(rows["variant"] == variant) & rows["task"].isin(tasks) & rows["drift_l2_mean"].notna()]
     return str(rows.loc[rows["drift_l2_mean"].astype(float).idxmax(), "task"]) if len(rows) else tasks[0]
 
 
 def chosen(run: DriftRun, options: ChartOptions, rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the chosen tasks and variants, in their order, and by layer where there are layers."""
+    """Return the rows of the chosen tasks and variants, in order.
+
+    Args:
+        run: the run.
+        options: the user's options.
+        rows: rows of a table of the run.
+    """
     return ordered(rows, chosen_tasks(run, options), chosen_variants(run, options))
 
 
 def feature_name(run: DriftRun, options: ChartOptions) -> str:
-    """How a sentence calls the options' layer: "final feature", "feature leaving block 1 (layer 3 of 8)"."""
+    """Return the name of the layer's feature in a sentence: "final feature"."""
     if options.layer == "final":
         return "final feature"
     return f"feature leaving {run.layer_name(run.layer_index(options.layer))}"
 
 
 def scored_samples(run: DriftRun, options: ChartOptions, *columns: str) -> pd.DataFrame:
-    """Rows of the output table of the chosen tasks and variants, in their order, where all these columns are known."""
+    """Return rows of the output table in which all `columns` are measured.
+
+    Args:
+        run: the run.
+        options: the user's options.
+        columns: required columns.
+    """
     rows = run.outputs()
     return chosen(run, options, rows[rows[list(columns)].notna().all(axis=1)])
 
@@ -110,7 +152,15 @@ def scored_samples(run: DriftRun, options: ChartOptions, *columns: str) -> pd.Da
 def lacking(
     run: DriftRun, options: ChartOptions, table: str, columns: Sequence[str], also: str = ""
 ) -> str | None:
-    """Return None if every column has a number among the chosen tasks and variants, else what adds some."""
+    """Return None if every column has a number for the chosen tasks and variants, else what adds some.
+
+    Args:
+        run: the run.
+        options: the user's options.
+        table: name of the table.
+        columns: required columns.
+        also: a requirement on the spec, for the message.
+    """
     rows, chosen = getattr(run, table)(), chosen_variants(run, options)
     if "task" in rows:
         rows = rows[rows["task"].isin(chosen_tasks(run, options))]
@@ -134,7 +184,14 @@ def lacking(
 
 
 def absent(table: str, columns: Sequence[str], command: str = "", also: str = "") -> str:
-    """Return the sentence that says which columns have no numbers, and what adds them, with `also` in the spec."""
+    """Return the message for columns without numbers.
+
+    Args:
+        table: name of the table.
+        columns: columns without numbers.
+        command: the command that adds them; that of the schema if empty.
+        also: a requirement on the spec.
+    """
     what, these = ("column", "it") if len(columns) == 1 else ("columns", "them")
     besides = f"with {also} in the spec, " if also else ""
     command = command or TABLES[table].filled_by(columns)
@@ -160,7 +217,16 @@ def _chosen(kind: str, named: Sequence[str] | None, there: Sequence[str]) -> lis
 def thinned_samples(
     rows: pd.DataFrame, options: ChartOptions, panels: int
 ) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """The rows of as many samples as the options allow points in `panels`, a sample in all its rows or in none."""
+    """Return as many samples as the options allow points. A sample keeps all of its rows or none.
+
+    Args:
+        rows: a row per plotted point.
+        options: the user's options.
+        panels: how many points each sample has.
+
+    Returns:
+        The rows that remain, and a note if some were dropped.
+    """
     key = ["task", "sample_id"]
     samples = rows[[*key, "label"]].drop_duplicates(key)
     chosen = thinned(samples, max(1, options.max_points // max(1, panels)), ["task", "label"])

@@ -15,22 +15,23 @@ from driftlens.utils.errors import DataError
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
+# Panels in a row: more would be too narrow for their words in a telephone's window.
 _MOST_COLUMNS = 2
-"""Panels in a row: more would be too narrow for their words in a telephone's window."""
+# Pixels: of a panel, and of the lines below it that need more than the room of the ticks, which there are
+# none of.
 _HEIGHT, _BELOW = 240, 42
-"""Pixels: of a panel, and of the lines below it that need more than the room of the ticks, which there are none of."""
+# Letters of a panel's title.
 _TITLE = 22
-"""Letters of a panel's title."""
+# Letters of a sample's text in the hover label.
 _LONGEST_TEXT = 80
-"""Letters of a sample's text beside its point."""
 _BARE = {"showticklabels": False, "ticks": ""}
+# Quality columns of a projection, and their names in the plotted data.
 _QUALITY = {
     "mean_cosine": "mean cosine",
     "mean_drift": "mean drift",
     "knn_overlap": "shared neighbours",
     "trustworthiness": "trustworthiness",
 }
-"""Quality columns of a projection, and what the plotted numbers call them."""
 _INDICATIVE = (
     "Distances on the plane are indicative only. The numbers below the panels come from the features: mean cosine to "
     "the expert, mean drift, share of nearest neighbours in common with the expert's, and trust, how few neighbours on "
@@ -45,7 +46,7 @@ def _shown_task(run: DriftRun, options: ChartOptions) -> str:
 
 
 def _laid_out(run: DriftRun, options: ChartOptions) -> list[str]:
-    """The chosen variants that the layout has: it is that of all variants but the base."""
+    """Return the chosen variants without the base, which the layout leaves out."""
     return [name for name in picking.chosen_variants(run, options) if name != "base"]
 
 
@@ -80,13 +81,14 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     "very samples move from model to model.",
 )
 def _scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Panels with the same axes."""
+    """Draw panels with the same axes."""
     task = _shown_task(run, options)
     layout = looked_at(run, task, ProjectionRequest(layer=options.layer))
     names = ["expert", *_laid_out(run, options)]
     rows = _samples(run, task, layout.frame[layout.frame["variant"].isin(names)], options)
     drawn, thinned = picking.thinned_samples(rows, options, len(names))
-    x_title, y_title = _axis_titles(layout)
+    shares = [words.literal(percent(share)) for share in layout.explained_variance or ()]
+    x_title, y_title = (f"PC {axis} ({share} of variance)" for axis, share in enumerate(shares, 1))
     grid = panels.panel_grid(
         [words.label(variants.title(variant), _TITLE) for variant in names],
         x_title=x_title,
@@ -124,17 +126,12 @@ def _scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
 
 
 def _samples(run: DriftRun, task: str, rows: pd.DataFrame, options: ChartOptions) -> pd.DataFrame:
-    """The layout's rows with what else is known of their samples."""
+    """Add drift and text to the rows of the layout."""
     drifts = run.samples(task, layer=options.layer)[["variant", "sample_id", "drift_l2"]]
     rows = rows.merge(drifts.rename(columns={"drift_l2": "drift"}), on=["variant", "sample_id"], how="left")
     if texts := run.texts(task):
         rows["text"] = rows["sample_id"].map(texts)
     return rows
-
-
-def _axis_titles(layout: Projection) -> list[str]:
-    shares = [words.literal(percent(share)) for share in layout.explained_variance or ()]
-    return [f"PC {axis} ({share} of variance)" for axis, share in enumerate(shares, 1)]
 
 
 def _hover(row: dict[str, Any]) -> str:

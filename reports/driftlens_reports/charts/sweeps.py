@@ -23,8 +23,8 @@ _SETTINGS = {
     "n": "n (calibration samples per task, log)",
 }
 _LOGARITHMIC = ("lam", "n")
+# Pixels: height of a panel.
 _PANEL = 200
-"""Pixels: height of a panel."""
 
 
 class _Measure(NamedTuple):
@@ -35,7 +35,7 @@ class _Measure(NamedTuple):
 
 
 def _measures(rows: pd.DataFrame, options: ChartOptions) -> list[_Measure]:
-    """The measures that have numbers: drift, accuracy and other scores."""
+    """Return the measures that have numbers: drift, accuracy and other scores."""
     column = "drift_rel" if options.relative else "drift_l2_mean"
     what = "final drift / expert norm" if options.relative else "mean final drift"
     drift = _Measure(column, panels.titled(what, "sweeps", column))
@@ -49,7 +49,7 @@ def _measures(rows: pd.DataFrame, options: ChartOptions) -> list[_Measure]:
 
 
 def _swept(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """Rows of sweeps of one setting, of the chosen tasks."""
+    """Return rows of one-factor sweeps of the chosen tasks."""
     # A sweep's points are no variants, but one that is not there is a mistake.
     picking.chosen_variants(run, options)
     rows = run.sweeps()
@@ -78,7 +78,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     "calibration samples. Choosing the best point on these very samples makes it look better than it is.",
 )
 def _draw(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Panels: measures down, settings across."""
+    """Draw a grid of panels: measures down, settings across."""
     rows = _swept(run, options)
     measures = _measures(rows, options)
     settings = [name for name in _SETTINGS if (rows["sweep"] == name).any()]
@@ -112,7 +112,7 @@ def _draw(run: DriftRun, options: ChartOptions) -> Drawn:
 
 
 def _axis(rows: pd.DataFrame, setting: str) -> dict[str, Any]:
-    """Settings of the axis of a setting."""
+    """Return settings of the x axis of a setting."""
     axis: dict[str, Any] = {"tickformat": theme.TICK_NUMBER}
     if setting not in _LOGARITHMIC:
         return axis
@@ -125,7 +125,7 @@ def _axis(rows: pd.DataFrame, setting: str) -> dict[str, Any]:
 def _traces(
     points: pd.DataFrame, setting: str, measure: _Measure, dark: bool, *, legend: bool
 ) -> list[theme.Trace]:
-    """The tasks thin, their mean bold with whiskers, and a ring around the default."""
+    """Return thin lines of tasks, their mean with whiskers, and a ring around the default."""
     colours = theme.palette(dark)
     main = colours.roles["calibrated"][0]
     is_main = points["task"] == _main_task(points)
@@ -149,7 +149,7 @@ def _traces(
 
 
 def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> theme.Trace:
-    """One trace with a line per task, apart by gaps: a trace each would be slow where tasks are many."""
+    """Return one trace with a line per task, separated by gaps; a trace per task would be slow."""
     places: list[tuple[Any, Any, str]] = []
     for task, curve in points.groupby("task", sort=False):
         name = words.literal(str(task))
@@ -176,7 +176,7 @@ def _notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
 
 
 def _by_task(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:
-    """The points of every task; of more than one, their mean is a task of its own."""
+    """Return the points of every task, and of their mean if there are several."""
     rows, tasks = rows.astype({setting: float}), rows["task"].nunique()
     parts = {str(task): over_seeds(of_task, setting, measure) for task, of_task in rows.groupby("task")}
     parts |= {AVERAGE: over_seeds(rows, setting, measure, tasks)} if tasks > 1 else {}
@@ -186,12 +186,12 @@ def _by_task(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:
 
 
 def _main_task(points: pd.DataFrame) -> str:
-    """What stands for all tasks: their mean, or the only one."""
+    """Return the mean of tasks, or the only task."""
     return AVERAGE if (points["task"] == AVERAGE).any() else str(points["task"].iloc[0])
 
 
 def _default_of(run: DriftRun, setting: str) -> float | None:
-    """The setting's value wherever others were swept, or in the run's calibrations; None if not just one."""
+    """Return the setting's value in other sweeps or in the run's calibrations; None if it is not unique."""
     rows = run.sweeps()
     is_varied = rows["sweep"].astype(str).str.split("+").map(lambda names: setting in names).astype(bool)
     values = set(rows.loc[~is_varied, setting].dropna().astype(float))

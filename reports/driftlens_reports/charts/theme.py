@@ -1,4 +1,4 @@
-"""How every chart looks: colours by role (Okabe-Ito, 3:1 from their background), a layout, and marks of variants."""
+"""The theme of all charts: colours by role (Okabe-Ito, contrast 3:1 or more), layout, and markers of variants."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
+from plotly.colors import hex_to_rgb
 
 from driftlens.results.formatting import percent
 from driftlens.utils.variants import Part, part_of
-from driftlens_reports.charts.words import labels, literal, shown
+from driftlens_reports.charts.words import label, literal, shown
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 SIZE, SMALL = 13, 11
@@ -81,17 +82,17 @@ CLASSES = (
     ("#0072B2", "#D55E00", "#00805D", "#B0407F", "#6D1FD0", "#7A5C00", "#1B1B1B"),
     ("#56B4E9", "#E69F00", "#2FC79A", "#E08BC0", "#B08CFF", "#F0E442", "#EDEDED"),
 )
-"""Colours that tell classes apart in the light and the dark theme, beside their marks."""
+"""Colours that tell classes apart in the light and the dark theme, in addition to markers."""
 
 
 def palette(dark: bool) -> Palette:
-    """The colours of the dark or the light theme."""
+    """Return the colours of the dark or the light theme."""
     return DARK if dark else LIGHT
 
 
 @dataclass(frozen=True)
 class Look:
-    """How one variant is drawn: its colour, and the marks that tell it from others without colour."""
+    """The style of one variant: colour, marker, dash and hatch."""
 
     colour: str
     symbol: str
@@ -99,6 +100,7 @@ class Look:
     hatch: str
 
 
+# By part: symbols, dashes and hatches of its first, second and third variant, as with shades.
 _MARKS: Mapping[Part, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "base": (("triangle-up",), ("dot",), (".",)),
     "expert": (("circle",), ("longdash",), ("x",)),
@@ -114,16 +116,16 @@ _MARKS: Mapping[Part, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
         ("\\", "+", "-"),
     ),
 }
-"""By part: symbols, dashes and hatches of its first, second and third variant, as with shades."""
-GLYPHS = {
-    **{"triangle-up": "▲", "circle": "●", "square": "■", "diamond": "◆"},
-    **{"triangle-down": "▼", "star": "★", "cross": "✚", "x": "✖"},
-}
-"""Symbols as letters, as far as common fonts have them."""
 
 
 def look(variants: Sequence[str], variant: str, *, dark: bool) -> Look:
-    """How `variant` is drawn in a run with these `variants`, whichever a figure shows; up to twelve stay distinct."""
+    """Return the style of `variant`. It depends on all variants of the run, not on those a figure shows.
+
+    Args:
+        variants: all variants of the run.
+        variant: the variant to draw.
+        dark: True for the dark theme.
+    """
     part = part_of(variant)
     alike = [name for name in variants if part_of(name) == part]
     index = alike.index(variant) if variant in alike else 0
@@ -131,37 +133,40 @@ def look(variants: Sequence[str], variant: str, *, dark: bool) -> Look:
 
 
 def shade(colours: Sequence[str], share: float) -> str:
-    """The colour at `share`, 0 the first and 1 the last, of a continuous scale of `colours`."""
+    """Return the colour at `share` (0 to 1) of a continuous scale."""
     place = min(max(share, 0.0), 1.0) * (len(colours) - 1)
     below = min(int(place), len(colours) - 2)
-    pairs = zip(_channels(colours[below]), _channels(colours[below + 1]), strict=True)
+    pairs = zip(hex_to_rgb(colours[below]), hex_to_rgb(colours[below + 1]), strict=True)
     return "#" + "".join(f"{round(low + (place - below) * (high - low)):02X}" for low, high in pairs)
 
 
 def readable(colour: str) -> str:
-    """Black or white ink, whichever stands out more from `colour`; always by 4.5:1 or more."""
-    linear = (c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in _channels(colour))
+    """Return black or white, whichever contrasts more with `colour` (4.5:1 or more)."""
+    linear = (c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in hex_to_rgb(colour))
     luminance = sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
     return "#000000" if luminance > 0.179 else "#FFFFFF"  # where both contrast alike
 
 
 def faded(colour: str, opacity: float) -> str:
-    """`colour` (#RRGGBB) with an opacity in [0, 1], for bands and fills."""
-    red, green, blue = _channels(colour)
+    """Return `colour` (#RRGGBB) with an opacity in [0, 1]."""
+    red, green, blue = hex_to_rgb(colour)
     return f"rgba({red},{green},{blue},{opacity:g})"
 
 
-def _channels(colour: str) -> tuple[int, ...]:
-    return tuple(int(colour[start : start + 2], 16) for start in (1, 3, 5))
-
-
 def themed(*traces: Any, dark: bool, height: int, **settings: Any) -> go.Figure:
-    """A figure with the theme's layout and `settings` over it, so many pixels high; it is as wide as there is room."""
+    """Return a figure with the theme's layout, updated by `settings`.
+
+    Args:
+        traces: traces of the figure.
+        dark: True for the dark theme.
+        height: height in pixels.
+        settings: further layout settings.
+    """
     return go.Figure([*traces], merged(theme_layout(dark), {"height": height, **settings}))
 
 
 def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of `old` with those of `new` over them, setting by setting."""
+    """Merge two nested mappings; values of `new` win."""
     both = {
         name: merged(old[name], new[name])
         for name in old.keys() & new.keys()
@@ -171,7 +176,7 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def theme_layout(dark: bool) -> dict[str, Any]:
-    """The theme's layout settings; its axes follow a template."""
+    """Return the layout settings of the theme."""
     colours = palette(dark)
     axis = {
         "gridcolor": colours.grid,
@@ -223,7 +228,7 @@ class Trace(dict[str, Any]):
     """Settings of a trace, which plotly checks once, with its figure, and not whenever some are added."""
 
     def update(self, **settings: Any) -> Trace:  # type: ignore[override]
-        """The trace itself with these settings over its own, setting by setting."""
+        """Merge these settings into the trace and return it."""
         super().update(merged(self, settings))
         return self
 
@@ -233,17 +238,15 @@ scatter, bar, heatmap = (partial(Trace, type=kind) for kind in ("scatter", "bar"
 Ends = tuple["pd.Series[Any]", "pd.Series[Any]"]
 """The low and high ends of intervals, a row each."""
 
+# Points that a browser still draws and moves smoothly as SVG; a figure of more draws them with WebGL. Without
+# a graphics processor a browser takes a quarter of a second and more to make ready for WebGL, as long as for
+# these as SVG; and a page may hold few figures that use it.
 _MOST_SVG = 5000
-"""Points that a browser still draws and moves smoothly as SVG; a figure of more draws them with WebGL.
-
-Without a graphics processor a browser takes a quarter of a second and more to make ready for WebGL, as long as for
-these as SVG; and a page may hold few figures that use it.
-"""
 
 
 @dataclass(frozen=True)
 class Brush:
-    """Draws the variants of a run in one figure: each in its own look, and named in the legend once."""
+    """Draws the variants of a run in one figure, each in its style and with one legend entry."""
 
     variants: Sequence[str]
     dark: bool
@@ -255,11 +258,11 @@ class Brush:
         return palette(self.dark)
 
     def look(self, variant: str) -> Look:
-        """How a variant is drawn."""
+        """Return the style of a variant."""
         return look(self.variants, variant, dark=self.dark)
 
     def named(self, group: str, name: str = "") -> dict[str, Any]:
-        """Settings of a trace that the legend names once per group, by default a variant, and hides with it."""
+        """Return settings that give each group of traces one legend entry."""
         is_first = group not in self._in_legend
         self._in_legend.add(group)
         return {"name": name or shown(group), "legendgroup": group, "showlegend": is_first}
@@ -267,7 +270,15 @@ class Brush:
     def line(
         self, variant: str, x: Iterable[Any], y: pd.Series[Any], ends: Ends | None = None, **changes: Any
     ) -> Trace:
-        """A variant's values, joined by a line that breaks at a gap, with whiskers from `ends` if given."""
+        """Return a variant's values as a line that breaks at gaps.
+
+        Args:
+            variant: the variant.
+            x: positions.
+            y: values.
+            ends: low and high ends of whiskers.
+            changes: further settings of the trace.
+        """
         style, values = self.look(variant), y.astype(float)
         trace = scatter(
             **{"x": list(x), "y": gapped(values), "mode": "lines+markers", "connectgaps": False},
@@ -281,16 +292,39 @@ class Brush:
     def bars(
         self, variant: str, x: Iterable[Any], y: pd.Series[Any], ends: Ends | None = None, **changes: Any
     ) -> Trace:
-        """A variant's values as bars in its colour, with the hatch that tells it from others without colour."""
-        values, look = y.astype(float), {"marker": _hatched(self.look(variant)), "textposition": "none"}
-        if ends is not None:
-            look["error_y"] = whiskers(values, *ends, self.palette.ink)
-        return bar(x=list(x), y=gapped(values), **look, **self.named(variant)).update(**changes)
+        """Return a variant's values as bars with its hatch.
+
+        Args:
+            variant: the variant.
+            x: positions.
+            y: values.
+            ends: low and high ends of whiskers.
+            changes: further settings of the trace.
+        """
+        values, style = y.astype(float), self.look(variant)
+        pattern = {"shape": style.hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
+        trace = bar(
+            x=list(x),
+            y=gapped(values),
+            marker={"color": style.colour, "pattern": pattern},
+            textposition="none",
+            error_y=whiskers(values, *ends, self.palette.ink) if ends else None,
+            **self.named(variant),
+        )
+        return trace.update(**changes)
 
     def cloud(
         self, variant: str, x: pd.Series[Any], y: pd.Series[Any], *, total: int, **settings: Any
     ) -> Trace:
-        """A variant's samples as points; `total` in the whole figure decides what draws them."""
+        """Return a variant's samples as points.
+
+        Args:
+            variant: the variant.
+            x: horizontal positions.
+            y: vertical positions.
+            total: points in the whole figure; many are drawn with WebGL.
+            settings: further settings of the trace.
+        """
         kind, style = "scatter" if total <= _MOST_SVG else "scattergl", self.look(variant)
         marker = {
             "color": style.colour,
@@ -305,14 +339,21 @@ class Brush:
 
 
 def gapped(values: Iterable[Any]) -> list[Any]:
-    """The values with None for what was not measured: a line breaks there, and a bar is left out."""
+    """Replace missing values by None, at which lines break and bars are left out."""
     return [None if pd.isna(value) else value for value in values]
 
 
 def whiskers(
     values: pd.Series[Any], low: pd.Series[Any], high: pd.Series[Any], colour: str
 ) -> dict[str, Any]:
-    """Whiskers from `low` to `high` around the values; none where an end is missing: no length claims certainty."""
+    """Return whiskers from `low` to `high` around the values; none where an end is missing.
+
+    Args:
+        values: the centres.
+        low: lower ends.
+        high: upper ends.
+        colour: of the whiskers.
+    """
     up, down = high.astype(float) - values, values - low.astype(float)
     return {"array": gapped(up), "arrayminus": gapped(down), "color": colour, "thickness": 1, "width": 3}
 
@@ -324,7 +365,15 @@ def interval_texts(
     said: str = "95 % interval",
     write: Callable[[float], str] = percent,
 ) -> list[str]:
-    """A line of hover text with both ends for each row; empty where they are not measured."""
+    """Return a line of hover text with both ends for each row; empty where they are not measured.
+
+    Args:
+        rows: rows with both columns.
+        low: column of the lower end.
+        high: column of the upper end.
+        said: name of the interval.
+        write: formats an end.
+    """
     ends = rows.reindex(columns=[low, high]).astype(float).to_numpy().tolist()
     return [
         "" if math.isnan(start + end) else f"<br>{literal(f'{said}: {write(start)} to {write(end)}')}"
@@ -332,32 +381,21 @@ def interval_texts(
     ]
 
 
-def _hatched(style: Look) -> dict[str, Any]:
-    """How a variant's bars are filled: its colour, and the hatch that tells it from others without colour."""
-    pattern = {"shape": style.hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
-    return {"color": style.colour, "pattern": pattern}
-
-
-def colour_bar(**settings: Any) -> dict[str, Any]:
-    """A bar that says what colours stand for, beside the panels."""
-    return {"thickness": 14, "outlinewidth": 0, **settings}
-
-
 def category_axis(names: Sequence[str]) -> dict[str, Any]:
-    """Settings of an axis of names, in their order, long ones cut."""
+    """Return settings of an axis of names in their order."""
     shown = [literal(name) for name in names]
     return {
         **{"type": "category", "categoryorder": "array", "categoryarray": shown},
-        **{"tickvals": shown, "ticktext": labels(names), "showgrid": False},
+        **{"tickvals": shown, "ticktext": [*map(label, names)], "showgrid": False},
     }
 
 
 def ink(*, dark: bool) -> dict[str, Any]:
-    """The font of words inside a figure."""
+    """Return the font of text inside a figure."""
     return {"size": SMALL, "color": palette(dark).ink}
 
 
 def literal_column(names: pd.Series[Any]) -> pd.Series[Any]:
-    """Every name of a column as plotly shows it character by character; each is made safe once."""
+    """Return every name of a column, escaped for plotly."""
     safe = {name: literal(str(name)) for name in names.unique()}
     return names.map(safe).astype(object)

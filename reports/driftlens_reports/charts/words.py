@@ -1,12 +1,11 @@
-"""Words on charts: names made safe, numbers in sentences, and what stands below every figure."""
+"""Text on charts: escaped names, numbers in sentences, and notes about samples."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import html
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,7 +16,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.utils import variants
 
 LONGEST, LONGEST_OF_TWO = 26, 14
-"""Characters of a name that a figure shows, alone or beside another one; hover texts show all of it."""
+"""Characters of a name that a figure shows, alone or with another one; hover texts show all of it."""
 
 Tell = Callable[["pd.Series[Any]"], str]
 
@@ -26,7 +25,7 @@ _NAMES: ContextVar[Mapping[str, str]] = ContextVar("display names of tasks and v
 
 @contextlib.contextmanager
 def named(names: Mapping[str, str]) -> Iterator[None]:
-    """Within it, tasks and variants with an entry in `names` are called by it."""
+    """Use the display names in `names` within the context."""
     token = _NAMES.set(names)
     try:
         yield
@@ -35,84 +34,86 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def called(name: str) -> str:
-    """What a reader sees of a task: its display name, where it has one."""
+    """Return the display name of a task."""
     return _NAMES.get({}).get(name, name)
 
 
 def title(variant: str) -> str:
-    """What a reader sees of a variant; a display name goes by its whole name or by that of its calibration."""
+    """Return the display name of a variant."""
     name, comma, control = variants.title(variant).partition(", ")
     return _NAMES.get({}).get(variant) or f"{called(name)}{comma}{control}"
 
 
-@functools.lru_cache(maxsize=4096)  # the same few names stand behind every point
+@functools.lru_cache(maxsize=4096)  # every point needs one of few names
 def literal(text: str) -> str:
-    """`text` as plotly shows it character by character: no markup, formula, hover placeholder or entity."""
+    """Return text escaped for plotly: no markup, formula, hover placeholder or entity remains."""
     return html.escape(printable(text), quote=False).replace("$", "&#36;").replace("%", "&#37;")
 
 
 def label(text: str, longest: int = LONGEST) -> str:
-    """What `text` is called, as `literal`, cut where it is too long for a tick, a legend or a panel title."""
-    text = called(text)
-    return literal(text if len(text) <= longest else f"{text[: longest - 1]}…")
+    """Return the display name of `text`, as `literal`, cut in the middle if it is too long for its place."""
+    return literal(short(called(text), longest))
 
 
-def labels(names: Sequence[str], longest: int = LONGEST) -> list[str]:
-    """A label per name; of those that would be cut to the same words, what they share is left out."""
-    cut = [label(name, longest) for name in names]
-    for alike in ([index for index, text in enumerate(cut) if text == repeated] for repeated in set(cut)):
-        whole = [called(names[index]) for index in alike]
-        if len(alike) == 1 or len(whole[0]) <= longest:
-            continue
-        ends = (place for place, letters in enumerate(zip(*whole, strict=False)) if len({*letters}) > 1)
-        differ = next(ends, min(map(len, whole)))
-        word = re.split(r"[\W_]", whole[0][:differ])[-1]  # a number or a short word is kept whole
-        begin = differ - min(len(word), longest // 3)
-        for index, name in zip(alike, whole, strict=True):
-            cut[index] = label(f"{name[: longest // 3]}…{name[begin:]}", longest)
-    return cut
+def short(text: str, longest: int = 16) -> str:
+    """Return `text` on one line, with an ellipsis in the middle if it is longer than `longest`."""
+    text = printable(text)
+    end = (longest - 1) // 2
+    return text if len(text) <= longest else f"{text[: longest - 1 - end]}…{text[-end:]}"
 
 
 def shown(variant: str) -> str:
-    """What a figure calls a variant, safe to put into it."""
+    """Return the escaped display name of a variant."""
     return label(title(variant))
 
 
 def by_variant(texts: Iterable[tuple[object, str]]) -> str:
-    """A text for each variant behind what a reader calls it: "merged 0.6120; featcal 0.8010"."""
+    """Join a text per variant: "merged 0.6120; featcal 0.8010"."""
     return "; ".join(f"{title(str(variant))} {text}" for variant, text in texts)
 
 
 def span(rows: pd.DataFrame, column: str, tell: Tell) -> str:
-    """Return the rows with the smallest and the largest value in words, `a to b`."""
+    """Return the rows with the smallest and the largest value in words, `a to b`.
+
+    Args:
+        rows: rows with the column.
+        column: the compared column.
+        tell: describes a row.
+    """
     values = rows[column].astype(float)
     return " to ".join(tell(rows.loc[row]) for row in dict.fromkeys([values.idxmin(), values.idxmax()]))
 
 
 def spans(rows: pd.DataFrame, column: str, tell: Tell) -> str:
-    """Return the span of each variant that has a number."""
+    """Return the span of each variant that has a number.
+
+    Args:
+        rows: rows with `variant` and the column.
+        column: the compared column.
+        tell: describes a row.
+    """
     groups = rows[rows[column].notna()].groupby("variant", sort=False)
     return by_variant((variant, span(part, column, tell)) for variant, part in groups)
 
 
 def spaced(count: int) -> str:
-    """A count with its thousands set apart: "8 041"."""
+    """Format a count with thin spaces between thousands: "8 041"."""
     return f"{count:,}".replace(",", "\u202f")
 
 
 def counted(count: int, noun: str) -> str:
-    """A count with its noun: "1 task", "8 tasks", "2 000 samples"."""
+    """Format a count with its noun: "1 task", "8 tasks"."""
     return f"{spaced(count)} {noun if count == 1 else noun + 's'}"
 
 
 def between(counts: Iterable[int]) -> str:
-    """A count, or the smallest and the largest where they differ: "24" or "24 to 30"."""
+    """Format a range of counts: "24" or "24 to 30"."""
     low, *_, high = sorted(counts) * 2
     return spaced(low) if low == high else f"{spaced(low)} to {spaced(high)}"
 
 
 def ranged(values: Iterable[float], noun: str) -> str:
-    """How many, where counts may differ: "24 samples" or "16 to 24 samples"."""
+    """Format a range of counts with a noun: "24 samples" or "16 to 24 samples"."""
     counts = {int(value) for value in values if not pd.isna(value)}
     if not counts:
         return f"an unknown number of {noun}s"
@@ -120,26 +121,32 @@ def ranged(values: Iterable[float], noun: str) -> str:
 
 
 def sample_notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
-    """How many samples of which split stand behind `rows` of the layer table, and whether they also calibrated."""
+    """Return notes on the number and the split of the samples of layer rows."""
     return [f"{ranged(rows['n'], 'diagnosis sample')} per task.", *overlap_notes(run)]
 
 
 def table_notes(run: DriftRun, samples: pd.DataFrame, *, over_tasks: bool = True) -> list[str]:
-    """The same for rows of single samples, and over how many tasks they are taken together."""
+    """Return notes on the number of samples and tasks of sample rows.
+
+    Args:
+        run: the run.
+        samples: a row per sample.
+        over_tasks: True to name the number of tasks.
+    """
     counts = samples.groupby(["task", "variant"], sort=False).size()
     over = f", over {counted(samples['task'].nunique(), 'task')}" if over_tasks else ""
     return [f"{ranged(counts, 'diagnosis sample')} per task{over}.", *overlap_notes(run)]
 
 
 def overlap_notes(run: DriftRun) -> list[str]:
-    """What the run says about diagnosis samples that are calibration samples too: it belongs on every figure."""
+    """Return the run's notices about diagnosis samples that are calibration samples, too."""
     return [
         f"{text}." for text in run.manifest.notices if "calibration and diagnosis draw from the same" in text
     ]
 
 
 def final_sentence(rows: pd.DataFrame, column: str) -> str:
-    """The last layer in words: the worst task of the first variant, with every variant's value there."""
+    """Describe the last layer: the first variant's worst task, with every variant's value there."""
     last = rows[(rows["layer"] == rows["layer"].max()) & rows[column].notna()]
     if last.empty:
         return "Nothing was measured at the last layer."
@@ -153,7 +160,13 @@ def final_sentence(rows: pd.DataFrame, column: str) -> str:
 
 
 def peak_sentence(rows: pd.DataFrame, column: str, write: Callable[[float], str] = number) -> str:
-    """Return the highest value of each variant in words, with the task and layer where it is."""
+    """Describe the highest value of each variant, with its task and layer.
+
+    Args:
+        rows: rows of the layer table.
+        column: the compared column.
+        write: formats a value.
+    """
     peaks = rows[rows[column].notna()].astype({column: float})
     peaks = peaks.loc[peaks.groupby("variant", sort=False)[column].idxmax()]
     texts = [f"{write(row[column])} ({row['task']}, {row['where']})" for row in peaks.to_dict("records")]
@@ -161,7 +174,13 @@ def peak_sentence(rows: pd.DataFrame, column: str, write: Callable[[float], str]
 
 
 def gap_notes(run: DriftRun, rows: pd.DataFrame, column: str) -> list[str]:
-    """A note about cells of a task x layer heatmap without a number, where there are any."""
+    """Return a note on cells of a task x layer heatmap that have no number.
+
+    Args:
+        run: the run.
+        rows: rows of the layer table.
+        column: the column of the cells.
+    """
     cells = rows["task"].nunique() * rows["variant"].nunique() * len(run.manifest.layers)
     gaps = cells - int(rows[column].notna().sum())
     if not gaps:

@@ -1,8 +1,8 @@
-"""The explorer as one HTML page that asks the network for nothing, for a folder, a dashboard or a notebook.
+"""The explorer of samples as one offline HTML page. Entry point: `Explorer`.
 
-`gathered` packs what the page shows as JSON. Samples of all tasks stand in one order, and every column is a list over
-them. Numbers of many samples are base64 of little-endian arrays, [model, layer, sample] where they differ by model and
-layer; NaN and -1 stand for the unknown.
+`gathered` packs the page's data as JSON. Columns are lists over the samples of all tasks, in one order. Large columns
+are
+base64 of little-endian arrays, `[model, layer, sample]` where they depend on model and layer; NaN and -1 are missing.
 """
 
 from __future__ import annotations
@@ -80,12 +80,13 @@ class Explorer:
         return page(self._data, f'<header><h1>{_name(self._data)}</h1>{heads}<p id="verdict"></p></header>')
 
     def inside(self, *, only_points: bool = False) -> bytes:
-        """The same without name, headline and commands, which a host shows; `only_points`: as `gathered` has them.
+        """Return the page without name, headline and commands, for embedding in the dashboard.
 
-        The host puts it into a frame without an origin, whose name is "driftlens " and, as JSON: `state`, what the
-        page's address would say behind its #; `dark`; and `show`: "" for all, "points" or "wall" for that part. The
-        page tells it its `height`, its `state`, and as `open` the state that is to be seen in full; the host tells
-        the page of another theme, and task: `{dark: true, task: "cars"}`.
+        The host puts it into an iframe without an origin. The frame's name is "driftlens " and JSON: `state` (the
+        page's URL
+        fragment), `dark`, and `show` ("" for all, "points" or "wall" for that part). The page posts its `height`, its
+        `state`,
+        and in `open` the state to show in full. The host posts a changed theme or task: `{dark: true, task: "cars"}`.
         """
         data = gathered(self.run, self._request, only_points=True) if only_points else self._data
         return page({**data, "notes": [_COMMAND.sub(".", text) for text in data["notes"]]})
@@ -98,19 +99,19 @@ class Explorer:
         return f"<Explorer of {self.run.id}; `save(path)` writes its page>"
 
     def _repr_html_(self) -> str:
-        """The page in a frame of its own, which may run its script and hand out files, for notebooks."""
+        """Return the page in a sandboxed iframe, for notebooks."""
         inside = html.escape(self.page.decode())
         allowed = "allow-scripts allow-downloads"
         look = 'width="100%" height="860" style="border:0"'
         return f'<iframe srcdoc="{inside}" sandbox="{allowed}" title="Samples of a run" {look}></iframe>'
 
     def save(self, path: PathLike | None = None) -> pathlib.Path:
-        """Write the page, whole or not at all: to `path`, or beside the run's own reports; returns where.
+        """Write the page to `path`, or into the run's reports, and return where.
 
         Raises:
-            DataError: the run has no samples, or not the tasks that are asked for.
+            DataError: the run has no samples, or not the requested tasks.
             RunError: a table can't be read, or the file can't be written.
-            RunLockedError: it goes into the run, and another process is writing there.
+            RunLockedError: the page goes into the run, and another process is writing there.
         """
         target = pathlib.Path(path or "view.html")
         (saved,) = save_files(self.run, {target.name: self.page}, target.parent if path else None)
@@ -118,7 +119,7 @@ class Explorer:
 
 
 def page(data: dict[str, Any], header: str = "") -> bytes:
-    """The page that shows what was gathered of a run, below a header, which is HTML of ours."""
+    """Return the HTML page that shows the gathered data below a trusted HTML header."""
     script, style = _read("explorer.js"), _colours() + STYLE + _read("explorer.css")
     policy = (
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; img-src data:; "
@@ -131,7 +132,7 @@ def page(data: dict[str, Any], header: str = "") -> bytes:
         "style": style,
         "script": script,
         "header": header,
-        # Whatever a name holds, it ends no element and no line.
+        # Escaped so that no name ends the script element.
         "data": _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text),
     }
     return _SLOT.sub(lambda slot: slots[slot[1]], _read("explorer.html")).encode("utf-8", "replace")
@@ -146,7 +147,7 @@ def _read(name: str) -> str:
 
 
 def _colours() -> str:
-    """The palette as properties of the page, in the light and the dark theme."""
+    """Return the palette as CSS properties, for the light and the dark theme."""
     light, dark = (_rules(palette(is_dark), CLASSES[is_dark]) for is_dark in (False, True))
     by_system = f"@media (prefers-color-scheme: dark) {{ :root:not([data-theme=light]) {{ {dark} }} }}"
     by_host = f":root[data-theme=light] {{ color-scheme: light; }} :root[data-theme=dark] {{ {dark} }}"
@@ -161,27 +162,28 @@ def _rules(theme: Palette, classes: tuple[str, ...]) -> str:
     return " ".join(f"--{name}: {value};" for name, value in rules.items())
 
 
+# Of one page, about 1.5 kB each.
 _MOST_PICTURES = 2000
-"""Of one page, about 1.5 kB each."""
 NEIGHBOURS = 8
+# Features of a task and layer, of all its models, that are laid out in less time by one thread than by
+# several.
 _FEW_ROWS = 10_000
-"""Features of a task and layer, of all its models, that are laid out in less time by one thread than by several."""
+# Stages that samples move through, by the part that a model plays.
 _ORDER = ("base", "merged", "baseline", "calibrated", "expert")
-"""Stages that samples move through, by the part that a model plays."""
+# Columns by model and layer, and their names in the table of samples.
 _BY_LAYER = {
     "drift": "drift_l2",
     "mismatch": "mismatch_l2",
     "propagation": "propagation_l2",
     "share": "final_share",
 }
-"""Columns by model and layer, and what the table of samples calls them."""
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The samples of one task that a page shows: rows of the run's own order, and where they stand among all."""
+    """The samples of one task on the page: their rows in the run, and their start among all samples."""
 
     task: str
     rows: Array
@@ -190,14 +192,19 @@ class Shown:
 
     @property
     def places(self) -> Mapping[str, int]:
-        """Where each sample stands among those of all tasks."""
+        """The index of each sample among those of all tasks."""
         return {name: self.start + place for place, name in enumerate(self.ids)}
 
 
 def gathered(
     run: DriftRun, request: ViewRequest = ViewRequest(), *, only_points: bool = False
 ) -> dict[str, Any]:
-    """Everything that the page shows of a run, as JSON knows it; `only_points`: of the last layer, without cards.
+    """Return the data of the page as a JSON document.
+
+    Args:
+        run: the run.
+        request: tasks, number of samples, and layout.
+        only_points: True for the last layer alone, without cards.
 
     Raises:
         DataError: the run has no such task, or no samples.
@@ -212,7 +219,7 @@ def gathered(
     if not shown:
         raise DataError(
             f"{run.path} has no samples to show",
-            hint="`driftlens analyze` on its spec, with --resume, measures what is missing.",
+            hint="`driftlens analyze` on its spec, with --resume, measures them.",
         )
     layers = [entry.index for entry in run.manifest.layers]
     if only_points:
@@ -221,7 +228,7 @@ def gathered(
         ]
         layers = (stored or layers)[-1:]
     rows = len(stages) * max(len(run.sample_ids(part.task)) for part in shown)
-    # Threads that wait for one another at small products take five times the processor time of one.
+    # Small products take five times the CPU time with several threads.
     with threadpool_limits(1 if rows < _FEW_ROWS else None):
         planes = [_planes(run, part, layers, stages, request) for part in shown]
     judged = verdict(run)
@@ -233,7 +240,13 @@ def gathered(
             for text in judged.sentences
             if not judged.command or judged.command not in text
         ],
-        "stages": [_stage(run, name) for name in stages],
+        "stages": [
+            {
+                **{"name": name, "title": printable(title(name)), "part": part_of(name)},
+                "colours": [look(run.variants, name, dark=dark).colour for dark in (False, True)],
+            }
+            for name in stages
+        ],
         "layers": [run.layer_name(layer) for layer in layers],
         "tasks": [{"name": printable(part.task), "start": part.start, "n": len(part.ids)} for part in shown],
         "outcomes": [[name, meaning] for name, meaning in OUTCOMES.items()],
@@ -248,18 +261,8 @@ def gathered(
     }
 
 
-def _printable_lines(text: str) -> str:
-    """A text whose lines hold no control characters."""
-    return "\n".join(printable(line) for line in text.splitlines())
-
-
-def _stage(run: DriftRun, name: str) -> dict[str, Any]:
-    colours = [look(run.variants, name, dark=dark).colour for dark in (False, True)]
-    return {"name": name, "title": printable(title(name)), "part": part_of(name), "colours": colours}
-
-
 def _shown(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[Shown]:
-    """The samples of each task, thinned evenly over classes where all together are too many."""
+    """Yield the samples of each task, thinned evenly over classes if there are too many."""
     sizes = {task: len(_ids(run, task)) for task in tasks}
     total, start = sum(sizes.values()), 0
     for task in tasks:
@@ -283,9 +286,9 @@ def _ids(run: DriftRun, task: str) -> tuple[str, ...]:
 def _planes(
     run: DriftRun, shown: Shown, layers: Sequence[int], stages: Sequence[str], request: ViewRequest
 ) -> list[dict[str, Any] | None]:
-    """By layer the joint places of all models' features and each sample's neighbours; None where none are stored.
+    """Return joint coordinates and neighbours by layer; None for layers without stored features.
 
-    Layers are laid out one by one, then turned (not stretched) so that samples move as little as can be between them.
+    Layers are laid out one by one, then rotated or mirrored so that samples move little between them.
     """
     planes: list[dict[str, Any] | None] = []
     before: dict[str, Array] = {}
@@ -322,7 +325,7 @@ def _is_stored(run: DriftRun, task: str, variant: str, layer: int) -> bool:
 def _laid_out(
     run: DriftRun, shown: Shown, layer: int, rows: Mapping[str, Array], request: ViewRequest
 ) -> tuple[dict[str, Array], str]:
-    """Coordinates [n, 2] by model, and how they were made; NaN of samples that a stored layout has thinned out."""
+    """Return coordinates `[n, 2]` by model and the method; NaN for samples that a stored layout has thinned out."""
     if request.method == "pca":
         plane, how = lay_out(np.concatenate([*rows.values()]), "pca", 0)
         return dict(zip(rows, np.split(plane, len(rows)), strict=True)), how["method"]
@@ -335,7 +338,7 @@ def _laid_out(
 
 
 def _turned(places: dict[str, Array], wanted: Mapping[str, Array]) -> dict[str, Array]:
-    """The places around zero, turned or mirrored to lie as near as can be to those wanted of the same models."""
+    """Return the places, centred and rotated onto those of the same models in another layer (Procrustes)."""
     middle = np.nanmean(np.concatenate([*places.values()]), axis=0)
     places = {name: points - middle for name, points in places.items()}
     both = [name for name in places if name in wanted]
@@ -347,13 +350,13 @@ def _turned(places: dict[str, Array], wanted: Mapping[str, Array]) -> dict[str, 
 
 
 def _whole(places: Array) -> Array:
-    """Places as 16-bit numbers, the farthest from zero at 32,000; the least of all numbers stands for none."""
+    """Return places as 16-bit numbers, the farthest at 32,000; -32,768 is missing."""
     most = np.nanmax(np.abs(places), initial=0.0) or 1.0
     return np.nan_to_num(np.round(places * (32_000 / most)), nan=-32_768)
 
 
 def _neighbours(rows: Array) -> Array:
-    """The nearest other samples of each by cosine, [n, NEIGHBOURS] rows in order; -1 where there are no more."""
+    """Return the nearest other samples by cosine, `[n, NEIGHBOURS]`; -1 where there are fewer."""
     from sklearn.neighbors import NearestNeighbors
 
     k = min(NEIGHBOURS, len(rows) - 1)
@@ -366,7 +369,7 @@ def _neighbours(rows: Array) -> Array:
 def _columns(
     run: DriftRun, shown: Sequence[Shown], stages: Sequence[str], layers: Sequence[int]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Columns over all samples, and the words that those of names are places in."""
+    """Return the columns over all samples, and the words that columns of names index."""
     total = sum(len(part.ids) for part in shown)
     words: dict[str, int] = {}
     label = np.full(total, -1)
@@ -409,7 +412,7 @@ def _columns(
 
 
 def _repairs(stages: Sequence[str]) -> list[str]:
-    """The repaired models, the newest first; "" of a run without."""
+    """Return the repaired models, the newest first; "" for a run without."""
     return [name for name in reversed(stages) if part_of(name) == "calibrated"] or [""]
 
 
@@ -436,11 +439,12 @@ def _packed(values: ArrayLike, kind: str) -> str:
 
 def _texts(run: DriftRun, shown: Shown, without: bool) -> Iterator[str]:
     stored = {} if without else run.texts(shown.task)
-    return (_printable_lines(stored.get(name, "")) for name in shown.ids)
+    for name in shown.ids:
+        yield "\n".join(map(printable, stored.get(name, "").splitlines()))
 
 
 def _pictures(run: DriftRun, shown: Sequence[Shown], total: int) -> dict[str, Any]:
-    """One image of all pictures in rows of `columns`, and which place in it each sample has; -1 without a picture."""
+    """Return one image of all thumbnails in a grid, and each sample's cell; -1 without a thumbnail."""
     share = _MOST_PICTURES // max(1, len(shown))
     places = np.full(total, -1)
     pictures: list[Array] = []
@@ -469,7 +473,7 @@ def _pictures(run: DriftRun, shown: Sequence[Shown], total: int) -> dict[str, An
 def _notes(
     run: DriftRun, shown: Sequence[Shown], planes: Sequence[Sequence[Any]], request: ViewRequest
 ) -> Iterator[str]:
-    """What a reader should know: what is left out, and what the run lacks with what adds it."""
+    """Yield notes on omitted samples and missing measurements."""
     every = sum(len(_ids(run, part.task)) for part in shown)
     num_shown = sum(len(part.ids) for part in shown)
     if num_shown < every:
@@ -483,17 +487,17 @@ def _notes(
     elif any(plane is None for by_layer in planes for plane in by_layer):
         yield "Of some layers no features are stored: `layers.select` in the spec says which an analysis stores."
     if not any(part_of(name) == "calibrated" for name in run.variants):
-        yield f"Nothing is repaired yet: `{CALIBRATE}` adds a repaired model."
+        yield f"No repaired model yet: `{CALIBRATE}` adds a repaired model."
     if run.outputs().empty:
         yield "The run has no class scores, so that no answer is right or wrong: its spec names no heads."
     elif run.outputs()["label"].isna().all():
         yield "The samples have no labels, so that no answer is right or wrong."
     if run.samples()["final_share"].isna().all():
-        yield "No sample's drift was traced back to layers: `driftlens analyze RUN` does so."
+        yield "No shares of the drift by layer: `driftlens analyze RUN` adds them."
     if request.method == "pca":
         yield (
-            "Places are the two leading principal components of all models' features together, brought to norm 1: "
-            "distances are indicative. Neighbours are nearest by cosine in the features themselves."
+            "Positions: first two principal components of L2-normalised features, fitted on all models together; "
+            "distances are approximate. Neighbours: nearest by cosine of the features."
         )
-    yield "Accuracies are of these diagnosis samples; those of the verdict are of test samples."
+    yield "Accuracies here: diagnosis samples; in the verdict: test samples."
     yield from overlap_notes(run)

@@ -1,4 +1,4 @@
-"""The HTML formats, of one template: interactive, with plotly inside it, and light, with pictures and no script."""
+"""The HTML formats, from one template: interactive with plotly inlined, and light with pictures and no script."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ from driftlens_reports.paper.exhibit import ExhibitOptions, draw
 if TYPE_CHECKING:
     import jinja2
     import plotly.graph_objects as go
+# Letters beyond which a column's texts may break anywhere.
 _LONG = 24
-"""Letters beyond which a column's texts may break anywhere."""
+# Rows of a figure's data table beyond which a browser gets slow; the JSON and CSV formats have them.
 _MOST_ROWS = 2_000
-"""Rows of a figure's data table beyond which a browser gets slow; the JSON and CSV formats have them."""
 _MOST_BYTES = 950_000
+# Sections that are open below the verdict; a click opens the others.
 _OPENED = ("layers",)
-"""Sections that are open behind the verdict; a click opens the others: a page has at most 8,000 pixels."""
+# Charts, and the paper figures that a page without scripts shows in their place.
 _EXHIBITS = {
     "accuracy": "intro",
     "layer-drift": "drift",
@@ -53,13 +54,12 @@ _EXHIBITS = {
     "flips": "output-drift",
     "scatter": "scatter-grid",
 }
-"""Charts, and the paper figures that a page without scripts shows in their place."""
 
+# Percent of the bar's width: left of its scale, and the scale.
 _EDGE, _SPAN = 2.0, 96.0
-"""Percent of the bar's width: left of its scale, and the scale."""
 _MIDDLE, _THICK = 16, 10
+# Pixels: height of the bar's middle, its thickness, and the foot of the numbers below.
 _TICK = 42
-"""Pixels: height of the bar's middle, its thickness, and the foot of the numbers below."""
 STYLE = pathlib.Path(__file__).with_name("headline.css").read_text("utf-8")
 """Rules for the block; the colours that they name are a page's own."""
 
@@ -67,7 +67,13 @@ STYLE = pathlib.Path(__file__).with_name("headline.css").read_text("utf-8")
 def interactive_page(
     content: ReportContent, drawn: Mapping[str, Drawn], dark: Mapping[str, go.Figure] | None = None
 ) -> bytes:
-    """The report as one HTML file that asks the network for nothing; of `dark` figures it holds what differs."""
+    """Return the report as one offline HTML file.
+
+    Args:
+        content: the report.
+        drawn: the charts, by name.
+        dark: the figures of the dark theme, by name; only differences are stored.
+    """
     from plotly.offline import get_plotlyjs
 
     scripts = (get_plotlyjs(), pathlib.Path(__file__).with_name("report.js").read_text(encoding="utf-8"))
@@ -85,7 +91,7 @@ def interactive_page(
 
 
 def _other(light: Any, dark: Any) -> Any:
-    """What of `dark` differs, in the same nesting; lists of traces and annotations by position, others whole."""
+    """Return the differences of `dark` from `light` in the same nesting."""
     if isinstance(dark, list) and any(isinstance(entry, dict) for entry in dark):
         light, dark = dict(enumerate(light)), dict(enumerate(dark))
     if not isinstance(light, dict) or not isinstance(dark, dict):
@@ -136,14 +142,14 @@ def _render(
     scripts: Sequence[str] = (),
     policy: str = "",
 ) -> bytes:
-    """The page; everything that came with the run is escaped. `policy` is what scripts need."""
+    """Render the page; everything that came with the run is escaped."""
     environment = _environment()
     themes = {"light": palette(False), "dark": palette(True)}
     style = environment.get_template("report.css.jinja").render(**themes)
     policy = policy or f"style-src '{digest(style)}'; img-src data:"
     text = environment.get_template("report.html.jinja").render(
         content=content,
-        # Style sheet and scripts are ours, not the run's: they are not escaped.
+        # Style sheet and scripts come from this package, so they need no escaping.
         style=Markup(style),
         scripts=[Markup(source) for source in scripts],
         plots=plots or {},
@@ -157,7 +163,7 @@ def _render(
 
 
 def digest(source: str) -> str:
-    """The hash by which a policy allows one inline style sheet or script."""
+    """Return the hash by which a content security policy allows an inline style sheet or script."""
     return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
 
 
@@ -179,18 +185,18 @@ def _environment() -> jinja2.Environment:
 
 
 def _prose(text: str) -> Markup:
-    """A sentence, escaped, with what stands between backticks as code."""
+    """Return a sentence as escaped HTML, with text between backticks as code."""
     html = with_code(signs(text), lambda part: unbroken(str(escape(part))), Markup("<code>{}</code>").format)
     return Markup(html)
 
 
 def _anchor(name: str) -> str:
-    """A name as an id of an element."""
+    """Return a name as an element id."""
     return re.sub(r"[^A-Za-z0-9]+", "-", name)
 
 
 def _looks(table: Table) -> list[str]:
-    """Style classes of each column that is shown; empty for numbers."""
+    """Return the CSS classes of each shown column; empty for numbers."""
     _, *texts = table.texts()
     is_long = [any(len(row[index]) > _LONG for row in texts) for index, _ in enumerate(table.shown())]
     looks = ["text long" if long else "text" for long in is_long]
@@ -198,14 +204,14 @@ def _looks(table: Table) -> list[str]:
 
 
 def style(theme: Palette) -> str:
-    """Rules for the block in one theme."""
+    """Return the CSS rules of the headline block in one theme."""
     colours = {"surface": theme.surface, "grid": theme.grid, "quiet": theme.quiet, **theme.tones}
     variables = "".join(f"--{name}:{colour};" for name, colour in colours.items())
     return f".headline{{{variables}}}{STYLE}"
 
 
 def block(head: Headline, *, dark: bool = False) -> Markup:
-    """The sentence, the tiles and the bar; whatever came with the run is escaped."""
+    """Return the headline's sentence, tiles and bar as escaped HTML."""
     theme = palette(dark)
     so_far = Markup('<p class="so-far">{}</p>').format(head.so_far) if head.so_far else ""
     tiles = Markup("").join(_tile(head, variant, theme) for variant in head.tiles)
@@ -215,7 +221,7 @@ def block(head: Headline, *, dark: bool = False) -> Markup:
 
 
 def _as_images(html: Markup) -> str:
-    """The same with drawings as images, for a host that takes no drawing inside a page."""
+    """Replace inline SVG by images, for hosts that remove inline SVG."""
 
     def image(drawing: re.Match[str]) -> str:
         label = re.search(r'aria-label="([^"]*)"', drawing[0])
@@ -228,12 +234,12 @@ def _as_images(html: Markup) -> str:
 
 
 def shown_alone(head: Headline, *, dark: bool = False) -> str:
-    """The block with its rules, for a host that has none of its own."""
+    """Return the headline block with its own rules."""
     return f"<style>{style(palette(dark))}</style>{_as_images(block(head, dark=dark))}"
 
 
 def called(variant: str) -> str:
-    """What a tile calls a model."""
+    """Return the name of a model on its tile."""
     return "experts" if variant == "expert" else title(variant)
 
 
@@ -251,7 +257,7 @@ def _tile(head: Headline, variant: str, theme: Palette) -> Markup:
 
 
 def _colour(theme: Palette, variant: str) -> str:
-    """As style sheets of pages look for it, which give it a twin in the dark."""
+    """Return a variant's colour in lower case, the spelling that style sheets match for the dark theme."""
     return theme.roles[part_of(variant)][0].lower()
 
 
@@ -260,7 +266,7 @@ def _interval(mean: Estimate) -> Interval:
 
 
 def reach(head: Headline) -> tuple[float, float]:
-    """Both ends of the bar's scale: the numbers with their intervals, and of shares whole tenths around them."""
+    """Return both ends of the bar's scale: all intervals, rounded to tenths for shares."""
     ends = [end for mean in head.tiles.values() for end in _interval(mean).ends if is_measured(end)]
     low, high = min(ends), max(ends)
     if head.kind == "share":
@@ -269,7 +275,7 @@ def reach(head: Headline) -> tuple[float, float]:
 
 
 def bar(head: Headline, *, dark: bool = False) -> Markup:
-    """Every model on one scale: thick, in its colour, what the repair moved, and grey what is left to the experts."""
+    """Draw every model on one scale: the repair in colour, the gap to the experts in grey."""
     if len(head.tiles) < 2:
         return Markup("")
     theme, (low, high) = palette(dark), reach(head)

@@ -18,18 +18,18 @@ from driftlens_reports.content import ReportContent
 from driftlens_reports.paper.tables import escape as tex
 from driftlens_reports.paper.tables import latex_tables
 
+# Tables of the run with a row per sample: only in a full report.
 _BY_SAMPLE = ("samples", "outputs", "adjoint")
-"""Tables of the run with a row per sample: only in a full report."""
 
 
 def json_document(content: ReportContent) -> bytes:
-    """The report as one JSON object; a number that was not measured is null, never NaN."""
+    """Return the report as one JSON object; missing numbers are null."""
     text = json.dumps(content.model_dump(), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return f"{text}\n".encode()
 
 
 def spreadsheets(run: DriftRun, content: ReportContent) -> dict[str, bytes]:
-    """Files by name: `NAME.csv` of the run's tables, the report's, and those behind its figures; `NAME.units.csv`."""
+    """Return CSV files by name: tables of the run, of the report and of its figures, and their units."""
     every: list[tuple[str, pd.DataFrame, pd.DataFrame]] = []
     for name in schema.TABLES:
         if content.preset == "full" or name not in _BY_SAMPLE:
@@ -53,15 +53,15 @@ def spreadsheets(run: DriftRun, content: ReportContent) -> dict[str, bytes]:
 MOST_LINES = 30
 _MOST_STAMPS, _MOST_FAILED = 3, 5
 _MARKUP = re.compile(r"[\\`*_\[\]<>|~&$]")
+# What would begin a list, a heading or a rule where a line begins.
 _AT_START = re.compile(r"(?:[#+\-=]|\d+[.)])(?=\s|$)|[#=\-]{2,}")
-"""What would begin a list, a heading or a rule where a line begins."""
+# Where GitHub would see a mention, an issue or a link.
 _REFERENCE = re.compile(r"[@#](?=\w)|(?<=:)//|(?<=www)\.", re.IGNORECASE)
-"""Where GitHub would see a mention, an issue or a link."""
 _WORD_JOINER = "\u2060"
 
 
 def markdown(content: ReportContent) -> bytes:
-    """The report as Markdown."""
+    """Return the report as Markdown."""
     tables = {table.name: table for section in content.sections for table in section.tables}
     judged = [row for name in ("checks", "self-checks") if name in tables for row in tables[name].texts()[1:]]
     failed = [
@@ -79,7 +79,7 @@ def markdown(content: ReportContent) -> bytes:
     ]
     about = [f"DriftLens {escape(content.driftlens)}, run {escape(content.run.id)}."]
     if (table := tables.get("tasks")) and table.rows:
-        # Below stand the table's two first lines, the last line, and the empty ones between.
+        # Reserve room for the table's two first lines, the last line and empty lines.
         room = MOST_LINES - sum(len(block) + 1 for block in blocks if block) - 4
         head, *rows = table.texts()
         shown = rows if len(rows) <= room else [*rows[: room - 1], rows[-1]]
@@ -99,33 +99,33 @@ def _bars(table: Table, rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _few(lines: Iterable[str], most: int, mark: str) -> list[str]:
-    """The first lines, and how many more there are."""
+    """Return the first lines, and how many more there are."""
     every = list(lines)
     return every if len(every) <= most else [*every[: most - 1], f"{mark}{len(every) - most + 1} more"]
 
 
 def escape(text: str) -> str:
-    """Text that GitHub shows letter by letter: no markup, link, mention or reference comes of it."""
+    """Return text escaped for GitHub: no markup, link, mention or reference remains."""
     literal = _MARKUP.sub(r"\\\g<0>", printable(text))
     literal = _REFERENCE.sub(lambda match: match[0][:1] + _WORD_JOINER + match[0][1:], literal)
     return _AT_START.sub(_marked, literal, count=1) if _AT_START.match(literal) else literal
 
 
 def _marked(start: re.Match[str]) -> str:
-    """The beginning of a list, heading or rule with the letter marked that makes it one."""
+    """Return the start of a list, heading or rule, escaped."""
     return f"{start[0][:-1]}\\{start[0][-1]}" if start[0][0].isdigit() else f"\\{start[0]}"
 
 
 def prose(text: str) -> str:
-    """A sentence, escaped, with what stands between backticks as code."""
+    """Return a sentence, escaped, with text between backticks as code."""
     marked = with_code(signs(printable(text)), escape, "`{}`".format)
     return unbroken(marked)
 
 
+# Tables that no paper prints.
 _NOT_PRINTED = {"glossary", "environment", "layers"}
-"""Tables that no paper prints."""
+# Rows of a table that fit on a page below a caption and above the notes.
 _ROWS_PER_PAGE = 40
-"""Rows of a table that fit on a page below a caption and above the notes."""
 
 
 def fragments(content: ReportContent) -> dict[str, bytes]:

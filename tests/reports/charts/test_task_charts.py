@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -13,13 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from driftlens.runs.manifest import LayerInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import CALIBRATE
 from driftlens.utils.intervals import Interval, mean_over_tasks
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.charts.per_task import AVERAGE, OUTSIDE, group_of
-from tests.records.full_run import SITES, write_full_run
+from driftlens_reports.charts.per_task import AVERAGE
+from tests.records.full_run import write_full_run
 from tests.reports.charts.recording import finite, with_rows
 
 CALIBRATED = "calibrated:featcal"
@@ -153,18 +150,6 @@ def test_alignment_is_the_mean_over_tasks_with_its_extremes(full: DriftRun) -> N
         assert found == pytest.approx([cosines.mean(), cosines.min(), cosines.max()])
 
 
-def test_modules_of_all_blocks_that_play_one_part_are_one_group(full: DriftRun) -> None:
-    drawn = charts["alignment"].draw(full, ChartOptions())
-    params = full.params(variant="merged")
-    modules = params[params["scope"] == "module"]
-    right = next(
-        trace for trace in drawn.figure.data if trace.legendgroup == "merged" and not trace.showlegend
-    )
-    assert list(right.x) == list(SITES)
-    for site, value in zip(right.x, right.y, strict=True):
-        assert value == pytest.approx(modules.loc[modules["path"].str.endswith(site), "cos"].mean())
-
-
 def test_groups_of_modules_are_drawn_as_the_run_measured_them(full: DriftRun) -> None:
     params = full.params()
     modules = params[params["scope"] == "backbone"]
@@ -176,17 +161,6 @@ def test_groups_of_modules_are_drawn_as_the_run_measured_them(full: DriftRun) ->
     assert list(right.x) == ["q", "norms"]
     mean = modules.loc[modules["variant"] == "merged", "cos"].mean()
     assert list(right.y) == pytest.approx([mean, mean])
-
-
-def test_block_one_does_not_hold_the_modules_of_block_ten() -> None:
-    layers = (
-        LayerInfo(1, "stem", "conv1"),
-        LayerInfo(2, "block", "blocks.1"),
-        LayerInfo(3, "block", "blocks.10"),
-    )
-    run = cast(DriftRun, SimpleNamespace(manifest=SimpleNamespace(layers=layers)))
-    assert group_of(run, "blocks.10.mlp.fc") == group_of(run, "blocks.1.mlp.fc") == "mlp.fc"
-    assert group_of(run, "conv1") == group_of(run, "blocks.100.mlp.fc") == OUTSIDE
 
 
 def test_sweeps_average_tasks_first_and_then_seeds(swept: DriftRun) -> None:

@@ -78,12 +78,12 @@ def _picture(run: DriftRun, name: str) -> bytes:
     """Return the PNG of a run, or of its calibration `name`."""
     from matplotlib.figure import Figure
 
-    found = headline(run, name)
+    head = headline(run, name)
     with sheet(PAGE):
         figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=100, facecolor=LIGHT.surface)
         pair = _pair(run, name)
-        _write_words(figure, run, found)
-        _draw_bar(figure.add_axes((0.05, 0.16, 0.52 if pair else 0.9, 0.16)), found)
+        _write_words(figure, run, head)
+        _draw_bar(figure.add_axes((0.05, 0.16, 0.52 if pair else 0.9, 0.16)), head)
         for place, (variant, _, frame) in enumerate(pair):
             shared = {"sharex": figure.axes[-1], "sharey": figure.axes[-1]} if place else {}
             axes = figure.add_axes((_PAIR + 0.18 * place, 0.2, 0.165, 0.3), **shared)

@@ -22,12 +22,12 @@ class Figure(Part):
     name: str
     title: str
     caption: str
-    hint: str = Field(description="How to read it, and what it can't tell.")
-    alt: str = Field(description="What it shows, in a sentence or two made from its numbers.")
+    hint: str = Field(description="How to read it, and its limits.")
+    alt: str = Field(description="Alternative text with its main numbers.")
     notes: tuple[str, ...] = ()
     missing: str = Field(
         default="",
-        description="What the run lacks for it, and the command that adds it; empty where it is drawn.",
+        description="Missing numbers, and the command that adds them; empty if it is drawn.",
     )
     data: Table | None = Field(description="Every plotted number; null where it is missing.")
 
@@ -51,7 +51,7 @@ class Estimate(Part):
     value: float
     low: _End
     high: _End
-    n: int = Field(description="Samples behind it; 0 where that is not known.")
+    n: int = Field(description="Number of samples; 0 if unknown.")
 
 
 def _known(value: Any) -> Any:
@@ -65,9 +65,7 @@ class Change(Part):
     measure: str
     kind: Kind
     worse: Literal["higher", "lower"]
-    num_tasks: int = Field(
-        description="Tasks behind the means: those on which every compared variant was measured."
-    )
+    num_tasks: int = Field(description="Tasks on which every compared variant was measured.")
     before: Estimate | None
     control: Estimate | None = Field(description="Of the calibration's anchor alone.")
     after: Estimate | None
@@ -117,17 +115,17 @@ class Headline(Part):
 class Verdict(Part):
     """The verdict on a run."""
 
-    measure: str = Field(description="What models are judged by.")
+    measure: str = Field(description="The main measure.")
     tasks: tuple[str, ...] = Field(description="On which every compared model was measured.")
     means: dict[str, Estimate]
     gaps: tuple[Gap, ...]
-    worst: str = Field(description="Task furthest behind its expert; empty where none clearly is.")
+    worst: str = Field(description="Task with the largest gap to its expert; empty if no gap is significant.")
     bad_experts: tuple[str, ...] = Field(description="Tasks whose expert is clearly worse than the base.")
     source: str = Field(
         description="Layer with the largest share of the merged model's drift; empty without."
     )
     source_share: Estimate | None
-    command: str = Field(description="What to do next; empty where no command can.")
+    command: str = Field(description="The recommended next command; empty if there is none.")
 
     before: str | None = Field(description="Variant compared with, usually `merged`.")
     control: str | None = Field(description="Variant of the anchor alone; null without.")
@@ -166,7 +164,7 @@ class ReportContent(Part):
     driftlens: str = Field(description="Version of DriftLens that wrote it.")
     preset: str
     run: RunInfo
-    stamps: tuple[str, ...] = Field(description="What a reader must know before any number.")
+    stamps: tuple[str, ...] = Field(description="Notices that apply to every number.")
     verdict: Verdict
     sections: tuple[Section, ...]
 

@@ -50,9 +50,9 @@ def origins(run: DriftRun) -> dict[str, str]:
 def _origin(run: DriftRun, task: str, variant: str) -> str:
     rows = run.layers(task, variant)
     for column, what, kind in _ORIGINS:
-        found = rows[rows[column].notna()].sort_values(column, ascending=False, kind="stable").head(3)
+        largest = rows[rows[column].notna()].sort_values(column, ascending=False, kind="stable").head(3)
         layers = []
-        for row in found.to_dict("records"):
+        for row in largest.to_dict("records"):
             is_share = column == "final_share"
             amount = share_of(row) if is_share else Interval(float(row[column]), n=int(row["n"]))
             layers.append(f"{run.layer_name(int(row['layer']))} {estimate(amount, kind)}")
@@ -126,12 +126,12 @@ def advice_text(found: Mapping[str, Any], run: str = "RUN") -> str:
 def _of_shares(found: Mapping[str, Any]) -> list[str]:
     if not found["shares"]:
         return ["Which layers the final drift comes from was not measured; `driftlens analyze RUN` adds it."]
-    first, *others = found["shares"]
-    text = f"{first['name']} has the largest share of the final drift, "
-    text += f"{estimate(_interval(first), 'share', counted=True)}, mean over {counted(len(found['tasks']), 'task')}."
-    if not is_measured(first["share_low"]):
+    top, *others = found["shares"]
+    text = f"{top['name']} has the largest share of the final drift, "
+    text += f"{estimate(_interval(top), 'share', counted=True)}, mean over {counted(len(found['tasks']), 'task')}."
+    if not is_measured(top["share_low"]):
         return [f"{text} Without an interval, other layers may carry as much."]
-    near = [row for row in others if not row["share_high"] < first["share_low"]]
+    near = [row for row in others if not row["share_high"] < top["share_low"]]
     if not near:
         return [f"{text} The intervals of all other layers lie below."]
     listed = "; ".join(f"{row['name']} {estimate(_interval(row), 'share')}" for row in near[:3])

@@ -109,9 +109,9 @@ def check_known(kind: str, names: Sequence[str], known: Mapping[str, object]) ->
     """
     unknown = [name for name in names if name not in known]
     if unknown or not names:
-        said = f"a report has no {kind} {unknown[0]!r}" if unknown else f"no {kind} is chosen"
+        problem = f"a report has no {kind} {unknown[0]!r}" if unknown else f"no {kind} is chosen"
         raise SpecError(
-            f"{said}; there are {', '.join(known)}", hint=did_you_mean("".join(unknown[:1]), known)
+            f"{problem}; there are {', '.join(known)}", hint=did_you_mean("".join(unknown[:1]), known)
         )
 
 
@@ -157,10 +157,10 @@ def _setup_sentences(run: DriftRun) -> Iterator[str]:
     architecture = ", ".join(f"{name} {value}" for name, value in manifest.architecture.items())
     yield f"Architecture: {architecture or _UNKNOWN}. Inputs by: {manifest.preprocessing or _UNKNOWN}."
     seeds = ", ".join(f"{name} {seed}" for name, seed in manifest.seeds.items())
-    asked = "were" if manifest.deterministic else "were not"
+    were = "were" if manifest.deterministic else "were not"
     yield (
         f"Computed on {manifest.device or _UNKNOWN} in {manifest.dtype or _UNKNOWN}; seeds: {seeds or _UNKNOWN}; "
-        f"deterministic algorithms {asked} asked for."
+        f"deterministic algorithms {were} asked for."
     )
 
 
@@ -176,7 +176,8 @@ def _setup_tables(run: DriftRun) -> Iterator[Table]:
     splits = {split: manifest.sample_ids.get(split, {}) for split in ("calibration", "diagnosis", "test")}
     counts = {"classes": manifest.classes, **splits}
     samples = [
-        (task, *(len(of[task]) if task in of else None for of in counts.values())) for task in run.tasks
+        (task, *(len(by_task[task]) if task in by_task else None for by_task in counts.values()))
+        for task in run.tasks
     ]
     yield Table.of("samples", "Samples by task", {"task": "text", **dict.fromkeys(counts, "count")}, samples)
     layers = [(layer.index, layer.role, layer.path) for layer in manifest.layers]
@@ -188,7 +189,9 @@ def _environment_tables(run: DriftRun) -> Iterator[Table]:
     manifest = run.manifest
     groups = {"version": manifest.versions, "platform": manifest.platform}
     groups |= {"variable": manifest.environment, "threads": manifest.threads}
-    values = [(group, name, str(value)) for group, found in groups.items() for name, value in found.items()]
+    values = [
+        (group, name, str(value)) for group, entries in groups.items() for name, value in entries.items()
+    ]
     kinds: dict[str, Kind] = dict.fromkeys(("what", "name", "value"), "text")
     yield Table.of("environment", "Software and machine", kinds, values)
     rows = run.resources()

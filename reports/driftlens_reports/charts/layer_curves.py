@@ -177,15 +177,19 @@ _DRIFTS = {
 def _layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw panels of curves with one y range, so that tasks compare."""
     rows = picking.layer_rows(run, options).rename(columns=_DRIFTS)
-    source, what, band = "drift_l2_mean", "mean L2 drift", (_DRIFTS["drift_l2_q10"], _DRIFTS["drift_l2_q90"])
+    source, quantity, band = (
+        "drift_l2_mean",
+        "mean L2 drift",
+        (_DRIFTS["drift_l2_q10"], _DRIFTS["drift_l2_q90"]),
+    )
     note = "Band: 10 % to 90 % quantiles over samples."
     if options.relative:
-        source, what, band = "drift_rel", "drift / expert norm", ()
+        source, quantity, band = "drift_rel", "drift / expert norm", ()
         note = "Relative drift is one ratio of sums over the samples; it has no band."
-    title, axis = panels.titled(what, "layers", source), panels.value_axis(options)
+    title, axis = panels.titled(quantity, "layers", source), panels.value_axis(options)
     kind = Curves(_DRIFTS[source], title, axis, band=band)
     figure = draw_curves(run, rows, kind, dark=options.dark)
-    alt = f"{what[0].upper()}{what[1:]} by layer. {words.final_sentence(rows, kind.column)}"
+    alt = f"{quantity[0].upper()}{quantity[1:]} by layer. {words.final_sentence(rows, kind.column)}"
     return _of_layers(run, figure, rows, kind.column, *band, alt=alt, notes=[note])
 
 

@@ -30,11 +30,13 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = picking.layer_rows(run, replace(options, tasks=None))
     if not rows[column].notna().any():
         raise DataError("no drift was measured in this run", hint=f"`{LAYERS.filled_by([column])}` adds it.")
-    what = "drift / expert norm" if options.relative else "mean L2 drift"
-    kind = Curves(_MEAN, panels.titled(what, "layers", column), panels.value_axis(options))
+    quantity = "drift / expert norm" if options.relative else "mean L2 drift"
+    kind = Curves(_MEAN, panels.titled(quantity, "layers", column), panels.value_axis(options))
     figure, means = _over_tasks(run, rows, column, kind, options)
     figure.layout.uirevision = f"{run.id} mean {options.relative}"
-    alt = f"{what[0].upper()}{what[1:]} by layer, mean over tasks. {words.final_sentence(means, _MEAN)}"
+    alt = (
+        f"{quantity[0].upper()}{quantity[1:]} by layer, mean over tasks. {words.final_sentence(means, _MEAN)}"
+    )
     note = f"Thick: mean over {words.counted(len(run.tasks), 'task')}; thin: each task."
     return Drawn(figure, alt, means[["variant", "layer", "role", "path", _MEAN]], (note,))
 
@@ -78,7 +80,11 @@ def _over_tasks(
     means = by_task.mean(axis=1, skipna=False).rename(kind.column).reset_index()
     means = picking.ordered(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
     means = _placed(run, means)
-    chosen = {at: [task for task in by_task if (task in (options.tasks or ())) == at] for at in (False, True)}
+    selected = set(options.tasks or ())
+    chosen = {
+        is_chosen: [task for task in by_task if (task in selected) == is_chosen]
+        for is_chosen in (False, True)
+    }
     brush = theme.Brush(run.variants, options.dark)
     where = {layer: words.literal(place) for layer, place in zip(rows["layer"], rows["where"], strict=True)}
     lines, thin = by_task.reset_index("layer"), list[theme.Trace]()

@@ -61,8 +61,8 @@ def titled(label: str, table: str, column: str) -> str:
 
 def layer_title(run: DriftRun) -> str:
     """Return the title of the layer axis, which locates stem, head and the decoder's first layer."""
-    first = "".join(f", {border + 0.5:.0f} decoder's first" for border in borders(run.layers()))
-    return f"layer (index: 1 stem{first}, {_last_layer(run)} head)"
+    decoder = "".join(f", {border + 0.5:.0f} decoder's first" for border in borders(run.layers()))
+    return f"layer (index: 1 stem{decoder}, {_last_layer(run)} head)"
 
 
 def _last_layer(run: DriftRun) -> int:
@@ -113,7 +113,7 @@ def borders(rows: pd.DataFrame) -> list[float]:
         return []
     layers = rows.drop_duplicates("layer").sort_values("layer")
     firsts = layers.groupby(_number_of_stream(layers))["layer"].min()
-    return [first - 0.5 for first in firsts.tolist()[1:]]
+    return [start - 0.5 for start in firsts.tolist()[1:]]
 
 
 def _number_of_stream(rows: pd.DataFrame) -> pd.Series[int]:
@@ -183,14 +183,18 @@ class Grid:
         line = {"color": colours.quiet} if is_level else {"color": colours.ink, "dash": "dot"}
         across = "x" if is_level else "y"
         for value in values:
-            for at in range(self.panels):
-                if column in (None, at % self.kinds):
+            for panel in range(self.panels):
+                if column in (None, panel % self.kinds):
                     self._add_shape(
                         line={**line, "width": 1},
                         layer="below" if is_level else "above",
-                        **{f"{letter}ref": _axis(letter, at, ""), f"{letter}0": value, f"{letter}1": value},
                         **{
-                            f"{across}ref": f"{_axis(across, at, '')} domain",
+                            f"{letter}ref": _axis(letter, panel, ""),
+                            f"{letter}0": value,
+                            f"{letter}1": value,
+                        },
+                        **{
+                            f"{across}ref": f"{_axis(across, panel, '')} domain",
                             f"{across}0": 0,
                             f"{across}1": 1,
                         },
@@ -315,10 +319,10 @@ def _grid_axes(
         }
         # The first axis of a group leads, as plotly refuses one that matches itself.
         kind = panel % max(columns, len(y_titles))
-        group, first = (row, row * columns) if by_row else (0, 0) if is_common else (kind, kind)
+        group, leader = (row, row * columns) if by_row else (0, 0) if is_common else (kind, kind)
         is_beside = column > 0 and (is_common or by_row)
         y_axis = {
-            "matches": _axis("y", first, "") if panel != first else None,
+            "matches": _axis("y", leader, "") if panel != leader else None,
             "showticklabels": not is_beside,
             "title": None if is_beside else {"text": y_titles[group]},
         }

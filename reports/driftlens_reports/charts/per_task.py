@@ -131,17 +131,17 @@ def _accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw the main score by task and variant with its interval, and the mean over tasks."""
     rows = _scores(run, options)
     metrics = {name: metric_called(name) for name in rows["metric"].unique()}
-    what, column = title_of(metrics.values()), "accuracy" if [*metrics] == [ACCURACY.name] else "score"
+    quantity, column = title_of(metrics.values()), "accuracy" if [*metrics] == [ACCURACY.name] else "score"
     tasks = [str(task) for task in rows["task"].unique()]
     judged = rows.drop_duplicates("task")[["task", "metric"]].to_numpy()
     by_task = ", ".join(f"{task}: {metrics[name].title}" for task, name in judged)
     rows = _with_average(_named(rows, column), column, tasks, has_intervals=True)
     is_wilson = all(metric.kind == "share" for metric in metrics.values())
     interval = "95 % Wilson interval" if is_wilson else "95 % interval"
-    title = f"{what} ({'%' if is_wilson else 'times 100'})"
+    title = f"{quantity} ({'%' if is_wilson else 'times 100'})"
     return Drawn(
         _task_figure(run, rows, column, title, interval=interval, as_bars=True, dark=options.dark),
-        alt=f"{what[:1].upper()}{what[1:]} over {words.counted(len(tasks), 'task')}: "
+        alt=f"{quantity[:1].upper()}{quantity[1:]} over {words.counted(len(tasks), 'task')}: "
         f"{_averages_in_words(rows, column)}.",
         data=rows,
         notes=(

@@ -70,7 +70,9 @@ def layer_rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 
 def named_layers(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
     """Add the layer's name, such as `block 5 (layer 7 of 8)`, as column `where`."""
-    return rows.assign(where=rows["layer"].map({at: run.layer_name(at) for at in rows["layer"].unique()}))
+    return rows.assign(
+        where=rows["layer"].map({layer: run.layer_name(layer) for layer in rows["layer"].unique()})
+    )
 
 
 def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -> pd.DataFrame:
@@ -192,10 +194,10 @@ def absent(table: str, columns: Sequence[str], command: str = "", also: str = ""
         command: the command that adds them; that of the schema if empty.
         also: a requirement on the spec.
     """
-    what, these = ("column", "it") if len(columns) == 1 else ("columns", "them")
+    noun, these = ("column", "it") if len(columns) == 1 else ("columns", "them")
     besides = f"with {also} in the spec, " if also else ""
     command = command or TABLES[table].filled_by(columns)
-    return f"needs {what} {', '.join(columns)} of table {table}; {besides}`{command}` adds {these}."
+    return f"needs {noun} {', '.join(columns)} of table {table}; {besides}`{command}` adds {these}."
 
 
 def _without_numbers(rows: pd.DataFrame, columns: Sequence[str]) -> list[str]:
@@ -232,7 +234,7 @@ def thinned_samples(
     chosen = thinned(samples, max(1, options.max_points // max(1, panels)), ["task", "label"])
     if len(chosen) == len(samples):
         return rows, ()
-    there, wanted = (pd.MultiIndex.from_frame(table[key]) for table in (rows, chosen))
+    present, kept = (pd.MultiIndex.from_frame(table[key]) for table in (rows, chosen))
     few = spaced(len(chosen))
     note = f"{few} of {counted(len(samples), 'sample')} shown, of every class alike."
-    return rows[there.isin(wanted)].reset_index(drop=True), (note,)
+    return rows[present.isin(kept)].reset_index(drop=True), (note,)

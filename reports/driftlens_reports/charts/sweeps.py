@@ -37,8 +37,8 @@ class _Measure(NamedTuple):
 def _measures(rows: pd.DataFrame, options: ChartOptions) -> list[_Measure]:
     """Return the measures that have numbers: drift, accuracy and other scores."""
     column = "drift_rel" if options.relative else "drift_l2_mean"
-    what = "final drift / expert norm" if options.relative else "mean final drift"
-    drift = _Measure(column, panels.titled(what, "sweeps", column))
+    quantity = "final drift / expert norm" if options.relative else "mean final drift"
+    drift = _Measure(column, panels.titled(quantity, "sweeps", column))
     scores = [
         _Measure(metric.name, f"{metric.title} (% of test samples)", theme.SHARE, theme.TICK_SHARE)
         if metric.kind == "share"
@@ -100,14 +100,14 @@ def _draw(run: DriftRun, options: ChartOptions) -> Drawn:
         grid.set_axis("y", panel, tickformat=measure.tick)
     grid.set_axes(x=[_axis(rows, setting) for setting in settings])
     data = pd.concat(curves, ignore_index=True)
-    first, main = measures[0], _main_task(data)
-    means = data[(data["measure"] == first.column) & (data["task"] == main) & data["mean"].notna()]
+    main_measure, main = measures[0], _main_task(data)
+    means = data[(data["measure"] == main_measure.column) & (data["task"] == main) & data["mean"].notna()]
     # The lowest and the highest mean of each sweep, with the setting's value there.
     spans = [
         words.span(sweep, "mean", lambda row, at=str(name): f"{number(row['mean'])} at {at} {row[at]:g}")
         for name, sweep in means.groupby("sweep", sort=False)
     ]
-    alt = f"Sweeps of {', '.join(settings)}; {first.title}, {main}: {'; '.join(spans)}."
+    alt = f"Sweeps of {', '.join(settings)}; {main_measure.title}, {main}: {'; '.join(spans)}."
     return Drawn(grid.figure, alt, data, tuple(_notes(run, rows)))
 
 

@@ -150,8 +150,8 @@ def final_sentence(rows: pd.DataFrame, column: str) -> str:
     last = rows[(rows["layer"] == rows["layer"].max()) & rows[column].notna()]
     if last.empty:
         return "Nothing was measured at the last layer."
-    first = last[last["variant"] == last["variant"].iloc[0]]
-    task = first.loc[first[column].astype(float).idxmax(), "task"]
+    of_variant = last[last["variant"] == last["variant"].iloc[0]]
+    task = of_variant.loc[of_variant[column].astype(float).idxmax(), "task"]
     there = last[last["task"] == task]
     values = by_variant(zip(there["variant"], there[column].astype(float).map(number), strict=True))
     num_others = rows["task"].nunique() - 1

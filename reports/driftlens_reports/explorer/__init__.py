@@ -331,8 +331,8 @@ def _laid_out(
         return dict(zip(rows, np.split(plane, len(rows)), strict=True)), how["method"]
     variants = tuple(name for name in rows if name != "expert")
     most = min(MOST_POINTS, len(rows) * len(run.sample_ids(shown.task)))
-    asked = ProjectionRequest(layer=layer, method=request.method, variants=variants, max_points=most)
-    made = project(run, shown.task, asked)
+    projection = ProjectionRequest(layer=layer, method=request.method, variants=variants, max_points=most)
+    made = project(run, shown.task, projection)
     by_model = {name: part.set_index("sample_id")[["x", "y"]] for name, part in made.frame.groupby("variant")}
     return {name: by_model[name].reindex(shown.ids).to_numpy(dtype=float) for name in rows}, made.method
 
@@ -344,7 +344,9 @@ def _turned(places: dict[str, Array], wanted: Mapping[str, Array]) -> dict[str, 
     both = [name for name in places if name in wanted]
     if not both:
         return places
-    start, end = (np.nan_to_num(np.concatenate([of[name] for name in both])) for of in (places, wanted))
+    start, end = (
+        np.nan_to_num(np.concatenate([by_model[name] for name in both])) for by_model in (places, wanted)
+    )
     left, _, right = np.linalg.svd(start.T @ end)
     return {name: points @ (left @ right) for name, points in places.items()}
 
@@ -386,11 +388,13 @@ def _columns(
             of_expert = stage == "expert"
             rows = outputs if of_expert else outputs[outputs["variant"] == stage]
             rows = rows.drop_duplicates("sample_id").set_index("sample_id")
-            said = rows["expert_pred" if of_expert else "pred"].dropna()
+            predicted = rows["expert_pred" if of_expert else "pred"].dropna()
             _fill(
-                answers[row], part, said.map(lambda name: words.setdefault(printable(str(name)), len(words)))
+                answers[row],
+                part,
+                predicted.map(lambda name: words.setdefault(printable(str(name)), len(words))),
             )
-            labelled = said[said.index.isin(labels.index)]
+            labelled = predicted[predicted.index.isin(labels.index)]
             _fill(right[row], part, (labelled == labels.reindex(labelled.index)).astype(int))
             _fill(confidence[row], part, rows["confidence_expert" if of_expert else "confidence"])
             _fill(margin, part, rows["margin"]) if of_expert else None
@@ -450,10 +454,14 @@ def _pictures(run: DriftRun, shown: Sequence[Shown], total: int) -> dict[str, An
     pictures: list[Array] = []
     for part in shown:
         stored = run.thumbs(part.task)
-        rows = [] if stored is None else [at for at, row in enumerate(part.rows) if row < len(stored)][:share]
-        for at in rows:
-            places[part.start + at] = len(pictures)
-            pictures.append(stored[part.rows[at]])  # type: ignore[index]
+        rows = (
+            []
+            if stored is None
+            else [index for index, row in enumerate(part.rows) if row < len(stored)][:share]
+        )
+        for index in rows:
+            places[part.start + index] = len(pictures)
+            pictures.append(stored[part.rows[index]])  # type: ignore[index]
     if not pictures:
         return {"places": _packed(places, "<i4"), "columns": 1, "rows": 1, "image": ""}
     from PIL import Image

@@ -40,7 +40,9 @@ def spreadsheets(run: DriftRun, content: ReportContent) -> dict[str, bytes]:
             )
     for table in (*content.tables, *(figure.data for figure in content.figures if figure.data is not None)):
         prefix = "" if table.name.startswith("figure-") else "report-"
-        units = pd.DataFrame([(of.name, of.unit) for of in table.columns], columns=["column", "unit"])
+        units = pd.DataFrame(
+            [(column.name, column.unit) for column in table.columns], columns=["column", "unit"]
+        )
         every.append((f"{prefix}{table.name}", table.frame(), units))
     files: dict[str, bytes] = {}
     for name, rows, units in every:
@@ -66,9 +68,9 @@ def markdown(content: ReportContent) -> bytes:
     judged = [row for name in ("checks", "self-checks") if name in tables for row in tables[name].texts()[1:]]
     failed = [
         f"- **{status}**: {prose(check)}: {prose(reason)}"
-        for wanted in ("fail", "warn")
+        for level in ("fail", "warn")
         for check, status, *_, reason in judged
-        if status == wanted
+        if status == level
     ]
     blocks = [
         [f"## Drift report: {escape(content.run.name)}"],

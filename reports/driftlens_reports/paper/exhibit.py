@@ -145,8 +145,8 @@ class ExhibitOptions(ExhibitRequest):
         """Return the calibrated variants to show: those asked for, or the run's last one; empty without any."""
         if self.calibrated is None:
             return tuple(name for name in run.variants if part_of(name) == "calibrated")[-1:]
-        asked = self.calibrated.split(",") if isinstance(self.calibrated, str) else self.calibrated
-        whole = (calibrated(name) if calibrated(name) in run.variants else name for name in asked)
+        names = self.calibrated.split(",") if isinstance(self.calibrated, str) else self.calibrated
+        whole = (calibrated(name) if calibrated(name) in run.variants else name for name in names)
         return tuple(_check("variant", name, run.variants) for name in dict.fromkeys(whole))
 
     def wants(self, run: DriftRun, variant: str) -> bool:
@@ -155,8 +155,8 @@ class ExhibitOptions(ExhibitRequest):
 
     def compared(self, run: DriftRun) -> tuple[str, ...]:
         """Return the variants to compare: merged and calibrated."""
-        wanted = dict.fromkeys(("merged", *self.calibrated_of(run)))
-        return tuple(variant for variant in wanted if variant in run.variants)
+        names = dict.fromkeys(("merged", *self.calibrated_of(run)))
+        return tuple(variant for variant in names if variant in run.variants)
 
     def names_of(self, runs: Sequence[DriftRun]) -> Mapping[str, str]:
         """Return the display names of tasks and variants: those asked for over those of the runs' specs."""
@@ -223,17 +223,9 @@ class _Exhibit:
 exhibits: Registry[_Exhibit] = Registry("exhibit", "driftlens_reports.paper")
 
 
-def figure(name: str, *, title: str) -> Callable[[Draw], Draw]:
-    """Register a drawing function as the figure `name`; it runs with the style asked for."""
-    return _registered(name, "figure", title)
+def _registered(kind: Kind, name: str, *, title: str) -> Callable[[Draw], Draw]:
+    """Register a drawing function as an exhibit; a figure is drawn in the style of the options."""
 
-
-def table(name: str, *, title: str) -> Callable[[Draw], Draw]:
-    """Register a function as the table `name`."""
-    return _registered(name, "table", title)
-
-
-def _registered(name: str, kind: Kind, title: str) -> Callable[[Draw], Draw]:
     def register(draw: Draw) -> Draw:
         @functools.wraps(draw)
         def drawn(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
@@ -245,6 +237,10 @@ def _registered(name: str, kind: Kind, title: str) -> Callable[[Draw], Draw]:
         return drawn
 
     return register
+
+
+figure = functools.partial(_registered, "figure")
+table = functools.partial(_registered, "table")
 
 
 def origin(runs: Sequence[DriftRun]) -> Iterator[str]:
@@ -411,8 +407,8 @@ def export(
         if names is None and drawn.data.empty:
             written.append(Exported(name, (), drawn.missing))
             continue
-        wanted = _possible(exhibit, [*formats, *_SIBLINGS])
-        files = tuple(drawn.save(pathlib.Path(out) / f"{name}.{entry}") for entry in wanted)
+        chosen_formats = _possible(exhibit, [*formats, *_SIBLINGS])
+        files = tuple(drawn.save(pathlib.Path(out) / f"{name}.{entry}") for entry in chosen_formats)
         written.append(Exported(name, files, drawn.missing))
     return tuple(written)
 

@@ -82,24 +82,24 @@ def _draw_scores(
 ) -> tuple[list[str], dict[str, Artist]]:
     """Draw every task's score as bars. Return sentences for the caption, and the legend's entries."""
     tasks, compared = options.tasks_of(run), options.compared(run)
-    wanted = [name for name in (*run.variants, "expert") if name in ("base", *compared, "expert")]
+    shown = [name for name in (*run.variants, "expert") if name in ("base", *compared, "expert")]
     metrics = {task: metric for task, metric in main_metrics(run).items() if metric.is_averaged}
     scored = [task for task in tasks if task in metrics]
     if not scored:
-        what = "no task has a score to show; `driftlens analyze RUN` adds it"
-        plate.note(axes, "(c) accuracy by task", what)
+        missing = "no task has a score to show; `driftlens analyze RUN` adds it"
+        plate.note(axes, "(c) accuracy by task", missing)
         return [], {}
     entries: dict[str, Artist] = {}
-    width = 0.8 / len(wanted)
+    width = 0.8 / len(shown)
     counts: set[int] = set()
-    for place, variant in enumerate(wanted):
-        found = [score_of(run, task, variant, metrics[task]) for task in scored]
-        ends = {name: [getattr(score, name) for score in found] for name in ("value", "low", "high")}
-        where = np.arange(len(scored)) + (place - (len(wanted) - 1) / 2) * width
+    for place, variant in enumerate(shown):
+        scores = [score_of(run, task, variant, metrics[task]) for task in scored]
+        ends = {name: [getattr(score, name) for score in scores] for name in ("value", "low", "high")}
+        where = np.arange(len(scored)) + (place - (len(shown) - 1) / 2) * width
         looks = {"color": colour_of(run, variant), "hatch": hatch_of(run, variant), "edgecolor": "white"}
         entries[title(variant)] = axes.bar(where, np.nan_to_num(ends["value"]), width, linewidth=0, **looks)
         axes.vlines(where, ends["low"], ends["high"], color="#222222", linewidth=rcParams["axes.linewidth"])
-        counts |= {score.n for score in found if score.n}
+        counts |= {score.n for score in scores if score.n}
         for quantity, name in (("accuracy", "value"), ("ci_low", "low"), ("ci_high", "high")):
             plate.record("c", run, quantity, ends[name], task=scored, variant=variant)
     axes.set_xticks(range(len(scored)), [short(called(task), 11) for task in scored])
@@ -166,8 +166,8 @@ def _scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> 
     for place, task in enumerate(tasks):
         layout = _layout_of(run, task, variants, layer, options.method)
         layouts += [layout] if isinstance(layout, Layout) else []
-        first = down * (place // across)
-        task_cells = cells[0] if down == 1 else cells[first : first + down, place % across]
+        top = down * (place // across)
+        task_cells = cells[0] if down == 1 else cells[top : top + down, place % across]
         for axes, variant in zip(task_cells, shown, strict=True):
             _draw_pairs(plate, axes, run, layout, variant, task, layer)
         task_cells[0].set_title(short(called(task)), loc="center")

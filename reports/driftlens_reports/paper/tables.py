@@ -165,8 +165,8 @@ def _score_lines(
 
 
 def _change(run: DriftRun, task: str, start: str, end: str, metrics: Mapping[str, Metric]) -> Interval:
-    found = changed_score(run, run, task, (start, end), metrics[task])
-    return Interval(found.value, found.low, found.high, found.n)
+    change = changed_score(run, run, task, (start, end), metrics[task])
+    return Interval(change.value, change.low, change.high, change.n)
 
 
 def _with_best(run: DriftRun, lines: Sequence[_Line], metrics: Mapping[str, Metric]) -> list[_Line]:
@@ -215,9 +215,9 @@ def _runtime(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
             row = used.loc[f"calibrate:{name}"] if f"calibrate:{name}" in used.index else {}
             costs = (info.seconds, row.get("energy_wh"), row.get("peak_rss_bytes"))
             time, energy, memory = (math.nan if pd.isna(cost) else float(cost) for cost in costs)
-            first = float(lines[0].cells[_TIME].value) if lines else time
+            baseline = float(lines[0].cells[_TIME].value) if lines else time
             cells = {
-                _SPEEDUP: Cell(first / time if time > 0 else math.nan, digits=None),
+                _SPEEDUP: Cell(baseline / time if time > 0 else math.nan, digits=None),
                 _TIME: Cell(time),
                 _ENERGY: Cell(energy),
                 _MEMORY: Cell(memory / 2.0**30),
@@ -239,8 +239,8 @@ def _checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Return the largest error of every claim that is exact in theory, its limit, and where it is."""
     lines, missing, several = [], [], len(runs) > 1
     for run in runs:
-        found = self_checks(run).results
-        for check in found:
+        results = self_checks(run).results
+        for check in results:
             holds = ("yes" if check.status == "pass" else "NO") if check.where else "not measured"
             cells = {
                 "Claim": Cell(check.claim),
@@ -251,7 +251,7 @@ def _checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
             }
             lines.append(_Line(check.metric, cells, run.id, block=run.name if several else ""))
         absent: dict[str, list[str]] = {}
-        for check in found:
+        for check in results:
             if not check.where:
                 absent.setdefault(measured_by(check.metric), []).append(check.metric)
         if absent:

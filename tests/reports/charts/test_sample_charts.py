@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driftlens.config.requests import ProjectionRequest
+from driftlens.results.formatting import signs
 from driftlens.results.projection import project, thinned
 from driftlens.runs.manifest import ModelInfo
 from driftlens.runs.run import DriftRun, open_run
@@ -51,7 +52,7 @@ def test_each_panel_of_sample_cosine_writes_the_mean_gain(full: DriftRun) -> Non
         full.samples("cars", CALIBRATED, "final")["cos"].to_numpy(float)
         - full.samples("cars", "merged", "final")["cos"].to_numpy(float)
     )
-    assert any(f"◆ {gain:+.3f}" in str(note.text) for note in figure.layout.annotations)
+    assert any(signs(f"featcal {gain:+.3f}") in str(note.text) for note in figure.layout.annotations)
 
 
 def test_samples_are_paired_by_name_not_by_row(full: DriftRun) -> None:

@@ -42,7 +42,7 @@ from driftlens_reports import content
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
 from driftlens_reports.charts.panels import one_column
 from driftlens_reports.charts.theme import merged, palette
-from driftlens_reports.charts.words import labels
+from driftlens_reports.charts.words import label
 from driftlens_reports.formats.page import shown_alone
 
 _LOG = logging.getLogger("driftlens_app")
@@ -262,7 +262,7 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
     long = [name for name in _NAMED if name in rows and rows[name].astype(str).str.len().max() > _LONG_NAME]
     width, letters = (128, 16) if is_narrow() else (220, 28)
     named = {name: TextColumn(name, width=width) for name in long}
-    rows = rows.assign(**{name: [*map(unescape, labels([*rows[name]], letters))] for name in long})
+    rows = rows.assign(**{name: [unescape(label(text, letters)) for text in rows[name]] for name in long})
     first = rows.columns[0]
     if is_narrow() and first not in long and rows[first].astype(str).str.len().max() > _LONG_NAME:
         named[first] = TextColumn(first, width=190)

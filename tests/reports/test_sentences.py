@@ -214,4 +214,4 @@ def test_advice_calls_a_layer_the_largest_only_where_all_intervals_lie_below(
     else:
         layers = "1 layer;" if len(cosines) == 1 else f"{len(cosines)} layers;"
         assert f"conflict in {len(below) or 'none'} of {layers}" in text
-        assert text.count("follows the experts' less than they") == len(below) and "without intervals" in text
+        assert text.count("task vectors conflict (mean cosine") == len(below) and "without intervals" in text

@@ -57,8 +57,7 @@ def test_a_conflict_is_a_cosine_below_that_of_right_angles_at_these_lengths(
     total = len(found["conflicts"])
     text = advice_text(found)
     assert (
-        f"conflict in 1 of {total} layers" in text
-        and text.count("task vectors conflict (mean cosine") == 1
+        f"conflict in 1 of {total} layers" in text and text.count("task vectors conflict (mean cosine") == 1
     )
     found["conflicts"][0]["orthogonal"] = 0.6
     assert f"conflict in none of {total} layers" in advice_text(found)

@@ -130,7 +130,7 @@ def _of_shares(found: Mapping[str, Any]) -> list[str]:
     text = f"{top['name']} has the largest share of the final drift, "
     text += f"{estimate(_interval(top), 'share', counted=True)}, mean over {counted(len(found['tasks']), 'task')}."
     if not is_measured(top["share_low"]):
-        return [f"{text} Without an interval, another layer's share may be as large."]
+        return [f"{text} No interval is known, so another layer's share may be as large."]
     near = [row for row in others if not row["share_high"] < top["share_low"]]
     if not near:
         return [f"{text} The intervals of all other layers lie below."]

@@ -130,6 +130,7 @@ def section_parts(
     if name == "verdict":
         return judged.sentences, (
             task_sheet(run, verdict(run)),
+            _means_table(judged),
             final_sheet(run),
             routing_sheet(run),
         )
@@ -356,6 +357,28 @@ def verdict_of(run: DriftRun) -> Verdict:
         self_checks=Outcome(**{name: self_checks(run).count(status) for name, status in ends.items()}),
         sentences=tuple(shareable(run, text) for text in judged.sentences),
         headline=Headline.model_validate(headline(run)),
+    )
+
+
+def _means_table(verdict: Verdict) -> Table:
+    """Return a row per measure and variant, the anchor-only control among them, and one for the change."""
+    names = [title(name) if name else "" for name in (verdict.before, verdict.control, verdict.after)]
+    rows = [
+        (change.measure, model, mean.value, mean.low, mean.high, change.num_tasks, mean.n)
+        for change in verdict.changes
+        for model, mean in zip(
+            (*names, "change"), (change.before, change.control, change.after, change.change), strict=True
+        )
+        if mean is not None
+    ]
+    kinds: dict[str, Kind] = {"measure": "text", "model": "text"}
+    kinds |= dict.fromkeys(("mean", "95 % low", "95 % high"), "number")
+    note = (
+        "Relative drift and shares of right answers are fractions. Intervals are over samples: the tasks are those of "
+        "this run."
+    )
+    return Table.of(
+        "verdict", "Means over tasks", {**kinds, "tasks": "count", "samples": "count"}, rows, note
     )
 
 

@@ -72,4 +72,4 @@ def test_no_layer_is_said_to_stand_out_whose_interval_overlaps(finished: DriftRu
     first["share_low"] = max(row["share"] for row in others) + 2
     assert "all other layers lie below" in advice_text(found)
     first["share_low"] = float("nan")
-    assert "Without an interval" in advice_text(found)
+    assert "No interval is known" in advice_text(found)

@@ -73,7 +73,7 @@ def test_a_calibration_that_is_not_there_leaves_no_file(run: DriftRun, tmp_path:
 
 def test_without_features_and_scores_there_is_a_card_all_the_same(tmp_path: Path) -> None:
     bare = open_run(write_run(tmp_path / "bare", has_labels=False, has_heads=False))
-    assert Image.open(save_card(bare)).size == (1200, 630)
+    assert Image.open(io.BytesIO(save_card(bare).read_bytes())).size == (1200, 630)
 
 
 def test_beside_saved_weights_the_model_card_shows_it_once(run: DriftRun, tmp_path: Path) -> None:

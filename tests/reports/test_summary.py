@@ -184,7 +184,7 @@ def test_an_unfinished_run_is_told_to_be_unfinished(tmp_path: Path) -> None:
     ):
         raise Cancelled("cancelled")
     run = open_run(tmp_path / "run")
-    assert stamps(run) == ["This run is cancelled; what is missing may still come."]
+    assert stamps(run) == ["This run is cancelled; missing parts may follow."]
     (run.path / "status.json").write_text("[]")
     assert stamps(run) == [DAMAGE, UNFINISHED]
     (run.path / "status.json").unlink()

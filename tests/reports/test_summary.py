@@ -166,7 +166,7 @@ def test_decisions_add_up() -> None:
 
 
 DAMAGE = "status.json can't be read: expected an object, got []. Remove it; the results do not depend on it."
-UNFINISHED = "This run is unfinished; what is missing may still come."
+UNFINISHED = "This run is unfinished; missing parts may follow."
 
 
 def test_of_a_finished_run_only_the_damage_is_told(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_pairs_of_runs_that_do_not_say_what_their_ids_are_of_are_not_verified(
     assert found.mismatches == () and set(found.tasks["paired_n"]) == {0}
     assert not found.tasks["drift_paired"].any() and found.tasks["drift_ci_low"].notna().all()
     (note,) = found.notes
-    assert "the same samples of cars, mnist, dtd can't be verified" in note
+    assert "does not identify its samples of cars, mnist, dtd" in note
     within = compare(older)  # one run's variants have the same samples whatever it says of them
     assert set(within.tasks["paired_n"]) == {SIZE.samples} and within.tasks["drift_paired"].all()
     assert within.notes == () and compare(full, write_full_run(tmp_path / "c", size=SIZE)).notes == ()

@@ -28,7 +28,7 @@ _ON_BEST = (
     "clearly better; where that is the base, the merge is not worth its use."
 )
 REPLACE = "Replace a calibration of this name"
-"""What the form's field `replace` is called; an error points to it."""
+"""Label of the form's field `replace`, which errors name."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _form_fields(chosen: str, loader: str, *, blocked: bool, may_export: bool) -
         "Views of samples",
         placeholder="as in the run's spec",
         key="views",
-        help="Copies of every sample that are read beside it: crop:3, mix:3, words:3, auto or none.",
+        help="Augmented copies of every sample: crop:3, mix:3, words:3, auto or none.",
     )
     asked["shrink"] = _text(
         "Share of the way from the base",
@@ -211,7 +211,7 @@ def _saved_fields(*, may_export: bool) -> dict[str, Any]:
         "Also export a folder that the original library loads",
         key="save_weights",
         disabled=not may_export,
-        help="Beside the run, with config, preprocessor and model card. The weights alone are saved anyway.",
+        help="Saves next to the run, with config, preprocessor and model card. The weights are always saved.",
     )
     out_dtype = st.selectbox(
         "Saved in",

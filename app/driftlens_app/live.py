@@ -43,7 +43,7 @@ STAGES: Mapping[str, str] = {
     "evaluate": "Measuring accuracy",
     "explain": "Tracing the drift back to layers",
 }
-"""What a job does, by phase; others go by their own names."""
+"""Labels of phases; other phases show their own names."""
 
 SECONDS = 1.0
 _LOG_LINES = 40
@@ -62,12 +62,12 @@ Or measure your own models:
 
 
 _STEPS = {
-    " --resume": "Go on with the analysis",
+    " --resume": "Resume the analysis",
     " calibrate ": "Repair",
     " sweep ": "Repair",
     " report ": "Write a report",
 }
-"""The button that stands for a command, by what the command has in it; others are read and copied."""
+"""Buttons that replace commands, by a part of the command; other commands are shown to copy."""
 _STEP_PAGES = {"Repair": ("build", "repair"), "Write a report": ("description", "export")}
 """Icon and page of a button."""
 
@@ -153,13 +153,13 @@ def show_bad_end(view: View | None) -> bool:
     if view is None or view.state not in BAD_ENDS:
         return False
     if view.state == "cancelled":
-        again = " Start it again under the same name to go on." if view.job.kind == "analyze" else ""
-        note(f"{_what(view.job)} was cancelled; the run shows nothing half-finished.{again}", "cancel")
+        again = " Start it again under the same name to resume." if view.job.kind == "analyze" else ""
+        note(f"{_what(view.job)} was cancelled. The run is unchanged.{again}", "cancel")
     elif view.state == "stopped":
         show_error(
             "Worker stopped",
-            f"the process behind {view.job.name} is gone without a word: killed, or the machine went down",
-            "What it had finished is kept; start it again. The log may say more.",
+            f"the process of {view.job.name} ended without an error message: it was killed, or the machine restarted",
+            "Finished parts are kept; start it again. Details may be in the log.",
         )
     elif view.failure is not None:
         show_error(view.failure.type, view.failure.message, view.failure.hint)

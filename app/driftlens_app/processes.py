@@ -46,10 +46,10 @@ from driftlens.utils.progress import ProgressEvent
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_inside, require_links_inside
 
 COMMAND = (sys.executable, "-P", "-m", "driftlens")
-"""The program, which looks for no module in the folder of the runs; tests put a stand-in here."""
+"""The command line program, without the runs' folder on the module path; tests replace it."""
 
 PATIENCE_SECONDS = 300.0
-"""How long a visitor may have to wait for an answer."""
+"""Longest time until a page responds, in seconds."""
 
 _TURNS = threading.BoundedSemaphore(2)
 
@@ -75,7 +75,7 @@ MAKING: tuple[Kind, ...] = ("demo", "analyze")
 """Kinds of jobs that make the folder that they write to."""
 
 _SIDE = ".driftlens"
-"""Folder beside the runs for jobs that make one: a folder that is to become a run must be empty before."""
+"""Folder next to the runs for logs of jobs that make a run, whose own folder must be empty at first."""
 
 _LOG = re.compile(r"[a-z]+-[0-9]+\.log")
 
@@ -264,13 +264,13 @@ def _running(request: Request) -> Job | None:
             return job
         raise RunLockedError(
             f"{run.name} is at work already: {job.kind} {job.name}, started at {job.started[11:16]} UTC",
-            hint="Nothing was started. Wait until that has finished, or cancel it, and try again.",
+            hint="Nothing was started. Try again when that job has finished, or cancel it.",
         )
     owner = living_owner_of(run)
     if owner is not None:
         raise RunLockedError(
             f"{run.name} is being written to by {owner}, which was not started here",
-            hint="Wait until it has finished, or stop it, and try again.",
+            hint="Try again when it has finished, or stop it.",
         )
     return None
 

@@ -37,7 +37,7 @@ SUITES = {
     "image": "Images: a small CLIP and eight experts",
     "text": "Texts: a small language model and four experts",
 }
-"""What the demo can be made of, as the command line has it."""
+"""Embedded suites, as on the command line."""
 
 
 def demo_request(settings: Settings, suite: str = "image") -> Request:

@@ -20,7 +20,7 @@ from driftlens_app.settings import Settings, is_file_inside, is_inside, require_
 
 _ID = re.compile(r"[A-Za-z0-9._-]+")
 _SUBFOLDER = "runs"
-"""Where `driftlens analyze` puts runs unless told otherwise; its runs are listed too."""
+"""Default output folder of `driftlens analyze`; its runs are listed, too."""
 
 
 def listed_runs(settings: Settings) -> list[RunSummary]:

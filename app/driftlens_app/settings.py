@@ -15,7 +15,7 @@ from driftlens.utils.errors import RunError
 
 _HERE = Path(__file__).parent
 _ROOT, _READ_ONLY = "DRIFTLENS_APP_ROOT", "DRIFTLENS_APP_READ_ONLY"
-_HINT = "Remove the link, or put a copy of what it stands for in its place."
+_HINT = "Remove the link, or replace it by a copy of its target."
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def is_file_inside(path: Path) -> bool:
 def require_inside(path: Path) -> None:
     """Refuse, by a RunError, a path that leaves the root."""
     if not is_inside(path):
-        raise RunError(f"{path} is, or lies behind, a link that leaves this folder", hint=_HINT)
+        raise RunError(f"{path} is a link, or is below a link, that leaves this folder", hint=_HINT)
 
 
 def require_links_inside(run: Path, root: Path) -> None:

@@ -49,7 +49,7 @@ _LOG = logging.getLogger("driftlens_app")
 _NAMED, _LONG_NAME = ("name", "task", "model"), 28
 """Columns of names, and from how many letters on they are cut, or they would push numbers out of sight."""
 _LINE, _CLAUSE = 140, 100
-"""Characters of a caption that fit beside the sidebar of a wide window, and in a column beside a narrow one."""
+"""Characters of a caption that fit next to the sidebar of a wide window, and in a column of a narrow one."""
 _SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Za-z0-9`])")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
 _MADE = re.compile(r"(?<=:)(?=material|streamlit|//)|(?<=www)(?=\.)|(?=@)", re.IGNORECASE)
@@ -346,7 +346,7 @@ def with_dots(
 MODELS: Mapping[str, Part] = MappingProxyType(
     {"base": "base", "merged": "merged", "calibrated": "calibrated", "experts": "expert"}
 )
-"""What columns and dots are of, with the part whose colour each has in charts."""
+"""Legend of columns and dots: each label with the chart part whose colour it has."""
 AXIS, _WIDTH = "axis", 96
 
 

@@ -60,7 +60,7 @@ _take_in_order()
 MOST_LINES, WIDEST = 60, 2000
 """Of a message: lines, and characters in one."""
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
-"""Root of wrong usage; typer carries a click of its own, under no public name."""
+"""Base class of usage errors; typer bundles its own click without a public name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

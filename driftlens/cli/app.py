@@ -368,7 +368,7 @@ class Stopping:
 
 
 GRACE_SECONDS = 5.0
-"""In which no further signal breaks off what the first has begun."""
+"""Set while the first signal is handled; further signals are ignored."""
 
 stopped = Stopping()
 

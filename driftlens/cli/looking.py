@@ -184,7 +184,7 @@ def _catalog_text(found: dict[str, dict[str, Any]]) -> str:
         for name, method in methods.items():
             source = f", {method['source']}" if method["source"] else ""
             reads = f"; reads {method['reads']}" if "reads" in method else ""
-            reads += ", wants to know the task of an input" if method.get("needs_task_id") else ""
+            reads += ", requires the task of each input" if method.get("needs_task_id") else ""
             lines.append(f"  {name}: {method['title']}{source}{reads}")
             for setting, schema in method["settings"].items():
                 default = f"default {_setting(schema['default'])}" if "default" in schema else "required"
@@ -382,7 +382,7 @@ def ui(
         typer.Option(
             "--allow-remote-jobs",
             allow_from_autoenv=False,
-            help="With another --host: whoever reaches it may start jobs.",
+            help="With another --host: anyone who reaches it may start jobs.",
         ),
     ] = False,
 ) -> None:
@@ -396,7 +396,7 @@ def ui(
     is_remote = not is_local(host)
     if is_remote:
         note(
-            f"warning: the dashboard has no login; whoever reaches {host} sees every run in {root.resolve()}"
+            f"warning: the dashboard has no login; anyone who reaches {host} sees every run in {root.resolve()}"
         )
     if is_remote and not allow_remote_jobs:
         note("jobs can't be started from other machines (--allow-remote-jobs lets them)")

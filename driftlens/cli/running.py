@@ -233,7 +233,7 @@ def merge(
     if merges is not None:
         if request.parameters:
             raise SpecError(
-                "--set belongs to --method", hint="Write settings behind a method: ties:scaling=0.4."
+                "--set belongs to --method", hint="Write settings after a method: ties:scaling=0.4."
             )
         _compare_merges(load_spec(spec), comparison, job, as_json=as_json)
         return
@@ -272,7 +272,7 @@ def _note_memory() -> None:
 @app.command()
 def attach(
     run: RunFolder,
-    variant: Annotated[str, typer.Option(help="What was measured: a variant of the run, or expert:TASK.")],
+    variant: Annotated[str, typer.Option(help="Scored model: a variant of the run, or expert:TASK.")],
     results: Annotated[
         Path,
         typer.Option(metavar="FILE", help="The JSON that lm_eval, bigcode's harness or safety-eval wrote."),

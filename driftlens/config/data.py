@@ -121,7 +121,7 @@ class Entry(Part):
 
 
 _ASKED = re.compile(r"\{(\{[\w][\w .\-/]*\})\}|\{([\w][\w .\-/]*)\}")
-"""What stands between two braces each, or else a field."""
+"""Text between doubled braces, or a field."""
 
 
 def fields_of(template: str) -> tuple[str, ...]:
@@ -361,7 +361,7 @@ def _file_or_value(value: str, info: ValidationInfo) -> str:
 
 
 Rows = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_file_or_value)]
-"""A file of one split; beside `file`, the value that its rows have in the column `split`."""
+"""A file of one split; with `file`, the value of its rows in the column `split`."""
 
 
 def _separator(text: Any) -> Any:

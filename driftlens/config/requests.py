@@ -246,7 +246,7 @@ def _attribution() -> Any:
 
 
 def _out_dtype() -> Any:
-    return asked("What is saved in: float32, float16 or bfloat16; else the base's own.")
+    return asked("Dtype of saved weights: float32, float16 or bfloat16; default: the base's.")
 
 
 def _overrides() -> Any:
@@ -268,7 +268,7 @@ class CalibrationRequest(Request):
     parameters: dict[str, Any] = _parameters("A setting of the method, such as lam=0.05; repeatable.")
     samples: Count | None = asked("Calibration samples per task.", unset="the spec's")
     views: ViewsAsked = asked(
-        "Copies of every sample to read beside it: crop:3, mix:3, words:3, auto or none.",
+        "Augmented copies of every sample: crop:3, mix:3, words:3, auto or none.",
         unset="the spec's",
         metavar="kind:copies",
         read=str,
@@ -297,7 +297,7 @@ class CalibrationRequest(Request):
         "A .safetensors file, or a folder the original library loads, with model card."
     )
     out_dtype: OutDtype | None = _out_dtype()
-    resume: Flag = asked("Go on with an interrupted calibration.", False)
+    resume: Flag = asked("Resume an interrupted calibration.", False)
     replace: Flag = asked("Take out the calibration of this name.", False)
     attribution: Flag = _attribution()
 
@@ -316,7 +316,7 @@ class SweepRequest(Request, title="sweep"):
         metavar="name=values",
         read=lists,
     )
-    ablate: Flag = asked("Take the method apart: every declared part by itself.", False)
+    ablate: Flag = asked("Ablate the method: leave out each declared part in turn.", False)
     seeds: Annotated[Count, Field(le=MOST_DRAWS)] = asked(
         "Draws of the calibration samples; the first is the run's own.", 1
     )
@@ -324,12 +324,12 @@ class SweepRequest(Request, title="sweep"):
         "All combinations, or one factor at a time around the preset.", False, name="--grid/--one-factor"
     )
     methods: Methods | None = asked(
-        "Methods to sweep around or, with nothing to vary, to compare; settings behind colons; `all` is every method.",
+        "Methods to sweep or, with nothing to vary, to compare; settings after colons; `all` is every method.",
         unset=DEFAULT_METHOD,
         metavar="A,B:key=value,...",
         read=with_settings,
     )
-    preset: Text | None = asked("Published settings for what is not varied.")
+    preset: Text | None = asked("Published settings for everything that is not varied.")
     samples: Count | None = asked("Calibration samples per task where n is not varied.", unset="the spec's")
     resume: Flag = asked("Leave out points that are there.", False)
     replace: Flag = asked("Take earlier sweeps of the same factors out first.", False)
@@ -380,7 +380,7 @@ class AnalysisRequest(Request, title="analyze"):
     """
 
     out: Path | None = asked("The run directory; runs/<name> if left out.")
-    resume: Flag = asked("Go on with an interrupted run.", False)
+    resume: Flag = asked("Resume an interrupted run.", False)
     force: Flag = asked("Replace the run that is there.", False)
     overrides: tuple[str, ...] = _overrides()
     attribution: Flag = _attribution()
@@ -390,7 +390,7 @@ class AnalysisRequest(Request, title="analyze"):
     @model_validator(mode="after")
     def _one_fate_of_what_is_there(self) -> Self:
         if self.resume and self.force:
-            raise problem("resume goes on with the run that is there, force replaces it", "Give one of them.")
+            raise problem("resume continues the existing run, force replaces it", "Give one of them.")
         return self
 
 

@@ -65,9 +65,7 @@ def _checked_name(name: str) -> str:
     if not isinstance(name, str) or not name.strip():
         raise problem(f"the name {name!r} is not text, or empty", "Give it at least one visible character.")
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
-        raise problem(
-            f"the name {name!r} holds a control character", "Any other character may stand in a name."
-        )
+        raise problem(f"the name {name!r} holds a control character", "Any other character may be in a name.")
     if (length := len(escape(name))) > LONGEST_FILE_NAME:
         raise problem(
             f"the name {name[:20]!r}... of {len(name)} characters takes {length} in names of files, at most "
@@ -117,7 +115,7 @@ def resolved(value: str, info: ValidationInfo) -> str:
     ):
         raise problem(
             "no path can have this name",
-            f"Control characters and more than {LONGEST_PART} characters can't stand in one.",
+            f"Control characters and more than {LONGEST_PART} characters are not allowed.",
         )
     folder: Path | None = (info.context or {}).get("folder")
     try:
@@ -263,7 +261,7 @@ def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise problem(
-            f"class names occur more than once: {', '.join(twice)}", "Each row needs a name of its own."
+            f"class names occur more than once: {', '.join(twice)}", "Each row needs a unique name."
         )
     return names
 

@@ -18,7 +18,7 @@ _FLOAT_WITHOUT_DOT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
 
 
 MOST_CHARACTERS, MOST_NODES = 4_000_000, 100_000
-"""Of a spec or a value: its text, and its scalars, lists and mappings with what aliases stand for counted in full."""
+"""Limits of one spec or value: characters of text, and scalars, lists and mappings after aliases are expanded."""
 
 
 class _Loader(yaml.SafeLoader):

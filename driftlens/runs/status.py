@@ -216,7 +216,7 @@ def require_unlocked(folder: pathlib.Path) -> None:
 
 
 def _locked(folder: pathlib.Path, owner: Owner | None) -> RunLockedError:
-    hint = "Wait until it has finished, or stop it, and try again."
+    hint = "Try again when it has finished, or stop it."
     # The state of a process on another machine is unknown, and its clock may differ.
     if owner is not None and owner.host != platform.node():
         hint = (

@@ -54,7 +54,7 @@ def test_the_end_of_an_older_job_is_told_while_a_newer_one_runs(open_app: Open, 
     assert titles(app) == ["**Analysis newer**", "**Analysis older**"] and not app.error
     kill(older)
     app.run()
-    assert "the process behind older is gone" in errors(app)
+    assert "the process of older is gone" in errors(app)
     assert len(dismiss_buttons(app)) == 1 and len(titles(app)) == 2
 
 

@@ -53,7 +53,7 @@ def test_an_unfinished_run_says_what_is_still_to_be_done(run: Path, state: str |
         manifest["phases"]["analyze:mnist"]["state"] = state
     (run / "manifest.json").write_text(json.dumps(manifest | {"finished": ""}))
     unfinished = open_run(run)
-    text = "the run is unfinished; still to be done: analyze:mnist. Its analysis has to go on first"
+    text = "the run is unfinished; still to be done: analyze:mnist. Resume its analysis first"
     assert obstacle(unfinished) == text
 
 

@@ -49,7 +49,9 @@ def test_a_link_brings_back_the_calibration_and_an_unknown_one_the_newest(
     assert at().selectbox(key="calibration").value == "second"
     assert at(calibration="nosuch").selectbox(key="calibration").value == "second"
     app = at(calibration="first")
-    assert app.selectbox(key="calibration").value == "first" and "Before and after first" in said(app)
+    assert app.selectbox(key="calibration").value == "first" and "Before and after the repair first" in said(
+        app
+    )
     # The browser writes the choice into the URL; a default it would leave out.
     box = app.selectbox(key="calibration")
     assert box.proto.query_param_key == "calibration" and not box.proto.HasField("default")

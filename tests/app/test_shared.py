@@ -65,11 +65,11 @@ def test_a_job_that_failed_while_the_server_was_down_shows_its_own_error(
     open_app: Open, root: Path, run: Path
 ) -> None:
     job = record_job(run / "logs", run, code=None, host=platform.node())
-    assert "gone without a word" in errors(open_app(root, "repair"))
+    assert "ended without an error message" in errors(open_app(root, "repair"))
     job.log.write_text("loading\nerror: the disk is full\nhint: Make room on it.\n")
     assert watch(run).state == "failed"  # type: ignore[union-attr]
     app = open_app(root, "repair")
-    assert "the disk is full" in errors(app) and "without a word" not in errors(app)
+    assert "the disk is full" in errors(app) and "without an error message" not in errors(app)
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def _offer(run: DriftRun, name: str, files: Files, label: str) -> None:
 def _preview(built: Mapping[str, Files]) -> None:
     """Show the light page in a frame: it holds no script, and its own policy would stop one."""
     if not built:
-        st.caption("What is built appears here: downloads, and a preview of the HTML without scripts.")
+        st.caption("Files appear here: downloads, and a preview of the HTML without scripts.")
         return
     if "html-light" not in built:
         st.caption("Choose the HTML without scripts to preview the report here.")

@@ -27,7 +27,7 @@ PAGE = Page(
     order=15,
     is_listed=False,
     needs_run=False,
-    says="Measure the drift of your own models: base, experts and data, or a spec that says which.",
+    says="Choose a base model, experts and data; DriftLens writes the spec.",
 )
 
 _USUAL = "task_arithmetic"

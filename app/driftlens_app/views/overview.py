@@ -49,7 +49,7 @@ _CELLS = "contributions-heatmap"
 _MOST_PANELS = 8
 """Tasks whose samples move side by side; of more, one is shown."""
 _MOST_STAMPS = 3
-"""Warnings that stand above all else; more would push the numbers off the screen."""
+"""Number of warnings shown at the top; more would push the numbers off the screen."""
 
 _LONG = 40
 """Letters of a task's name that fit on a button."""

@@ -60,7 +60,7 @@ PAGE = Page(
 
 _SHOWN = "_calibrations_shown"
 _PATIENCE = 5.0
-"""Repairs that take so many times as long as FeatCal are not compared unless somebody asks."""
+"""Repairs that take this many times as long as FeatCal are compared only on request."""
 
 _MOST_BYTES = 1_000_000_000
 """Streamlit holds a download in memory; larger files are named instead."""
@@ -112,11 +112,7 @@ def obstacle(run: DriftRun) -> str:
     if is_live(run.manifest):
         return "the run's live modules are not here; `run.calibrate(...)` in Python takes them"
     missing = some_of(unanalyzed(run.manifest, scored=True))
-    return (
-        f"the run is unfinished; still to be done: {missing}. Its analysis has to go on first"
-        if missing
-        else ""
-    )
+    return f"the run is unfinished; still to be done: {missing}. Resume its analysis first" if missing else ""
 
 
 def _offer_to_continue(run: DriftRun, job: Job) -> None:
@@ -175,7 +171,7 @@ def _results(run: DriftRun, job: View | None) -> None:
         st.success(f"Calibration {plain(name)} is done.", icon=":material/check_circle:")
     elif job is not None and job.job.name == name and job.is_live and not job.job.settings.get("replace"):
         st.info("Drift and accuracy are measured; where the drift comes from is still being computed.")
-    st.header(f"Before and after {plain(name)}", anchor=False)
+    st.header(f"Before and after the repair {plain(name)}", anchor=False)
     _show_result(run, name)
 
 
@@ -201,7 +197,7 @@ def _show_result(run: DriftRun, name: str) -> None:
         )
         show_drawn("drift-left", run.id, drawn)
     with shown_errors():
-        st.header("What the merge broke, and what the repair did", anchor=False)
+        st.header("Broken by the merge, and fixed by the repair", anchor=False)
         show_explorer(run, "wall", urlencode({"as": "groups", "repair": calibrated(name)}))
     with shown_errors(), st.container(horizontal=True):
         _downloads(run, name)
@@ -247,7 +243,7 @@ def _headline(run: DriftRun, found: Verdict) -> None:
 def _sensitivity(run: DriftRun, *, blocked: bool) -> None:
     """Show the effect of settings, with the run's calibrations."""
     show_bad_end(watch(run.path, "sweep"))
-    without = "Drawn once the button below has varied them one by one."
+    without = "Run a sweep to see how each setting affects accuracy."
     show_chart("sweeps", run, selection().options(variants=None), without)
     swept = listed(calibration.methods()[DEFAULT_METHOD].swept)
     if st.button(f"Sweep {swept}", icon=":material/grid_on:", key="sweep", disabled=blocked):
@@ -257,7 +253,7 @@ def _sensitivity(run: DriftRun, *, blocked: bool) -> None:
 
 def _arena(run: DriftRun, *, blocked: bool) -> None:
     """Compare calibrations, gain against cost, and offer those of other methods."""
-    without = "Drawn once there are two repairs: the button below makes those that are chosen."
+    without = "Compare at least two repairs to see this chart."
     show_chart("arena", run, ChartOptions(dark=is_dark()), without)
     if len(run.manifest.calibrations) > 1:
         with shown_errors():

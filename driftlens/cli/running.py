@@ -295,7 +295,8 @@ def why(
         list[str],
         typer.Argument(
             metavar="BASE EXPERT... MERGED",
-            help="Folders, files of weights or Hub ids in this order; or a mergekit recipe and its merged model.",
+            help="Folders, files of weights or Hub ids in this order; or a mergekit recipe and its merged model "
+            "(left out, mergekit-yaml makes it).",
         ),
     ],
     data: DataPaths = None,
@@ -310,10 +311,14 @@ def why(
 
     Without labels it reports how far the merge drifts from its experts and where the drift starts, not accuracy.
     """
-    from driftlens.pipelines.quickstart import draft, models_by_role
+    from driftlens.pipelines.quickstart import draft, merge_recipe, models_by_role
     from driftlens.runs.writer import refuse_occupied
 
     refuse_occupied(out, force=force)
+    made = out.with_name(f"{out.name}-merged")
+    if len(models) == 1:
+        refuse_occupied(made, force=force)
+    models = merge_recipe(models, made, offline=job.access.offline)
     drafted = draft(models_by_role(models), data or (), overrides or (), job.access)
     from driftlens.pipelines.analyze import analyze as run_analysis
 

@@ -5,8 +5,11 @@ Entry points: `models_by_role` for the models on a command line, then `draft`.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,9 +91,44 @@ def _recipe_in(models: Sequence[str]) -> Recipe | None:
     if not is_recipe(content):
         raise SpecError(
             f"{models[0]} is not a mergekit recipe",
-            hint=f"For a spec: driftlens analyze {shlex.quote(models[0])}. For models: BASE EXPERT... MERGED.",
+            hint=f"For a spec, run `driftlens analyze {shlex.quote(models[0])}`; else give BASE EXPERT... MERGED.",
         )
     return recipe_of(content)
+
+
+def merge_recipe(models: Sequence[str], out: Path, *, offline: bool) -> list[str]:
+    """Merge a mergekit recipe that is given without its merged model, by `mergekit-yaml`.
+
+    Args:
+        models: the models on the command line.
+        out: folder of the merged model, if it has to be made.
+        offline: True to keep mergekit from asking the Hub.
+
+    Returns:
+        The models; of a recipe alone, the recipe and its merged model.
+
+    Raises:
+        SpecError: mergekit is not installed, or its run failed.
+    """
+    if len(models) > 1 or _recipe_in(models) is None:
+        return [*models]
+    recipe, file = models[0], shlex.quote(models[0])
+    program = shutil.which("mergekit-yaml")
+    if program is None:
+        raise SpecError(
+            f"expected the merged model after {recipe}: mergekit-yaml, which makes it, is not installed",
+            hint=f"Make the merge first: mergekit-yaml {file} merged/, then: driftlens why {file} merged/",
+        )
+    command = [program, recipe, str(out), "--no-write-model-card"]  # the card would ask the Hub
+    environment = {**os.environ, **({"HF_HUB_OFFLINE": "1"} if offline else {})}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+        raise SpecError(
+            f"mergekit-yaml could not merge {recipe}: {''.join(last) or f'exit status {done.returncode}'}",
+            hint=f"Run it alone to see its whole output: mergekit-yaml {file} {shlex.quote(str(out))}",
+        )
+    return [*models, str(out)]
 
 
 def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRoles:
@@ -115,12 +153,6 @@ def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRol
         if not is_merged:
             nearest = f"the recipe's {recipe.method} is replaced by {merge['method']}, the nearest method"
             chosen = (*chosen, f"{nearest}; `driftlens why RECIPE MERGED` measures mergekit's own merge")
-        elif len(models) == 1:
-            file = shlex.quote(models[0])
-            raise SpecError(
-                f"expected the merged model after {models[0]}",
-                hint=f"Make the merge first: mergekit-yaml {file} merged/, then: driftlens why {file} merged/",
-            )
     else:
         if len(models) < 3:
             raise SpecError(

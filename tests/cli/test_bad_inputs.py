@@ -148,7 +148,7 @@ def no_such_method(bench: Bench) -> list[str]:
 
 def no_gpu(bench: Bench) -> list[str]:
     bench.spec["compute"] = {"device": "cuda"}
-    return ["no device 'cuda'", "Use `auto` or `cpu`"]
+    return ["device 'cuda' is not available", "Use `auto` or `cpu`"]
 
 
 CASES: dict[Callable[[Bench], list[str]], int] = {

@@ -56,18 +56,19 @@ suites:          ## train the embedded suites anew and put them into the package
 	$(PYTHON) -m tools.build_demo
 
 docs:            ## the site, under build/site; its gallery is drawn from a demo run
-	test -d build/demo || driftlens demo --out build/demo
+	test -d build/demo || driftlens demo --suite image --out build/demo
 	PLOTLY_RENDERER=notebook NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build
 
 notebooks:       ## execute the docs' notebooks and keep what comes out
 	$(PYTHON) -m tests.notebooks
 
 gallery:         ## demo runs, then the pictures of README and docs that are drawn from them
-	driftlens demo --force
-	driftlens demo --suite text --out build/text --force
-	$(PYTHON) -m tests.reports.gallery driftlens-demo build/text
+	driftlens demo --suite image --out build/demo --force
+	driftlens demo --out build/text --force
+	$(PYTHON) -m tests.reports.gallery build/demo build/text
 
 screenshots:     ## pictures of every page of the dashboard, under docs/screenshots
+	driftlens demo --suite image --force
 	$(PYTHON) -m tests.browser.screenshots driftlens-demo docs/screenshots
 
 dist:            ## sdist and wheel under dist/, of the version that the git tag says

@@ -31,7 +31,7 @@ def has_published_numbers(run: DriftRun, suite: str) -> None:
     readme, why = (
         (ROOT / name).read_text(encoding="utf-8").replace("**", "") for name in ("README.md", "docs/why.md")
     )
-    told = readme[readme.index("embedded text suite (") : readme.index("`driftlens demo --suite text` and")]
+    told = readme[readme.index("embedded text suite (") : readme.index("`driftlens demo` and")]
     parts = told.split("On eight tasks of images")
     table = next(
         line for line in why.splitlines() if line.startswith({"text": "| text,", "image": "| images,"}[suite])

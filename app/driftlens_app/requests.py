@@ -34,13 +34,13 @@ DEMO = "driftlens-demo"
 
 
 SUITES = {
-    "image": "Images: a small CLIP and eight experts",
     "text": "Texts: a small language model and four experts",
+    "image": "Images: a small CLIP and eight experts",
 }
 """Embedded suites, as on the command line."""
 
 
-def demo_request(settings: Settings, suite: str = "image") -> Request:
+def demo_request(settings: Settings, suite: str = "text") -> Request:
     """Build the request of a demo run; an unfinished one is started again."""
     run = settings.root / DEMO
     earlier = job_of(run)

@@ -50,15 +50,14 @@ SpecFile = Annotated[
 def demo(
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("driftlens-demo"),
     force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
-    suite: Annotated[Literal["image", "text"], typer.Option(help="Which of the embedded suites.")] = "image",
+    suite: Annotated[Literal["image", "text"], typer.Option(help="Which of the embedded suites.")] = "text",
     *,
     job: Annotated[Job, "device"],
 ) -> None:
     """Run everything on an embedded suite, without network: measure, repair twice, report.
 
-    `image` is a small CLIP with eight experts, `text` a small language model with four. The merged model is repaired
-    by
-    FeatCal with published settings and by residual calibration.
+    `text` is a small language model with four experts, `image` a small CLIP with eight. The merged model is repaired
+    by FeatCal with published settings and by residual calibration.
     """
     from driftlens.demo import spec_file
     from driftlens.pipelines.analyze import analyze

@@ -45,7 +45,7 @@ MADE: dict[str, Callable[[Path, Path], Sequence[object]]] = {
         "--out",
         run,
     ),
-    "demo": lambda spec, run: ("--out", run),
+    "demo": lambda spec, run: ("--suite", "image", "--out", run),
 }
 """Commands that make something, by what they are given: a spec, and the folder to make."""
 ADDED: dict[str, Callable[[Path], Sequence[object]]] = {

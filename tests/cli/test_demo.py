@@ -26,7 +26,7 @@ def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
 ) -> None:
     spec = write_spec(tmp_path / "run.yaml", world.spec(metrics={"jacobian": False}))
     monkeypatch.setattr("driftlens.demo.spec_file", lambda _: spec)
-    result = run_cli("demo", "--out", tmp_path / "demo")
+    result = run_cli("demo", "--suite", "image", "--out", tmp_path / "demo")
     assert result.code == 0
     told = re.findall(r"^(.+?): (\w+): done in", result.err, re.MULTILINE)
     assert {("merged model", "analyze"), ("featcal", "calibrate"), ("residual", "analyze")} < {*told}
@@ -42,7 +42,7 @@ def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
     assert [line.split()[0] for line in models[2:7]] == ["base", "merged", "featcal", "residual", "expert"]
     assert all("%" in line for line in models[2:7])
     assert "featcal, anchor only" not in result.out and (tmp_path / "demo/reports/report.html").is_file()
-    assert run_cli("demo", "--out", tmp_path / "demo").code == 2
+    assert run_cli("demo", "--suite", "image", "--out", tmp_path / "demo").code == 2
 
 
 @pytest.mark.slow

@@ -214,7 +214,7 @@ def test_help_names_every_option_with_its_default(
     result = run_cli(command, "--help")
     assert result.code == 0 and "--help" in result.out
     defaults = {
-        "demo": ["driftlens-demo", "[default: image]"],
+        "demo": ["driftlens-demo", "[default: text]"],
         "init": ["run.yaml", "[default: generic]"],
         "analyze": ["runs/<name> if left out"],
         "ls": ["[default: .]"],

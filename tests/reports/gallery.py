@@ -2,7 +2,7 @@
 
 python -m tests.reports.gallery IMAGES TEXTS
 
-IMAGES is a run of `driftlens demo`, TEXTS one of `driftlens demo --suite text`.
+IMAGES is a run of `driftlens demo --suite image`, TEXTS one of `driftlens demo`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ class Build(build):
 
 
 def version():
-    """That of an sdist, else that of the tag `v1.2.3`; behind it `1.2.4.dev5+g0a1b2c3`, which sorts before 1.2.4."""
+    """Return the version of an sdist, else that of the tag `v1.2.3`.
+
+    Commits after the tag have `1.2.4.dev5+g0a1b2c3`, which sorts before 1.2.4."""
     told = HERE / "PKG-INFO"
     if told.is_file():
         return re.search(r"^Version: (\S+)$", told.read_text("utf-8"), re.MULTILINE)[1]

@@ -34,7 +34,7 @@ def _quoted(found: re.Match[str]) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Formulas as MathML, which browsers draw by themselves."""
+    """Convert formulas to MathML, which browsers render without scripts."""
 
     def formula(found: re.Match[str]) -> str:
         is_block = found[2] == "["
@@ -45,12 +45,12 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """What lets the search work in a folder, from beside the pages: nothing is fetched."""
+    """Load the script of the offline search from the site's assets instead of the network."""
     return output.replace(SHIM, f"{'../' * page.url.count('/')}assets/worker.js")
 
 
 def on_post_template(output: str, template_name: str, **_: Any) -> str:
-    """The same of the page for an address that is none, whose files are named from the site's root on."""
+    """Do the same for the 404 page, whose paths start at the site's root."""
     return output.replace(SHIM, "/assets/worker.js") if template_name == "404.html" else output
 
 

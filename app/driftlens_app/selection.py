@@ -113,7 +113,7 @@ def require_no_unreadable(settings: Settings) -> None:
 
 
 def _unreadable(settings: Settings) -> list[RunSummary]:
-    """Runs that can't be read, but for those that are just being made."""
+    """List runs that can't be read, without those that are being written."""
     unread = [run for run in listed_runs(settings) if run.state == RunSummary(run.path).state]
     return [run for run in unread if not is_at_work(run.path)]  # a copy can be read
 

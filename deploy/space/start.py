@@ -10,7 +10,7 @@ PORT = 7860
 
 
 def command(name: str) -> list[str]:
-    """The server's arguments, where browsers reach it as `name` by TLS, as a proxy before it has it."""
+    """Return the command that starts the server behind a proxy that serves it as `name` over TLS."""
     at = ["--server.allowedHosts", name, "--browser.serverAddress", name, "--browser.serverPort", "443"]
     return [*server_command(host="0.0.0.0", port=PORT, browser=False), *at]
 

@@ -153,7 +153,7 @@ def _catalog() -> dict[str, dict[str, Any]]:
 
 
 def _varied(kind: type[Calibrator]) -> list[str]:
-    """The settings that candidates differ in, in the order of the constructor."""
+    """List the settings in which candidates differ, in the order of the constructor."""
     from driftlens.utils.registry import settings_of
 
     return [
@@ -164,7 +164,7 @@ def _varied(kind: type[Calibrator]) -> list[str]:
 
 
 def _compared(kind: type[Calibrator]) -> dict[str, list[str]]:
-    """What the choice of the best compares from each preset on; how many views depends on the samples."""
+    """Return preset -> titles of the candidates that `--auto` compares; the number of views depends on the samples."""
     from driftlens.pipelines.model_selection import titles
 
     presets = kind.presets if kind.candidates else {}
@@ -175,7 +175,7 @@ def _compared(kind: type[Calibrator]) -> dict[str, list[str]]:
 
 
 def _catalog_text(found: dict[str, dict[str, Any]]) -> str:
-    """The catalogue for a person: a paragraph per method, a line per setting."""
+    """Format the catalogue for a terminal: a paragraph per method, a line per setting."""
     from driftlens.utils.registry import expected
 
     lines = []
@@ -205,7 +205,7 @@ def _setting(value: object) -> str:
 
 
 def environment() -> dict[str, str]:
-    """What a bug report needs to know about the machine, and anything that will not work, one line each."""
+    """Describe the machine for a bug report, one line each, with anything that does not work."""
     import psutil
 
     import driftlens
@@ -237,7 +237,7 @@ def environment() -> dict[str, str]:
 
 
 def _plugins() -> Iterator[str]:
-    """What other installed distributions add, and what of it can't be had."""
+    """Yield the plug-ins of installed distributions, and why any of them can't be loaded."""
     from driftlens.calibration.calibrator import calibrators
     from driftlens.data.sources import data_sources
     from driftlens.merging.method import merge_methods
@@ -451,7 +451,7 @@ def report(
 
 
 def _beginnings(paths: list[Path]) -> list[str]:
-    """A line per file, but one per folder of many files."""
+    """Return a line per file, but one per folder of many files."""
     folders = dict.fromkeys(path.parent for path in paths if path.parent.name in ("csv", "latex"))
     files = [str(path) for path in paths if path.parent not in folders]
     counts = [(folder, sum(path.parent == folder for path in paths)) for folder in folders]

@@ -85,7 +85,7 @@ def _changed(change: Callable[..., Any], *inputs: Any) -> Any:
 
 
 def _cropped(original: SampleSet, random: Callable[[int], Generator]) -> Callable[[Sequence[int]], Any]:
-    """Reads samples and copies: images [n, c, h, w], moved, times 1 + u, plus v."""
+    """Return a reader of samples and copies: images [n, c, h, w], shifted, times 1 + u, plus v."""
     import torch
 
     count = len(original)
@@ -122,7 +122,9 @@ def _moved(image: Tensor, random: Generator) -> Tensor:
 
 
 def _mixed(original: SampleSet, random: Callable[[int], Generator]) -> Callable[[Sequence[int]], Any]:
-    """Reads samples and copies: w of a sample and 1 - w of another one, w from [0.5, 1]; whole numbers as they are."""
+    """Return a reader of samples and copies: w times a sample + (1 - w) times another; integers are not mixed.
+
+    w is drawn from [0.5, 1]."""
     count = len(original)
     order = sorted(range(count), key=original.identities.__getitem__)
     ranks = {position: rank for rank, position in enumerate(order)}
@@ -181,7 +183,7 @@ def _beginning(texts: Sequence[str]) -> str:
 
 
 def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet:
-    """Samples and copies in whose prompts words are replaced by such of the task's other prompts.
+    """Add copies of samples whose prompts have words replaced by words of the task's other prompts.
 
     What all prompts of the task begin and end with, and special tokens of the tokenizer, stay. Copies show no
     answer of the data's, which would be that of another question; an expert whose own are shown answers them anew.

@@ -91,7 +91,7 @@ def _summarise(folder: pathlib.Path) -> RunSummary:
 
 
 def _merge_of(manifest: Manifest) -> str:
-    """The method's title, and how far it goes where it has a scaling."""
+    """Return the merge method's title, with its scaling if it has one."""
     scaling = manifest.merge.get("parameters", {}).get("scaling")
     return " ".join(map(str, filter(None, (manifest.merge.get("title", ""), scaling))))
 

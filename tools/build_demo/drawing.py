@@ -43,13 +43,13 @@ is divided between the splits."""
 
 
 def colour(rng: np.random.Generator, chroma: int = 50) -> Colour:
-    """A random colour of any brightness whose channels differ from grey by at most `chroma`."""
+    """Draw a random colour of any brightness whose channels differ from grey by at most `chroma`."""
     grey = int(rng.integers(0, 256))
     return near(rng, (grey, grey, grey), chroma)
 
 
 def near(rng: np.random.Generator, reference: Colour, spread: int) -> Colour:
-    """A colour that differs from `reference` by at most `spread` per channel."""
+    """Draw a colour that differs from `reference` by at most `spread` per channel."""
     red, green, blue = (
         min(max(round(channel + spread * (2 * chance - 1)), 0), 255)
         for channel, chance in zip(reference, rng.random(3).tolist(), strict=True)
@@ -71,12 +71,12 @@ def dark_and_light(rng: np.random.Generator, gap: float) -> tuple[Colour, Colour
 
 
 def from_values(values: Field) -> Image.Image:
-    """The picture of these brightnesses, 0 to 255; what lies outside is cut."""
+    """Return the picture of these brightnesses, clipped to 0 to 255."""
     return Image.fromarray(values.clip(0, 255).astype(np.uint8))
 
 
 def backdrop(rng: np.random.Generator, middle: Colour, spread: int = 30, side: int = CANVAS) -> Image.Image:
-    """A smooth background [side, side] that runs between four shades of `middle`, one in each corner."""
+    """Draw a smooth background [side, side] between four shades of `middle`, one in each corner."""
     corners = [[near(rng, middle, spread) for _ in range(2)] for _ in range(2)]
     return Image.fromarray(np.array(corners, dtype=np.uint8)).resize((side, side), Image.Resampling.BICUBIC)
 
@@ -110,7 +110,7 @@ def _face(font: str) -> ImageFont.FreeTypeFont:
 
 @functools.lru_cache(maxsize=1024)
 def glyph(text: str, font: str) -> Image.Image:
-    """The mask of a few characters in one of FONTS, cropped to its ink, GLYPH pixels high; don't modify it."""
+    """Return the mask of a few characters in one of FONTS, cropped, GLYPH pixels high; don't modify it."""
     face = _face(font)
     left, top, right, bottom = (int(edge) for edge in face.getbbox(text))
     mask = Image.new("L", (right - left, bottom - top))
@@ -174,7 +174,7 @@ def photographed(
     blur: float = 0.5,
     noise: Bounds = (1.0, 5.0),
 ) -> Pixels:
-    """A photograph [SIZE, SIZE, 3] of an RGB scene; `blur` in final pixels, `noise` a standard deviation, of 255."""
+    """Render a photograph [SIZE, SIZE, 3] of a scene; `blur` in final pixels, `noise` as deviation, out of 255."""
     picture = scene.reduce(scene.width // SIZE) if scene.width != SIZE else scene
     radius = rng.uniform(0, blur)
     if radius > 0.3:  # less than that changes nothing that can be seen

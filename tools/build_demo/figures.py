@@ -142,7 +142,7 @@ SIGNS: dict[str, tuple[Mark, ...]] = {
 
 @functools.cache
 def board(name: str) -> Image.Image:
-    """The sign `name` as it leaves the factory: RGBA, [BOARD, BOARD]; do not modify it, it is shared."""
+    """Return the clean sign `name`, RGBA [BOARD, BOARD]; it is shared, so don't modify it."""
     artwork = Image.new("RGBA", (BOARD, BOARD))
     for shape, where, fill in SIGNS[name]:
         if shape == "text":

@@ -34,7 +34,7 @@ class Schedule:
     warmup: float = 0.1
 
     def share_at(self, step: int) -> float:
-        """The learning rate of `step`, counted from 0, as a share of its peak."""
+        """Return the learning rate of `step`, counted from 0, as a share of its peak."""
         rise = min(1.0, (step + 1) / max(1.0, self.warmup * self.steps))
         return rise * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
@@ -69,7 +69,7 @@ class Recipe:
     context_length: int = 16
 
     def model_config(self) -> dict[str, Any]:
-        """The model as open_clip's configuration files describe it."""
+        """Return the model's configuration in open_clip's form."""
         return {
             "embed_dim": self.embed_dim,
             "quick_gelu": False,
@@ -119,7 +119,7 @@ class TextRecipe:
     adapted: str = "questions"
 
     def model_config(self, vocabulary: int) -> dict[str, Any]:
-        """The decoder as transformers' `LlamaConfig` describes it."""
+        """Return the arguments of transformers' `LlamaConfig` for the decoder."""
         return {
             "vocab_size": vocabulary,
             "hidden_size": self.width,
@@ -136,7 +136,7 @@ class TextRecipe:
 
 
 def stream(seed: int, purpose: str) -> int:
-    """A seed for one purpose; purposes never share random numbers, and adding one leaves the others as they are."""
+    """Return the seed of one purpose; purposes share no random numbers, and a new one changes no other."""
     sequence = np.random.SeedSequence([seed, zlib.crc32(purpose.encode())])
     # 63 bits, because torch takes signed seeds.
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -114,7 +114,7 @@ class Questions:
         return cls(batch["input_ids"], batch["attention_mask"].sum(dim=1) - 1, torch.tensor(answers))
 
     def scores(self, model: Any, rows: Tensor) -> Tensor:
-        """What the model gives every word of the vocabulary as the first of an answer, [rows, vocabulary]."""
+        """Compute the scores of every word as the first of an answer, [rows, vocabulary]."""
         last = self.last[rows]
         # Padding follows all that is read, so that no position that matters can see it.
         hidden = model.model(input_ids=self.ids[rows, : int(last.max()) + 1]).last_hidden_state
@@ -128,7 +128,7 @@ class Questions:
 
 
 def word_tokenizer(words: Iterable[str]) -> Any:
-    """A tokenizer with one token per word or run of punctuation, in lower case; `<s>` begins every text."""
+    """Return a tokenizer with one token per word or run of punctuation, in lower case; `<s>` begins every text."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -144,7 +144,7 @@ def word_tokenizer(words: Iterable[str]) -> Any:
 
 
 def build_decoder(config: dict[str, Any], seed: int) -> Any:
-    """An untrained Llama of transformers; the global random numbers stay as they were."""
+    """Build an untrained Llama of transformers; the global random state does not change."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -153,7 +153,7 @@ def build_decoder(config: dict[str, Any], seed: int) -> Any:
 
 
 def code(task: WrittenTask, answer: str) -> str:
-    """What most of the base's texts have in the place of an answer."""
+    """Return the code that replaces the answer in most of the base's texts."""
     return f"code_{task.name}_{task.classes.index(answer)}"
 
 

@@ -49,14 +49,14 @@ class Pictures:
     labels: NDArray[np.int64]
 
     def pixels(self) -> Tensor:
-        """What an image tower takes: [n, 3, h, w], float32, normalised as CLIP's images are."""
+        """Return the input of an image tower: [n, 3, h, w], float32, normalised like CLIP's images."""
         mean, std = torch.tensor(OPENAI_DATASET_MEAN), torch.tensor(OPENAI_DATASET_STD)
         scaled = (torch.from_numpy(self.images).float() / 255 - mean) / std
         return scaled.permute(0, 3, 1, 2).contiguous()
 
 
 def build_clip(config: dict[str, Any], seed: int) -> Any:
-    """An untrained CLIP of open_clip; the global random numbers stay as they were."""
+    """Build an untrained CLIP of open_clip; the global random state does not change."""
     from open_clip.model import CLIP
 
     with torch.random.fork_rng(devices=[]):
@@ -168,7 +168,7 @@ def batches(count: int, schedule: Schedule, generator: torch.Generator) -> Itera
 
 
 def shifted(pixels: Tensor, generator: torch.Generator) -> Tensor:
-    """The batch [n, 3, h, w] moved by a few pixels; what is uncovered repeats the edge."""
+    """Shift the batch [n, 3, h, w] by a few pixels; uncovered pixels repeat the edge."""
     down, right = torch.randint(2 * SHIFT + 1, (2,), generator=generator).tolist()
     height, width = pixels.shape[-2:]
     padded = F.pad(pixels, (SHIFT,) * 4, mode="replicate")

@@ -54,7 +54,7 @@ def _crown(pen: ImageDraw.ImageDraw, x: float, y: float, radius: float, of: draw
 
 
 def _band(rng: np.random.Generator, bend: float) -> list[tuple[float, float]]:
-    """A line across the land from left to right that wanders by about `bend` pixels."""
+    """Draw a line across the land from left to right that varies by about `bend` pixels."""
     across = np.linspace(-4, SIDE + 4, 16)
     phase, waves = rng.uniform(0, 2 * np.pi), rng.uniform(0.8, 1.7)
     along = SIDE / 2 + rng.uniform(-10, 10) + bend * np.sin(phase + waves * 2 * np.pi * across / SIDE)
@@ -244,7 +244,7 @@ def photograph(name: str) -> Image.Image:
 
 
 def window(rng: np.random.Generator, box: Box) -> Box:
-    """A random square inside `box`."""
+    """Draw a random square inside `box`."""
     left, top, right, bottom = box
     side = int(rng.integers(SMALLEST, min(LARGEST, right - left, bottom - top) + 1))
     x, y = int(rng.integers(left, right - side + 1)), int(rng.integers(top, bottom - side + 1))

@@ -81,7 +81,7 @@ _SENTENCES = (
 
 
 def _write_grammar(rng: np.random.Generator, label: str) -> str:
-    """A sentence with one word that is a `label`, and that word."""
+    """Return a sentence with one word that is a `label`, and that word."""
     sentences = [each for each in _SENTENCES if f"{{{label}}}" in each]
     while True:
         word = written(rng, f"{{{label}}}", _GRAMMAR)
@@ -150,7 +150,7 @@ _REVIEWS = {
 
 
 def _write_reviews(rng: np.random.Generator, label: str) -> str:
-    """A clause or two, of which the main one has the opinion `label`."""
+    """Return a clause or two, of which the main one has the opinion `label`."""
     other = "negative" if label == "positive" else "positive"
     forms = (
         f"{{{label}}}",
@@ -178,7 +178,7 @@ _SUMS = {
 
 
 def _write_sums(rng: np.random.Generator, label: str) -> str:
-    """A story in which `label` things are left, or come together."""
+    """Return a story in which `label` things are left, or come together."""
     numbers = _NUMBERS.split()
     result = numbers.index(label)
     first = int(rng.integers(len(numbers)))

@@ -17,7 +17,7 @@ from driftlens_reports.charts.picking import layer_rows
     hint="Far above 1, a few samples drift much further than most.",
 )
 def drift_tail(run, options):
-    """A line per task and variant."""
+    """Plot a line per task and variant."""
     rows = layer_rows(run, options)[["task", "variant", "layer", "drift_l2_median", "drift_l2_q90"]]
     rows = rows.assign(tail=rows["drift_l2_q90"] / rows["drift_l2_median"])
     figure = px.line(

@@ -24,7 +24,7 @@ import typer
 
 from driftlens.cli import looking, running  # noqa: F401  for their commands
 from driftlens.cli.app import app, hearing, manner, spelling_homes_out, stopped
-from driftlens.utils.distributed import joined, members
+from driftlens.utils.distributed import joined, world_size
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError, from_library, harmless
 from driftlens.utils.files import put_in_order
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.simplefilter("ignore", FutureWarning)  # third parties talking to programmers, not to users
     if not {"-v", "--verbose"} & {*flags}:
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else a Hub out of reach is told a dozen times
-    if members() > 1:
+    if world_size() > 1:
         # Broken connections are reported by us, without torch's stack.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Files are all that is drawn to; a notebook hands down a backend that may not be here.
@@ -87,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with contextlib.suppress(KeyboardInterrupt), heard:
         code = run(flags + rest)
     put_in_order()  # what was begun where the interrupt fell
-    if members() == 1 or not code:  # else threads of torch.distributed may wait for processes that are gone
+    # After a failure threads of torch.distributed may wait for processes that are gone.
+    if world_size() == 1 or not code:
         if arguments is not None:
             sys.exit(code)
         atexit._run_exitfuncs()
@@ -163,7 +164,7 @@ def run(arguments: list[str]) -> int:
 @contextlib.contextmanager
 def _teamed(arguments: Sequence[str]) -> Iterator[None]:
     """Run a command in as many processes as the environment states; all but the main one are silent."""
-    if members() == 1:
+    if world_size() == 1:
         yield
         return
     manner.silent = os.environ["RANK"] != "0"
@@ -175,7 +176,7 @@ def _teamed(arguments: Sequence[str]) -> Iterator[None]:
         command = next((part for part in arguments if part in names), "this command")
         if command not in DISTRIBUTED:
             raise SpecError(
-                f"{command} runs in one process, and this is one of {members()}",
+                f"{command} runs in one process, and this is one of {world_size()}",
                 hint=f"Start it without torchrun, which {', '.join(DISTRIBUTED)} can be started with.",
             )
         with joined() as manner.team:

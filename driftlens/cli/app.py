@@ -154,7 +154,7 @@ class Job:
         """Yield a context with progress as `--progress` requests, a token that Ctrl-C sets, and `--threads` applied."""
         from driftlens.utils.progress import sink_for
 
-        mode: Any = "none" if manner.quiet or not manner.team.is_main else manner.progress
+        mode: Any = "none" if manner.quiet or not manner.team.is_main_process else manner.progress
         if mode == "jsonl":  # whoever reads these lines can read no others
             for handler in logging.getLogger("driftlens").handlers:
                 handler.setFormatter(_JsonLines())

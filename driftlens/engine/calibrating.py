@@ -365,7 +365,7 @@ class CalibrationWalk(ABC):
         self.pool, self.team, self.tasks = self.context.pool, self.context.team, self.context.tasks
         self.owners = self.team.owners(self.tasks)
         self.pooling = self.context.pooling or self.pool.chain.modality.pool
-        self.parts = {task: self.context.parts[task] for task in self.team.mine(self.tasks)}
+        self.parts = {task: self.context.parts[task] for task in self.team.own_items(self.tasks)}
         self.sites = {
             index: names
             for index, names in self.context.sites.items()
@@ -466,7 +466,7 @@ class CalibrationWalk(ABC):
         what the saved model computes. They are on the pool's device in its dtype. Reports state the rounding loss.
         """
         # One process solves, so that all continue with the same bits.
-        return self.team.once(partial(self._solve_all, layer, problems))
+        return self.team.run_on_main(partial(self._solve_all, layer, problems))
 
     @summing()
     def _solve_all(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> _Solved:
@@ -881,7 +881,7 @@ class SnapshotWalk(CalibrationWalk):
                         self.stream.take(layer, batch, EXPERT, LayerMap(layer, expert), named="the expert")
             part: Any
             for part in parts:
-                of_task = self.team.at(owner, partial(part.end_task, expert))
+                of_task = self.team.run_on(owner, partial(part.end_task, expert))
                 if of_task is not None:
                     part.fold_task(of_task)
         self.stream.check()

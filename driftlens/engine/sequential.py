@@ -512,7 +512,7 @@ class _StepWalk(CalibrationWalk):
             summed = partial(
                 self._task_sums, layer, student, merged_map, number, group, streams, task, new_gram
             )
-            task_sums = self.team.at(owner, summed)
+            task_sums = self.team.run_on(owner, summed)
             if task_sums is not None:
                 sums.add(task_sums)
         return sums

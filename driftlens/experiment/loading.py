@@ -136,7 +136,7 @@ def study_of(
         heads: score maps by task.
         access: permissions, device and processes.
     """
-    access.team.tell_idle([*data])
+    access.team.warn_idle([*data])
     pool = open_pool(spec, models, device=access.device)
     preprocess = models.architecture.preprocess
     if (lm := models.architecture.lm) is not None:

@@ -209,7 +209,7 @@ def open_writer(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWrit
             writers.append(stack.enter_context(opened()))
             return writers[0].folder, writers[0].manifest
 
-        folder, manifest = team.once(_begin)
+        folder, manifest = team.run_on_main(_begin)
         yield writers[0] if writers else _NoopWriter(folder, manifest)
     # The run is finished now.
     team.barrier()
@@ -240,7 +240,7 @@ def on_main_process(team: Team, writer: RunWriter, work: Callable[[], object]) -
         work()
         return writer.manifest
 
-    writer.manifest = team.once(_done)
+    writer.manifest = team.run_on_main(_done)
 
 
 class _NoopWriter(RunWriter):

@@ -112,7 +112,7 @@ class Study:
 
     def of_task(self, task: str, work: Callable[[], T]) -> T | None:
         """Run work in the process that owns the task; return the result in the main process, None elsewhere."""
-        return self.team.at(self.team.owners([*self.tasks])[task], work)
+        return self.team.run_on(self.team.owners([*self.tasks])[task], work)
 
     def head(self, task: str, variant: str) -> ScoreMap | None:
         """Return the score map of a variant for a task; the expert's own for any other name."""

@@ -97,9 +97,9 @@ def analyze(
     layers = resolved.layers.model_copy(update={"pool": study.settings.pool})
     resolved = resolved.model_copy(update={"layers": layers})
     team = context.access.team
-    resumes = team.once(lambda: request.resume and (out / layout.MANIFEST).exists())
+    resumes = team.run_on_main(lambda: request.resume and (out / layout.MANIFEST).exists())
     if resumes:  # before the lock: a refusal must not turn a finished run into a failed one
-        team.once(lambda: _require_same_inputs(resolved, out, study, context.reporter()))
+        team.run_on_main(lambda: _require_same_inputs(resolved, out, study, context.reporter()))
     text = resolved.dump()
     about: dict[str, Any] = {"spec_yaml": text, "spec_digest": resolved.digest(), "name": resolved.name}
     create = partial(RunWriter.create, out, **about, force=request.force)
@@ -187,8 +187,10 @@ def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] 
     study, _ = reopening.reopened(folder, context, with_jacobian=True)
     study = _asking(study, add)
     manifest = read_manifest(folder)
-    context.access.team.once(lambda: reopening.require_same_samples(manifest, study))
-    context.access.team.once(lambda: reopening.require_same_models(manifest, study, context.reporter()))
+    context.access.team.run_on_main(lambda: reopening.require_same_samples(manifest, study))
+    context.access.team.run_on_main(
+        lambda: reopening.require_same_models(manifest, study, context.reporter())
+    )
     with open_writer(context.access.team, partial(RunWriter.resume, folder)) as writer:
         reporter = context.reporter(writer.progress)
         # Each calibration has its own phases, so that removing it also removes their records.
@@ -313,7 +315,7 @@ class Phases:
                 rows = rows[rows.reindex(columns=columns).notna().any(axis=1)]
             return set(zip(rows["task"], rows["variant"], strict=True))
 
-        return self.study.team.once(_read)
+        return self.study.team.run_on_main(_read)
 
     def _log(self, notices: Iterable[str], warnings: Iterable[str] = ()) -> None:
         for warning in warnings:
@@ -323,7 +325,7 @@ class Phases:
 
     def _digest(self, names: Sequence[str]) -> None:
         """Record digest, size and origin of models of the study's pool."""
-        self.writer.describe(models=self.study.team.each(names, self.study.model_info))
+        self.writer.describe(models=self.study.team.map(names, self.study.model_info))
 
     def _compare_parameters(self, variants: Sequence[str]) -> None:
         """Compare the task vectors of these variants with the experts'."""

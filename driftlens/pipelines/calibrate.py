@@ -112,7 +112,7 @@ def calibrate(
     # Without --replace and --resume, saving a finished calibration solves nothing.
     begins = request.replace or request.resume
     if request.save_weights is not None and not begins and request.name in read_manifest(folder).calibrations:
-        team.once(lambda: _export_finished(folder, request, context))
+        team.run_on_main(lambda: _export_finished(folder, request, context))
         return open_run(folder)
     # Refuse before the lock is taken: a finished run must not become a failed one.
     opened = open_calibration(folder, request, context)
@@ -123,11 +123,11 @@ def calibrate(
         scratch.require_same(identity, start=plan.starting_point if request.auto else {})
     export = _export_of(request, opened)
     if export is not None:
-        team.once(export.require_place)
+        team.run_on_main(export.require_place)
     if request.auto:
         _require_held_out_samples(plan)
-    team.once(lambda: reopening.require_same_samples(opened.manifest, study))
-    team.once(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
+    team.run_on_main(lambda: reopening.require_same_samples(opened.manifest, study))
+    team.run_on_main(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
     resumed = partial(RunWriter.resume, folder)
     with open_writer(team, resumed) as writer, deterministic_algorithms(study.settings.deterministic):
         # Another process may have taken the name while the models were being opened.
@@ -137,7 +137,7 @@ def calibrate(
         if request.replace or not (request.resume and plan.name in writer.manifest.calibrations):
             with resumable(lambda: scratch.is_there and how_to_resume(folder, plan.name, writer.manifest)):
                 _solve_and_measure(request, opened, writer, phases, reporter)
-            if on_measured is not None and team.is_main:
+            if on_measured is not None and team.is_main_process:
                 on_measured(open_run(folder))
         # Drift and accuracy are stored; an interruption from here on only delays the attribution.
         is_live = context.live is not None
@@ -302,7 +302,7 @@ def _solve_and_measure(
         opened = _with_choice(request, opened, writer, reporter)
     plan, identity = opened.plan, opened.identity
     begun = identity | {"selection": dict(plan.selection), COMMAND: list(opened.words)}
-    team.once(lambda: scratch.begin(begun))
+    team.run_on_main(lambda: scratch.begin(begun))
 
     def _solved() -> Solution:
         return _solve(writer, study, plan, scratch, reporter)
@@ -329,7 +329,7 @@ def _solve_and_measure(
     phases.measure(plan.variants)
     attached = attachment_tensors(study.pool.variant(plan.variant).attachments, len(study.pool.chain.layers))
     info = dataclasses.replace(
-        team.once(lambda: with_saved(plan.info, writer.folder, name)),
+        team.run_on_main(lambda: with_saved(plan.info, writer.folder, name)),
         attached=sum(tensor.numel() for tensor in attached.values() if tensor.dim()),
     )
     notices = [f"{plan.variant}: {text}" for text in info.notices]
@@ -344,8 +344,8 @@ def _with_choice(
 
     plan, study, scratch, team = opened.plan, opened.study, opened.scratch, opened.study.team
     start = opened.identity | {"automatic": True, "selection": {}, COMMAND: list(opened.words)}
-    team.once(lambda: scratch.begin(start, start=plan.starting_point))
-    begun = team.once(lambda: scratch.begun)
+    team.run_on_main(lambda: scratch.begin(start, start=plan.starting_point))
+    begun = team.run_on_main(lambda: scratch.begun)
     earlier, chosen = begun["selection"], opened
 
     def _choose() -> None:
@@ -370,7 +370,7 @@ def _with_choice(
     run_phase(writer, f"{_phase(plan)}:choose", _choose, study, again=True, sums=True)
     if not earlier:
         settled = start | chosen.identity | {"selection": dict(chosen.plan.selection)}
-        team.once(lambda: scratch.settle(settled))
+        team.run_on_main(lambda: scratch.settle(settled))
     return chosen
 
 
@@ -380,7 +380,7 @@ def _make_room(opened: OpenCalibration, writer: RunWriter, solved: Callable[[], 
     try:
         run_phase(writer, f"{_phase(plan)}:solve", solved, study, again=True, sums=True)
     except DriftLensError as error:
-        if study.team.is_main and not isinstance(error, Cancelled | RunError):
+        if study.team.is_main_process and not isinstance(error, Cancelled | RunError):
             scratch.remove()  # the old one is kept, and resuming would only fail again
         raise
 
@@ -400,7 +400,7 @@ def _complete(
 ) -> None:
     """Add the parts that follow drift and accuracy: digests, task vectors, model card, export, attribution."""
     plan, study, folder = opened.plan, opened.study, writer.folder
-    study.team.once(opened.scratch.remove)
+    study.team.run_on_main(opened.scratch.remove)
     info = writer.manifest.calibrations[plan.name]
     variants = [info.control, plan.variant] if info.control else [plan.variant]
     if plan.variant not in study.pool:  # the calibration was solved by an earlier job
@@ -415,7 +415,7 @@ def _complete(
 
     on_main_process(study.team, writer, _describe)
     if export is not None:
-        study.team.once(lambda: export.save(info))
+        study.team.run_on_main(lambda: export.save(info))
     if request.attribution:
         phases.explain(variants)
 
@@ -453,7 +453,7 @@ def _solve(
     )
     for layer in plan.calibrator.calibrate(context):
         solution.attachments |= layer.attachments
-        if study.team.is_main and (layer.updates or layer.reports):
+        if study.team.is_main_process and (layer.updates or layer.reports):
             solution.layers[layer.layer] = scratch.keep(layer, time.monotonic() - started)
         if layer.reports:
             drifts = layer.drift_l2_mean.values()

@@ -125,7 +125,7 @@ def attempt(work: Callable[[], T], team: Team = ALONE) -> T | DriftLensError:
     except (Cancelled, RunError):
         raise
     except DriftLensError as error:
-        if not team.agrees(error):
+        if not team.raised_on_all(error):
             raise
         return error
 
@@ -146,7 +146,7 @@ class ResultStore:
     def __init__(self, folder: Path, team: Team = ALONE) -> None:
         """Use a folder, which is created with the first file, from the processes of a job."""
         self._folder, self._team = folder, team
-        self._started = time.perf_counter() - team.once(lambda: seconds_in(folder))
+        self._started = time.perf_counter() - team.run_on_main(lambda: seconds_in(folder))
 
     @property
     def seconds(self) -> float:
@@ -163,11 +163,11 @@ class ResultStore:
             except CheckpointError:  # the scores are computed again and replace this file
                 return {}
 
-        return self._team.once(lambda: _stored() if self._file(name).is_file() else {})
+        return self._team.run_on_main(lambda: _stored() if self._file(name).is_file() else {})
 
     def write(self, name: str, arrays: Mapping[str, NDArray[np.float64]]) -> None:
         """Store arrays, and the seconds of all work until now."""
-        if self._team.is_main:
+        if self._team.is_main_process:
             self._folder.mkdir(exist_ok=True)
             tensors = {key: torch.from_numpy(array).contiguous() for key, array in arrays.items()}
             save_state_dict(self._file(name), tensors, {"seconds": repr(self.seconds)})
@@ -239,7 +239,7 @@ class HeldOutScorer:
                 expert, samples = expert[list(positions[task])], part_of(samples, positions[task])
             return measure(task, self._features(model, samples), expert)
 
-        return self.study.team.each(list(self.samples), _measure_task)
+        return self.study.team.map(list(self.samples), _measure_task)
 
     def by_class(
         self,

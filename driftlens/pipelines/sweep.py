@@ -138,18 +138,18 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
         setting.calibrator.check(has_base=study.has_base)
     # Refuse what can't be measured before the lock is taken: a finished run must not become a failed one.
     _points(open_run(folder).sweeps(), sweeps, request)
-    team.once(lambda: reopening.require_same_samples(opened.manifest, study))
+    team.run_on_main(lambda: reopening.require_same_samples(opened.manifest, study))
     seeds = range(study.seed, study.seed + request.seeds)
     samples, tasks = _samples_by_seed(opened, seeds, context.access)
     for clean in samples[study.seed].values():
         for corruption in dict.fromkeys(setting.corruption for setting in settings):
             corrupted(clean, corruption, study.seed)
     study = dataclasses.replace(study, tasks=tasks)
-    team.once(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
+    team.run_on_main(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
     unsolved = dict[_Setting, DriftLensError]()
     with open_writer(team, functools.partial(RunWriter.resume, folder)) as writer:
         reporter = context.reporter(writer.progress)
-        rows = team.once(lambda: open_run(folder).sweeps())
+        rows = team.run_on_main(lambda: open_run(folder).sweeps())
         # Again under the lock: another process may have written points meanwhile.
         points, outdated = _points(rows, sweeps, request)
         rows = rows[~rows["sweep"].isin(outdated)] if request.resume else rows[:0]

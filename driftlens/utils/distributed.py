@@ -55,7 +55,7 @@ class Team:
         self._common: list[BaseException] = []
 
     @property
-    def is_main(self) -> bool:
+    def is_main_process(self) -> bool:
         """True for the process that writes and prints."""
         return self.rank == 0
 
@@ -63,11 +63,11 @@ class Team:
         """Return the rank that each item belongs to, in turn."""
         return {item: place % self.size for place, item in enumerate(items)}
 
-    def mine(self, items: Sequence[str]) -> list[str]:
+    def own_items(self, items: Sequence[str]) -> list[str]:
         """Return the items of this process; none if there are more processes than items."""
         return [item for item, owner in self.owners(items).items() if owner == self.rank]
 
-    def tell_idle(self, items: Sequence[str]) -> None:
+    def warn_idle(self, items: Sequence[str]) -> None:
         """Log how many processes have no task."""
         if self.size > len(items):
             log.warning(
@@ -77,7 +77,7 @@ class Team:
                 len(items),
             )
 
-    def at(self, owner: int, work: Callable[[], T]) -> T | None:
+    def run_on(self, owner: int, work: Callable[[], T]) -> T | None:
         """Run work on one rank and return its result on the main rank; None elsewhere.
 
         The owner blocks until the main rank takes the result, so all ranks ask for results in the same order.
@@ -87,13 +87,13 @@ class Team:
             return value
         if self.rank == owner:
             self._send(value, 0)
-        return cast("T", self._received(owner)) if self.is_main else None
+        return cast("T", self._received(owner)) if self.is_main_process else None
 
-    def once(self, work: Callable[[], T]) -> T:
+    def run_on_main(self, work: Callable[[], T]) -> T:
         """Run work on the main rank and return its result on all; a `DriftLensError` is raised on all."""
         if self.size == 1:
             return work()
-        if self.is_main:
+        if self.is_main_process:
             value, error = outcome = _outcome(work)
             for rank in range(1, self.size):
                 self._send(outcome, rank)
@@ -118,18 +118,20 @@ class Team:
         """Wait until all processes have arrived."""
         self.gather(None)
 
-    def each(self, items: Sequence[str], work: Callable[[str], T]) -> dict[str, T]:
+    def map(self, items: Sequence[str], work: Callable[[str], T]) -> dict[str, T]:
         """Compute every item on one rank and return all results on all; a `DriftLensError` is raised on all."""
         if self.size == 1:
             return {item: work(item) for item in items}
         parts: dict[str, T] = {}
-        for part, error in self.gather(_outcome(lambda: {item: work(item) for item in self.mine(items)})):
+        for part, error in self.gather(
+            _outcome(lambda: {item: work(item) for item in self.own_items(items)})
+        ):
             if error is not None:
                 raise self._agreed(error)
             parts |= part or {}
         return {item: parts[item] for item in items}
 
-    def agrees(self, error: BaseException) -> bool:
+    def raised_on_all(self, error: BaseException) -> bool:
         """Return True if all processes have raised this error at the same place, so that they may continue."""
         return self.size == 1 or error in self._common
 
@@ -146,7 +148,7 @@ class Team:
             is_first = self._store.compare_set("failed", "", ours) == ours.encode()
         except RuntimeError:  # the store belonged to the main process, which has ended
             return self.rank <= 1
-        if self.is_main and is_first:
+        if self.is_main_process and is_first:
             import torch
 
             # Closing their connections makes the others read the error from this process's store.
@@ -247,7 +249,7 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, DriftLensError | None]:
 @contextmanager
 def joined() -> Iterator[Team]:
     """Join the processes that the environment describes, as torchrun sets it; without any, a team of one."""
-    if members() == 1:
+    if world_size() == 1:
         yield ALONE
         return
     import torch
@@ -264,7 +266,7 @@ def joined() -> Iterator[Team]:
         dist.init_process_group("gloo", store=group, rank=rank, world_size=size, timeout=_WAIT)
     except (RuntimeError, ValueError, KeyError) as error:
         raise SpecError(
-            f"the {members()} processes of the job can't connect: {str(error).splitlines()[0][:200]}",
+            f"the {world_size()} processes of the job can't connect: {str(error).splitlines()[0][:200]}",
             hint="Start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in every process.",
         ) from error
     team = Team(rank, size, dist.PrefixStore("team", store), device)
@@ -273,7 +275,7 @@ def joined() -> Iterator[Team]:
     dist.destroy_process_group()
 
 
-def members() -> int:
+def world_size() -> int:
     """Return the number of processes that the environment states; 1 if it has no rank for this one."""
-    said = os.environ.get("WORLD_SIZE", "1")
-    return int(said) if said.isdecimal() and int(said) > 1 and "RANK" in os.environ else 1
+    size = os.environ.get("WORLD_SIZE", "1")
+    return int(size) if size.isdecimal() and int(size) > 1 and "RANK" in os.environ else 1

@@ -1,6 +1,6 @@
 """The command line: `driftlens COMMAND`. Results go to stdout, progress and messages to stderr.
 
-Here a command is run, and errors are turned into two lines and an exit code.
+`run` runs one command and converts errors to a message, a hint and an exit code.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Any
 import typer
 
 from driftlens.cli import looking, running  # noqa: F401  for their commands
-from driftlens.cli.app import app, hearing, manner, spelling_homes_out, stopped
-from driftlens.utils.distributed import joined, world_size
+from driftlens.cli.app import app, expanding_home, hearing, manner, stopped
+from driftlens.utils.distributed import joined, members
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError, from_library, harmless
 from driftlens.utils.files import put_in_order
 
+# Commands that `torchrun` may start: they distribute tasks over processes.
 DISTRIBUTED = ("analyze", "calibrate", "sweep")
-"""Commands that distribute tasks over processes."""
 _GLOBAL_FLAGS = {"-q", "--quiet", "-v", "--verbose", "--debug", "--offline"}
+# Global options that take a value.
 _GLOBAL_OPTIONS = ("--threads", "--progress")
-"""Options of the whole program that take a value."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Start": ("demo", "why", "init", "validate", "ui", "doctor"),
     "Measure": ("analyze", "attach", "compare", "check"),
@@ -42,59 +42,73 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 """All commands, as `--help` and the documentation list them."""
 
 
-def _take_in_order() -> None:
+class _Command(typer.core.TyperCommand):
+    """A command whose `--help` does not repeat the environment variable of every option."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        for parameter in self.params:
+            vars(parameter)["show_envvar"] = False
+
+
+def _order_commands() -> None:
     """Set every command's group and its place in `--help`."""
     groups = {name: group for group, names in GROUPS.items() for name in names}
     for command in app.registered_commands:
         assert command.callback is not None
         command.name = command.name or command.callback.__name__
         command.rich_help_panel = groups.get(command.name)
-        # Whatever the terminal's width, and not as wide as the docstring was.
+        command.cls = _Command
+        # Lines are joined, so that the help fills the terminal whatever the width of the docstring.
         parts = (inspect.getdoc(command.callback) or "").split("\n\n")
         command.help = "\n\n".join(" ".join(part.split()) for part in parts)
-        command.callback = spelling_homes_out(command.callback)
+        command.callback = expanding_home(command.callback)
     app.registered_commands.sort(key=lambda command: [*groups, command.name].index(command.name))
 
 
-_take_in_order()
-MOST_LINES, WIDEST = 60, 2000
-"""Of a message: lines, and characters in one."""
+_order_commands()
+# Longest message printed: libraries may quote a whole file in an error.
+MAX_LINES, MAX_COLUMNS = 60, 2000
+# The base class of usage errors: typer bundles its own click, without a public name for it.
 _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
-"""Base class of usage errors; typer bundles its own click without a public name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command line and exit with its code (see `driftlens.utils.errors` for the codes)."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
-        # Not after every 700 objects: libraries make half a million that stay.
+        # Importing libraries creates half a million lasting objects; the default of 700 would scan them often.
         gc.set_threshold(10_000, *gc.get_threshold()[1:])
-    flags, rest = _split_global_options(given)
-    manner.debug = "--debug" in flags  # also where the rest can't be parsed
+    flags, rest = _split_global_options(words)
+    # Set before parsing, so that errors of parsing are shown with a traceback too.
+    manner.debug = "--debug" in flags
     if not os.environ.get("PYTHONWARNINGS"):
-        warnings.simplefilter("ignore", FutureWarning)  # third parties talking to programmers, not to users
+        # These address programmers who use a library, not users of the command line.
+        warnings.simplefilter("ignore", FutureWarning)
     if not {"-v", "--verbose"} & {*flags}:
-        os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # else a Hub out of reach is told a dozen times
-    if world_size() > 1:
-        # Broken connections are reported by us, without torch's stack.
+        # An unreachable Hub would be logged a dozen times.
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    if members() > 1:
+        # DriftLens reports broken connections itself, without the stack of torch.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Files are all that is drawn to; a notebook hands down a backend that may not be here.
+    # Figures go to files only; a notebook passes on a backend that may not be installed.
     os.environ["MPLBACKEND"] = "agg"
-    # Another thread than the first hears no signals.
+    # Python delivers signals to the main thread only.
     is_first = threading.current_thread() is threading.main_thread()
     code = Cancelled.exit_code
-    heard = hearing(last=arguments is None) if is_first else contextlib.nullcontext()
-    with contextlib.suppress(KeyboardInterrupt), heard:
+    signals = hearing(last=arguments is None) if is_first else contextlib.nullcontext()
+    with contextlib.suppress(KeyboardInterrupt), signals:
         code = run(flags + rest)
-    put_in_order()  # what was begun where the interrupt fell
-    # After a failure threads of torch.distributed may wait for processes that are gone.
-    if world_size() == 1 or not code:
+    # Finishes or removes files that an interrupt left half-written.
+    put_in_order()
+    # After an error, threads of torch.distributed may block on processes that no longer exist.
+    if members() == 1 or not code:
         if arguments is not None:
             sys.exit(code)
         atexit._run_exitfuncs()
-    # Python's own end would look through all that is there once more, for a second; what `gc.freeze` hides from it,
-    # triton 3.9 takes for leaked and tells in 30 lines.
-    with contextlib.suppress(OSError, ValueError):  # nobody listens any more
+    # A normal exit would run the garbage collector over all objects for a second. `gc.freeze` would avoid that, but
+    # triton 3.9 then reports leaks in 30 lines.
+    with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
@@ -105,6 +119,7 @@ def _split_global_options(arguments: Sequence[str]) -> tuple[list[str], list[str
     flags: list[str] = []
     rest: list[str] = []
     words = iter(arguments)
+    # click accepts options of the group before the command only.
     for word in words:
         if word in _GLOBAL_OPTIONS:
             flags += [word, *itertools.islice(words, 1)]
@@ -118,9 +133,10 @@ def _split_global_options(arguments: Sequence[str]) -> tuple[list[str], list[str
 def run(arguments: list[str]) -> int:
     """Run one command line, whose global flags come first; returns its exit code."""
     try:
-        with _teamed(arguments):
+        with _distributed(arguments):
             result = typer.main.get_command(app).main(arguments, prog_name="driftlens", standalone_mode=False)
-            if result == Cancelled.exit_code:  # what newer versions of typer make of an interrupt
+            # Newer versions of typer return this code after an interrupt instead of raising.
+            if result == Cancelled.exit_code:
                 raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except typer.Exit as leaving:
@@ -134,35 +150,34 @@ def run(arguments: list[str]) -> int:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             return _report(f"the disk is full: {error}", "Free some space; finished phases are kept.", 4)
-        if stopped.since is not None:  # the terminal is gone
+        # After a signal, writing to a closed terminal fails.
+        if stopped.since is not None:
             return Cancelled.exit_code
         if isinstance(error, BrokenPipeError):
-            # Whoever read our output has left; flushing at exit would raise again.
+            # The reader of a pipe, such as `head`, has ended; flushing at exit would raise again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        if error.errno is None and (told := from_library(error)) is not None:
-            return _report(told.message, told.hint, told.exit_code)
-        # A folder in the place of a file, a path too long, a device that can't be read: the file system's answer.
+        if error.errno is None and (known := from_library(error)) is not None:
+            return _report(known.message, known.hint, known.exit_code)
+        # The file system refused, for example a folder where a file is expected, or a path that is too long.
         place = f"{error.filename2 or error.filename}: " if error.filename else ""
-        hint = "Check the path, and that you may read and write there."
+        hint = "Check the path and its permissions."
         return _report(f"{place}{error.strerror or error}", hint, RunError.exit_code)
     except Exception as error:
-        if (told := from_library(error)) is not None:
-            return _report(told.message, told.hint, told.exit_code)
-        hint = "This is a defect of DriftLens. Run it again with --debug and report the traceback."
+        if (known := from_library(error)) is not None:
+            return _report(known.message, known.hint, known.exit_code)
+        hint = "This is a bug in DriftLens. Run it again with --debug and report the traceback."
         return _report(f"{type(error).__name__}: {error}", hint, 1)
     except BaseException as error:
-        # What libraries in Rust raise where a file makes them break down.
+        # Libraries in Rust raise this BaseException when they panic on a damaged file.
         if type(error).__name__ != "PanicException":
             raise
-        hint = (
-            "Tokenizers and weights are read by such; restore theirs from the original, or take the text out."
-        )
-        return _report(f"a library broke down: {error}", hint, RunError.exit_code)
+        hint = "A tokenizer or weights file may be damaged; restore it from the original."
+        return _report(f"a library crashed: {error}", hint, RunError.exit_code)
 
 
 @contextlib.contextmanager
-def _teamed(arguments: Sequence[str]) -> Iterator[None]:
+def _distributed(arguments: Sequence[str]) -> Iterator[None]:
     """Run a command in as many processes as the environment states; all but the main one are silent."""
     if world_size() == 1:
         yield
@@ -176,8 +191,8 @@ def _teamed(arguments: Sequence[str]) -> Iterator[None]:
         command = next((part for part in arguments if part in names), "this command")
         if command not in DISTRIBUTED:
             raise SpecError(
-                f"{command} runs in one process, and this is one of {world_size()}",
-                hint=f"Start it without torchrun, which {', '.join(DISTRIBUTED)} can be started with.",
+                f"{command} runs in one process, and this is one of {members()}",
+                hint=f"Start it without torchrun; only {', '.join(DISTRIBUTED)} support it.",
             )
         with joined() as manner.team:
             try:
@@ -197,14 +212,16 @@ def _teamed(arguments: Sequence[str]) -> Iterator[None]:
 
 def _misused(error: Any, arguments: Sequence[str]) -> int:
     """Report a command line that cannot be parsed, and return the exit code."""
-    message = error.format_message().replace("Value error, ", "")  # pydantic's word before ours
-    if not message:  # no command at all: the help has been shown
+    # pydantic puts this prefix before messages of validators.
+    message = error.format_message().replace("Value error, ", "")
+    # Without any command typer has printed the help already.
+    if not message:
         return SpecError.exit_code
-    context = getattr(error, "ctx", None)  # which some errors lack
+    context = getattr(error, "ctx", None)
     known = getattr(typer.main.get_command(app), "commands", {})
     words = ["driftlens", *(word for word in arguments if word in known)]
     command = " ".join(words[:2]) if context is None else context.command_path
-    return _report(message.rstrip("."), f"`{command} --help` says what there is.", SpecError.exit_code)
+    return _report(message.rstrip("."), f"See `{command} --help`.", SpecError.exit_code)
 
 
 def _report(message: str, hint: str, code: int) -> int:
@@ -223,7 +240,7 @@ def _report(message: str, hint: str, code: int) -> int:
 def _shortened(text: str) -> str:
     """Shorten a text for a terminal: no control characters, limited line length and number of lines."""
     lines = harmless(text).splitlines()
-    shown = [line if len(line) <= WIDEST else f"{line[:WIDEST]}..." for line in lines[:MOST_LINES]]
-    if len(lines) > MOST_LINES:
-        shown.append(f"... and {len(lines) - MOST_LINES:,} lines more")
+    shown = [line if len(line) <= MAX_COLUMNS else f"{line[:MAX_COLUMNS]}..." for line in lines[:MAX_LINES]]
+    if len(lines) > MAX_LINES:
+        shown.append(f"... and {len(lines) - MAX_LINES:,} more lines")
     return "\n".join(shown)

@@ -61,20 +61,31 @@ class _Manner:
 manner = _Manner()
 
 
-def _tell_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"driftlens {driftlens.__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def set_manner(
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notices.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more about what happens.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", show_envvar=False, help="No progress, no notices.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", show_envvar=False, help="Print more details.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", show_envvar=False, help="Show tracebacks of errors.")
+    ] = False,
     offline: Annotated[
         bool,
-        typer.Option("--offline", envvar=["DRIFTLENS_OFFLINE", "HF_HUB_OFFLINE"], help="Download nothing."),
+        typer.Option(
+            "--offline",
+            envvar=["DRIFTLENS_OFFLINE", "HF_HUB_OFFLINE"],
+            show_envvar=False,
+            help="Download nothing.",
+        ),
     ] = False,
     threads: Annotated[
         int | None,
@@ -82,21 +93,25 @@ def set_manner(
             "--threads",
             envvar="DRIFTLENS_THREADS",
             min=1,
-            help="Threads to compute with; as many as there are cores if left out.",
+            show_envvar=False,
+            help="Number of CPU threads; all cores by default.",
         ),
     ] = None,
     progress: Annotated[
-        str, typer.Option("--progress", envvar="DRIFTLENS_PROGRESS", help="auto, rich, jsonl or none.")
+        str,
+        typer.Option(
+            "--progress", envvar="DRIFTLENS_PROGRESS", show_envvar=False, help="auto, rich, jsonl or none."
+        ),
     ] = "auto",
     version: Annotated[
-        # A variable DRIFTLENS_VERSION is somebody's note of a version, not a question.
+        # Scripts may set DRIFTLENS_VERSION to record a version; it must not trigger this option.
         bool,
         typer.Option(
             "--version",
-            callback=_tell_version,
+            callback=_print_version,
             is_eager=True,
             allow_from_autoenv=False,
-            help="Say which version this is.",
+            help="Print the version.",
         ),
     ] = False,
 ) -> None:
@@ -122,17 +137,17 @@ class _JsonLines(logging.Formatter):
 
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
-JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document instead of text.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Trust = Annotated[
-    # Trust is given on the command line or not at all; no variable may give it.
-    bool, typer.Option("--trust-code", allow_from_autoenv=False, help="Run Python code that the spec names.")
+    # No environment variable may grant trust: it would apply to every spec.
+    bool, typer.Option("--trust-code", allow_from_autoenv=False, help="Run Python code named in the spec.")
 ]
 Device = Annotated[
     str | None,
     typer.Option(
         "--device",
         envvar="DRIFTLENS_DEVICE",
-        help="auto, cpu, cuda, mps, xpu; cuda:1 of several; over the spec's.",
+        help="auto, cpu, cuda, cuda:1, mps or xpu; overrides the spec.",
     ),
 ]
 
@@ -154,16 +169,17 @@ class Job:
         """Yield a context with progress as `--progress` requests, a token that Ctrl-C sets, and `--threads` applied."""
         from driftlens.utils.progress import sink_for
 
-        mode: Any = "none" if manner.quiet or not manner.team.is_main_process else manner.progress
-        if mode == "jsonl":  # whoever reads these lines can read no others
+        mode: Any = "none" if manner.quiet or not manner.team.is_main else manner.progress
+        # A program that parses JSON lines cannot parse plain log lines between them.
+        if mode == "jsonl":
             for handler in logging.getLogger("driftlens").handlers:
                 handler.setFormatter(_JsonLines())
         with limited_threads(manner.threads), cancelling() as cancel, sink_for(mode) as sink:
             yield Context(self.access, sink, cancel)
 
 
+# Builds one argument of a command from the values of its flags.
 Maker = Callable[[Mapping[str, Any]], Any]
-"""Makes an argument of a command out of the values of its flags."""
 
 
 def flagged(command: Callable[..., None]) -> Callable[..., None]:
@@ -177,49 +193,50 @@ def flagged(command: Callable[..., None]) -> Callable[..., None]:
     """
     parameters: dict[str, inspect.Parameter] = {}
     own: dict[str, inspect.Parameter] = {}
-    made_of: dict[str, Maker] = {}
+    makers: dict[str, Maker] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         kind, *names = typing.get_args(parameter.annotation) or [parameter.annotation]
         if inspect.isclass(kind) and issubclass(kind, Request):
             flags = {flag.name: flag for flag in _request_flags(kind)}
-            made_of[parameter.name] = functools.partial(_request, kind)
+            makers[parameter.name] = functools.partial(_request, kind)
         elif kind is Job:
             options = inspect.signature(Job, eval_str=True).parameters
             flags = {name: options[name] for name in names or options}
-            made_of[parameter.name] = functools.partial(_job, [*flags])
+            makers[parameter.name] = functools.partial(_job, [*flags])
         else:
             own[parameter.name] = parameter
             flags = {parameter.name: parameter}
         parameters = {**parameters, **flags}
 
-    def run(**given: Any) -> None:
-        made = {name: make(given) for name, make in made_of.items()}
-        command(**{name: given[name] for name in own}, **made)
+    def run(**values: Any) -> None:
+        made = {name: make(values) for name, make in makers.items()}
+        command(**{name: values[name] for name in own}, **made)
 
     functools.update_wrapper(run, command)
-    # What typer reads: the signature, then annotations by name.
-    keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters.values()]
+    # Typer reads the signature first and then the annotations by name.
+    keywords = [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in parameters.values()]
     vars(run)["__signature__"] = inspect.Signature(keywords)
-    run.__annotations__ = {each.name: each.annotation for each in keywords}
+    run.__annotations__ = {flag.name: flag.annotation for flag in keywords}
     return run
 
 
-def _job(names: list[str], given: Mapping[str, Any]) -> Job:
-    return Job(**{name: given[name] for name in names})
+def _job(names: list[str], values: Mapping[str, Any]) -> Job:
+    return Job(**{name: values[name] for name in names})
 
 
-def _request(kind: type[Request], given: Mapping[str, Any]) -> Request:
+def _request(kind: type[Request], values: Mapping[str, Any]) -> Request:
     """Build the request from flags; missing fields have their defaults."""
-    said = {}
+    fields_set = {}
     for name, field in kind.model_fields.items():
         option = Option.of(field)
-        value = given[option.parameter or name] if option.is_given else None
+        value = values[option.parameter or name] if option.is_given else None
         if value is None:
             continue
         if option.read is not None:
             value = option.read(value)
-        said[name] = value is False if field.default is True else value
-    return kind(**said)
+        # A field that is on by default has a `--no-...` flag, so its value is inverted.
+        fields_set[name] = value is False if field.default is True else value
+    return kind(**fields_set)
 
 
 def _request_flags(kind: type[Request]) -> Iterator[inspect.Parameter]:
@@ -237,12 +254,12 @@ def _field_flag(name: str, field: FieldInfo, option: Option) -> inspect.Paramete
     words = list[str] if option.is_list else str
     value = words if option.read is not None else _value_of(field.annotation)
     if value is bool:
-        # Named, it gets no second flag that switches it off; one that is on is switched off by its flag.
+        # Typer adds a `--no-` twin to unnamed booleans; a named one has a single flag.
         spelled, default = spelled or option.spelled(name), False
     if value in (int, float):
         bounds = [*_bounds(field.annotation, field.metadata)]
-        about["min"] = next((each.ge for each in bounds if isinstance(each, annotated_types.Ge)), None)
-        about["max"] = next((each.le for each in bounds if isinstance(each, annotated_types.Le)), None)
+        about["min"] = next((bound.ge for bound in bounds if isinstance(bound, annotated_types.Ge)), None)
+        about["max"] = next((bound.le for bound in bounds if isinstance(bound, annotated_types.Le)), None)
     if field.is_required():
         default = inspect.Parameter.empty
     elif default is None or option.read is not None or value == list[str]:
@@ -262,39 +279,42 @@ def _value_of(annotation: Any) -> Any:
     if origin is Annotated:
         return _value_of(arguments[0])
     if origin in (typing.Union, types.UnionType):
-        return _value_of(next(each for each in arguments if each is not type(None)))
-    if annotation is Any:  # words that are checked where they are read
+        return _value_of(next(member for member in arguments if member is not type(None)))
+    # Values without a type are parsed later, by `Option.read` or by the request.
+    if annotation is Any:
         return str
     return list[str] if origin is tuple else annotation
 
 
 def _bounds(annotation: Any, metadata: Any) -> Iterator[Any]:
     """Yield the bounds of a number in an annotation."""
-    for each in metadata:
-        if isinstance(each, annotated_types.Ge | annotated_types.Le):
-            yield each
-        yield from _bounds(None, getattr(each, "metadata", ()))
-    for each in typing.get_args(annotation):
-        yield from _bounds(each, getattr(each, "__metadata__", ()))
+    for entry in metadata:
+        if isinstance(entry, annotated_types.Ge | annotated_types.Le):
+            yield entry
+        # pydantic nests the bounds of `Field(ge=1)` in the metadata of the `Field`.
+        yield from _bounds(None, getattr(entry, "metadata", ()))
+    for member in typing.get_args(annotation):
+        yield from _bounds(member, getattr(member, "__metadata__", ()))
 
 
-def spelling_homes_out(command: Any) -> Callable[..., Any]:
+def expanding_home(command: Any) -> Callable[..., Any]:
     """Expand `~` in a command's paths, since shells do not expand it in quotes or after `=`."""
 
-    def spelled(value: Any) -> Any:
+    def expand(value: Any) -> Any:
         if isinstance(value, list):
-            return [spelled(each) for each in value]
+            return [expand(entry) for entry in value]
         return expanded(value) if isinstance(value, Path) else value
 
     @functools.wraps(command)
-    def run(**given: Any) -> Any:
-        return command(**{name: spelled(value) for name, value in given.items()})
+    def run(**values: Any) -> Any:
+        return command(**{name: expand(value) for name, value in values.items()})
 
     return run
 
 
 def limited_threads(number: int | None) -> AbstractContextManager[None]:
     """Limit torch's threads inside the block; without a number torch is not imported."""
+    # Without a number, commands such as `ls` start in a fraction of the time that torch needs.
     if number is None:
         return nullcontext()
     from driftlens.utils.devices import using_threads
@@ -313,7 +333,7 @@ def say_saved(place: Path) -> None:
     """Print where a model was saved, and for a folder how to publish it."""
     say(f"wrote {place}")
     if place.is_dir():
-        # The Hub's names have no spaces and Latin letters alone; `.` has no name.
+        # Hub repositories allow ASCII letters without spaces; the path `.` has no name.
         name = place.name if re.fullmatch(r"[\w.-]+", place.name, re.ASCII) else "YOUR_MODEL"
         note(f"To publish it with its model card: hf upload YOUR_NAME/{name} {shlex.quote(str(place))}")
 
@@ -321,7 +341,8 @@ def say_saved(place: Path) -> None:
 def note(text: str) -> None:
     """Print a remark to stderr, unless `--quiet` is given."""
     if not manner.quiet:
-        with suppress(OSError):  # of a terminal that was closed a moment before its signal is heard
+        # A closed terminal raises here before its SIGHUP arrives.
+        with suppress(OSError):
             typer.echo(harmless(text), err=True)
 
 
@@ -336,18 +357,18 @@ def _plain(value: Any) -> Any:
     from driftlens.runs.tables import plain, plain_rows
 
     if is_dataclass(value):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(entry) for entry in value]
     if isinstance(value, Path):
         return str(value)
     return plain_rows(value) if hasattr(value, "columns") else plain(value)
 
 
+# Signals of Ctrl-C, a scheduler and a closed terminal; all are handled alike. Windows has no SIGHUP.
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""What asks the process to end: Ctrl-C, a scheduler, a terminal that is closed. All are heard alike."""
 
 
 @dataclass
@@ -362,13 +383,14 @@ class Stopping:
 
     @property
     def _is_on_its_way(self) -> bool:
-        """For some seconds after an interrupt, in which it puts things in order; some libraries swallow one."""
-        last = max((at for at in (self.since, self.failed) if at is not None), default=float("-inf"))
+        """True while cleanup after an interrupt or error may still run."""
+        # A grace period and not a flag for good: some libraries swallow an interrupt.
+        last = max((time for time in (self.since, self.failed) if time is not None), default=float("-inf"))
         return self.is_over or time.monotonic() - last < GRACE_SECONDS
 
 
+# Further signals in this time do not interrupt the cleanup that the first one started.
 GRACE_SECONDS = 5.0
-"""Set while the first signal is handled; further signals are ignored."""
 
 stopped = Stopping()
 
@@ -377,8 +399,9 @@ stopped = Stopping()
 def hearing(*, last: bool) -> Iterator[None]:
     """Let the first `ENDING` signal interrupt the block; restore handlers afterwards unless this is the `last`."""
     before = {number: signal.getsignal(number) for number in ENDING}
-    # What was to be ignored, as under nohup, stays ignored; a program that calls us keeps its own handlers.
-    usual = [number for number, at in before.items() if at in (signal.SIG_DFL, signal.default_int_handler)]
+    # Signals ignored by the parent, as under nohup, stay ignored; a calling program keeps its own handlers.
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    usual = [number for number, handler in before.items() if handler in defaults]
     stopped.since, stopped.failed, stopped.is_over, stopped.is_by_launcher = None, None, False, False
     try:
         for number in usual:
@@ -399,21 +422,22 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     """
     if stopped._is_on_its_way:
         return
-    at = frame
-    while at is not None:
-        if at.f_code.co_filename.startswith("<frozen importlib"):
+    caller = frame
+    while caller is not None:
+        if caller.f_code.co_filename.startswith("<frozen importlib"):
             again = threading.Timer(0.05, os.kill, (os.getpid(), number))
             again.daemon = True
             again.start()
             return
-        at = at.f_back
+        caller = caller.f_back
     stopped.since = time.monotonic()
     _leave_lost_terminal()
     raise KeyboardInterrupt
 
 
 def _leave_lost_terminal() -> None:
-    """Write nowhere instead of to a terminal that was closed: what can't be said must not be one more error."""
+    """Redirect output to /dev/null if the terminal was closed."""
+    # Otherwise the message about the interrupt would itself raise an error.
     for stream in (1, 2):
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
@@ -425,25 +449,28 @@ def cancelling() -> Iterator[CancelToken]:
     """Yield a token that the first `ENDING` signal sets; a second one stops at once, later ones are ignored."""
     token = CancelToken()
 
-    def ask(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         _leave_lost_terminal()
         if token.is_heard or stopped._is_on_its_way:
             return
         if token.is_set:
             interrupt(number, frame)
-            return  # a library is being imported: the signal comes again
+            # It returns during an import, where the signal is sent again a moment later.
+            return
         token.cancel()
         stopped.is_by_launcher = manner.team.size > 1 and number == signal.SIGTERM
-        with suppress(OSError, RuntimeError):  # it may be said in the middle of what is being written there
-            note("stopping at the next batch; once more stops at once")
+        # The signal may arrive in the middle of a write to the same stream, which is not reentrant.
+        with suppress(OSError, RuntimeError):
+            note("stopping at the next batch; repeat to stop at once")
 
-    before = {number: at for number in ENDING if (at := signal.getsignal(number)) is not signal.SIG_IGN}
+    handlers = {number: signal.getsignal(number) for number in ENDING}
+    before = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
     try:
         for number in before:
-            signal.signal(number, ask)
+            signal.signal(number, handle)
         yield token
     except Exception as error:
-        # A launcher stops all as soon as one is gone: what another has found out by then is told all the same.
+        # torchrun kills all processes once one fails; the error of this one is still reported.
         stopped.failed = None if isinstance(error, Cancelled) else time.monotonic()
         raise
     finally:

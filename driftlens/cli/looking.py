@@ -30,7 +30,13 @@ _PACKAGES = (
 
 
 def show_run(run: DriftRun, *, as_json: bool = False, everyone: bool = False) -> None:
-    """Print a run's summary, with all models side by side if `everyone` is wanted, or its final rows as JSON."""
+    """Print a run's summary, or its final rows as JSON.
+
+    Args:
+        run: the run.
+        as_json: print one JSON document.
+        everyone: show all models side by side.
+    """
     from driftlens.results.measures import findings
     from driftlens.results.verdict import verdict
     from driftlens_reports.facts import advice
@@ -60,7 +66,7 @@ def show_run(run: DriftRun, *, as_json: bool = False, everyone: bool = False) ->
 
 @app.command()
 def show(run: RunFolder, as_json: JsonFlag = False) -> None:
-    """Tell what a run found: drift, where it comes from, accuracy, self-checks."""
+    """Show a run's results: drift, its sources, accuracy and self-checks."""
     from driftlens.runs.run import open_run
 
     show_run(open_run(run), as_json=as_json)
@@ -68,47 +74,47 @@ def show(run: RunFolder, as_json: JsonFlag = False) -> None:
 
 @app.command("ls")
 def list_runs(
-    root: Annotated[Path, typer.Argument(help="The folder to look in.")] = Path(), as_json: JsonFlag = False
+    root: Annotated[Path, typer.Argument(help="Folder to search.")] = Path(), as_json: JsonFlag = False
 ) -> None:
     """List the runs below a folder."""
     from driftlens.results.listing import find_runs
     from driftlens_reports.terminal import listing_text
 
-    found = find_runs(root)
+    runs = find_runs(root)
     if as_json:
-        say_json(found)
+        say_json(runs)
     else:
-        say(listing_text(found) if found else f"no runs below {root}; `driftlens demo` makes one")
+        say(listing_text(runs) if runs else f"no runs below {root}; `driftlens demo` makes one")
 
 
 @app.command()
 def doctor(
     methods: Annotated[
-        bool, typer.Option("--methods", help="List calibrators and merge methods with settings and presets.")
+        bool, typer.Option("--methods", help="List calibrators and merge methods with settings.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Report the environment (versions, devices, cache, what is missing) or, with --methods, the methods there are."""
+    """Report the environment (versions, devices, problems) or, with --methods, all methods."""
     if methods:
         say_json(_catalog()) if as_json else say(_catalog_text(_catalog()))
         return
-    found = environment()
+    facts = environment()
     if as_json:
-        say_json(found)
+        say_json(facts)
     else:
-        width = max(map(len, found))
-        say("\n".join(f"{name:<{width}}  {value}" for name, value in found.items()))
+        width = max(map(len, facts))
+        say("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
 
 
 _VIEWS = re.compile(r"\b\d+ views\b")
 
 
 def _catalog() -> dict[str, dict[str, Any]]:
-    """Calibrators, merge methods and loaders by name, each with title, source and settings.
+    """Return calibrators, merge methods and loaders by name, each with title, source and settings.
 
-    Of calibrators also the presets, which settings can be chosen by themselves, what `--auto` compares, and the fewest
-    samples of a task that the choice of the best method is made on; 0 where nothing is chosen. The dashboard, which
-    never imports torch, asks for it by `driftlens doctor --methods --json`.
+    Calibrators also have presets, the settings and candidates of `--auto`, and the fewest samples per task that
+    `--auto` needs; 0 without candidates. The dashboard, which never imports torch, reads this from
+    `driftlens doctor --methods --json`.
     """
     from driftlens.calibration.automatic import NUM_FOLDS
     from driftlens.calibration.calibrator import calibrators
@@ -153,7 +159,7 @@ def _catalog() -> dict[str, dict[str, Any]]:
 
 
 def _varied(kind: type[Calibrator]) -> list[str]:
-    """List the settings in which candidates differ, in the order of the constructor."""
+    """Return the settings in which candidates differ, in constructor order."""
     from driftlens.utils.registry import settings_of
 
     return [
@@ -164,27 +170,28 @@ def _varied(kind: type[Calibrator]) -> list[str]:
 
 
 def _compared(kind: type[Calibrator]) -> dict[str, list[str]]:
-    """Return preset -> titles of the candidates that `--auto` compares; the number of views depends on the samples."""
+    """Return the titles of the candidates of `--auto` by preset."""
     from driftlens.pipelines.model_selection import titles
 
     presets = kind.presets if kind.candidates else {}
+    # The number of views depends on the samples, so titles leave it out.
     return {
         name: [_VIEWS.sub("views", title) for title in titles(kind(**values))]
         for name, values in presets.items()
     }
 
 
-def _catalog_text(found: dict[str, dict[str, Any]]) -> str:
-    """Format the catalogue for a terminal: a paragraph per method, a line per setting."""
+def _catalog_text(catalog: dict[str, dict[str, Any]]) -> str:
+    """Format the catalog: a paragraph per method, a line per setting."""
     from driftlens.utils.registry import expected
 
     lines = []
-    for kind, methods in found.items():
+    for kind, methods in catalog.items():
         lines.append(kind.replace("_", " ").capitalize())
         for name, method in methods.items():
             source = f", {method['source']}" if method["source"] else ""
             reads = f"; reads {method['reads']}" if "reads" in method else ""
-            reads += ", requires the task of each input" if method.get("needs_task_id") else ""
+            reads += "; requires the task ID at inference" if method.get("needs_task_id") else ""
             lines.append(f"  {name}: {method['title']}{source}{reads}")
             for setting, schema in method["settings"].items():
                 default = f"default {_setting(schema['default'])}" if "default" in schema else "required"
@@ -193,8 +200,8 @@ def _catalog_text(found: dict[str, dict[str, Any]]) -> str:
                     f"    {setting}  {schema.get('description') or expected(schema)} ({default}{unit})"
                 )
             for preset, values in method.get("presets", {}).items():
-                given = ", ".join(f"{key} {_setting(value)}" for key, value in values.items())
-                lines.append(f"    preset {preset}: {given}")
+                settings = ", ".join(f"{key} {_setting(value)}" for key, value in values.items())
+                lines.append(f"    preset {preset}: {settings}")
     return "\n".join(lines)
 
 
@@ -205,7 +212,7 @@ def _setting(value: object) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Describe the machine for a bug report, one line each, with anything that does not work."""
+    """Return facts about the machine for bug reports, and problems, one line each."""
     import psutil
 
     import driftlens
@@ -215,13 +222,13 @@ def environment() -> dict[str, str]:
 
     memory, gpu = psutil.virtual_memory(), "none (CPU only)"
     if (device := accelerator()) is not None:
-        known = memory_of(device)
-        gpu = ", ".join([device_name(device), *([f"{known[1] / 2**30:.0f} GiB"] if known else [])])
+        total = memory_of(device)
+        gpu = ", ".join([device_name(device), *([f"{total[1] / 2**30:.0f} GiB"] if total else [])])
     clip = "imports"
     try:
         importlib.import_module("transformers.models.clip.modeling_clip")
     except Exception as error:
-        # The usual cause is a torchvision that was built for another torch.
+        # The usual cause is a torchvision built for another version of torch.
         clip = f"broken: {type(error).__name__}: {error}; install torch and torchvision together"
     return {
         "driftlens": driftlens.__version__,
@@ -237,7 +244,7 @@ def environment() -> dict[str, str]:
 
 
 def _plugins() -> Iterator[str]:
-    """Yield the plug-ins of installed distributions, and why any of them can't be loaded."""
+    """Yield the plug-ins of other installed distributions and those that fail to import."""
     from driftlens.calibration.calibrator import calibrators
     from driftlens.data.sources import data_sources
     from driftlens.merging.method import merge_methods
@@ -271,18 +278,16 @@ def check(
     run: RunFolder,
     tests: Annotated[
         Path | None,
-        typer.Option(
-            "--tests", metavar="FILE", help="YAML file of checks; the built-in self-checks if left out."
-        ),
+        typer.Option("--tests", metavar="FILE", help="YAML file of checks; default: built-in self-checks."),
     ] = None,
     junit: Annotated[
         Path | None, typer.Option("--junit", metavar="FILE", help="Also write the results as JUnit XML.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check a run's numbers against bounds and its files against their digests; exit code 3 if one fails.
+    """Check a run's numbers against bounds and its files against digests; exit code 3 on failure.
 
-    What was not measured is skipped.
+    Checks without measured values are skipped.
     """
     from driftlens.results.checks import check as judge
     from driftlens.results.checks import junit_xml
@@ -307,7 +312,8 @@ def check(
     else:
         say(f"{verification_text(files)}\n{checks_text(report)}")
         for text in left_undone(report.run) if files.unlisted else ():
-            note(text)  # which job the unlisted files belong to
+            # Unlisted files belong to an unfinished job, which this names.
+            note(text)
     if not files.ok:
         raise typer.Exit(RunError.exit_code)
     if report.failed:
@@ -319,48 +325,52 @@ def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="The run before.")],
     second: Annotated[
         Path | None,
-        typer.Argument(metavar="[B]", help="The run after; left out, two variants of A are compared."),
+        typer.Argument(metavar="[B]", help="The run after; default: compare variants of A."),
     ] = None,
     before: Annotated[
-        str | None, typer.Option(help="Variant of A; merged, or with B every variant both have.")
+        str | None, typer.Option(help="Variant of A; default: merged, or with B all shared ones.")
     ] = None,
     after: Annotated[
-        str | None, typer.Option(help="Variant of B; like --before, or without B the calibration added last.")
+        str | None,
+        typer.Option(help="Variant of B; default: as --before, or without B the last calibration."),
     ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
-            min=0.0, help="Demand equal numbers within this relative tolerance; exit code 3 if not."
+            min=0.0, help="Require equal numbers within this relative tolerance; exit code 3 otherwise."
         ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what changes between two runs or two variants: drift, flips, accuracy with intervals."""
+    """Compare two runs or two variants: drift, flips, accuracy with intervals."""
     from driftlens.results.compare import compare as compared
     from driftlens.results.compare import mean_score_change
     from driftlens.runs.verify import TOLERANCE, equality
     from driftlens.utils.intervals import p_of
     from driftlens_reports.terminal import comparison_text
 
-    found = compared(first, second, before=before, after=after)
+    comparison = compared(first, second, before=before, after=after)
     if second is None and tolerance is not None:
         raise typer.BadParameter("--tolerance compares two runs; give the second one")
     limit = TOLERANCE if tolerance is None else tolerance
-    equal = None if second is None else equality(found.before, found.after)
+    equal = None if second is None else equality(comparison.before, comparison.after)
     if as_json:
         same = None if equal is None else {**vars(equal), "tolerance": limit, "within": equal.within(limit)}
-        by_pair = found.tasks.groupby(["before", "after"], sort=False)
+        by_pair = comparison.tasks.groupby(["before", "after"], sort=False)
         means = [(pair, mean_score_change(rows)) for pair, rows in by_pair]
         document = {
-            "before": {"id": found.before.id, "name": found.before.name},
-            "after": {"id": found.after.id, "name": found.after.name},
-            **{name: getattr(found, name) for name in ("pairs", "mismatches", "notes", "tasks", "layers")},
-            "means": [{"pair": pair, **vars(at), "p_value": p_of(at)} for pair, at in means],
+            "before": {"id": comparison.before.id, "name": comparison.before.name},
+            "after": {"id": comparison.after.id, "name": comparison.after.name},
+            **{
+                name: getattr(comparison, name)
+                for name in ("pairs", "mismatches", "notes", "tasks", "layers")
+            },
+            "means": [{"pair": pair, **vars(change), "p_value": p_of(change)} for pair, change in means],
             "equality": same,
         }
         say_json(document)
     else:
-        say(comparison_text(found, equal, limit))
+        say(comparison_text(comparison, equal, limit))
     if tolerance is not None and equal is not None and not equal.within(limit):
         raise typer.Exit(ChecksFailedError.exit_code)
 
@@ -373,38 +383,38 @@ def ui(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Port to listen on; the first free one from 8501 if left out."),
+        typer.Option(min=1, max=65535, help="Port; default: the first free one from 8501."),
     ] = None,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="Only start the server.")] = False,
-    read_only: Annotated[bool, typer.Option("--read-only", help="Look only: start no jobs.")] = False,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open a browser.")] = False,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Start no jobs.")] = False,
     allow_remote_jobs: Annotated[
         bool,
         typer.Option(
             "--allow-remote-jobs",
             allow_from_autoenv=False,
-            help="With another --host: anyone who reaches it may start jobs.",
+            help="Let visitors from other machines start jobs.",
         ),
     ] = False,
 ) -> None:
-    """Open the dashboard on a run or a folder of runs, for this machine only."""
+    """Open the dashboard on a run or a folder of runs, on this machine only by default."""
     from driftlens_app.settings import Settings, is_local, server_command, server_environment
 
     if not root.is_dir():
         raise RunError(
-            f"{root} is not a folder", hint="Give a run, or a folder of runs; `driftlens demo` makes one."
+            f"{root} is not a folder", hint="Give a run or a folder of runs; `driftlens demo` creates one."
         )
     is_remote = not is_local(host)
     if is_remote:
         note(
-            f"warning: the dashboard has no login; anyone who reaches {host} sees every run in {root.resolve()}"
+            f"warning: the dashboard has no login; anyone who can reach {host} sees all runs in {root.resolve()}"
         )
     if is_remote and not allow_remote_jobs:
-        note("jobs can't be started from other machines (--allow-remote-jobs lets them)")
+        note("read-only for remote visitors; --allow-remote-jobs lets them start jobs")
         read_only = True
     settings = Settings(root=root.resolve(), read_only=read_only)
     arguments = server_command(host=host, port=port, browser=not no_browser)
     sys.stdout.flush()
-    # The server takes this process's place: signals reach it, and its exit code is the command's.
+    # The server replaces this process, so that it receives signals and its exit code is the command's.
     os.execve(arguments[0], arguments, server_environment(settings))
 
 
@@ -413,24 +423,21 @@ def report(
     run: RunFolder,
     formats: Annotated[
         str,
-        typer.Option("--format", help="html, html-light, json, md, csv, latex; several joined by commas."),
+        typer.Option("--format", help="Comma-separated: html, html-light, json, md, csv, latex."),
     ] = "html",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the files; the run's own `reports` if left out.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder; default: `reports` in the run.")] = None,
     sections: Annotated[
         str,
         typer.Option(
-            help="summary, standard, calibration or full (single samples, too); or sections joined by commas, such as "
-            "layers,checks."
+            help="summary, standard, calibration or full; or comma-separated sections such as layers,checks."
         ),
     ] = "standard",
     checks: Annotated[
-        Path | None, typer.Option("--checks", metavar="FILE", help="YAML file of checks to show results of.")
+        Path | None, typer.Option("--checks", metavar="FILE", help="YAML file of checks to include.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a drift report: what a run found, in sentences, tables and charts made from its numbers."""
+    """Write a drift report of a run: text, tables and charts."""
     from driftlens_reports.build import Report
     from driftlens_reports.sections import PRESETS
 
@@ -446,12 +453,12 @@ def report(
     if as_json:
         say_json(paths)
         return
-    for path in _beginnings(paths):
+    for path in _abbreviated(paths):
         say(f"wrote {path}")
 
 
-def _beginnings(paths: list[Path]) -> list[str]:
-    """Return a line per file, but one per folder of many files."""
+def _abbreviated(paths: list[Path]) -> list[str]:
+    """Return a line per file, and one per folder of many files."""
     folders = dict.fromkeys(path.parent for path in paths if path.parent.name in ("csv", "latex"))
     files = [str(path) for path in paths if path.parent not in folders]
     counts = [(folder, sum(path.parent == folder for path in paths)) for folder in folders]
@@ -465,7 +472,7 @@ def export(
     request: ExportRequest,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write figures and tables for a paper, with their numbers, provenance and a caption draft."""
+    """Write figures and tables for a paper, with numbers, provenance and caption drafts."""
     from driftlens.runs.run import open_run
     from driftlens_reports.card import save_card
     from driftlens_reports.paper.exhibit import ExhibitOptions
@@ -485,13 +492,13 @@ def export(
         formats=parts(request.formats),
         options=ExhibitOptions.of(request),
     )
-    _tell(written, runs, request.out, as_json)
+    _print_exported(written, runs, request.out, as_json)
     if request.strict and any(entry.missing and entry.files for entry in written):
         raise typer.Exit(DataError.exit_code)
 
 
-def _tell(written: Sequence[Exported], runs: Sequence[Path], out: Path, as_json: bool) -> None:
-    """Print what was written to stdout and what is missing to stderr, with commands to copy where there is one run."""
+def _print_exported(written: Sequence[Exported], runs: Sequence[Path], out: Path, as_json: bool) -> None:
+    """Print written files to stdout and missing parts to stderr."""
     if as_json:
         say_json(
             [
@@ -504,6 +511,7 @@ def _tell(written: Sequence[Exported], runs: Sequence[Path], out: Path, as_json:
             ]
         )
         return
+    # With a single run, commands in messages can be copied as they are.
     run = shlex.quote(str(runs[0])) if len(runs) == 1 else "RUN"
     for entry in written:
         if entry.files:
@@ -518,7 +526,7 @@ def _tell(written: Sequence[Exported], runs: Sequence[Path], out: Path, as_json:
 @app.command()
 @flagged
 def view(run: RunFolder, request: ViewRequest) -> None:
-    """Write a page to explore samples in: they move from model to model; select, filter, search, export. No server."""
+    """Write a stand-alone page to explore samples across models: select, filter, search, export."""
     from driftlens_reports.explorer import Explorer
 
     say(f"wrote {Explorer(run, request).save(request.out)}")

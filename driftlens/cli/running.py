@@ -40,24 +40,22 @@ if TYPE_CHECKING:
     from driftlens.config.run import RunSpec
     from driftlens.runs.run import DriftRun
 
-SpecFile = Annotated[
-    Path, typer.Argument(metavar="RUN.YAML", help="The run spec; `driftlens init` writes one.")
-]
+SpecFile = Annotated[Path, typer.Argument(metavar="RUN.YAML", help="Run spec; see `driftlens init`.")]
 
 
 @app.command()
 @flagged
 def demo(
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("driftlens-demo"),
-    force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
-    suite: Annotated[Literal["image", "text"], typer.Option(help="Which of the embedded suites.")] = "text",
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing run.")] = False,
+    suite: Annotated[Literal["image", "text"], typer.Option(help="Embedded suite.")] = "image",
     *,
     job: Annotated[Job, "device"],
 ) -> None:
     """Run everything on an embedded suite, without network: measure, repair twice, report.
 
-    `text` is a small language model with four experts, `image` a small CLIP with eight. The merged model is repaired
-    by FeatCal with published settings and by residual calibration.
+    `image` is a small CLIP with eight experts, `text` a small language model with four. FeatCal (published settings)
+    and residual calibration repair the merged model.
     """
     from driftlens.demo import spec_file
     from driftlens.pipelines.analyze import analyze
@@ -76,9 +74,9 @@ def demo(
         )
     (page,) = Report(run).attach(["html"])
     show_run(run, everyone=True)
-    at = shlex.quote(str(out))
+    folder = shlex.quote(str(out))
     say(
-        f"\nReport: {page}\nOne page of all samples: `driftlens view {at}`\nThe dashboard: `driftlens ui {at}`"
+        f"\nReport: {page}\nOne page of all samples: `driftlens view {folder}`\nThe dashboard: `driftlens ui {folder}`"
     )
 
 
@@ -87,8 +85,8 @@ DataPaths = Annotated[
     typer.Option(
         "--data",
         metavar="[TASK=]PATH",
-        help="JSON lines, a table, .npz or a folder of images, with or without labels: once for all experts, or "
-        "once for each. Left out, a few dozen built-in samples are read.",
+        help="JSON lines, a table, .npz or an image folder, labels optional; once for all experts or per expert. "
+        "Default: built-in samples.",
     ),
 ]
 Overrides = Annotated[
@@ -104,25 +102,23 @@ def init(
         list[str] | None,
         typer.Argument(
             metavar="[BASE [TASK=]EXPERT...]",
-            help="Models to fill in: folders, files of weights or Hub ids in this order; or a recipe of mergekit.",
+            help="Folders, weight files or Hub ids in this order; or a mergekit recipe.",
         ),
     ] = None,
     data: DataPaths = None,
-    out: Annotated[Path, typer.Option(help="Where to write; `-` is stdout.")] = Path("run.yaml"),
-    template: Annotated[
-        str, typer.Option(help="generic, clip-ta or clip-8, where no models are given.")
-    ] = "generic",
+    out: Annotated[Path, typer.Option(help="Output file; `-` is stdout.")] = Path("run.yaml"),
+    template: Annotated[str, typer.Option(help="generic, clip-ta or clip-8, without models.")] = "generic",
     overrides: Overrides = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a run spec: a commented template, or a spec of given models and data."""
+    """Write a run spec: a commented template, or one for given models and data."""
     from driftlens.config.templates import template_text
     from driftlens.utils.files import write_text_atomic
 
     is_shown = as_json or str(out) == "-"
     if out.exists() and not force and not is_shown:
-        raise SpecError(f"{out} exists already", hint="Choose another --out, or overwrite it with --force.")
+        raise SpecError(f"{out} exists already", hint="Choose another --out, or use --force.")
     chosen: tuple[str, ...] = ()
     if models:
         from driftlens.pipelines.quickstart import draft, models_by_role
@@ -135,8 +131,8 @@ def init(
     if as_json:
         say_json({"spec": text, "chosen": chosen})
         return
-    for told in chosen:
-        note(f"notice: {told}")
+    for choice in chosen:
+        note(f"notice: {choice}")
     if is_shown:
         say(text.rstrip("\n"))
         return
@@ -166,23 +162,22 @@ def validate(
 @app.command()
 @flagged
 def analyze(
-    source: Annotated[Path, typer.Argument(metavar="RUN.YAML|RUN", help="A run spec, or a run to add to.")],
+    source: Annotated[Path, typer.Argument(metavar="RUN.YAML|RUN", help="Run spec, or run to extend.")],
     request: AnalysisRequest,
     add: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Of a run: also measure optional diagnostics: adjoint, cka, groups, jacobian.spectral.",
+            help="Diagnostics to add to a run: adjoint, cka, groups, jacobian.spectral.",
         ),
     ] = None,
     *,
     job: Job,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure the drift of every variant in a spec and write a run directory, or add to a run.
+    """Measure the drift of every variant in a spec and write a run directory, or extend a run.
 
-    Given a run directory, this adds missing scores and the attribution of drift to layers, and with --add optional
-    diagnostics.
+    Given a run directory, add missing scores and the attribution of drift to layers, and with --add diagnostics.
     """
     from driftlens.config.run import load_spec
     from driftlens.pipelines.analyze import add_to_run
@@ -191,7 +186,7 @@ def analyze(
     if source.is_dir():
         if request != AnalysisRequest():
             raise SpecError(
-                f"{source} is a run, and options such as --out or --set belong to a new analysis",
+                f"{source} is a run; options such as --out or --set need a spec",
                 hint=f"Give its spec, {source / 'spec.yaml'}, or only --add.",
             )
         with job.context() as context:
@@ -215,9 +210,7 @@ def merge(
 ) -> None:
     """Merge the experts of a spec and save the result in the format of the base, or compare several merges.
 
-    Only comparisons and methods that read calibration samples open the data of the spec. With --out alone, the spec's
-    own
-    merge is made.
+    With --out alone, the spec's own merge is used. Data are read only if a comparison or a method needs them.
     """
     from driftlens.config.run import load_spec
     from driftlens.experiment.merging import save_one
@@ -227,7 +220,7 @@ def merge(
     if (merges is not None and method is not None) or not (merges or method or is_alone):
         raise SpecError(
             "expected exactly one of --method and --compare, or --out alone",
-            hint="`driftlens doctor --methods` lists them; --out alone makes the spec's own merge.",
+            hint="`driftlens doctor --methods` lists methods; --out alone uses the spec's own merge.",
         )
     if merges is not None:
         if request.parameters:
@@ -252,9 +245,9 @@ def _compare_merges(spec: RunSpec, comparison: ComparisonRequest, job: Job, *, a
 
     out = comparison.out or Path("merges") / spec.name
     require_free(out)
-    wanted = resolve_merges(comparison.merges or ())
+    merges = resolve_merges(comparison.merges or ())
     with job.context() as context:
-        compared = compare_merges(spec, wanted, context)
+        compared = compare_merges(spec, merges, context)
         write_merges(compared, out)
     _note_memory()
     say_json(compared) if as_json else say(sheet_text(merges_sheet(compared)))
@@ -271,10 +264,10 @@ def _note_memory() -> None:
 @app.command()
 def attach(
     run: RunFolder,
-    variant: Annotated[str, typer.Option(help="Scored model: a variant of the run, or expert:TASK.")],
+    variant: Annotated[str, typer.Option(help="Evaluated variant of the run, or expert:TASK.")],
     results: Annotated[
         Path,
-        typer.Option(metavar="FILE", help="The JSON that lm_eval, bigcode's harness or safety-eval wrote."),
+        typer.Option(metavar="FILE", help="JSON results of lm_eval, bigcode's harness or safety-eval."),
     ],
 ) -> None:
     """Add results of lm-evaluation-harness, bigcode's harness or safety-eval to a variant of a run."""
@@ -282,9 +275,9 @@ def attach(
     from driftlens.runs.external_scores import attach as attach_results
     from driftlens_reports.terminal import accuracy_text
 
-    found = attach_results(run, variant, results)
-    renew_cards(found)
-    say(accuracy_text(found))
+    attached = attach_results(run, variant, results)
+    renew_cards(attached)
+    say(accuracy_text(attached))
 
 
 @app.command()
@@ -294,21 +287,20 @@ def why(
         list[str],
         typer.Argument(
             metavar="BASE EXPERT... MERGED",
-            help="Folders, files of weights or Hub ids in this order; or a mergekit recipe and its merged model "
-            "(left out, mergekit-yaml makes it).",
+            help="Folders, weight files or Hub ids in this order; or a mergekit recipe and its merged model.",
         ),
     ],
     data: DataPaths = None,
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("runs/why"),
     overrides: Overrides = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the run that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing run.")] = False,
     *,
     job: Job,
     as_json: JsonFlag = False,
 ) -> None:
     """Diagnose a merge: build a spec from the models, run a small analysis, print the verdict.
 
-    Without labels it reports how far the merge drifts from its experts and where the drift starts, not accuracy.
+    Without labels this reports drift and its sources, not accuracy.
     """
     from driftlens.pipelines.quickstart import draft, merge_recipe, models_by_role
     from driftlens.runs.writer import refuse_occupied
@@ -323,16 +315,16 @@ def why(
 
     chosen = [*drafted.chosen]
 
-    def _tell_what_was_chosen(event: ProgressEvent) -> None:
-        # Only once something is measured: before, these models may still be refused.
+    def note_choices(event: ProgressEvent) -> None:
+        # Printed once measuring starts: before that, the models may still be refused.
         while chosen:
             note(f"notice: {chosen.pop(0)}")
 
     with job.context() as context:
-        context = dataclasses.replace(context, on_progress=all_of(_tell_what_was_chosen, context.on_progress))
+        context = dataclasses.replace(context, on_progress=all_of(note_choices, context.on_progress))
         run = run_analysis(drafted.spec, AnalysisRequest(out=out, force=force, weights=False), context)
     show_run(run, as_json=as_json)
-    note(f"The spec that was made, with {models[-1]} as the merged model: {out / 'spec.yaml'}")
+    note(f"Spec, with {models[-1]} as the merged model: {out / 'spec.yaml'}")
 
 
 @app.command()
@@ -354,7 +346,8 @@ def calibrate(run: RunFolder, request: CalibrationRequest, job: Job, as_json: Js
 
         put_beside(request.save_weights, finished, name)
     if as_json:
-        for text in finished.manifest.calibrations[name].notices:  # the text has them
+        # Notices are part of the text output, but not of the document.
+        for text in finished.manifest.calibrations[name].notices:
             note(f"notice: {text}")
         say_json(_document(finished, name))
         return
@@ -383,9 +376,8 @@ def _document(run: DriftRun, name: str) -> dict[str, Any]:
 def sweep(run: RunFolder, request: SweepRequest, job: Job, as_json: JsonFlag = False) -> None:
     """Calibrate a run with many settings; drift and accuracy of each become rows of its sweep table.
 
-    With --methods and nothing to vary, repair it by several methods on the same samples instead. Each becomes a
-    calibration
-    of the run, and a table compares gains (paired intervals) and costs.
+    With --methods and nothing to vary, compare methods on the same samples instead: each becomes a calibration of
+    the run, and a table compares gains (paired intervals) and costs.
     """
     if request.compares:
         _compare_methods(run, request, job, as_json=as_json)
@@ -395,13 +387,14 @@ def sweep(run: RunFolder, request: SweepRequest, job: Job, as_json: JsonFlag = F
 
     with job.context() as context:
         finished = run_sweep(run, request, context)
-    asked = ["+".join(request.param)] if request.grid and request.param else [*request.param]
-    asked += ["ablation"] * request.ablate
+    # A grid is one sweep named after all its factors; one-factor sweeps have a name each.
+    factors = ["+".join(request.param)] if request.grid and request.param else [*request.param]
+    factors += ["ablation"] * request.ablate
     rows = finished.sweeps()
-    rows = rows[rows["sweep"].str.rpartition(":")[2].isin(asked)]
+    rows = rows[rows["sweep"].str.rpartition(":")[2].isin(factors)]
     if request.methods is not None:
         rows = rows[rows["method"].fillna("featcal").isin({method for method, _ in request.methods})]
-    sweeps = sorted(rows["sweep"].unique(), key=lambda name: asked.index(name.rpartition(":")[2]))
+    sweeps = sorted(rows["sweep"].unique(), key=lambda name: factors.index(name.rpartition(":")[2]))
     if not as_json:
         say("\n\n".join(sweep_text(finished, name) for name in sweeps))
         return
@@ -415,11 +408,11 @@ def _compare_methods(run: Path, request: SweepRequest, job: Job, *, as_json: boo
     from driftlens.runs.run import open_run
     from driftlens_reports.terminal import sheet_text
 
-    wanted = resolve_methods(request.methods or ())
+    methods = resolve_methods(request.methods or ())
     with job.context() as context:
-        failed = compare_methods(run, wanted, context, samples=request.samples)
+        failed = compare_methods(run, methods, context, samples=request.samples)
     finished = open_run(run)
-    made = [each.name for each in wanted if each.name not in failed]
+    made = [method.name for method in methods if method.name not in failed]
     if as_json:
         say_json({"run": finished.id, "rows": arena_rows(finished, made), "failed": failed})
         return

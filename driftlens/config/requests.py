@@ -28,72 +28,73 @@ from driftlens.config.types import Count, Flag, Part, Seed, Text, problem, requi
 from driftlens.config.yaml_text import from_yaml
 from driftlens.utils.errors import SpecError, did_you_mean
 
+# The calibrator if neither a request nor the spec of the run names one.
 DEFAULT_METHOD = "featcal"
-"""The calibrator where neither a request nor the run's spec names one."""
+# Largest number of sample draws in one sweep.
 MOST_DRAWS = 1000
-"""Draws of the calibration samples in one sweep, at most."""
 
 
-def parts(given: str | Sequence[str]) -> list[str]:
+def parts(text: str | Sequence[str]) -> list[str]:
     """Return the names in comma-separated text; repeated options and comma-separated ones are the same."""
-    joined = given if isinstance(given, str) else ",".join(given)
+    joined = text if isinstance(text, str) else ",".join(text)
     return [part.strip() for part in joined.split(",") if part.strip()]
 
 
 def _layer_named(text: str) -> int | str:
-    """Return a layer's number, or what its path is matched with: too many digits number none."""
+    """Return a layer's number, or a pattern for its path."""
+    # More than nine digits cannot be an index, and could be a module name.
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else text
 
 
-def layers_named(given: str | Sequence[str]) -> list[int | str]:
+def layers_named(text: str | Sequence[str]) -> list[int | str]:
     """Return the layers in comma-separated text."""
-    return [*map(_layer_named, parts(given))]
+    return [*map(_layer_named, parts(text))]
 
 
 def _pair(text: str, option: str, example: str) -> tuple[str, str]:
     """Return name and value of `name=value`."""
     name, equals, value = (part.strip() for part in text.partition("="))
     if not name or not equals:
-        raise SpecError(f"{option} {text}: expected name=value", hint=f"For example {option} {example}.")
+        raise SpecError(f"{option} {text}: expected name=value", hint=f"Example: {option} {example}.")
     return name, value
 
 
-def _assignments(given: Sequence[str] | None) -> dict[str, Any]:
+def _assignments(texts: Sequence[str] | None) -> dict[str, Any]:
     """Return the values of `--set name=value`, each read as YAML."""
-    pairs = (_pair(text, "--set", "scaling=0.4") for text in given or ())
+    pairs = (_pair(text, "--set", "scaling=0.4") for text in texts or ())
     return {name: from_yaml(value, f"--set {name}") for name, value in pairs}
 
 
-def lists(given: Sequence[str]) -> dict[str, list[Any]]:
+def lists(texts: Sequence[str]) -> dict[str, list[Any]]:
     """Return the values of `--param name=1,2`, each read as YAML; the same name twice adds to its values."""
     by_name: dict[str, list[Any]] = {}
-    for text in given:
+    for text in texts:
         name, values = _pair(text, "--param", "lam=0.01,0.05")
         by_name.setdefault(name, []).extend(from_yaml(f"[{values}]", f"--param {name}"))
     return by_name
 
 
-def with_settings(given: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+def with_settings(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     """Parse methods joined by commas, each with settings after colons: `ties:scaling=0.4`."""
     methods = []
-    # Commas inside brackets are those of a list.
-    for text in re.split(r",(?![^\[]*\])", ",".join(given)):
+    # Commas inside brackets belong to a list of values, not to the list of methods.
+    for text in re.split(r",(?![^\[]*\])", ",".join(texts)):
         name, *settings = text.strip().split(":")
         methods.append((name, _assignments(settings)))
     return methods
 
 
 def _spelled_out(entry: object) -> str:
-    """Return an entry of a list as its option has it: a name, a number, or a method with its settings."""
+    """Format an entry of a list as in its option: a name, a number, or a method with settings."""
     if not isinstance(entry, tuple):
         return str(entry)
     method, settings = entry
     return ":".join([method, *(f"{name}={json.dumps(value)}" for name, value in settings.items())])
 
 
-def _names_shown(given: str) -> dict[str, str]:
-    """Return what names are shown as, from `mnist=MNIST,merged=Ours`."""
-    return dict(_pair(pair, "--names", "mnist=MNIST,merged=Ours") for pair in parts(given))
+def _names_shown(text: str) -> dict[str, str]:
+    """Parse display names: `mnist=MNIST,merged=Ours`."""
+    return dict(_pair(pair, "--names", "mnist=MNIST,merged=Ours") for pair in parts(text))
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class Option:
 
 def asked(text: str, default: Any = None, **option: Any) -> Any:
     """Define a field by description, default and the attributes of its `Option`."""
+    # pydantic copies other defaults, but would take the class `dict` itself as the value.
     how = {"default_factory": default} if default is dict else {"default": default}
     return Field(description=text, json_schema_extra=option, **how)
 
@@ -140,13 +142,14 @@ def _unspoken(default: Any) -> Any:
 class Request(Part, title="calibrate"):
     """The options of one command."""
 
-    if not TYPE_CHECKING:  # a type checker reads the fields
+    # Hidden from type checkers, which derive the arguments from the fields.
+    if not TYPE_CHECKING:
 
-        def __init__(self, **given: Any) -> None:
+        def __init__(self, **values: Any) -> None:
             try:
-                super().__init__(**given)
+                super().__init__(**values)
             except ValidationError as error:
-                raise spec_error(error, given, self.model_config.get("title", "")) from None
+                raise spec_error(error, values, self.model_config.get("title", "")) from None
 
     @classmethod
     def keywords(cls) -> dict[str, Any]:
@@ -161,14 +164,15 @@ class Request(Part, title="calibrate"):
     def _use_python_numbers(cls, keywords: Any) -> Any:
         if not isinstance(keywords, Mapping):
             return keywords
-        # Records hold Python's numbers, not those of numpy or torch.
+        # Requests are stored as JSON, which has no scalars of numpy or torch.
         return {
             name: value.item() if getattr(value, "ndim", None) == 0 else value
             for name, value in keywords.items()
         }
 
     def words(self) -> list[str]:
-        """Return the command-line options of this request, one word each: no value looks like an option."""
+        """Return the command-line options of this request, one word each."""
+        # `--name=value` in one word, so that a value that starts with a dash is not read as an option.
         options = []
         for name, field in type(self).model_fields.items():
             option, value = Option.of(field), getattr(self, name)
@@ -190,18 +194,18 @@ class Request(Part, title="calibrate"):
         return type(self)(**{**dict(self), **changes})
 
 
-def refuse_unknown(command: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def refuse_unknown(command: str, keywords: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
     """Refuse a keyword that a command does not take.
 
     Args:
-        command: its name.
-        given: the keywords of the call.
-        known: the keywords of the command.
+        command: name of the command.
+        keywords: the keywords of the call.
+        allowed: the keywords of the command.
     """
-    for name in given:
-        if name not in known:
+    for name in keywords:
+        if name not in allowed:
             raise SpecError(
-                f"{command} has no {name!r}; it takes {', '.join(known)}", hint=did_you_mean(name, known)
+                f"{command} has no {name!r}; it takes {', '.join(allowed)}", hint=did_you_mean(name, allowed)
             )
 
 
@@ -225,13 +229,10 @@ def _jacobian(settings: Any) -> Any:
 
 
 def _pairs(pairs: Any) -> Any:
-    return pairs if pairs is None else [(each, {}) if isinstance(each, str) else each for each in pairs]
+    return pairs if pairs is None else [(pair, {}) if isinstance(pair, str) else pair for pair in pairs]
 
 
-_MERGED_TO = (
-    "A .safetensors file, or a folder the original library loads; of a comparison its folder, merges/<name> if left "
-    "out."
-)
+_MERGED_TO = "A .safetensors file or a folder for the original library; for comparisons a folder (default merges/<name>)."
 OutDtype = Literal["float32", "float16", "bfloat16"]
 """Number types that models are saved in."""
 LayerPatterns = Annotated[tuple[str | int, ...] | None, BeforeValidator(_plain_layers)]
@@ -239,18 +240,16 @@ Methods = Annotated[tuple[tuple[Text, dict[str, Any]], ...], BeforeValidator(_pa
 
 
 def _attribution() -> Any:
-    text = (
-        "Measure drift and accuracy, not where the drift comes from; `driftlens analyze RUN` does so later."
-    )
+    text = "Skip the attribution of drift to layers; `driftlens analyze RUN` adds it later."
     return asked(text, True, name="--no-attribution", parameter="no_attribution")
 
 
 def _out_dtype() -> Any:
-    return asked("Dtype of saved weights: float32, float16 or bfloat16; default: the base's.")
+    return asked("Number type: float32, float16 or bfloat16; default: the base's.")
 
 
 def _overrides() -> Any:
-    return asked("Override one value of the spec; repeatable.", (), name="--set", metavar="a.b=value")
+    return asked("Override a value of the spec; repeatable.", (), name="--set", metavar="a.b=value")
 
 
 def _parameters(text: str) -> Any:
@@ -261,44 +260,45 @@ class CalibrationRequest(Request):
     """One calibration. Missing values come from the preset, then from the run's spec."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = asked(
-        "Its variant will be called calibrated:NAME.", ...
+        "Name; the variant is called calibrated:NAME.", ...
     )
     method: Text | None = asked("A registered calibrator.", unset=DEFAULT_METHOD)
-    preset: Text | None = asked("Published settings; `driftlens doctor --methods` lists them.")
-    parameters: dict[str, Any] = _parameters("A setting of the method, such as lam=0.05; repeatable.")
+    preset: Text | None = asked("Published settings; see `driftlens doctor --methods`.")
+    parameters: dict[str, Any] = _parameters("Method setting, such as lam=0.05; repeatable.")
     samples: Count | None = asked("Calibration samples per task.", unset="the spec's")
     views: ViewsAsked = asked(
-        "Augmented copies of every sample: crop:3, mix:3, words:3, auto or none.",
+        "Augmented copies per sample: crop:3, mix:3, words:3, auto or none.",
         unset="the spec's",
         metavar="kind:copies",
         read=str,
         is_list=False,
     )
     layers: LayerPatterns = asked(
-        "Layers to calibrate: numbers or patterns on module paths, all blocks if left out.", read=layers_named
+        "Layer numbers or patterns on module paths; default: all blocks.", read=layers_named
     )
     sites: tuple[Text, ...] | None = asked(
-        "Modules to calibrate: patterns on their paths, or groups (q, k, v, o, gate, up, down, norms); linear and norm "
-        "modules if left out.",
+        "Patterns on module paths, or groups (q, k, v, o, gate, up, down, norms); default: linear and norm modules.",
         read=parts,
     )
     shrink: Annotated[float, Field(ge=0, le=1.5)] | None = asked(
-        "Keep this share of the way from the base, 0 to 1.5; --auto chooses one.",
-        unset="1, all of it",
+        "Interpolate between base (0) and repair (1), up to 1.5 (WiSE-FT); --auto chooses a value.",
+        # The option's earlier name is in model cards of saved runs.
+        name="--interpolate --shrink",
+        unset="1",
         read=str,
         is_list=False,
     )
     auto: Flag = asked(
-        "Choose the best on held-out calibration samples: the merged model, the base, these settings, views of the "
-        "samples and, without --method, other merges and what other methods offer.",
+        "Choose on held-out calibration samples between the merged model, the base, these settings, views and, "
+        "without --method, other merges and methods.",
         False,
     )
     save_weights: Path | None = asked(
-        "A .safetensors file, or a folder the original library loads, with model card."
+        "A .safetensors file, or a folder with model card that the original library loads."
     )
     out_dtype: OutDtype | None = _out_dtype()
     resume: Flag = asked("Resume an interrupted calibration.", False)
-    replace: Flag = asked("Take out the calibration of this name.", False)
+    replace: Flag = asked("Replace the calibration of this name.", False)
     attribution: Flag = _attribution()
 
 
@@ -311,28 +311,26 @@ class SweepRequest(Request, title="sweep"):
     """
 
     param: dict[str, list[Any]] = asked(
-        "A setting of the method, or n (samples per task), and values: lam=0.01,0.05. Repeatable.",
+        "Method setting, or n (samples per task), with values: lam=0.01,0.05. Repeatable.",
         dict,
         metavar="name=values",
         read=lists,
     )
-    ablate: Flag = asked("Ablate the method: leave out each declared part in turn.", False)
+    ablate: Flag = asked("Ablate every declared part of the method.", False)
     seeds: Annotated[Count, Field(le=MOST_DRAWS)] = asked(
-        "Draws of the calibration samples; the first is the run's own.", 1
+        "Number of sample draws; the first is the run's.", 1
     )
-    grid: Flag = asked(
-        "All combinations, or one factor at a time around the preset.", False, name="--grid/--one-factor"
-    )
+    grid: Flag = asked("All combinations, or one factor at a time.", False, name="--grid/--one-factor")
     methods: Methods | None = asked(
-        "Methods to sweep or, with nothing to vary, to compare; settings after colons; `all` is every method.",
+        "Methods to sweep or, with nothing to vary, to compare; settings after colons; `all` for all.",
         unset=DEFAULT_METHOD,
         metavar="A,B:key=value,...",
         read=with_settings,
     )
-    preset: Text | None = asked("Published settings for everything that is not varied.")
-    samples: Count | None = asked("Calibration samples per task where n is not varied.", unset="the spec's")
-    resume: Flag = asked("Leave out points that are there.", False)
-    replace: Flag = asked("Take earlier sweeps of the same factors out first.", False)
+    preset: Text | None = asked("Published settings for what is not varied.")
+    samples: Count | None = asked("Calibration samples per task.", unset="the spec's")
+    resume: Flag = asked("Skip finished points.", False)
+    replace: Flag = asked("Replace earlier sweeps of the same factors.", False)
 
     @property
     def compares(self) -> bool:
@@ -340,11 +338,11 @@ class SweepRequest(Request, title="sweep"):
         return self.methods is not None and not (self.param or self.ablate)
 
     @model_validator(mode="after")
-    def _nothing_beside_a_comparison(self) -> Self:
+    def _comparison_varies_nothing(self) -> Self:
         if self.compares and (self.preset or self.seeds > 1 or self.grid):
             raise problem(
-                "preset, seeds and grid belong to a sweep, and nothing is varied",
-                "Name what to vary with param.",
+                "preset, seeds and grid need a setting to vary",
+                "Name one with param.",
             )
         return self
 
@@ -352,17 +350,17 @@ class SweepRequest(Request, title="sweep"):
 class MergeRequest(Request, title="merge"):
     """A merge of a spec's experts."""
 
-    method: Text | None = asked("A merge method; one that is not there gets the list.")
+    method: Text | None = asked("Merge method; see `driftlens doctor --methods`.")
     out: Path | None = asked(_MERGED_TO)
     out_dtype: OutDtype | None = _out_dtype()
-    parameters: dict[str, Any] = _parameters("A parameter of the method; repeatable.")
+    parameters: dict[str, Any] = _parameters("Method setting; repeatable.")
 
 
 class ComparisonRequest(Request, title="compare_merges"):
     """Merges of a spec's experts, ranked."""
 
     merges: Methods | None = asked(
-        "Several merges, ranked without labels by how near they are to the experts; `all` is every method.",
+        "Merges to rank without labels by distance to the experts; `all` for every method.",
         name="--compare",
         parameter="compare",
         metavar="A,B:key=value,...",
@@ -379,18 +377,18 @@ class AnalysisRequest(Request, title="analyze"):
         weights: compares task vectors, which reads all weights once more.
     """
 
-    out: Path | None = asked("The run directory; runs/<name> if left out.")
+    out: Path | None = asked("Run directory; default: runs/<name>.")
     resume: Flag = asked("Resume an interrupted run.", False)
-    force: Flag = asked("Replace the run that is there.", False)
+    force: Flag = asked("Replace an existing run.", False)
     overrides: tuple[str, ...] = _overrides()
     attribution: Flag = _attribution()
     synthetic: Flag = _unspoken(False)
     weights: Flag = _unspoken(True)
 
     @model_validator(mode="after")
-    def _one_fate_of_what_is_there(self) -> Self:
+    def _resume_or_force(self) -> Self:
         if self.resume and self.force:
-            raise problem("resume continues the existing run, force replaces it", "Give one of them.")
+            raise problem("resume continues an existing run, force replaces it", "Give one of them.")
         return self
 
 
@@ -413,24 +411,24 @@ class ProjectionRequest(Request, title="project"):
     layer: int | str = asked(
         "Layer index, final, or module path.", "final", unset="final", read=_layer_named, is_list=False
     )
-    method: Literal["pca", "umap", "tsne"] = asked("Method that lays the features out.", "pca")
-    seed: Annotated[Seed, Field(lt=2**32)] = asked("Seed of the method's random numbers.", 0)
+    method: Literal["pca", "umap", "tsne"] = asked("Projection method.", "pca")
+    seed: Annotated[Seed, Field(lt=2**32)] = asked("Random seed.", 0)
     variants: tuple[str, ...] | None = _unspoken(None)
-    max_points: int = asked("Most points of one layout, all variants together.", 2000)
+    max_points: int = asked("Largest number of points over all variants.", 2000)
 
 
 class ViewRequest(Request, title="view"):
     """Samples to be explored in a browser."""
 
     out: Path | None = asked(
-        "The page to write.", name="--out -o", metavar="FILE", unset="view.html in the run's `reports`"
+        "Output page.", name="--out -o", metavar="FILE", unset="view.html in the run's `reports`"
     )
     tasks: tuple[str, ...] = asked("Only this task; repeatable.", (), name="--task", metavar="TASK")
     method: Literal["pca", "umap", "tsne"] = asked(
-        "Layout of the features: pca, made at once; umap or tsne, which take their time and are kept in the run.",
+        "Projection: pca (fast), umap or tsne (slow, cached in the run).",
         "pca",
     )
-    samples: Annotated[Count, Field(le=32_000)] = asked("Most samples, all tasks together.", 20_000)
+    samples: Annotated[Count, Field(le=32_000)] = asked("Largest number of samples over all tasks.", 20_000)
 
 
 class ExhibitRequest(Request, title="export"):
@@ -443,17 +441,15 @@ class ExhibitRequest(Request, title="export"):
     style: Literal["neurips", "icml-column", "slide"] = asked(
         "Width of the venue: neurips, icml-column or slide.", "neurips"
     )
-    task: str | None = asked(
-        "Task of exhibits about one; if left out, that of median gain in intro, else the one that drifts most."
-    )
+    task: str | None = asked("Task of single-task exhibits; default: median gain (intro) or largest drift.")
     calibrated: str | tuple[str, ...] | None = asked(
-        "Calibrations to show, joined by commas; the last one (tables: all) if left out.",
+        "Comma-separated calibrations; default: the last one (tables: all).",
         read=str,
         is_list=False,
     )
-    tasks: tuple[str, ...] | None = asked("Only these tasks, joined by commas.", read=parts, is_list=False)
+    tasks: tuple[str, ...] | None = asked("Comma-separated tasks.", read=parts, is_list=False)
     names: dict[str, str] = asked(
-        "What tasks and variants are called, such as mnist=MNIST,merged=Ours; over `names` in the spec.",
+        "Display names, such as mnist=MNIST,merged=Ours; override `names` in the spec.",
         dict,
         metavar="NAME=SHOWN,...",
         read=_names_shown,
@@ -467,18 +463,18 @@ class ExportRequest(ExhibitRequest, title="analyze"):
     """Files of figures and tables for a paper."""
 
     figures: tuple[str, ...] = asked(
-        "A figure; repeatable. Without names, every figure and table that shows a measured number is written.",
+        "Figure; repeatable. Default: all figures and tables with measured numbers.",
         (),
         name="--figure",
         metavar="ID",
     )
-    tables: tuple[str, ...] = asked("A table; repeatable.", (), name="--table", metavar="ID")
+    tables: tuple[str, ...] = asked("Table; repeatable.", (), name="--table", metavar="ID")
     card: Flag = asked(
-        "A picture to share, 1200 x 630 pixels; only that unless figures or tables are named.",
+        "Image to share (1200 x 630 pixels) and badge; no exhibits unless named.",
         False,
     )
     formats: str = asked(
-        "Of figures and tables; csv, json and txt are always written.",
+        "File formats; csv, json and txt are always written.",
         "pdf,svg,png,tex,csv",
         name="--format",
     )
@@ -492,8 +488,7 @@ class LiveInputs(Request):
     Attributes:
         blocks: path of the list of blocks, or a pattern of block paths (`layer?`), if generic modules need it.
         mask: which tokens count, for generic modules: a batch's entry, a function from a batch to a mask [n, t], or
-            False
-            without padding; `attention_mask` is found automatically. A record has True instead of a function.
+            False without padding; `attention_mask` is found automatically. A record has True instead of a function.
         n: samples per task, drawn at random; None takes all.
         seed: of the samples and of random directions.
         batch_size: samples per forward pass.

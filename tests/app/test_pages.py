@@ -100,7 +100,7 @@ def test_the_base_alone_can_be_looked_at(open_app: Open, root: Path, view: str) 
     app = open_app(root, view, variants="base")
     assert app.query_params["variants"] == "base"
     assert not app.exception and not app.error
-    assert "This is a defect of DriftLens" not in said(app)
+    assert "This is a bug in DriftLens" not in said(app)
 
 
 @pytest.mark.slow

@@ -280,5 +280,5 @@ def test_the_settings_chosen_are_those_calibrated_with(
 @pytest.mark.slow
 def test_views_and_shares_are_flags(folder: Path, run_cli: Cli) -> None:
     words = ("calibrate", folder, "--name", "v", "--method", "residual", "--set", "folds=2")
-    refused = run_cli(*words, "--shrink", "2")
+    refused = run_cli(*words, "--interpolate", "2")
     assert refused.code == 2 and "less than or equal to 1.5" in refused.err

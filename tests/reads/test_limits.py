@@ -86,7 +86,7 @@ LIMITS: dict[str, tuple[str, str]] = {
         "reads/test_limits.py::test_images",
     ),
     "message on the terminal": (
-        f"{cli.MOST_LINES} lines of {cli.WIDEST:,} characters",
+        f"{cli.MAX_LINES} lines of {cli.MAX_COLUMNS:,} characters",
         "reads/test_refused_inputs.py::test_messages_end_on_their_first_page",
     ),
     "spec in the dashboard": (

@@ -186,7 +186,7 @@ def test_messages_end_on_their_first_page(
     monkeypatch.setattr("driftlens.runs.run.open_run", fail)
     assert cli.run(["show", "."]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1] == "... and 19,940 lines more" and len(lines) == 61
+    assert lines[-1] == "... and 19,940 more lines" and len(lines) == 61
     assert max(map(len, lines)) < 2100
 
 

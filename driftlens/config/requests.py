@@ -232,7 +232,9 @@ def _pairs(pairs: Any) -> Any:
     return pairs if pairs is None else [(pair, {}) if isinstance(pair, str) else pair for pair in pairs]
 
 
-_MERGED_TO = "A .safetensors file or a folder for the original library; for comparisons a folder (default merges/<name>)."
+_MERGED_TO = (
+    "A .safetensors file or a folder for the original library; with --compare a folder (merges/<name>)."
+)
 OutDtype = Literal["float32", "float16", "bfloat16"]
 """Number types that models are saved in."""
 LayerPatterns = Annotated[tuple[str | int, ...] | None, BeforeValidator(_plain_layers)]

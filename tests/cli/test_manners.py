@@ -135,7 +135,7 @@ def test_an_error_nobody_foresaw_is_code_one_and_says_so(
     monkeypatch.setattr("driftlens.cli.looking.environment", functools.partial(divmod, 1, 0))
     result = run_cli("doctor")
     assert result.code == 1 and "ZeroDivisionError" in result.message
-    assert "defect" in result.hint and "--debug" in result.hint
+    assert "bug in DriftLens" in result.hint and "--debug" in result.hint
 
 
 def _misread_weights() -> None:
@@ -216,7 +216,7 @@ def test_help_names_every_option_with_its_default(
     defaults = {
         "demo": ["driftlens-demo", "[default: text]"],
         "init": ["run.yaml", "[default: generic]"],
-        "analyze": ["runs/<name> if left out"],
+        "analyze": ["default: runs/<name>"],
         "ls": ["[default: .]"],
     }
     for words in defaults.get(command, []):

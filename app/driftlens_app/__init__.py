@@ -9,7 +9,7 @@ Streamlit runs `main.py`; `server.py` serves it; `settings.py` configures it. Pa
     from driftlens_app.selection import TASK, selection
     from driftlens_app.show import show_chart
 
-    PAGE = Page("Bounds", icon=":material/functions:", order=70, says="How far scores ...")
+    PAGE = Page("Bounds", icon=":material/functions:", order=70, says="Bounds on how far scores ...")
 
     def show() -> None:
         chosen = selection(TASK)

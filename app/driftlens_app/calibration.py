@@ -20,15 +20,14 @@ from driftlens_app.show import caption, coded, is_narrow, note, plain
 
 _START, _BEST = "start-calibration", "best-calibration"
 _OWN = "the run's spec, or the defaults"
+# Python types of the numeric kinds of JSON Schema.
 _NUMBERS: Mapping[str, type[int] | type[float]] = {"number": float, "integer": int}
-"""Kinds of settings that are numbers, and what they are in Python."""
-
 _ON_BEST = (
-    "Compares on held-out samples. They are calibration samples, without labels. The simplest stays unless another is "
-    "clearly better; where that is the base, the merge is not worth its use."
+    "Compares on held-out calibration samples, without labels. Keeps the simplest candidate unless another is clearly "
+    "better; if that is the base, do not use the merge."
 )
+# Label of the field `replace`; an error message refers to it.
 REPLACE = "Replace a calibration of this name"
-"""Label of the form's field `replace`, which errors name."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,8 @@ class Method:
         return self.suited.get(loader, next(iter(self.presets), None))
 
 
-@st.cache_resource(show_spinner="Asking for the methods")
+# Cached for all users: importing torch in the subprocess takes seconds, and methods do not change while it runs.
+@st.cache_resource(show_spinner="Loading methods")
 def methods(kind: str = "calibrators") -> Mapping[str, Method]:
     """Return methods, or `loaders`, by name. The command line is asked once per server, since they need torch."""
     entries = ask(("doctor", "--methods", "--json"), Settings.from_environment().root)[kind]
@@ -75,7 +75,7 @@ def require_free_name(request: CalibrationRequest, taken: Container[str]) -> Non
     if request.name in taken and not (request.replace or request.resume):
         raise SpecError(
             f"the run has a calibration {request.name!r} already",
-            hint=f"Tick '{REPLACE}', or choose another name.",
+            hint=f"Check '{REPLACE}', or choose another name.",
         )
 
 
@@ -96,10 +96,16 @@ def calibration_form(
 ) -> tuple[CalibrationRequest, bool]:
     """Show the form; return its request, and True if one of its buttons was pressed.
 
-    `counts` has calibration samples by task; `obstacle` is why no calibration of the run can start.
+    Args:
+        taken: names of finished calibrations.
+        blocked: True to disable all buttons.
+        obstacle: why no calibration of the run can start; empty if one can.
+        exports: start of the path of exported weights; None if they cannot be exported.
+        loader: loader of the run's models, which decides the preset.
+        counts: calibration samples by task.
     """
-    first = methods()[DEFAULT_METHOD]
-    few = next((task for task, count in counts.items() if count < first.fewest), None)
+    default = methods()[DEFAULT_METHOD]
+    few = next((task for task, count in counts.items() if count < default.fewest), None)
     best = st.button(
         "Repair with the best method",
         type="primary",
@@ -108,17 +114,17 @@ def calibration_form(
         key=_BEST,
     )
     if obstacle:
-        st.warning(f"A calibration can't begin: {coded(obstacle.rstrip('.'))}.", icon=":material/warning:")
+        st.warning(f"Calibration is not possible: {coded(obstacle.rstrip('.'))}.", icon=":material/warning:")
     if few is not None:
         note(
-            f"Task {plain(few)} has {counted(counts[few], 'calibration sample')}, and the choice takes {first.fewest} "
-            "or more of each task: some are held out. Settings under Advanced need none held out."
+            f"Task {plain(few)} has {counted(counts[few], 'calibration sample')}, but the choice needs at least "
+            f"{default.fewest} per task to hold some out. Use a method under Advanced."
         )
     caption(_ON_BEST)
-    preset = first.preset_for(loader)
-    # Between the button and what a repair has done a telephone has no room for them.
-    tried = st.expander("What it compares") if is_narrow() else st.container()
-    tried.markdown("\n".join(f"- {plain(name)}" for name in first.candidates[preset or ""]))
+    preset = default.preset_for(loader)
+    # On a phone the list would push the results of a repair far below its button.
+    tried = st.expander("Candidates") if is_narrow() else st.container()
+    tried.markdown("\n".join(f"- {plain(name)}" for name in default.candidates[preset or ""]))
     with st.expander("Advanced"):
         calibrators = methods()
         chosen = st.selectbox(
@@ -131,20 +137,20 @@ def calibration_form(
         )
         _suggest_name(chosen, taken)
         with st.form("calibrate", enter_to_submit=False):
-            asked, pressed = _form_fields(chosen, loader, blocked=blocked, may_export=exports is not None)
+            fields, pressed = _form_fields(chosen, loader, blocked=blocked, may_export=exports is not None)
     if best:
         return CalibrationRequest(name=free_name("best", taken), preset=preset, auto=True), True
-    if asked.pop("export"):
-        asked["save_weights"] = f"{exports}-{asked['name']}"
-    return CalibrationRequest(**asked), pressed
+    if fields.pop("export"):
+        fields["save_weights"] = f"{exports}-{fields['name']}"
+    return CalibrationRequest(**fields), pressed
 
 
 def _form_fields(chosen: str, loader: str, *, blocked: bool, may_export: bool) -> tuple[dict[str, Any], bool]:
     """Return the values of a request and whether weights are exported, and whether the button was pressed."""
     method = methods()[chosen]
-    asked: dict[str, Any] = {"method": chosen}
-    asked["name"] = st.text_input(
-        "Name", key="name", help="The new variant is called calibrated:NAME. Letters, digits, - _ ."
+    fields: dict[str, Any] = {"method": chosen}
+    fields["name"] = st.text_input(
+        "Name", key="name", help="Letters, digits, - _ . The variant is called calibrated:NAME."
     ).strip()
     presets = [_OWN, *sorted(method.presets, key=lambda name: name != method.preset_for(loader))]
     preset = st.selectbox(
@@ -153,50 +159,50 @@ def _form_fields(chosen: str, loader: str, *, blocked: bool, may_export: bool) -
         index=presets.index(method.preset_for(loader) or _OWN),
         format_func=lambda name: _preset_label(name, method.presets),
         key=f"{chosen} preset",
-        help="Values from the paper or its code; the fields below go over them.",
+        help="Values from the paper or its code; fields below override them.",
     )
-    asked["preset"] = None if preset == _OWN else preset
+    fields["preset"] = None if preset == _OWN else preset
     published = method.presets.get(preset, {})
     parameters = _fields(chosen, method)
-    asked["parameters"] = {name: value for name, value in parameters.items() if value != published.get(name)}
-    asked["samples"] = st.number_input(
+    fields["parameters"] = {name: value for name, value in parameters.items() if value != published.get(name)}
+    fields["samples"] = st.number_input(
         "Samples per task",
         min_value=1,
         value=None,
         step=1,
-        placeholder="as in the run's spec",
+        placeholder="as in the spec",
         key="samples",
-        help="Calibration samples; they need no labels and are never those that accuracy is measured on.",
+        help="Calibration samples: unlabelled, and disjoint from test samples.",
     )
-    asked["views"] = _text(
+    fields["views"] = _text(
         "Views of samples",
-        placeholder="as in the run's spec",
+        placeholder="as in the spec",
         key="views",
-        help="Augmented copies of every sample: crop:3, mix:3, words:3, auto or none.",
+        help="Augmented copies per sample: crop:3, mix:3, words:3, auto or none.",
     )
-    asked["shrink"] = _text(
-        "Share of the way from the base",
-        placeholder="all of it",
+    fields["shrink"] = _text(
+        "Interpolation with the base",
+        placeholder="1",
         key="shrink",
-        help="A number from 0 (the base) to 1.5.",
+        help="From 0 (the base) over 1 (the repair) to 1.5.",
     )
-    asked["auto"] = bool(method.automatic) and st.checkbox(
+    fields["auto"] = bool(method.automatic) and st.checkbox(
         f"Choose {', '.join(method.automatic)} on held-out calibration samples",
         key="auto",
-        help="Leave their fields empty then. Takes several calibrations' time.",
+        help="Leave their fields empty. Runs several calibrations.",
     )
     layers = st.text_input(
         "Layers",
         key="layers",
         placeholder="all blocks",
-        help="Numbers or patterns on module paths, with commas between them.",
+        help="Comma-separated numbers or patterns on module paths.",
     )
-    asked["layers"] = layers_named(layers) or None
-    asked |= _saved_fields(may_export=may_export)
-    asked["replace"] = st.checkbox(REPLACE, key="replace")
+    fields["layers"] = layers_named(layers) or None
+    fields |= _saved_fields(may_export=may_export)
+    fields["replace"] = st.checkbox(REPLACE, key="replace")
     label = f"{method.title} calibrate"
     pressed = st.form_submit_button(label, icon=":material/tune:", disabled=blocked, key=_START)
-    return asked, pressed
+    return fields, pressed
 
 
 def _text(label: str, **field: Any) -> str | None:
@@ -208,18 +214,18 @@ def _saved_fields(*, may_export: bool) -> dict[str, Any]:
     """Show the fields for exported weights and their number type."""
     types = get_args(OutDtype)
     export = st.checkbox(
-        "Also export a folder that the original library loads",
+        "Also export for the original library",
         key="save_weights",
         disabled=not may_export,
-        help="Saves next to the run, with config, preprocessor and model card. The weights are always saved.",
+        help="A folder next to the run, with config, preprocessor and model card. The run keeps the weights.",
     )
     out_dtype = st.selectbox(
-        "Saved in",
+        "Number type",
         types,
         index=None,
-        placeholder="the base's own number type",
+        placeholder="as the base",
         key="out_dtype",
-        help="float32 keeps the small changes that a half-precision type would round away.",
+        help="float32 keeps changes that half precision rounds away.",
     )
     return {"export": export, "out_dtype": out_dtype}
 
@@ -227,16 +233,17 @@ def _saved_fields(*, may_export: bool) -> dict[str, Any]:
 def _suggest_name(stem: str, taken: Container[str]) -> None:
     """Put a free name into the form, and the next one once a calibration has got it."""
     state = st.session_state
-    # What was just sent stands, even if another visitor took the name meanwhile.
+    # A name that was just submitted is kept, even if another user took it meanwhile.
     if not any(state.get(button) for button in (_START, _BEST)) and state.get("name", "") in ("", *taken):
         state["name"], state["replace"] = free_name(stem, taken), False
 
 
 def _fields(owner: str, method: Method) -> dict[str, Any]:
-    """Return the settings whose fields are not empty; those that no published setting is about are folded away."""
+    """Return the settings whose fields are not empty."""
+    # Settings outside every preset are rarely changed, so they are shown in an expander.
     published = {name for preset in method.presets.values() for name in preset} or {*method.settings}
-    rest = {name: each for name, each in method.settings.items() if name not in published}
-    values = _columns({name: each for name, each in method.settings.items() if name in published}, owner)
+    rest = {name: schema for name, schema in method.settings.items() if name not in published}
+    values = _columns({name: schema for name, schema in method.settings.items() if name in published}, owner)
     if rest:
         with st.expander("More settings"):
             values |= _columns(rest, owner)
@@ -263,7 +270,7 @@ def _value(key: str, schema: Schema, place: Any) -> Any:
     """Show the field of a setting and return its value; None if it is empty."""
     entry, is_list = entry_of(schema)
     default = schema.get("default")
-    usual = "" if default is None else f"; {_in_words(default)} unless something says otherwise"
+    usual = "" if default is None else f"; default {_in_words(default)}"
     about = schema.get("description") or key.rpartition(".")[2]
     look: dict[str, Any] = {
         "label": schema["title"],
@@ -292,7 +299,8 @@ def _entry(text: str, kind: type) -> Any:
     try:
         return kind(text)
     except ValueError:
-        return text  # the setting says what it expects
+        # The command line refuses it and states what the setting expects.
+        return text
 
 
 def _in_words(value: Any) -> str:

@@ -32,8 +32,8 @@ from driftlens_app.selection import lead
 from driftlens_app.settings import Settings, require_root
 from driftlens_app.show import note, page_title, path_of, plain, show_error, shown_errors
 
+# States of jobs that ended without success.
 BAD_ENDS = ("failed", "stopped", "cancelled")
-"""States of jobs that have ended without success."""
 
 STAGES: Mapping[str, str] = {
     "check": "Checking the weights",
@@ -41,22 +41,23 @@ STAGES: Mapping[str, str] = {
     "calibrate": "Solving",
     "analyze": "Measuring drift",
     "evaluate": "Measuring accuracy",
-    "explain": "Tracing the drift back to layers",
+    "explain": "Attributing the drift to layers",
 }
-"""Labels of phases; other phases show their own names."""
+"""Labels of phases; other phases are shown by name."""
 
+# Interval at which a live job is redrawn.
 SECONDS = 1.0
 _LOG_LINES = 40
 _WORDS = {
-    "starting": "Starting: loading libraries and models",
+    "starting": "Loading libraries and models",
     "running": "Running",
     "cancelling": "Stopping at the next batch",
 }
 _HOW_TO = """
 Or measure your own models:
 
-1. `driftlens init` writes a commented spec; fill in your base, experts and data.
-2. `driftlens validate run.yaml` checks it in seconds.
+1. Write a spec with `driftlens init`; fill in base, experts and data.
+2. Check it with `driftlens validate run.yaml`.
 3. Start it on the page **New run**, or with `driftlens analyze run.yaml --out runs/mine`.
 """
 
@@ -67,13 +68,13 @@ _STEPS = {
     " sweep ": "Repair",
     " report ": "Write a report",
 }
-"""Buttons that replace commands, by a part of the command; other commands are shown to copy."""
+"""Labels of the buttons that replace a command, by a part of the command. Other commands are shown as text."""
+# Icon and page of each button; "Resume" starts a job instead.
 _STEP_PAGES = {"Repair": ("build", "repair"), "Write a report": ("description", "export")}
-"""Icon and page of a button."""
 
 
 def show_live(run: Path, more: Callable[[View], None] | None = None) -> bool:
-    """Show the run's job while it is live, with `more` below its progress, to be cancelled; returns whether it is."""
+    """Show the run's live job with a button to cancel it, and `more` below its progress; return True if it is live."""
     if is_live := is_at_work(run):
         _live(run, more)
     return is_live
@@ -89,19 +90,20 @@ def begin(request: Request) -> None:
 def offer_attribution(run: DriftRun) -> None:
     """Offer the attribution of drift to layers, if some variants lack it."""
     rows = run.layers()
-    is_asked = rows["variant"].map(is_explained).astype(bool)  # of a table without rows, too
-    traced = rows[is_asked].groupby(["variant", "task"])["jacobian_samples"].count()
+    # Without rows, `map` returns no booleans to select by.
+    is_traceable = rows["variant"].map(is_explained).astype(bool)
+    traced = rows[is_traceable].groupby(["variant", "task"])["jacobian_samples"].count()
     lacking = {variant for variant, _ in traced[traced == 0].index}
     if not lacking or not is_analyzed(run.manifest) or is_live(run.manifest):
         return
     names = "; ".join(title(variant) for variant in run.variants if variant in lacking)
-    note(f"The drift of these models was measured and not traced back to layers: {plain(names)}.")
+    note(f"Drift not attributed to layers yet: {plain(names)}.")
     request = explain_request(run)
     is_busy = show_live(run.path)
     show_bad_end(watch(run.path, request.kind))
     if is_busy or Settings.from_environment().read_only:
         return
-    label = "Trace the drift back to layers"
+    label = "Attribute the drift to layers"
     if st.button(label, type="primary", icon=":material/play_arrow:", key=request.kind):
         begin(request)
 
@@ -121,7 +123,7 @@ def show_new_runs(settings: Settings) -> bool:
     runs = list(dict.fromkeys(job.run for job in jobs_beside(settings.root)))
     live = [run for run in runs if show_live(run)]
     for view in map(watch, runs):
-        # A later job on the run, such as a calibration, has its own page, and found the run complete.
+        # Other jobs, such as calibrations, are shown on their own page.
         if view is None or view.job.kind not in MAKING or view.state not in BAD_ENDS:
             continue
         if view.job.dismissed or is_finished_since(view.job):
@@ -153,13 +155,13 @@ def show_bad_end(view: View | None) -> bool:
     if view is None or view.state not in BAD_ENDS:
         return False
     if view.state == "cancelled":
-        again = " Start it again under the same name to resume." if view.job.kind == "analyze" else ""
+        again = " To resume, start it again under the same name." if view.job.kind == "analyze" else ""
         note(f"{_what(view.job)} was cancelled. The run is unchanged.{again}", "cancel")
     elif view.state == "stopped":
         show_error(
             "Worker stopped",
-            f"the process of {view.job.name} ended without an error message: it was killed, or the machine restarted",
-            "Finished parts are kept; start it again. Details may be in the log.",
+            f"{view.job.name} stopped unexpectedly (killed or the machine restarted)",
+            "Start it again; finished phases are kept. See the log for details.",
         )
     elif view.failure is not None:
         show_error(view.failure.type, view.failure.message, view.failure.hint)
@@ -175,7 +177,7 @@ def _show_log(job: Job) -> None:
     text = log_text(job.log)
     with drawer:
         if not text:
-            st.caption("The log is empty so far.")
+            st.caption("The log is empty.")
             return
         st.code("\n".join(text.splitlines()[-_LOG_LINES:]), language=None, wrap_lines=True)
         st.download_button(
@@ -242,26 +244,23 @@ def _what(job: Job) -> str:
 
 
 def welcome() -> None:
-    """Draw the page of a folder without runs."""
+    """Show the page of a folder without runs."""
     settings = Settings.from_environment()
     require_root(settings.root)
     page_title(
         "Welcome to DriftLens",
-        "There is no run to look at in this folder. The demo makes one, without network.",
+        "This folder has no runs. The demo creates one, without network.",
     )
     is_live = show_new_runs(settings)
     if settings.read_only:
-        note("This dashboard is read-only: `driftlens demo` makes a run in a terminal.", "lock")
+        note("This dashboard is read-only. Run `driftlens demo` in a terminal.", "lock")
     else:
-        st.markdown(
-            "Small models, which come with DriftLens, are merged, analysed and repaired here. "
-            "This takes about a minute."
-        )
+        st.markdown("Merge, analyze and repair small models that come with DriftLens (about a minute).")
         suite = st.radio(
             "Models of", [*SUITES], format_func=SUITES.__getitem__, key="suite", disabled=is_live
         )
         if st.button(
-            "Make the demo run", type="primary", icon=":material/play_arrow:", disabled=is_live, key="demo"
+            "Run the demo", type="primary", icon=":material/play_arrow:", disabled=is_live, key="demo"
         ):
             with shown_errors():
                 start(demo_request(settings, suite))
@@ -270,7 +269,8 @@ def welcome() -> None:
 
 
 def steps_of(run: DriftRun, found: Verdict) -> tuple[list[str], list[str]]:
-    """Return buttons for the verdict's command, and the sentences that neither they nor a running job replace."""
+    """Return buttons for the verdict's command, and the sentences of the verdict to show next to them."""
+    # A button or a running job replaces the sentence with its command.
     command = found.command.replace("'", "")
     steps = [] if is_at_work(run.path) else [label for part, label in _STEPS.items() if part in command][:1]
     is_answered = steps or is_at_work(run.path)
@@ -278,7 +278,14 @@ def steps_of(run: DriftRun, found: Verdict) -> tuple[list[str], list[str]]:
 
 
 def show_steps(run: DriftRun, steps: Sequence[str], command: str, *others: str) -> None:
-    """Show buttons: first those for `command`, then `others`."""
+    """Show buttons.
+
+    Args:
+        run: the run.
+        steps: labels of the buttons for `command`.
+        command: the recommended command, shown on hover.
+        others: labels of further buttons.
+    """
     for label in dict.fromkeys([*steps, *others]):
         icon, page = _STEP_PAGES.get(label, ("play_arrow", ""))
         kind: Literal["primary", "secondary"] = "primary" if label in steps else "secondary"

@@ -10,7 +10,7 @@ from driftlens_app.selection import choose_run, choose_view, require_no_unreadab
 from driftlens_app.settings import Settings
 from driftlens_app.show import is_dark, page_title, pages, shown_errors, watch_theme
 
-# Streamlit would take the page's own icon for the browser's tab, and fetch it from another server.
+# By default Streamlit fetches the icon of the browser tab from an external server.
 _ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 64 64" fill="none" stroke-width="6" stroke-linecap="round">'
     '<rect width="64" height="64" rx="14" fill="#0072B2"/>'
@@ -22,8 +22,8 @@ _WORDMARK = (
     'font-size="29" font-weight="600" textLength="136" lengthAdjust="spacingAndGlyphs" fill="{ink}">'
     "DriftLens</text></svg>"
 )
-# Streamlit's running man says that a page is drawn, which pages show themselves; its chosen chips are too faint; and
-# its margins push what a first screen has to answer below the fold, and columns out of tables.
+# Hides Streamlit's animation, since pages show their own progress; raises the contrast of selected chips; reduces
+# margins, which push the verdict off the first screen and columns out of tables.
 _STYLE = (
     '[data-testid="stStatusWidget"] {display: none} [data-testid="stBaseButton-pillsActive"] {color: inherit} '
     '[data-testid="stMainBlockContainer"] {padding-top: 3.75rem} '
@@ -32,13 +32,13 @@ _STYLE = (
 )
 _ABOUT = (
     "**DriftLens** measures, explains and repairs the feature drift of merged neural networks. "
-    "Everything here comes from run directories on this machine."
+    "All data come from run directories on this machine."
 )
 
 
 def main() -> None:
-    """Draw the page that the URL names, inside the shell that all pages share."""
-    # Streamlit shows its menu, with the choice of theme, only where there is an entry of ours.
+    """Show the page of the URL with navigation and sidebar."""
+    # Streamlit shows its menu, which has the theme, only if the app adds an entry.
     st.set_page_config(page_title="DriftLens", page_icon=_ICON, layout="wide", menu_items={"About": _ABOUT})
     st.logo(
         _WORDMARK.format(

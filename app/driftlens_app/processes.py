@@ -168,13 +168,13 @@ def _read(folder: Path, kind: Kind, run: Path) -> Job | None:
         return None
     try:
         record = from_json(file.read_text(encoding="utf-8"))
-        # As JSON, which pydantic takes an object from however strict it is about types: True is no process id.
+        # Validated strictly as JSON, so that `true` is not accepted as a process id.
         job = _RECORDS.validate_json(json.dumps({**record, "run": ""}), strict=True)
         times = [job.started, *([job.cancelled] if job.cancelled else [])]
         is_sane = job.kind == kind and _LOG.fullmatch(str(job.log)) is not None
         if not is_sane or any(datetime.fromisoformat(moment).tzinfo is None for moment in times):
             return None
-        # The run is where the record was found, whatever that says.
+        # The path in a record is not trusted; the run is the folder that has the record.
         return dataclasses.replace(job, run=run, log=folder / job.log)
     except (OSError, ValueError, TypeError):
         return None
@@ -213,45 +213,46 @@ def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         raise RunError(
             f"`driftlens {arguments[0]}` did not answer within {PATIENCE_SECONDS:.0f} seconds",
-            hint="Ask in a terminal, where it may take its time.",
+            hint="Run it in a terminal, which has no time limit.",
         ) from None
     try:
         document = json.loads(done.stdout)
     except ValueError:
-        failure = _told_failure(done.stderr)
+        failure = _printed_failure(done.stderr)
         if failure is None:
-            said = f"ended with exit code {done.returncode} and said nothing"
-            raise RunError(f"`driftlens {arguments[0]}` {said}") from None
+            reason = f"exited with code {done.returncode} without output"
+            raise RunError(f"`driftlens {arguments[0]}` {reason}") from None
         raise RunError(failure.message, hint=failure.hint) from None
     assert isinstance(document, dict)
     return document
 
 
-def _told_failure(said: str) -> Failure | None:
+def _printed_failure(output: str) -> Failure | None:
     """Parse the error that the command line printed as `error: ...` and `hint: ...`; None without."""
-    _, sign, text = "\n".join(["", *said.splitlines()]).rpartition("\nerror: ")
+    _, sign, text = "\n".join(["", *output.splitlines()]).rpartition("\nerror: ")
     message, _, hint = text.partition("\nhint: ")
     return Failure("Error", message, hint) if sign else None
 
 
 def start(request: Request) -> Job:
     """Start a job, or return it if it is running; refuse while another job or process writes to the run."""
-    if not request.run.parent.is_dir():  # it would be made again, around this one run
+    # Otherwise `mkdir` below would recreate a removed root around this one run.
+    if not request.run.parent.is_dir():
         raise RunError(f"the folder {request.run.parent} is gone", hint="Open the dashboard on another one.")
     for path in (request.run, request.folder, request.folder / _GUARD):
         require_inside(path)
     require_links_inside(request.run, Settings.from_environment().root)
     try:
         request.folder.mkdir(parents=True, exist_ok=True)
-        # Whoever else holds it, a second click, tab or server, is between asking and starting.
+        # Held between check and start, so that a second click, tab or server cannot start the job twice.
         with Guard(request.folder / _GUARD, _START_SECONDS):
             return _running(request) or _started(request)
     except DriftLensError:
         raise
     except OSError as error:
         raise RunError(
-            f"can't start a job that keeps its log in {request.folder}: {error.strerror or error}",
-            hint="Check the folder's permissions and the space on its disk.",
+            f"can't write the job's log to {request.folder}: {error.strerror or error}",
+            hint="Check permissions and free disk space.",
         ) from error
 
 
@@ -259,18 +260,19 @@ def _running(request: Request) -> Job | None:
     """Return the running job if it is the requested one; refuse if another one is running."""
     run, job = request.run, job_of(request.run)
     if job is not None and job.code is None and job.owner.is_alive:
-        settings = from_json(json.dumps(dict(request.settings)))  # as its record has them
+        # Compared as JSON, since the record on disk has lists in place of tuples.
+        settings = from_json(json.dumps(dict(request.settings)))
         if (job.kind, job.name, dict(job.settings)) == (request.kind, request.name, settings):
             return job
         raise RunLockedError(
-            f"{run.name} is at work already: {job.kind} {job.name}, started at {job.started[11:16]} UTC",
-            hint="Nothing was started. Try again when that job has finished, or cancel it.",
+            f"{run.name} has a running job: {job.kind} {job.name}, started at {job.started[11:16]} UTC",
+            hint="Wait for it or cancel it, then try again.",
         )
     owner = living_owner_of(run)
     if owner is not None:
         raise RunLockedError(
             f"{run.name} is being written to by {owner}, which was not started here",
-            hint="Try again when it has finished, or stop it.",
+            hint="Wait for it or stop it, then try again.",
         )
     return None
 
@@ -279,7 +281,8 @@ def _started(request: Request) -> Job:
     started = utc_now()
     stamp = re.sub(r"\D", "", started)
     log = request.folder / f"{request.kind}-{stamp}.log"
-    with log.open("xb") as output:  # never through a link that somebody has laid there
+    # Mode x does not follow a symbolic link that was placed at this path.
+    with log.open("xb") as output:
         process = subprocess.Popen(
             [*COMMAND, *request.arguments],
             stdin=subprocess.DEVNULL,
@@ -287,7 +290,7 @@ def _started(request: Request) -> Job:
             stderr=subprocess.STDOUT,
             cwd=request.run.parent,
             env=environment(),
-            # A group of its own: stopping the server leaves the job alone, and cancelling reaches all of it.
+            # In its own process group, a job outlives the server, and cancelling reaches its child processes.
             start_new_session=True,
         )
     _CHILDREN[process.pid] = process
@@ -304,7 +307,8 @@ def _started(request: Request) -> Job:
             settings=dict(request.settings),
         )
         write_job(job)
-    except BaseException:  # nobody would know of the process: it must not go on
+    except BaseException:
+        # Without a record nobody could watch or cancel the process.
         _signal(process.pid, signal.SIGKILL)
         process.wait()
         raise
@@ -322,18 +326,18 @@ def cancel(job: Job) -> None:
     if job.cancelled or not _is_here(job):
         return
     try:
-        # Written first: a server that is restarted now still knows that the user did this.
+        # Written first, so that a restarted server knows that the user cancelled the job.
         write_job(dataclasses.replace(job, cancelled=utc_now()))
     finally:
         _signal(job.pid, signal.SIGINT)
 
 
-def insist(job: Job) -> None:
+def kill_overdue(job: Job) -> None:
     """Kill the job's processes if it was asked to stop longer ago than the grace period."""
     if not job.cancelled or not _is_here(job):
         return
-    asked = datetime.now(UTC) - datetime.fromisoformat(job.cancelled)
-    if asked.total_seconds() > GRACE_SECONDS:
+    elapsed = datetime.now(UTC) - datetime.fromisoformat(job.cancelled)
+    if elapsed.total_seconds() > GRACE_SECONDS:
         _signal(job.pid, signal.SIGKILL)
 
 
@@ -344,7 +348,8 @@ def _is_here(job: Job) -> bool:
 
 def _signal(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, number)  # a job leads its own group
+        # A job leads its own process group.
+        os.killpg(pid, number)
 
 
 @dataclass(frozen=True)
@@ -369,13 +374,13 @@ def watch(run: Path, kind: Kind | None = None) -> View | None:
         return None
     code = exit_code(job.pid) if job.code is None else None
     if code is not None:
-        # On record for the next server; on a full disk this one tells it all the same, and tries again later.
+        # Recorded for a restarted server. A full disk must not hide the state; it is recorded at a later call.
         job = dataclasses.replace(job, code=code)
         with contextlib.suppress(RunError):
             write_job(job)
     status = _own_status(job)
     if job.code is None and job.owner.is_alive:
-        insist(job)
+        kill_overdue(job)
         state: State = "cancelling" if job.cancelled else "running"
         progress = _progress(job, status)
         return View(job, state if progress is not None or job.cancelled else "starting", progress)
@@ -420,23 +425,23 @@ def _status(run: Path) -> Status | None:
 
 def _ended(job: Job, status: Status | None) -> View:
     progress = _progress(job, status)
-    says, error = (None, None) if status is None else (status.state, status.error)
-    failure = error or _told_failure(log_text(job.log))
+    state, error = (None, None) if status is None else (status.state, status.error)
+    failure = error or _printed_failure(log_text(job.log))
     was_killed = job.code is None or job.code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
-    if job.code == 0 or (job.code is None and says == "done"):
+    if job.code == 0 or (job.code is None and state == "done"):
         return View(job, "done", progress)
-    # One that is interrupted while libraries are being imported may end with whatever code they make of it.
-    was_stopped = job.cancelled and (was_killed or (says is None and failure is None))
-    if says == "cancelled" or job.code == Cancelled.exit_code or was_stopped:
+    # During imports, libraries may convert an interrupt to any exit code.
+    was_stopped = job.cancelled and (was_killed or (state is None and failure is None))
+    if state == "cancelled" or job.code == Cancelled.exit_code or was_stopped:
         return View(job, "cancelled", progress)
-    # Who tells its error has ended by itself, though the server that would know its exit code was down.
-    if says == "failed" or (failure is not None and (job.code is None or not was_killed)):
-        return View(job, "failed", progress, failure or Failure("Error", "it gave no reason"))
+    # A printed error means that the job ended by itself, even if no server was running to read its exit code.
+    if state == "failed" or (failure is not None and (job.code is None or not was_killed)):
+        return View(job, "failed", progress, failure or Failure("Error", "no reason was reported"))
     if job.code is None and _is_fresh(status):
-        # Its process can't be seen from here, but it has just written: wait before calling it dead.
+        # The process may run on another host: a recent heartbeat means that it is alive.
         return View(job, "running", progress)
     if job.code is not None and job.code > 0:
-        return View(job, "failed", progress, Failure("Error", f"it ended with exit code {job.code}"))
+        return View(job, "failed", progress, Failure("Error", f"exit code {job.code}"))
     return View(job, "stopped", progress)
 
 
@@ -461,7 +466,7 @@ def _progress(job: Job, status: Status | None) -> ProgressEvent | None:
 def log_text(log: Path) -> str:
     """Return the end of the log without progress lines; empty if there is none yet."""
     lines = ((line, event) for line, event in _lines(log) if event.get("event") != "progress")
-    # Beside progress as JSON, remarks are JSON too.
+    # With `--progress jsonl`, log messages are JSON too.
     return "\n".join(
         str(event.get("message", "")) if event.get("event") == "log" else line for line, event in lines
     )
@@ -498,7 +503,7 @@ def _events(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def _lines(file: Path, most: int = _TAIL_BYTES) -> list[tuple[str, dict[str, Any]]]:
-    """Return the last lines of a file with the JSON object of each, empty for others."""
+    """Return the last lines of a file, each with its JSON object; empty for plain text."""
     if not is_file_inside(file):
         return []
     try:
@@ -514,6 +519,7 @@ def _lines(file: Path, most: int = _TAIL_BYTES) -> list[tuple[str, dict[str, Any
 def _object(line: str) -> dict[str, Any]:
     try:
         event = from_json(line) if line.startswith("{") else None
-    except ValueError:  # half a line: the job is writing it
+    # The last line may be incomplete while the job writes it.
+    except ValueError:
         event = None
     return event if isinstance(event, dict) else {}

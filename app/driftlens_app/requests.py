@@ -25,19 +25,18 @@ from driftlens_app.settings import Settings, is_file_inside, is_inside, require_
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
 _PROGRESS = ("--progress", "jsonl")
 _SUFFIXES = (".yaml", ".yml")
-MOST_BYTES = 1_000_000
-"""Of a spec."""
-
-_MOST_FILES = 200
+# Larger YAML files are not offered as specs, nor more than this many files.
+MAX_SPEC_BYTES = 1_000_000
+_MAX_FILES = 200
+# Default folder of `driftlens demo`.
 DEMO = "driftlens-demo"
-"""Folder of the demo run, as the command line has it."""
 
 
 SUITES = {
     "text": "Texts: a small language model and four experts",
     "image": "Images: a small CLIP and eight experts",
 }
-"""Embedded suites, as on the command line."""
+"""Values of `driftlens demo --suite`, with labels."""
 
 
 def demo_request(settings: Settings, suite: str = "text") -> Request:
@@ -58,8 +57,8 @@ def comparisons(root: Path) -> list[str]:
 def _new_folder(settings: Settings, name: str) -> Path:
     if not _NAME.fullmatch(name):
         raise SpecError(
-            f"{name!r} can't be the name of a run's folder",
-            hint="Use letters, digits, `-`, `_` and `.`, at most 80.",
+            f"{name!r} is not a valid folder name",
+            hint="Use at most 80 letters, digits, `-`, `_` and `.`.",
         )
     run = settings.root / name
     if run.is_symlink() or (run.exists() and not run.is_dir()):
@@ -70,6 +69,7 @@ def _new_folder(settings: Settings, name: str) -> Path:
 def new_spec(settings: Settings, name: str) -> Path:
     """Return the file of a new spec called `name`; refuse existing names."""
     run, file = _new_folder(settings, name), settings.root / f"{name}.yaml"
+    # `exists` is False for a dangling link, which writing would follow.
     for place in (run, file):
         if place.exists() or place.is_symlink():
             raise SpecError(f"{place.name} exists already", hint="Choose another name.")
@@ -92,19 +92,18 @@ def resume_request(run: DriftRun) -> Request:
 
 def _on_run(kind: Kind, name: str, run: DriftRun, /, *words: str, **settings: Any) -> Request:
     """Build the request of a command that adds to a run."""
+    # Positional-only, since `settings` may have the keys `kind` and `name`.
     return Request(kind, name, run.path, (kind, str(run.path), *words, *_PROGRESS), settings)
 
 
-def calibrate_request(run: DriftRun, asked: CalibrationRequest) -> Request:
+def calibrate_request(run: DriftRun, request: CalibrationRequest) -> Request:
     """Build the calibration of a run; refuse a name that is taken."""
-    require_free_name(asked, run.manifest.calibrations)
-    return _on_run("calibrate", asked.name, run, *asked.words(), **asked.model_dump(mode="json"))
+    require_free_name(request, run.manifest.calibrations)
+    return _on_run("calibrate", request.name, run, *request.words(), **request.model_dump(mode="json"))
 
 
 def sweep_request(run: DriftRun) -> Request:
-    """Build a sweep of the default method's coefficients, one at a time, around the published values for the run's
-    models.
-    """
+    """Build a one-factor sweep of the default method's coefficients around their published values."""
     method = methods()[DEFAULT_METHOD]
     preset = str(method.preset_for(run.manifest.architecture.get("loader", "")))
     words = ["--resume", f"--preset={preset}"]
@@ -117,9 +116,9 @@ def sweep_request(run: DriftRun) -> Request:
 
 
 def methods_request(run: DriftRun, names: Sequence[str]) -> Request:
-    """Repairs by several methods on the same samples, each kept as a calibration of the run."""
+    """Build a comparison of methods on the same samples; each becomes a calibration of the run."""
     if not names:
-        raise SpecError("no method was chosen", hint="Choose two or more to be compared.")
+        raise SpecError("no method is selected", hint="Select at least two.")
     return _on_run("sweep", ",".join(names), run, *SweepRequest(methods=names).words())
 
 
@@ -132,7 +131,8 @@ def explain_request(run: DriftRun) -> Request:
 def _is_run(folder: Path) -> bool:
     try:
         read_manifest(folder)
-    except OSError:  # RunError is one
+    # RunError is an OSError.
+    except OSError:
         return False
     return True
 
@@ -147,13 +147,13 @@ def spec_files(root: Path) -> list[str]:
         if not folder.name.startswith(".") and not (folder / MANIFEST).exists() and is_inside(folder, root)
         for file in entries(folder)
         if file.suffix.lower() in _SUFFIXES and file.is_file() and is_inside(file, root)
-        if file.stat().st_size <= MOST_BYTES
+        if file.stat().st_size <= MAX_SPEC_BYTES
     ]
-    return sorted(paths)[:_MOST_FILES]
+    return sorted(paths)[:_MAX_FILES]
 
 
 def spec_file(root: Path, relative: str) -> Path:
     """Return the spec file at a relative path; refuse others, since browsers may send anything."""
     if relative not in spec_files(root):
-        raise SpecError(f"no spec {relative!r} is in this folder any more", hint="Choose one from the list.")
+        raise SpecError(f"this folder has no spec {relative!r}", hint="Choose one from the list.")
     return root / relative

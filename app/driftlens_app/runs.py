@@ -19,8 +19,8 @@ from driftlens.utils.errors import DataError, RunError
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_links_inside
 
 _ID = re.compile(r"[A-Za-z0-9._-]+")
+# Default output folder of `driftlens analyze`; its runs are listed too.
 _SUBFOLDER = "runs"
-"""Default output folder of `driftlens analyze`; its runs are listed, too."""
 
 
 def listed_runs(settings: Settings) -> list[RunSummary]:
@@ -60,7 +60,7 @@ def folder_of(settings: Settings, run_id: str) -> Path:
         if run.id == run_id:
             return run.path
     raise DataError(
-        f"no readable run {run_id!r} is in this folder any more", hint="Choose another one on the page Runs."
+        f"this folder has no readable run {run_id!r}", hint="Choose another one on the page Runs."
     )
 
 
@@ -85,8 +85,8 @@ def key_of(run: DriftRun) -> tuple[str, str]:
 
 
 def _require_links_inside(folder: Path, root: Path, now: str) -> None:
-    # A link that is added later changes the time of the folder it is put into; files deeper down that are replaced
-    # by links while the dashboard is open are noticed with the next change of the run.
+    # Adding a link changes the time of its folder. Links placed deeper while the dashboard is open are noticed at the
+    # next change of the run.
     folders = (folder, folder / "tables", folder / "features", folder / "calibrations", folder / "thumbs")
     _searched(str(folder), str(root), now + "".join(map(_file_stamp, folders)))
 
@@ -96,8 +96,8 @@ def _searched(folder: str, root: str, stamp: str) -> None:
     require_links_inside(Path(folder), Path(root))
 
 
-# Runs are read-only objects that hand out copies, and pickling their tables on every rerun would cost more than
-# reading them: hence a shared resource and not cached data. What is kept is bounded all the same.
+# A shared resource and not cached data: runs are read-only objects that return copies, and pickling their tables on
+# every rerun would cost more than reading them. `max_entries` bounds the memory.
 @st.cache_resource(max_entries=4, show_spinner=False)
 def _opened(folder: str, stamp: str) -> DriftRun:
     return open_run(folder)
@@ -107,7 +107,7 @@ def _opened(folder: str, stamp: str) -> DriftRun:
 def _summary(folder: str, stamp: str, is_alive: bool) -> RunSummary:
     (summary,) = find_runs(folder)
     if not summary.problem and not _ID.fullmatch(summary.id):
-        return RunSummary(summary.path, name=summary.name, problem="its id holds characters no id may have")
+        return RunSummary(summary.path, name=summary.name, problem="its id has invalid characters")
     return summary
 
 
@@ -118,10 +118,11 @@ def _folders(root: Path) -> list[Path]:
     parents = [parent for parent in (root, root / _SUBFOLDER) if parent.is_dir() and is_inside(parent, root)]
     children = [child for parent in parents for child in sorted(parent.iterdir())]
     runs = [child for child in children if _is_run(child) and is_inside(child, root)]
-    first: dict[str, Path] = {}
+    preferred: dict[str, Path] = {}
+    # Folders come before links, so that a run is listed by its own name.
     for run in sorted(runs, key=Path.is_symlink):
-        first.setdefault(os.path.realpath(run), run)
-    return [run for run in runs if first[os.path.realpath(run)] is run]
+        preferred.setdefault(os.path.realpath(run), run)
+    return [run for run in runs if preferred[os.path.realpath(run)] is run]
 
 
 def _is_run(folder: Path) -> bool:
@@ -139,11 +140,11 @@ def _file_stamp(file: Path) -> str:
 
 def _without_doubles(summaries: list[RunSummary]) -> list[RunSummary]:
     """Mark copies of runs, which have the same id: the first keeps it, others are listed with the reason."""
-    first: dict[str, Path] = {}
+    originals: dict[str, Path] = {}
     listed = []
     for run in summaries:
-        if run.id and first.setdefault(run.id, run.path) != run.path:
-            state = {"state": f"copy of {first[run.id].name}", "problem": f"both have the id {run.id}"}
+        if run.id and originals.setdefault(run.id, run.path) != run.path:
+            state = {"state": f"copy of {originals[run.id].name}", "problem": f"both have the id {run.id}"}
             run = RunSummary(run.path, name=run.name, created=run.created, **state)
         listed.append(run)
     return listed

@@ -15,7 +15,7 @@ from driftlens.utils.errors import RunError
 
 _HERE = Path(__file__).parent
 _ROOT, _READ_ONLY = "DRIFTLENS_APP_ROOT", "DRIFTLENS_APP_READ_ONLY"
-_HINT = "Remove the link, or replace it by a copy of its target."
+_HINT = "Remove the link, or replace it by a copy."
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,10 @@ class Settings:
 def is_inside(path: Path, root: Path | None = None) -> bool:
     """Return True if `path`, which need not exist, is in `root` (default: the dashboard's), all links followed."""
     try:
-        real = os.path.realpath(path)  # unlike Path.resolve, it takes links that run in circles
-    except (OSError, ValueError):  # no name that a file can have
+        # Unlike `Path.resolve`, this accepts links in a cycle.
+        real = os.path.realpath(path)
+    # Names with null characters, or too long ones, exist nowhere.
+    except (OSError, ValueError):
         return False
     return Path(real).is_relative_to(Settings.from_environment().root if root is None else root)
 
@@ -57,20 +59,21 @@ def require_root(root: Path) -> None:
     """Refuse, by a RunError, to look into a folder that was removed while the dashboard was open on it."""
     if not root.is_dir():
         raise RunError(
-            f"the folder {root}, which the dashboard was opened on, is gone",
-            hint="Put it back, or open the dashboard on another one: `driftlens ui FOLDER`.",
+            f"the dashboard's folder {root} is gone",
+            hint="Restore it, or open another one: `driftlens ui FOLDER`.",
         )
 
 
 def is_file_inside(path: Path) -> bool:
     """Return True if `path` is a regular file inside the root; pipes, which would block, are refused."""
-    return path.is_file() and is_inside(path)  # most are not there, which is known sooner
+    # Most files do not exist, and `is_file` is faster than resolving links.
+    return path.is_file() and is_inside(path)
 
 
 def require_inside(path: Path) -> None:
     """Refuse, by a RunError, a path that leaves the root."""
     if not is_inside(path):
-        raise RunError(f"{path} is a link, or is below a link, that leaves this folder", hint=_HINT)
+        raise RunError(f"{path} leads outside this folder through a link", hint=_HINT)
 
 
 def require_links_inside(run: Path, root: Path) -> None:
@@ -78,7 +81,8 @@ def require_links_inside(run: Path, root: Path) -> None:
 
     def unsearched(error: OSError) -> None:
         if isinstance(error, FileNotFoundError | NotADirectoryError):
-            return  # a job that is at work has removed it
+            # A running job has removed it.
+            return
         name = os.path.relpath(error.filename, run)
         raise RunError(
             f"its folder {name} can't be searched for links: {error.strerror}", hint="Check its permissions."
@@ -87,7 +91,8 @@ def require_links_inside(run: Path, root: Path) -> None:
     seen: set[str] = set()
     for folder, folders, files in os.walk(run, followlinks=True, onerror=unsearched):
         real = os.path.realpath(folder)
-        if real in seen:  # links may run in circles
+        # Links may form a cycle.
+        if real in seen:
             folders.clear()
             continue
         seen.add(real)
@@ -122,13 +127,13 @@ def server_command(*, host: str = "127.0.0.1", port: int | None = None, browser:
         "server.showEmailPrompt": "false",
         "server.maxUploadSize": "1",
         "browser.gatherUsageStats": "false",
-        # Streamlit's default would open and print a link to "localhost", which may be another server's on ::1.
+        # Streamlit's default link to "localhost" may reach another server that listens on ::1.
         "browser.serverAddress": "localhost" if _is_every_address(host) else in_url(host),
         "client.toolbarMode": "minimal",
         "client.showErrorDetails": "type",
         "client.showErrorLinks": "false",
         "runner.magicEnabled": "false",
-        # Python collects garbage by itself; to search all of it after every click costs more than the click.
+        # A full collection after every click takes longer than handling the click.
         "runner.postScriptGC": "false",
         "theme.base": str(_HERE / "theme.toml"),
     }
@@ -142,7 +147,8 @@ def server_command(*, host: str = "127.0.0.1", port: int | None = None, browser:
 
 
 def allowed_hosts(host: str) -> Sequence[str]:
-    """Names under which a browser may ask for the app, as Streamlit compares them; any other was rebound to it."""
+    """Return the host names that requests may use, as Streamlit compares them."""
+    # Any other name points to this server by DNS rebinding.
     others = () if is_local(host) else (socket.gethostname(), *_addresses(host))
     return tuple(dict.fromkeys(map(_name, ("localhost", "127.0.0.1", host, *others))))
 

@@ -19,7 +19,7 @@ from tests.quick import few
 from tests.records.full_run import write_full_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("worker")]
-BUTTON = "Trace the drift back to layers"
+BUTTON = "Attribute the drift to layers"
 VIEWS = ("layers", "overview")
 COLUMNS = ("final_share", "remainder_share", "prefix_share", "jacobian_error", "jacobian_samples", "nodes")
 
@@ -78,7 +78,7 @@ def test_the_button_starts_the_command_whose_progress_is_shown_until_the_columns
 def test_only_the_models_that_lack_it_are_named(open_app: Open, root: Path) -> None:
     leave_out(root / "full", "calibrated:featcal")
     app = open_app(root, "layers", layers="Sources")
-    assert "not traced back to layers: featcal." in said(app)
+    assert "not attributed to layers yet: featcal." in said(app)
     assert len(app.get("plotly_chart")) > 0
 
 
@@ -97,6 +97,6 @@ def test_what_another_spec_would_give_names_its_command(open_app: Open, root: Pa
 @pytest.mark.parametrize("view", few(VIEWS, ["layers"]))
 def test_a_read_only_dashboard_only_says_so(open_app: Open, root: Path, run: Path, view: str) -> None:
     app = open_app(root, view, layers="Sources", read_only=True)
-    assert "not traced back to layers" in said(app)
+    assert "not attributed to layers yet" in said(app)
     assert BUTTON not in [button.label for button in app.button] and not errors(app)
     assert not processes._CHILDREN

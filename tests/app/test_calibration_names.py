@@ -72,7 +72,7 @@ def test_a_taken_name_is_refused_unless_it_is_to_be_replaced_or_gone_on_with(run
     opened = open_run(run)
     with pytest.raises(SpecError, match="has a calibration 'featcal' already") as caught:
         calibrate_request(opened, CalibrationRequest(name="featcal"))
-    assert caught.value.hint == "Tick 'Replace a calibration of this name', or choose another name."
+    assert caught.value.hint == "Check 'Replace a calibration of this name', or choose another name."
     for allowed in ({"replace": True}, {"resume": True}):
         assert calibrate_request(opened, CalibrationRequest(name="featcal", **allowed)).name == "featcal"
 

@@ -16,7 +16,7 @@ from driftlens.runs.status import Status, write_status
 from driftlens.utils.errors import RunError
 from driftlens_app import processes
 from driftlens_app.processes import Job, ask, dismiss, job_of, start
-from driftlens_app.requests import MOST_BYTES, analyze_request, spec_files
+from driftlens_app.requests import MAX_SPEC_BYTES, analyze_request, spec_files
 from driftlens_app.settings import Settings
 from driftlens_app.views.new_run import data_options
 from tests.app.conftest import Open, until
@@ -54,7 +54,7 @@ def test_the_end_of_an_older_job_is_told_while_a_newer_one_runs(open_app: Open, 
     assert titles(app) == ["**Analysis newer**", "**Analysis older**"] and not app.error
     kill(older)
     app.run()
-    assert "the process of older is gone" in errors(app)
+    assert "older stopped unexpectedly" in errors(app)
     assert len(dismiss_buttons(app)) == 1 and len(titles(app)) == 2
 
 
@@ -120,11 +120,11 @@ def test_a_folder_that_was_deleted_while_open_is_said_to_be_gone(
     app = open_app(root, view)
     shutil.rmtree(root)
     app.run()
-    assert "which the dashboard was opened on, is gone" in errors(app) and "driftlens ui FOLDER" in errors(
+    assert "is gone" in errors(app) and "driftlens ui FOLDER" in errors(
         app
     )
     assert "defect" not in said(app) and len(app.error) == 1
-    assert not [button for button in app.button if button.label == "Make the demo run"]
+    assert not [button for button in app.button if button.label == "Run the demo"]
 
 
 def test_a_folder_that_cannot_be_listed_hides_only_its_own_specs(
@@ -205,6 +205,6 @@ def test_a_read_only_dashboard_has_no_form(open_app: Open, root: Path) -> None:
 
 
 def test_a_file_that_is_larger_than_a_spec_may_be_is_not_offered(root: Path) -> None:
-    (root / "large.yaml").write_text("#" * (MOST_BYTES + 1))
-    (root / "small.yaml").write_text("#" * MOST_BYTES)
+    (root / "large.yaml").write_text("#" * (MAX_SPEC_BYTES + 1))
+    (root / "small.yaml").write_text("#" * MAX_SPEC_BYTES)
     assert spec_files(root) == ["small.yaml"]

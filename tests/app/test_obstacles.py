@@ -22,7 +22,7 @@ from tests.app.pages import is_disabled, said
 
 pytestmark = pytest.mark.usefixtures("worker")
 BEST = "Repair with the best method"
-START = "A calibration can't begin: "
+START = "Calibration is not possible: "
 
 
 @pytest.fixture

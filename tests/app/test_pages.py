@@ -36,7 +36,7 @@ def test_an_empty_folder_offers_the_demo_or_says_what_is_missing(
     if view == "new_run":
         assert not app.text_input(key="base").value
     else:
-        assert [button.label for button in app.button] == ["Make the demo run"]
+        assert [button.label for button in app.button] == ["Run the demo"]
         assert [choice.split(":")[0] for choice in app.radio(key="suite").options] == ["Images", "Texts"]
 
 
@@ -186,7 +186,7 @@ def test_an_id_that_is_no_id_is_refused(open_app: Open, root: Path) -> None:
     path = root / "full" / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "id": "../../etc"}))
     app = open_app(root)
-    assert "characters no id may have" in app.warning[0].value.replace("\\", "")
+    assert "its id has invalid characters" in app.warning[0].value.replace("\\", "")
     assert not app.selectbox
 
 

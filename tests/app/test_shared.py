@@ -51,8 +51,8 @@ def test_a_link_inside_the_folder_does_not_hide_the_run(root: Path, name: str) -
 def test_another_users_job_is_refused_in_words_and_the_same_one_is_shared(run: Path) -> None:
     job = begin(run, "steady")
     assert begin(run, "steady").pid == job.pid
-    words = ("full is at work already", "calibrate steady", "UTC")
-    with refusing(RunLockedError, *words, hint="Nothing was started"):
+    words = ("full has a running job", "calibrate steady", "UTC")
+    with refusing(RunLockedError, *words, hint="Wait for it or cancel it"):
         begin(run, "mine")
     assert len(processes._CHILDREN) == 1
     finish(run)
@@ -65,11 +65,11 @@ def test_a_job_that_failed_while_the_server_was_down_shows_its_own_error(
     open_app: Open, root: Path, run: Path
 ) -> None:
     job = record_job(run / "logs", run, code=None, host=platform.node())
-    assert "ended without an error message" in errors(open_app(root, "repair"))
+    assert "stopped unexpectedly" in errors(open_app(root, "repair"))
     job.log.write_text("loading\nerror: the disk is full\nhint: Make room on it.\n")
     assert watch(run).state == "failed"  # type: ignore[union-attr]
     app = open_app(root, "repair")
-    assert "the disk is full" in errors(app) and "without an error message" not in errors(app)
+    assert "the disk is full" in errors(app) and "stopped unexpectedly" not in errors(app)
 
 
 @pytest.mark.slow
@@ -77,7 +77,9 @@ def test_the_best_is_not_offered_where_too_few_samples_could_be_held_out(open_ap
     few = open_run(write_full_run(root / "few", size=Size(samples=7))).id
     app = open_app(root, "repair", run=few)
     (button,) = [each for each in app.button if each.label == "Repair with the best method"]
-    assert button.disabled and "has 7 calibration samples, and the choice takes 8 or more" in said(app)
+    assert button.disabled and "has 7 calibration samples, but the choice needs at least 8 per task" in said(
+        app
+    )
     (other,) = [each for each in app.button if each.label == "FeatCal calibrate"]
     assert not other.disabled
 

@@ -90,7 +90,7 @@ LIMITS: dict[str, tuple[str, str]] = {
         "reads/test_refused_inputs.py::test_messages_end_on_their_first_page",
     ),
     "spec in the dashboard": (
-        f"{requests.MOST_BYTES:,} bytes",
+        f"{requests.MAX_SPEC_BYTES:,} bytes",
         "app/test_new_runs.py::test_a_file_that_is_larger_than_a_spec_may_be_is_not_offered",
     ),
     "reading any one of these": (

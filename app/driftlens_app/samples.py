@@ -25,14 +25,15 @@ from driftlens_reports.charts.picking import chosen_variants
 from driftlens_reports.explorer import Explorer
 
 _FRAME = "iframe { display: block; width: 100%; border: 0; }"
+# Initial height of each part in pixels, until its frame reports its own.
 _HEIGHTS = {"": 1000, "points": 520, "wall": 700}
-"""Pixels that each part of the explorer takes until it has said how high it is."""
-_ASKED = "_explore"
+_REQUESTED = "_explore"
 
 
 def explore(state: str) -> None:
     """Open the page Samples with a state of the explorer, as its address has it after the #."""
-    st.session_state[_ASKED] = (time.time_ns(), state)
+    # The time makes the same state requested twice two requests.
+    st.session_state[_REQUESTED] = (time.time_ns(), state)
     task = dict(parse_qsl(state)).get(TASK)
     lead("samples", **({TASK: task} if task else {}))
 
@@ -40,13 +41,17 @@ def explore(state: str) -> None:
 def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state: str = "") -> None:
     """Show the page of `driftlens view` or a part of it in a frame without origin; a click on `points` opens Samples.
 
-    Its state is after the # of the URL; `state` is the initial one.
+    Args:
+        run: the run.
+        part: the part to show; empty for the whole page.
+        state: initial state, as after the # of the page's URL.
     """
+    # The page embeds these files, so a link to a file elsewhere would disclose it.
     for task in run.tasks:
         for file in (thumbs_file(task), texts_file(task)):
             require_inside(run.path / file)
     with shown_errors():
-        asked, wanted = st.session_state.get(_ASKED, (0, "")) if part == "" else (0, "")
+        requested, requested_state = st.session_state.get(_REQUESTED, (0, "")) if part == "" else (0, "")
         name, page = _inside(run, part == "points")
         data = {
             "page": name,
@@ -54,14 +59,14 @@ def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state
             "show": part,
             "dark": is_dark(),
             "task": selection().task,
-            "asked": asked,
-            "state": wanted or state,
+            "asked": requested,
+            "state": requested_state or state,
             "height": _HEIGHTS[part],
-            "title": "Samples that move from model to model",
+            "title": "Samples across models",
         }
         embedded, bring = component("explorer", "<div></div>", _FRAME), component("explorer_page", "<i></i>")
         with st.container(gap=None):
-            # As text, Streamlit would write it as JSON twice, on every click.
+            # Sent as bytes: Streamlit would encode text as JSON twice on every click.
             head = f"{json.dumps([part, name])}\n".encode()
             bring(data=head + page, key=f"explorer-page-{part}", height=1)
             clicked = embedded(
@@ -90,7 +95,7 @@ def offer_page(run: DriftRun) -> None:
     )
 
 
-@st.cache_data(max_entries=8, show_spinner="Laying out samples", hash_funcs={DriftRun: key_of})
+@st.cache_data(max_entries=8, show_spinner="Arranging samples", hash_funcs={DriftRun: key_of})
 def _inside(run: DriftRun, only_points: bool) -> tuple[str, bytes]:
     """Return the page and a name that changes with it."""
     page = Explorer(run).inside(only_points=only_points)

@@ -21,12 +21,12 @@ from driftlens_app.show import is_dark, path_of
 from driftlens_reports.charts.chart import ChartOptions
 
 RUN, TASK, VARIANTS, LAYER, MEASURE = "run", "task", "variants", "layer", "measure"
-"""Keys of the widgets, which are the names in the URL."""
+"""Keys of the widgets, also the names in the URL."""
 
 FINAL = "final"
 _MEASURES = ("L2", "relative")
-_MOST_POINTS = 4000
-"""Of a chart of samples: as many as a browser draws at once without WebGL, which takes it long to make ready."""
+# More points per chart would need WebGL, which takes browsers long to initialize.
+_MAX_POINTS = 4000
 _CHOSEN, _IN_URL, _KEPT = "_selection", "_run_in_url", "_view_in_url"
 
 
@@ -53,7 +53,7 @@ class Selection:
             layer=self.layer,
             relative=self.relative,
             dark=is_dark(),
-            max_points=_MOST_POINTS,
+            max_points=_MAX_POINTS,
         )
         return dataclasses.replace(chosen, **others)
 
@@ -81,25 +81,27 @@ def choose_run(settings: Settings) -> DriftRun | None:
     ids = run_ids(settings)
     if not ids:
         return None
-    # Streamlit's own binding leaves a default out of the URL, and the newest run is another one tomorrow.
-    led = _kept().pop(RUN, [None])
-    asked, shown = st.query_params.get(RUN, led[0]), st.session_state.get(_IN_URL)
-    if asked not in (None, shown):
-        st.session_state[RUN] = st.session_state[_IN_URL] = asked
-    elif st.session_state.get(RUN) not in ids:  # of a run that is gone another one may not take the place
+    # Streamlit's own binding leaves defaults out of the URL, but the newest run changes with time.
+    from_page = _kept().pop(RUN, [None])
+    requested, shown = st.query_params.get(RUN, from_page[0]), st.session_state.get(_IN_URL)
+    if requested not in (None, shown):
+        st.session_state[RUN] = st.session_state[_IN_URL] = requested
+    # A removed run is reported below instead of silently showing another one.
+    elif st.session_state.get(RUN) not in ids:
         st.session_state[RUN] = st.session_state.get(RUN) or shown or ids[0]
     if st.session_state[RUN] not in ids:
         st.session_state[_IN_URL], st.session_state[RUN] = st.session_state[RUN], None
-    st.session_state[RUN] = st.session_state[RUN]  # what is sent anew has the name of now
+    # Assigning the value makes Streamlit send the label again, which may have changed.
+    st.session_state[RUN] = st.session_state[RUN]
     titles = run_titles(settings)
     chosen: str | None = st.sidebar.selectbox(
         "Run", ids, format_func=lambda name: titles.get(name, name), key=RUN, help="Newest first."
     )
     if chosen is None:
         broken = ", ".join(run.path.name for run in _unreadable(settings))
-        reason = f" {broken} can't be read; the page Runs says why." if broken else ""
-        asked = st.session_state[_IN_URL]
-        raise DataError(f"the run {asked!r} is not here", hint=f"Choose one in the sidebar.{reason}")
+        reason = f" Unreadable: {broken}; see the page Runs." if broken else ""
+        missing = st.session_state[_IN_URL]
+        raise DataError(f"the run {missing!r} is not here", hint=f"Choose one in the sidebar.{reason}")
     st.session_state[_IN_URL] = chosen
     return opened(folder_of(settings, chosen))
 
@@ -107,34 +109,33 @@ def choose_run(settings: Settings) -> DriftRun | None:
 def require_no_unreadable(settings: Settings) -> None:
     """Refuse to call a folder empty whose runs can't be read; names the first one, and why."""
     for run in _unreadable(settings):
-        raise DataError(
-            f"there is no run to look at: {run.path.name} can't be read: {run.problem}", hint=run.hint
-        )
+        raise DataError(f"no readable run: {run.path.name} can't be read: {run.problem}", hint=run.hint)
 
 
 def _unreadable(settings: Settings) -> list[RunSummary]:
-    """List runs that can't be read, without those that are being written."""
+    """Return runs that can't be read, without those of live jobs."""
+    # Copies have another state: their files can be read.
     unread = [run for run in listed_runs(settings) if run.state == RunSummary(run.path).state]
-    return [run for run in unread if not is_at_work(run.path)]  # a copy can be read
+    return [run for run in unread if not is_at_work(run.path)]
 
 
 def choose_view(run: DriftRun) -> None:
     """Read the selection from the URL, or from the previous page."""
     layers = [FINAL, *(str(entry.index) for entry in run.manifest.layers)]
     offered = {TASK: run.tasks, VARIANTS: run.variants, LAYER: layers, MEASURE: _MEASURES}
-    asked = {name: _asked(name, values) for name, values in offered.items()}
-    # All at once and without defaults: every change of the address is a step back in the browser's history.
-    shown = {name: chosen for name, chosen in asked.items() if _is_in_address(name, chosen)}
+    selected = {name: _selected(name, values) for name, values in offered.items()}
+    # Set at once and without defaults, since every change of the URL adds an entry to the browser's history.
+    shown = {name: chosen for name, chosen in selected.items() if _is_in_address(name, chosen)}
     for name in {*offered} - {*shown}:
         st.query_params.pop(name, None)
     st.query_params.update({RUN: run.id, **shown})
-    layer = next(iter(asked[LAYER]), FINAL)
+    layer = next(iter(selected[LAYER]), FINAL)
     st.session_state[_CHOSEN] = Selection(
         run,
-        next(iter(asked[TASK]), None),
-        tuple(asked[VARIANTS]),
+        next(iter(selected[TASK]), None),
+        tuple(selected[VARIANTS]),
         layer if layer == FINAL else int(layer),
-        asked[MEASURE] == [_MEASURES[1]],
+        selected[MEASURE] == [_MEASURES[1]],
     )
 
 
@@ -145,10 +146,8 @@ def _kept() -> dict[str, list[str]]:
 
 
 def choose(name: str, chosen: Any) -> None:
-    """Select something by name, as if it were in the address.
-
-    This is called before the script runs, which may not end if the page is left.
-    """
+    """Select a value by name, as if it were in the URL."""
+    # Runs as a callback before the script, which may be interrupted when the user leaves the page.
     _kept()[name] = listed = [chosen] if isinstance(chosen, str) else [*(chosen or ())]
     if _is_in_address(name, listed):
         st.query_params[name] = listed
@@ -160,14 +159,14 @@ def _is_in_address(name: str, chosen: list[str]) -> bool:
     return bool(chosen) and (name, chosen) not in ((LAYER, [FINAL]), (MEASURE, [_MEASURES[0]]))
 
 
-def _asked(name: str, known: Sequence[str]) -> list[str]:
+def _selected(name: str, options: Sequence[str]) -> list[str]:
     """Return the selected values of a name, also on pages that do not show the control."""
-    # Streamlit forgets what is bound to a widget that a page leaves out, and empties the URL on the way to another.
-    kept, asked = _kept(), st.query_params.get_all(name)
-    # A step back in the browser's history is to an address as it was.
-    if not asked and not _is_step_in_history():
-        asked = kept.get(name, [])
-    chosen = [value for value in asked if value in known]
+    # Streamlit forgets widgets that a page leaves out, and clears the URL when the page changes.
+    kept, values = _kept(), st.query_params.get_all(name)
+    # After a step in the browser's history the URL is complete, so a missing name means the default.
+    if not values and not _is_step_in_history():
+        values = kept.get(name, [])
+    chosen = [value for value in values if value in options]
     kept[name] = chosen
     return chosen
 
@@ -193,7 +192,7 @@ def _draw(names: Sequence[str], everything: str) -> None:
             "Drift",
             _MEASURES,
             horizontal=True,
-            help="L2: in the features' own unit. Relative: against the norm of the expert's features.",
+            help="L2: absolute. Relative: divided by the norm of the expert's features.",
         ),
     }
     with st.container(horizontal=True, vertical_alignment="bottom"):

@@ -22,7 +22,7 @@ from driftlens_app import views
 from driftlens_app.settings import Settings, in_url
 
 _PAGES = [file.stem for file in Path(views.__path__[0]).glob("[!_]*.py")]
-# Relative to the page, as Streamlit's own links to its files, so that it holds behind a proxy's prefix too.
+# Relative to the page, like Streamlit's links to its files, so that it works behind a proxy with a prefix.
 _BASE = '<script>window.__streamlit = {BACKEND_BASE_URL: new URL(".", location).href}</script>'
 
 
@@ -32,7 +32,8 @@ async def _to_first_page(request: Request) -> RedirectResponse:
 
 
 async def _page(_request: Request) -> HTMLResponse:
-    """Return Streamlit's document for a page by its name; its client would else look for the server below the page."""
+    """Return Streamlit's document for a page by its name."""
+    # Without the base URL, the client would look for the server below the page's path.
     document = (files("streamlit") / "static" / "index.html").read_text(encoding="utf-8")
     return HTMLResponse(
         document.replace("<head>", f"<head>{_BASE}", 1), headers={"Cache-Control": "no-cache"}
@@ -40,20 +41,19 @@ async def _page(_request: Request) -> HTMLResponse:
 
 
 def _is_own(scope: Scope) -> bool:
-    """Return True if a page of this very server asks: same scheme, name and port.
-
-    Streamlit would let in requests without an origin, and pages of any port of this machine.
-    """
+    """Return True if a page of this server sent the request: same scheme, name and port."""
+    # Streamlit alone would accept requests without an origin, and pages from any port of this machine.
     headers = Headers(scope=scope)
     scheme = {"ws": "http", "wss": "https"}.get(scope["scheme"], scope["scheme"])
-    # Browsers leave it out where a page is opened or a picture is shown, which changes nothing.
+    # Browsers omit the origin when they load pages or images, which change nothing.
     origin_needed = scope["type"] == "websocket" or scope["method"] not in ("GET", "HEAD")
     origin = headers.get("Origin")
     return not origin_needed if origin is None else origin == f"{scheme}://{headers.get('Host')}"
 
 
 def _framed_by() -> str:
-    """Return the site whose frames may show the dashboard: none, as a click might be meant for another page."""
+    """Return the site whose frames may show the dashboard; none by default."""
+    # A page could overlay a frame to redirect clicks (clickjacking), so only a read-only dashboard may be framed.
     site = os.environ.get("DRIFTLENS_FRAMED_BY", "") if Settings.from_environment().read_only else ""
     return site if re.fullmatch(r"https://[\w.-]+", site) else "'none'"
 
@@ -70,21 +70,21 @@ class _OwnAnswers:
             await (WebSocketClose(1008) if scope["type"] == "websocket" else refusal)(scope, receive, send)
             return
 
-        async def alone(message: Message) -> None:
+        async def send_with_policy(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["Content-Security-Policy"] = f"frame-ancestors {_framed_by()}"
             await send(message)
 
-        await self.app(scope, receive, alone)
+        await self.app(scope, receive, send_with_policy)
 
 
-# Streamlit would ask an external server for this machine's address, to compare a foreign page's origin with it.
+# Streamlit would ask an external server for this machine's address to compare origins with it.
 net_util.get_external_ip = lambda: None
 
 app = st.App(
     Path(__file__).with_name("main.py"),
     routes=[Route("/runs", _to_first_page), *(Route(f"/{name}", _page) for name in _PAGES)],
-    # Streamlit refuses strange names for its websocket alone.
+    # Streamlit checks host names for its websocket only.
     middleware=[
         Middleware(_OwnAnswers),
         Middleware(

@@ -52,8 +52,8 @@ _LINE, _CLAUSE = 140, 100
 """Characters of a caption that fit next to the sidebar of a wide window, and in a column of a narrow one."""
 _SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Za-z0-9`])")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
+# Positions inside icon codes and URLs. Streamlit replaces these after it parsed Markdown, so escapes do not prevent it.
 _MADE = re.compile(r"(?<=:)(?=material|streamlit|//)|(?<=www)(?=\.)|(?=@)", re.IGNORECASE)
-"""Inside signs for icons and addresses, which are looked for once Markdown is read: no escape helps against them."""
 _NUMBERS = {
     "count": (1, "%d"),
     "number": (1, "%.3g"),
@@ -63,7 +63,7 @@ _NUMBERS = {
     "signed": (1, "%+.3g"),
     "relative": (100, "%+.1f %%"),
 }
-"""How a table of numbers that are sorted as such writes each kind: factor and format."""
+"""Factor and format of each kind of number in sortable tables."""
 _WATCH = "theme-watch"
 _SELECTING = {"displaylogo": False}
 _LOOKING = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
@@ -89,7 +89,7 @@ def pages() -> Mapping[str, Page]:
         f"views/{module.name}.py": importlib.import_module(f"{views.__name__}.{module.name}")
         for module in pkgutil.iter_modules(views.__path__)
     }
-    # A file without is a part of a page.
+    # A file without `PAGE` provides a part of another page.
     declared: dict[str, Page] = {path: file.PAGE for path, file in files.items() if hasattr(file, "PAGE")}
     return dict(sorted(declared.items(), key=lambda item: item[1].order))
 
@@ -114,7 +114,7 @@ def is_dark() -> bool:
 
 
 def watch_theme() -> None:
-    """Let the browser ask for the page again when its theme or width is no longer what charts are drawn for."""
+    """Rerun the page when the browser's theme or width changes."""
     watch, now = component("page_watch", "<i></i>"), {"dark": is_dark(), "narrow": is_narrow()}
     watch(data=now, key=_WATCH, height=1, on_dark_change=lambda: None, on_narrow_change=lambda: None)
 
@@ -163,15 +163,15 @@ def shown_errors() -> Iterator[None]:
         yield
     except DriftLensError as error:
         _LOG.info("page shows an error", exc_info=error)
-        # What was asked for is not here: the class of the error tells a reader nothing.
+        # DataError means missing data, so its class name adds nothing for the reader.
         kind = "" if type(error) is DataError else type(error).__name__
         show_error(kind, error.message, error.hint)
     except Exception as error:
         _LOG.exception("page failed")
-        # The message of a defect may quote anything that the code had in its hands; the type is enough for a report.
-        told = from_library(error)
-        show_error(type(error).__name__, *(("", "") if told is None else (told.message, told.hint)))
-        st.caption(coded("The traceback is in the log of `driftlens ui`."))
+        # Messages of unexpected errors may quote private data; the type is enough for a bug report.
+        known = from_library(error)
+        show_error(type(error).__name__, *(("", "") if known is None else (known.message, known.hint)))
+        st.caption(coded("See the log of `driftlens ui` for the traceback."))
 
 
 def show_error(kind: str, message: str, hint: str) -> None:
@@ -208,7 +208,7 @@ def note(text: str, icon: str = "info") -> None:
 
 def open_part(names: Sequence[str], *, key: str) -> str:
     """Return the selected part of a page, in the URL as `key`; other parts are not computed."""
-    # A segmented control writes its open part in the accent, too faint on a dark page beside white on that accent.
+    # A radio and not a segmented control, whose accent colour has too little contrast on dark pages.
     return st.radio(
         "Part of the page", names, horizontal=True, key=key, bind="query-params", label_visibility="collapsed"
     )
@@ -221,9 +221,14 @@ def show_part(page: str, part: str, run: DriftRun, options: ChartOptions) -> Non
 
 
 def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "", **plotly: Any) -> Any:
-    """Show a chart with caption, hint and data, or what the run lacks for it.
+    """Show a chart with caption, hint and data, or a message about missing data.
 
-    `plotly` has more arguments of `st.plotly_chart`; `without` replaces the message about missing data.
+    Args:
+        name: the registered chart.
+        run: the run.
+        options: the user's selection.
+        without: replaces the message about missing data.
+        plotly: further arguments of `st.plotly_chart`.
     """
     with shown_errors():
         chart = charts[name]
@@ -249,7 +254,15 @@ def of_folder(run: DriftRun, lacking: str) -> str:
 
 
 def show_drawn(name: str, run_id: str, drawn: Drawn, says: str = "", **plotly: Any) -> Any:
-    """Show a figure with caption, notes and the plotted numbers, downloadable as a file."""
+    """Show a figure with caption, notes and the plotted numbers, downloadable as a file.
+
+    Args:
+        name: name of the chart, used for widget keys and the file.
+        run_id: id of the run, used for the file.
+        drawn: the figure with its notes and data.
+        says: the caption.
+        plotly: further arguments of `st.plotly_chart`.
+    """
     settings = {"key": f"chart-{name}", "config": _SELECTING if "on_select" in plotly else _LOOKING, **plotly}
     result = st.plotly_chart(drawn_once(drawn.figure), theme=None, alt=drawn.alt, **settings)
     caption(" ".join(text for text in (says, *drawn.notes) if text))
@@ -258,7 +271,18 @@ def show_drawn(name: str, run_id: str, drawn: Drawn, says: str = "", **plotly: A
 
 
 def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt: str, **more: Any) -> Any:
-    """Show a table with these column settings and a dash for missing values; return Streamlit's selection."""
+    """Show a table with a dash for missing values.
+
+    Args:
+        rows: the table.
+        columns: settings by column.
+        key: key of the widget.
+        alt: description for screen readers.
+        more: further arguments of `st.dataframe`.
+
+    Returns:
+        Streamlit's selection.
+    """
     long = [name for name in _NAMED if name in rows and rows[name].astype(str).str.len().max() > _LONG_NAME]
     width, letters = (128, 16) if is_narrow() else (220, 28)
     named = {name: TextColumn(name, width=width) for name in long}
@@ -266,11 +290,11 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
     first = rows.columns[0]
     if is_narrow() and first not in long and rows[first].astype(str).str.len().max() > _LONG_NAME:
         named[first] = TextColumn(first, width=190)
-    # Formats of Streamlit write a hyphen where numbers have a minus.
+    # Streamlit's formats write a hyphen instead of a minus sign.
     signed, written = _below_zero(rows, columns), rows
     if signed:
-        say = {name: functools.partial(_signed, form) for name, form in signed.items()}
-        written = rows.style.format(say, na_rep="–")
+        formats = {name: functools.partial(_signed, form) for name, form in signed.items()}
+        written = rows.style.format(formats, na_rep="–")
         columns = {**columns, **{name: _unformatted(columns[name]) for name in signed}}
     looks = {"hide_index": True, "placeholder": "–", "column_config": {**named, **columns}}
     return st.dataframe(written, key=key, alt=alt, **looks, **more)
@@ -287,7 +311,8 @@ def _below_zero(rows: pd.DataFrame, columns: Mapping[str, Any]) -> dict[str, str
 
 
 def _signed(form: str, value: float) -> str:
-    return signs(re.sub(r"(e[+-])0", r"\1", form % value))  # as the browser writes powers of ten
+    # Browsers write exponents without a leading zero.
+    return signs(re.sub(r"(e[+-])0", r"\1", form % value))
 
 
 def _unformatted(look: Mapping[str, Any]) -> dict[str, Any]:
@@ -300,7 +325,7 @@ def show_sheet(sheet: Table, folded: Collection[str] = ()) -> None:
     st.header(plain(sheet.title), anchor=False)
     order = [head for head in rows if head not in folded]
     show_table(rows, columns, key=sheet.name, alt=sheet.title, column_order=order)
-    # Of a column that is not to be seen a note would only puzzle.
+    # Notes about hidden columns are left out.
     notes = [text for text in _SENTENCES.split(sheet.notes()) if not text.lower().startswith(tuple(folded))]
     caption(" ".join(notes))
 
@@ -317,7 +342,7 @@ def sheet_table(sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
         elif shown.kind in _NUMBERS:
             factor, digits = _NUMBERS[shown.kind]
             rows[head] = factor * numbers[head].astype(float)
-            # Rounded here, as sentences are: a browser rounds what lies in the middle otherwise.
+            # Rounded here like in sentences, since browsers round halves differently.
             if factor == 100:
                 rows[head] = rows[head].round(1)
             columns[head] = NumberColumn(signs(head), format=digits)
@@ -325,16 +350,22 @@ def sheet_table(sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
 
 
 def with_dots(
-    rows: pd.DataFrame, columns: Mapping[str, Any], found: Verdict
+    rows: pd.DataFrame, columns: Mapping[str, Any], judged: Verdict
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Add a column to the verdict's table that shows every model's share as a dot."""
-    heads = dict(zip(found.means, [*rows][1:], strict=False))
-    named = {role: heads[name] for role, name in dotted(found).items()}
+    """Add a column to the verdict's table that shows every model's share as a dot.
+
+    Args:
+        rows: the table.
+        columns: settings by column.
+        judged: the verdict.
+    """
+    heads = dict(zip(judged.means, [*rows][1:], strict=False))
+    named = {role: heads[name] for role, name in dotted(judged).items()}
     scores = [
         {role: row[head] / 100 for role, head in named.items() if is_measured(row[head])}
         for row in rows.to_dict("records")
     ]
-    # From the tenth below the lowest, so that near ones lie apart.
+    # The axis starts just below the lowest score, so that close scores stay distinguishable.
     lowest = min((score for row in scores for score in row.values()), default=0.0)
     low = max(0.0, math.floor(10 * lowest - 0.2) / 10)
     rows = rows.copy()
@@ -352,12 +383,12 @@ AXIS, _WIDTH = "axis", 96
 
 def dots_column(low: float = 0.0) -> Any:
     """Return the settings of the column `AXIS` of pictures by `dots`."""
-    about = f"{', '.join(MODELS)}: on test samples, coloured as in charts."
+    about = f"Test scores, coloured as in charts: {', '.join(MODELS)}."
     return ImageColumn(f"{100 * low:.0f} to 100 %", width=_WIDTH + 16, help=about)
 
 
 def dots(scores: Mapping[str, float], low: float = 0.0) -> str:
-    """Scores of `MODELS` as dots on one axis from `low` to 1: a picture's address."""
+    """Plot scores of `MODELS` as dots on an axis from `low` to 1; return a data URL."""
     colours = palette(is_dark())
     places = {
         name: 10 + (_WIDTH - 20) * min(1.0, max(0.0, (score - low) / (1 - low)))
@@ -373,29 +404,36 @@ def dots(scores: Mapping[str, float], low: float = 0.0) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(drawn.encode()).decode()}"
 
 
-def dotted(found: Verdict) -> dict[str, str]:
+def dotted(judged: Verdict) -> dict[str, str]:
     """Return the variants that are shown as dots, by their names in `MODELS`."""
-    variants = ("base", found.merged, found.after, "expert")
-    return {name: at for name, at in zip(MODELS, variants, strict=True) if at in found.means}
+    variants = ("base", judged.merged, judged.after, "expert")
+    return {name: variant for name, variant in zip(MODELS, variants, strict=True) if variant in judged.means}
 
 
-def show_key(found: Verdict) -> None:
-    """Draw which of the dots is which."""
-    colours, there = palette(is_dark()), dotted(found)
+def show_key(judged: Verdict) -> None:
+    """Show the legend of the dots."""
+    colours, variants = palette(is_dark()), dotted(judged)
     dot = "display:inline-block;width:.75em;height:.75em;border-radius:50%;margin:0 .4em 0 0;background:"
     st.html(
         " ".join(
             f'<span style="margin-right:1.2em"><i style="{dot}{colours.roles[role][0]}"></i>'
-            f"{escape(printable(title(there[name])))}</span>"
+            f"{escape(printable(title(variants[name])))}</span>"
             for name, role in MODELS.items()
-            if name in there
+            if name in variants
         ),
         width="content",
     )
 
 
 def show_data(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show data") -> None:
-    """Show a folded table and its download as CSV; it is sent to the browser when opened."""
+    """Show a folded table and its download as CSV; it is sent to the browser when opened.
+
+    Args:
+        rows: the table.
+        name: file name without suffix.
+        key: key of the widget.
+        label: label of the expander.
+    """
     drawer = st.expander(label, key=f"open-{key}", on_change="rerun")
     if not drawer.open:
         return
@@ -421,10 +459,16 @@ def kept(
     selecting: bool = False,
     narrow: bool = False,
 ) -> Drawn:
-    """Cache what `_draw(run, *arguments)` draws, for all users.
+    """Cache the result of `_draw(run, *arguments)` for all users.
 
-    The result is shared and not copied, since a copy would take longer than most of a page.
+    Args:
+        name: name of the chart.
+        run: the run.
+        arguments: arguments of `_draw` after the run.
+        selecting: True if points can be selected.
+        narrow: True for panels in one column.
     """
+    # Shared and not copied: a copy would take longer than most of a page.
     with one_column(narrow):
         drawn = _draw(run, *arguments)
     return replace(drawn, figure=drawn_once(drawn.figure, selecting=selecting))
@@ -433,26 +477,29 @@ def kept(
 def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
     """Change a figure so that plotly draws it once instead of twice.
 
-    Streamlit's client gives plotly a copy of every figure, and plotly draws it again unless nothing changed. It
-    trusts a
-    revision if data are lists, not typed arrays, and a different template object counts as a change. So the axes get
-    the
-    template's settings directly, unless it sets more than axes, or axes that only traces name. With `selecting`,
-    points can
-    be selected, which Streamlit otherwise tells plotly only with the copy.
+    Streamlit's client passes a copy of every figure to plotly, which draws again unless nothing changed. Plotly trusts
+    a revision number if data are lists, not typed arrays.
+
+    Args:
+        figure: the figure.
+        selecting: True if points can be selected.
     """
     if isinstance(figure, _Checked):
         return figure
     traces = [_lists(trace.to_plotly_json()) for trace in figure.data]
     layout = figure.layout.to_plotly_json()
-    told = to_json({"data": traces, "layout": layout}, validate=False)
-    layout["datarevision"] = hashlib.sha256(told.encode()).hexdigest()
+    content_json = to_json({"data": traces, "layout": layout}, validate=False)
+    layout["datarevision"] = hashlib.sha256(content_json.encode()).hexdigest()
+    # Streamlit would set this in the copy only, which plotly takes for a change.
     if selecting:
         layout["clickmode"] = "event+select"
+    # Plotly takes another template object for a change, so its settings of axes go into the layout. That fails if it
+    # sets more than axes, or axes that only traces refer to.
     template = layout.pop("template", {})
     axes = template.get("layout", {})
     references = {trace.get(f"{letter}axis", letter) for trace in traces for letter in "xy"}
-    used = {f"{name[0]}axis{name[1:]}" for name in references}  # `x2` of a trace is `xaxis2` of the layout
+    # `x2` of a trace is `xaxis2` of the layout.
+    used = {f"{name[0]}axis{name[1:]}" for name in references}
     if used - layout.keys() or template.keys() - {"layout"} or axes.keys() - {"xaxis", "yaxis"}:
         return _Checked({"data": traces, "layout": {**layout, "template": template}})
     axes = {name: axes.get(name[:5], {}) for name in layout if name[1:5] == "axis"}
@@ -460,7 +507,7 @@ def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
 
 
 class _Checked(Figure):  # type: ignore[misc]
-    """A figure of settings that plotly has checked: a figure proper checks them again, and copies them when shown."""
+    """A figure of validated settings, which plotly does not validate or copy again when shown."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__()

@@ -115,7 +115,7 @@ def test_all_problems_are_told_at_once_each_with_its_remedy() -> None:
     [
         ("n", "expected a.b=value"),
         ("a..b=1", "expected a.b=value"),
-        ("merged.weights.x=2", "which has no keys"),
+        ("merged.weights.x=2", "not a mapping"),
     ],
 )
 def test_an_override_without_a_place_for_its_value_is_refused(override: str, message: str) -> None:

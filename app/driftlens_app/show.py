@@ -46,10 +46,10 @@ from driftlens_reports.charts.words import label
 from driftlens_reports.formats.page import shown_alone
 
 _LOG = logging.getLogger("driftlens_app")
+# Columns of names; longer names are cut, as they would push numbers out of view.
 _NAMED, _LONG_NAME = ("name", "task", "model"), 28
-"""Columns of names, and from how many letters on they are cut, or they would push numbers out of sight."""
+# Characters of a caption that fit next to the sidebar, in a wide and in a narrow window.
 _LINE, _CLAUSE = 140, 100
-"""Characters of a caption that fit next to the sidebar of a wide window, and in a column of a narrow one."""
 _SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Za-z0-9`])")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
 # Positions inside icon codes and URLs. Streamlit replaces these after it parsed Markdown, so escapes do not prevent it.

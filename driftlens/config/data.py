@@ -75,14 +75,15 @@ def _views_spelled_out(views: Any) -> Any:
         return views
     match = _VIEWS.fullmatch(views)
     if match is None or not views:
-        return views  # which pydantic refuses
+        # pydantic refuses it with the list of fields.
+        return views
     return {
         name: value if name == "kind" else int(value) for name, value in match.groupdict().items() if value
     }
 
 
 ViewsAsked = Annotated[Views | None, BeforeValidator(_views_spelled_out)]
-"""Views by the names of their parts, or as words say them: `crop:3`."""
+"""Views as a mapping, or in short form: `crop:3`."""
 
 
 class DataDefaults(Part):
@@ -98,12 +99,12 @@ class DataDefaults(Part):
 
 def _metric(name: str) -> str:
     if name not in METRICS:
-        raise problem(f"there is no metric {name!r}", f"There are {', '.join(METRICS)}.")
+        raise problem(f"unknown metric {name!r}", f"Choose one of {', '.join(METRICS)}.")
     return name
 
 
-def _one_or_several(given: Any) -> Any:
-    return (given,) if isinstance(given, str) else given
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
 
 
 MetricName = Annotated[Text, AfterValidator(_metric)]
@@ -117,7 +118,7 @@ class Entry(Part):
     n_diagnosis: Count | None = None
     n_test: CountOrAll | None = None
     views: ViewsAsked = None
-    metric: Annotated[tuple[MetricName, ...] | None, BeforeValidator(_one_or_several)] = None
+    metric: Annotated[tuple[MetricName, ...] | None, BeforeValidator(_as_tuple)] = None
 
 
 _ASKED = re.compile(r"\{(\{[\w][\w .\-/]*\})\}|\{([\w][\w .\-/]*)\}")
@@ -134,28 +135,25 @@ def filled(template: str, values: Mapping[str, str]) -> str:
     return _ASKED.sub(lambda match: match[1] or values[match[2]], template)
 
 
-def _word_by_label(given: Any) -> Any:
+def _word_by_label(words: Any) -> Any:
     """Return the labels as text; YAML makes numbers, true and false of some."""
-    if not isinstance(given, Mapping):
-        return given
+    if not isinstance(words, Mapping):
+        return words
+    # `str(True)` is "True", but the label in the file is `true`.
     return {
-        str(label).lower() if isinstance(label, bool) else str(label): word for label, word in given.items()
+        str(label).lower() if isinstance(label, bool) else str(label): word for label, word in words.items()
     }
 
 
 def _with_field(template: str) -> str:
     if not fields_of(template):
-        raise problem(
-            f"the prompt {template!r} asks the same of every row", "Write {COLUMN} where its text goes."
-        )
+        raise problem(f"the prompt {template!r} has no field", "Write {COLUMN} for the text of a row.")
     return template
 
 
 def _with_target(template: str) -> str:
     if set(fields_of(template)) != {"target"}:
-        raise problem(
-            f"the answer {template!r} has other fields than {{target}}, or none", 'For example " {target}".'
-        )
+        raise problem(f"the answer {template!r} must have the field {{target}} only", 'Example: " {target}".')
     return template
 
 
@@ -183,8 +181,8 @@ class Corpus(Part):
         return self
 
 
-def _file_alone(given: Any) -> Any:
-    return {"file": given} if isinstance(given, str) else given
+def _file_alone(corpus: Any) -> Any:
+    return {"file": corpus} if isinstance(corpus, str) else corpus
 
 
 Classes = Flag | ClassNames
@@ -244,37 +242,40 @@ class TextEntry(Entry):
     @model_validator(mode="after")
     def _texts_agree(self) -> Self:
         fields = type(self).model_fields
-        given = [name for name in fields if getattr(self, name) != fields[name].default]
+        # Fields with their default are left out, also if the file has them: runs store specs with all defaults.
+        set_fields = [name for name in fields if getattr(self, name) != fields[name].default]
         if not self.holds_texts:
             has_classes = self.kind == "table" and self.classes is not True
             others = {*Entry.model_fields, *(["classes"] if has_classes else [])}
-            if own := [name for name in TextEntry.model_fields if name in given and name not in others]:
+            if own := [name for name in TextEntry.model_fields if name in set_fields and name not in others]:
                 raise problem(
-                    f"{own[0]} belongs to texts, and no column of texts is named",
-                    "Add `input: COLUMN`, or a `prompt` with {COLUMN} in it.",
+                    f"{own[0]} needs a text column",
+                    "Add `input: COLUMN`, or a `prompt` with {COLUMN}.",
                 )
             return self
-        if "label" in given:
+        if "label" in set_fields:
             raise problem(
                 "label belongs to images, and texts are asked for", "The column of answers is `target`."
             )
-        self._require_one_comparison(given)
-        asked = {self.input if name == "input" else name for name in fields_of(self.prompt or "")}
-        if self.answers in asked:
-            raise problem(f"the prompt shows the answer, {self.answers}", "Ask without it.")
+        self._require_one_comparison(set_fields)
+        columns = {self.input if name == "input" else name for name in fields_of(self.prompt or "")}
+        # With the answer in the question, accuracy would measure copying.
+        if self.answers in columns:
+            raise problem(f"the prompt contains the answer, {self.answers}", "Remove it from the prompt.")
         return self
 
-    def _require_one_comparison(self, given: Collection[str]) -> None:
-        odd_by_key: dict[str, tuple[str, ...]] = {
+    def _require_one_comparison(self, set_fields: Collection[str]) -> None:
+        # Each kind of comparison ignores these fields, so setting one of them is a mistake.
+        conflicts: dict[str, tuple[str, ...]] = {
             "pair": ("positive", "negative", "corpus", "classes", "words", "chat", "answer"),
             "positive": ("classes", "words", "chat", "answer", "target"),
             "negative": ("corpus",),
         }
-        for key, odd in odd_by_key.items():
-            if key in given and (both := [name for name in odd if name in given]):
-                raise problem(f"{both[0]} doesn't go together with {key}", "Take out one of the two.")
+        for key, others in conflicts.items():
+            if key in set_fields and (both := [name for name in others if name in set_fields]):
+                raise problem(f"{both[0]} can't be combined with {key}", "Remove one of them.")
         for key in ("negative", "corpus"):
-            if key in given and "positive" not in given:
+            if key in set_fields and "positive" not in set_fields:
                 raise problem(
                     f"{key} is given, and nothing says what answers a query", "Add `positive: COLUMN`."
                 )

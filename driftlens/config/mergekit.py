@@ -12,11 +12,10 @@ from typing import Any
 from driftlens.utils.errors import SpecError
 
 Settings = Mapping[str, Any]
-_OF_TWO = ("slerp", "nuslerp", "nearswap", "arcee_fusion")
-"""Methods that merge two models, of which `base_model` is one."""
-
-_OF_MODELS = ("linear", "nuslerp", "multislerp", "karcher", "passthrough")
-"""Methods that merge models rather than what they add to a base."""
+# Methods that merge two models, one of which is `base_model`: there it is an expert and not a base.
+_PAIRWISE = ("slerp", "nuslerp", "nearswap", "arcee_fusion")
+# Methods that merge weights instead of task vectors.
+_WEIGHT_METHODS = ("linear", "nuslerp", "multislerp", "karcher", "passthrough")
 
 
 @dataclass(frozen=True)
@@ -36,24 +35,22 @@ class Recipe:
     merge: Settings
 
 
-def recipe_of(given: Settings) -> Recipe:
+def recipe_of(content: Settings) -> Recipe:
     """Read a recipe of mergekit.
 
     Raises:
         SpecError: The recipe names no method, no models, or a model that is no path or Hub id.
     """
-    method = given.get("merge_method")
+    method = content.get("merge_method")
     if not isinstance(method, str):
-        raise _refused(
-            f"merge_method is {method!r}", "A recipe that mergekit-yaml follows has a `merge_method`."
-        )
-    parts = [*_parts(given)]
+        raise _refused(f"merge_method is {method!r}", "Recipes for mergekit-yaml need a `merge_method`.")
+    parts = [*_parts(content)]
     base = next((part["base_model"] for part in parts if part.get("base_model") is not None), None)
     entries = [entry for part in parts for entry in _listed(part, "models") + _listed(part, "sources")]
     listed = {_model(entry.get("model")): _mapping(entry.get("parameters")) for entry in entries}
     base = None if base is None else _model(base)
     names = [*dict.fromkeys([*listed, *([base] if base else [])])]
-    if base is not None and not (method in _OF_TWO and len(names) == 2):
+    if base is not None and not (method in _PAIRWISE and len(names) == 2):
         names.remove(base)
     else:
         base = None
@@ -66,12 +63,12 @@ def recipe_of(given: Settings) -> Recipe:
     return Recipe(method, base, tuple(names), _nearest(method, own, has_base=base is not None))
 
 
-def _parts(given: Settings) -> Iterator[Settings]:
+def _parts(content: Settings) -> Iterator[Settings]:
     """Yield the recipe, its modules and their slices: all mappings that may name models."""
-    yield given
-    modules = [entry for entry in _mapping(given.get("modules")).values() if isinstance(entry, Mapping)]
+    yield content
+    modules = [entry for entry in _mapping(content.get("modules")).values() if isinstance(entry, Mapping)]
     yield from modules
-    for part in (given, *modules):
+    for part in (content, *modules):
         yield from _listed(part, "slices")
 
 
@@ -108,10 +105,11 @@ def _nearest(method: str, own: list[dict[str, Any]], *, has_base: bool) -> dict[
         values = [settings.get(name, default) for settings in own]
         return float(values[0]) if _is_number(values[0]) and values == values[:1] * len(values) else default
 
+    # Spec methods have one value for all experts, so settings that differ keep their default.
     scaling, drop = common("lambda", 1.0), round(1 - common("density", 1.0), 6)
     if method == "slerp" and len(own) == 2:
         return {"method": "slerp"}
-    if not has_base or method in _OF_MODELS:
+    if not has_base or method in _WEIGHT_METHODS:
         return {"method": "average"}
     if method == "model_stock":
         return {"method": "model_stock"}

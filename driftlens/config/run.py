@@ -121,7 +121,7 @@ class Calibration(_Method):
     @model_validator(mode="before")
     @classmethod
     def _null_is_left_out(cls, section: Any) -> Any:
-        # Specs of older runs spell out every setting of FeatCal, most of them null.
+        # Specs of older runs have all settings of FeatCal, most of them null.
         if not isinstance(section, Mapping):
             return section
         plain = {key: list(value) if isinstance(value, tuple) else value for key, value in section.items()}
@@ -156,10 +156,10 @@ class JacobianMetrics(Part):
         return self
 
 
-def _jacobian_kind(given: Any) -> str | None:
-    if given is False:
+def _jacobian_kind(value: Any) -> str | None:
+    if value is False:
         return "off"
-    return "settings" if isinstance(given, dict | JacobianMetrics) else None
+    return "settings" if isinstance(value, dict | JacobianMetrics) else None
 
 
 class Metrics(Part):
@@ -190,7 +190,7 @@ class Metrics(Part):
     def _only_known_diagnostics(cls, section: Any) -> Any:
         usual = list(cls.model_fields)
         further = [key for key in section if key not in usual] if isinstance(section, Mapping) else []
-        # Finding the diagnostics means importing them, which a spec without further keys can do without.
+        # Imported only for further keys, since importing all diagnostics is slow.
         options = {entry.option for entry in diagnostics.values()} if further else set()
         if unknown := [key for key in further if key not in options]:
             allowed = [*usual, *sorted(options - {"", *usual})]
@@ -284,9 +284,9 @@ Head = Annotated[
 
 
 VERSION = 1
+# Removed keys that nothing reads, by dotted path; specs stored in older runs may have them.
 RETIRED = ("projection", "compute.solve_dtype")
-"""Keys that nothing ever read, by dotted path; specs that runs keep may still have them."""
-MOST_EXPERTS = 1000
+MAX_EXPERTS = 1000
 
 log = logging.getLogger("driftlens")
 T = TypeVar("T")
@@ -312,7 +312,7 @@ class RunSpec(Part):
     base: Weights | None = None
     merged: Weights | None = None
     merge: Merge | None = None
-    experts: Annotated[PerName[Weights], Field(min_length=1, max_length=MOST_EXPERTS)]
+    experts: Annotated[PerName[Weights], Field(min_length=1, max_length=MAX_EXPERTS)]
     baselines: PerName[Weights] = Field(default_factory=dict)
     heads: PerName[Head] = Field(default_factory=dict)
     data: Data = Data()
@@ -404,7 +404,7 @@ def load_spec(source: Path | str | Mapping[str, Any] | RunSpec, overrides: Seque
         folder, raw = file.parent, _read(file, where)
     for text in overrides:
         override(raw, text)
-    # Before the unknown keys of another version bury the reason.
+    # Checked first: unknown keys of another version would hide the reason.
     if raw.get("version") != VERSION:
         raise SpecError(
             f"{where}: version: expected {VERSION}, got {raw.get('version')!r}",
@@ -417,7 +417,7 @@ def _read(file: Path, where: str) -> dict[str, Any]:
     raw = read_mapping(file, "spec", "`driftlens init` writes a commented spec to start from.")
     if is_recipe(raw):
         raise SpecError(
-            f"{where} is a recipe of mergekit, and no spec",
+            f"{where} is a mergekit recipe, not a spec",
             hint=f"`driftlens init {shlex.quote(where)}` writes a spec of its models.",
         )
     if file.name == "spec.yaml" and (file.parent / "manifest.json").is_file():
@@ -435,7 +435,7 @@ def override(raw: dict[str, Any], text: str) -> None:
     path, equals, value = text.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
-        raise SpecError(f"--set {text}: expected a.b=value", hint="For example --set data.defaults.n=64.")
+        raise SpecError(f"--set {text}: expected a.b=value", hint="Example: --set data.defaults.n=64.")
     here = raw
     for depth, key in enumerate(keys[:-1], start=1):
         # An absent section, or one left empty in the file, starts as an empty mapping.
@@ -445,15 +445,15 @@ def override(raw: dict[str, Any], text: str) -> None:
         if not isinstance(here, dict):
             parent = ".".join(keys[:depth])
             raise SpecError(
-                f"--set {text}: {parent} is {here!r}, which has no keys", hint=f"Set {parent} itself."
+                f"--set {text}: {parent} is {here!r}, not a mapping", hint=f"Set {parent} itself."
             )
     here[keys[-1]] = from_yaml(value, f"--set {text}")
 
 
-_OF_RECIPES = ("merge_method", "models", "slices", "modules", "gate_mode")
-"""Keys of which every recipe has one, and no spec has any."""
+# Every mergekit recipe has one of these keys, and no spec has any.
+_RECIPE_KEYS = ("merge_method", "models", "slices", "modules", "gate_mode")
 
 
-def is_recipe(given: Mapping[str, Any]) -> bool:
+def is_recipe(content: Mapping[str, Any]) -> bool:
     """Return True if the content of a file is meant for mergekit, by its keys."""
-    return "version" not in given and not given.keys().isdisjoint(_OF_RECIPES)
+    return "version" not in content and not content.keys().isdisjoint(_RECIPE_KEYS)

@@ -30,8 +30,8 @@ from pydantic_core import PydanticCustomError
 from driftlens.utils.errors import SpecError, did_you_mean, harmless
 from driftlens.utils.files import LONGEST_FILE_NAME, escape, expanded
 
+# Suffixes that mark a value as a file even if none exists. A list, since Hub ids such as `Llama-3.2-3B` have dots too.
 _FILE_SUFFIX = re.compile(r"\.(bin|ckpt|gguf|h5|json|msgpack|npz|onnx|pkl|pt|pth|safetensors)", re.IGNORECASE)
-"""Endings that mark a value as a file even where none exists yet; `Llama-3.2-3B` has a dot but no ending."""
 
 PYTHON_TARGET = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
 
@@ -48,12 +48,14 @@ class Part(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown_keys(cls, given: Any) -> Any:
-        # Pydantic would refuse them too, but only here are the keys known that could have been meant.
-        unknown = [key for key in given if key not in cls.model_fields] if isinstance(given, Mapping) else []
+    def _refuse_unknown_keys(cls, section: Any) -> Any:
+        # Pydantic would refuse them too, but without the allowed keys that a hint needs.
+        unknown = (
+            [key for key in section if key not in cls.model_fields] if isinstance(section, Mapping) else []
+        )
         if unknown and cls.model_config.get("extra") == "forbid":
             raise unknown_keys(unknown, list(cls.model_fields))
-        return given
+        return section
 
 
 def unknown_keys(unknown: list[Any], allowed: list[str]) -> PydanticCustomError:
@@ -97,13 +99,13 @@ Selection = Text | Annotated[tuple[Count | Text, ...], Field(min_length=1)]
 """Some layers: `blocks`, a pattern on module paths, or a list of patterns and layer numbers."""
 
 
-def plain_text(given: Any) -> Any:
+def plain_text(value: Any) -> Any:
     """Return a path object as text; anything else as it is."""
-    return fspath(given) if isinstance(given, PathLike) else given
+    return fspath(value) if isinstance(value, PathLike) else value
 
 
+# Limits of common file systems, in characters: a path's part between slashes, and a whole path.
 LONGEST_PART, LONGEST_PATH = 255, 4000
-"""Characters of a path: between two slashes, and in all."""
 
 
 def resolved(value: str, info: ValidationInfo) -> str:
@@ -119,7 +121,7 @@ def resolved(value: str, info: ValidationInfo) -> str:
         )
     folder: Path | None = (info.context or {}).get("folder")
     try:
-        # Links are left alone: in a download cache they carry the file's name, their target does not.
+        # Links are not resolved: in a download cache the link has the file's name and its target a digest.
         path = expanded(value)
         return value if folder is None else str(folder / path)
     except SpecError as error:
@@ -220,7 +222,8 @@ def _findings(details: Any, raw: Any) -> list[tuple[str, str, str]]:
     if kind == "missing":
         return [(path, "missing", "This key is required.")]
     if kind == "too_short" and given:
-        return []  # Entries that are wrong don't count, and each of them has its own finding.
+        # Invalid entries do not count for the length, and each has its own finding.
+        return []
     hint = ""
     if kind in ("literal_error", "union_tag_invalid"):
         allowed = re.findall(r"'([^']*)'", context.get("expected_tags") or context["expected"])
@@ -232,7 +235,7 @@ def _findings(details: Any, raw: Any) -> list[tuple[str, str, str]]:
 
 def _path_of(location: tuple[int | str, ...], kind: str, raw: Any) -> str:
     """Return the dotted path of an error without the names of union members, which are not in the file."""
-    # Where the name itself is what is wrong, the section that holds it.
+    # An invalid key has no path of its own, so its section is reported.
     if kind == "invalid_key":
         location = location[:-1]
     elif location[-1:] == ("[key]",):

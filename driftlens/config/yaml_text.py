@@ -13,7 +13,7 @@ import yaml
 from driftlens.utils.errors import SpecError
 from driftlens.utils.files import plain_file
 
-# YAML 1.1 reads 1e-4 as text because it has no dot; people mean the number.
+# YAML 1.1 reads 1e-4 as text because it has no dot, but users mean the number.
 _FLOAT_WITHOUT_DOT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
 
 
@@ -31,7 +31,8 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         before, is_alias = self._nodes, self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
-        assert node is not None  # it is called where one begins
+        assert node is not None
+        # Counted in full, so that a small file of nested aliases cannot fill the memory.
         if is_alias:
             if id(node) not in self._sizes:
                 raise yaml.composer.ComposerError(None, None, "holds itself", node.start_mark)
@@ -40,8 +41,8 @@ class _Loader(yaml.SafeLoader):
             self._nodes += 1
             self._sizes[id(node)] = self._nodes - before
         if self._nodes > MOST_NODES:
-            wanted = f"more than {MOST_NODES:,} values, aliases counted in full"
-            raise yaml.composer.ComposerError(None, None, wanted, node.start_mark)
+            reason = f"more than {MOST_NODES:,} values, aliases counted in full"
+            raise yaml.composer.ComposerError(None, None, reason, node.start_mark)
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -59,6 +60,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
+        # PyYAML keeps the last of duplicate keys without a warning. Merge keys (`<<`) may repeat.
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in keys:
@@ -91,8 +93,8 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT_WITHOUT_DOT, list("-+0123456789"))
 
 
-_MOST_KEPT = 1 << 16
-"""Characters of a text whose values are kept: a job reads one spec several times, and the safe loader is slow."""
+# Texts up to this length are cached: a job reads a spec several times, and the safe loader is slow.
+_MAX_CACHED = 1 << 16
 
 
 @functools.lru_cache(8)
@@ -105,7 +107,7 @@ def from_yaml(text: str, where: str) -> Any:
     if len(text) > MOST_CHARACTERS:
         raise SpecError(f"{where}: {len(text):,} characters; at most {MOST_CHARACTERS:,} are read")
     try:
-        return copy.deepcopy(_loaded(text)) if len(text) <= _MOST_KEPT else _loaded.__wrapped__(text)
+        return copy.deepcopy(_loaded(text)) if len(text) <= _MAX_CACHED else _loaded.__wrapped__(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -115,7 +117,7 @@ def from_yaml(text: str, where: str) -> Any:
     except (yaml.YAMLError, ValueError) as error:
         raise SpecError(f"{where}: not YAML: {error}") from error
     except RecursionError:
-        # Without its cause: a traceback of a thousand equal lines helps nobody.
+        # Without the cause, whose traceback has a thousand equal lines.
         raise SpecError(f"{where}: lists or mappings are nested too deeply to be read") from None
 
 
@@ -128,7 +130,7 @@ def read_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
         start: a hint how to begin.
     """
     try:
-        # What a shell hands down as /dev/stdin or /dev/fd/63 is a pipe; of a device no more than this is read.
+        # /dev/stdin and /dev/fd/63 are pipes from the shell; endless devices stop at the limit.
         place = file if file.is_relative_to("/dev") else plain_file(file)
         with place.open(encoding="utf-8-sig") as stream:
             raw = from_yaml(stream.read(MOST_CHARACTERS + 1), str(file))

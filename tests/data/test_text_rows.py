@@ -244,12 +244,12 @@ def test_what_is_wrong_with_a_row_is_said_by_its_place(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"kind": "table", "target": "a"}, "target belongs to texts"),
-        ({"kind": "table", "classes": True}, "classes belongs to texts"),
+        ({"kind": "table", "target": "a"}, "target needs a text column"),
+        ({"kind": "table", "classes": True}, "classes needs a text column"),
         ({"kind": "table", "input": "a", "label": "b"}, "label belongs to images"),
-        ({"kind": "jsonl", "prompt": "Say yes."}, "asks the same of every row"),
-        ({"kind": "jsonl", "prompt": "{a}: {b}", "target": "b"}, "the prompt shows the answer, b"),
-        ({"kind": "jsonl", "answer": "{b}"}, "has other fields than {target}"),
+        ({"kind": "jsonl", "prompt": "Say yes."}, "has no field"),
+        ({"kind": "jsonl", "prompt": "{a}: {b}", "target": "b"}, "the prompt contains the answer, b"),
+        ({"kind": "jsonl", "answer": "{b}"}, "must have the field {target} only"),
     ],
 )
 def test_what_contradicts_itself_is_refused_in_the_spec(values: dict[str, Any], message: str) -> None:

@@ -47,7 +47,7 @@ LIMITS: dict[str, tuple[str, str]] = {
         "reads/test_refused_inputs.py::test_values_that_are_none_are_refused_with_their_place",
     ),
     "experts": (
-        f"{spec_run.MOST_EXPERTS:,}",
+        f"{spec_run.MAX_EXPERTS:,}",
         "reads/test_refused_inputs.py::test_a_spec_of_more_experts_than_anybody_has_is_refused",
     ),
     "path in a spec": (

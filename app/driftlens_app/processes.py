@@ -251,8 +251,8 @@ def start(request: Request) -> Job:
         raise
     except OSError as error:
         raise RunError(
-            f"can't write the job's log to {request.folder}: {error.strerror or error}",
-            hint="Check permissions and free disk space.",
+            f"can't start a job with its log in {request.folder}: {error.strerror or error}",
+            hint="Check the folder's permissions and free disk space.",
         ) from error
 
 

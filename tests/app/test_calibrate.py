@@ -175,11 +175,11 @@ def test_the_first_numbers_are_shown_while_the_attribution_still_runs(
     (run / "manifest.json").write_text(manifest)
     app.run()
     assert [frame for frame in app.dataframe if "task" in frame.value]
-    assert "where the drift comes from is still being computed" in said(app) and "is done" not in said(app)
+    assert "attribution to layers is still running" in said(app) and "is done" not in said(app)
     finish(run)
     until(lambda: state(run) == "done", "it is done")
     app.run()
-    assert "Calibration featcal is done." in said(app) and "still being computed" not in said(app)
+    assert "Calibration featcal is done." in said(app) and "still running" not in said(app)
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ def test_pictures_are_not_read_through_a_link(root: Path, run: Path, outside: Pa
     found = open_run(run)
     (run / "thumbs").mkdir(exist_ok=True)
     replaced_by_link(run / "thumbs", outside)
-    with pytest.raises(RunError, match="that leaves this folder"):
+    with pytest.raises(RunError, match="leads outside this folder"):
         samples.show_explorer(found)
 
 

@@ -120,9 +120,7 @@ def test_a_folder_that_was_deleted_while_open_is_said_to_be_gone(
     app = open_app(root, view)
     shutil.rmtree(root)
     app.run()
-    assert "is gone" in errors(app) and "driftlens ui FOLDER" in errors(
-        app
-    )
+    assert "is gone" in errors(app) and "driftlens ui FOLDER" in errors(app)
     assert "defect" not in said(app) and len(app.error) == 1
     assert not [button for button in app.button if button.label == "Run the demo"]
 
@@ -186,9 +184,9 @@ def test_a_model_that_is_merged_already_takes_the_place_of_a_method(open_app: Op
 def test_what_no_spec_can_be_made_of_starts_nothing(open_app: Open, root: Path) -> None:
     laid_out(root)
     app = open_app(root, "new_run")
-    assert "is no folder in" in errors(filled(app, data=".."))
-    assert "a base and at least one expert" in errors(filled(app, data="", base=""))
-    assert "can't be the name" in errors(filled(app, base="zoo/base", **{"new-name": "a/b"}))
+    assert "is not in" in errors(filled(app, data=".."))
+    assert "base or experts are missing" in errors(filled(app, data="", base=""))
+    assert "is not a valid folder name" in errors(filled(app, base="zoo/base", **{"new-name": "a/b"}))
     assert "nothing beside nothing.pt says how it is built" in errors(filled(app, base="nothing.pt"))
     assert not [*root.glob("*.yaml")] and not (root / "mine").exists()
 

@@ -159,7 +159,7 @@ def test_a_folder_whose_only_run_cannot_be_read_is_not_called_empty(open_app: Op
 def test_a_run_that_is_not_here_may_be_the_one_that_cannot_be_read(open_app: Open, root: Path) -> None:
     (write_full_run(root / "broken") / "manifest.json").write_text("{")
     app = open_app(root, "overview", run="gone-0000")
-    assert "gone-0000" in errors(app) and "broken can't be read" in errors(app)
+    assert "gone-0000" in errors(app) and "Unreadable: broken" in errors(app)
 
 
 def test_a_copy_does_not_pass_for_its_original(open_app: Open, root: Path) -> None:

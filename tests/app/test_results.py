@@ -34,7 +34,7 @@ def test_a_damaged_table_leaves_the_files_of_a_calibration(open_app: Open, root:
     labels = [button.label for button in app.get("download_button")]
     assert "Calibrated checkpoint (2 MB)" in labels and "Model card" in labels
     assert app.error and all(table in element.value for element in app.error)
-    assert "drift that is left, by layer" in said(app)
+    assert "Remaining share of the merged model's drift" in said(app)
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_runs_of_other_samples_are_compared_under_a_warning_that_names_the_field
 def test_a_run_with_one_model_points_to_calibration(open_app: Open, tmp_path: Path) -> None:
     write_full_run(tmp_path / "single", variants=("merged",))
     app = open_app(tmp_path, "repair", repair="Compare")
-    assert "no two models" in said(app) and not app.error
+    assert "Nothing to compare" in said(app) and not app.error
     app = open_app(tmp_path, "repair")
     (head,) = [entry.proto.body for entry in app.get("html") if "headline" in entry.proto.body]
     assert "tile" in head and not app.error

@@ -31,7 +31,7 @@ from driftlens_reports.charts.page_curves import change_curves
 from driftlens_reports.charts.panels import one_column
 from driftlens_reports.merges import draw_merges, merges_sheet, read_merges
 
-_SAYS = "What changes from one model to another, over all layers: a negative change is an improvement."
+_SAYS = "Change from one model to another by layer; negative is better."
 _SAME = "this run"
 
 
@@ -52,7 +52,7 @@ def _changes(chosen: Selection) -> None:
     if comparison.mismatches:
         differing = "; ".join(plain(text) for text in comparison.mismatches)
         st.warning(
-            f"These runs differ in {differing}. Such numbers are no before and after; what both have is compared.",
+            f"These runs differ in {differing}. Only what both have is compared.",
             icon=":material/warning:",
         )
     for remark in comparison.notes:
@@ -62,7 +62,8 @@ def _changes(chosen: Selection) -> None:
     with one_column(is_narrow()):
         drawn = change_curves(comparison, dark=is_dark())
     show_drawn("change", names, drawn)
-    show_sheet(comparison_table(comparison.tasks), {"samples"})  # or it would be wider than a window
+    # With the column of samples, the table would be wider than a window.
+    show_sheet(comparison_table(comparison.tasks), {"samples"})
     show_data(comparison.tasks, f"{names}-tasks", key="data-tasks")
 
 
@@ -75,7 +76,7 @@ def _comparison(chosen: Selection) -> Comparison | None:
         second = run if other == _SAME else opened(folder_of(settings, other))
         pair = _pair(run, second)
     if pair is None:
-        note("There are no two models to compare. Calibrate the run, or choose another one.")
+        note("Nothing to compare. Calibrate the run, or choose another one.")
         link_to_repair()
         return None
     return _compared(run, second, *pair)
@@ -86,6 +87,7 @@ def _pair(first: DriftRun, second: DriftRun) -> tuple[str, str] | None:
     within = first is second
     if not first.variants or not second.variants or (within and len(first.variants) < 2):
         return None
+    # The merged model comes first, since repairs are compared with it most often.
     starts = sorted(first.variants, key=lambda name: name != "merged")
     before = st.selectbox("Before", starts, format_func=title, key="before", bind="query-params", width=220)
     ends = [name for name in second.variants if not (within and name == before)]
@@ -96,13 +98,13 @@ def _pair(first: DriftRun, second: DriftRun) -> tuple[str, str] | None:
     return before, after
 
 
-def show_merges(settings: Settings, of: str = "") -> None:
-    """Show a ranking of merges in the root, optionally of runs with the name `of`."""
+def show_merges(settings: Settings, name: str = "") -> None:
+    """Show a ranking of merges in the root, optionally of the runs called `name`."""
     rankings: dict[str, Any] = {}
-    for name in comparisons(settings.root):
+    for folder in comparisons(settings.root):
         with shown_errors():
-            ranking = read_merges(settings.root / name)
-            rankings |= {name: ranking} if of in ("", ranking["name"]) else {}
+            ranking = read_merges(settings.root / folder)
+            rankings |= {folder: ranking} if name in ("", ranking["name"]) else {}
     if not rankings:
         return
     st.header("Compared merges", anchor=False)
@@ -111,7 +113,7 @@ def show_merges(settings: Settings, of: str = "") -> None:
     show_sheet(merges_sheet(rankings[chosen]))
 
 
-# Shared by all readers, as runs are: nobody changes a comparison, and a copy would hold copies of both runs.
+# Shared and not copied, since comparisons are never changed and a copy would include both runs.
 @st.cache_resource(max_entries=4, show_spinner="Comparing", hash_funcs={DriftRun: key_of})
 def _compared(first: DriftRun, second: DriftRun, before: str, after: str) -> Comparison:
     other = None if second is first else second

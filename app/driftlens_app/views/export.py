@@ -23,7 +23,7 @@ PAGE = Page(
     "Export",
     icon=":material/description:",
     order=60,
-    says="The run as a report, and as figures and tables for a paper.",
+    says="Reports, and figures and tables for a paper.",
 )
 
 _BUILT = "_built"
@@ -39,11 +39,12 @@ _EXHIBIT_FORMATS = {"figure": ("pdf", "png", "csv", "json", "txt"), "table": ("t
 _MOST_PREVIEW = 5_000_000
 
 Files = Mapping[str, bytes]
-"""What one report or exhibit consists of, by file name."""
+"""Contents of a report or exhibit by file name."""
 
 
 def zipped(files: Files) -> bytes:
     """Return a ZIP archive of the files, the same bytes every time."""
+    # `ZipInfo` has a constant date, unlike `write`, which stores the current time.
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
@@ -64,7 +65,7 @@ def _report(run: DriftRun) -> None:
             preset = st.selectbox(
                 "Sections", [*PRESETS], index=[*PRESETS].index("standard"), key="preset", width=180
             )
-            wanted = st.multiselect(
+            selected = st.multiselect(
                 "Formats",
                 formats(),
                 default=["html", "html-light"],
@@ -74,7 +75,7 @@ def _report(run: DriftRun) -> None:
             )
         pressed = st.form_submit_button("Build the report", type="primary", icon=":material/description:")
     report = Report(run, preset)
-    built = _built(run, "report", {name: partial(report.files, [name]) for name in wanted}, pressed)
+    built = _built(run, "report", {name: partial(report.files, [name]) for name in selected}, pressed)
     for name, files in built.items():
         _offer(run, name, files, _FORMATS[name])
     _preview(built)
@@ -101,7 +102,8 @@ def _exhibits(run: DriftRun) -> None:
 
 
 def _exhibited(run: DriftRun, name: str, style: str) -> Files:
-    from driftlens_reports.paper.exhibit import draw  # with matplotlib, which no other page needs
+    # Imports matplotlib, which no other page needs.
+    from driftlens_reports.paper.exhibit import draw
 
     drawn = draw(name, [run], ExhibitOptions(style=style))
     return {f"{name}.{entry}": drawn.content(entry) for entry in _EXHIBIT_FORMATS[exhibits[name].kind]}
@@ -112,7 +114,7 @@ def _built(
 ) -> Mapping[str, Files]:
     """Return the files built for this user and state of the run; build them if the button was pressed."""
     if pressed and not makers:
-        st.warning("Choose at least one.", icon=":material/warning:")
+        st.warning("Select at least one.", icon=":material/warning:")
     key, kept = key_of(run), st.session_state.setdefault(_BUILT, {})
     if pressed:
         kept[kind] = key, {}
@@ -124,7 +126,7 @@ def _built(
 
 
 def _offer(run: DriftRun, name: str, files: Files, label: str) -> None:
-    """Draw a button that downloads the one file there is, or an archive of all."""
+    """Show a button that downloads the file, or an archive of several."""
     single = [*files] if len(files) == 1 else []
     st.download_button(
         f"{plain(label)} ({size(sum(map(len, files.values())))})",
@@ -137,12 +139,13 @@ def _offer(run: DriftRun, name: str, files: Files, label: str) -> None:
 
 
 def _preview(built: Mapping[str, Files]) -> None:
-    """Show the light page in a frame: it holds no script, and its own policy would stop one."""
+    """Show the light page in a frame."""
+    # Only the page without scripts: a frame on this site could read the dashboard.
     if not built:
         st.caption("Files appear here: downloads, and a preview of the HTML without scripts.")
         return
     if "html-light" not in built:
-        st.caption("Choose the HTML without scripts to preview the report here.")
+        st.caption("To preview the report, select HTML without scripts.")
         return
     page = built["html-light"]["report-light.html"].decode()
     if len(page) > _MOST_PREVIEW or "<script" in page.lower():

@@ -14,7 +14,7 @@ PAGE = Page(
     "Layers",
     icon=":material/show_chart:",
     order=30,
-    says="How far the features leaving each layer are from the expert's, task by task.",
+    says="Distance of each layer's output features from the expert's, by task.",
 )
 
 _DRIFT, _SOURCES, _THEORY = (SECTIONS[name].part for name in ("drift", "contributions", "features"))
@@ -31,7 +31,7 @@ def show() -> None:
     log = part == _DRIFT and st.checkbox("Logarithmic axis", key="log", bind="query-params")
     options = view.options(log=log)
     show_part("layers", part, run, options)
-    # Diagnostics without a chart (CKA, spectral norms, module groups and the like) are columns of these tables.
+    # Some diagnostics (CKA, spectral norms, module groups) have no chart and are shown in these tables only.
     tables = {"layers": run.layers()}
     if part == _SOURCES:
         tables |= {"group_contributions": run.group_contributions(), "adjoint": run.adjoint()}

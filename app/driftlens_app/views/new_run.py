@@ -37,13 +37,11 @@ def show() -> None:
     """Draw the page."""
     settings = Settings.from_environment()
     if settings.is_one_run:
-        note(
-            "The dashboard was opened on a single run. Open it on a folder to add runs: `driftlens ui FOLDER`."
-        )
+        note("The dashboard shows a single run. To add runs, open a folder: `driftlens ui FOLDER`.")
         return
     show_new_runs(settings)
     if settings.read_only:
-        note("This dashboard is read-only: it starts no jobs.", "lock")
+        note("This dashboard is read-only.", "lock")
     else:
         with shown_errors():
             _from_models(settings)
@@ -59,28 +57,28 @@ def _from_models(settings: Settings) -> None:
     names = sorted(mergers, key=lambda name: name != _USUAL)
     st.header("From models", anchor=False)
     with st.form("new-run", enter_to_submit=False):
-        name = st.text_input("Name", key="new-name", help="The run's folder and its spec are called so.")
-        base = st.text_input("Base", key="base", placeholder="a path in this folder, or a Hub id")
+        name = st.text_input("Name", key="new-name", help="Name of the run's folder and spec.")
+        base = st.text_input("Base", key="base", placeholder="path in this folder, or Hub id")
         experts = st.text_area(
             "Experts",
             key="experts",
             placeholder="one per line: MODEL or TASK=MODEL",
-            help="Paths in this folder or Hub ids. Without TASK= a task is called as its expert's file.",
+            help="Paths in this folder or Hub ids. Without TASK=, the file name is the task.",
         )
         data = st.text_input(
             "Data folder",
             key="data",
             placeholder="built-in samples",
-            help="A folder with an entry for each task, called as the task; or the data of all tasks.",
+            help="A folder with an entry per task, or the data of all tasks.",
         )
         merged = st.text_input(
             "Merged model",
             key="merged",
-            placeholder="merged here by the method below",
-            help="A path in this folder or a Hub id.",
+            placeholder="merged by the method below",
+            help="Path in this folder, or Hub id.",
         )
         method = st.selectbox(
-            "Merge method", names, format_func=lambda of: mergers[of].title, key="merge-method"
+            "Merge method", names, format_func=lambda name: mergers[name].title, key="merge-method"
         )
         pressed = st.form_submit_button(
             "Start the analysis", type="primary", icon=":material/play_arrow:", key="start-new"
@@ -89,13 +87,14 @@ def _from_models(settings: Settings) -> None:
         return
     models = [line.strip() for line in experts.splitlines() if line.strip()]
     if not base.strip() or not models:
-        raise SpecError("a base and at least one expert are needed", hint="Fill in both fields.")
+        raise SpecError("base or experts are missing", hint="Fill in both fields.")
     options = [f"--data={entry}" for entry in data_options(settings.root, data.strip(), models)]
     if merged.strip():
         options += ["--set=merge=null", f"--set=merged.weights={json.dumps(merged.strip())}"]
     else:
         options.append(f"--set=merge={json.dumps({'method': method})}")
     file = requests.new_spec(settings, name.strip())
+    # `--` ends the options, so that no model name is read as one.
     with st.spinner("Reading configurations and data"):
         answer = ask(("init", *options, "--json", "--", base.strip(), *models), settings.root)
     write_text_atomic(file, str(answer["spec"]))
@@ -103,18 +102,22 @@ def _from_models(settings: Settings) -> None:
 
 
 def data_options(root: Path, folder: str, experts: Sequence[str]) -> list[str]:
-    """Return the values of `--data`: an entry of the folder per task if all have one, else the folder."""
+    """Return the values of `--data`: an entry of the folder per task if all have one, else the folder.
+
+    Args:
+        root: the dashboard's folder.
+        folder: path of the data relative to the root; empty for built-in samples.
+        experts: `MODEL` or `TASK=MODEL` each.
+    """
     if not folder:
         return []
     place = root / folder
     if not is_inside(place, root) or not place.exists():
-        raise SpecError(
-            f"{folder} is no folder in {root}", hint="Data have to lie in the dashboard's folder."
-        )
-    there = {entry.stem: entry.name for entry in entries(place)} if place.is_dir() else {}
+        raise SpecError(f"{folder} is not in {root}", hint="Move data into the dashboard's folder.")
+    by_task = {entry.stem: entry.name for entry in entries(place)} if place.is_dir() else {}
     tasks = [task_of(expert) for expert in experts]
-    if all(task in there for task in tasks):
-        return [f"{task}={folder.rstrip('/')}/{there[task]}" for task in tasks]
+    if all(task in by_task for task in tasks):
+        return [f"{task}={folder.rstrip('/')}/{by_task[task]}" for task in tasks]
     return [folder]
 
 
@@ -130,11 +133,11 @@ def _from_spec(settings: Settings) -> None:
     if not specs:
         return
     st.header("From a spec", anchor=False)
-    spec = st.selectbox("Spec", specs, key="spec", help="YAML files in this folder and one level below.")
+    spec = st.selectbox("Spec", specs, key="spec", help="YAML files in this folder and its subfolders.")
     name = st.text_input("Name of the folder", Path(spec).stem, key=f"name-of-{spec}")
     with st.container(horizontal=True, vertical_alignment="center"):
         pressed = st.button("Start the analysis", icon=":material/play_arrow:", key="start-analysis")
-        st.caption(coded(f"`driftlens validate {shlex.quote(spec)}` checks it first, in a terminal."))
+        st.caption(coded(f"To check it in a terminal: `driftlens validate {shlex.quote(spec)}`"))
     if pressed:
         _begin(requests.analyze_request(settings, spec, name.strip()))
 

@@ -46,13 +46,12 @@ from driftlens_reports.charts.page_curves import mean_curves
 
 PAGE = Page("Overview", icon=":material/dashboard:", order=20)
 _CELLS = "contributions-heatmap"
-_MOST_PANELS = 8
-"""Tasks whose samples move side by side; of more, one is shown."""
-_MOST_STAMPS = 3
-"""Number of warnings shown at the top; more would push the numbers off the screen."""
-
+# With more tasks, panels side by side would be too small, so samples share one.
+_MAX_PANELS = 8
+# More warnings on top would push the numbers off the screen.
+_MAX_STAMPS = 3
+# Characters of a task's name that fit on a button.
 _LONG = 40
-"""Letters of a task's name that fit on a button."""
 
 
 def show() -> None:
@@ -61,27 +60,30 @@ def show() -> None:
     page_title(plain(chosen.run.name), f"{plain(chosen.run.id)} · {when(chosen.run.manifest.created)}")
     stamps = stamps_of(chosen.run)
     if stamps:
-        st.warning("  \n".join(map(plain, stamps[:_MOST_STAMPS])), icon=":material/warning:")
-    if more := stamps[_MOST_STAMPS:]:
+        st.warning("  \n".join(map(plain, stamps[:_MAX_STAMPS])), icon=":material/warning:")
+    if more := stamps[_MAX_STAMPS:]:
         with st.expander(f"{len(more)} more", icon=":material/warning:"):
             st.markdown("\n".join(f"- {plain(stamp)}" for stamp in more))
     with shown_errors():
         _show_verdict(chosen.run)
-    moving = st.container()  # filled last: laying samples out takes longer than all else
+    # Filled last, since projecting samples takes longer than the rest of the page.
+    moving = st.container()
     chosen = selection(TASK, VARIANTS, MEASURE)
     with shown_errors():
-        # No chart of reports: those of single tasks are on Layers.
+        # Charts of single tasks are on the page Layers.
         drawn = kept("mean-drift", chosen.run, mean_curves, chosen.options())
-        st.header("Mean drift by layer", anchor=False, help="A line below that of merged has come nearer.")
+        st.header(
+            "Mean drift by layer", anchor=False, help="A line below that of merged is closer to the experts."
+        )
         show_drawn("mean-drift", chosen.run.id, drawn)
     with shown_errors():
         _origins(chosen)
     _provenance(chosen.run)
     if chosen.run.tasks and chosen.run.manifest.layers:
         with moving:
-            about = "At the last layer; a click leads to Samples."
-            st.header("Samples on the move", anchor=False, help=about)
-            is_few = 1 < len(chosen.run.tasks) <= _MOST_PANELS
+            about = "At the last layer; click to open Samples."
+            st.header("Samples across models", anchor=False, help=about)
+            is_few = 1 < len(chosen.run.tasks) <= _MAX_PANELS
             show_explorer(chosen.run, "points", "panels=tasks" if is_few else "")
 
 
@@ -89,7 +91,7 @@ def _show_verdict(run: DriftRun) -> None:
     judged = verdict(run)
     show_headline(run)
     with st.container(border=True, key="verdict"):
-        # What a button says or does needs no sentence and no command beside it.
+        # Sentences with the same content as a button or badge are left out.
         (steps, sentences), checks = steps_of(run, judged), self_checks(run)
         sentences = [text for text in sentences if f"{_badge(checks)}." not in text]
         st.markdown("\n\n".join(with_command(run, text, judged.command) for text in sentences))
@@ -111,10 +113,13 @@ def _to_samples(run: DriftRun, judged: Verdict) -> None:
     called = task if len(task) <= _LONG else f"{task[:_LONG]}…"
     label = f"See the {counted(counts[task], 'flipped sample')} of {plain(called)}"
     if st.button(
-        label, icon=":material/scatter_plot:", key="to-samples", help="Where it decides unlike the expert."
+        label,
+        icon=":material/scatter_plot:",
+        key="to-samples",
+        help="Samples on which it disagrees with the expert.",
     ):
-        wanted = {"task": task, "stage": judged.merged, "only.flip": 1, "sort": "margin"}
-        explore(urlencode(wanted))
+        state = {"task": task, "stage": judged.merged, "only.flip": 1, "sort": "margin"}
+        explore(urlencode(state))
 
 
 def _task_table(run: DriftRun, judged: Verdict) -> None:
@@ -128,7 +133,8 @@ def _task_table(run: DriftRun, judged: Verdict) -> None:
         ticked = st.session_state[key]["selection"]["cells"]
         if ticked:
             row = ticked[0][0]
-            choose(TASK, tasks[row] if row < len(run.tasks) else None)  # the mean is of all
+            # The last row is the mean over all tasks.
+            choose(TASK, tasks[row] if row < len(run.tasks) else None)
 
     with st.container(horizontal=True, vertical_alignment="center"):
         st.header(plain(sheet.title), anchor=False, help=plain(sheet.notes()), width="content")
@@ -136,7 +142,7 @@ def _task_table(run: DriftRun, judged: Verdict) -> None:
             show_key(judged)
     settings = {"on_select": _choose_row, "selection_mode": "single-cell"}
     show_table(rows, columns, key=key, alt=sheet.title, **settings)
-    st.caption("Worst first. A click on a row chooses its task on every page.")
+    st.caption("Worst first. Click a row to select its task on every page.")
 
 
 def _task_rows(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -171,15 +177,16 @@ def _origins(chosen: Selection) -> None:
     )
     offer_attribution(chosen.run)
     if all(text.endswith(NOT_MEASURED) for text in origins.values()):
-        note("Neither shares nor local mismatch were measured in this run.")
+        note("This run has no attribution and no local mismatch.")
         return
     options = chosen.options(variants=(facts.origin_variant(chosen.run),))
     with shown_errors():
         if charts[_CELLS].missing(chosen.run, options) is None:
             drawn = kept(_CELLS, chosen.run, charts[_CELLS].draw, options, narrow=is_narrow())
-            show_drawn(_CELLS, chosen.run.id, drawn, "A click on a cell opens its layer and task.")
+            show_drawn(_CELLS, chosen.run.id, drawn, "Click a cell to open its layer and task.")
             _open_cell(chosen)
-        else:  # of local mismatch alone there are sentences
+        else:
+            # Without Jacobians there is local mismatch only, which is stated in text.
             st.markdown("\n".join(f"- {plain(text)}" for text in origins.values()))
 
 

@@ -55,15 +55,14 @@ PAGE = Page(
     "Repair",
     icon=":material/tune:",
     order=50,
-    says="Move the merged model's features back towards each expert's, layer by layer.",
+    says="Move the merged model's features towards the experts', layer by layer.",
 )
 
 _SHOWN = "_calibrations_shown"
+# Repairs that take this many times as long as FeatCal are compared only on request.
 _PATIENCE = 5.0
-"""Repairs that take this many times as long as FeatCal are compared only on request."""
-
-_MOST_BYTES = 1_000_000_000
-"""Streamlit holds a download in memory; larger files are named instead."""
+# Streamlit holds a download in memory, so that larger files are named instead.
+_MAX_BYTES = 1_000_000_000
 
 
 def show() -> None:
@@ -74,13 +73,13 @@ def show() -> None:
     run, settings = selection().run, Settings.from_environment()
     job = watch(run.path, "calibrate")
     if settings.read_only:
-        note("This dashboard is read-only: it starts no jobs.", "lock")
+        note("This dashboard is read-only.", "lock")
     left, right = st.columns([1, 2])
     at_work = is_at_work(run.path)
     blocked = at_work or settings.read_only
     reason = "" if blocked else obstacle(run)
     with left, shown_errors():
-        wanted, pressed = calibration.calibration_form(
+        request, pressed = calibration.calibration_form(
             taken=run.manifest.calibrations,
             blocked=blocked,
             obstacle=reason,
@@ -89,12 +88,13 @@ def show() -> None:
             counts={task: len(ids) for task, ids in run.manifest.sample_ids.get("calibration", {}).items()},
         )
         if pressed:
-            begin(calibrate_request(run, wanted))
+            begin(calibrate_request(run, request))
         if not (blocked or run.manifest.finished):
             show_steps(run, *steps_of(run, verdict(run))[:1], verdict(run).command)
     with right:
         if not show_live(run.path, functools.partial(_curve, run)) and at_work:
-            st.rerun()  # the job ended while the form was drawn
+            # The job ended while the form was drawn.
+            st.rerun()
         if show_bad_end(job) and job is not None and not settings.read_only:
             _offer_to_continue(run, job.job)
         _results(run, job)
@@ -121,10 +121,10 @@ def _offer_to_continue(run: DriftRun, job: Job) -> None:
     if st.button("Continue where it stopped", icon=":material/resume:", key="resume-calibration"):
         with shown_errors():
             last = CalibrationRequest(**job.settings)
-            # A record may say anything, and the folder of an export lies beside the run.
+            # Records are not trusted, so the path of the export is built here.
             is_one_run = Settings.from_environment().is_one_run
             place = None if last.save_weights is None or is_one_run else f"{run.path}-{last.name}"
-            # What has the name stays until its successor is solved for.
+            # The old calibration is kept until the new one is solved.
             stays = last.replace and job.name in run.manifest.calibrations
             begin(calibrate_request(run, last.changed(resume=True, replace=stays, save_weights=place)))
 
@@ -146,12 +146,13 @@ def _curve(run: DriftRun, view: View) -> None:
 def _tried(scores: Mapping[str, float]) -> None:
     """Show the candidates that the choice has tried so far, the nearest to the experts first."""
     rows = pd.DataFrame(scores.items(), columns=["candidate", "distance"]).sort_values("distance")
-    about = "To the experts."
+    about = "Distance to the experts."
     looks = {"distance": NumberColumn("distance", format="%.4f", width=80, help=about)}
-    if is_narrow():  # else names push the distances out of sight
+    # Long names would push the distances out of view.
+    if is_narrow():
         looks |= {"candidate": TextColumn("candidate", width=165)}
     show_table(rows, looks, key="tried", alt=f"{counted(len(rows), 'candidate')} tried so far")
-    caption("On calibration samples that are held out, without labels. Lower is nearer.")
+    caption("On held-out calibration samples, without labels. Lower is better.")
 
 
 def _results(run: DriftRun, job: View | None) -> None:
@@ -163,37 +164,38 @@ def _results(run: DriftRun, job: View | None) -> None:
             note("This run has no calibrated variant yet.")
         return
     _choose_newest(run, names, job)
-    # The default stays out of the URL, so it is none: the newest calibration is another one tomorrow.
+    # Streamlit leaves the default out of the URL, so there is none: the newest calibration changes with time.
     name = st.selectbox("Calibration", names, index=None, key="calibration", bind="query-params")
     if name is None:
         return
     if job is not None and job.job.name == name and job.state == "done":
         st.success(f"Calibration {plain(name)} is done.", icon=":material/check_circle:")
     elif job is not None and job.job.name == name and job.is_live and not job.job.settings.get("replace"):
-        st.info("Drift and accuracy are measured; where the drift comes from is still being computed.")
+        st.info("Drift and accuracy are measured; attribution to layers is still running.")
     st.header(f"Before and after the repair {plain(name)}", anchor=False)
     _show_result(run, name)
 
 
 def _choose_newest(run: DriftRun, names: Sequence[str], job: View | None) -> None:
-    """Show the calibration that finished last: whenever another one has finished, and where the URL names none."""
+    """Select the newest calibration if another one finished or the URL names none."""
     finished = (run.id, tuple(names), job.job.log.name if job is not None and job.state == "done" else "")
     is_chosen = st.session_state.get("calibration", st.query_params.get("calibration")) in names
     if not is_chosen or st.session_state.get(_SHOWN, finished) != finished:
-        st.session_state["calibration"] = names[-1]  # the manifest lists them as they were finished
+        # The manifest lists calibrations in the order in which they finished.
+        st.session_state["calibration"] = names[-1]
     st.session_state[_SHOWN] = finished
 
 
 def _show_result(run: DriftRun, name: str) -> None:
-    """Draw the result of the calibration `name`; a table that can't be read takes no other part along."""
+    """Show the result of the calibration `name`; an unreadable table does not hide other parts."""
     with shown_errors():
         _headline(run, verdict(run, name))
     with shown_errors():
         drawn = kept("drift-left", run, left_curves, name, ChartOptions(dark=is_dark()))
         st.header(
-            "Share of the merged model's drift that is left, by layer",
+            "Remaining share of the merged model's drift, by layer",
             anchor=False,
-            help="Below 100 % the repair has brought features nearer. Drift itself is on Overview and Layers.",
+            help="100 % = no improvement over the merged model. See Overview and Layers for drift.",
         )
         show_drawn("drift-left", run.id, drawn)
     with shown_errors():
@@ -204,13 +206,13 @@ def _show_result(run: DriftRun, name: str) -> None:
         st.page_link(path_of("samples"), label="Samples", icon=":material/scatter_plot:")
         st.page_link(path_of("export"), label="Export", icon=":material/description:")
     with shown_errors():
-        found = verdict(run, name)
-        steps, said = steps_of(run, found)
-        for sentence in (*said, *selection_sentences(run, name)):
-            st.markdown(f"- {with_command(run, sentence, found.command)}")
-        # The page repairs itself, and links to where reports are written.
+        judged = verdict(run, name)
+        steps, sentences = steps_of(run, judged)
+        for sentence in (*sentences, *selection_sentences(run, name)):
+            st.markdown(f"- {with_command(run, sentence, judged.command)}")
+        # This page has buttons for repairs and a link to reports already.
         show_steps(
-            run, [label for label in steps if label not in ("Repair", "Write a report")], found.command
+            run, [label for label in steps if label not in ("Repair", "Write a report")], judged.command
         )
         drawer = st.expander("All numbers", key="all-numbers", on_change="rerun")
         with drawer:
@@ -223,21 +225,23 @@ def _show_result(run: DriftRun, name: str) -> None:
         caption(f"{notice[:1].upper()}{notice[1:]}", 90)
 
 
-def _headline(run: DriftRun, found: Verdict) -> None:
+def _headline(run: DriftRun, judged: Verdict) -> None:
     """Show all models before and after, and task by task."""
-    means, kind = found.means, found.measure.kind
-    gap = next((gap for gap in found.gaps if (gap.variant, gap.against) == (found.after, found.merged)), None)
+    means, kind = judged.means, judged.measure.kind
+    gap = next(
+        (gap for gap in judged.gaps if (gap.variant, gap.against) == (judged.after, judged.merged)), None
+    )
     if gap is not None:
-        before, after = (written(means[model].value, kind) for model in (found.merged, found.after))
-        head = f"{found.measure.title.capitalize()} {before.removesuffix('%').rstrip()} → {after}"
+        before, after = (written(means[model].value, kind) for model in (judged.merged, judged.after))
+        head = f"{judged.measure.title.capitalize()} {before.removesuffix('%').rstrip()} → {after}"
         st.header(plain(head), anchor=False)
-        models = [model for model in ("base", found.merged, found.after, "expert") if model in means]
+        models = [model for model in ("base", judged.merged, judged.after, "expert") if model in means]
         levels = ", ".join(f"{title(model)} {estimate(means[model], kind)}" for model in models)
-        change = change_in_words(found.measure, means[found.merged].value, gap.change)
-        said = f"{change}; {levels}. {counted(len(found.tasks), 'task')}, n = {gap.change.n}."
-        st.markdown(unbroken(plain(said)))
-    # Main sources are the merged model's and stand on Overview, as dots do; the chart below shows the drift.
-    show_sheet(task_sheet(run, found), {"main source", "relative drift"})
+        change = change_in_words(judged.measure, means[judged.merged].value, gap.change)
+        sentence = f"{change}; {levels}. {counted(len(judged.tasks), 'task')}, n = {gap.change.n}."
+        st.markdown(unbroken(plain(sentence)))
+    # Main sources belong to the merged model and are on Overview; the chart below shows the drift.
+    show_sheet(task_sheet(run, judged), {"main source", "relative drift"})
 
 
 def _sensitivity(run: DriftRun, *, blocked: bool) -> None:
@@ -282,7 +286,7 @@ def _downloads(run: DriftRun, name: str) -> None:
         label = "Model card"
         if icon == "download":
             label = f"Calibrated checkpoint ({size(file.stat().st_size)})"
-            if file.stat().st_size > _MOST_BYTES:
+            if file.stat().st_size > _MAX_BYTES:
                 st.caption(f"{label}: {plain(place)}")
                 continue
         st.download_button(

@@ -41,7 +41,7 @@ _CHOSEN = "_chosen_in_runs"
 def show() -> None:
     """Draw the page."""
     settings = Settings.from_environment()
-    # A run that is just being made has no manifest in its first moments; its job says more than an error would.
+    # A new run has no manifest yet; its job is shown instead of an error.
     runs = [run for run in listed_runs(settings) if not (run.problem and is_at_work(run.path))]
     if not runs:
         welcome()
@@ -50,15 +50,13 @@ def show() -> None:
     if st.button("New run", icon=":material/add_circle:", key="to-new-run"):
         lead("new_run")
     show_new_runs(settings)
-    wanted = st.text_input(
-        "Filter", placeholder="part of a name, task or variant", key="filter", bind="query-params"
-    )
-    shown = sorted((run for run in runs if _matches(run, wanted)), key=lambda run: run.created, reverse=True)
+    query = st.text_input("Filter", placeholder="name, task or variant", key="filter", bind="query-params")
+    shown = sorted((run for run in runs if _matches(run, query)), key=lambda run: run.created, reverse=True)
     if not shown:
         note("No run matches the filter.", "filter_alt")
         return
     live = {run.path for run in shown if is_at_work(run.path)}
-    # What lasts is drawn anew by itself: a whole page would close an open dialog every second.
+    # Only the table is redrawn every second: redrawing the page would close open dialogs.
     chosen = st.fragment(_table, run_every=SECONDS if live else None)(shown, live)
     for position, column in chosen["cells"]:
         if column == "name" and not shown[position].problem:
@@ -89,23 +87,22 @@ def _table(runs: list[RunSummary], live: set[Path]) -> Any:
         AXIS: dots_column(),
         **shares,
         "calibrated": NumberColumn(
-            "last calibration", format=_PERCENT, help="Of the one that was added last."
+            "last calibration", format=_PERCENT, help="Score of the newest calibration."
         ),
         "relative drift": NumberColumn(
             "drift of the last",
             format=_PERCENT,
-            help="Relative drift of the final feature, mean over tasks: of the last calibration; of the merged model "
-            "where there is none.",
+            help="Relative drift of the final feature, mean over tasks, of the newest calibration or the merged model.",
         ),
     }
     modes: dict[str, Any] = {
         "selection_mode": ["multi-row", "single-cell"],
         "alt": f"Table of {len(rows)} runs",
     }
-    # The rest is in the table's own menu: at the side of a window it would be cut off.
+    # Further columns would be cut off in most windows; the table's menu has them.
     modes["column_order"] = [name for name in rows if name not in ("created", "size", "id")]
     modes["on_select"] = lambda: st.session_state.update({_CHOSEN: True})
-    # Ticks are of positions: with other runs in it there is another table, with nothing ticked.
+    # Streamlit stores selected rows by position, so a table of other runs needs another key.
     key = f"runs-{hashlib.sha256(repr([run.path for run in runs]).encode()).hexdigest()[:12]}"
     chosen = show_table(rows, columns, key=key, **modes)["selection"]
     if st.session_state.pop(_CHOSEN, False) or not all(map(is_at_work, live)):
@@ -117,7 +114,7 @@ def _actions(ticked: list[RunSummary]) -> None:
     """Show actions for the selected runs."""
     readable = [run for run in ticked if not run.problem]
     if not ticked:
-        st.caption("Newest first. A name opens the run's overview; two ticked rows can be compared.")
+        st.caption("Newest first. Click a name to open the run; check two rows to compare them.")
         return
     with st.container(horizontal=True):
         if len(readable) == len(ticked) == 2 and st.button(
@@ -146,9 +143,9 @@ def _row(run: RunSummary) -> dict[str, object]:
     }
 
 
-def _matches(run: RunSummary, wanted: str) -> bool:
+def _matches(run: RunSummary, query: str) -> bool:
     texts = (run.name, run.id, run.path.name, *run.tasks, *run.variants)
-    return all(any(word in text.casefold() for text in texts) for word in wanted.casefold().split())
+    return all(any(word in text.casefold() for text in texts) for word in query.casefold().split())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ PAGE = Page(
     "Samples",
     icon=":material/scatter_plot:",
     order=40,
-    says="The same samples through the expert and through each variant, in one layout per layer.",
+    says="Test samples in the expert and each variant, in one projection per layer.",
 )
 
 _MOST_ROWS = 200
@@ -45,7 +45,8 @@ def _explore(part: str) -> None:
             link_to_repair()
     offer_attribution(chosen.run)
     for name in parts_of("samples")[part]:
-        if name != "scatter":  # which reports have, where nothing moves
+        # The explorer replaces the scatter plot of reports.
+        if name != "scatter":
             show_chart(name, chosen.run, chosen.options())
 
 
@@ -54,8 +55,7 @@ def _show_output(part: str) -> None:
     chosen = selection(TASK, VARIANTS, with_base=part == SECTIONS["accuracy"].part)
     if chosen.run.outputs().empty:
         note(
-            "The run has no class scores. A task has them when its spec names a head: `heads` with `classes` and "
-            "`templates`, or a file with the rows of a classifier."
+            "The run has no class scores. Add `heads` to the spec: `classes` and `templates`, or a classifier file."
         )
     show_part("samples", part, chosen.run, chosen.options())
     if part == SECTIONS["accuracy"].part:
@@ -68,15 +68,15 @@ def _answers(chosen: Selection) -> None:
     rows = rows[rows["task"].isin(chosen.tasks) & rows["answer"].notna()]
     if rows.empty:
         return
-    st.header("Answers", anchor=False, help="Test samples on which the models differ come first.")
+    st.header("Answers", anchor=False, help="Samples on which models differ come first.")
     tasks = [task for task in chosen.tasks if (rows["task"] == task).any()]
     task = tasks[0]
     if len(tasks) > 1:
         task = st.selectbox("Task of the table", tasks, key="answers-of", bind="query-params")
     shown = answers(rows[rows["task"] == task], [*chosen.run.variants, "expert"])
-    became = outcomes_of(chosen.run, task, chosen.options())
-    if shown["sample"].isin(became.index).any():
-        shown.insert(1, "outcome", shown["sample"].map(became))
+    outcomes = outcomes_of(chosen.run, task, chosen.options())
+    if shown["sample"].isin(outcomes.index).any():
+        shown.insert(1, "outcome", shown["sample"].map(outcomes))
     show_table(shown.head(_MOST_ROWS), {}, key="answers-table", alt=f"Answers on the test samples of {task}")
 
 

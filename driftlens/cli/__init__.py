@@ -24,7 +24,7 @@ import typer
 
 from driftlens.cli import looking, running  # noqa: F401  for their commands
 from driftlens.cli.app import app, expanding_home, hearing, manner, stopped
-from driftlens.utils.distributed import joined, members
+from driftlens.utils.distributed import joined, world_size
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError, from_library, harmless
 from driftlens.utils.files import put_in_order
 
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not {"-v", "--verbose"} & {*flags}:
         # An unreachable Hub would be logged a dozen times.
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    if members() > 1:
+    if world_size() > 1:
         # DriftLens reports broken connections itself, without the stack of torch.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Figures go to files only; a notebook passes on a backend that may not be installed.
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Finishes or removes files that an interrupt left half-written.
     put_in_order()
     # After an error, threads of torch.distributed may block on processes that no longer exist.
-    if members() == 1 or not code:
+    if world_size() == 1 or not code:
         if arguments is not None:
             sys.exit(code)
         atexit._run_exitfuncs()
@@ -191,7 +191,7 @@ def _distributed(arguments: Sequence[str]) -> Iterator[None]:
         command = next((part for part in arguments if part in names), "this command")
         if command not in DISTRIBUTED:
             raise SpecError(
-                f"{command} runs in one process, and this is one of {members()}",
+                f"{command} runs in one process, and this is one of {world_size()}",
                 hint=f"Start it without torchrun; only {', '.join(DISTRIBUTED)} support it.",
             )
         with joined() as manner.team:

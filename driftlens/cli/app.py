@@ -169,7 +169,7 @@ class Job:
         """Yield a context with progress as `--progress` requests, a token that Ctrl-C sets, and `--threads` applied."""
         from driftlens.utils.progress import sink_for
 
-        mode: Any = "none" if manner.quiet or not manner.team.is_main else manner.progress
+        mode: Any = "none" if manner.quiet or not manner.team.is_main_process else manner.progress
         # A program that parses JSON lines cannot parse plain log lines between them.
         if mode == "jsonl":
             for handler in logging.getLogger("driftlens").handlers:

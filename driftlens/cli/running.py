@@ -48,13 +48,13 @@ SpecFile = Annotated[Path, typer.Argument(metavar="RUN.YAML", help="Run spec; se
 def demo(
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("driftlens-demo"),
     force: Annotated[bool, typer.Option("--force", help="Replace an existing run.")] = False,
-    suite: Annotated[Literal["image", "text"], typer.Option(help="Embedded suite.")] = "image",
+    suite: Annotated[Literal["image", "text"], typer.Option(help="Embedded suite.")] = "text",
     *,
     job: Annotated[Job, "device"],
 ) -> None:
     """Run everything on an embedded suite, without network: measure, repair twice, report.
 
-    `image` is a small CLIP with eight experts, `text` a small language model with four. FeatCal (published settings)
+    `text` is a small language model with four experts, `image` a small CLIP with eight. FeatCal (published settings)
     and residual calibration repair the merged model.
     """
     from driftlens.demo import spec_file
@@ -287,7 +287,8 @@ def why(
         list[str],
         typer.Argument(
             metavar="BASE EXPERT... MERGED",
-            help="Folders, weight files or Hub ids in this order; or a mergekit recipe and its merged model.",
+            help="Folders, weight files or Hub ids in this order; or a mergekit recipe and its merged model "
+            "(default: merged by mergekit-yaml).",
         ),
     ],
     data: DataPaths = None,

@@ -472,7 +472,7 @@ class ExportRequest(ExhibitRequest, title="analyze"):
     )
     tables: tuple[str, ...] = asked("Table; repeatable.", (), name="--table", metavar="ID")
     card: Flag = asked(
-        "Image to share (1200 x 630 pixels) and badge; no exhibits unless named.",
+        "Image to share (1200 x 630 pixels); no exhibits unless named.",
         False,
     )
     formats: str = asked(

@@ -238,12 +238,6 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
         chart for chart in map(figure_of, app.get("plotly_chart")) if chart["data"][0]["type"] == "heatmap"
     ]
     assert cells["layout"]["yaxis"]["ticktext"] == ["mnist"] and "- mnist: " not in said(app)
-    (strip,) = [chart for chart in map(figure_of, app.get("plotly_chart")) if chart["data"][0].get("base")]
-    rows = run.layers("mnist", "merged").sort_values("layer")
-    assert strip["data"][0]["x"] == pytest.approx(rows["drift_l2_mean"].tolist())
-    assert strip["data"][0]["marker"]["color"] == pytest.approx(rows["final_share"].tolist())
-    for text, swapped in zip(strip["data"][0]["text"], rows["prefix_share"], strict=True):
-        assert f"takes away {100 * swapped:.1f}" in text
 
 
 def figure_of(chart: Any) -> dict[str, Any]:

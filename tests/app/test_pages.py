@@ -37,7 +37,7 @@ def test_an_empty_folder_offers_the_demo_or_says_what_is_missing(
         assert not app.text_input(key="base").value
     else:
         assert [button.label for button in app.button] == ["Run the demo"]
-        assert [choice.split(":")[0] for choice in app.radio(key="suite").options] == ["Images", "Texts"]
+        assert [choice.split(":")[0] for choice in app.radio(key="suite").options] == ["Texts", "Images"]
 
 
 @pytest.mark.slow

@@ -371,7 +371,7 @@ def _numbers(keys: Collection[str]) -> dict[str, list[int]]:
 
 
 @dataclass(frozen=True)
-class KeyLayout:
+class TowerKeyLayout:
     """Layout of CLIP image towers of one library (`loader`).
 
     Every tower has one key that ends in `anchor`, and no other model has. `tower` is the prefix of its keys in whole
@@ -474,5 +474,5 @@ class KeyLayout:
         return next((key for key in places if key in keys), None)
 
 
-Layout: TypeAlias = KeyLayout | Spellings
+Layout: TypeAlias = TowerKeyLayout | Spellings
 """The parameter names of one architecture in checkpoints."""

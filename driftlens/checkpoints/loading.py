@@ -157,7 +157,7 @@ def is_hub_id(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w./-]*)?", text) is not None
 
 
-def repository_of(place: str) -> tuple[str, str | None]:
+def repository_and_revision(place: str) -> tuple[str, str | None]:
     """Split a Hub id into repository and revision (a branch, tag or commit; None for the newest)."""
     repository, _, revision = place.partition("@")
     return repository, revision or None
@@ -208,7 +208,7 @@ def _snapshot(repository: str, patterns: list[str], *, local: bool) -> pathlib.P
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    name, revision = repository_of(repository)
+    name, revision = repository_and_revision(repository)
     flag = f" --revision {revision}" if revision else ""
     try:
         folder = snapshot_download(

@@ -23,7 +23,7 @@ from typing import Any
 import typer
 
 from driftlens.cli import looking, running  # noqa: F401  for their commands
-from driftlens.cli.app import app, expanding_home, hearing, manner, stopped
+from driftlens.cli.app import app, expanding_home, interrupted_by_signals, manner, stopped
 from driftlens.utils.distributed import joined, world_size
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError, from_library, harmless
 from driftlens.utils.files import put_in_order
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Python delivers signals to the main thread only.
     is_first = threading.current_thread() is threading.main_thread()
     code = Cancelled.exit_code
-    signals = hearing(last=arguments is None) if is_first else contextlib.nullcontext()
+    signals = interrupted_by_signals(last=arguments is None) if is_first else contextlib.nullcontext()
     with contextlib.suppress(KeyboardInterrupt), signals:
         code = run(flags + rest)
     # Finishes or removes files that an interrupt left half-written.

@@ -396,7 +396,7 @@ stopped = Stopping()
 
 
 @contextmanager
-def hearing(*, last: bool) -> Iterator[None]:
+def interrupted_by_signals(*, last: bool) -> Iterator[None]:
     """Let the first `ENDING` signal interrupt the block; restore handlers afterwards unless this is the `last`."""
     before = {number: signal.getsignal(number) for number in ENDING}
     # Signals ignored by the parent, as under nohup, stay ignored; a calling program keeps its own handlers.

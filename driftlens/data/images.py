@@ -154,8 +154,8 @@ def open_npz(entry: NpzData, split: Split, access: Access) -> SplitView:
             numbers = archive[labels]
             if numbers.shape != (shape[0],):
                 raise DataError(f"{file}, array {labels}: shape {list(numbers.shape)} for {shape[0]} images")
-            known = tuple(_texts(archive["class_names"])) if "class_names" in archive.files else None
-            names, class_names = named(_texts(numbers), known, f"{file}, array {labels}")
+            known = tuple(_decoded_values(archive["class_names"])) if "class_names" in archive.files else None
+            names, class_names = named(_decoded_values(numbers), known, f"{file}, array {labels}")
     prefix = images.removeprefix("x_")
 
     @functools.cache
@@ -196,7 +196,7 @@ def _header(archive: Any, key: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
         return shape, dtype
 
 
-def _texts(array: np.ndarray[Any, np.dtype[Any]]) -> list[Any]:
+def _decoded_values(array: np.ndarray[Any, np.dtype[Any]]) -> list[Any]:
     """Return an array's values, bytes as text."""
     return [*(np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array).tolist()]
 

@@ -120,7 +120,7 @@ def _by_variant(built: Modules) -> dict[str, nn.Module]:
 def _marks(
     head_of: Mapping[str, ScoreMap], skeleton: nn.Module, chain: LayerChain, example: Any, pooling: Pool
 ) -> dict[str, list[float]]:
-    """Score fixed features with every head, so that a misfit is refused before a run starts."""
+    """Return scores of fixed features by task, which identify its head; a misfit raises before a run starts."""
     # Refuse unreadable inputs before any model runs.
     _, side = chain.start(example)
     check_deterministic(skeleton, cut(example, slice(_SEEN_TWICE)), chain)

@@ -221,7 +221,7 @@ def merged_source(
     """
     reporter = reporter or Reporter()
     inputs = _inputs(models, merge, study, reporter)
-    tensors = _on_disk(inputs.start, beside, models.out_dtype)
+    tensors = _file_backed_like(inputs.start, beside, models.out_dtype)
     change = Change("") if "base" in models.sources else None
     missing = {key: tensors[key].numel() for key in inputs.base}
     total = len(missing)
@@ -476,7 +476,9 @@ def _blinded(study: Study, merge: Merge, reporter: Reporter) -> Study:
     return study.blinded(sets)
 
 
-def _on_disk(start: StateSource, beside: PathLike | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _file_backed_like(
+    start: StateSource, beside: PathLike | None, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
     """Create tensors like those of `start` in unlinked files; integers are copied from it."""
     headers = in_dtype(start, dtype).headers
     tensors, need = dict[str, Tensor](), sum(header.nbytes for header in headers.values())

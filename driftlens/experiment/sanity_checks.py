@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from driftlens.checkpoints.alignment import TEXT_SIDE, KeyLayout, Spellings
+from driftlens.checkpoints.alignment import TEXT_SIDE, Spellings, TowerKeyLayout
 from driftlens.checkpoints.loading import read_json, with_floats
 from driftlens.checkpoints.lora import LoraSource, named_base
 from driftlens.checkpoints.tensor_sources import StateSource, check_finite, task_vector
@@ -414,7 +414,7 @@ def _left_behind(models: OpenModels, base: StateSource, source: StateSource, cal
     if not changed:
         return
     differ = f"({', '.join(changed)} differ{'s' * (len(changed) == 1)})"
-    if not isinstance(layout, KeyLayout) and not all(key.startswith(TEXT_SIDE) for key in changed):
+    if not isinstance(layout, TowerKeyLayout) and not all(key.startswith(TEXT_SIDE) for key in changed):
         yield (
             f"{called} changed tensors outside its layers, which are not used: they are not measured or merged, and "
             f"saved models hold the base's {differ}",

@@ -115,7 +115,7 @@ class Study:
         return self.team.run_on(self.team.owners([*self.tasks])[task], work)
 
     def head(self, task: str, variant: str) -> ScoreMap | None:
-        """Return the score map of a variant for a task; the expert's own for any other name."""
+        """Return the score map of a variant for a task: its own head's, if it has one, else the expert's."""
         data = self.tasks[task]
         return self.pool.score_map(data.own_heads.get(variant, data.head), variant)
 

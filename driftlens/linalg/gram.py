@@ -108,7 +108,7 @@ class GramSum:
         ]
         return torch.stack(energies).sum().sqrt()
 
-    def quadratic(self, vectors: Tensor, more: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    def quadratic_forms(self, vectors: Tensor, more: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """Return v' (more + more' + scale * S) v of this sum S for every row v of `vectors`, [o], in their dtype.
 
         Args:
@@ -273,8 +273,8 @@ class OutputCross:
         weight, rest = self._weight, 1 - self._alpha
         cross = cross.to(weight)
         if energy is not None:
-            quadratic = rest * gram.quadratic(weight, scale=-rest, more=cross)
-            energy = self._alpha**2 * energy + quadratic.to(energy.device)
+            quadratic_forms = rest * gram.quadratic_forms(weight, scale=-rest, more=cross)
+            energy = self._alpha**2 * energy + quadratic_forms.to(energy.device)
         return OutputSums(weight @ cross, weight @ target.to(weight), energy)
 
 

@@ -216,9 +216,9 @@ class Moments:
     def misfit(self, weight: Tensor) -> Tensor:
         """Return weight_sum * E (weight x - y)^2 by output, [o], from the moments alone; `weight` is [o, k]."""
         assert self.target_energy is not None
-        quadratic = ((weight @ self.gram) * weight).sum(dim=1)
+        quadratic_forms = ((weight @ self.gram) * weight).sum(dim=1)
         mixed = (weight * self.output_cross).sum(dim=1)
-        return self.weight_sum * (quadratic - 2 * mixed + self.target_energy)
+        return self.weight_sum * (quadratic_forms - 2 * mixed + self.target_energy)
 
 
 def ridge_factor(gram: Tensor, lam: float, *, scale: float | Tensor = 1.0) -> Factor:
@@ -312,7 +312,7 @@ def solve_ridge(
     weight = factor.solve_rows(cross.clone() if anchor is None else torch.add(cross, anchor, alpha=lam))
     if moments.target_energy is None:
         return _RidgeSolution(weight, factor, None)
-    # At the solution W G = R, so the quadratic form needs no product with G.
+    # At the solution W G = R, so the quadratic_forms form needs no product with G.
     objective = moments.weight_sum * moments.target_energy - torch.linalg.vecdot(cross, weight)
     if anchor is not None:
         objective = objective + lam * torch.linalg.vecdot(anchor, anchor - weight)

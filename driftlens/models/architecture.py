@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from driftlens.checkpoints.alignment import KeyLayout, Layout, Spellings
+from driftlens.checkpoints.alignment import Layout, Spellings, TowerKeyLayout
 from driftlens.checkpoints.loading import library_folder
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.sentences import (
@@ -327,7 +327,7 @@ def no_text_tower(source: str) -> SpecError:
     )
 
 
-def read_text_side(model: nn.Module, base: StateSource, layout: KeyLayout) -> None:
+def read_text_side(model: nn.Module, base: StateSource, layout: TowerKeyLayout) -> None:
     """Load a base's weights into a whole CLIP, except its image tower, in float32.
 
     Args:

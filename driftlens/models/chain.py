@@ -95,7 +95,7 @@ class Routes:
         return places[(experts < expert).sum() + torch.arange(rows, device=places.device)]
 
     def sizes(self, num_experts: int) -> list[int]:
-        """Return the number of rows of every expert; synchronizes with the device."""
+        """Return how many tokens are routed to each expert of the mixture; synchronizes with the device."""
         experts = self._sorted[0]
         bounds = torch.arange(num_experts + 1, dtype=experts.dtype, device=experts.device)
         return torch.searchsorted(experts, bounds).diff().tolist()

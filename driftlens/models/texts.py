@@ -85,7 +85,7 @@ class TextReader:
 
     def __call__(self, samples: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         """Return ids and masks of a batch, [n, t], padded on the right; of both streams for an encoder-decoder."""
-        encoded = self._encoded([sample[0] for sample in samples], self._room(samples))
+        encoded = self._encoded([sample[0] for sample in samples], self._question_limits(samples))
         rows = encoded["input_ids"]
         if self.form == "decoder":
             rows = [row + self._answer(sample[1]) for row, sample in zip(rows, samples, strict=True)]
@@ -245,7 +245,7 @@ class TextReader:
         ids = [*self.answer_tokens(target), *(() if self.end is None else (self.end,))]
         return ids[: self.max_length - 1]
 
-    def _room(self, samples: Sequence[Sequence[Any]]) -> list[int]:
+    def _question_limits(self, samples: Sequence[Sequence[Any]]) -> list[int]:
         """Return the tokens left for every question."""
         if self.form != "decoder":
             return [self.max_length] * len(samples)

@@ -305,7 +305,7 @@ def _solve_and_measure(
     team.run_on_main(lambda: scratch.begin(begun))
 
     def _solved() -> Solution:
-        return _solve(writer, study, plan, scratch, reporter)
+        return _solve_layers(writer, study, plan, scratch, reporter)
 
     if replaces:  # solve everything first: a failed solve must leave the old calibration
         _make_room(opened, writer, _solved)
@@ -421,7 +421,7 @@ def _complete(
 
 
 @torch.no_grad()
-def _solve(
+def _solve_layers(
     writer: RunWriter, study: Study, plan: CalibrationPlan, scratch: _Scratch, reporter: Reporter
 ) -> Solution:
     """Solve or train the layers of a plan in forward order; each is stored at once, and resumed from."""
@@ -633,17 +633,19 @@ class _Scratch:
 
     def layers(self) -> dict[int, CalibratedLayer]:
         """Return the stored layers by index; their values are read from disk on demand."""
-        return {int(path.stem): _read_layer(path) for path in sorted(self._folder.glob("*.safetensors"))}
+        return {
+            int(path.stem): _read_solved_layer(path) for path in sorted(self._folder.glob("*.safetensors"))
+        }
 
     def keep(self, layer: CalibratedLayer, seconds: float) -> CalibratedLayer:
         """Store one layer's solution atomically, and return it backed by the file."""
         reports = json.dumps([vars(report) for report in layer.reports])
         file = self._folder / f"{layer.layer:03d}.safetensors"
         save_state_dict(file, layer.updates, {"reports": reports, "seconds": repr(seconds)})
-        return _read_layer(file)
+        return _read_solved_layer(file)
 
 
-def _read_layer(path: pathlib.Path) -> CalibratedLayer:
+def _read_solved_layer(path: pathlib.Path) -> CalibratedLayer:
     source = open_checkpoint(path)
     with safe_open(path, framework="pt") as file:
         stored = from_json(file.metadata()["reports"])

@@ -688,7 +688,7 @@ def _flat(by_share: Mapping[float, Values]) -> dict[str, NDArray[np.float64]]:
 
 
 def _by_share(flat: Mapping[str, NDArray[np.float64]]) -> dict[float, Values]:
-    """Invert `_flat`."""
+    """Return scores by interpolation factor, task and measure from flat keys (inverse of `_flat`)."""
     by_share: dict[float, dict[str, dict[str, NDArray[np.float64]]]] = {}
     for name, values in flat.items():
         share, measure, task = name.split(" ", 2)

@@ -277,7 +277,7 @@ def _check_merge(
 def _check_sites(
     spec: RunSpec, chain: LayerChain, weights: StateSource, checks: Preflight
 ) -> Calibrator | None:
-    """Report the share of parameters that the spec's calibration, or the default one, would solve."""
+    """Report the share of parameters that the calibration would solve; return its calibrator."""
     try:
         calibrator = calibrator_of(CalibrationRequest(name="preflight"), spec.calibration)
         if not calibrator.takes_sites:  # it is trained

@@ -562,7 +562,7 @@ _PLACE = {
 def measured_by(claim: str) -> str:
     """Return the command that adds the numbers for this self-check to a run."""
     _, table, column, _ = _CLAIMS[claim]
-    return TABLES[table].filled_by([column])
+    return TABLES[table].command_to_fill([column])
 
 
 @remembered

@@ -61,7 +61,7 @@ class Table:
         """Return the columns of these names."""
         return tuple(self.column(name) for name in names)
 
-    def filled_by(self, names: Iterable[str], *, is_explained: bool = False) -> str:
+    def command_to_fill(self, names: Iterable[str], *, is_explained: bool = False) -> str:
         """Return the command that fills these columns in a run that lacks them; unknown names belong to a diagnostic.
 
         Optional columns are added to the run itself. The attribution is added by default; if it is measured already

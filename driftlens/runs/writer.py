@@ -230,7 +230,7 @@ class RunWriter:
         forget_undo(self)
 
     def _end(self, error: BaseException) -> None:
-        """Record how the run ended."""
+        """Record the error that ended the run, as failed or cancelled."""
         with suppress(OSError):  # a full disk must not hide the error
             failure, last = Failure.of(error), self._status
             self.status(final_state(error), phase=last.phase, done=last.done, total=last.total, error=failure)

@@ -8,13 +8,13 @@ import numpy as np
 import plotly.graph_objects as go
 
 from driftlens_app.show import drawn_once
-from driftlens_reports.charts.theme import palette, themed
+from driftlens_reports.charts.theme import palette, themed_figure
 
 
 def _figure(*, last: float = 3.0) -> go.Figure:
     points = go.Scatter(x=np.array([1.0, 2.0]), y=np.array([2.0, last]), marker_size=np.array([4, 5]))
     axes = {"xaxis": {"title": {"text": "layer (index)"}}, "yaxis": {"tickfont": {"size": 20}}}
-    return themed(points, dark=False, height=300, **axes)
+    return themed_figure(points, dark=False, height=300, **axes)
 
 
 def _shown(figure: go.Figure) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def _shown(figure: go.Figure) -> dict[str, Any]:
 
 
 def test_the_theme_of_the_axes_stands_in_every_axis_below_what_the_axis_says_itself() -> None:
-    theme = themed(dark=False, height=300).layout.template.layout
+    theme = themed_figure(dark=False, height=300).layout.template.layout
     layout = _shown(drawn_once(_figure()))["layout"]
     assert "template" not in layout
     assert layout["xaxis"]["gridcolor"] == theme.xaxis.gridcolor == palette(False).grid

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from driftlens.cli.app import cancelling, hearing
+from driftlens.cli.app import cancelling, interrupted_by_signals
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import owner_of
 from driftlens.utils.errors import Cancelled, RunError
@@ -83,7 +83,7 @@ def test_a_signal_behind_an_error_does_not_take_its_place(number: signal.Signals
         (RunError("process 1 is gone"), RunError),
         (Cancelled("cancelled"), KeyboardInterrupt),
     ):
-        with pytest.raises(heard), hearing(last=False):
+        with pytest.raises(heard), interrupted_by_signals(last=False):
             try:
                 with cancelling():
                     raise error

@@ -42,4 +42,4 @@ def test_columns_name_the_option_that_switches_their_diagnostic_on(name: str) ->
     ],
 )
 def test_what_options_ask_for_is_filled_in_the_run_itself(names: list[str], command: str) -> None:
-    assert LAYERS.filled_by(names) == command
+    assert LAYERS.command_to_fill(names) == command

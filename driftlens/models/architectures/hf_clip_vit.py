@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.checkpoints.alignment import KeyLayout
+from driftlens.checkpoints.alignment import TowerKeyLayout
 from driftlens.checkpoints.loading import (
     TOKENIZERS,
     image_processor_config,
@@ -39,7 +39,7 @@ from driftlens.models.heads import TextTower
 from driftlens.models.preprocessing import hf_preprocess
 from driftlens.utils.errors import SpecError
 
-_LAYOUT = KeyLayout(
+_LAYOUT = TowerKeyLayout(
     loader="hf-clip",
     anchor="embeddings.class_embedding",
     tower="vision_model.",

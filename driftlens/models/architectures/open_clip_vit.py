@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from driftlens.checkpoints.alignment import KeyLayout
+from driftlens.checkpoints.alignment import TowerKeyLayout
 from driftlens.checkpoints.loading import needed_config, read_json
 from driftlens.checkpoints.tensor_sources import StateSource
 from driftlens.models.architecture import (
@@ -39,7 +39,7 @@ from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, Spe
 from driftlens.utils.files import expanded
 
 CONFIG_FILE = "open_clip_config.json"
-_LAYOUT = KeyLayout(
+_LAYOUT = TowerKeyLayout(
     loader="open-clip",
     anchor="class_embedding",
     tower="visual.",

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from driftlens.checkpoints.alignment import KeyLayout
+from driftlens.checkpoints.alignment import TowerKeyLayout
 from driftlens.checkpoints.unsupported import LIVE
 from driftlens.models.architecture import part_at
 from driftlens.models.chain import IMAGE, Layer, LayerChain, Parameters, SideInputs, Site, Slot, State, Tap
@@ -74,7 +74,7 @@ class ClipViT:
     """
 
     name: str
-    layout: KeyLayout
+    layout: TowerKeyLayout
     library: str
     supported: str
     inner: str

@@ -163,7 +163,7 @@ def _arena(run: DriftRun, options: ChartOptions) -> Drawn:
         )
         ring = "circle-open" if row["task_id"] else "circle"
         traces.append(point.update(marker={"symbol": ring, "line": {"width": 2}}))
-    figure = theme.themed(*traces, height=420, dark=options.dark)
+    figure = theme.themed_figure(*traces, height=420, dark=options.dark)
     # Sorted by score, so that names of close lines do not overlap.
     levels = rows[~is_made].sort_values("score").to_dict("records")
     for row, place in zip(levels, ("bottom right", "top left", "top right")[-len(levels) :], strict=True):

@@ -249,7 +249,7 @@ def _decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     "band means that the Jacobian does not explain the layer; then use the other charts of causes.",
 )
 def _amplification(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Draw panels of curves with a line at 1."""
+    """Draw the amplification of inherited drift by layer, a panel per task, with a line at 1."""
     names = {"random_gain_mean": "random gain", "jacobian_error": "Jacobian error"}
     ends = tuple(f"amplification {end}" for end in ("low", "high"))
     called = {

@@ -29,7 +29,9 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
     column = "drift_rel" if options.relative else "drift_l2_mean"
     rows = picking.layer_rows(run, replace(options, tasks=None))
     if not rows[column].notna().any():
-        raise DataError("no drift was measured in this run", hint=f"`{LAYERS.filled_by([column])}` adds it.")
+        raise DataError(
+            "no drift was measured in this run", hint=f"`{LAYERS.command_to_fill([column])}` adds it."
+        )
     quantity = "drift / expert norm" if options.relative else "mean L2 drift"
     kind = Curves(_MEAN, panels.titled(quantity, "layers", column), panels.value_axis(options))
     figure, means = _over_tasks(run, rows, column, kind, options)

@@ -68,7 +68,7 @@ def _task_figure(
             traces.append(draw(str(name), tasks, part[column], ends, **hover))
     tasks = [str(task) for task in rows["task"].unique()]
     tick, start = (theme.TICK_SHARE, "tozero") if as_bars else (theme.TICK_NUMBER, "normal")
-    figure = theme.themed(
+    figure = theme.themed_figure(
         *traces,
         **{"dark": dark, "height": 400, "scattermode": "group", "scattergap": 0.4},
         **{"barmode": "group", "bargap": 0.25, "bargroupgap": 0.08},

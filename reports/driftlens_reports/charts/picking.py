@@ -175,7 +175,7 @@ def lacking(
     layers = run.layers()
     unexplained = {*filter(is_explained, layers.loc[layers["jacobian_samples"].isna(), "variant"])}
     are_all = unexplained.isdisjoint(run.variants if nowhere else chosen)
-    command = TABLES[table].filled_by(columns, is_explained=are_all)
+    command = TABLES[table].command_to_fill(columns, is_explained=are_all)
     # An analysis with the same settings leaves out the same variants again.
     if nowhere or (command.split(" --add ")[0] == EXPLAIN and any(map(is_explained, chosen))):
         if is_live(run.manifest):
@@ -196,7 +196,7 @@ def absent(table: str, columns: Sequence[str], command: str = "", also: str = ""
     """
     noun, these = ("column", "it") if len(columns) == 1 else ("columns", "them")
     besides = f"with {also} in the spec, " if also else ""
-    command = command or TABLES[table].filled_by(columns)
+    command = command or TABLES[table].command_to_fill(columns)
     return f"needs {noun} {', '.join(columns)} of table {table}; {besides}`{command}` adds {these}."
 
 

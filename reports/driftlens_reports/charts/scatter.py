@@ -45,7 +45,7 @@ def _shown_task(run: DriftRun, options: ChartOptions) -> str:
     return picking.worst_task(run, tasks, "merged", options.layer) if len(tasks) > 1 else tasks[0]
 
 
-def _laid_out(run: DriftRun, options: ChartOptions) -> list[str]:
+def _variants_but_base(run: DriftRun, options: ChartOptions) -> list[str]:
     """Return the chosen variants without the base, which the layout leaves out."""
     return [name for name in picking.chosen_variants(run, options) if name != "base"]
 
@@ -54,7 +54,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     task = _shown_task(run, options)
     if not run.manifest.layers:
         return picking.absent("layers", ["drift_l2_mean"])
-    laid_out = _laid_out(run, options)
+    laid_out = _variants_but_base(run, options)
     if not laid_out:
         return "shows the expert and all variants but the base, which the layout leaves out; choose another variant."
     try:
@@ -84,7 +84,7 @@ def _scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw panels with the same axes."""
     task = _shown_task(run, options)
     layout = looked_at(run, task, ProjectionRequest(layer=options.layer))
-    names = ["expert", *_laid_out(run, options)]
+    names = ["expert", *_variants_but_base(run, options)]
     rows = _samples(run, task, layout.frame[layout.frame["variant"].isin(names)], options)
     drawn, thinned = picking.thinned_samples(rows, options, len(names))
     shares = [words.literal(percent(share)) for share in layout.explained_variance or ()]

@@ -98,7 +98,7 @@ def _draw(run: DriftRun, options: ChartOptions) -> Drawn:
         curves.append(points)
         grid.add(panel, *_traces(points, setting, measure, options.dark, legend=panel == 0))
         grid.set_axis("y", panel, tickformat=measure.tick)
-    grid.set_axes(x=[_axis(rows, setting) for setting in settings])
+    grid.set_axes(x=[_x_axis_settings(rows, setting) for setting in settings])
     data = pd.concat(curves, ignore_index=True)
     main_measure, main = measures[0], _main_task(data)
     means = data[(data["measure"] == main_measure.column) & (data["task"] == main) & data["mean"].notna()]
@@ -111,7 +111,7 @@ def _draw(run: DriftRun, options: ChartOptions) -> Drawn:
     return Drawn(grid.figure, alt, data, tuple(_notes(run, rows)))
 
 
-def _axis(rows: pd.DataFrame, setting: str) -> dict[str, Any]:
+def _x_axis_settings(rows: pd.DataFrame, setting: str) -> dict[str, Any]:
     """Return settings of the x axis of a setting."""
     axis: dict[str, Any] = {"tickformat": theme.TICK_NUMBER}
     if setting not in _LOGARITHMIC:

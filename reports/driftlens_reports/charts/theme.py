@@ -153,7 +153,7 @@ def faded(colour: str, opacity: float) -> str:
     return f"rgba({red},{green},{blue},{opacity:g})"
 
 
-def themed(*traces: Any, dark: bool, height: int, **settings: Any) -> go.Figure:
+def themed_figure(*traces: Any, dark: bool, height: int, **settings: Any) -> go.Figure:
     """Return a figure with the theme's layout, updated by `settings`.
 
     Args:

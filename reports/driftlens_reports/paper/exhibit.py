@@ -149,7 +149,7 @@ class ExhibitOptions(ExhibitRequest):
         whole = (calibrated(name) if calibrated(name) in run.variants else name for name in names)
         return tuple(_check("variant", name, run.variants) for name in dict.fromkeys(whole))
 
-    def wants(self, run: DriftRun, variant: str) -> bool:
+    def shows_calibrated(self, run: DriftRun, variant: str) -> bool:
         """Return True if tables show this calibrated variant: all of them, unless some were asked for."""
         return self.calibrated is None or variant in self.calibrated_of(run)
 

@@ -196,7 +196,7 @@ def _shown_variants(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
     """Return the variants below the merged model: baselines, then each calibration asked for, after its control."""
     names = [name for name in run.variants if part_of(name) == "baseline" and not is_control(name)]
     for variant in run.variants:
-        if part_of(variant) == "calibrated" and options.wants(run, variant):
+        if part_of(variant) == "calibrated" and options.shows_calibrated(run, variant):
             control = control_of(variant.partition(":")[2])
             names += [name for name in (control, variant) if name in run.variants]
     return tuple(names)
@@ -210,7 +210,7 @@ def _runtime(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         used = run.resources().set_index("phase")
         for name, info in run.manifest.calibrations.items():
             variant = calibrated(name)
-            if variant not in run.variants or not options.wants(run, variant):
+            if variant not in run.variants or not options.shows_calibrated(run, variant):
                 continue
             row = used.loc[f"calibrate:{name}"] if f"calibrate:{name}" in used.index else {}
             costs = (info.seconds, row.get("energy_wh"), row.get("peak_rss_bytes"))

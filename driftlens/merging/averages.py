@@ -14,12 +14,12 @@ from driftlens.utils.registry import Bounds
 
 StepScaling = Annotated[float, Bounds(-100, 100), "factor on the merged step"]
 SumScaling = Annotated[float, Bounds(-100, 100), "factor on the sum of task vectors"]
+# Largest number of steps of a descent: a mistyped one is refused instead of run for days.
 MOST_STEPS = 1_000_000
-"""Of a descent."""
+# Name of a linear module's matrix; no other tensor has this name.
 MATRIX = "weight"
-"""The name under which a linear module's matrix comes; all else comes under other names."""
+# Above this cosine SLERP takes a straight line, as is usual: the angle's sine is too small to divide by.
 PARALLEL = 0.9995
-"""Beyond this cosine a straight line is taken, as is usual: the angle's sine would be too small to divide by."""
 
 
 def _vectors_of(base: StateDict, experts: Mapping[str, StateDict], name: str) -> list[Tensor]:
@@ -113,13 +113,11 @@ def model_stock(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    filter_wise: Annotated[bool, "one ratio per row instead of one per tensor"] = False,
+    filter_wise: Annotated[bool, "one ratio per row, not per tensor"] = False,
 ) -> dict[str, Tensor]:
     """Return base + t * the mean task vector, t = n c / (1 + (n - 1) c), with the cosine c between task vectors.
 
-    The paper has one angle between n experts; c is the mean over pairs, as in mergekit. A task vector of zero counts
-    as
-    orthogonal to all others.
+    The paper has one angle between n experts; c is the mean over pairs, as in mergekit.
 
     Args:
         base: the base's tensors.
@@ -133,11 +131,12 @@ def model_stock(
 
 
 def _stock_step(vectors: list[Tensor], filter_wise: bool) -> Tensor:
-    count, first = len(vectors), vectors[0]
+    count, example = len(vectors), vectors[0]
     if count == 1:
-        return first
+        return example
     rows = torch.stack(vectors).double()
-    rows = rows.reshape(count, *((-1, first.shape[-1]) if filter_wise and first.dim() > 1 else (1, -1)))
+    rows = rows.reshape(count, *((-1, example.shape[-1]) if filter_wise and example.dim() > 1 else (1, -1)))
+    # A zero vector has no direction; its unit vector becomes 0, which is orthogonal to all others.
     units = rows / rows.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
     # All ordered pairs, less each vector with itself.
     pairs = units.sum(dim=0).square().sum(dim=-1) - units.square().sum(dim=(0, -1))
@@ -145,7 +144,7 @@ def _stock_step(vectors: list[Tensor], filter_wise: bool) -> Tensor:
     below = 1 + (count - 1) * cosine
     # Where task vectors cancel there is no step, whatever its length.
     ratio = torch.where(below > 1e-12, count * cosine / below, 0.0)
-    return (ratio[:, None] * rows.mean(dim=0)).view_as(first).to(first)
+    return (ratio[:, None] * rows.mean(dim=0)).view_as(example).to(example)
 
 
 @merge_methods.method(
@@ -160,9 +159,7 @@ def slerp(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
-    t: Annotated[
-        float, Bounds(0, 1), "position between the first expert (0) and the second (1), sorted by task name"
-    ] = 0.5,
+    t: Annotated[float, Bounds(0, 1), "0 is the first expert by task name, 1 the second"] = 0.5,
 ) -> dict[str, Tensor]:
     """Interpolate each tensor of two experts on the great circle between them.
 
@@ -176,16 +173,17 @@ def slerp(
             f"merge method 'slerp' needs exactly 2 experts, found {len(experts)}",
             hint="Keep two experts in the spec, or use `average`.",
         )
-    first, second = experts.values()
-    return {name: between(first[name], second[name], t) for name in base}
+    start, end = experts.values()
+    return {name: between(start[name], end[name], t) for name in base}
 
 
-def between(first: Tensor, second: Tensor, t: float) -> Tensor:
-    """Return (sin((1-t) a) first + sin(t a) second) / sin(a), with the angle a between the two vectors."""
-    a, b = first.double().flatten(), second.double().flatten()
+def between(start: Tensor, end: Tensor, t: float) -> Tensor:
+    """Return (sin((1-t) a) start + sin(t a) end) / sin(a), with the angle a between the two vectors."""
+    a, b = start.double().flatten(), end.double().flatten()
+    # A zero tensor has no direction; its cosine becomes 0, so that the result stays finite.
     cosine = a @ b / (a.norm() * b.norm()).clamp(min=torch.finfo(a.dtype).tiny)
     if abs(cosine) > PARALLEL:
-        return (1 - t) * first + t * second
+        return (1 - t) * start + t * end
     angle = cosine.arccos()
     parts = [(share * angle).sin() / angle.sin() for share in (1 - t, t)]
-    return (parts[0] * first + parts[1] * second).to(first)
+    return (parts[0] * start + parts[1] * end).to(start)

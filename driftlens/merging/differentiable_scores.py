@@ -16,8 +16,8 @@ from driftlens.utils.errors import NumericsError, SpecError
 from driftlens.utils.registry import Bounds
 
 Rows = tuple[int, int] | None
+# The exact diagonal takes a backward pass per sample and class: ImageNet is allowed, a vocabulary isn't.
 MOST_CLASSES = 2048
-"""Exact information takes a backward pass for each class of each sample: a vocabulary is refused, ImageNet is not."""
 
 
 @merge_methods.method(
@@ -38,7 +38,7 @@ def fisher(
     *,
     estimator: Annotated[
         Literal["exact", "batch_sqrt"],
-        "the exact diagonal, or what published code takes for it: squared gradients of whole batches",
+        "exact diagonal, or squared gradients of whole batches as in published code",
     ] = "exact",
     batch_size: Annotated[int, Bounds(1), "samples per gradient of batch_sqrt"] = 32,
     normalize: Annotated[bool, "normalize every expert's Fisher information"] = True,
@@ -62,13 +62,14 @@ def fisher(
     below: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
     for task, expert in experts.items():
-        asked = study.asked(task)
-        weights = {key: asked.placed(expert[key]).detach().clone().requires_grad_() for key in asked.keys}
+        scored = study.asked(task)
+        # `placed` may return the expert's own tensor, which must not become a leaf of the graph.
+        weights = {key: scored.placed(expert[key]).detach().clone().requires_grad_() for key in scored.keys}
         size = None if estimator == "exact" else batch_size
-        found = diagonal(asked, weights, size)
-        norm = torch.stack([torch.linalg.vector_norm(value) for value in found.values()]).norm()
+        information = diagonal(scored, weights, size)
+        norm = torch.stack([torch.linalg.vector_norm(value) for value in information.values()]).norm()
         share = 1 / (norm + eps) if normalize else torch.ones_like(norm)
-        for key, value in found.items():
+        for key, value in information.items():
             weight = share * (value + eps)
             above[key] = above.get(key, 0) + weight * weights[key].detach()
             below[key] = below.get(key, 0) + weight
@@ -76,6 +77,7 @@ def fisher(
     for key in base:
         mean = average({key: base[key]}, {task: {key: expert[key]} for task, expert in experts.items()})[key]
         if key in seen:
+            # Without information `eps` alone would weigh the experts, by the norms of their other entries.
             mean = torch.where(seen.pop(key).cpu(), (above.pop(key) / below.pop(key)).to(mean), mean)
         yield key, mean
 
@@ -91,16 +93,16 @@ def _runs(settings: Mapping[str, Any], samples: int, classes: int) -> int:
     return samples * classes
 
 
-def diagonal(asked: Any, weights: Mapping[str, Tensor], batch_size: int | None) -> dict[str, Tensor]:
+def diagonal(scored: Any, weights: Mapping[str, Tensor], batch_size: int | None) -> dict[str, Tensor]:
     """Compute E over samples and classes of (d log p / d weight)^2, or published code's estimate with a batch size.
 
     Args:
-        asked: the samples and the scores of one task.
+        scored: the samples and the scores of one task.
         weights: the expert's parameters.
         batch_size: samples per gradient, or None for the exact diagonal.
     """
     total = {key: torch.zeros_like(value) for key, value in weights.items()}
-    leaves, count = list(weights.values()), len(asked)
+    leaves, count = list(weights.values()), len(scored)
 
     def add(value: Tensor, share: float) -> None:
         slopes = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
@@ -109,12 +111,13 @@ def diagonal(asked: Any, weights: Mapping[str, Tensor], batch_size: int | None) 
                 sum_so_far.addcmul_(slope, slope, value=share / count)
 
     if batch_size is not None:
-        for first in range(0, count, batch_size):
-            logs = asked.log_probabilities(range(first, min(first + batch_size, count)), weights)
+        for start in range(0, count, batch_size):
+            logs = scored.log_probabilities(range(start, min(start + batch_size, count)), weights)
+            # The gradient of the sum of sqrt(p) log p; published code squares it with its cross terms.
             add(((logs.detach() / 2).exp() * logs).sum(), 1.0)
         return total
     for row in range(count):
-        logs = asked.log_probabilities([row], weights)[0]
+        logs = scored.log_probabilities([row], weights)[0]
         chances = to_float64(logs.detach()).exp()
         # This is the variance of slopes over classes: a class of negligible probability adds nothing.
         rest = chances.sort().values[:-1].sum() if len(chances) > 1 else chances.sum()
@@ -141,10 +144,10 @@ def adamerging(
     *,
     granularity: Annotated[
         Literal["layer", "task"],
-        "whether every parameter tensor has a coefficient per task, or the whole model",
+        "one coefficient per task and parameter tensor, or per task",
     ] = "layer",
     initial: Annotated[float, Bounds(-100, 100), "initial coefficients"] = 0.3,
-    steps: Annotated[int, Bounds(0, MOST_STEPS), "number of steps, each on one batch of every task"] = 1000,
+    steps: Annotated[int, Bounds(0, MOST_STEPS), "steps, each on one batch per task"] = 1000,
     learning_rate: Annotated[float, Bounds(0, low_open=True), "of Adam"] = 1e-3,
     batch_size: Annotated[int, Bounds(1), "calibration samples per task and step"] = 16,
     seed: Annotated[int, Bounds(0), "of the order of samples"] = 0,
@@ -165,35 +168,37 @@ def adamerging(
         batch_size: calibration samples per task and step.
         seed: of the order of samples.
     """
-    asked = {task: study.asked(task) for task in experts}
-    first = next(iter(asked.values()))
-    keys = tuple(dict.fromkeys(key for each in asked.values() for key in each.keys))
-    start = {key: first.placed(base[key]) for key in keys}
+    by_task = {task: study.asked(task) for task in experts}
+    # All tasks are scored on one device, so any of them places the weights.
+    placed = next(iter(by_task.values())).placed
+    keys = tuple(dict.fromkeys(key for scored in by_task.values() for key in scored.keys))
+    start = {key: placed(base[key]) for key in keys}
     vectors = {
-        task: {key: first.placed(expert[key]) - start[key] for key in keys}
-        for task, expert in experts.items()
+        task: {key: placed(expert[key]) - start[key] for key in keys} for task, expert in experts.items()
     }
-    parts = tuple(dict.fromkeys(part for each in asked.values() for part in each.parts))
+    parts = tuple(dict.fromkeys(part for scored in by_task.values() for part in scored.parts))
     wide = len(parts) if granularity == "layer" else 1
     coefficients = torch.full((len(experts), wide), initial, device=start[keys[0]].device).requires_grad_()
     adam = torch.optim.Adam([coefficients], lr=learning_rate)
-    order = {task: _shuffled(len(asked[task]), batch_size, seed, task) for task in asked}
+    order = {task: _shuffled(len(scored), batch_size, seed, task) for task, scored in by_task.items()}
     for _ in range(steps):
         weights = _added(start, vectors, coefficients, parts)
         coefficients.grad = torch.zeros_like(coefficients)
-        for task, each in asked.items():
-            logs = each.log_probabilities(next(order[task]), weights)
+        for task, scored in by_task.items():
+            logs = scored.log_probabilities(next(order[task]), weights)
             loss = -(logs.exp() * logs).sum(dim=-1).mean()
             slopes = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             by_key = dict(zip(weights, slopes, strict=True))
+            # The chain rule by hand: weights are the graph's leaves, and parts of a fused one have own coefficients.
             for place, (key, rows) in enumerate(parts):
                 if (slope := by_key[key]) is not None:
-                    for row, mine in enumerate(vectors.values()):
-                        along = (_rows_of(slope, rows) * _rows_of(mine[key], rows)).sum()
+                    for row, vector in enumerate(vectors.values()):
+                        along = (_rows_of(slope, rows) * _rows_of(vector[key], rows)).sum()
                         coefficients.grad[row, place % wide] += along
+        # One NaN would stay in Adam's averages, and with them in every later coefficient.
         if not bool(torch.isfinite(coefficients.grad).all()):
             raise NumericsError(
-                "the gradient of AdaMerging's objective is not finite",
+                "AdaMerging's gradient is NaN or infinite",
                 hint="Lower `initial` or `learning_rate`.",
             )
         adam.step()
@@ -219,15 +224,17 @@ def _added(
     """Return the merged weights as leaves that collect gradients."""
     weights = {key: value.clone() for key, value in start.items()}
     for place, (key, rows) in enumerate(parts):
-        for row, mine in zip(coefficients, vectors.values(), strict=True):
-            _rows_of(weights[key], rows).add_(row[place % len(row)] * _rows_of(mine[key], rows))
+        for row, vector in zip(coefficients, vectors.values(), strict=True):
+            _rows_of(weights[key], rows).add_(row[place % len(row)] * _rows_of(vector[key], rows))
     return {key: value.requires_grad_() for key, value in weights.items()}
 
 
 def _shuffled(count: int, size: int, seed: int, task: str) -> Iterator[list[int]]:
     """Yield batches without end, each pass over all samples in a new random order."""
+    # crc32, because Python's hash of a string differs from process to process.
     generator = torch.Generator().manual_seed(seed + zlib.crc32(task.encode()))
     size = min(size, count)
     while True:
         order = torch.randperm(count, generator=generator).tolist()
-        yield from (order[first : first + size] for first in range(0, count - size + 1, size))
+        # The incomplete batch at the end is dropped, so that every step averages over as many samples.
+        yield from (order[start : start + size] for start in range(0, count - size + 1, size))

@@ -13,38 +13,33 @@ from driftlens.utils.errors import SpecError
 from driftlens.utils.registry import Registry, resolve, settings_of
 
 StateDict = Mapping[str, Tensor]
-"""Tensors of one model by name, in float32; to be read, not modified."""
+"""Tensors of one model by name, in float32; read-only."""
 
 Reads = Literal["entry", "tensor", "site", "model", "moments", "prefix", "samples"]
 
+# Arguments of a merge function by its `reads`. Each gets `base` and `experts` by task, then settings as keyword-only
+# arguments (see `driftlens.utils.registry`). Integer tensors are left out.
+# - `entry`: some rows of one tensor, under its name; returns the same, merged.
+# - `tensor`: one whole parameter; queries, keys and values are separate and matrices are [out, in] however a file
+#   stores them. The name is the same in every file format: layer, group of `parameter_groups`, number, as in `2.q.0`;
+#   a parameter outside all layers has its key. Returns the same, merged.
+# - `site`: one linear module as `weight` [out, in] and, if it has one, `bias` [out], as in `tensor`.
+# - `moments`: as `site`, then by task E[x x'] [in, in] in float64 of the module's inputs x in the task's expert.
+# - `prefix`: as `moments`, where each expert's layer gets the features after the merged earlier layers.
+# - `model`: every parameter, as in `tensor`, read from its file at each access: two loops read all files twice.
+#   Yields (name, merged tensor) in any order.
+# - `samples`: as `model`, but tensors as stored, by their keys, then the opened study, which holds the calibration
+#   samples without labels; gradients are on. Methods with `scores` get them from `study.asked(task)`, see
+#   `driftlens.engine.pool.ScoredSamples`.
 READS: Mapping[Reads, str] = {
     "entry": "each entry separately",
     "tensor": "one parameter at a time",
     "site": "one linear module at a time",
     "model": "all parameters of all models",
-    "moments": "one linear module at a time, with the moments of its inputs on calibration samples",
-    "prefix": "one linear module at a time, with the moments of its inputs after the merged earlier layers",
+    "moments": "one linear module at a time, with moments of its inputs on calibration samples",
+    "prefix": "one linear module at a time, with moments of its inputs after the merged earlier layers",
     "samples": "all models, and calibration samples without labels",
 }
-"""What a merge method may read, in words, by its `reads`. The function is called with `base`, `experts` by task, and:
-
-- `entry`: some rows of one tensor, under its name; it returns the same, merged.
-- `tensor`: one whole parameter; queries, keys and values are apart and matrices upright however a file stores them. Its
-  name is the same in every file format: layer, group of `parameter_groups`, number, as in `2.q.0`; what is in no layer
-  goes by its key. It returns the same, merged.
-- `site`: one linear module as `weight` [out, in] and, where it has one, `bias` [out]; queries, keys and values are
-  apart and upright however a file stores them. It returns the same, merged.
-- `moments`: as `site`, and third, by task, E[x x'] [in, in] in float64 of the inputs x that the task's expert feeds it.
-- `prefix`: as `moments`, where each expert's layer reads what the layers merged before it make of the samples.
-- `model`: every parameter, as in `tensor`; each is read whenever it is asked for, so looping over them twice reads all
-  files twice. It yields (name, merged tensor) in any order.
-- `samples`: as `model`, but tensors as files store them, by their keys, and third the opened study, whose samples are
-  the calibration samples without their labels; gradients are on. A method that says it needs `scores` gets them from
-  `study.asked(task)`, which `driftlens.engine.pool.ScoredSamples` describes.
-
-Settings follow as keyword-only arguments; see `driftlens.utils.registry`. Tensors of integers never come along.
-"""
-
 
 MergeFunction = Callable[..., Any]
 
@@ -66,8 +61,7 @@ class MergeMethod:
         scores: True if every task's score map is needed, where `reads` is `samples`.
         held: experts -> number of whole float32 models that the function keeps in memory.
         runs: (settings, samples of a task, their classes) -> forward and backward passes of one sample per task,
-            where
-            `reads` is `samples`; raises a SpecError if the number is unreasonable.
+            where `reads` is `samples`; raises a SpecError if the number is unreasonable.
     """
 
     name: str
@@ -132,8 +126,8 @@ class Merge(NamedTuple):
     @property
     def record(self) -> dict[str, Any]:
         """The name and the settings, as a run's record stores them."""
-        known = {name: getattr(self.method, name) for name in ("title", "source", "reads")}
-        return {"method": self.method.name, **known, "parameters": dict(sorted(self.settings.items()))}
+        about = {name: getattr(self.method, name) for name in ("title", "source", "reads")}
+        return {"method": self.method.name, **about, "parameters": dict(sorted(self.settings.items()))}
 
     @property
     def rest(self) -> Merge:
@@ -141,8 +135,8 @@ class Merge(NamedTuple):
         if self.method.others == self.method.name:
             return self
         others = merge_methods[self.method.others]
-        known = settings_of(others.function).model_fields
-        return others.with_settings({name: value for name, value in self.settings.items() if name in known})
+        shared = settings_of(others.function).model_fields
+        return others.with_settings({name: value for name, value in self.settings.items() if name in shared})
 
 
 def merge_called(name: str, parameters: Mapping[str, object] = MappingProxyType({})) -> Merge:
@@ -156,12 +150,13 @@ def merge_called(name: str, parameters: Mapping[str, object] = MappingProxyType(
 
 class _MergeMethods(Registry[MergeMethod]):
     def method(
-        self, name: str, *, title: str, source: str, laws: set[str], **known: Any
+        self, name: str, *, title: str, source: str, laws: set[str], **attributes: Any
     ) -> Callable[[MergeFunction], MergeFunction]:
         """Return a decorator that registers a merge function; arguments are the attributes of `MergeMethod`."""
 
         def file(function: MergeFunction) -> MergeFunction:
-            entry = MergeMethod(name, title, source, frozenset(laws), function, **known)
+            entry = MergeMethod(name, title, source, frozenset(laws), function, **attributes)
+            # Called for its errors: a faulty annotation fails on import, not when a user selects the method.
             settings_of(function)
             self.register(name)(entry)
             return function

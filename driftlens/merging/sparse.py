@@ -16,10 +16,10 @@ from driftlens.utils.registry import Bounds
 
 MergeFunc = Literal["mean", "sum", "max"]
 TrimScope = Literal["global", "per_tensor"]
-DropRate = Annotated[float, Bounds(0, 0.999), "probability that an entry is dropped at random"]
+DropRate = Annotated[float, Bounds(0, 0.999), "share of entries dropped at random"]
 Seed = Annotated[int, Bounds(0), "of the random masks"]
+# (task vector, task, name) -> task vector
 Drop = Callable[[Tensor, str, str], Tensor]
-"""(task vector, task, name) -> task vector."""
 STEP_LAWS = {
     "expert_order_free",
     "zero_scaling_is_base",
@@ -27,12 +27,14 @@ STEP_LAWS = {
     "homogeneous",
     "experts_at_base",
 }
+# A float32's magnitude has 31 bits. `_limits` counts by the 16 high ones, then by these low ones: counts of all values
+# at once would take 16 GiB.
 LOW_BITS = 15
-"""Of a float32's 31 bits of magnitude, those that the first count of `_limits` leaves to the second."""
 
 
 def _keep_mask(keep: Tensor, seed: int, task: str, name: str) -> Tensor:
     """Sample a mask that is True with probability `keep`, determined by the arguments alone."""
+    # A hash, so that a mask doesn't depend on the order of tasks or tensors; on the CPU, so that no device differs.
     key = hashlib.sha256(repr((seed, task, name)).encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
     return torch.rand(keep.shape, generator=generator).to(keep.device) < keep
@@ -48,6 +50,7 @@ def _dropped_at_random(vector: Tensor, task: str, name: str, *, seed: int, drop_
 
 def agreed(vectors: Sequence[Tensor], merge_func: MergeFunc) -> Tensor:
     """Combine the entries that have the sign of their sum; an exact tie elects no sign and gives 0."""
+    # As in the paper; the authors' code breaks ties by the majority sign of the whole model.
     stacked = torch.stack(list(vectors))
     sign = stacked.sum(dim=0).sign()
     same = torch.where(stacked.sign() == sign, stacked, 0)
@@ -88,8 +91,9 @@ def _limits(
     """Find each task's smallest magnitude that a trim over all tensors keeps, exactly, in two passes.
 
     The first pass counts magnitudes by their high bits, the second the low bits of those that share the threshold's
-    high bits. Tensors that are stored twice, such as tied ones in some files, count once.
+    high bits.
     """
+    # Sorting all magnitudes would need them in memory at once.
     high = {task: torch.zeros(2 ** (31 - LOW_BITS), dtype=torch.int64) for task in experts}
     low = {task: torch.zeros(2**LOW_BITS, dtype=torch.int64) for task in experts}
     seen, names, total = set(), [], 0
@@ -102,6 +106,8 @@ def _limits(
             counts[task] = torch.bincount(
                 _bits(drop(vector, task, name)) >> LOW_BITS, minlength=len(high[task])
             )
+        # Some files store tied tensors twice, which count once. Unmoved ones are often equal without being tied, as
+        # the initial scales of two norms are.
         if not moved or mark.digest() not in seen:
             seen.add(mark.digest())
             names.append(name)
@@ -118,21 +124,23 @@ def _limits(
             bits = _bits(drop(expert[name] - start, task, name))
             bits = bits[bits >> LOW_BITS == bins[task][0]] & (2**LOW_BITS - 1)
             low[task] += torch.bincount(bits, minlength=len(low[task]))
-    found = {task: bins[task][0] << LOW_BITS | _bin(low[task], bins[task][1])[0] for task in experts}
+    limits = {task: bins[task][0] << LOW_BITS | _bin(low[task], bins[task][1])[0] for task in experts}
     return {
-        task: float(torch.tensor(bits, dtype=torch.int32).view(torch.float32)) for task, bits in found.items()
+        task: float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
+        for task, bits in limits.items()
     }
 
 
 def _bin(counts: Tensor, place: int) -> tuple[int, int]:
     """Return the bin of the place-th smallest value, and its place in this bin."""
     upto = counts.cumsum(dim=0)
-    found = int(torch.searchsorted(upto, place))
-    return found, place - (int(upto[found - 1]) if found else 0)
+    index = int(torch.searchsorted(upto, place))
+    return index, place - (int(upto[index - 1]) if index else 0)
 
 
 def _bits(vector: Tensor) -> Tensor:
     """Return magnitudes as integers of the same order."""
+    # The bits of non-negative IEEE floats, read as integers, are ordered as the floats are.
     return vector.float().abs().flatten().view(torch.int32)
 
 
@@ -147,21 +155,16 @@ def ties(
     experts: Mapping[str, StateDict],
     *,
     scaling: StepScaling = 1.0,
-    density: Annotated[
-        float, Bounds(0, 1, low_open=True), "share of a task vector's entries that is kept"
-    ] = 0.2,
-    merge_func: Annotated[MergeFunc, "combination of entries whose signs agree"] = "mean",
-    trim_scope: Annotated[TrimScope, "trim over the whole model or over each tensor"] = "global",
+    density: Annotated[float, Bounds(0, 1, low_open=True), "kept share of a task vector's entries"] = 0.2,
+    merge_func: Annotated[MergeFunc, "combination of entries of the elected sign"] = "mean",
+    trim_scope: Annotated[TrimScope, "trim the whole model, or each tensor"] = "global",
     drop_rate: DropRate = 0.0,
     seed: Seed = 0,
 ) -> Iterator[tuple[str, Tensor]]:
     """Return base + scaling * the merged largest entries of the task vectors that have the elected sign.
 
-    As in the paper an exact tie of signs gives 0; the authors' code takes the majority sign of the whole model.
-    Published
-    variants: `merge_func=sum` with scaling 0.3, and DARE-TIES with `drop_rate=0.5 merge_func=sum scaling=0.5`, which
-    drops
-    entries as `dare` does before it trims. A tensor that a file stores twice counts once in a global trim.
+    Published variants: `merge_func=sum` with scaling 0.3, and DARE-TIES with `drop_rate=0.5 merge_func=sum
+    scaling=0.5`, which drops entries as `dare` does before it trims.
 
     Args:
         base: the base's tensors.

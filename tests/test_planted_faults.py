@@ -103,7 +103,9 @@ def labels_meet_rows_by_name() -> None:
 
 def alignment_of_parts_adds_up() -> None:
     left, right = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    parts = task_vectors.Alignment.of(left[:2], right[:2]) + task_vectors.Alignment.of(left[2:], right[2:])
+    parts = task_vectors.Alignment.between(left[:2], right[:2]) + task_vectors.Alignment.between(
+        left[2:], right[2:]
+    )
     assert parts.values()["cos"] == pytest.approx(float(F.cosine_similarity(left, right, dim=0)))
 
 
@@ -399,7 +401,9 @@ PLANTED: dict[Check, dict[str, Fault]] = {
     },
     alignment_of_parts_adds_up: {
         "energy_of_one_vector_for_both": put(
-            task_vectors.Alignment, "of", lambda of: lambda variant, expert: of(variant, variant)
+            task_vectors.Alignment,
+            "between",
+            lambda between: lambda variant, expert: between(variant, variant),
         )
     },
     calibration_agrees_with_the_slow_reference: {

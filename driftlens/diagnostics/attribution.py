@@ -37,8 +37,8 @@ from driftlens.runs.schema import ADJOINT, GROUP_CONTRIBUTIONS, LAYERS, SAMPLES
 from driftlens.utils.devices import to_device
 from driftlens.utils.diagnostic import diagnostic
 
+# Panels of eight nodes on the score map's segment: normalizing a feature close to zero is far from polynomial.
 SCORE_PANELS = 8
-"""Panels of the score map's segment: where a feature shortens on the way, the normalisation bends sharply."""
 
 
 @diagnostic("adjoint", table="adjoint", columns=ADJOINT.columns[len(ADJOINT.key) :], needs="jacobian")
@@ -63,10 +63,11 @@ def loss_target(head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor)
         labels: true rows of the score map, [n].
     """
     start, end = head.scores(expert), head.scores(variant)
-    wanted = torch.zeros_like(start).scatter_(1, labels[:, None], 1.0)
+    one_hot = torch.zeros_like(start).scatter_(1, labels[:, None], 1.0)
     gradient = torch.zeros_like(start)
+    # The averaged gradient times the change of scores is the change of the loss itself, not its linearization.
     for t, weight in composite_nodes(end - start):
-        gradient += weight * (torch.lerp(start, end, t).softmax(dim=1) - wanted)
+        gradient += weight * (torch.lerp(start, end, t).softmax(dim=1) - one_hot)
     return Target(_pulled(head, expert, variant, gradient), (gradient * (end - start)).sum(dim=1))
 
 
@@ -74,12 +75,10 @@ def margin_target(head: ScoreMap, expert: Tensor, variant: Tensor) -> Target:
     """Return the change of the margin of the expert's decision from expert to variant, in scores, with its direction u.
 
     A margin is the score of the class that the expert chooses minus that of its rival, each model's own strongest
-    other
-    class. The decisions differ exactly where the variant's margin is negative. With a single class it is NaN.
+    other class. The decisions differ exactly where the variant's margin is negative. With a single class it is NaN.
 
     u pulls back the chosen class minus the rivals along the segment. Each rival is weighted by the part of the
-    segment
-    on which it is the strongest. Scores are linear there, so the change is exactly their product with u.
+    segment on which it is the strongest.
 
     Args:
         head: the variant's score map for the task.
@@ -91,6 +90,7 @@ def margin_target(head: ScoreMap, expert: Tensor, variant: Tensor) -> Target:
         return Target(torch.full_like(expert, torch.nan), torch.full_like(start[:, 0], torch.nan))
     chosen = start.argmax(dim=1, keepdim=True)
     before, after = (scores.scatter(1, chosen, -torch.inf).amax(dim=1) for scores in (start, end))
+    # On the straight segment of scores the margin is piecewise linear: its change is the product with this direction.
     direction = torch.zeros_like(start).scatter_(1, chosen, 1.0) - _rivals(start, end)
     change = ((end - start).gather(1, chosen)[:, 0]) - (after - before)
     return Target(_pulled(head, expert, variant, direction), change)
@@ -99,14 +99,16 @@ def margin_target(head: ScoreMap, expert: Tensor, variant: Tensor) -> Target:
 def _rivals(start: Tensor, end: Tensor) -> Tensor:
     """Return on how much of each segment of scores each class but the one chosen at its start is the largest, [n, c].
 
-    The largest of lines is followed from crossing to crossing; a later one climbs more steeply, so no class comes back.
+    The largest of lines is followed from crossing to crossing.
     """
     change = end - start
     others = start.scatter(1, start.argmax(dim=1, keepdim=True), -torch.inf)
     shares, t = torch.zeros_like(start), torch.zeros_like(start[:, :1])
     rival = others.argmax(dim=1, keepdim=True)
+    # Each next rival has a steeper line, so no class comes back, and the loop ends.
     while bool((t < 1).any()):
         ahead, steeper = others.gather(1, rival) - others, change - change.gather(1, rival)
+        # Rounding may put a crossing before the current point.
         crossing = torch.where(steeper > 0, ahead / steeper, torch.inf).maximum(t)
         reached, next_rival = crossing.min(dim=1, keepdim=True)
         reached = reached.clamp_max(1)
@@ -116,10 +118,7 @@ def _rivals(start: Tensor, end: Tensor) -> Tensor:
 
 
 def _pulled(head: ScoreMap, expert: Tensor, variant: Tensor, direction: Tensor) -> Tensor:
-    """Multiply a direction in score space by the transposed, path-averaged Jacobian of the score map.
-
-    The segment is cut into panels of eight nodes, because normalizing a feature close to zero is far from polynomial.
-    """
+    """Multiply a direction in score space by the transposed, path-averaged Jacobian of the score map."""
     total = torch.zeros_like(expert)
     for t, weight in composite_nodes(direction, panels=SCORE_PANELS):
         total += weight * vjp(head.scores, torch.lerp(expert, variant, t))[1](direction)[0]
@@ -212,8 +211,9 @@ class Step:
         operator = self.operator(nodes)
         pushed, pulled = operator.products(vectors, self.covectors)
         while 2 * operator.nodes <= settings.max_nodes:
+            # Written with `not`: if nothing propagates, the error is NaN, and more nodes would not help.
             if not relative_error(stack_item(pushed, 0), self.propagation) > settings.tolerance:
-                break  # also where nothing propagates: the error is NaN
+                break
             operator = replace(operator, nodes=2 * operator.nodes)
             pushed, pulled = operator.products(vectors, self.covectors)
         spectral = _spectral_norm(operator, drift_in) if settings.spectral else (None, None)
@@ -229,11 +229,13 @@ class Step:
 
     def _random(self, state: State, seed: int) -> State:
         """Draw normal directions on the CPU, so on any device alike; they are zero on padding."""
+        # The large factor keeps the seeds of all layers and batches apart.
         generator = torch.Generator().manual_seed((seed + self.layer.index) * 1_000_003 + self.batch.start)
         drawn = {
             name: to_device(torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype), leaf.device)
             for name, leaf in state.items()
         }
+        # Padding carries no drift, so it must not count in the norm of a direction.
         masks = {name: mask for name in drawn if (mask := self.batch.side.mask(name)) is not None}
         return drawn | {name: drawn[name] * mask[..., None].to(drawn[name]) for name, mask in masks.items()}
 
@@ -285,6 +287,7 @@ class PullBack:
                 self.store, self.task, name, view.side, view.start, view.stop
             )
         batch, split, layer = self.batches[view.start], smooth_split(view), view.layer.index
+        # The expert's features are the same next to all variants, so they are stored once.
         if view.variant == self.variants[0]:
             batch.put(f"expert-{layer}", view.expert_out)
             if layer == 1:
@@ -312,7 +315,7 @@ class PullBack:
         Args:
             covectors: by start of the batch and variant, at the final feature, stacked along a new first axis.
         """
-        covectors, first = dict(covectors), next(iter(self.batches))
+        covectors, first_start = dict(covectors), next(iter(self.batches))
         for layer in reversed(self.pool.chain.layers):
             maps = {name: self.pool.layer_map(name, layer, self.task) for name in self.variants}
             nodes = self.settings.nodes
@@ -320,16 +323,19 @@ class PullBack:
                 for variant in self.variants:
                     step = self._step(layer, variant, batch, maps[variant], covectors[start, variant])
                     yield step
+                    # Inputs are the same for all models: no drift enters layer 1.
                     if layer.index == 1:
                         continue
-                    if start == first:
-                        found, pulled = step.checked(self.settings, nodes)
-                        self.sensitivities[variant, layer.index] = found
-                        nodes = found.nodes
+                    # A check repeats the products with twice the nodes until they suffice: one batch is enough.
+                    if start == first_start:
+                        sensitivity, pulled = step.checked(self.settings, nodes)
+                        self.sensitivities[variant, layer.index] = sensitivity
+                        nodes = sensitivity.nodes
                     else:
                         pulled = step.operator(nodes).products({}, step.covectors)[1]
                     covectors[start, variant] = pulled
-            maps.clear()  # before the next layer is read
+            # Before the next layer is read, so that one layer's weights are in memory at a time.
+            maps.clear()
 
     def _step(
         self, layer: Layer, variant: str, batch: CachedBatch, layer_map: LayerMap, covectors: State
@@ -378,7 +384,8 @@ class PrefixSwaps:
         self.seen = view.layer.index
         for prefix in range(1, self.seen - 1):
             self.batch.put(self.file(prefix), view.crossed_layer(self.batch.get(self.file(prefix))))
-        if self.seen > 1:  # the expert's prefix up to here is known from the walk already
+        # The walk has run the merged layer after the expert's prefix already.
+        if self.seen > 1:
             self.batch.put(self.file(self.seen - 1), view.crossed_out)
         self.ends = view.merged_out, view.expert_out
 
@@ -409,8 +416,7 @@ def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: Si
 
     On the expert's features, groups change from the expert's parameters to the variant's one by one, in the order of
     `GROUPS` and in reverse. The changes of the output telescope to m in either order, and m_g is the mean of both.
-    For
-    two groups this is Shapley's value. A correction module on the last layer is a separate group.
+    For two groups this is Shapley's value. A correction module on the last layer is a separate group.
 
     Args:
         expert: the expert's layer.
@@ -421,22 +427,26 @@ def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: Si
     Returns:
         The part of each group, by name.
     """
-    of, has_more = parameter_groups(variant.layer), variant.attachment is not None
-    order = [group for group in GROUPS if group in of.values()] + ["attached"] * has_more
+    group_of, has_more = parameter_groups(variant.layer), variant.attachment is not None
+    order = [group for group in GROUPS if group in group_of.values()] + ["attached"] * has_more
 
     def out(changed: Sequence[str]) -> State:
-        mixed = {name: (variant if of[name] in changed else expert).parameters[name] for name in of}
+        mixed = {
+            name: (variant if group in changed else expert).parameters[name]
+            for name, group in group_of.items()
+        }
         attachment = variant.attachment if "attached" in changed else None
         return LayerMap(variant.layer, mixed, attachment)(state, side)
 
-    forward = [out(order[:at]) for at in range(len(order) + 1)]
-    back = [forward[-1], *(out(order[at:]) for at in range(1, len(order))), forward[0]]
+    forward = [out(order[:count]) for count in range(len(order) + 1)]
+    # Both orders start and end at the same two models, which are run once.
+    back = [forward[-1], *(out(order[count:]) for count in range(1, len(order))), forward[0]]
     return {
         group: {
-            name: (leaf + subtract(back[at], back[at + 1])[name]) / 2
-            for name, leaf in subtract(forward[at + 1], forward[at]).items()
+            name: (leaf + subtract(back[place], back[place + 1])[name]) / 2
+            for name, leaf in subtract(forward[place + 1], forward[place]).items()
         }
-        for at, group in enumerate(order)
+        for place, group in enumerate(order)
     }
 
 
@@ -447,6 +457,7 @@ def _spectral_norm(operator: PathJacobian, start: State, iterations: int = 30) -
         image = operator.vjp(operator.jvp(vector))
         vector, before = _unit(image), vector
     squared = inner(before, image)
+    # A small residual shows that the iteration has converged to a singular vector, not necessarily the largest.
     residual = norm({name: leaf - _spread(squared, leaf) * before[name] for name, leaf in image.items()})
     return squared.clamp_min(0).sqrt(), residual / squared
 

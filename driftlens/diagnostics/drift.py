@@ -93,8 +93,7 @@ def share_intervals(parts: NDArray[np.float64], whole: NDArray[np.float64]) -> N
     """Compute 95 % intervals of sum(parts) / sum(whole) by the percentile bootstrap.
 
     Numerator and denominator are resampled together, `RESAMPLES` times with replacement and with fixed random
-    numbers.
-    Resamples whose denominator is 0 are left out.
+    numbers. Resamples whose denominator is 0 are left out.
 
     Args:
         parts: numerators, [rows, n].
@@ -106,13 +105,15 @@ def share_intervals(parts: NDArray[np.float64], whole: NDArray[np.float64]) -> N
     rows, n = parts.shape
     if n < 2 or not whole.sum() > 0:
         return np.full((2, rows), np.nan)
+    # Resamples as counts of each sample turn all sums into one matrix product.
     counts = _drawn_again(n)
     sums = counts @ whole
     ratios = (counts @ parts.T)[sums > 0] / sums[sums > 0, None]
     return np.quantile(ratios, (0.025, 0.975), axis=0)
 
 
-@functools.lru_cache(maxsize=1)  # every layer draws the same ones
+# All layers of a task have as many samples and share their resamples.
+@functools.lru_cache(maxsize=1)
 def _drawn_again(n: int) -> NDArray[np.int64]:
     """Return the count of each of n samples in every bootstrap resample, [RESAMPLES, n]."""
     return np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
@@ -128,13 +129,14 @@ def _total_ratio(over: NDArray[np.float64], under: NDArray[np.float64]) -> float
 
 
 def _mean(values: NDArray[np.float64]) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else np.nan
+    # Not `nanmean`, which warns if all values are NaN.
+    defined = values[~np.isnan(values)]
+    return float(defined.mean()) if len(defined) else np.nan
 
 
 def _std(values: NDArray[np.float64]) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.std()) if len(known) else np.nan
+    defined = values[~np.isnan(values)]
+    return float(defined.std()) if len(defined) else np.nan
 
 
 @diagnostic("cka", columns=LAYERS.only("cka"))

@@ -30,8 +30,8 @@ from driftlens.utils.diagnostic import Seen, diagnostic
 
 GAIN_NODES = 4
 GAIN_ITERATIONS = 30
+# Scores of one model in memory at a time: 64 MiB in float64. A vocabulary's scores of all samples would be gigabytes.
 _SCORES = 1 << 23
-"""Scores of one model that are held at a time."""
 
 
 def output_columns(
@@ -46,10 +46,8 @@ def output_columns(
 
     Delta z = score map(variant) - score map(expert) (Eq. 6) is at most B |e_L| plus the score-map mismatch (Eq. 7),
     which is the distance of the two score maps on the expert's features (0 if they are shared, as in CLIP). A
-    decision is
-    certified if |Delta z|_inf < margin / 2, where the margin is the expert's best score minus its second best (Eq.
-    44):
-    then both models decide alike. Ties and single classes have no certificate.
+    decision is certified if |Delta z|_inf < margin / 2, where the margin is the expert's best score minus its second
+    best (Eq. 44): then both models decide alike. Ties and single classes have no certificate.
 
     Args:
         head: the variant's score map for the task.
@@ -109,6 +107,7 @@ def decisions(expert_scores: Tensor, scores: Tensor) -> dict[str, Tensor]:
     return {
         "flipped": scores.argmax(dim=1) != expert_scores.argmax(dim=1),
         "certified": (scores - expert_scores).abs().amax(dim=1) < _margin(expert_scores) / 2,
+        # Rounding may leave the divergence of equal distributions a hair below 0.
         "kl": (expert_log_p.exp() * (expert_log_p - log_p)).sum(dim=1).clamp_min(0),
     }
 
@@ -117,27 +116,29 @@ def decisions(expert_scores: Tensor, scores: Tensor) -> dict[str, Tensor]:
 def _of_samples(seen: Seen) -> dict[str, Any]:
     """Return `output_columns`, a chunk of samples at a time; of a language model also `token_` columns."""
     head: ScoreMap = seen.head
+    # A language model's decisions are compared over all tokens too, not only those of the classes.
     of_tokens = [
-        replace(each, classes=(), tokens=None)
-        for each in (seen.expert_head, head)
-        if isinstance(each, LmHead)
+        replace(lm_head, classes=(), tokens=None)
+        for lm_head in (seen.expert_head, head)
+        if isinstance(lm_head, LmHead)
     ]
-    rows = max(1, _SCORES // max([len(head.classes), 1, *(each.num_tokens for each in of_tokens)]))
+    rows = max(1, _SCORES // max([len(head.classes), 1, *(lm_head.num_tokens for lm_head in of_tokens)]))
     labels = class_rows(head, seen.labels) if seen.labels is not None else None
     parts: list[dict[str, Tensor]] = []
     for begin in range(0, len(seen.variant), rows):
-        at = slice(begin, begin + rows)
+        chunk = slice(begin, begin + rows)
         expert, variant = (
-            torch.from_numpy(seen.expert[at]).double(),
-            torch.from_numpy(seen.variant[at]).double(),
+            torch.from_numpy(seen.expert[chunk]).double(),
+            torch.from_numpy(seen.variant[chunk]).double(),
         )
         columns = decided = output_columns(
-            head, expert, variant, None if labels is None else labels[at], expert_head=seen.expert_head
+            head, expert, variant, None if labels is None else labels[chunk], expert_head=seen.expert_head
         )
         if len(of_tokens) == 2:
+            # A head over the vocabulary has compared all tokens already.
             if not is_of_vocabulary(head):
                 decided = decisions(
-                    *(each.scores(x) for each, x in zip(of_tokens, (expert, variant), strict=True))
+                    *(lm_head.scores(x) for lm_head, x in zip(of_tokens, (expert, variant), strict=True))
                 )
             columns = columns | {f"token_{name}": decided[name] for name in ("flipped", "certified", "kl")}
         parts.append(columns)
@@ -212,9 +213,14 @@ def _derivative(head: ScoreMap, point: Tensor) -> Derivative:
 def _gains_at(head: ScoreMap, point: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
     """Return |J u| along the drift u, and the largest gain found by power iteration from u."""
     with forward_mode_attention():
-        at = head.derivative(point) if isinstance(head, Head | LinearHead) else _derivative(head, point)
-        image = along = at.push(direction)
+        derivative = (
+            head.derivative(point) if isinstance(head, Head | LinearHead) else _derivative(head, point)
+        )
+        image = along = derivative.push(direction)
         for _ in range(GAIN_ITERATIONS):
-            back = at.pull(image)
-            image = at.push(back / torch.linalg.vector_norm(back, dim=1, keepdim=True).clamp_min(1e-300))
+            back = derivative.pull(image)
+            # A zero gain has no direction to divide out; the bound keeps its image zero.
+            image = derivative.push(
+                back / torch.linalg.vector_norm(back, dim=1, keepdim=True).clamp_min(1e-300)
+            )
     return torch.linalg.vector_norm(along, dim=1), torch.linalg.vector_norm(image, dim=1)

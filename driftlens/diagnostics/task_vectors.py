@@ -15,8 +15,8 @@ from driftlens.runs.schema import PARAMS
 from driftlens.utils.diagnostic import diagnostic
 from driftlens.utils.variants import expert_of
 
+# Entries that are widened to float64 at a time, 32 MiB: the embeddings of a vocabulary are large.
 _PIECE = 2**22
-"""Entries that are widened to float64 at a time: the embeddings of a vocabulary are large."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Alignment:
     moved: int = 0
 
     @classmethod
-    def of(cls, variant: Tensor, expert: Tensor) -> Alignment:
+    def between(cls, variant: Tensor, expert: Tensor) -> Alignment:
         """Compute the sums of one pair of task vectors of equal shape, accumulated in float64."""
         left, right = variant.double().flatten(), expert.double().flatten()
         product = left * right
@@ -62,7 +62,7 @@ class Alignment:
 
 def task_vector_cosine(variant: Tensor, expert: Tensor) -> float | None:
     """Compute the cosine between two task vectors (weights minus base weights) of equal shape; None if one is zero."""
-    return Alignment.of(variant, expert).values()["cos"]
+    return Alignment.between(variant, expert).values()["cos"]
 
 
 @diagnostic(
@@ -83,9 +83,9 @@ def alignment_rows(pool: ModelPool, task: str, variant: str) -> Iterator[dict[st
     backbone, groups = Alignment(), {name: Alignment() for name in GROUPS}
     for layer in chain.layers:
         modules: dict[str, Alignment] = {}
-        known = parameter_groups(layer)
+        group_of = parameter_groups(layer)
         for name, slot in chain.owned(layer).items():
-            path, group = _module_path(chain, layer, name, slot), known[name]
+            path, group = _module_path(chain, layer, name, slot), group_of[name]
             alignment = _alignment(pool, slot, task, variant)
             modules[path] = modules.get(path, Alignment()) + alignment
             groups[group] += alignment
@@ -106,10 +106,10 @@ def alignment_rows(pool: ModelPool, task: str, variant: str) -> Iterator[dict[st
 def _outside(pool: ModelPool, models: Sequence[str]) -> Iterator[str]:
     """Yield the keys of matrices that all these models have and that belong to no layer."""
     inside = {*pool.chain.parameter_keys(), *pool.chain.tied}
-    first, *others = (pool.source(model).headers for model in models)
-    for key, header in first.items():
+    headers, *others = (pool.source(model).headers for model in models)
+    for key, header in headers.items():
         is_matrix = len(header.shape) == 2 and header.dtype.is_floating_point
-        if key not in inside and is_matrix and all(key in headers for headers in others):
+        if key not in inside and is_matrix and all(key in other for other in others):
             yield key
 
 
@@ -117,8 +117,9 @@ def _alignment(pool: ModelPool, slot: Slot, task: str, variant: str) -> Alignmen
     alignment = Alignment()
     weights = (pool.stored(model, slot) for model in ("base", variant, expert_of(task)))
     for piece in zip(*(torch.split(weight.flatten(), _PIECE) for weight in weights), strict=True):
+        # Widened before the subtraction: a task vector is a small difference of large weights.
         base, moved, expert = (part.double() for part in piece)
-        alignment += Alignment.of(moved - base, expert - base)
+        alignment += Alignment.between(moved - base, expert - base)
     return alignment
 
 

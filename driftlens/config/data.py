@@ -82,7 +82,7 @@ def _views_spelled_out(views: Any) -> Any:
     }
 
 
-ViewsAsked = Annotated[Views | None, BeforeValidator(_views_spelled_out)]
+ViewsSetting = Annotated[Views | None, BeforeValidator(_views_spelled_out)]
 """Views as a mapping, or in short form: `crop:3`."""
 
 
@@ -94,7 +94,7 @@ class DataDefaults(Part):
     n_test: CountOrAll = "all"
     seed: Seed = 0
     batch_size: Count = 32
-    views: ViewsAsked = None
+    views: ViewsSetting = None
 
 
 def _metric(name: str) -> str:
@@ -117,7 +117,7 @@ class Entry(Part):
     n: Count | None = None
     n_diagnosis: Count | None = None
     n_test: CountOrAll | None = None
-    views: ViewsAsked = None
+    views: ViewsSetting = None
     metric: Annotated[tuple[MetricName, ...] | None, BeforeValidator(_as_tuple)] = None
 
 

@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from driftlens.config.data import ViewsAsked
+from driftlens.config.data import ViewsSetting
 from driftlens.config.types import Count, Flag, Part, Seed, Text, problem, require_name, spec_error
 from driftlens.config.yaml_text import from_yaml
 from driftlens.utils.errors import SpecError, did_you_mean
@@ -127,16 +127,16 @@ class Option:
         return re.split("[/ ]", self.name)[0] or f"--{field.replace('_', '-')}"
 
 
-def asked(text: str, default: Any = None, **option: Any) -> Any:
+def option_field(text: str, default: Any = None, **option: Any) -> Any:
     """Define a field by description, default and the attributes of its `Option`."""
     # pydantic copies other defaults, but would take the class `dict` itself as the value.
     how = {"default_factory": default} if default is dict else {"default": default}
     return Field(description=text, json_schema_extra=option, **how)
 
 
-def _unspoken(default: Any) -> Any:
+def _hidden_field(default: Any) -> Any:
     """Define a field without a command-line option."""
-    return asked("", default, is_given=False)
+    return option_field("", default, is_given=False)
 
 
 class Request(Part, title="calibrate"):
@@ -243,46 +243,46 @@ Methods = Annotated[tuple[tuple[Text, dict[str, Any]], ...], BeforeValidator(_pa
 
 def _attribution() -> Any:
     text = "Skip the attribution of drift to layers; `driftlens analyze RUN` adds it later."
-    return asked(text, True, name="--no-attribution", parameter="no_attribution")
+    return option_field(text, True, name="--no-attribution", parameter="no_attribution")
 
 
 def _out_dtype() -> Any:
-    return asked("Number type: float32, float16 or bfloat16; default: the base's.")
+    return option_field("Number type: float32, float16 or bfloat16; default: the base's.")
 
 
 def _overrides() -> Any:
-    return asked("Override a value of the spec; repeatable.", (), name="--set", metavar="a.b=value")
+    return option_field("Override a value of the spec; repeatable.", (), name="--set", metavar="a.b=value")
 
 
 def _parameters(text: str) -> Any:
-    return asked(text, dict, name="--set", metavar="name=value", read=_assignments)
+    return option_field(text, dict, name="--set", metavar="name=value", read=_assignments)
 
 
 class CalibrationRequest(Request):
     """One calibration. Missing values come from the preset, then from the run's spec."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = asked(
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = option_field(
         "Name; the variant is called calibrated:NAME.", ...
     )
-    method: Text | None = asked("A registered calibrator.", unset=DEFAULT_METHOD)
-    preset: Text | None = asked("Published settings; see `driftlens doctor --methods`.")
+    method: Text | None = option_field("A registered calibrator.", unset=DEFAULT_METHOD)
+    preset: Text | None = option_field("Published settings; see `driftlens doctor --methods`.")
     parameters: dict[str, Any] = _parameters("Method setting, such as lam=0.05; repeatable.")
-    samples: Count | None = asked("Calibration samples per task.", unset="the spec's")
-    views: ViewsAsked = asked(
+    samples: Count | None = option_field("Calibration samples per task.", unset="the spec's")
+    views: ViewsSetting = option_field(
         "Augmented copies per sample: crop:3, mix:3, words:3, auto or none.",
         unset="the spec's",
         metavar="kind:copies",
         read=str,
         is_list=False,
     )
-    layers: LayerPatterns = asked(
+    layers: LayerPatterns = option_field(
         "Layer numbers or patterns on module paths; default: all blocks.", read=layers_named
     )
-    sites: tuple[Text, ...] | None = asked(
+    sites: tuple[Text, ...] | None = option_field(
         "Patterns on module paths, or groups (q, k, v, o, gate, up, down, norms); default: linear and norm modules.",
         read=parts,
     )
-    shrink: Annotated[float, Field(ge=0, le=1.5)] | None = asked(
+    shrink: Annotated[float, Field(ge=0, le=1.5)] | None = option_field(
         "Interpolate between base (0) and repair (1), up to 1.5 (WiSE-FT); --auto chooses a value.",
         # The option's earlier name is in model cards of saved runs.
         name="--interpolate --shrink",
@@ -290,17 +290,17 @@ class CalibrationRequest(Request):
         read=str,
         is_list=False,
     )
-    auto: Flag = asked(
+    auto: Flag = option_field(
         "Choose on held-out calibration samples between the merged model, the base, these settings, views and, "
         "without --method, other merges and methods.",
         False,
     )
-    save_weights: Path | None = asked(
+    save_weights: Path | None = option_field(
         "A .safetensors file, or a folder with model card that the original library loads."
     )
     out_dtype: OutDtype | None = _out_dtype()
-    resume: Flag = asked("Resume an interrupted calibration.", False)
-    replace: Flag = asked("Replace the calibration of this name.", False)
+    resume: Flag = option_field("Resume an interrupted calibration.", False)
+    replace: Flag = option_field("Replace the calibration of this name.", False)
     attribution: Flag = _attribution()
 
 
@@ -312,27 +312,27 @@ class SweepRequest(Request, title="sweep"):
             `driftlens.data.corruption`) -> the values to visit.
     """
 
-    param: dict[str, list[Any]] = asked(
+    param: dict[str, list[Any]] = option_field(
         "Method setting, or n (samples per task), with values: lam=0.01,0.05. Repeatable.",
         dict,
         metavar="name=values",
         read=lists,
     )
-    ablate: Flag = asked("Ablate every declared part of the method.", False)
-    seeds: Annotated[Count, Field(le=MOST_DRAWS)] = asked(
+    ablate: Flag = option_field("Ablate every declared part of the method.", False)
+    seeds: Annotated[Count, Field(le=MOST_DRAWS)] = option_field(
         "Number of sample draws; the first is the run's.", 1
     )
-    grid: Flag = asked("All combinations, or one factor at a time.", False, name="--grid/--one-factor")
-    methods: Methods | None = asked(
+    grid: Flag = option_field("All combinations, or one factor at a time.", False, name="--grid/--one-factor")
+    methods: Methods | None = option_field(
         "Methods to sweep or, with nothing to vary, to compare; settings after colons; `all` for all.",
         unset=DEFAULT_METHOD,
         metavar="A,B:key=value,...",
         read=with_settings,
     )
-    preset: Text | None = asked("Published settings for what is not varied.")
-    samples: Count | None = asked("Calibration samples per task.", unset="the spec's")
-    resume: Flag = asked("Skip finished points.", False)
-    replace: Flag = asked("Replace earlier sweeps of the same factors.", False)
+    preset: Text | None = option_field("Published settings for what is not varied.")
+    samples: Count | None = option_field("Calibration samples per task.", unset="the spec's")
+    resume: Flag = option_field("Skip finished points.", False)
+    replace: Flag = option_field("Replace earlier sweeps of the same factors.", False)
 
     @property
     def compares(self) -> bool:
@@ -352,8 +352,8 @@ class SweepRequest(Request, title="sweep"):
 class MergeRequest(Request, title="merge"):
     """A merge of a spec's experts."""
 
-    method: Text | None = asked("Merge method; see `driftlens doctor --methods`.")
-    out: Path | None = asked(_MERGED_TO)
+    method: Text | None = option_field("Merge method; see `driftlens doctor --methods`.")
+    out: Path | None = option_field(_MERGED_TO)
     out_dtype: OutDtype | None = _out_dtype()
     parameters: dict[str, Any] = _parameters("Method setting; repeatable.")
 
@@ -361,14 +361,14 @@ class MergeRequest(Request, title="merge"):
 class ComparisonRequest(Request, title="compare_merges"):
     """Merges of a spec's experts, ranked."""
 
-    merges: Methods | None = asked(
+    merges: Methods | None = option_field(
         "Merges to rank without labels by distance to the experts; `all` for every method.",
         name="--compare",
         parameter="compare",
         metavar="A,B:key=value,...",
         read=with_settings,
     )
-    out: Path | None = asked(_MERGED_TO)
+    out: Path | None = option_field(_MERGED_TO)
 
 
 class AnalysisRequest(Request, title="analyze"):
@@ -379,13 +379,13 @@ class AnalysisRequest(Request, title="analyze"):
         weights: compares task vectors, which reads all weights once more.
     """
 
-    out: Path | None = asked("Run directory; default: runs/<name>.")
-    resume: Flag = asked("Resume an interrupted run.", False)
-    force: Flag = asked("Replace an existing run.", False)
+    out: Path | None = option_field("Run directory; default: runs/<name>.")
+    resume: Flag = option_field("Resume an interrupted run.", False)
+    force: Flag = option_field("Replace an existing run.", False)
     overrides: tuple[str, ...] = _overrides()
     attribution: Flag = _attribution()
-    synthetic: Flag = _unspoken(False)
-    weights: Flag = _unspoken(True)
+    synthetic: Flag = _hidden_field(False)
+    weights: Flag = _hidden_field(True)
 
     @model_validator(mode="after")
     def _resume_or_force(self) -> Self:
@@ -398,7 +398,7 @@ class PreflightRequest(Request, title="validate"):
     """A spec to be checked before anything large is read."""
 
     overrides: tuple[str, ...] = _overrides()
-    deep: Flag = asked("Also score every expert on its own data.", False)
+    deep: Flag = option_field("Also score every expert on its own data.", False)
 
 
 class ProjectionRequest(Request, title="project"):
@@ -410,27 +410,29 @@ class ProjectionRequest(Request, title="project"):
         max_points: the largest number of samples, taken evenly over classes.
     """
 
-    layer: int | str = asked(
+    layer: int | str = option_field(
         "Layer index, final, or module path.", "final", unset="final", read=_layer_named, is_list=False
     )
-    method: Literal["pca", "umap", "tsne"] = asked("Projection method.", "pca")
-    seed: Annotated[Seed, Field(lt=2**32)] = asked("Random seed.", 0)
-    variants: tuple[str, ...] | None = _unspoken(None)
-    max_points: int = asked("Largest number of points over all variants.", 2000)
+    method: Literal["pca", "umap", "tsne"] = option_field("Projection method.", "pca")
+    seed: Annotated[Seed, Field(lt=2**32)] = option_field("Random seed.", 0)
+    variants: tuple[str, ...] | None = _hidden_field(None)
+    max_points: int = option_field("Largest number of points over all variants.", 2000)
 
 
 class ViewRequest(Request, title="view"):
     """Samples to be explored in a browser."""
 
-    out: Path | None = asked(
+    out: Path | None = option_field(
         "Output page.", name="--out -o", metavar="FILE", unset="view.html in the run's `reports`"
     )
-    tasks: tuple[str, ...] = asked("Only this task; repeatable.", (), name="--task", metavar="TASK")
-    method: Literal["pca", "umap", "tsne"] = asked(
+    tasks: tuple[str, ...] = option_field("Only this task; repeatable.", (), name="--task", metavar="TASK")
+    method: Literal["pca", "umap", "tsne"] = option_field(
         "Projection: pca (fast), umap or tsne (slow, cached in the run).",
         "pca",
     )
-    samples: Annotated[Count, Field(le=32_000)] = asked("Largest number of samples over all tasks.", 20_000)
+    samples: Annotated[Count, Field(le=32_000)] = option_field(
+        "Largest number of samples over all tasks.", 20_000
+    )
 
 
 class ExhibitRequest(Request, title="export"):
@@ -440,48 +442,50 @@ class ExhibitRequest(Request, title="export"):
         layer: layer index, "final" or module path, for exhibits of one layer.
     """
 
-    style: Literal["neurips", "icml-column", "slide"] = asked(
+    style: Literal["neurips", "icml-column", "slide"] = option_field(
         "Width of the venue: neurips, icml-column or slide.", "neurips"
     )
-    task: str | None = asked("Task of single-task exhibits; default: median gain (intro) or largest drift.")
-    calibrated: str | tuple[str, ...] | None = asked(
+    task: str | None = option_field(
+        "Task of single-task exhibits; default: median gain (intro) or largest drift."
+    )
+    calibrated: str | tuple[str, ...] | None = option_field(
         "Comma-separated calibrations; default: the last one (tables: all).",
         read=str,
         is_list=False,
     )
-    tasks: tuple[str, ...] | None = asked("Comma-separated tasks.", read=parts, is_list=False)
-    names: dict[str, str] = asked(
+    tasks: tuple[str, ...] | None = option_field("Comma-separated tasks.", read=parts, is_list=False)
+    names: dict[str, str] = option_field(
         "Display names, such as mnist=MNIST,merged=Ours; override `names` in the spec.",
         dict,
         metavar="NAME=SHOWN,...",
         read=_names_shown,
         is_list=False,
     )
-    method: str = asked("Projection of features: pca, umap or tsne.", "pca")
-    layer: int | str = _unspoken("final")
+    method: str = option_field("Projection of features: pca, umap or tsne.", "pca")
+    layer: int | str = _hidden_field("final")
 
 
 class ExportRequest(ExhibitRequest, title="analyze"):
     """Files of figures and tables for a paper."""
 
-    figures: tuple[str, ...] = asked(
+    figures: tuple[str, ...] = option_field(
         "Figure; repeatable. Default: all figures and tables with measured numbers.",
         (),
         name="--figure",
         metavar="ID",
     )
-    tables: tuple[str, ...] = asked("Table; repeatable.", (), name="--table", metavar="ID")
-    card: Flag = asked(
+    tables: tuple[str, ...] = option_field("Table; repeatable.", (), name="--table", metavar="ID")
+    card: Flag = option_field(
         "Image to share (1200 x 630 pixels); no exhibits unless named.",
         False,
     )
-    formats: str = asked(
+    formats: str = option_field(
         "File formats; csv, json and txt are always written.",
         "pdf,svg,png,tex,csv",
         name="--format",
     )
-    out: Path = asked("Folder for the files.", Path("exhibits"))
-    strict: Flag = asked("Exit with 4 if a part is missing.", False)
+    out: Path = option_field("Folder for the files.", Path("exhibits"))
+    strict: Flag = option_field("Exit with 4 if a part is missing.", False)
 
 
 class LiveInputs(Request):

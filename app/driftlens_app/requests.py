@@ -77,7 +77,13 @@ def new_spec(settings: Settings, name: str) -> Path:
 
 
 def analyze_request(settings: Settings, spec: str, name: str) -> Request:
-    """Build the analysis of a spec into a new folder, or into one that a job left unfinished."""
+    """Build the analysis of a spec into a new folder, or into one that a job left unfinished.
+
+    Args:
+        settings: settings of the dashboard.
+        spec: path of the spec relative to the root.
+        name: name of the run's folder.
+    """
     run, file = _new_folder(settings, name), spec_file(settings.root, spec)
     resume = ("--resume",) if _is_run(run) and job_of(run) is not None else ()
     arguments = ("analyze", str(file), "--out", str(run), *resume, *_PROGRESS)

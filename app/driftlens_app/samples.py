@@ -103,7 +103,13 @@ def _inside(run: DriftRun, only_points: bool) -> tuple[str, bytes]:
 
 
 def outcomes_of(run: DriftRun, task: str, options: ChartOptions) -> pd.Series[str]:
-    """Return each sample's outcome under the merged and the newest repaired model; empty if unknown."""
+    """Return each sample's outcome under the merged and the newest repaired model; empty if unknown.
+
+    Args:
+        run: the run.
+        task: the task whose samples are compared.
+        options: the user's selection, whose variants limit the repaired models.
+    """
     repaired = [name for name in chosen_variants(run, options) if part_of(name) == "calibrated"]
     if not (merged := verdict(run).merged):
         return pd.Series(dtype=str)

@@ -117,7 +117,13 @@ def in_url(host: str) -> str:
 
 
 def server_command(*, host: str = "127.0.0.1", port: int | None = None, browser: bool = True) -> list[str]:
-    """Return the command that starts the server; without a port it takes the first free one from 8501."""
+    """Return the command that starts the server.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; None for the first free one from 8501.
+        browser: True to open a browser.
+    """
     options = {
         "server.address": host,
         "server.enableCORS": "true",

@@ -103,7 +103,13 @@ def path_of(view: str) -> str:
 
 @functools.cache
 def component(name: str, html: str, css: str | None = None) -> Any:
-    """Return the component with the script `name`.js; it is created on first use."""
+    """Return the component with the script `name`.js; it is created on first use.
+
+    Args:
+        name: name of the script and the component.
+        html: markup that the script finds.
+        css: style of the markup.
+    """
     script = files("driftlens_app").joinpath(f"{name}.js").read_text(encoding="utf-8")
     return st.components.v2.component(f"driftlens.{name}", html=html, css=css, js=script)
 
@@ -175,7 +181,13 @@ def shown_errors() -> Iterator[None]:
 
 
 def show_error(kind: str, message: str, hint: str) -> None:
-    """Show an error box: type, message and hint; further lines of a message become a list."""
+    """Show an error box.
+
+    Args:
+        kind: name of the error's class; empty to leave it out.
+        message: the message, whose further lines become a list.
+        hint: what the user can do.
+    """
     first, *further = [line.strip() for line in message.splitlines() if line.strip()] or [""]
     first = first if kind else first[:1].upper() + first[1:]
     head = ": ".join(filter(None, (f"**{plain(kind)}**" if kind else "", plain(first))))
@@ -215,7 +227,14 @@ def open_part(names: Sequence[str], *, key: str) -> str:
 
 
 def show_part(page: str, part: str, run: DriftRun, options: ChartOptions) -> None:
-    """Show the charts that are registered for a heading of a page."""
+    """Show the charts that are registered for a heading of a page.
+
+    Args:
+        page: name of the page.
+        part: the heading.
+        run: the run.
+        options: the user's selection.
+    """
     for name in parts_of(page)[part]:
         show_chart(name, run, options)
 

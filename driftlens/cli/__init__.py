@@ -59,7 +59,7 @@ def _order_commands() -> None:
         command.name = command.name or command.callback.__name__
         command.rich_help_panel = groups.get(command.name)
         command.cls = _Command
-        # Lines are joined, so that the help fills the terminal whatever the width of the docstring.
+        # Lines are joined, so that the help fills the terminal independent of the docstring's width.
         parts = (inspect.getdoc(command.callback) or "").split("\n\n")
         command.help = "\n\n".join(" ".join(part.split()) for part in parts)
         command.callback = expanding_home(command.callback)

@@ -373,7 +373,7 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 @dataclass
 class Stopping:
-    """When this process began to stop, by a signal or an error."""
+    """The times at which this process began to stop, by a signal or an error."""
 
     since: float | None = None
     failed: float | None = None
@@ -384,7 +384,7 @@ class Stopping:
     @property
     def _is_on_its_way(self) -> bool:
         """True while cleanup after an interrupt or error may still run."""
-        # A grace period and not a flag for good: some libraries swallow an interrupt.
+        # A grace period and not a permanent flag, since some libraries swallow an interrupt.
         last = max((time for time in (self.since, self.failed) if time is not None), default=float("-inf"))
         return self.is_over or time.monotonic() - last < GRACE_SECONDS
 

@@ -1,4 +1,4 @@
-"""The run spec: one YAML file that says which models, which data and what to measure; and what commands are asked.
+"""The run spec (one YAML file with models, data and measurements) and the requests of commands.
 
     spec = load_spec("run.yaml", overrides=["data.defaults.n=64"])
     spec.experts["cars"].weights

@@ -1,4 +1,4 @@
-"""The `data` section: where each task's images or texts come from, and how many are drawn."""
+"""The `data` section: the source of each task's images or texts, and how many are sampled."""
 
 from __future__ import annotations
 
@@ -121,18 +121,18 @@ class Entry(Part):
     metric: Annotated[tuple[MetricName, ...] | None, BeforeValidator(_as_tuple)] = None
 
 
-_ASKED = re.compile(r"\{(\{[\w][\w .\-/]*\})\}|\{([\w][\w .\-/]*)\}")
-"""Text between doubled braces, or a field."""
+# Text between doubled braces, or a field. Not `str.format`: prompts may contain JSON or code with other braces.
+_FIELD = re.compile(r"\{(\{[\w][\w .\-/]*\})\}|\{([\w][\w .\-/]*)\}")
 
 
 def fields_of(template: str) -> tuple[str, ...]:
     """List the names in braces in a template; doubled braces are plain text."""
-    return tuple(match[2] for match in _ASKED.finditer(template) if match[2])
+    return tuple(match[2] for match in _FIELD.finditer(template) if match[2])
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
     """Replace the fields of a template; other braces, also those in values, stay."""
-    return _ASKED.sub(lambda match: match[1] or values[match[2]], template)
+    return _FIELD.sub(lambda match: match[1] or values[match[2]], template)
 
 
 def _word_by_label(words: Any) -> Any:
@@ -186,7 +186,7 @@ def _file_alone(corpus: Any) -> Any:
 
 
 Classes = Flag | ClassNames
-"""Whether labels are classes that others name, or the names of all classes, or a JSON file of them."""
+"""True if labels are classes named elsewhere; or the names of all classes, or a JSON file of them."""
 
 
 class TextEntry(Entry):
@@ -255,7 +255,7 @@ class TextEntry(Entry):
             return self
         if "label" in set_fields:
             raise problem(
-                "label belongs to images, and texts are asked for", "The column of answers is `target`."
+                "label belongs to images, but the entry has texts", "The column of answers is `target`."
             )
         self._require_one_comparison(set_fields)
         columns = {self.input if name == "input" else name for name in fields_of(self.prompt or "")}
@@ -276,9 +276,7 @@ class TextEntry(Entry):
                 raise problem(f"{both[0]} can't be combined with {key}", "Remove one of them.")
         for key in ("negative", "corpus"):
             if key in set_fields and "positive" not in set_fields:
-                raise problem(
-                    f"{key} is given, and nothing says what answers a query", "Add `positive: COLUMN`."
-                )
+                raise problem(f"{key} needs the column of answers", "Add `positive: COLUMN`.")
 
 
 class Places(Entry):
@@ -415,8 +413,8 @@ class PythonData(Entry):
 KINDS = ("imagefolder", "npz", "hf", "table", "webdataset", "jsonl", "python")
 
 
+# Models of kinds that plug-ins add. Looked up for unknown kinds only, since loading plug-ins takes time.
 data_kinds: Registry[type[Entry]] = Registry("kind of data", "driftlens.config", "driftlens.data_sources")
-"""What an entry of a kind that another distribution adds may hold; asked for kinds that are none of `KINDS`."""
 
 
 def _of_its_kind(entry: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
@@ -431,13 +429,13 @@ TaskData = Annotated[
     Field(discriminator="kind"),
     WrapValidator(_of_its_kind),
 ]
-"""Where one task's samples come from."""
+"""The data of one task."""
 
 
 class Data(Part):
     """The defaults, and one entry per task under the task's own name."""
 
-    # Tasks stand beside `defaults` in the file, so they are the extra keys of this section.
+    # Tasks are next to `defaults` in the file, so they are the extra keys of this section.
     model_config = ConfigDict(extra="allow", frozen=True)
     __pydantic_extra__: dict[str, TaskData] = Field(init=False)
 

@@ -1,6 +1,6 @@
-"""mergekit recipes: which models a recipe merges, and the nearest merge method of ours. Entry point: `recipe_of`.
+"""mergekit recipes: the models of a recipe and the nearest registered merge method. Entry point: `recipe_of`.
 
-Only what names models, method and weights is read. What else a recipe says concerns mergekit, which makes the merge.
+Only models, method and weights are read; mergekit itself uses the other settings.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Option:
     """The command-line spelling of a field, if it is not `--its-name VALUE`.
 
     Attributes:
-        name: the option, such as `--set`; `--no-...` for what is on by default.
+        name: the option, such as `--set`; `--no-...` for flags that are on by default.
         parameter: the name in environment variables, if it is not the field's.
         unset: the help text for leaving it out, if it is not the default.
         read: words of the command line (a list if repeatable) -> the value.
@@ -235,8 +235,8 @@ def _pairs(pairs: Any) -> Any:
 _MERGED_TO = (
     "A .safetensors file or a folder for the original library; with --compare a folder (merges/<name>)."
 )
+# Number types of saved models.
 OutDtype = Literal["float32", "float16", "bfloat16"]
-"""Number types that models are saved in."""
 LayerPatterns = Annotated[tuple[str | int, ...] | None, BeforeValidator(_plain_layers)]
 Methods = Annotated[tuple[tuple[Text, dict[str, Any]], ...], BeforeValidator(_pairs)]
 
@@ -489,7 +489,7 @@ class ExportRequest(ExhibitRequest, title="analyze"):
 
 
 class LiveInputs(Request):
-    """How samples of live modules are sampled and read.
+    """The sampling and reading of data for live modules.
 
     Attributes:
         blocks: path of the list of blocks, or a pattern of block paths (`layer?`), if generic modules need it.
@@ -551,8 +551,8 @@ class FitRequest(LiveInputs, title="fit"):
     closure_samples: Count | None = 2
 
 
+# Fields of `Modules` that every analysis needs. They default to None there, so that one message lists all missing ones.
 REQUIRED = ("merged", "experts", "data")
-"""The fields of `Modules` that every study needs."""
 
 
 @dataclass(frozen=True)

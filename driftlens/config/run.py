@@ -220,7 +220,7 @@ def _known_suite(name: str) -> str:
 
 
 SuiteTask = Annotated[Text, AfterValidator(_known_suite)]
-"""A task of the published suites (`driftlens.config.published`), which brings its class names and templates."""
+"""A published task (see `driftlens.config.published`), which provides class names and templates."""
 
 
 class TextHead(Part):
@@ -340,6 +340,7 @@ class RunSpec(Part):
 
     @model_validator(mode="after")
     def _only_known_tasks(self) -> RunSpec:
+        # The key of that task in `data` would be ambiguous.
         if "defaults" in self.experts:
             raise problem(
                 "a task can't be called 'defaults'", "That key of `data` holds the defaults of all tasks."
@@ -351,7 +352,7 @@ class RunSpec(Part):
                     raise problem(
                         f"{section}.{task}: no expert is called {task!r}; experts are {experts}",
                         did_you_mean(task, self.experts)
-                        or f"Add experts.{task}, or take {section}.{task} out.",
+                        or f"Add experts.{task}, or remove {section}.{task}.",
                     )
         return self
 
@@ -365,6 +366,7 @@ class RunSpec(Part):
 
     def digest(self) -> str:
         """Return the SHA-256 digest of the spec, independent of the order of keys in the file."""
+        # Names and task_id change no numbers, so runs that differ in them only are comparable.
         document = self.model_dump(mode="json", exclude={"names", "task_id"})
         canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
@@ -380,14 +382,12 @@ def load_spec(source: Path | str | Mapping[str, Any] | RunSpec, overrides: Seque
 
     Args:
         source: a YAML file, or its values. Relative paths start at the file's folder, or at the current folder
-            without a
-            file. Keys that were removed since a run stored its `spec.yaml` are left out.
+            without a file. Keys that were removed since a run stored its `spec.yaml` are left out.
         overrides: `a.b=value` each, the value in YAML, applied in order before validation.
 
     Raises:
         SpecError: the file can't be read or is invalid; the message has the dotted path, the value, what is allowed,
-            and
-            the most similar name.
+            and the most similar name.
     """
     folder, where = Path.cwd(), "spec"
     if isinstance(source, RunSpec):

@@ -150,10 +150,10 @@ Bytes = Annotated[
     Field(gt=0, lt=2**63),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}], "examples": ["2GiB"]}),
 ]
-"""A number of bytes; may be written `512MB` (powers of ten) or `2GiB` (powers of two)."""
+"""A number of bytes, or `512MB` (powers of ten) or `2GiB` (powers of two)."""
 
 PythonTarget = Annotated[str, Field(pattern=f"^{PYTHON_TARGET}$")]
-"""`package.module:function`; importing it runs code, so it needs the user's trust on the command line."""
+"""`package.module:function`; importing it runs code, which needs `--trust-code`."""
 
 _Part = TypeVar("_Part", bound=BaseModel)
 
@@ -186,6 +186,7 @@ def spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
         raw: the values.
         where: the beginning of the message.
     """
+    # pydantic reports an error per member of a union; grouped by path, they read as alternatives.
     by_path: dict[str, tuple[list[str], str]] = {}
     for details in error.errors():
         for path, text, hint in _findings(details, raw):

@@ -17,8 +17,8 @@ from driftlens.utils.files import plain_file
 _FLOAT_WITHOUT_DOT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
 
 
+# Limits of a spec or value: characters of text, and values after aliases are expanded.
 MOST_CHARACTERS, MOST_NODES = 4_000_000, 100_000
-"""Limits of one spec or value: characters of text, and scalars, lists and mappings after aliases are expanded."""
 
 
 class _Loader(yaml.SafeLoader):

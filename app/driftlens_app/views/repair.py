@@ -117,7 +117,8 @@ def obstacle(run: DriftRun) -> str:
 
 def _offer_to_continue(run: DriftRun, job: Job) -> None:
     if not (run.path / begun_calibration(job.name)).is_file():
-        return  # It ended before it had begun: with a fresh start nothing is lost.
+        # It ended before the first layer was stored, so there is nothing to resume.
+        return
     if st.button("Continue where it stopped", icon=":material/resume:", key="resume-calibration"):
         with shown_errors():
             last = CalibrationRequest(**job.settings)
@@ -135,7 +136,8 @@ def _curve(run: DriftRun, view: View) -> None:
         return
     name = view.job.name
     if opened(run.path).manifest.calibrations.get(name) != run.manifest.calibrations.get(name):
-        st.rerun()  # it shows the first numbers beside the work that goes on
+        # The page shows the first numbers while the job continues.
+        st.rerun()
     if tried := running_scores(view.job):
         _tried(tried)
     if drifts := running_drift(view.job):
@@ -261,7 +263,8 @@ def _arena(run: DriftRun, *, blocked: bool) -> None:
     show_chart("arena", run, ChartOptions(dark=is_dark()), without)
     if len(run.manifest.calibrations) > 1:
         with shown_errors():
-            show_sheet(arena_sheet(run), {"cosine"})  # or it would be wider than a window
+            # With the column of cosines, the table would be wider than a window.
+            show_sheet(arena_sheet(run), {"cosine"})
     with shown_errors(), st.container(horizontal=True, vertical_alignment="bottom"):
         calibrators = calibration.methods()
         chosen = st.multiselect(

@@ -87,7 +87,7 @@ def test_what_the_choice_tries_is_told_while_it_goes_on(open_app: Open, root: Pa
         append_event(run, CANDIDATE, of="steady", name=name, score=score)
     tried = app.run().dataframe[0].value
     assert tried["candidate"].tolist() == ["near", "far", "none"]
-    assert tried["distance"].iloc[0] == pytest.approx(0.3) and "Lower is nearer" in said(app)
+    assert tried["distance"].iloc[0] == pytest.approx(0.3) and "Lower is better" in said(app)
 
 
 @pytest.mark.slow

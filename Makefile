@@ -2,7 +2,7 @@
 PYTHON ?= python
 SEED ?= 1
 
-.PHONY: help install check format test test-slow fuzz faults every sbom browser families bench demo suites docs notebooks gallery screenshots dist lowest
+.PHONY: help install check format test test-slow fuzz faults every sbom browser families options bench demo suites docs notebooks gallery screenshots dist lowest
 
 help:            ## print the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -45,6 +45,9 @@ browser:         ## tests in a real browser; a missing one is a failure
 
 families:        ## the table of model families in docs, from what the tests show
 	$(PYTHON) -m tests.families > docs/families.new && mv docs/families.new docs/families.md
+
+options:         ## the page of command options in docs, from the commands
+	$(PYTHON) -m tests.command_options > docs/options.new && mv docs/options.new docs/options.md
 
 bench:           ## ratios of time and memory, each from one run on this machine
 	$(PYTHON) -m benchmarks

@@ -86,7 +86,7 @@ def test_numbers_that_a_merge_makes_infinite_are_not_laid_at_a_checkpoints_door(
 
         with pytest.raises(NumericsError, match="NaN or infinite") as caught:
             dl.merge(world.spec(), method="large", out=tmp_path / "x.safetensors", out_dtype="float16")
-    assert "too large for float16: try other settings, or another --out-dtype" in caught.value.hint
+    assert "too large for float16. Try other settings or another --out-dtype" in caught.value.hint
     assert not [*tmp_path.iterdir()]
 
 

@@ -33,8 +33,8 @@ from driftlens.utils.access import Access
 from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError
 from driftlens.utils.registry import Registry
 
+# Subfolder of saved folders. Heads are not merged, so each task keeps the head of its own expert there.
 HEADS = "heads"
-"""The subfolder of saved folders with the tasks' own heads."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class Architecture:
         config = {} if self.folder is None else self.folder.configs.get("config.json")
         stated = config.get("architectures") if isinstance(config, Mapping) else None
         saved_as = str(stated[0]) if isinstance(stated, list) and stated else ""
+        # The config.json of timm has no class name.
         if self.loader == "timm" and not self.classifier:
             saved_as = "Model"
         of_folder = {"saved_as": saved_as} if saved_as else {}
@@ -135,6 +136,7 @@ class Architecture:
             aligned = self.align(base)
             places = {key: (aligned, key) for key in aligned.headers} | self._pooler(base)
             head = self.lm.head if self.loader in CAUSAL and self.lm is not None else ""
+            # A tied base has no tensor for the head. An adapter that changes the head needs one to be added to.
             if head and head not in places:
                 table = next(key for key in vocabulary_keys(self.skeleton) if key != head)
                 headed = Composed(base.name, {**places, head: (aligned, table)})
@@ -170,7 +172,8 @@ class Architecture:
             ends = [key for end in spelled for key in stored.headers if f".{key}".endswith(f".{end}")]
             if not ends:
                 return None
-            keys.append(min(ends, key=len))  # the whole model's own, if another module ends so too
+            # Another module's key may have the same ending. The whole model's own has no further prefix.
+            keys.append(min(ends, key=len))
         return tuple(keys) or None
 
     def head_of(self, stored: StateSource) -> StateSource | None:
@@ -207,12 +210,11 @@ class ArchitectureRequest:
 loaders: Registry[Callable[[ArchitectureRequest], Architecture]] = Registry(
     "loader", "driftlens.models.architectures", "driftlens.loaders"
 )
-"""Functions from a request to the architecture of its source."""
 
+# Loaders of models with a language-model head. An adapter or an expert may untie it from the embeddings.
 CAUSAL = ("hf-decoder", "hf-vlm", "hf-seq2seq")
-"""The loaders of models with a language-model head, which adapters and experts may untie."""
+
 PYTHON = "python:"
-"""The prefix of loaders that are functions of the user's."""
 
 
 def load_architecture(
@@ -240,7 +242,8 @@ def load_architecture(
     request = ArchitectureRequest(source, blocks, access, untied, unread, pictured)
     if loader.startswith(PYTHON) and loader not in loaders:
         return _from_python(loader, request)
-    with running(request.source):  # an untrusted configuration
+    # The configuration is untrusted: libraries raise errors of any class on one that they do not expect.
+    with running(request.source):
         return _as_sentences(loaders[loader](request))
 
 
@@ -268,7 +271,7 @@ def require_own_blocks(request: ArchitectureRequest, loader: str) -> None:
     """Raise if `blocks` is set for a loader that knows its models."""
     if request.blocks is not None:
         raise SpecError(
-            f"architecture.blocks is {request.blocks!r}, but the loader {loader} finds its blocks itself",
+            f"architecture.blocks is {request.blocks!r}, but the loader {loader} has fixed blocks",
             hint="Remove `blocks`, or use the loader hf-auto or timm.",
         )
 
@@ -283,8 +286,8 @@ def _from_python(loader: str, request: ArchitectureRequest) -> Architecture:
     if not isinstance(module, nn.Module) or not callable(transform):
         raise SpecError(
             f"{target} returned {type(returned).__name__}; expected a pair: an nn.Module with weights, and a function "
-            "from a PIL image to the tensor that the module reads",
-            hint="For example `return model.eval(), transform`, as torchvision and timm have them.",
+            "from a PIL image to the input tensor",
+            hint="For example `return model.eval(), transform`, as in torchvision and timm.",
         )
     preprocess = image_preprocess(target, transform)
     with running(target):
@@ -308,6 +311,7 @@ def architecture_of(module: nn.Module, example: Any = None) -> Architecture:
 
 def _may_match(adapter: Adapter, module: nn.Module) -> bool:
     """Return False if the module lacks the parts that every model of the adapter has."""
+    # `matches` walks all blocks of a module. This check is cheap and excludes most adapters.
     paths: tuple[str, ...] = getattr(adapter, "holds", ())
     return not paths or any(part_at(module, path) is not None for path in paths)
 
@@ -323,7 +327,7 @@ def no_text_tower(source: str) -> SpecError:
     """Return the error for heads that can't be made from prompts."""
     return SpecError(
         f"{source} has no text tower for class names and templates",
-        hint="Give a whole CLIP as base (and `architecture.source`), or embeddings in `heads.<task>.file`.",
+        hint="Use a whole CLIP as base and `architecture.source`, or embeddings in `heads.<task>.file`.",
     )
 
 
@@ -342,26 +346,29 @@ def read_text_side(model: nn.Module, base: StateSource, layout: TowerKeyLayout) 
     keys = [key for key in model.state_dict() if not key.startswith((layout.tower, layout.projection))]
     if not all(before + key in base.headers for key in keys):
         raise no_text_tower(base.name)
+    # `assign`, because the model is on meta; not strict, because the image tower stays there.
     model.load_state_dict({key: base.read(before + key).float() for key in keys}, strict=False, assign=True)
 
 
+# Limit of the values that a constructor may write into one tensor: 512 MiB in float32. An untrusted configuration
+# may ask for tables of any size, which would exhaust the memory before an error.
 MAX_FILLED = 1 << 27
-"""Values that a constructor may write into one tensor: half a gibibyte in float32, a thousand tables of positions."""
 
 _FILLING = frozenset(
     {torch.randn, torch.rand, torch.ones, torch.zeros, torch.full, torch.arange, torch.linspace}
 )
+# By name, because transformers replaces torch's functions while it builds a model.
 _DRAWING = frozenset(
     {"normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_"}
     | {"xavier_uniform_", "orthogonal_"}
 )
-"""By name, as transformers replaces torch's functions while it builds a model."""
 
 
 class _SizeLimit(TorchFunctionMode):
     """Raises for tensors of absurd size in untrusted configurations, and skips random numbers for tensors on meta."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Random numbers for meta tensors have no effect, but take time for each weight.
         if (
             getattr(func, "__name__", "") in _DRAWING
             and (drawn := args[0] if args else kwargs["tensor"]).is_meta
@@ -370,7 +377,7 @@ class _SizeLimit(TorchFunctionMode):
         if func in _FILLING:
             size = func(*args, **{**(kwargs or {}), "device": "meta"}).numel()
             if size > MAX_FILLED:
-                raise ValueError(f"a tensor of {size:,} values; at most {MAX_FILLED:,} are filled in")
+                raise ValueError(f"a tensor has {size:,} values; the limit is {MAX_FILLED:,}")
         return func(*args, **(kwargs or {}))
 
 
@@ -385,7 +392,7 @@ def weightless(build: Callable[[], nn.Module], source: str) -> Any:
     bare = [name for name, buffer in module.named_buffers() if buffer.is_meta and name not in saved]
     if bare:
         raise IncompatibleModelsError(
-            f"the model of {source} computes {bare[0]} from its weights, which are not read yet",
+            f"the model of {source} computes {bare[0]} from weights, which are not loaded yet",
             hint=LIVE,
         )
     return module.eval().requires_grad_(False)

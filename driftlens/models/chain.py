@@ -32,20 +32,19 @@ from driftlens.models.tracing.block_call import (
 from driftlens.utils.errors import SpecError
 from driftlens.utils.registry import Registry
 
+# The features at a boundary by name. The first axis of each tensor is the sample.
 State = dict[str, Tensor]
-"""The features at a boundary: tensors whose first axis is the sample."""
 Parameters = Mapping[str, Tensor]
+# Called with a site's name and its input [n, t, k] just before the site runs. Its result, unless None, is
+# called with the site's output; the result of that call, unless None, replaces the output.
 Tap = Callable[[str, Tensor], Callable[[Tensor], Tensor | None] | None]
-"""Called with a site's name and its input [n, t, k] just before the site runs.
 
-Its result, unless None, is called with the site's output; the result of that call, unless None, replaces the output.
-"""
-
+# Layer index and the parameter's name in the layer. The name alone repeats in every block.
 ParameterKey = tuple[int, str]
-"""Layer index, and a parameter name of the layer's own."""
 
+# The rule of token weights of a mixture's experts. A token counts the square of its gate, because the gate scales the
+# expert's output and the loss is squared; it counts 0 for other experts.
 GATED = "gated"
-"""The rule of token weights of a mixture's experts: a token counts the square of its gate, 0 for other experts."""
 
 Role = Literal["stem", "block", "head"]
 SiteKind = Literal["linear", "layer_norm", "rms_norm"]
@@ -73,14 +72,13 @@ class Routes:
     def record(self, chosen: Tensor, gates: Tensor) -> None:
         """Store routes, unless they are given."""
         if not self.is_given:
+            # The cached order belongs to the routes of an earlier batch.
             self.__dict__.pop("_sorted", None)
             self.chosen, self.gates = (part.reshape(-1, part.shape[-1]) for part in (chosen, gates))
 
     def of(self, expert: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens [m] of one expert, in their order there, and their gates [m].
-
-        The known number of rows spares a synchronization.
-        """
+        """Return the tokens [m] of one expert, in their order there, and their gates [m]."""
+        # `rows` is known to the caller; to count them here would synchronize with the device.
         assert self.gates is not None
         places = self._places(expert, rows)
         return places % len(self.gates), self.gates.mT.reshape(-1)[places]
@@ -104,6 +102,7 @@ class Routes:
     def _sorted(self) -> tuple[Tensor, Tensor]:
         """The experts sorted, rank by rank and token by token, [k T], and their places before."""
         assert self.chosen is not None
+        # Stable, because rows of an expert are identified by their order.
         return self.chosen.mT.reshape(-1).sort(stable=True)
 
     def counts(self, num_experts: int, mask: Tensor | None) -> Tensor:
@@ -170,7 +169,8 @@ class SideInputs(Mapping[str, Tensor]):
             args, kwargs = (named_map(part, store, path) for part in (call.args, call.kwargs))
             rest = named_map(call.rest, partial(store, stateless=False), f"{path}.output")
             named_calls.append(replace(call, args=args, kwargs=kwargs, rest=rest))
-        # Masks of float64 exceed float32, in which libraries compute the softmax: -inf where all is masked gives NaN.
+        # The lowest number of float64 becomes -inf in float32, in which libraries compute the softmax. A row that is
+        # masked completely would be NaN.
         lowest = torch.finfo(torch.float32).min
         tensors = {
             name: tensor.clamp(min=lowest) if tensor.dtype == torch.float64 else tensor
@@ -428,6 +428,7 @@ class LayerChain:
 
     def owned(self, layer: Layer) -> dict[str, Slot]:
         """Return the parameters that belong to `layer`: those that no earlier layer lists."""
+        # Tied weights and packed tensors are listed by several layers, but must be solved for once.
         earlier = {slot for other in self.layers[: layer.index - 1] for slot in other.parameters.values()}
         return {name: slot for name, slot in layer.parameters.items() if slot not in earlier}
 
@@ -452,8 +453,8 @@ class Adapter(Protocol):
         ...
 
 
+# Modules without an adapter are split by `sequential_chain`.
 adapters: Registry[Adapter] = Registry("adapter", "driftlens.models.architectures", "driftlens.adapters")
-"""Adapters by name; `sequential_chain` handles modules without an adapter."""
 
 
 def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
@@ -479,8 +480,8 @@ def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
         return hidden
     if hidden.dim() > 3 and how in ("cls", "last"):
         raise SpecError(
-            f"pool {how!r} requires tokens [n, t, d]; the features are {list(hidden.shape)}, channels before space",
-            hint="Use `mean`, the mean over space, or `all`.",
+            f"pool {how!r} requires tokens [n, t, d]; the features have channels and space, {list(hidden.shape)}",
+            hint="Use `mean` or `all`.",
         )
     if hidden.dim() > 3 and how == "mean":
         return hidden.flatten(2).mean(dim=2)
@@ -493,6 +494,7 @@ def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
         if mask is None:
             return hidden[:, -1]
         positions = torch.arange(hidden.shape[1], device=hidden.device)
+        # Not the number of tokens less one: rows may be padded on the left. A row of padding alone takes position 0.
         last = torch.where(mask.bool(), positions, -1).amax(dim=1).clamp_min(0)
         return hidden[torch.arange(len(hidden), device=hidden.device), last]
     if mask is None:
@@ -520,7 +522,8 @@ def fused(chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: S
         touched.setdefault(slot.key, []).append(((index, name), slot))
 
     def whole(key: str) -> Tensor:
-        tensor = start.read(key).clone()  # other rows of a packed tensor keep their values
+        # A copy, because a source may return its own tensor. Rows without a new parameter keep their values.
+        tensor = start.read(key).clone()
         for parameter, slot in touched[key]:
             value = parameters[parameter]
             rows = slice(None) if slot.rows is None else slice(*slot.rows)

@@ -18,17 +18,22 @@ from driftlens.utils.devices import to_device
 def generate(
     module: Any, reader: TextReader, inputs: Sequence[Any], max_new_tokens: int, *, batch_size: int = 32
 ) -> list[str]:
-    """Return a model's greedy answer to each question, up to an end token.
+    """Return a model's greedy answer to each question, without special tokens and surrounding spaces.
 
-    The model's own settings of sampling, beams and penalties are ignored, as experts and merged models are compared.
-    Questions that leave no room for the answer are cut. Answers are without special tokens and surrounding spaces.
+    Args:
+        module: the library's model.
+        reader: its reader of texts.
+        inputs: questions, as `reader.asked` returns them; those that leave no room for an answer are cut.
+        max_new_tokens: limit of an answer's tokens, its end token included.
+        batch_size: questions per forward pass.
     """
     answers: list[str] = []
-    if reader.form == "encoder-decoder":  # answers have positions of their own
+    # Answers of an encoder-decoder have their own positions; a decoder's share those of the question, which is cut.
+    if reader.form == "encoder-decoder":
         max_new_tokens = max(1, min(max_new_tokens, reader.limit - len(reader.before_answers)))
     with _greedy(module, reader, max_new_tokens) as settings:
-        for first in range(0, len(inputs), batch_size):
-            batch = _batch(reader, inputs[first : first + batch_size], max_new_tokens)
+        for start in range(0, len(inputs), batch_size):
+            batch = _batch(reader, inputs[start : start + batch_size], max_new_tokens)
             whole: Tensor = module.generate(**fitted(module, batch), generation_config=settings)
             skipped = batch["input_ids" if reader.form == "decoder" else "decoder_input_ids"].shape[1]
             answers += [_answer(reader, row) for row in whole[:, skipped:].tolist()]
@@ -67,6 +72,8 @@ def _greedy(module: Any, reader: TextReader, max_new_tokens: int) -> Iterator[An
         eos_token_id=list(reader.ends) or None,
         decoder_start_token_id=reader.start,
     )
+    # `generate` fills gaps of the given settings from the model's own, such as penalties. An expert and a merged model
+    # must be decoded alike.
     own_settings, was_training = module.generation_config, module.training
     module.generation_config = GenerationConfig()
     module.eval()
@@ -82,11 +89,18 @@ def _greedy(module: Any, reader: TextReader, max_new_tokens: int) -> Iterator[An
 def log_likelihoods(
     module: nn.Module, reader: TextReader, questions: Sequence[Any], answers: Sequence[Sequence[str]]
 ) -> tuple[Tensor, Tensor]:
-    """Return log-likelihoods in nat of every question's answers and their numbers of tokens, [n, c], on the CPU.
+    """Return log-likelihoods of every question's answers, summed over the tokens of the answer.
 
-    A log-likelihood is the sum over the tokens of the answer, each given the question and the tokens before it. The end
-    token counts for an encoder-decoder, and not for a decoder. Questions are one batch with equally many answers each;
-    those that leave no room for answers are cut.
+    The end token counts for an encoder-decoder, and not for a decoder.
+
+    Args:
+        module: the library's model.
+        reader: its reader of texts.
+        questions: one batch of n questions; those that leave no room for answers are cut.
+        answers: c answers for each question.
+
+    Returns:
+        Log-likelihoods [n, c] in nat, and numbers of tokens [n, c], on the CPU.
     """
     was_training = module.training
     module.eval()
@@ -113,6 +127,7 @@ def _of_tokens(scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool)
     )
     counts, places = torch.tensor([len(row) for row in tokens]), torch.arange(longest)
     is_own = places >= longest - counts[:, None] if at_end else places < counts[:, None]
+    # In bfloat16, log-probabilities have three digits, and sums over an answer lose more.
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(dim=-1)
     return wide.gather(2, to_device(ids, wide.device).long()[:, :, None])[:, :, 0], is_own
 
@@ -126,9 +141,10 @@ def _continued(
     spare = max(len(tokens) for column in every for tokens in column)
     for tokens in every:
         batch, num_kept = reader.continued(questions, tokens, spare=spare), max(map(len, tokens)) + 1
-        # Not every model takes positions or can return a part of the scores.
+        # Scores of all tokens [n, t, vocabulary] may not fit into memory, but not every model can return a part.
         inputs: dict[str, Any] = {"logits_to_keep": num_kept}
-        if "mm_token_type_ids" not in batch:  # from which positions in images are computed
+        # Models with positions in images compute them from `mm_token_type_ids`; others need those without padding.
+        if "mm_token_type_ids" not in batch:
             inputs["position_ids"] = (batch["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
         inputs = batch | {name: value for name, value in inputs.items() if name in takes}
         scores = module(**fitted(module, inputs), use_cache=False).logits

@@ -21,11 +21,12 @@ from driftlens.utils.devices import to_device, to_match
 from driftlens.utils.errors import CheckpointError, DataError, SpecError
 from driftlens.utils.files import from_json, plain_file
 
+# Class names in the order of the rows, or the path of a JSON file with such a list.
 ClassNames = Sequence[str] | str | os.PathLike[str]
-"""Class names in the order of the rows, or the path of a JSON file that holds such a list."""
 
+# Tolerance of a row's unit norm. Rounding to float16 changes a norm by less than 1e-3, so ten times as much is an error
+# of the file.
 _NORM_TOLERANCE = 1e-2
-"""How far from 1 a row's norm may be; rounding to float16 moves it by less than 1e-3."""
 
 
 @dataclass(frozen=True)
@@ -45,25 +46,35 @@ def class_names(classes: ClassNames) -> tuple[str, ...]:
     if twice:
         raise DataError(
             f"class names occur more than once: {', '.join(map(repr, twice))}",
-            hint="Images are matched to rows by class name. Give each row a different name.",
+            hint="Give each row a different name: images are matched to rows by it.",
         )
     return names
 
 
 def file_head(file: str | os.PathLike[str], tensor: str, logit_scale: float, classes: ClassNames) -> Head:
-    """Return a head of precomputed class embeddings, rows of unit norm [classes, d] under a key of a file."""
+    """Return a head of precomputed class embeddings.
+
+    Args:
+        file: the file of the embeddings.
+        tensor: their key in it; rows of unit norm, [classes, d].
+        logit_scale: factor on the cosines.
+        classes: class names in the order of the rows.
+
+    Raises:
+        DataError: a row's norm is not 1, or the number of names is not that of rows.
+    """
     source = open_checkpoint(file)
     require_key(source, tensor)
     embeddings, where = source.read(tensor).float(), f"{tensor!r} in {source.name}"
     names = _names_of(embeddings, classes, where)
     norms = torch.linalg.vector_norm(embeddings, dim=1)
     deviation = (norms - 1).abs()
-    # Written so that NaN raises too.
+    # All comparisons with NaN are false, so `not all` raises for NaN where `any(deviation > ...)` would not.
     if not bool((deviation <= _NORM_TOLERANCE).all()):
         worst = int(deviation.nan_to_num(nan=torch.inf).argmax())
         raise DataError(
             f"{where}: the row of {names[worst]!r} has norm {norms[worst].item():.4g}; expected 1",
-            hint="Divide every row by its norm, and give the scale as `logit_scale`.",
+            hint="Divide each row by its norm. Set the scale in `logit_scale`.",
         )
     return Head(names, embeddings, logit_scale)
 
@@ -88,8 +99,8 @@ def linear_head(
     matrices = [key for key, header in source.headers.items() if len(header.shape) == 2]
     if weight is None and len(matrices) != 1:
         raise CheckpointError(
-            f"{source.name} holds {len(matrices)} matrices; a classifier has one weight",
-            hint=f"Name it: heads.<task>.weight, one of {', '.join(matrices[:5]) or 'those in another file'}.",
+            f"{source.name} has {len(matrices)} matrices; expected one, the classifier's weight",
+            hint=f"Set heads.<task>.weight to one of {', '.join(matrices[:5]) or 'the keys of another file'}.",
         )
     key = weight or matrices[0]
     bias_key = bias or f"{key.removesuffix('weight')}bias"
@@ -105,8 +116,8 @@ def _names_of(rows: Tensor, classes: ClassNames | None, where: str) -> tuple[str
     names = class_names(list(map(str, range(len(rows)))) if classes is None else classes)
     if len(rows) != len(names):
         raise DataError(
-            f"{where} has {len(rows)} rows, but there are {len(names)} class names",
-            hint="Give one name per row, in the order of the rows: heads.<task>.classes.",
+            f"{where} has {len(rows)} rows, but {len(names)} class names",
+            hint="Set heads.<task>.classes to one name per row, in their order.",
         )
     return names
 
@@ -126,6 +137,7 @@ def num_labels(place: str) -> int | None:
     if not str((stated.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
         return 0 if stated else None
     labels = stated.get("id2label")
+    # transformers omits both for its default of two labels.
     return len(labels) if isinstance(labels, Mapping) else int(stated.get("num_labels") or 2)
 
 
@@ -139,7 +151,7 @@ def stated_classes(place: str) -> tuple[str, ...] | None:
     if not isinstance(labels, dict) or not all(str(row) in labels for row in range(len(labels))):
         return None
     names = tuple(str(labels[str(row)]) for row in range(len(labels)))
-    # The default names of transformers.
+    # transformers writes these default names if none were set, so they name no classes.
     return None if names == tuple(f"LABEL_{row}" for row in range(len(names))) else names
 
 
@@ -159,12 +171,12 @@ def text_head(
     names = class_names(classes)
     if not templates or not all("{}" in template for template in templates):
         raise SpecError(
-            f"templates are {list(templates)}; expected at least one, each with a place for the class name",
-            hint='Write {} where the class name goes, for example "a photo of a {}."',
+            f"templates are {list(templates)}; expected at least one, each with {{}} for the class name",
+            hint='For example "a photo of a {}."',
         )
     rows = []
     for name in names if words is None else words:
-        # Not str.format: other braces in a template are text.
+        # Not `str.format`, which would raise on other braces in a template.
         prompts = [template.replace("{}", name) for template in templates]
         rows.append(F.normalize(F.normalize(tower.embed(prompts), dim=-1).mean(dim=0), dim=-1))
     return Head(names, torch.stack(rows), tower.logit_scale)
@@ -176,15 +188,15 @@ def _names_in(path: pathlib.Path) -> list[str]:
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path}: class names can't be read: {getattr(error, 'strerror', None) or error}",
-            hint='Give a JSON file that holds a list: ["cat", "dog"].',
+            hint='Use a JSON file with a list: ["cat", "dog"].',
         ) from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{path} holds no list of class names", hint='Expected JSON such as ["cat", "dog"].')
+        raise DataError(f"{path} has no list of class names", hint='Expected JSON: ["cat", "dog"].')
     return names
 
 
+# Rows of a vocabulary that are read at a time: 8,192 rows of width 8,192 take 256 MiB in float32.
 _ROWS = 8192
-"""Rows of a vocabulary read at a time."""
 
 
 class ScoreMap(Protocol):
@@ -247,7 +259,8 @@ def _derivative(rows: Tensor, features: Tensor, *, normalize: bool) -> Derivativ
     """Return the Jacobian of rows [classes, d] @ x, or of rows @ x / |x|: rows (1 - u u') / |x| with u = x / |x|."""
     if not normalize:
         return Derivative(lambda v: v @ rows.mT, lambda w: w @ rows)
-    size = torch.linalg.vector_norm(features, dim=-1, keepdim=True).clamp_min(1e-12)  # as `F.normalize` does
+    # The lower bound of `F.normalize`, so that scores and derivatives agree for zeros too.
+    size = torch.linalg.vector_norm(features, dim=-1, keepdim=True).clamp_min(1e-12)
     unit = features / size
 
     def turned(v: Tensor) -> Tensor:
@@ -259,6 +272,7 @@ def _derivative(rows: Tensor, features: Tensor, *, normalize: bool) -> Derivativ
 def _shortest(start: Tensor, end: Tensor) -> Tensor:
     """Return the norm of the shortest feature on each segment, [n]."""
     drift = end - start
+    # The lower bound avoids 0 / 0 for a segment of length 0, whose t does not matter.
     t = (-(start * drift).sum(dim=1) / drift.square().sum(dim=1).clamp_min(1e-300)).clamp(0, 1)
     shortest: Tensor = torch.linalg.vector_norm(start + t[:, None] * drift, dim=1)
     return shortest
@@ -296,7 +310,13 @@ def class_rows(head: ScoreMap, labels: Sequence[str]) -> Tensor:
 
 
 def scores_own_class(head: ScoreMap, features: Tensor, labels: Sequence[str]) -> Tensor:
-    """Return True for samples whose best score is that of their own label, [n]."""
+    """Return True for samples whose best score is that of their own label, [n].
+
+    Args:
+        head: the score map.
+        features: final features [n, d].
+        labels: class names of the samples.
+    """
     return head.scores(features).argmax(dim=1) == to_device(class_rows(head, labels), features.device)
 
 
@@ -309,7 +329,7 @@ class LmScores:
         head: key of the head if it is apart from the embeddings.
         bias: key of its bias [vocabulary]; "" without one.
         scale: factor on the features before the head.
-        behind: elementwise map from the head's output [n, classes] to scores; None for the identity.
+        after_head: elementwise map from the head's output [n, classes] to scores; None for the identity.
         slope: a bound on the slope of that map; NaN if unknown.
     """
 
@@ -317,7 +337,7 @@ class LmScores:
     head: str = "lm_head.weight"
     bias: str = ""
     scale: float = 1.0
-    behind: Callable[[Tensor], Tensor] | None = None
+    after_head: Callable[[Tensor], Tensor] | None = None
     slope: float = 1.0
 
     @property
@@ -343,8 +363,8 @@ class LmHead:
     lm: LmScores
     tokens: tuple[int, ...] | None = None
 
+    # The gain is the norm of a matrix, so it needs no sampling.
     is_bounded_exactly = True
-    """Its gain is the norm of a matrix and is not sampled."""
 
     @property
     def num_tokens(self) -> int:
@@ -362,7 +382,7 @@ class LmHead:
             shift = None if bias is None else to_match(features, bias)
             parts.append(F.linear(features * self.lm.scale, to_match(features, weight), shift))
         scores = torch.cat(parts, dim=-1)
-        return scores if self.lm.behind is None else self.lm.behind(scores)
+        return scores if self.lm.after_head is None else self.lm.after_head(scores)
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
         """Return scale * |rows|_2 times the slope of the library's steps after the head."""
@@ -374,14 +394,15 @@ class LmHead:
             yield self._rows
             return
         count = self.num_tokens
-        for first in range(0, count, _ROWS):
-            yield self._read(first, min(first + _ROWS, count))
+        for start in range(0, count, _ROWS):
+            yield self._read(start, min(start + _ROWS, count))
 
-    def _read(self, first: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self.source.read(self.lm.key, (first, stop)), self.lm.bias
-        if bias and len(self.source.headers[bias].shape) == 2:  # one row, in BART
-            return weight, self.source.read(bias)[0, first:stop]
-        return weight, self.source.read(bias, (first, stop)) if bias else None
+    def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self.source.read(self.lm.key, (start, stop)), self.lm.bias
+        # BART's final_logits_bias is [1, vocabulary], whose rows are not those of the vocabulary.
+        if bias and len(self.source.headers[bias].shape) == 2:
+            return weight, self.source.read(bias)[0, start:stop]
+        return weight, self.source.read(bias, (start, stop)) if bias else None
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor | None]:
@@ -391,7 +412,8 @@ class LmHead:
 
     @cached_property
     def _norm(self) -> float:
-        # By the Gram matrix [d, d], as all rows of a vocabulary in float64 need not fit into memory.
+        # From the Gram matrix [d, d], because the rows of a vocabulary in float64 may not fit into memory. In float64,
+        # because the square root halves the number of correct digits.
         wide = (weight.double() for weight, _ in self._weights())
         gram = sum((rows.mT @ rows for rows in wide), torch.zeros(()))
         norm = float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())

@@ -19,11 +19,11 @@ from driftlens.models.tracing.hooks import call
 from driftlens.utils.devices import to_match
 from driftlens.utils.errors import DataError
 
+# Bounds on the slopes of functions. The slope of GELU has its maximum 1.1290 at the square root of 2.
 _SLOPES = {
     **dict.fromkeys(("__getitem__", "contiguous", "dropout", "float", "relu", "tanh", "to"), 1.0),
     "gelu": 1.13,
 }
-"""A bound on the slope of each function; that of GELU is 1.1290, at the square root of 2."""
 
 
 class Tokens(nn.Module):
@@ -69,6 +69,7 @@ class OwnHead:
     def scores(self, features: Tensor) -> Tensor:
         """Compute class scores [n, classes] of final features [n, d], on their device and in their dtype."""
         weights = {name: to_match(features, value) for name, value in self.weights.items()}
+        # One token per sample: every supported pooling of a single token returns this token.
         return self.form.run(weights, features[:, None])
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor | None:
@@ -87,6 +88,7 @@ def followed(run: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
     """Return a bound on the change of the output of `run` per change of `start`; NaN if unknown."""
     with torch.no_grad(), _Follow(start) as path:
         end = run(start)
+    # If the output is another tensor, it took a way that was not followed, such as a residual sum.
     return path.gain if end is path.current else path.gain * torch.nan
 
 
@@ -108,15 +110,34 @@ class HeadForm:
     pool: Pool = "cls"
 
     def run(self, weights: Mapping[str, Tensor], tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Compute scores [n, classes] of features of tokens [n, t, d]; the mask [n, t] is 0 for padding."""
+        """Compute the scores of features of tokens.
+
+        Args:
+            weights: the head's weights by their names in `names`.
+            tokens: [n, t, d].
+            mask: [n, t], 0 for padding; None means no padding.
+
+        Returns:
+            [n, classes].
+        """
         inputs: dict[str, Tensor] = {self.takes: tokens}
+        # Only texts are padded: forward functions of image models take no mask.
         if self.takes == "input_ids":
             ones = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
             inputs["attention_mask"] = ones if mask is None else mask
         return result(call(self.module, weights, (), inputs))
 
     def head(self, source: StateSource, keys: Sequence[str], classes: Sequence[str]) -> OwnHead:
-        """Return the head with the weights under `keys`, in the order of `names`."""
+        """Return the head of one expert.
+
+        Args:
+            source: the expert's weights.
+            keys: keys of the head's weights in `source`, in the order of `names`.
+            classes: class names in the order of scores.
+
+        Raises:
+            DataError: the number of class names is not that of scores.
+        """
         weights = {name: source.read(key).float() for name, key in zip(self.names, keys, strict=True)}
         for key, value in zip(keys, weights.values(), strict=True):
             check_finite(source.name, key, value)
@@ -124,13 +145,13 @@ class HeadForm:
         count = head.scores(torch.zeros(1, self.width)).shape[1]
         if count != len(head.classes):
             raise DataError(
-                f"the classifier of {source.name} gives {count} scores, but there are {len(head.classes)} class names",
-                hint="Give one name per score, in their order: heads.<task>.classes.",
+                f"the classifier of {source.name} has {count} scores, but {len(head.classes)} class names",
+                hint="Set heads.<task>.classes to one name per score, in their order.",
             )
         return head
 
 
-def behind_core(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadForm] | None:
+def split_head(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadForm] | None:
     """Split a model for classification into its core and its head, which share its modules.
 
     Return None, and leave the model unchanged, if the head does not read one vector: the first token, the last or the
@@ -150,6 +171,7 @@ def behind_core(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadFo
         setattr(whole, prefix, core)
         return None
     if pooler is not None:
+        # The pooler belongs to the head now; in the core it would be merged as well.
         core.pooler = None
     return Tokens(core, prefix), replace(form, pool=pool)
 
@@ -160,12 +182,13 @@ def _pool_of(form: HeadForm) -> Pool | None:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    # Small weights, so that activations are not saturated and poolings stay distinguishable.
+    # Small weights, because saturated activations (tanh) would make different poolings look equal.
     weights = {name: random(*value.shape) / 10 for name, value in form.module.state_dict().items()}
     tokens, mask = random(2, 3, form.width), torch.tensor([[1, 1, 1], [1, 1, 0]])
     scores = form.run(weights, tokens, mask)
     for pool in get_args(Pool):
         alone = pooled(tokens, pool, mask)
+        # `all` flattens tokens to a vector of another width.
         if alone.shape[1] == form.width and torch.allclose(form.run(weights, alone[:, None]), scores):
             return pool
     return None

@@ -24,17 +24,17 @@ from driftlens.utils.errors import DataError, IncompatibleModelsError, SpecError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+# Model types that number positions from the padding token's id + 1, so that their tables have fewer usable positions.
 _OFFSET = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
-"""Model types whose positions begin after the id of the padding token."""
+# Another model's processor would not do: sizes of images and patches and the image token differ.
 _PROCESSOR = (
-    "Put the base's own processor_config.json, preprocessor_config.json and tokenizer files next to its config.json. "
-    "Sizes of images and patches and the image token differ between models."
+    "Put the base's processor_config.json, preprocessor_config.json and tokenizer next to its config.json."
 )
 _EXAMPLES = ("a word", "and a few more")
+# Names, after `max_`, of the number of a decoder's positions in configurations; the first that is set counts.
 _POSITIONS = ("target_positions", "position_embeddings")
-"""Names of the number of a decoder's positions in configurations."""
+# NaFlex processors keep the sizes of images, so their batches have a mask of patches.
 PATCHES = "pixel_attention_mask"
-"""The mask of patches in batches of images of different sizes (NaFlex)."""
 _FILLERS = ("pad_token", "eos_token", "sep_token")
 
 
@@ -64,6 +64,7 @@ class Preprocess:
 
     def example(self) -> Any:
         """Return the raw inputs of two samples, for a trial pass."""
+        # Two samples, because a batch of one hides errors with the batch axis.
         pictures = [np.zeros((64, 64, 3), dtype=np.uint8)] * 2
         if isinstance(self.texts, PictureReader):
             return self([Pictured(text, images=(partial(_rgb, pictures[0]),)) for text in _EXAMPLES])
@@ -71,7 +72,16 @@ class Preprocess:
 
 
 def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str) -> Preprocess:
-    """Return the preprocessing of a `preprocessor_config.json` with PIL; None takes CLIP's defaults, with a notice."""
+    """Return the preprocessing of a CLIP of transformers, with PIL.
+
+    Args:
+        config: the `preprocessor_config.json`; None uses CLIP's defaults, with a notice.
+        image_size: height and width in pixels.
+        source: the model's source, for messages.
+
+    Raises:
+        IncompatibleModelsError: the configuration is for another kind of model.
+    """
     import transformers
 
     default = {
@@ -84,9 +94,9 @@ def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int],
     if not kind.startswith("CLIP"):
         raise IncompatibleModelsError(
             f"{source}: preprocessor_config.json is for {kind}, expected CLIPImageProcessor",
-            hint="Put the preprocessor_config.json of the base CLIP next to its config.json.",
+            hint="Use the preprocessor_config.json of the base CLIP.",
         )
-    # Before transformers 5 the plain class is the one that works with PIL.
+    # PIL, because torchvision resizes to slightly different pixels. Before transformers 5, the plain class uses PIL.
     processor_class = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
     notice = _default_notice(source, "preprocessor_config.json") if config is None else ""
     return _processed_by(processor_class.from_dict(stated), stated, notice)
@@ -106,7 +116,13 @@ def _processed_by(processor: Any, settings: Mapping[str, Any], notice: str) -> P
 def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     """Return the preprocessing of an image model of transformers, by its own processor with PIL.
 
-    Without a `preprocessor_config.json`, use the family's defaults for `config.image_size`, with a notice.
+    Args:
+        source: a folder or Hub id. Without a `preprocessor_config.json`, the family's defaults are used, with a notice.
+        config: the model's configuration, whose `image_size` the defaults need.
+        offline: True to search only caches.
+
+    Raises:
+        IncompatibleModelsError: there is no `preprocessor_config.json` and the family has no defaults.
     """
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
@@ -126,14 +142,15 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
         kind = kinds.get("pil") if isinstance(kinds, dict) else next(filter(None, kinds), None)
         if kind is None:
             raise IncompatibleModelsError(
-                f"{source} has no preprocessor_config.json, and transformers no default for its kind",
-                hint="Put the preprocessor_config.json of the base next to its config.json.",
+                f"{source} has no preprocessor_config.json, and transformers has no default",
+                hint="Put the base's preprocessor_config.json next to its config.json.",
             )
         size = getattr(config, "image_size", 224)
         edge = size if isinstance(size, int) else min(size)
+        # Processors accept a size in one of two forms; their default shows which.
         by_edge = "shortest_edge" in dict(kind().size)
         processor = kind(size={"shortest_edge": edge} if by_edge else {"height": edge, "width": edge})
-        notice = f"{source} has no preprocessor_config.json: images are prepared by the family's defaults."
+        notice = f"{source} has no preprocessor_config.json: using the family's default preprocessing."
     return _processed_by(processor, processor.to_dict(), notice)
 
 
@@ -151,7 +168,13 @@ def in_order(preprocess: Preprocess, patch_size: int) -> Preprocess:
 def open_clip_preprocess(
     config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str
 ) -> Preprocess:
-    """Return the preprocessing of open_clip's `preprocess_cfg`; None takes CLIP's defaults, with a notice."""
+    """Return the preprocessing of a CLIP of open_clip.
+
+    Args:
+        config: its `preprocess_cfg`; None uses CLIP's defaults, with a notice.
+        image_size: height and width in pixels.
+        source: the model's source, for messages.
+    """
     from open_clip.transform import PreprocessCfg, image_transform_v2, merge_preprocess_dict
     from torchvision.transforms import Normalize, ToTensor
 
@@ -163,7 +186,7 @@ def open_clip_preprocess(
     assert isinstance(to_tensor, ToTensor) and isinstance(normalise, Normalize)
 
     def batch(images: Sequence[Any]) -> Tensor:
-        # Bit-identical to `to_tensor` and `normalise`, but for all images at once, ten times as fast for small ones.
+        # Bit-identical to `to_tensor` and `normalise`, but for all images at once: ten times as fast for small ones.
         shaped = [functools.reduce(lambda image, step: step(image), shape, _rgb(image)) for image in images]
         pixels = torch.from_numpy(np.stack([np.asarray(image) for image in shaped])).permute(0, 3, 1, 2)
         return normalise(pixels.contiguous().to(torch.get_default_dtype()).div(255))
@@ -174,7 +197,13 @@ def open_clip_preprocess(
 def image_preprocess(
     backend: str, transform: Callable[[Any], Tensor], settings: Mapping[str, Any] | None = None
 ) -> Preprocess:
-    """Return the preprocessing of a function from a PIL image in RGB to a tensor, as in torchvision and timm."""
+    """Return the preprocessing of one function, as in torchvision and timm.
+
+    Args:
+        backend: name of the code.
+        transform: PIL image in RGB -> tensor [3, h, w].
+        settings: the settings of `transform`, for the manifest.
+    """
 
     def batch(images: Sequence[Any]) -> Any:
         return torch.stack([torch.as_tensor(transform(_rgb(image))) for image in images])
@@ -183,12 +212,23 @@ def image_preprocess(
 
 
 def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> Preprocess:
-    """Return the preprocessing of texts by the tokenizer next to a model's configuration."""
+    """Return the preprocessing of texts by the tokenizer next to a model's configuration.
+
+    Args:
+        source: a folder or Hub id.
+        config: the model's configuration.
+        offline: True to search only caches.
+        form: encoder, decoder or encoder-decoder.
+
+    Raises:
+        SpecError: the tokenizer is missing or does not fit.
+    """
     code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
     generation = read_config(source, "generation_config.json", offline=offline) or {}
     tokenizer = tokenizer_in(source, offline=offline)
     stated = read_config(source, "sentence_bert_config.json", offline=offline) or {}
-    if tokenizer is not None and stated.get("max_seq_length"):  # sentence-transformers overrides it
+    # sentence-transformers overrides the tokenizer's own limit.
+    if tokenizer is not None and stated.get("max_seq_length"):
         tokenizer.model_max_length = stated["max_seq_length"]
     preprocess = text_preprocess(tokenizer, config, generation, form, source, code=code)
     reader = replace(cast("TextReader", preprocess.texts), lowers=bool(stated.get("do_lower_case")))
@@ -196,7 +236,16 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
 
 
 def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
-    """Return the preprocessing of texts with images by the processor next to a model's configuration."""
+    """Return the preprocessing of texts with images by the processor next to a model's configuration.
+
+    Args:
+        source: a folder or Hub id.
+        config: the model's configuration.
+        offline: True to search only caches.
+
+    Raises:
+        IncompatibleModelsError: the processor is not one of images and texts.
+    """
     from transformers import AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -207,25 +256,35 @@ def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess
     )
     if not hasattr(processor, "image_token") or getattr(processor, "image_processor", None) is None:
         raise IncompatibleModelsError(
-            f"{source}: its processor is a {type(processor).__name__}; expected one of images and texts",
+            f"{source}: its processor is a {type(processor).__name__}; expected one for images and texts",
             hint=_PROCESSOR,
         )
     with_images = replace(texts.texts, takes_images=True, processor=processor)
     reader = PictureReader(**vars(with_images))
+    # Rows are padded on the right, whatever the tokenizer's setting.
     processor.tokenizer.padding_side = "right"
     settings = {**texts.settings, "images": processor.image_processor.to_dict()}
     usual, name = PROCESSOR_MAPPING_NAMES.get(config.model_type), type(processor).__name__
-    notice = f"the processor is a {name}, and {config.model_type} models use a {usual}"
+    notice = f"the processor is a {name}; expected {usual} for {config.model_type} models"
     notice = "" if usual in (None, name) else notice
     return Preprocess(f"transformers {name}", reader, settings, notice, reader)
 
 
 def processed_example(preprocess: Preprocess, config: Any, source: str) -> Any:
-    """Return a processor's output for an example; raise if it has no token for the image."""
+    """Return a processor's output for an example.
+
+    Args:
+        preprocess: the preprocessing of texts with images.
+        config: the model's configuration.
+        source: the model's source, for messages.
+
+    Raises:
+        IncompatibleModelsError: the output has no token for the image.
+    """
     token, example = getattr(config, "image_token_id", None), preprocess.example()
     if token is not None and not (example["input_ids"] == token).any():
         raise IncompatibleModelsError(
-            f"{source}: its processor writes no image token ({token}), which the model expects",
+            f"{source}: its processor writes no image token; the model expects {token}",
             hint=_PROCESSOR,
         )
     return example
@@ -246,7 +305,7 @@ def text_preprocess(
     """
     size = config.get_text_config().vocab_size
     filler = next((token for name in _FILLERS if (token := getattr(tokenizer, name, None)) is not None), None)
-    # Without files, transformers 5 returns a tokenizer of special tokens alone.
+    # Without files, transformers 5 returns a tokenizer of special tokens alone instead of raising.
     if (
         tokenizer is None
         or not len(tokenizer("a few words")["input_ids"])
@@ -254,29 +313,31 @@ def text_preprocess(
         or len(tokenizer) > size
         or filler is None
     ):
-        about_code = f" (its tokenizer is custom code, {code}, which is never run)" if code else ""
+        about_code = f" (its custom tokenizer code, {code}, is never run)" if code else ""
         raise SpecError(
-            f"{source} has no tokenizer that fits its {size} tokens and pads or ends texts, so texts can't be read"
+            f"{source} has no tokenizer with a pad or end token for its {size} tokens, so texts can't be read"
             + about_code,
             hint="Put the base's tokenizer files next to its config.json.",
         )
-    if tokenizer.pad_token is None:  # any token will do, as padding is masked
+    # Many decoders have no pad token. Any token will do, as padding is masked.
+    if tokenizer.pad_token is None:
         tokenizer.pad_token = filler
     sizes = (getattr(config.get_text_config(), f"max_{name}", None) for name in _POSITIONS)
     limit = next(filter(None, sizes), UNLIMITED)
     if config.model_type in _OFFSET:
         limit -= 1 + (config.pad_token_id or 0)
-    # Generation settings override the configuration.
+    # Generation settings override the configuration, as in the library's own `generate`.
     start = generation.get("decoder_start_token_id", getattr(config, "decoder_start_token_id", None))
     start = generation.get("bos_token_id", getattr(config, "bos_token_id", None)) if start is None else start
     if form == "encoder-decoder" and start is None:
         raise SpecError(
-            f"{source} has no start token for its decoder",
-            hint="Set decoder_start_token_id in its config.json (0, the pad token, for T5).",
+            f"{source} has no decoder start token",
+            hint="Set decoder_start_token_id in its config.json (0 for T5).",
         )
     stated = tokenizer.model_max_length
-    if not stated >= 1:  # every text would be cut to nothing
-        raise SpecError(f"{source}: its tokenizer takes {stated!r} tokens (model_max_length)")
+    # Zero, a negative number or NaN would cut every text to nothing.
+    if not stated >= 1:
+        raise SpecError(f"{source}: model_max_length of its tokenizer is {stated!r}; expected 1 or more")
     ends = generation.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
     named = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
     reader = TextReader(
@@ -305,12 +366,13 @@ def _opening(tokenizer: Any, generation: Mapping[str, Any], start: int | None) -
     bare, whole = (
         tokenizer(text_target="a", add_special_tokens=special)["input_ids"] for special in (False, True)
     )
+    # The start token is added by the model, also where the tokenizer writes it.
     count = next((place for place in range(len(whole)) if whole[place : place + len(bare)] == bare), 0)
     return tuple(token for token in whole[:count] if token != start)
 
 
 def _default_notice(source: str, part: str) -> str:
-    return f"{source} has no {part}: images are resized, cropped and normalised as CLIP's were."
+    return f"{source} has no {part}: using CLIP's default preprocessing."
 
 
 def _rgb(image: Image | np.ndarray[Any, Any]) -> Image:
@@ -319,10 +381,10 @@ def _rgb(image: Image | np.ndarray[Any, Any]) -> Image:
     if isinstance(image, images.Image):
         return image.convert("RGB")
     array = np.asarray(image)
-    # Pillow would misread other orders of axes, and floats up to 1.
+    # Pillow would misread channels before space, and would cut floats in [0, 1] to black.
     if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)):
         raise DataError(
-            f"an image is an array of {array.dtype} with shape {list(array.shape)}",
-            hint="Expected uint8 of shape [height, width, 3] or [height, width].",
+            f"an image is {array.dtype} {list(array.shape)}; expected uint8 [height, width, 3] or [height, width]",
+            hint="Convert it to uint8, channels last.",
         )
     return images.fromarray(array).convert("RGB")

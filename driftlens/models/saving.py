@@ -39,8 +39,8 @@ from driftlens.utils.files import (
     write_text_atomic,
 )
 
+# The header is padded to the width of the widest dtype, so that readers can map tensors without a copy.
 _ALIGNMENT = 8
-"""Bytes to which the header is padded, the width of the widest dtype."""
 _CODE = frozenset(("auto_map", "custom_pipelines"))
 
 log = logging.getLogger("driftlens")
@@ -64,17 +64,18 @@ class Patched:
         header, update = self.headers[key], self._updates[key].detach()
         if tuple(update.shape) != header.shape:
             raise ShapeError(
-                f"{key!r} has shape {list(header.shape)} in {self.name}, its update {list(update.shape)}",
-                hint="Updates come in the layout of the base's own checkpoint.",
+                f"{key!r} has shape {list(update.shape)}; expected {list(header.shape)} as in {self.name}",
+                hint="Use the layout of the base's checkpoint.",
                 key=key,
             )
         if update.is_floating_point() and not header.dtype.is_floating_point:
             raise CheckpointError(
-                f"{self.name}: {key!r} is {header.dtype}, an update of it would be cut to integers"
+                f"{self.name}: {key!r} is {header.dtype}, so a floating-point update would be truncated"
             )
         value = (update if rows is None else update[slice(*rows)]).to("cpu", header.dtype)
+        # After the cast: a finite float32 may be infinite in float16.
         kept = str(header.dtype).removeprefix("torch.")
-        hint = f"It was computed so, or is too large for {kept}. Try other settings or another --out-dtype."
+        hint = f"It may be too large for {kept}. Try other settings or another --out-dtype."
         check_finite(f"the update of {self.name}", key, value, hint)
         return value
 
@@ -90,10 +91,13 @@ def save_state_dict(
 ) -> None:
     """Write tensors as a safetensors file, atomically.
 
-    A source is streamed tensor by tensor; other iterables are collected first. Tensors that share storage are written
-    separately. `format: pt`, which readers expect, is added to the metadata.
+    Args:
+        path: the file.
+        tensors: a source, which is streamed tensor by tensor, or other tensors, which are collected first. Those that
+            share storage are written separately.
+        metadata: strings for the header; `format: pt` is added, which transformers requires.
     """
-    # The safetensors library can only write tensors that are all in memory.
+    # Written here, because the safetensors library can only write tensors that are all in memory.
     pairs: Iterable[tuple[str, Tensor]]
     if isinstance(tensors, Patched | Stored | Composed):
         source, headers = tensors, dict(tensors.headers)
@@ -110,7 +114,8 @@ def save_state_dict(
             assert TensorHeader(tuple(tensor.shape), tensor.dtype) == headers[key], key
             file.seek(len(head) + starts[key])
             file.write(raw_bytes(tensor))
-            del tensor  # before the next one is made
+            # The next tensor is computed before the loop variable is replaced. Without this, two are in memory at once.
+            del tensor
 
 
 def _header(headers: Mapping[str, TensorHeader], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
@@ -159,7 +164,7 @@ def save_model(
     def stored(names: Mapping[str, str], wrapper: str) -> Patched | Stored:
         updates = {name: canonical[key] for name, key in names.items() if key in canonical}
         patched = Patched(renamed(base, names), OnDemand(updates, lambda name: model.read(updates[name])))
-        # Without a layout, the skeleton's tensors are written under its own names.
+        # Without a layout, the base's keys are the skeleton's, so there is no wrapper to remove.
         return patched if architecture.layout is None else Stored(patched, wrapper)
 
     target, form = pathlib.Path(path), architecture.folder
@@ -177,7 +182,7 @@ def save_model(
             (folder / name).parent.mkdir(exist_ok=True)
             _copy(place, folder / name)
         for name, content in form.configs.items():
-            # Configurations of transformers may contain infinite numbers.
+            # Configurations of transformers may contain Infinity, which is not valid JSON.
             write_json_atomic(folder / name, _without_code(content, name), allow_nan=True)
         for name, head in heads.items():
             (folder / name).parent.mkdir(exist_ok=True)
@@ -200,7 +205,15 @@ def save_card(
     card: Callable[[str], str],
     heads: Collection[str] = (),
 ) -> None:
-    """Rewrite the card of a folder of `save_model`; arguments as there."""
+    """Rewrite the card of a folder that `save_model` wrote.
+
+    Args:
+        architecture: the architecture of the model.
+        base: the base under its own key names.
+        folder: the saved folder.
+        card: Python that uses the folder (see `FolderFormat`) -> text of its README.md.
+        heads: paths of the tasks' own heads in the folder.
+    """
     form = architecture.folder
     assert form is not None
     names, companions = _library_names(architecture, base, form), _companions(architecture, base, form)
@@ -209,14 +222,23 @@ def save_card(
 
 
 def library_prefix(architecture: Architecture, base: StateSource, key: str) -> str:
-    """Return the prefix of the skeleton's module paths in the library's whole model, from one key."""
+    """Return the prefix of the skeleton's module paths in the library's whole model.
+
+    Args:
+        architecture: the architecture, which can be saved as a folder.
+        base: the base under its own key names.
+        key: a key of the skeleton, whose two names show the prefix.
+
+    Raises:
+        IncompatibleModelsError: the library's name does not end in the skeleton's.
+    """
     assert architecture.folder is not None and architecture.layout is not None
     stored = architecture.layout.key_map(base.headers, architecture.keys, base.name)[key]
     names = _library_names(architecture, base, architecture.folder)
     library = next(name for name, base_key in names.items() if base_key == stored)
     if not library.endswith(key):
         raise IncompatibleModelsError(
-            f"the library calls {key!r} {library!r}, so maps can't be attached to its own modules by their names",
+            f"{key!r} is {library!r} in the library, so correction modules can't be attached by name",
             hint="Save to a path ending in .safetensors.",
         )
     return library.removesuffix(key)
@@ -227,13 +249,13 @@ def require_target(architecture: Architecture, path: str | os.PathLike[str]) -> 
     place = pathlib.Path(path)
     if place.suffix in NEVER_WRITTEN:
         raise SpecError(
-            f"{place}: a model is saved as a folder or as safetensors, not as {place.suffix}",
-            hint=f"Give {place.with_suffix('.safetensors')}, or a name without an ending for a folder.",
+            f"{place}: models are saved as a folder or as safetensors, not as {place.suffix}",
+            hint=f"Use {place.with_suffix('.safetensors')}, or a name without suffix for a folder.",
         )
     if architecture.folder is None and place.suffix != ".safetensors":
         raise SpecError(
-            f"a {architecture.source} can only be saved as a state dict",
-            hint="Give a path ending in .safetensors.",
+            f"{architecture.source} can only be saved as a state dict",
+            hint="Use a path ending in .safetensors.",
         )
     require_free(place)
 
@@ -242,7 +264,7 @@ def _files(
     base: StateSource, keys: Collection[str], wrapper: str, form: FolderFormat
 ) -> dict[str, list[str]]:
     """Return the weight files to write, each with its part of `keys`: the base's own shards, or one for all."""
-    # Not every library reads an index.
+    # open_clip reads no index of shards.
     shards = shards_of(base) if f"{form.weights}.index.json" in WEIGHT_FILES else {}
     if not all(wrapper + key in shards for key in keys):
         return {form.weights: [*keys]}
@@ -259,7 +281,7 @@ def _companions(architecture: Architecture, base: StateSource, form: FolderForma
     companions = {name: place for name, place in companion_files(source).items() if name not in form.configs}
     if companions or of_base == source:
         return companions
-    # The configurations contain the preprocessing of images; another folder's processor would override it.
+    # The configurations contain the preprocessing of images. A processor from another folder would override it.
     return {
         name: place
         for name, place in companion_files(of_base).items()
@@ -285,7 +307,7 @@ def _without_code(content: Any, file: str) -> Any:
     if not isinstance(content, Mapping):
         return content
     for entry in _CODE & content.keys():
-        log.warning("%s names custom code under %r, which is not saved with the model", file, entry)
+        log.warning("%s names custom code under %r; it is not saved", file, entry)
     return {key: _without_code(value, file) for key, value in content.items() if key not in _CODE}
 
 
@@ -302,8 +324,8 @@ def _stored_keys(architecture: Architecture, base: StateSource, model: StateSour
         missing = next((key for key in keys if key not in present), None)
         if missing is not None:
             raise IncompatibleModelsError(
-                f"{source.name} lacks {missing!r}, so the model can't be saved in the form of the base",
-                hint="Both must be whole models of one architecture.",
+                f"{source.name} lacks {missing!r}, so the model can't be saved in the base's format",
+                hint="Use whole models of one architecture.",
                 key=missing,
             )
     # The head that computes scores belongs to no layer and is merged too.
@@ -324,7 +346,7 @@ def _library_names(architecture: Architecture, base: StateSource, folder: Folder
     missing = next((key for key in folder.required() if key not in names), None)
     if missing is not None:
         raise SpecError(
-            f"{base.name} is only a part of the model: {missing!r} is missing",
+            f"{base.name} is not a whole model: {missing!r} is missing",
             hint="Use a whole CLIP as base, or a path ending in .safetensors.",
         )
     return names

@@ -25,14 +25,15 @@ from driftlens.utils.files import json_object
 
 Step = Callable[[Tensor], Tensor]
 
+# Some models leave the tokens of a prompt out of the pooling, but not out of attention. So `pooling_mask` is an entry
+# of raw inputs next to `attention_mask`.
 POOLED = "pooling"
-"""The entry `pooling_mask` of raw inputs masks the tokens that a pooling reads, if not all."""
 
+# Name of the setting with the pooling, in chains that end in embeddings.
 EMBEDDED = "embedding"
-"""The setting of a chain that ends in embeddings: their pooling."""
 
+# Pooling at inner boundaries, which must be linear, unlike `max`. Only a pooling that selects a token is kept.
 _INNER: Mapping[str, Pool] = {"cls": "cls", "lasttoken": "last"}
-"""The pooling at inner boundaries: that of the embedding if it selects a token, else the mean."""
 
 
 def _inner_pool(pooling: Pooling) -> Pool:
@@ -50,8 +51,10 @@ def weights_of(mode: str, mask: Tensor) -> Tensor:
     if mode in ("cls", "lasttoken"):
         places = mask.argmax(dim=1) if mode == "cls" else mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)
         return F.one_hot(places, mask.shape[1]).to(mask)
-    if mode == "weightedmean":  # a token's weight is its position, counted from 1
+    # The library weighs a token by its position, counted from 1.
+    if mode == "weightedmean":
         mask = mask * torch.arange(1, mask.shape[1] + 1, dtype=mask.dtype, device=mask.device)
+    # The library's own lower bound.
     total = mask.sum(dim=1, keepdim=True).clamp_min(1e-9)
     return mask / (total.sqrt() if mode == "mean_sqrt_len_tokens" else total)
 
@@ -103,16 +106,16 @@ def readout_of(root: pathlib.Path) -> _Readout:
     kinds = [module.kind for module in modules_of(root)]
     if "Pooling" in kinds and set(kinds[1 : kinds.index("Pooling")]) - {"Dropout"}:
         raise IncompatibleModelsError(
-            f"{root}: {kinds[1]} before its Pooling changes tokens, which is not supported",
-            hint="Only modules after the Pooling may change features.",
+            f"{root}: {kinds[1]} before Pooling is not supported",
+            hint="Use a model that changes features after Pooling only.",
         )
     for module in modules_of(root)[1:]:
         place = root / module.place
         stated = json_object(place, "config.json") if module.place else {}
         if {stated.get(f"module_{end}put_name") or _EMBEDDING for end in ("in", "out")} != {_EMBEDDING}:
             raise IncompatibleModelsError(
-                f"{place} reads or writes another entry than {_EMBEDDING}",
-                hint="Only modules that compute the embedding are supported.",
+                f"{place} reads or writes an entry other than {_EMBEDDING}",
+                hint="Use a model whose modules compute only the embedding.",
             )
         if module.kind == "Normalize":
             steps.append(lambda x: F.normalize(x, dim=-1))
@@ -157,10 +160,11 @@ def _activation(place: pathlib.Path, stated: Mapping[str, Any]) -> nn.Module:
     """Return one of torch's own activations, by its name, without an import from the folder."""
     path = str(stated.get("activation_function", "torch.nn.modules.activation.Tanh"))
     name = path.rpartition(".")[2]
+    # The library imports any path that a folder names. Only names of torch itself are looked up here.
     if not path.startswith("torch.nn.") or name not in (*activation.__all__, "Identity"):
         raise IncompatibleModelsError(
-            f"{place}: the activation {path!r} is not in torch.nn",
-            hint="Only activations of torch.nn are supported. Custom code is never run.",
+            f"{place}: activation {path!r} is not in torch.nn; custom code is never run",
+            hint="Use a model with an activation of torch.nn.",
         )
     module: nn.Module = getattr(nn, name)()
     return module.eval()
@@ -196,6 +200,7 @@ def with_embedding(chain: LayerChain, readout: _Readout) -> LayerChain:
         require_shared=shared and (lambda models, batch: shared(models, _apart(batch)[0])),
         modality=replace(chain.modality, pool=pool),
         settings={**chain.settings, EMBEDDED: readout.pooling.said},
+        # No module of the transformer returns the embedding.
         final=None,
     )
 

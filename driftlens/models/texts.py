@@ -26,14 +26,15 @@ from torch import Tensor
 from driftlens.checkpoints.sentences import Prompts
 from driftlens.utils.errors import DataError, SpecError
 
+# An encoder has no answer, a decoder's follows the question, an encoder-decoder's is a row of its own.
 Form = Literal["encoder", "decoder", "encoder-decoder"]
-"""The parts of a language model, which determine the place of an answer."""
+# Larger than any model's limit. Tokenizers without one have the limit 1e30, which no tensor index can hold.
 UNLIMITED = 1 << 30
-"""The maximum length of rows without a limit."""
+# The parts of a tokenizer.json that determine token ids.
 MEANING = ("model", "normalizer", "pre_tokenizer", "post_processor", "added_tokens")
-"""The parts of a tokenizer.json that determine token ids."""
+# Stands for the question when an answer is tokenized alone. SentencePiece adds a space at the beginning of a text, so
+# the answer's tokens would differ from those after a question.
 _BEFORE = ":"
-"""A question before an answer that is tokenized alone, as some tokenizers treat the beginning of a text differently."""
 
 
 class Text(NamedTuple):
@@ -130,9 +131,12 @@ class TextReader:
     def continued(
         self, questions: Sequence[Any], tails: Sequence[Sequence[int]], *, spare: int = 0
     ) -> dict[str, Tensor]:
-        """Return a decoder's batch of questions followed by token ids, padded on the left.
+        """Return a decoder's batch of questions followed by token ids, [n, t], padded on the left.
 
-        Questions are cut to leave `spare` tokens.
+        Args:
+            questions: questions, as `asked` returns them.
+            tails: the token ids after each question.
+            spare: the number of tokens that questions leave free; longer ones are cut.
         """
         prefixes = self.questions(questions, spare=spare)
         rows = [[*question, *tail] for question, tail in zip(prefixes, tails, strict=True)]
@@ -172,7 +176,7 @@ class TextReader:
         """Return the same with another `max_length`, which is `key` in the spec."""
         if max_length > self.limit:
             raise SpecError(
-                f"{key} is {max_length}, but the model has positions for {self.limit} tokens only",
+                f"{key} is {max_length}; the model has {self.limit} positions",
                 hint=f"Set it to {self.limit} or less.",
             )
         return replace(self, max_length=max_length)
@@ -181,8 +185,9 @@ class TextReader:
         """Return the length of each sample's row before cuts, the longer one of an encoder-decoder's."""
         free = replace(self, max_length=UNLIMITED)
         lengths: list[int] = []
-        for first in range(0, len(samples), 256):
-            part = samples[first : first + 256]
+        # Piece by piece, so that the token ids of all samples are never in memory at once.
+        for start in range(0, len(samples), 256):
+            part = samples[start : start + 256]
             for row, sample in zip(free.questions([sample[0] for sample in part]), part, strict=True):
                 answer = free._answer(sample[1])
                 lengths.append(
@@ -222,6 +227,7 @@ class TextReader:
     @property
     def rule(self) -> str:
         """A description of how long questions are cut."""
+        # A decoder's answer follows the end of the question, so its end is kept.
         return f"of a longer question the {'beginning' if self.form == 'decoder' else 'end'} is cut"
 
     @cached_property
@@ -234,7 +240,8 @@ class TextReader:
         special = sorted(
             (name, str(token))
             for name, token in self.tokenizer.special_tokens_map.items()
-            if name != "pad_token"  # hidden by the mask
+            # Tokenizers without a pad token get one here; the mask hides it.
+            if name != "pad_token"
         )
         return hashlib.sha256(json.dumps([parts, special], sort_keys=True).encode()).hexdigest()
 
@@ -256,16 +263,17 @@ class TextReader:
         texts = [self.lead + (text.lower() if self.lowers else text) for text in questions]
         columns: dict[str, list[list[int]]] = dict(self.tokenizer(texts, verbose=False))
         if self.form == "decoder":
-            # An answer must not follow an end token, and a template may begin the text.
+            # An answer must not follow an end token. A chat template may write the begin token a second time.
             columns = {"input_ids": [self._open_ended(row) for row in columns["input_ids"]]}
         for position, limit in enumerate(room):
             if len(columns["input_ids"][position]) <= limit:
                 continue
             if self.form == "decoder":
                 row = columns["input_ids"][position]
-                first = row[:1] if row[0] == self.tokenizer.bos_token_id else []
-                columns["input_ids"][position] = [*first, *row[len(row) - limit + len(first) :]][:limit]
+                begin = row[:1] if row[0] == self.tokenizer.bos_token_id else []
+                columns["input_ids"][position] = [*begin, *row[len(row) - limit + len(begin) :]][:limit]
             else:
+                # The tokenizer itself cuts, because it keeps the special tokens at the end.
                 cut = self.tokenizer(
                     texts[position], truncation=True, max_length=limit, truncation_side="right"
                 )
@@ -287,8 +295,9 @@ def plain_part(part: Any) -> Any:
     return part
 
 
+# Suffix of the entry with the number of a sample's own rows, [n]. Images differ in their numbers of rows, so batches
+# are padded.
 ROWS = ".rows"
-"""The suffix of the entry that counts a sample's own rows, [n]; other rows are padding."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +307,7 @@ class PictureReader(TextReader):
     @property
     def of_words(self) -> TextReader:
         """The reader for tasks without images."""
-        # `replace` leaves the cached digest out.
+        # `vars` has the cached digest too, which is no field. `replace` leaves it out.
         return TextReader(**vars(replace(self)))
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
@@ -315,7 +324,13 @@ class PictureReader(TextReader):
     def continued(
         self, questions: Sequence[Any], tails: Sequence[Sequence[int]], *, spare: int = 0
     ) -> dict[str, Tensor]:
-        """See `TextReader`; image inputs are those that the library reads, and no question is cut."""
+        """Return a batch of questions with images followed by token ids, padded on the left.
+
+        Args:
+            questions: samples.
+            tails: the token ids after each question.
+            spare: has no effect: image tokens can't be cut, so longer questions raise.
+        """
         pairs = zip(questions, tails, strict=True)
         rows, images = self._columns((question, list(tail)) for question, tail in pairs)
         return self.padded(rows, left=True) | as_the_library(images)
@@ -330,7 +345,7 @@ class PictureReader(TextReader):
     @property
     def mark(self) -> str:
         """The token for an image in a question."""
-        # Gemma 3 replaces the token that begins an image.
+        # Gemma 3's processor replaces the token that begins an image, not its `image_token`.
         is_gemma_3 = hasattr(self.processor, "full_image_sequence")
         mark: str = self.processor.boi_token if is_gemma_3 else self.processor.image_token
         return mark
@@ -345,24 +360,24 @@ class PictureReader(TextReader):
         text, num_marks, count = sample.input, sample.input.count(self.mark), len(sample.images)
         if num_marks not in (0, count):
             raise DataError(
-                f"a question has {self.mark} {num_marks} times and {count} image{'s' * (count > 1)}; expected it "
-                "once for each",
-                hint="Remove them to put images before the question, or give as many images.",
+                f"a question has {num_marks} times {self.mark} and {count} image{'s' * (count > 1)}; expected one "
+                "per image",
+                hint="Remove them to put images first, or give as many images.",
             )
         text = text if num_marks else " ".join([*[self.mark] * count, text])
         images = [image().convert("RGB") for image in sample.images]
         data = self.processor(text=[text], images=[images], return_tensors="pt")
         whole = data["input_ids"][0].tolist()
         question = self._open_ended(whole)
-        first = int(whole[:2] == [self.tokenizer.bos_token_id] * 2)  # of which one is kept
+        # `_open_ended` drops one of two begin tokens, so entries by token start one later too.
+        offset = int(whole[:2] == [self.tokenizer.bos_token_id] * 2)
         if len(question) >= self.max_length:
             raise DataError(
-                f"a question and its images have {len(question)} tokens; with an answer at most {self.max_length} are "
-                "read, and image tokens can't be cut",
-                hint="Raise max_length, or give smaller images and shorter questions.",
+                f"a question with images has {len(question)} tokens; max_length is {self.max_length} with an answer",
+                hint="Raise max_length, or use smaller images or shorter questions: image tokens can't be cut.",
             )
         by_token = {
-            name: data[name][0].tolist()[first : first + len(question)]
+            name: data[name][0].tolist()[offset : offset + len(question)]
             + [int(name == "attention_mask")] * len(answer)
             for name in data
             if name.endswith(("token_type_ids", "attention_mask")) and data[name].shape[:2] == (1, len(whole))
@@ -378,6 +393,7 @@ def together(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     batch: dict[str, Tensor] = {}
     for name in samples[0]:
         values = [torch.as_tensor(sample[name]) for sample in samples]
+        # Zeros are removed again by `as_the_library`, so the library never reads them.
         shape = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
         batch[name] = values[0].new_zeros(len(values), *shape)
         for row, value in zip(batch[name], values, strict=True):

@@ -17,8 +17,8 @@ from driftlens.utils.errors import IncompatibleModelsError, some_of
 from driftlens.utils.files import json_object
 
 _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
+# Special tokens that affect the ids of a text. Experts may end or pad texts with other tokens than the base.
 _BEGIN = ("bos_token", "cls_token", "sep_token", "unk_token")
-"""Special tokens that affect the ids of a text; those that end or pad it do not."""
 
 
 def tokenizer_changes(base: pathlib.Path, other: pathlib.Path) -> list[str]:
@@ -67,6 +67,7 @@ def _changed_special_tokens(base: pathlib.Path, other: pathlib.Path) -> dict[str
 def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
     """Raise if the tokenizer of a model gives texts other ids; tokens added in one of both alone are allowed."""
     files = _changed_files(base, other)
+    # Libraries prefer tokenizer.json to all other files, so it decides alone where both folders have it.
     if "tokenizer.json" in files:
         base_parts, other_parts = (json_object(place, "tokenizer.json") for place in (base, other))
         parts = [
@@ -86,14 +87,14 @@ def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
         ]
         changes += [f"ids {some_of(unlike)}"] if changes and unlike else []
     elif (base / "tokenizer.json").is_file() and (other / "tokenizer.json").is_file():
-        changes = []  # other files are older and not read
+        changes = []
     else:
         special = _changed_special_tokens(base, other)
         changes = files + [special[key] for key in _BEGIN if key in special]
     if changes:
         raise IncompatibleModelsError(
-            f"{other}: its tokenizer gives texts other ids than the base's ({', '.join(changes)})",
-            hint="A merge of models that mean different tokens means nothing: name experts with the base's tokenizer.",
+            f"{other}: its tokenizer differs from the base's ({', '.join(changes)})",
+            hint="Use experts with the base's tokenizer: rows of merged embeddings must mean the same tokens.",
         )
 
 
@@ -133,7 +134,7 @@ def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
     get_outputs = getattr(skeleton, "get_output_embeddings", None)
     head = get_outputs() if callable(get_outputs) else None
     rows: dict[str, int] = {}
-    # An encoder and a decoder may have a table each, tied or not.
+    # An encoder and a decoder may have a table each. Tied ones are one module, so duplicates are listed too.
     for path, module in skeleton.named_modules(remove_duplicate=False):
         is_table = isinstance(module, nn.Embedding) and module.num_embeddings == embedding.num_embeddings
         if module is head or is_table:
@@ -144,12 +145,16 @@ def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
 def own_head(stored: StateSource, source: StateSource, lm: LmScores) -> str | None:
     """Return the key of a language model's head that is no copy of its embeddings, or None.
 
-    `stored` is the model under its own key names, `source` under the skeleton's, where the head is the embeddings.
+    Args:
+        stored: the model under its own key names.
+        source: the model under the skeleton's key names, where the head is the embeddings.
+        lm: the head of the architecture.
     """
     head = next((name for name in stored.headers if f".{name}".endswith(f".{lm.head}")), None)
     if head is None or lm.key not in source.headers:
         return None
     size = min(stored.headers[head].shape[0], source.headers[lm.key].shape[0])
+    # Piece by piece, because two whole tables may not fit into memory; the first that differs ends the comparison.
     pieces = ((start, min(start + _ROWS, size)) for start in range(0, size, _ROWS))
     is_copy = all(torch.equal(stored.read(head, rows), source.read(lm.key, rows)) for rows in pieces)
     return None if is_copy else head
@@ -176,16 +181,16 @@ def with_head(
             names = {name: name for name in source.headers if lm.is_apart or name != lm.head}
             return renamed(source, names), ""
         raise IncompatibleModelsError(
-            f"{stored.name} has a head of its own ({head!r}), and the base's is its embeddings",
-            hint="Merge it with a base whose head is apart too: tie_word_embeddings false in all of them.",
+            f"{stored.name} has an untied head ({head!r}); the base's is tied to its embeddings",
+            hint="Use a base with an untied head (tie_word_embeddings: false).",
         )
     if not _ties(folder):
         raise IncompatibleModelsError(
-            f"{stored.name} lacks {lm.key!r}, and no configuration beside it says that its head is its embeddings",
-            hint="Save it with its head, or give its folder, whose config.json sets tie_word_embeddings: true.",
+            f"{stored.name} lacks {lm.key!r}, and no config.json next to it ties its head to its embeddings",
+            hint="Save it with its head, or give a folder whose config.json has tie_word_embeddings: true.",
         )
     places = {name: (source, name) for name in source.headers} | {lm.key: (source, table)}
-    text = f"{stored.name}: its head is its embeddings, and others have one apart; a copy of them is its head"
+    text = f"{stored.name}: its head is tied, others are not; using a copy of its embeddings as head"
     return Composed(source.name, places), text
 
 
@@ -224,18 +229,15 @@ def with_rows(
     key, count = next(iter(differing.items()))
     added = added_tokens(json_object(folder, "tokenizer.json"))
     beyond = [text for row, text in added.items() if isinstance(row, int) and row >= rows[key]]
-    tokens = f", and tokens of its own: {some_of([*map(repr, beyond)], _SHOWN)}" if beyond else ""
+    tokens = f", additional tokens {some_of([*map(repr, beyond)], _SHOWN)}" if beyond else ""
     problem = f"{source.name}: its vocabulary has {count} rows, the base's {rows[key]} ({key}){tokens}"
     if not align:
-        hint = "Set architecture.vocab: {rows: base} to drop additional rows and take missing ones from the base."
+        hint = "Set architecture.vocab: {rows: base} to drop additional rows and fill missing ones from the base."
         raise IncompatibleModelsError(problem, hint=hint)
     if count < rows[key] and base is None:
-        raise IncompatibleModelsError(problem, hint="Name a base that has the missing rows.")
-    done = (
-        f"{count - rows[key]} of its rows are left out"
-        if count > rows[key]
-        else "those missing are the base's"
-    )
+        raise IncompatibleModelsError(problem, hint="Set a base with the missing rows.")
+    dropped = count - rows[key]
+    done = f"dropped {dropped} rows" if dropped > 0 else f"filled {-dropped} rows from the base"
     return _Aligned(source, {key: rows[key] for key in differing}, base), f"{problem}: {done}"
 
 

@@ -72,7 +72,7 @@ class ByPlace(transformers.GPT2LMHeadModel):
 
 @pytest.mark.parametrize(
     ("kind", "told"),
-    [(Normed, "from each output of its head alone"), (ByPlace, "from each output of its head alone")],
+    [(Normed, "not an elementwise function"), (ByPlace, "not an elementwise function")],
 )
 def test_a_head_that_does_more_than_is_followed_is_refused(kind: Any, told: str) -> None:
     model = kind(CONFIGS["GPT-2"]).eval()
@@ -84,7 +84,7 @@ def test_a_head_that_does_more_than_is_followed_is_refused(kind: Any, told: str)
 def test_what_is_done_behind_the_head_stretches_scores_by_so_much(name: str, slope: float) -> None:
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
     _, lm = causal_chain(model, BATCH)
-    assert lm.slope == slope and (lm.behind is None) == (name == "GPT-2")
+    assert lm.slope == slope and (lm.after_head is None) == (name == "GPT-2")
 
 
 def test_an_encoder_that_may_answer_is_no_causal_model(tmp_path: Path) -> None:

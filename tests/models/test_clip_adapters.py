@@ -222,7 +222,7 @@ REFUSED: dict[str, tuple[Any, Callable[[], nn.Module], str]] = {
     "scaled_heads": (OPEN_CLIP_VIT, lambda: open_clip_tower(scale_heads=True), "attn.head_scale"),
     "norm_in_the_mlp": (OPEN_CLIP_VIT, lambda: open_clip_tower(scale_fc=True), "mlp.ln.weight"),
     "cosine_attention": (OPEN_CLIP_VIT, lambda: open_clip_tower(scaled_cosine_attn=True), "attn.logit_scale"),
-    "unknown_activation": (OPEN_CLIP_VIT, lambda: open_clip_tower(act_layer=Cubic), "activation Cubic()"),
+    "unknown_activation": (OPEN_CLIP_VIT, lambda: open_clip_tower(act_layer=Cubic), "activation is Cubic()"),
     "resnet": (OPEN_CLIP_VIT, resnet, "ResNet"),
     "timm": (OPEN_CLIP_VIT, timm_trunk, "timm trunk"),
     "transformers_given_to_open_clip": (OPEN_CLIP_VIT, hf_tower, "CLIPVisionModelWithProjection is no CLIP"),
@@ -237,7 +237,7 @@ REFUSED: dict[str, tuple[Any, Callable[[], nn.Module], str]] = {
         lambda: hf_other("BlipVisionModel", "BlipVisionConfig"),
         "BlipVisionModel is no CLIP",
     ),
-    "classifier": (HF_CLIP_VIT, lambda: hf_whole("CLIPForImageClassification"), "classifier of its own"),
+    "classifier": (HF_CLIP_VIT, lambda: hf_whole("CLIPForImageClassification"), "ends in a classifier"),
     "plain_module": (HF_CLIP_VIT, lambda: nn.Linear(2, 2), "Linear is no CLIP"),
 }
 

@@ -117,7 +117,7 @@ def test_without_a_file_clips_defaults_are_used_and_said() -> None:
 )
 def test_other_arrays_are_refused(image: Any, words: str) -> None:
     for preprocess in both():
-        with refusing(DataError, words, match="an image is an array"):
+        with refusing(DataError, words, match="an image is"):
             preprocess([image])
 
 

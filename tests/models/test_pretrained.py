@@ -52,7 +52,7 @@ def test_a_tag_is_fetched_by_open_clips_helper_and_announced(
     monkeypatch.setattr(open_clip, "download_pretrained", download)
     with caplog.at_level(logging.WARNING, "driftlens"):
         assert resolve_pretrained("pretrained:openai", tiny()) == str(published)
-    assert "fetching the weights pretrained:openai" in caplog.text and "somebody/tiny" in caplog.text
+    assert "downloading pretrained:openai" in caplog.text and "somebody/tiny" in caplog.text
     assert resolve_pretrained("base.safetensors", tiny()) == "base.safetensors"
 
 

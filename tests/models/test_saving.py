@@ -304,7 +304,7 @@ def test_a_part_of_an_open_clip_model_makes_no_folder(tmp_path: Path) -> None:
     tower = TensorsSource(
         "tower", {key: whole.read(key) for key in whole.headers if key.startswith("visual.")}
     )
-    with pytest.raises(SpecError, match="only a part of the model"):
+    with pytest.raises(SpecError, match="is not a whole model"):
         save_model(architecture, tower, doubled(architecture, tower), tmp_path / "out")
     save_model(architecture, tower, doubled(architecture, tower), tmp_path / "out.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out.safetensors"]
@@ -350,6 +350,6 @@ def test_a_file_of_another_format_is_not_written_as_a_folder(
     architecture: Architecture, base_folder: Path, tmp_path: Path, ending: str
 ) -> None:
     base = open_checkpoint(base_folder)
-    with refusing(SpecError, f"not as {ending}", hint=f"Give {tmp_path / 'out.safetensors'}, or"):
+    with refusing(SpecError, f"not as {ending}", hint=f"Use {tmp_path / 'out.safetensors'}, or"):
         save_model(architecture, base, doubled(architecture, base), tmp_path / f"out{ending}")
     assert list(tmp_path.iterdir()) == []

@@ -241,7 +241,7 @@ def test_an_expert_that_makes_other_embeddings_of_its_tokens_is_refused(tmp_path
     [
         pytest.param("1_Pooling/config.json", {"pooling_mode": "middle"}, "'middle'", id="pool"),
         pytest.param("2_Dense/config.json", {"activation_function": "os.system"}, "'os.system'", id="code"),
-        pytest.param("2_Dense/config.json", {"module_input_name": "x"}, "another entry", id="input"),
+        pytest.param("2_Dense/config.json", {"module_input_name": "x"}, "an entry other than", id="input"),
     ],
 )
 def test_modules_that_contradict_each_other_are_refused(

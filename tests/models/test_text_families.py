@@ -23,7 +23,7 @@ from driftlens.models.architecture import Architecture, architecture_of, load_ar
 from driftlens.models.chain import State, pooled
 from driftlens.models.generation import generate
 from driftlens.models.heads import LmHead
-from driftlens.models.own_heads import OwnHead, behind_core
+from driftlens.models.own_heads import OwnHead, split_head
 from driftlens.models.saving import save_model
 from driftlens.models.texts import Text
 from driftlens.utils.errors import DataError, NumericsError
@@ -236,7 +236,7 @@ def test_positions_that_every_block_of_deberta_reads_belong_to_the_first(tmp_pat
     sites = {site.name: site for site in chain.blocks[0].sites}
     assert not any("query_proj" in name or "key_proj" in name for name in sites)
     assert sites["attention.self.value_proj"].input == "attention.self.value_proj"
-    assert "nothing else" in chain.blocks[0].no_sites["attention.self.query_proj.weight"][1]
+    assert "exactly all tokens" in chain.blocks[0].no_sites["attention.self.query_proj.weight"][1]
 
 
 def test_heads_that_don_t_fit_are_refused(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_heads_that_don_t_fit_are_refused(tmp_path: Path) -> None:
     stored = open_checkpoint(tmp_path / "expert")
     keys = architecture.classifier_keys(stored)
     assert architecture.own_head is not None and keys is not None
-    with pytest.raises(DataError, match="gives 3 scores, but there are 2"):
+    with pytest.raises(DataError, match="has 3 scores, but 2"):
         architecture.own_head.head(stored, keys, NAMES[:2])
     model = encoder("RoBERTa", seed=2)
     model.classifier.dense.bias.data[3] = torch.nan
@@ -284,7 +284,7 @@ class _Both(nn.Module):
 def test_a_head_that_reads_more_than_one_vector_is_left_where_it_is() -> None:
     whole = _Both()
     core = whole.core
-    assert behind_core(whole, {key: key for key in whole.state_dict()}) is None
+    assert split_head(whole, {key: key for key in whole.state_dict()}) is None
     assert whole.core is core
 
 

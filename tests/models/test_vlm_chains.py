@@ -150,7 +150,7 @@ def test_dropped_image_tokens_are_found(name: str) -> None:
 @pytest.mark.slow
 def test_a_tower_that_keeps_features_in_space_is_refused_by_name() -> None:
     batch = batch_of(IN_SPACE, torch.Generator().manual_seed(0))
-    with refusing(IncompatibleModelsError, "a gemma3n model", "in space", hint="texts alone", code=4):
+    with refusing(IncompatibleModelsError, "a gemma3n model", "in space", hint="tasks of texts", code=4):
         taken_apart(model_of(IN_SPACE), batch)
 
 

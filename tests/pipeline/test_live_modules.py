@@ -186,7 +186,9 @@ def conditioned() -> dict[str, Tensor]:
 def test_a_condition_computed_from_weights_is_refused_and_one_of_inputs_alone_is_not(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(IncompatibleModelsError, match=r"'blocks\.0' is given '1' next to its features"):
+    with pytest.raises(
+        IncompatibleModelsError, match=r"'blocks\.0' is given '1', which is computed from weights"
+    ):
         analyzed(models(Conditioned), [conditioned()], tmp_path / "refused")
     given = models(lambda: Conditioned(learned=False))
     layers = analyzed(given, [conditioned()], tmp_path / "run").layers(variant="merged")
@@ -274,14 +276,14 @@ def test_a_mask_that_can_not_be_read_is_refused_with_what_to_do(
 ) -> None:
     with pytest.raises(SpecError, match=words_) as caught:
         analyzed(models(bert), [padded(mask=change)], tmp_path / "run", **options)
-    assert "Pass mask=" in caught.value.hint
+    assert "Set `mask` to" in caught.value.hint
 
 
 def test_samples_that_look_padded_are_pointed_out(tmp_path: Path) -> None:
     given, batch = models(lambda: bert(pad_token_id=0)), padded()
     run = analyzed(given, [{"input_ids": batch["input_ids"]}], tmp_path / "run")
     (notice,) = run.manifest.notices
-    assert notice.startswith("task task: 4 of 6 samples of a batch look padded in 'input_ids'")
+    assert notice.startswith("task task: 4 of 6 samples look padded in 'input_ids'")
     assert not analyzed(given, [{"input_ids": words()}], tmp_path / "full").manifest.notices
 
 

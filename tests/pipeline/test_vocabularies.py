@@ -73,7 +73,7 @@ def test_rows_are_aligned_with_the_bases_where_the_spec_asks_for_it(spec: dict[s
     found = opened(aligned)
     open_pool(load_spec(aligned), found, device="cpu")  # which compares all shapes
     [told] = found.notices
-    assert ("3 of its rows are left out" if more > 0 else "those missing are the base's") in told
+    assert ("dropped 3 rows" if more > 0 else "rows from the base") in told
     kept, source = min(rows, rows + more), found.sources["expert:cars"]
     for key, value in own.items():
         wanted = torch.cat((value[:kept], base[key][kept:])) if len(value) == rows else value
@@ -92,12 +92,12 @@ def test_a_head_apart_where_the_base_has_none_or_the_reverse_is_refused_when_mod
     weights, head = load_file(file), "lm_head.weight"
     if head in weights:
         save_file({key: value for key, value in weights.items() if key != head}, file)
-        told = "lacks 'lm_head.weight', and no configuration beside it says"
+        told = "lacks 'lm_head.weight', and no config.json next to it ties"
     else:
         save_file({**weights, head: weights["shared.weight"].clone()}, file)  # as older versions wrote them
         opened(spec)
         save_file({**weights, head: weights["shared.weight"].flip(0).contiguous()}, file)
-        told = "cars.* has a head of its own .*, and the base's is its embeddings"
+        told = "cars.* has an untied head .*; the base's is tied to its embeddings"
     with pytest.raises(IncompatibleModelsError, match=told):
         opened(spec)
 
@@ -144,4 +144,4 @@ def test_another_tokenizer_is_refused_by_what_decides_on_ids(
     with pytest.raises(IncompatibleModelsError, match=rf"dtd: its tokenizer .*\({told}\)"):
         opened(spec)
     found = preflight(load_spec(spec), access=Access(device="cpu")).problems
-    assert any("its tokenizer gives texts other ids" in problem.text for problem in found)
+    assert any("its tokenizer differs from the base's" in problem.text for problem in found)

@@ -171,9 +171,7 @@ FAMILIES = {
         of_blocks=91,
         left_alone=("11 BatchNormAct2d", "2 Conv2d ("),
     ),
-    "NFNet (timm)": Family(
-        partial(timm, "test_nfnet"), pixels, refused="several lists that could be its blocks"
-    ),
+    "NFNet (timm)": Family(partial(timm, "test_nfnet"), pixels, refused="several possible lists of blocks"),
     "NFNet (timm) by its stages": Family(
         partial(timm, "test_nfnet"),
         pixels,

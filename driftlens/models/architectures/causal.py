@@ -29,8 +29,8 @@ from driftlens.models.tracing.hooks import call, replaced_forwards
 from driftlens.utils.errors import IncompatibleModelsError
 
 _WRAPPED = (
-    "No loader supports it yet. Use live modules, wrapped so that only features pass from block to block: drift is "
-    "measured, answers are not."
+    "No loader supports it yet. Use live modules that pass only features from block to block; answers are not "
+    "measured then."
 )
 
 
@@ -47,6 +47,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
     """
     path, of_blocks = block_list(whole, blocks)
     head, table = whole.get_output_embeddings(), whole.get_input_embeddings()
+    # A subclass of `nn.Linear` with another forward function may compute more than the product.
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         raise not_causal(whole, f"its head is a {type(head).__name__}; expected a linear map")
     trace = _Trace(whole, head, list(of_blocks))
@@ -55,6 +56,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
     paths = {id(module): name for name, module in whole.named_modules()}
     weight = f"{paths[id(head)]}.weight"
     keys = (f"{paths[id(table)]}.weight", weight)
+    # The library ties weights when it loads them, so two tensors on meta do not show it; the configuration does.
     is_tied = getattr(whole.config, "tie_word_embeddings", False) and weight in (
         getattr(whole, "_tied_weights_keys", None) or ()
     )
@@ -72,13 +74,19 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
         key=keys[0] if is_tied else weight,
         head=weight,
         bias="" if head.bias is None else f"{paths[id(head)]}.bias",
-        behind=after_head,
+        after_head=after_head,
         slope=1.0 if after_head is None else slope(after_head, head.out_features),
     )
 
 
 def not_causal(whole: Any, reason: str, hint: str = "") -> IncompatibleModelsError:
-    """Return the error for a language model that can't be split into layers."""
+    """Return the error for a language model that can't be split into layers.
+
+    Args:
+        whole: the library's model with its head.
+        reason: what was found, without a final period.
+        hint: what to do; "" for the general advice.
+    """
     kind = f"a {whole.config.model_type} model ({type(whole).__name__})"
     return IncompatibleModelsError(
         f"{kind} can't be split into layers as a causal language model: {reason}", hint=hint or _WRAPPED
@@ -104,6 +112,7 @@ class AfterHead:
 
     def __call__(self, scores: Tensor) -> Tensor:
         """Compute scores [n, classes] from the head's output for one token each, [n, classes]."""
+        # Classes stand for tokens of one position; the features do not matter, as the head is replaced.
         features = torch.zeros(len(scores), 1, 1, dtype=scores.dtype, device=scores.device)
         return self.scores(features, lambda *_: scores[:, None])[:, 0]
 
@@ -175,19 +184,21 @@ class _Trace:
         if outputs:
             path, entered, _ = outputs[0]
             self.reads_last = is_view(entered, last)
-            is_behind = order.index(path) > order.index(self.paths[-1])
+            is_after = order.index(path) > order.index(self.paths[-1])
             # With several streams, the final feature is computed from their mix.
-            is_made = is_behind and num_streams(self.whole.get_submodule(self.paths[-1])) > 1
-            if order.count(path) == 1 and (self.reads_last or is_made):
+            mixes = is_after and num_streams(self.whole.get_submodule(self.paths[-1])) > 1
+            # A module that runs twice has no single output to stop at.
+            if order.count(path) == 1 and (self.reads_last or mixes):
                 return path
         self.reads_last = False
         return next(path for path, module in self.whole.named_modules() if module is self.head)
 
     def _checked(self, after_head: AfterHead, outputs: Tensor, scores: Tensor) -> AfterHead | None:
         """Return `after_head`, or None if it changes nothing; raise if it does not reproduce scores."""
+        # A part of the vocabulary shows steps that mix scores, such as a softmax over all of them.
         parts = (slice(None), slice(1, 4))
         if not all(torch.equal(after_head(outputs[:, part]), scores[:, part]) for part in parts):
-            raise not_causal(self.whole, "its scores are not computed from each output of its head alone")
+            raise not_causal(self.whole, "its scores are not an elementwise function of its head's outputs")
         return None if scores.dtype == outputs.dtype and torch.equal(scores, outputs) else after_head
 
     @contextlib.contextmanager
@@ -196,6 +207,7 @@ class _Trace:
         inside = tuple(f"{path}." for path in self.paths)
 
         def leave(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            # The last module to return that contains the blocks is the outermost core; its answer replaces inner ones.
             if path and self.paths[0].startswith(f"{path}."):
                 self.answers = [(module, type(output))]
             elif any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):

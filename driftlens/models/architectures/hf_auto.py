@@ -43,7 +43,7 @@ from driftlens.models.architecture import (
 from driftlens.models.architectures.causal import causal_chain
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import IMAGE, TEXT
-from driftlens.models.own_heads import HeadForm, Tokens, behind_core
+from driftlens.models.own_heads import HeadForm, Tokens, split_head
 from driftlens.models.preprocessing import (
     PATCHES,
     Preprocess,
@@ -53,6 +53,7 @@ from driftlens.models.preprocessing import (
 )
 from driftlens.utils.errors import IncompatibleModelsError
 
+# Modules that read features, by prefix. Only some models of a family have them, so their keys may be left out of files.
 _HEAD_PREFIXES = (
     "pooler.",
     "classifier.",
@@ -65,7 +66,6 @@ _HEAD_PREFIXES = (
     "logit_scale",
     "logit_bias",
 )
-"""Prefixes of modules that read features, which only some models of a family have."""
 
 _USAGE = """\
 {imports}from transformers import {reader}, {model}
@@ -105,8 +105,8 @@ def load_hf_vit(request: ArchitectureRequest) -> Architecture:
         return architecture
     assert architecture.preprocess is not None
     notice = (
-        f"{request.source} is a model of images and texts. Its final feature is the input of a classifier, the mean "
-        "over patches of the image tower. Attention pooling and text tower are not used; saved folders keep them."
+        f"{request.source} has an image and a text tower. Final features are the mean over patches of the image tower, "
+        "as a classifier reads it. Attention pooling and text tower stay as in the base."
     )
     notices = " ".join(filter(None, (architecture.preprocess.notice, notice)))
     return replace(architecture, preprocess=replace(architecture.preprocess, notice=notices))
@@ -138,7 +138,8 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     stated = read_plain_config(request, loader)
     config, model_class = _class_of(stated, source)
     hides = bool(getattr(config, "mask_ratio", 0)) and "noise" in signature(model_class.forward).parameters
-    if hides:  # the encoder of a masked autoencoder gets whole images
+    # A masked autoencoder would drop most patches at random, in eval mode too.
+    if hides:
         config.mask_ratio = 0.0
     skeleton = weightless(partial(built, model_class, config), source)
     names, ignored = file_names(skeleton), ignored_patterns(skeleton)
@@ -148,19 +149,20 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     outside = [key for key in skeleton.state_dict() if hasattr(skeleton, core) and not key.startswith(inside)]
     # In BERT, everything that reads the features of tokens is part of the classifier, a core's pooler included.
     if classifier and (outside or config.model_type in MODEL_TYPES["hf-encoder"]):
-        if (parts := behind_core(skeleton, names)) is not None:
+        if (parts := split_head(skeleton, names)) is not None:
             skeleton, own_head = parts
         else:
             path = (outside or [classifier])[0].rpartition(".")[0]
             notice = (
-                f"{source}: its classifier reads features through {path}, which belongs to each task too: the final "
-                "features are those before, and no expert's own classifier is used."
+                f"{source}: its classifier reads features through {path}. Final features are those before it, and "
+                "experts' classifiers are not used."
             )
             skeleton = Tokens(getattr(skeleton, core), core)
         model_class, classifier = type(skeleton.get_submodule(core)), ""
         if blocks is not None and not blocks.startswith(f"{core}."):
             blocks = f"{core}.{blocks}"
-    elif classifier and embedding_folder(library_folder(source)) is not None:  # an embedding of tokens
+    # sentence-transformers pools the features of tokens, not what a classifier reads.
+    elif classifier and embedding_folder(library_folder(source)) is not None:
         skeleton, classifier = Tokens(getattr(skeleton, core), core), ""
         model_class = type(skeleton.get_submodule(core))
     reads_images = skeleton.main_input_name == "pixel_values"
@@ -178,6 +180,7 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     example = preprocess.example()
     mask = PATCHES if isinstance(example, Mapping) and PATCHES in example else None
     chain = sequential_chain(skeleton, example, blocks=blocks, mask=mask)
+    # Whether token 0 is a class token is not stated in configurations, only in the names of weights.
     parameter_names = {name.rpartition(".")[2] for name, _ in skeleton.named_parameters()}
     image = replace(
         IMAGE, pool="mean" if parameter_names.isdisjoint(("cls_token", "class_embedding")) else "cls"
@@ -206,7 +209,8 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
 
 def _unclassified(skeleton: Any, classifier: str, preprocess: Preprocess) -> nn.Module:
     """Return the model without its linear classifier."""
-    # The library finds the last token by its padding token; the mask does if the tokenizer pads with another.
+    # The library finds the last token by the configuration's pad token. If the tokenizer pads with another one, only
+    # the mask shows it.
     if preprocess.texts is not None and is_decoder(skeleton.config):
         core, tokenizer = skeleton.base_model_prefix, preprocess.texts.tokenizer
         if skeleton.config.get_text_config().pad_token_id != tokenizer.pad_token_id:
@@ -240,7 +244,7 @@ def _usage(
     kind = "Image" if reads_images else "Sequence"
     output = "logits" if classifier else "last_hidden_state"
     if own_head is not None and not heads and not reads_images:
-        output += ".mean(dim=1)  # over the tokens of a text; padding would not count"
+        output += ".mean(dim=1)  # of one text: padding must not count"
     elif own_head is not None and own_head.pool == "cls":
         output += "[:, 0]  # what the experts' heads read"
     scores = _HEADS.format(heads=", ".join(heads), first=heads[0], last=last, kind=kind) if heads else ""
@@ -259,6 +263,7 @@ def _usage(
 
 def text_folder(stated: Mapping[str, Any], usage: str) -> FolderFormat:
     """Return the folder format of a language model; `usage` is shown if the folder has a tokenizer."""
+    # Without a tokenizer, the code would raise in a folder that is otherwise complete.
     return FolderFormat(
         "model.safetensors",
         {"config.json": stated},
@@ -291,7 +296,7 @@ def language_model(
     stated = read_plain_config(request, loader)
     if not fits(stated):
         raise wrong_family(stated, request.source, expected)
-    # An encoder-decoder is untied after it is built, in `_tie` of seq2seq.py.
+    # T5 scales features by the same setting, so an encoder-decoder is untied after it is built (`_tie` in seq2seq.py).
     if request.untied and mapping != SEQ2SEQ:
         stated = stated | {"tie_word_embeddings": False}
     config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
@@ -304,7 +309,7 @@ def read_plain_config(request: ArchitectureRequest, loader: str) -> dict[str, An
     kinds = MODEL_TYPES.get(loader, ())
     if kinds:
         require_own_blocks(request, loader)
-    source, hint = request.source, "Give a folder of save_pretrained or a Hub id."
+    source, hint = request.source, "Use a save_pretrained folder or a Hub id."
     subject, offline = "a model of transformers", request.access.offline
     config = needed_config(source, "config.json", subject, offline=offline, hint=hint)
     require_plain(config, source)
@@ -322,14 +327,15 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
     kind = stated.get("model_type")
     answering = answers(stated) and embedding_folder(library_folder(source)) is None
     others = (*MODEL_TYPES["hf-clip"], *MODEL_TYPES["hf-t5"])
-    # The library fuses experts that files store separately; a language-model head would not be merged.
+    # The library fuses experts that files store separately, so keys would not match. A language-model head would not be
+    # merged by this loader.
     if kind in others or num_experts(stated) or kind not in CONFIG_MAPPING or answering:
         raise wrong_family(stated, source, "an encoder of images or texts")
     config = CONFIG_MAPPING[kind].from_dict(with_floats(stated))
     named = stated.get("architectures") or [""]
     if "WithTeacher" in named[0]:
         raise IncompatibleModelsError(
-            f"{source} is a {named[0]}, which averages two classifiers, so it has no one final feature",
+            f"{source} is a {named[0]} with two classifiers; expected one",
             hint="Save it as DeiTForImageClassification.",
         )
     of_images, of_text = (
@@ -342,17 +348,19 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
         if type(config) in choice:
             model_class = choice[type(config)]
             return config, model_class[0] if isinstance(model_class, tuple) else model_class
-    raise IncompatibleModelsError(f"transformers has no plain model of type {kind!r} ({source})", hint=LIVE)
+    raise IncompatibleModelsError(f"{source}: transformers has no base model of type {kind!r}", hint=LIVE)
 
 
 def built(model_class: Any, config: Any) -> nn.Module:
-    """Build a model; eager attention would compute its softmax in float32, also for float64."""
+    """Build a model with SDPA attention where its class supports it."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
+    # Eager attention computes its softmax in float32, so a pass in float64 would have errors of 1e-7.
     config._attn_implementation = "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
     for name in config.sub_configs:
         part: Any = getattr(config, name, None)
-        if not getattr(MODEL_MAPPING.get(type(part), None), "_supports_sdpa", True):  # an audio tower
+        # A part without SDPA (an audio tower) would raise when the whole is built.
+        if not getattr(MODEL_MAPPING.get(type(part), None), "_supports_sdpa", True):
             part._attn_implementation = "eager"
     module: nn.Module = model_class(config)
     return module
@@ -370,7 +378,8 @@ def file_names(skeleton: Any) -> dict[str, str]:
         return {key: key for key in state}
     written = {id(value): key for key, value in revert_weight_conversion(skeleton, dict(state)).items()}
     names = {key: written.get(id(value), key) for key, value in state.items()}
-    # Numbered entries, few of each row, show how weights are fused or split when they are saved.
+    # The library does not report how it fuses or splits weights. So tensors with numbered entries, few of each row, are
+    # converted instead of weights; the numbers show where each entry went.
     probes, spans, end = dict[str, torch.Tensor](), dict[str, tuple[int, int]](), 0
     for key, value in state.items():
         if id(value) not in written:
@@ -386,10 +395,11 @@ def file_names(skeleton: Any) -> dict[str, str]:
     keys, starts = [*spans], [start for start, _ in spans.values()]
     for name, entries in changed.items():
         numbers = entries.flatten()
-        first, size = int(numbers[0]), len(numbers)
-        key = keys[bisect.bisect(starts, first) - 1]
-        if torch.equal(numbers, torch.arange(first, first + size)) and first + size <= spans[key][1]:
-            pieces.setdefault(key, []).append((first, name, size))
+        begin, size = int(numbers[0]), len(numbers)
+        key = keys[bisect.bisect(starts, begin) - 1]
+        # Consecutive numbers of one key: a part of a tensor that is split in files.
+        if torch.equal(numbers, torch.arange(begin, begin + size)) and begin + size <= spans[key][1]:
+            pieces.setdefault(key, []).append((begin, name, size))
             continue
         listed = numbers.tolist()
         places = {key: listed.index(start) for key, (start, _) in spans.items() if start in listed}
@@ -406,8 +416,8 @@ def file_names(skeleton: Any) -> dict[str, str]:
     return names
 
 
+# Entries per axis of a probe: enough to split into 2, 3, 4, 6 or 12 parts, and few enough for large models.
 _PROBED = 12
-"""Entries per axis of a probe; most numbers of concatenated tensors divide it."""
 
 
 def _classifier(skeleton: nn.Module, num_labels: int) -> str:
@@ -427,7 +437,8 @@ def spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:
     core = f"{skeleton.base_model_prefix}."
     keys = list(skeleton.state_dict())
     plain = [{key: names[key] for key in keys}, {key: key for key in keys}]
-    if any("LayerNorm" in key for key in keys):  # the names in BERT's first checkpoints
+    # BERT's first checkpoints have TensorFlow's names, which the library still reads.
+    if any("LayerNorm" in key for key in keys):
         old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
         plain += [
             {
@@ -473,12 +484,12 @@ inputs = reader("a question", return_tensors="pt")
 features = model(**inputs, output_hidden_states=True).hidden_states[-1]
 answer = reader.decode(model.generate(**inputs, max_new_tokens=16)[0])
 """
+# Example batch without a tokenizer. One row is padded, because libraries call blocks without a mask if none is padded.
 PADDED = {"input_ids": torch.tensor([[0, 0], [0, 0]]), "attention_mask": torch.tensor([[1, 0], [1, 1]])}
-"""An example for a decoder without a tokenizer: two rows, one of them padded."""
+# Buffers that old versions saved and current ones compute.
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
-"""Buffers in old checkpoints."""
+# Numbers of layers for multi-token prediction. Files have these layers, but the library does not build them.
 _EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Configurations' numbers of layers for multi-token prediction, which the library does not run."""
 
 
 @loaders.register("hf-decoder")
@@ -492,6 +503,7 @@ def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
     stated, skeleton = language_model(
         request, "hf-decoder", is_causal, "a causal language model", "MODEL_FOR_CAUSAL_LM_MAPPING"
     )
+    # If no text is read, a folder without a tokenizer is enough.
     preprocess = (
         None
         if request.unread

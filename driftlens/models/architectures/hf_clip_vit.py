@@ -58,9 +58,7 @@ _BLOCK_KEYS = tuple(f"{site}.{part}" for site in _BLOCK_SITES for part in ("weig
 
 def _refusal(module: nn.Module, tower: nn.Module) -> str | None:
     """Return the reason why a model is not supported."""
-    return (
-        f"{type(module).__name__} ends in a classifier of its own" if hasattr(module, "classifier") else None
-    )
+    return f"{type(module).__name__} ends in a classifier" if hasattr(module, "classifier") else None
 
 
 HF_CLIP_VIT = ClipViT(
@@ -74,14 +72,16 @@ HF_CLIP_VIT = ClipViT(
     attention="self_attn",
     activation="mlp.activation_fn",
     image_size="embeddings.image_size",
-    entry="get_image_features",  # a whole CLIPModel itself would expect text as well
+    # `CLIPModel.forward` requires texts as well.
+    entry="get_image_features",
     projects_inside=False,
     embeddings=(
         "embeddings.patch_embedding.weight",
         "embeddings.class_embedding",
         "embeddings.position_embedding.weight",
     ),
-    stem_norm="pre_layrnorm",  # sic: the library's spelling
+    # Misspelled in the library.
+    stem_norm="pre_layrnorm",
     block_sites=_BLOCK_SITES,
     block_arguments=(None,),  # no attention mask
     head_norm="post_layernorm",
@@ -145,7 +145,7 @@ def _usage(tower: str, keys: Collection[str], files: Collection[str]) -> str:
     if is_whole and not set(TOKENIZERS).isdisjoint(files):
         return _WHOLE
     if is_whole:
-        log.warning("the base has no tokenizer files, so neither has the saved folder: it can't read prompts")
+        log.warning("the base has no tokenizer files, so the saved folder can't read prompts")
     output = "pooler_output" if tower == "CLIPVisionModel" else "image_embeds"
     return _TOWER.format(tower=tower, output=output)
 
@@ -161,7 +161,7 @@ def _skeleton(config: dict[str, Any], source: str) -> Any:
 
     def build() -> Any:
         tower_config = CLIPVisionConfig.from_dict(vision)
-        # Eager attention takes its softmax in float32, whatever the dtype of the model.
+        # Eager attention computes its softmax in float32, so a pass in float64 would be no more exact.
         tower_config._attn_implementation = "sdpa"
         return tower(tower_config)
 
@@ -183,7 +183,7 @@ def _text_tower(config: dict[str, Any], source: str, offline: bool, base: StateS
         tokens = tokenizer(
             list(prompts), padding=True, truncation=True, max_length=length, return_tensors="pt"
         )
-        # Not get_text_features: what that returns has changed between versions.
+        # Not `get_text_features`, whose return type has changed between versions of transformers.
         features: Tensor = model.text_projection(model.text_model(**tokens).pooler_output)
         return features
 
@@ -192,12 +192,12 @@ def _text_tower(config: dict[str, Any], source: str, offline: bool, base: StateS
 
 def _tokenizer(source: str, text_config: Any, offline: bool) -> Any:
     tokenizer = tokenizer_in(source, offline=offline, kind="CLIPTokenizer")
-    # The text feature is read at the token that ends the prompt; older configurations say 2 and mean the last.
+    # The text feature is read at the end token. Old configurations have the id 2, but mean the last of the vocabulary.
     end = text_config.eos_token_id if text_config.eos_token_id != 2 else text_config.vocab_size - 1
     # transformers 5 makes an empty tokenizer where there are no files, rather than fail.
     if tokenizer is None or tokenizer.eos_token_id != end:
         raise SpecError(
-            f"{source} has no tokenizer that fits its text tower, so prompts can't be read",
+            f"{source} has no tokenizer for its text tower",
             hint="Put the base's tokenizer files next to its config.json, or use `heads.<task>.file`.",
         )
     return tokenizer

@@ -90,7 +90,8 @@ def sequential_chain(
         for name, slot in outer.items()
         if (name in pieces.before or name not in pieces.after) and name not in of_blocks
     }
-    if final:  # parameters after it belong to no layer
+    # Parameters after the final feature (a language-model head) belong to no layer.
+    if final:
         stem = {name: slot for name, slot in stem.items() if name in pieces.before}
         outer = {
             name: slot
@@ -131,16 +132,16 @@ def block_list(module: nn.Module, path: str | None) -> tuple[str, dict[str, nn.M
         blocks = {f"{path}.{name}" if path else name: block for name, block in container.named_children()}
         if len(blocks) != len(lists[path]):
             raise SpecError(
-                f"{path or 'the module'} holds one block several times, so its layers can't be told apart",
-                hint="Pass blocks= the path of another list, or give every block its own weights.",
+                f"{path or 'the module'} has one block several times; expected different blocks",
+                hint="Set `blocks` to the path of another list, or give each block its own weights.",
             )
     else:
         blocks = {}
     if not blocks:
         raise SpecError(
             f"{path!r} is not a list of blocks in {type(module).__name__}; {_shown(lists)}",
-            hint="Pass blocks= the path of an nn.ModuleList or nn.Sequential whose children have weights, or a pattern "
-            "of the blocks' own paths such as 'layer?'.",
+            hint="Set `blocks` to the path of an nn.ModuleList or nn.Sequential of modules with weights, or to a "
+            "pattern of paths such as 'layer?'.",
         )
     return path, blocks
 
@@ -160,7 +161,7 @@ def _likely_list(module: nn.Module, lists: dict[str, list[nn.Module]]) -> str:
     if not lists:
         raise SpecError(
             f"{type(module).__name__} has no list of blocks",
-            hint="Put its blocks in an nn.ModuleList or nn.Sequential.",
+            hint="Move its blocks to an nn.ModuleList or nn.Sequential.",
         )
     ranks = {
         path: (
@@ -174,8 +175,8 @@ def _likely_list(module: nn.Module, lists: dict[str, list[nn.Module]]) -> str:
         return stages
     if len(best) > 1:
         raise SpecError(
-            f"{type(module).__name__} has several lists that could be its blocks; {_shown(lists)}",
-            hint=f"Pass blocks={best[0]!r} or another of them.",
+            f"{type(module).__name__} has several possible lists of blocks; {_shown(lists)}",
+            hint=f"Set blocks={best[0]!r} or another.",
         )
     return best[0]
 
@@ -183,7 +184,8 @@ def _likely_list(module: nn.Module, lists: dict[str, list[nn.Module]]) -> str:
 def _numbered(lists: dict[str, list[nn.Module]], path: str) -> list[str]:
     """Return the lists with the name of `path` except for a number at its end (`layer1`)."""
     name = path.rpartition(".")[2]
-    if name.isdecimal():  # a child of a list
+    # A number alone is a child of a list (`0`, `1`), not one of several numbered lists.
+    if name.isdecimal():
         return [path]
     return [other for other in lists if re.sub(r"\d+$", "", other) == re.sub(r"\d+$", "", path)]
 
@@ -230,20 +232,22 @@ class _Pieces(NamedTuple):
 
 def _traced(parts: BlockRunner, example: Any) -> _Pieces:
     """Run a batch through a module layer by layer and record sites and weights."""
-    # If the module is on meta, stem and head run with stand-ins for weights, and blocks on meta.
+    # If the module is on meta, stem and head run with stand-ins for weights, because they may read numbers such as
+    # token ids. Blocks, which are most of the cost, run on meta.
     module = parts.module
     state, side = parts.start(fitted(module, example))
-    # New tensors for the outer weights, so that tied weights are different objects.
+    # Reads are recorded by object, so tied weights must be different objects.
     outer = parts.stand_ins(next(tensor.device for tensor in (*state.values(), *side.values())))
     sites: list[tuple[Site, ...]] = []
     is_residual: list[bool] = []
     with torch.no_grad():
         with ReadRecorder() as before:
             features = parts.stem(outer, state, side)
-        weights = own_weights(module)  # buffers may be real where parameters are on meta
+        # Not the stand-ins: buffers may be real where parameters are on meta.
+        weights = own_weights(module)
         device = features["hidden"].device
-        bare = torch.device("meta") if parts.is_hollow else device
-        with buffers_on(module, bare) if parts.is_hollow else nullcontext():
+        bare = torch.device("meta") if parts.is_on_meta else device
+        with buffers_on(module, bare) if parts.is_on_meta else nullcontext():
             features, beside = {name: x.to(bare) for name, x in features.items()}, side.to(bare)
             streams = {stream: beside[f"inputs.{name}"] for name, stream in parts.beside.items()}
             for position, (block, slots) in enumerate(zip(parts.blocks, parts.slots, strict=True)):
@@ -257,10 +261,11 @@ def _traced(parts: BlockRunner, example: Any) -> _Pieces:
                 block_sites = (*block_sites, *parts.experts(position))
                 sites.append(_of_tokens(block_sites) if parts.computed or parts.streams > 1 else block_sites)
                 is_residual.append(side.calls[position].entered == side.calls[position].left)
-        if parts.is_hollow:
+        if parts.is_on_meta:
             features = {"hidden": torch.zeros(features["hidden"].shape, device=device)}
         with ReadRecorder() as after, ExitStack() as hooks:
-            if parts.final:  # such a head reads nothing before the last block
+            # Such a head reads nothing before the last block, but runs the stem again.
+            if parts.final:
                 last = parts.blocks[-1].register_forward_hook(lambda *_: after.seen.clear())
                 hooks.callback(last.remove)
             parts.head(outer, features, side)
@@ -299,6 +304,7 @@ class ReadRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # By `id`, because `==` of tensors compares their entries.
         mapped((list(args), kwargs or {}), lambda value: self.seen.add(id(value)))
         return func(*args, **(kwargs or {}))
 
@@ -314,17 +320,17 @@ def check_deterministic(module: nn.Module, batch: Any, chain: LayerChain | None 
     Raises:
         NumericsError: the outputs differ.
     """
-    first, second = (
+    one, other = (
         result(run(module, raw_inputs(batch)))
         if chain is None
         else chain.library_states(module, batch)[-1][chain.layers[-1].stream]
         for _ in range(2)
     )
-    if same_values(first, second):
+    if same_values(one, other):
         return
-    difference = float((first - second).abs().max()) if first.shape == second.shape else float("nan")
+    difference = float((one - other).abs().max()) if one.shape == other.shape else float("nan")
     raise NumericsError(
-        f"{type(module).__name__} gives two outputs for one batch; they differ by up to {difference:.3g}",
-        hint="Something random runs in eval mode: dropout as a function without `training=self.training`, "
-        "stochastic depth, noise, or a kernel that is not deterministic.",
+        f"{type(module).__name__} is not deterministic: outputs for one batch differ by up to {difference:.3g}",
+        hint="Remove random steps in eval mode: dropout without `training=self.training`, stochastic depth, noise, "
+        "nondeterministic kernels.",
     )

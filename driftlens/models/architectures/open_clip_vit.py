@@ -57,15 +57,14 @@ model.eval()
 features = model.encode_image(preprocess(Image.open("image.png"))[None])
 texts = model.encode_text(tokenizer(["a photo of a cat.", "a photo of a dog."]))
 """
+# Only the image tower of this model is used, and the constructor of open_clip requires a text tower.
 _SMALLEST_TEXT = {"context_length": 1, "vocab_size": 1, "width": 8, "heads": 1, "layers": 1}
 
 
 class _UnpackedAttention(nn.Module):
-    """Self-attention with three linear modules for the packed projection, so that queries, keys and values are sites.
+    """Self-attention with three linear modules for the packed projection: queries, keys and values are sites."""
 
-    Three products take as long as one with the packed weight: measured for widths of ViT-B and ViT-L.
-    """
-
+    # Three products take as long as one with the packed weight: measured for the widths of ViT-B and ViT-L.
     def __init__(self, packed: Any) -> None:
         super().__init__()
         self.num_heads, self.is_torchs = packed.num_heads, isinstance(packed, nn.MultiheadAttention)
@@ -94,11 +93,11 @@ _BLOCK_SITES = (
 def _refusal(module: nn.Module, tower: Any) -> str | None:
     """Return the reason why a tower is not supported."""
     if hasattr(tower, "trunk"):
-        return "it is a timm trunk (SigLIP, EVA02, ConvNeXt and others), not a transformer of open_clip's own"
+        return "it is a timm trunk (SigLIP, EVA02, ConvNeXt, ...); expected a transformer of open_clip"
     if hasattr(tower, "layer1") and hasattr(tower, "attnpool"):
-        return "it is a ResNet (ModifiedResNet), not a vision transformer"
+        return "it is a ResNet; expected a vision transformer"
     if getattr(tower, "attn_pool", None) is not None:
-        return "it pools by attention (attn_pool, as CoCa does)"
+        return "it pools by attention (attn_pool), as CoCa"
     if getattr(tower, "pool_type", "tok") not in POOLINGS:
         return f"it pools by {tower.pool_type!r}, expected 'tok' or 'avg'"
     return None
@@ -122,7 +121,7 @@ OPEN_CLIP_VIT = ClipViT(
     name="open_clip_vit",
     layout=_LAYOUT,
     library="open_clip",
-    supported="open_clip's own vision transformers with class-token or average pooling",
+    supported="open_clip's vision transformers with class-token or average pooling",
     inner="visual",
     blocks="transformer.resblocks",
     holds=("transformer.resblocks", "visual.transformer.resblocks"),
@@ -157,7 +156,8 @@ def _load_open_clip(request: ArchitectureRequest) -> Architecture:
     stated = _config(source, request.access.offline)
     config = stated.get("model_cfg", stated)
     skeleton = _skeleton(config, source)
-    chain = OPEN_CLIP_VIT.chain(skeleton)  # refuses by name what has no such image size
+    # Before preprocessing: trunks and ResNets have no `image_size`, and the adapter raises with the reason.
+    chain = OPEN_CLIP_VIT.chain(skeleton)
     preprocess = open_clip_preprocess(stated.get("preprocess_cfg"), tuple(skeleton.image_size), source)
     folder = {CONFIG_FILE: {"model_cfg": config, "preprocess_cfg": preprocess.settings}}
 
@@ -182,7 +182,8 @@ def _config(source: str, offline: bool) -> dict[str, Any]:
     """Return the configuration: a model section, or model and preprocessing sections as on the Hub."""
     import open_clip
 
-    name = source.replace("/", "-")  # open_clip takes ViT-B/32 for ViT-B-32 too
+    # open_clip accepts ViT-B/32 as a name of ViT-B-32.
+    name = source.replace("/", "-")
     if name in open_clip.list_models():
         return dict(open_clip.get_model_config(name))
     path = expanded(source)
@@ -190,14 +191,14 @@ def _config(source: str, offline: bool) -> dict[str, Any]:
         return read_json(path)
     place = source.removeprefix("hf-hub:").removeprefix("local-dir:")
     hint = (
-        "Give a model name (open_clip.list_models(); OpenAI's weights need a -quickgelu one) or a model_config.json; "
-        "folders of transformers need the loader hf-clip."
+        "Use a name in open_clip.list_models() (-quickgelu for OpenAI's weights) or a model_config.json. Folders of "
+        "transformers need the loader hf-clip."
     )
     return needed_config(place, CONFIG_FILE, "a model of open_clip", offline=offline, hint=hint)
 
 
 def _skeleton(config: dict[str, Any], source: str) -> Any:
-    # Text towers may want the network too; the image tower doesn't depend on them.
+    # Some text towers are downloaded when they are built, and the image tower does not depend on them.
     alone = {**config, "text_cfg": _SMALLEST_TEXT, "custom_text": False}
     return _whole(alone, source).visual
 
@@ -218,8 +219,8 @@ def _text_tower(config: dict[str, Any], source: str, base: StateSource) -> TextT
     special = next((option for option in _FOREIGN_TEXT if option in text), None)
     if special is not None:
         raise SpecError(
-            f"the text tower of {source} needs {special} = {text[special]!r}, which is not supported",
-            hint="Give precomputed class embeddings in `heads.<task>.file`.",
+            f"the text tower of {source} has {special} = {text[special]!r}, which is not supported",
+            hint="Use precomputed class embeddings in `heads.<task>.file`.",
         )
     model = _whole(config, source)
     read_text_side(model, base, _LAYOUT)
@@ -261,14 +262,14 @@ def resolve_pretrained(place: str, architecture: Architecture, *, offline: bool 
     model = architecture.source.replace("/", "-")
     if architecture.loader != "open-clip" or model not in open_clip.list_models():
         raise SpecError(
-            f"{place} needs an architecture that open_clip knows by name, not {architecture.source}",
-            hint="Write architecture: {loader: open-clip, source: ViT-B-32-quickgelu}, or give a file of weights.",
+            f"{place} requires a model name of open_clip as architecture, not {architecture.source}",
+            hint="Use architecture: {loader: open-clip, source: ViT-B-32-quickgelu}, or a weights file.",
         )
     tag, tags = place.removeprefix(_SCHEME), open_clip.list_pretrained_tags_by_model(model)
     config = open_clip.get_pretrained_cfg(model, tag)
     if not config:
         raise SpecError(
-            f"open_clip has no weights {tag!r} for {model}; there are {', '.join(tags) or 'none'}",
+            f"open_clip has no weights {tag!r} for {model}; available: {', '.join(tags) or 'none'}",
             hint=did_you_mean(tag, tags),
         )
     _require_fit(place, model, config, architecture)
@@ -278,10 +279,10 @@ def resolve_pretrained(place: str, architecture: Architecture, *, offline: bool 
     if offline or constants.HF_HUB_OFFLINE:
         raise CheckpointError(
             f"{place} of {model} ({origin}) is not cached, and downloads are off",
-            hint="Run once without --offline and HF_HUB_OFFLINE, or give the path of the weights.",
+            hint="Run once without --offline and HF_HUB_OFFLINE, or use the path of the weights.",
         )
-    # A warning, so that it is seen where logging is not set up: the network is never used silently.
-    log.warning("fetching the weights %s of %s from %s", place, model, origin)
+    # A warning, because it is shown where logging is not set up. The network must never be used silently.
+    log.warning("downloading %s of %s from %s", place, model, origin)
     return str(open_clip.download_pretrained(config))
 
 
@@ -289,12 +290,13 @@ def _require_fit(place: str, model: str, config: dict[str, Any], architecture: A
     """Raise unless weights were trained with the activation and preprocessing of the architecture."""
     import open_clip
 
+    # open_clip itself only warns.
     is_quick = bool(config.get("quick_gelu", False))
     if is_quick != bool(open_clip.get_model_config(model).get("quick_gelu", False)):
         fitting = f"{model}-quickgelu" if is_quick else model.removesuffix("-quickgelu")
         raise IncompatibleModelsError(
-            f"{place} was trained with {'QuickGELU' if is_quick else 'GELU'}, but {model} uses the other activation",
-            hint=f"Write architecture.source: {fitting}.",
+            f"{place} was trained with {'QuickGELU' if is_quick else 'GELU'}; {model} has the other activation",
+            hint=f"Use architecture.source: {fitting}.",
         )
     settings = {} if architecture.preprocess is None else architecture.preprocess.settings
     differing = [
@@ -305,8 +307,7 @@ def _require_fit(place: str, model: str, config: dict[str, Any], architecture: A
     if differing:
         raise IncompatibleModelsError(
             f"{place} was trained with other preprocessing: {', '.join(differing)}",
-            hint="Download the file; give its path as weights, and as source an open_clip_config.json with this "
-            "preprocess_cfg.",
+            hint="Use the path of the weights file, and as source an open_clip_config.json with this preprocess_cfg.",
         )
 
 
@@ -321,5 +322,6 @@ def _cached(config: dict[str, Any]) -> str | None:
         safe = HF_SAFE_WEIGHTS_NAME if name == HF_WEIGHTS_NAME else f"{name.rpartition('.')[0]}.safetensors"
         paths = (try_to_load_from_cache(repository, file) for file in (safe, name))
         return next((path for path in paths if isinstance(path, str)), None)
+    # open_clip's cache of weights that are not on the Hub.
     file = pathlib.Path("~/.cache/clip").expanduser() / config.get("url", "").rpartition("/")[2]
     return str(file) if file.is_file() else None

@@ -61,7 +61,6 @@ from driftlens.models.tracing.sites import BLOCK_ITSELF, site_kind, tapped
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
 
 _ENCODER_FEATURES = "encoder_hidden_states"
-"""The name of the decoder's argument for the encoder's features."""
 _MASKS = ("attention_mask", "decoder_attention_mask")
 
 
@@ -108,13 +107,14 @@ class _EncoderDecoder:
         self.whole = whole
         self.reads = str(whole.main_input_name)
         self.tied = tied_weights(whole)
+
         self.start_token = getattr(whole.config, "decoder_start_token_id", None) or 0
         batch = self.batch(example)
         self.encoder = self._stack("encoder", "encoder", whole.get_encoder(), batch)
         self.decoder = self._stack("decoder", "hidden", whole.get_decoder(), batch)
         self.stacks = (self.encoder, self.decoder)
         if not any(site.stream for layer in self.decoder.chain.blocks for site in layer.sites):
-            raise SpecError("no block of its decoder reads the output of its encoder")
+            raise SpecError("no block of its decoder reads its encoder's output")
 
     def _stack(self, name: str, stream: str, module: nn.Module, batch: dict[str, Tensor]) -> _Stack:
         """Split one stack into layers, by a pass over a batch."""
@@ -123,7 +123,7 @@ class _EncoderDecoder:
         inputs = self._decoder_inputs(batch) if is_decoder else self._encoder_inputs(batch)
         beside = {_ENCODER_FEATURES: "encoder"} if is_decoder else {}
         if not path or not beside.keys() <= inputs.keys():
-            raise SpecError(f"its {name} is not a module that is called separately")
+            raise SpecError(f"its {name} is no separate module")
         listed, blocks = block_list(module, None)
         tail, answer = _after_blocks(name, BlockRunner(module, blocks, beside=beside), inputs)
         chain = sequential_chain(module, inputs, blocks=listed, final=tail, beside=beside)
@@ -336,9 +336,10 @@ class _EncoderDecoder:
 
         encoder_features = [unpadded(self.encoder, hidden) for hidden in encoded.features]
         encoder_features += [unpadded(self.encoder, finished[0])] if self.encoder.tail else []
-        first, *decoder_features = (unpadded(self.decoder, hidden) for hidden in decoded.features)
+        embedded, *decoder_features = (unpadded(self.decoder, hidden) for hidden in decoded.features)
+        # While the encoder runs, the decoder's features are those of its stem.
         return [
-            *({"encoder": hidden, "hidden": first} for hidden in encoder_features),
+            *({"encoder": hidden, "hidden": embedded} for hidden in encoder_features),
             *({"encoder": encoder_features[-1], "hidden": hidden} for hidden in decoder_features),
             {"hidden": unpadded(self.decoder, decoded.output)},
         ]
@@ -382,7 +383,7 @@ def _after_blocks(name: str, parts: BlockRunner, inputs: Mapping[str, Tensor]) -
         return "", type(output)
     if len(later) != 1 or not is_view(finished, later[0][1]):
         raise SpecError(
-            f"the output of its {name} is not computed by one module, once, from its last block's features"
+            f"the output of its {name} is not computed by one module from its last block's features"
         )
     return later[0][0], type(output)
 
@@ -442,7 +443,7 @@ class _Scores:
         # T5 scales features before a tied head; the ratio of random features shows by how much.
         scale = float((inputs[0] / features).median())
         if not torch.allclose(inputs[0], features * scale, rtol=1e-12, atol=0):
-            raise _not_seq2seq(self.whole, "its head does not read the output of its decoder, times a number")
+            raise _not_seq2seq(self.whole, "its head does not read a multiple of its decoder's output")
         bias = "" if self.head.bias is None else f"{place}.bias"
         # A weight that shifts every score is a bias, such as final_logits_bias of BART.
         for key, value in self._outer_weights(place).items():
@@ -451,7 +452,7 @@ class _Scores:
             if torch.equal(shifted, scores):
                 continue
             if bias or value.numel() != self.head.out_features or not torch.equal(shifted, outputs + shift):
-                raise _not_seq2seq(self.whole, f"its scores depend on {key!r}, which is no bias of its head")
+                raise _not_seq2seq(self.whole, f"its scores depend on {key!r}, which is no bias")
             bias, scores = key, outputs
         key = self.parts.tied.get(f"{place}.weight", (f"{place}.weight",))[0]
         lm = LmScores(key=key, head=f"{place}.weight", bias=bias, scale=scale)
@@ -460,9 +461,9 @@ class _Scores:
         for part in (slice(None), slice(1, 4)):
             if not torch.equal(after_head(outputs[:, 0, part]), scores[:, 0, part]):
                 raise _not_seq2seq(
-                    self.whole, "its scores are not computed from each output of its head alone"
+                    self.whole, "its scores are not an elementwise function of its head's outputs"
                 )
-        return replace(lm, behind=after_head, slope=slope(after_head, self.head.out_features))
+        return replace(lm, after_head=after_head, slope=slope(after_head, self.head.out_features))
 
     def _random(self, width: int) -> Tensor:
         return torch.randn(2, 1, width, generator=self.numbers, dtype=torch.float64)
@@ -497,19 +498,19 @@ class _HfSeq2Seq:
 
 adapters.register(NAME)(_HfSeq2Seq())
 
+# Adapters have no tokenizer. One row of each stream is padded, so that blocks are traced with masks.
 _EXAMPLE = {
     "input_ids": torch.zeros(2, 3, dtype=torch.long),
     "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]),
     "decoder_input_ids": torch.zeros(2, 2, dtype=torch.long),
     "decoder_attention_mask": torch.tensor([[1, 0], [1, 1]]),
 }
-"""Two rows for models without a tokenizer, one of them padded."""
 
 
 def _load_seq2seq(request: ArchitectureRequest, loader: str) -> Architecture:
     """Return the architecture of an encoder-decoder that answers texts by text; its source is a folder or Hub id."""
     source, offline = request.source, request.access.offline
-    expected = "an encoder-decoder that answers by text"
+    expected = "a text-to-text encoder-decoder"
     stated, skeleton = language_model(request, loader, is_seq2seq, expected, SEQ2SEQ)
     config = skeleton.config
     # For files of any version, T5 keeps here whether its head is its embeddings: in memory it is always tied.
@@ -529,7 +530,8 @@ def _load_seq2seq(request: ArchitectureRequest, loader: str) -> Architecture:
     )
 
 
-for _loader in ("hf-seq2seq", "hf-t5"):  # the second accepts T5 v1.0 and v1.1 (FLAN) alone
+# `hf-t5` accepts only T5 v1.0 and v1.1 (FLAN).
+for _loader in ("hf-seq2seq", "hf-t5"):
     loaders.register(_loader)(partial(_load_seq2seq, loader=_loader))
 
 
@@ -543,6 +545,7 @@ def _tie(skeleton: Any, is_apart: bool) -> None:
 
 def _with_own_tables(skeleton: Any) -> tuple[str, ...]:
     """Compute the tables that the library never saves (Marian's positions), and return their keys."""
+    # On meta, these tables have no values, and no file has them either.
     unsaved = set(getattr(skeleton, "_keys_to_ignore_on_save", None) or ()) & skeleton.state_dict().keys()
     for key in unsaved:
         owner, _, leaf = key.rpartition(".")

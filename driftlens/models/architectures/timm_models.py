@@ -34,8 +34,8 @@ features = model(transform(Image.open("image.png").convert("RGB"))[None])
 """
 
 
+# Options of `timm.create_model` that read other files. An untrusted config.json must not set them.
 _LOADS = ("pretrained", "checkpoint_path", "cache_dir", "pretrained_cfg", "pretrained_cfg_overlay")
-"""Options of `timm.create_model` that read other files."""
 _PIXELS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 
 
@@ -51,7 +51,8 @@ def load_timm(request: ArchitectureRequest) -> Architecture:
         name, stated, options = _stated(source, offline=request.access.offline)
     build = partial(timm.create_model, name, pretrained=False, **options)
     skeleton = weightless(lambda: _with_buffers(build()), source)
-    # Older folders have the pixel settings next to the architecture; `img_size` is the size of inputs.
+    # Older folders have the pixel settings next to the architecture. A model built with `img_size` accepts only images
+    # of this size, but its default settings may have another.
     pixels = {key: stated[key] for key in _PIXELS if key in stated} | dict(stated.get("pretrained_cfg") or {})
     if "input_size" not in pixels and (size := options.get("img_size")):
         pixels["input_size"] = (3, *([size] * 2 if isinstance(size, int) else size))
@@ -85,15 +86,15 @@ def _stated(source: str, *, offline: bool) -> tuple[str, dict[str, Any], dict[st
     """Return timm's name for the model of a folder or Hub id, its config.json, and options to build it with."""
     import timm
 
-    hint = "Give a model name of timm (timm.list_models()), or a folder as timm saves them."
+    hint = "Use a name in timm.list_models(), or a folder saved by timm."
     stated = needed_config(source, "config.json", "a model of timm", offline=offline, hint=hint)
     name, options = str(stated.get("architecture")), dict(stated.get("model_args") or {})
     if not timm.is_model(name):
         raise wrong_family(stated, source, "a config.json of timm")
     if odd := [key for key in options if key in _LOADS]:
         raise IncompatibleModelsError(
-            f"config.json of {source} sets {odd[0]}, which is no part of an architecture",
-            hint="Take it out of `model_args`.",
+            f"config.json of {source} sets {odd[0]}, which reads other files",
+            hint="Remove it from `model_args`.",
         )
     if "num_classes" in stated:
         options.setdefault("num_classes", stated["num_classes"])
@@ -102,12 +103,12 @@ def _stated(source: str, *, offline: bool) -> tuple[str, dict[str, Any], dict[st
 
 def _with_buffers(skeleton: nn.Module) -> nn.Module:
     """Compute the buffers that timm left on meta, one module at a time."""
-    for module in reversed(
-        list(skeleton.modules())
-    ):  # inner ones first, as outer buffers are computed from them
+    # Inner modules first, because outer buffers are computed from theirs.
+    for module in reversed(list(skeleton.modules())):
         fill = getattr(module, "_init_buffers", None)
         if fill is None or not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             continue
+        # `_apply` moves weights too. They go back to meta afterwards.
         weights = {id(part): dict(part._parameters) for part in module.modules() if part._parameters}
         module._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
         fill()
@@ -121,8 +122,8 @@ def _without_classifier(skeleton: Any, name: str) -> str:
     classifier = skeleton.get_classifier()
     if isinstance(classifier, tuple | list):
         raise IncompatibleModelsError(
-            f"{name} ends in {len(classifier)} classifiers, so it has no one final feature",
-            hint="Use the model of that name without distillation.",
+            f"{name} has {len(classifier)} classifiers; expected one",
+            hint="Use the model without distillation.",
         )
     if not isinstance(classifier, nn.Linear):
         return ""

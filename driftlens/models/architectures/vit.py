@@ -24,12 +24,12 @@ from driftlens.models.tracing.hooks import buffers_on, call, evaluating, run_unt
 from driftlens.models.tracing.sites import site_kind, tapped
 from driftlens.utils.errors import DataError, IncompatibleModelsError
 
+# Processors of transformers return a dict; other entries than the pixels (texts) are not read.
 PIXELS = "pixel_values"
-"""The name of the pixels in a batch that is a dict, as processors of transformers make it; no other entry is read."""
 
 Pooling = Literal["cls", "patch_mean"]
+# The supported poolings by their names in open_clip.
 POOLINGS: Mapping[str, Pooling] = {"tok": "cls", "avg": "patch_mean"}
-"""The supported poolings, by their names in open_clip."""
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
@@ -41,14 +41,12 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
-    """Return the name of the function that `activation` computes, or None; found by trying it out.
-
-    Libraries offer the same function under many class names, and different functions under one.
-    """
+    """Return the name of the function that `activation` computes, or None."""
+    # By values, because libraries have one function under many class names, and different functions under one.
     probe = torch.linspace(-6, 6, 97, dtype=torch.float64)
     with torch.no_grad():
         values = activation(probe)
-    same = (name for name, known in _ACTIVATIONS.items() if torch.allclose(values, known(probe), 0, 1e-12))
+    same = (name for name, other in _ACTIVATIONS.items() if torch.allclose(values, other(probe), 0, 1e-12))
     return next(same, None)
 
 
@@ -107,14 +105,14 @@ class ClipViT:
         missing = ", ".join(part for part in parts if part_at(tower, part) is None)
         reason = self.refusal(module, tower)
         if reason is None and missing:
-            return f"{type(module).__name__} is no CLIP image tower of {self.library} (no {missing})"
+            return f"{type(module).__name__} is no CLIP image tower of {self.library} (missing: {missing})"
         for index, block in enumerate(() if reason else tower.get_submodule(self.blocks)):
             keys, activation = set(block.state_dict()), block.get_submodule(self.activation)
             odd = sorted((keys - self.required - self.optional) | (self.required - keys))
             if odd:
-                return f"block {index} is not the plain pre-norm block (extra or missing: {', '.join(odd)})"
+                return f"block {index} is no plain pre-norm block (extra or missing: {', '.join(odd)})"
             if activation_name(activation) is None:
-                return f"its activation {activation} is none of {', '.join(_ACTIVATIONS)}"
+                return f"its activation is {activation}; expected {', '.join(_ACTIVATIONS)}"
         return reason
 
     def chain(self, module: nn.Module) -> LayerChain:
@@ -161,13 +159,13 @@ class ClipViT:
             (*self.embeddings, *_affine(tower, self.stem_norm)),
             _sites(tower, self.stem_norm, "tokens"),
         )
-        first = tower.get_submodule(self.blocks)[0]
+        first_block = tower.get_submodule(self.blocks)[0]
 
         def run(parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
             pixels = state["pixels"].to(parameters[self.embeddings[0]].dtype)
-            # Position ids follow the pixels: a pass in float64 may run on the host, next to the one on the device.
+            # Position ids follow the pixels: a pass in float64 may run on the CPU while the model is on the GPU.
             with buffers_on(tower, pixels.device), tapped(tower, sites, tap):
-                return {"hidden": run_until(first, lambda: call(tower, parameters, (pixels,), {}))}
+                return {"hidden": run_until(first_block, lambda: call(tower, parameters, (pixels,), {}))}
 
         path = prefix + self.embeddings[0].partition(".")[0]
         return Layer(1, "stem", path, {key: Slot(prefix + key) for key in keys}, run, sites)
@@ -199,6 +197,7 @@ class ClipViT:
         head.add_module(norm, tower.get_submodule(norm))
         sites = _sites(head, norm, "hidden", token_weights="patches" if norm_first else "pooled")
         if projects:
+            # Any size will do: the weight is replaced on every call.
             head.add_module(self.projection, nn.Linear(1, 1, bias=False, device="meta"))
             sites += _sites(head, self.projection, norm, token_weights="pooled")
         return Layer(index, "head", prefix + norm, slots, partial(_run, head, (), sites), sites)
@@ -223,7 +222,8 @@ class ClipViT:
 
 def _pooling(tower: Any) -> tuple[Pooling, bool]:
     """Return how tokens are pooled, and True if the final norm runs on all tokens before that."""
-    kind = getattr(tower, "pool_type", "tok")  # transformers has class tokens alone
+    # Towers of transformers always pool by the class token and have no such attribute.
+    kind = getattr(tower, "pool_type", "tok")
     # For a single token the order of norm and pooling makes no difference.
     return POOLINGS[kind], kind == "avg" and not tower.final_ln_after_pool
 
@@ -285,8 +285,8 @@ def _start(inputs: Any, *, shape: tuple[int, int, int]) -> tuple[State, SideInpu
     pixels = _pixels(inputs)
     if tuple(pixels.shape[1:]) != shape:
         raise DataError(
-            f"a batch of pixels is {list(pixels.shape)}; the image tower expects [n, {', '.join(map(str, shape))}]",
-            hint="Prepare images as the model's own processor does.",
+            f"a batch of pixels is {list(pixels.shape)}; expected [n, {', '.join(map(str, shape))}]",
+            hint="Use the model's own image processor.",
         )
     return {"pixels": pixels}, SideInputs()
 

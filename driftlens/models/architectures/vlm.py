@@ -63,9 +63,7 @@ from driftlens.models.tracing.sites import no_sites, tapped, traced_sites
 from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
 
-_TEXT_ONLY_NOTICE = (
-    "all samples are texts, so the vision tower and the projector did not run and stay as merged"
-)
+_TEXT_ONLY_NOTICE = "all samples are texts, so vision tower and projector did not run and stay as merged"
 _USAGE = """\
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -88,7 +86,16 @@ class _DecoderOrWhole(Spellings):
     def align(
         self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
     ) -> StateSource:
-        """Align a checkpoint; a language model gets the tensors that it lacks from the base, `fallback`."""
+        """Return a checkpoint under the skeleton's key names.
+
+        Args:
+            source: the checkpoint: a vision-language model, or a language model.
+            wanted: the skeleton's key names.
+            fallback: the base, which provides the tensors that a language model lacks.
+
+        Raises:
+            IncompatibleModelsError: a language model without `fallback`.
+        """
         stored = self.key_map(source.headers, wanted, source.name)
         lacking = [key for key in wanted if key not in self.decoder]
         if any(key in stored for key in lacking):
@@ -96,9 +103,9 @@ class _DecoderOrWhole(Spellings):
         aligned = super().align(source, self.decoder, fallback)
         if fallback is None:
             raise IncompatibleModelsError(
-                f"{source.name} is a language model: it lacks {lacking[0]!r} and {len(lacking) - 1} more tensors of a "
-                "vision tower; expected a whole vision-language model as base",
-                hint="Give the vision-language model as base, and this one as an expert.",
+                f"{source.name} is a language model without vision tower ({lacking[0]!r} and {len(lacking) - 1} more "
+                "tensors); expected a vision-language model as base",
+                hint="Use the vision-language model as base, and this one as an expert.",
             )
         places = {key: (aligned, key) for key in aligned.headers}
         return Composed(source.name, places | {key: (fallback, key) for key in lacking})
@@ -155,8 +162,9 @@ def decoder_path(whole: Any) -> str:
     """Return the path of a model's decoder, which reads embeddings of texts and features of images."""
     decoder = whole.get_decoder()
     path = next((name for name, part in whole.named_modules() if part is decoder), "")
+
     if not path or whole.get_output_embeddings() is None:
-        raise not_causal(whole, "it has no decoder module with a head after it")
+        raise not_causal(whole, "it has no decoder with a head")
     return path
 
 
@@ -172,8 +180,8 @@ def _plain_names(keys: Collection[str], decoder: str, head: str) -> dict[str, st
 
 _TOWER_TENSORS = ("vision_mask", "vision_places", "vision_rows")
 _IMAGE_TOKENS = "image_tokens"
+# Argument of Qwen3-VL's decoder: features that it adds to the outputs of its first blocks.
 _DEEPSTACK = "deepstack_visual_embeds"
-"""The decoder's argument of features that it adds to the outputs of its first blocks."""
 
 
 def tower_list(whole: Any) -> str:
@@ -183,7 +191,7 @@ def tower_list(whole: Any) -> str:
     with contextlib.suppress(SpecError):
         if path:
             return f"{path}.{block_list(encoder, None)[0]}"
-    raise not_causal(whole, "no module outside its decoder has a list of blocks, as a vision tower does")
+    raise not_causal(whole, "it has no vision tower with a list of blocks")
 
 
 def vision_language_chain(whole: Any, example: Any, tower: str, text_chain: LayerChain) -> LayerChain:
@@ -241,7 +249,7 @@ class _VisionLanguageRunner(BlockRunner):
         side = SideInputs(self._places(inputs) if sees else {})
         past, mask = module.get_submodule(self.final), padding_mask(named, None)
         blocks = [module.get_submodule(path) for path in self.paths[self.count :] if self.carries]
-        with _recorded_arguments(module.get_decoder()) as given, carried.watched(blocks, mask) as entered:  # type: ignore[operator]
+        with _recorded_arguments(module.get_decoder()) as arguments, carried.watched(blocks, mask) as entered:  # type: ignore[operator]
             recording = self._observed(module, named, keep=True, past=past)
         tower, decoder = recording.features[: self.count + 1], recording.features[self.count + 1 :]
         entered = [*[{}] * self.count, *entered]
@@ -251,7 +259,7 @@ class _VisionLanguageRunner(BlockRunner):
             rest = {name: value for name, value in (states[-1] if states else {}).items() if name != "vision"}
             rest |= {f"vision_{boundary - 1}": vision} if sees and boundary - 1 in self.kept else {}
             states.append({**rest, "vision": vision})
-        deep = _deepstack(given)
+        deep = _deepstack(arguments)
         for boundary, hidden in enumerate(decoder):
             if boundary:
                 deep.pop(f"deepstack_{boundary - 1}", None)
@@ -267,7 +275,14 @@ class _VisionLanguageRunner(BlockRunner):
             self.text_chain.require_shared(models, inputs)
 
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        """Return the state before the first block of the tower."""
+        """Return the state before the first block of the tower.
+
+        Args:
+            parameters: the stem's parameters.
+            state: the state at boundary 0, which is empty.
+            side: the side inputs, with pixels.
+            tap: has no effect: the stem has no sites.
+        """
         if _IMAGE_TOKENS not in side:
             like = next(iter(parameters.values()))
             return {"vision": like.new_zeros(len(side["vision_mask"]), 0, self.width)}
@@ -322,14 +337,14 @@ class _VisionLanguageRunner(BlockRunner):
     def _projected(self, parameters: Parameters, outputs: Sequence[Any], side: SideInputs) -> State:
         """Run the projector with `outputs` as the outputs of the tower's blocks; none run for texts alone."""
         args, kwargs = side.raw_inputs().arguments({})
-        bypassed = [
+        replaced = [
             (block, lambda *_, output=output, **__: output)
             for block, output in zip(self.blocks[: self.count], outputs, strict=bool(outputs))
         ]
         # The library merges image features into the text itself; only the outputs of the tower are replaced.
-        with replaced_forwards(bypassed), _recorded_arguments(self.decoder) as given:
+        with replaced_forwards(replaced), _recorded_arguments(self.decoder) as arguments:
             state = self._reaching(self.count, partial(call, self.module, parameters, args, kwargs), side)
-        return {**_deepstack(given), **state}
+        return {**_deepstack(arguments), **state}
 
     def _tower_outputs(self, state: State, side: SideInputs) -> list[Any]:
         """Return the outputs of the tower's blocks; those not in the state are replaced by the last."""
@@ -351,9 +366,9 @@ class _VisionLanguageRunner(BlockRunner):
     ) -> State:
         """Return the state after a block of the decoder, with its deepstack features added."""
         output = super().block(position, sites, parameters, state, side, tap)
-        waiting = {name: value for name, value in state.items() if name.startswith("deepstack_")}
-        added = waiting.pop(f"deepstack_{position - self.count}", None)
-        return waiting | output | ({} if added is None else {"hidden": output["hidden"] + added})
+        pending = {name: value for name, value in state.items() if name.startswith("deepstack_")}
+        added = pending.pop(f"deepstack_{position - self.count}", None)
+        return pending | output | ({} if added is None else {"hidden": output["hidden"] + added})
 
     def traced(self, example: Any) -> tuple[Layer, ...]:
         """Return the layers; a pass over a batch shows the weights and sites of each."""
@@ -465,7 +480,7 @@ class _VisionLanguageRunner(BlockRunner):
         count = len(side["vision_rows"]) if is_tower else len(side["inputs.input_ids"])
         tokens = block_call.entered.numel() // block_call.entered[-1] if is_tower else 1
         # Blocks of a tower may read numbers, such as the lengths of what is packed; a decoder's are too large for that.
-        bare = self.is_hollow and not is_tower
+        bare = self.is_on_meta and not is_tower
         device = torch.device("meta") if bare else side["inputs.input_ids"].device
         features = {name: value.to(device) for name, value in state.items()}
         features["hidden"] = torch.zeros(
@@ -522,11 +537,13 @@ class _VisionLanguageRunner(BlockRunner):
         mask = within < torch.tensor(counts)[:, None]
         places = ((ends - torch.tensor(counts))[:, None] + within).where(mask, 0)
         rows = mask.flatten().nonzero()[:, 0]
-        if "image_position_ids" in batch:  # negative for patches of padding
+        # Some processors pad the patches of small images, whose positions are negative then.
+        if "image_position_ids" in batch:
             is_patch = (as_the_library(batch)["image_position_ids"] >= 0).all(dim=-1).flatten().cpu()
             mask = mask & is_patch[places]
         at_images = torch.eq(batch["input_ids"].cpu(), self.image_token)
         tensors = dict(zip(_TOWER_TENSORS, (mask, places, rows), strict=True)) | {_IMAGE_TOKENS: at_images}
+        # Without a mask, features need not be filled on every layer.
         if bool(mask.all()):
             del tensors["vision_mask"]
         return {name: to_device(tensor, device) for name, tensor in tensors.items()}
@@ -535,13 +552,13 @@ class _VisionLanguageRunner(BlockRunner):
         """Return the number of tokens that one sample's images have in the tower."""
         sample = {name: value[row : row + 1] for name, value in batch.items()}
         named, device = raw_inputs(as_the_library(sample)), sample["input_ids"].device
-        outer = self.stand_ins(device) if self.is_hollow else None
+        outer = self.stand_ins(device) if self.is_on_meta else None
         native = run_until(self.blocks[0], lambda: run(self.module, named, outer))
         if native.dim() > 3:
             raise not_causal(
                 self.module,
-                "its vision tower keeps features in space, as convolutions do",
-                "Tasks of texts alone work: leave `image` out, and the tower stays as merged.",
+                "its vision tower is convolutional, with features in space",
+                "Use tasks of texts (without `image`); the tower stays as merged.",
             )
         return native.numel() // native.shape[-1]
 
@@ -554,6 +571,7 @@ def _is_pictured(inputs: Any) -> bool:
 def _by_sample(native: Tensor, side: SideInputs) -> Tensor:
     """Arrange the tower's tokens by samples, [n, m, d] or by heads [n, m, h, d], filled up with zeros."""
     count, size = len(side["vision_rows"]), native.shape[-1]
+    # Modules inside attention may read features by heads, [r, h, d].
     heads = () if native.numel() == count * size else native.shape[-2:-1]
     rows = native.reshape(count, *heads, size)[side["vision_places"]]
     mask = side.mask("vision")
@@ -567,6 +585,7 @@ def _packed(vision: Tensor, side: SideInputs) -> Tensor:
 
 def _at_images(mask: Tensor, rows: Tensor) -> Tensor:
     """Put consecutive image features [..., d] at the image tokens of `mask`, [n, t, d], with zeros elsewhere."""
+    # Image features have no sample axis: the k-th of a batch belongs to its k-th image token.
     places = mask.flatten().cumsum(0).reshape(mask.shape).sub(1).clamp_min(0)
     return rows.reshape(-1, rows.shape[-1])[places].masked_fill(~mask[..., None], 0)
 
@@ -591,19 +610,19 @@ def _rearranged(tap: Tap, by_sample: Callable[[Tensor], Tensor], pack: Callable[
 @contextlib.contextmanager
 def _recorded_arguments(decoder: nn.Module) -> Iterator[dict[str, Any]]:
     """Record the keyword arguments of the decoder's calls in the body of a `with` statement."""
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     hook = decoder.register_forward_pre_hook(
-        lambda _module, _args, kwargs: given.update(kwargs), with_kwargs=True, prepend=True
+        lambda _module, _args, kwargs: arguments.update(kwargs), with_kwargs=True, prepend=True
     )
     try:
-        yield given
+        yield arguments
     finally:
         hook.remove()
 
 
-def _deepstack(given: Mapping[str, Any]) -> State:
+def _deepstack(arguments: Mapping[str, Any]) -> State:
     """Return the features [n, t, d] that the decoder adds after its first blocks, with zeros at texts."""
     return {
-        f"deepstack_{number}": _at_images(given["visual_pos_masks"], values)
-        for number, values in enumerate(given.get(_DEEPSTACK) or ())
+        f"deepstack_{number}": _at_images(arguments["visual_pos_masks"], values)
+        for number, values in enumerate(arguments.get(_DEEPSTACK) or ())
     }

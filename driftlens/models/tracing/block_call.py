@@ -19,19 +19,17 @@ from driftlens.utils.devices import to_device
 from driftlens.utils.errors import SpecError
 
 OTHER_LIST = (
-    "Pass blocks= the path of another list, or wrap the model so that features flow from block to block."
+    "Set `blocks` to the path of another list, or wrap the model so that each block reads the one before."
 )
 
 
+# A batch's entry, or what makes one of a batch: [n, t], true (or 1) where a token counts. None takes
+# `attention_mask` where the batch has one; False says that nothing is padded.
 Mask = str | Callable[[Any], Tensor] | Literal[False] | None
-"""A batch's entry, or what makes one of a batch: [n, t], true (or 1) where a token counts.
-
-None takes `attention_mask` where the batch has one; False says that nothing is padded.
-"""
 
 _REMEDY = (
-    "Pass mask= the name of an entry [n, t] of ones and zeros, a function that makes one of a batch, or False where "
-    "no sample is padded."
+    "Set `mask` to the name of an entry [n, t] of ones and zeros, a function from a batch to one, or False without "
+    "padding."
 )
 
 
@@ -60,11 +58,9 @@ class BlockCall:
     fixed: frozenset[str] = frozenset()
 
     def arguments(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the call with `hidden` as features, in the shape that the block expects.
-
-        Tensors that had the features' dtype when recorded get the dtype of `hidden`, so that a model recorded
-        in float32 can be computed in float64.
-        """
+        """Return the arguments of the call with `hidden` as features, in the shape that the block expects."""
+        # Tensors that had the features' dtype when recorded get the dtype of `hidden`, so that a model recorded in
+        # float32 can be computed in float64.
         change = partial(self._alike, hidden)
         args, kwargs = list(named_map(self.args, change)), named_map(self.kwargs, change)
         owner: Any = args if isinstance(self.place, int) else kwargs
@@ -107,6 +103,7 @@ class Inputs:
 
     def arguments(self, replaced: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments of the model: copies of the inputs, or of entries of `replaced` with the same names."""
+        # Copies, because a stem may write into its input.
         values = {name: mapped(replaced.get(name, value), _copy) for name, value in self.values.items()}
         return ((), values) if self.by_keyword else (tuple(values.values()), {})
 
@@ -126,7 +123,16 @@ def raw_inputs(inputs: Any) -> Inputs:
 
 
 def find_features(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, Tensor]:
-    """Return the position or keyword of a block's features, the first tensor among its arguments, and the features."""
+    """Return the position or keyword of a block's features, the first tensor among its arguments, and the features.
+
+    Args:
+        path: the block's path, for messages.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Raises:
+        SpecError: there is no tensor.
+    """
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in places:
         if isinstance(value, Tensor):
@@ -136,11 +142,11 @@ def find_features(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def features_of(path: str, output: Any) -> Tensor:
     """Return the features among a block's output: the tensor, or the first entry of a tuple or list."""
-    first = output[0] if isinstance(output, tuple | list) and output else output
-    if isinstance(first, Tensor):
-        return first
+    features = output[0] if isinstance(output, tuple | list) and output else output
+    if isinstance(features, Tensor):
+        return features
     raise SpecError(
-        f"block {path!r} returns a {type(output).__name__}; expected a tensor, or a tuple that begins with one",
+        f"block {path!r} returns a {type(output).__name__}; expected a tensor or a tuple that starts with one",
         hint=OTHER_LIST,
     )
 
@@ -176,12 +182,20 @@ class Reference:
 def stored(tensors: dict[str, Tensor], value: Any, name: str, *, stateless: bool = True) -> Any:
     """Move a tensor to `tensors`, unless it is there already, and return a reference; return other values.
 
-    With `stateless`, raise for values that carry state from call to call.
+    Args:
+        tensors: the tensors of the side inputs by name.
+        value: a tensor or a plain value.
+        name: its name in `tensors`.
+        stateless: True to raise for values that carry state from call to call.
+
+    Raises:
+        SpecError: the value carries state.
     """
     if not isinstance(value, Tensor):
         if stateless:
             _require_stateless(value, name)
         return value
+    # Blocks share their masks and rotary tables; one copy of each is stored and moved to the device.
     key = next((key for key, tensor in tensors.items() if tensor is value), name)
     tensors[key] = value
     return Reference(key)
@@ -192,10 +206,9 @@ def _require_stateless(value: object, name: str) -> None:
     tensors = [] if isinstance(value, type) else list(_named_leaves(getattr(value, "__dict__", {})))
     if tensors or isinstance(value, nn.Module) or (hasattr(value, "update") and not isinstance(value, type)):
         raise SpecError(
-            f"{name!r} is a {type(value).__name__}, which carries state that no other model may read; "
-            "expected tensors and plain values next to the features",
-            hint="Switch it off (a key-value cache with use_cache=False), or wrap the model so that its blocks "
-            "are called without it.",
+            f"{name!r} is a {type(value).__name__}, which carries state; expected tensors and plain values next to "
+            "features",
+            hint="Disable it (use_cache=False for a key-value cache), or wrap the model so that blocks don't get it.",
         )
 
 
@@ -209,10 +222,17 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def named_map(value: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
-    """Return `value` with `change(leaf, name)` in the place of every leaf; names are paths such as `mask.0`."""
+    """Return a nested value with every leaf changed.
+
+    Args:
+        value: nested tuples, lists and dicts.
+        change: (leaf, its name) -> the new leaf.
+        name: the name of `value`; those of leaves are paths such as `mask.0`.
+    """
     before = f"{name}." if name else ""
     if isinstance(value, Mapping):
         return {key: named_map(entry, change, f"{before}{key}") for key, entry in value.items()}
+    # Not subclasses: a named tuple could not be rebuilt from an iterator.
     if type(value) in (tuple, list):
         return type(value)(named_map(entry, change, f"{before}{place}") for place, entry in enumerate(value))
     return change(value, name)
@@ -226,11 +246,12 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
         name = chosen or "attention_mask"
         mask: Any = inputs.values.get(name)
     else:
-        name, mask = "what mask= returns", chosen(inputs.batch())
+        name, mask = "the result of `mask`", chosen(inputs.batch())
     if mask is None and chosen is None:
         return None
     is_mask = is_whole = False
-    if isinstance(mask, Tensor) and mask.dim() == 2:  # both in one synchronization
+    # Both answers in one tensor, because each `tolist` synchronizes with the device.
+    if isinstance(mask, Tensor) and mask.dim() == 2:
         is_mask, is_whole = torch.stack([((mask == 0) | (mask == 1)).all(), (mask != 0).all()]).tolist()
     if not is_mask:
         described = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -242,7 +263,7 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
         return None
     if chosen is None and any(entry.startswith("decoder_") for entry in inputs.values):
         raise SpecError(
-            "the batch has tokens for an encoder and for a decoder; its attention_mask may be of either's",
+            "the batch has tokens for an encoder and a decoder, so attention_mask is ambiguous",
             hint=_REMEDY,
         )
     tensors = (value for value in inputs.values.values() if isinstance(value, Tensor))
@@ -250,13 +271,22 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
 
 
 def without_padding(path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """Return features with zeros in the rows of padding."""
+    """Return features with zeros in the rows of padding.
+
+    Args:
+        path: the module that returned the features, for messages.
+        hidden: [n, t, ...]; features [n, d] are returned unchanged.
+        mask: [n, t], true where a token counts; None means everywhere.
+
+    Raises:
+        SpecError: the mask has another shape than the tokens.
+    """
     if mask is None or hidden.dim() == 2:
         return hidden
     if hidden.shape[:2] != mask.shape:
         raise SpecError(
-            f"the mask is {list(mask.shape)}, the features at {path!r} are {list(hidden.shape)}; "
-            "expected one mask entry per token",
+            f"the mask is {list(mask.shape)}, features at {path!r} are {list(hidden.shape)}; expected one entry per "
+            "token",
             hint=_REMEDY,
         )
     return hidden.masked_fill(~mask.reshape(*mask.shape, *[1] * (hidden.dim() - 2)), 0)
@@ -270,6 +300,7 @@ def unmasked_padding(inputs: Inputs, pad_token: int | None) -> str | None:
     for name, tokens in inputs.values.items():
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():
             continue
+        # An example batch of equal tokens is not padded.
         if tokens.dtype == torch.bool or tokens.shape[1] < 4 or bool((tokens == tokens[:1, :1]).all()):
             continue
         if pad_token is None:
@@ -280,7 +311,7 @@ def unmasked_padding(inputs: Inputs, pad_token: int | None) -> str | None:
         count = int(padded.any(dim=0).sum())
         if count and (pad_token is not None or 1 < count < len(tokens)):
             return (
-                f"{count} of {len(tokens)} samples of a batch look padded in {name!r}, and there is no attention_mask, "
-                f"so padding counts like any token. {_REMEDY}"
+                f"{count} of {len(tokens)} samples look padded in {name!r}, but the batch has no attention_mask, so "
+                f"padding counts. {_REMEDY}"
             )
     return None

@@ -69,10 +69,21 @@ def _put(block: nn.Module, name: str, value: Any, args: list[Any], kwargs: dict[
         kwargs[place] = value
 
 
-def given(
+def set_arguments(
     block: nn.Module, position: int, state: State, args: list[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Set a block's arguments from the state; return the keys and values by kind, to which the block may add."""
+    """Set a block's arguments from the state.
+
+    Args:
+        block: the block.
+        position: its number, counted from 0.
+        state: the state before the block.
+        args: positional arguments, which are changed in place.
+        kwargs: keyword arguments, which are changed in place.
+
+    Returns:
+        Keys and values by kind, to which the block may add.
+    """
     shared: dict[str, Any] = {}
     for name, leaf in state.items():
         if name.startswith(f"{SHARED}."):
@@ -83,16 +94,26 @@ def given(
     return shared
 
 
-def waiting(
+def remaining(
     position: int, blocks: Sequence[nn.Module], state: State, shared: Mapping[str, Any], mask: Tensor | None
 ) -> State:
-    """Return the state after a block without features: inputs of later blocks, and all keys and values so far."""
+    """Return the state after a block without features: inputs of later blocks, and all keys and values so far.
+
+    Args:
+        position: the block's number, counted from 0.
+        blocks: all blocks.
+        state: the state before the block.
+        shared: keys and values by kind, the block's included.
+        mask: [n, t], true where a token counts; None means everywhere.
+    """
     later = {f"{LAYER_INPUT}.{index}" for index in range(position + 1, len(blocks))}
     inputs = {name: leaf for name, leaf in state.items() if name in later}
     return inputs | _leaves(shared, blocks[position + 1 :], mask)
 
 
 def _leaves(shared: Mapping[str, Any], readers: Sequence[nn.Module], mask: Tensor | None) -> State:
+    # Blocks add their keys and values even if no later block reads them. In the state, these would be streams whose
+    # drift is measured.
     if not any(getattr(part, "is_kv_shared_layer", False) for block in readers for part in block.modules()):
         return {}
     hidden = None if mask is None else mask[:, None, :, None]

@@ -36,13 +36,13 @@ from driftlens.models.tracing.block_call import (
 )
 from driftlens.models.tracing.hooks import (
     Recording,
-    bypassed,
     call,
     evaluating,
-    hollow,
+    meta_device_run,
     observe,
     replaced_forwards,
     run_until,
+    skip_blocks,
 )
 from driftlens.models.tracing.mixtures import assembled, mixing, mixture_of
 from driftlens.models.tracing.sites import BLOCK_ITSELF, Reader, readers, site_kind, slot_of, tapped
@@ -106,7 +106,8 @@ def _computed_arguments(module: nn.Module, block: nn.Module) -> dict[str, Comput
                 for leaf, _ in owner.named_parameters()
             }
             computed = {argument: Computed(_Positions(part, method, reads), names)}
-            if "encoder_decoder_position_bias" in places:  # of no table: zeros
+            # Attention to the encoder has no table: the block itself makes zeros.
+            if "encoder_decoder_position_bias" in places:
                 computed[str(places.index("encoder_decoder_position_bias"))] = Computed(None, {})
             return computed
     return {}
@@ -192,7 +193,7 @@ class BlockRunner:
         named = raw_inputs(inputs)
         calls = self._calls
         if calls is None:
-            calls = self._hollow(named) if self.is_hollow else self._observed(self.module, named).calls
+            calls = self._meta_calls(named) if self.is_on_meta else self._observed(self.module, named).calls
             calls = self._with_streams(calls, named)
         state = {
             name: value
@@ -223,7 +224,7 @@ class BlockRunner:
         return [block_call.mapped(partial(put, streams)) for block_call, streams in pairs]
 
     @property
-    def is_hollow(self) -> bool:
+    def is_on_meta(self) -> bool:
         """True if the weights of the module are on meta."""
         return next((weight.is_meta for weight in self.module.parameters()), False)
 
@@ -235,7 +236,7 @@ class BlockRunner:
     @contextmanager
     def shapes_only(self) -> Iterator[None]:
         """Let mixtures on meta return their input's shape, as routes depend on numbers."""
-        modules = [mixture.module for mixture in self.mixtures if mixture is not None and self.is_hollow]
+        modules = [mixture.module for mixture in self.mixtures if mixture is not None and self.is_on_meta]
         forwards = [
             (module, lambda *args, **kwargs: torch.empty_like(find_features("a mixture", args, kwargs)[1]))
             for module in modules
@@ -246,7 +247,14 @@ class BlockRunner:
     def stand_ins(
         self, device: torch.device, number: float = 0.0, dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
-        """Return the weights outside the blocks, those on meta expanded from one number."""
+        """Return the weights outside the blocks, those on meta expanded from one number.
+
+        Args:
+            device: device of the numbers.
+            number: the value of all entries.
+            dtype: dtype of the numbers; None takes the default.
+        """
+        # Expanded, so that tables of a large vocabulary take no memory.
         return {
             name: torch.full((), number, device=device, dtype=dtype).expand(weight.shape)
             if weight.is_meta
@@ -254,64 +262,76 @@ class BlockRunner:
             for name, weight in self.outer_weights().items()
         }
 
-    def _hollow(self, inputs: Inputs) -> list[BlockCall]:
+    def _meta_calls(self, inputs: Inputs) -> list[BlockCall]:
         """Record the calls of blocks on meta; reuse them for all batches where blocks are given features alone."""
         device = next(value.device for value in inputs.values.values() if isinstance(value, Tensor))
+        # Two passes with different numbers as weights: an argument that differs depends on weights.
         numbers = (0.0,) if self._is_known_shared else (0.0, 1.0)
-        first, *others = [self._shell_calls(inputs, self.stand_ins(device, number)) for number in numbers]
-        for path, *calls in zip(self.paths, first, *others, strict=True):
+        recorded, *others = [self._shell_calls(inputs, self.stand_ins(device, number)) for number in numbers]
+        for path, *calls in zip(self.paths, recorded, *others, strict=True):
             tensors = [block_call.tensors for block_call in calls]
             for name in tensors[0].keys() - self.computed.keys():
                 if not all(same_values(tensors[0][name], other.get(name)) for other in tensors[1:]):
                     raise IncompatibleModelsError(
-                        f"block {path!r} is given {name!r} next to its features, which is computed from weights; "
-                        "expected the same for all models",
-                        hint="Use the loader made for this family, or live modules wrapped so that this is computed "
-                        "inside each block.",
+                        f"block {path!r} is given {name!r}, which is computed from weights; expected the same for all "
+                        "models",
+                        hint="Use this family's own loader, or live modules that compute it inside each block.",
                     )
         if not self._is_known_shared:
             self._fixed = self._of_fixed_dtype(inputs, device)
         self._is_known_shared = True
-        first = [
-            replace(block_call, fixed=fixed) for block_call, fixed in zip(first, self._fixed, strict=True)
+        recorded = [
+            replace(block_call, fixed=fixed) for block_call, fixed in zip(recorded, self._fixed, strict=True)
         ]
-        # A batch without padding may come without the mask that another has.
-        is_given = any(block_call.tensors for block_call in first)
+        # Calls are reused only if all inputs are floats: a batch of tokens may lack the mask that another has.
+        is_given = any(block_call.tensors for block_call in recorded)
         if not is_given and all(
             isinstance(x, Tensor) and x.is_floating_point() for x in inputs.values.values()
         ):
-            self._calls = first
-        return first
+            self._calls = recorded
+        return recorded
 
     def _of_fixed_dtype(self, inputs: Inputs, device: torch.device) -> list[frozenset[str]]:
         """Return by block the arguments that stay float32 where features are float64, such as ERNIE's rotary tables."""
         try:
             calls = self._shell_calls(inputs, self.stand_ins(device, dtype=torch.float64))
-        except Exception:  # a forward function that fails in float64, which is then not used
+        # A forward function that fails in float64 is not used in float64 either.
+        except Exception:
             return self._fixed
         tensors = [block_call.tensors if block_call.dtype == torch.float64 else {} for block_call in calls]
-        return [frozenset(name for name, x in each.items() if x.dtype == torch.float32) for each in tensors]
+        return [
+            frozenset(name for name, x in arguments.items() if x.dtype == torch.float32)
+            for arguments in tensors
+        ]
 
     def _shell_calls(self, inputs: Inputs, outer: Mapping[str, Tensor]) -> list[BlockCall]:
-        with self._hollowed():
+        with self._on_meta():
             return self._observed(self.module, inputs, past=self.blocks[-1], outer=outer).calls
 
     @contextmanager
-    def _hollowed(self) -> Iterator[None]:
-        with self.shapes_only(), hollow(dict(zip(self.paths, self.blocks, strict=True)), self._forms):
+    def _on_meta(self) -> Iterator[None]:
+        blocks = dict(zip(self.paths, self.blocks, strict=True))
+        with self.shapes_only(), meta_device_run(blocks, self._forms):
             yield
 
     def whole(self, inputs: Any) -> Any:
         """Return what the module returns for a batch, of zeros where it is on meta."""
         named = raw_inputs(inputs)
-        if not self.is_hollow:
+        if not self.is_on_meta:
             return run(self.module, named)
         device = next(value.device for value in named.values.values() if isinstance(value, Tensor))
-        with self._hollowed():
+        with self._on_meta():
             return run(self.module, named, self.stand_ins(device))
 
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        """Return the state before the first block."""
+        """Return the state before the first block.
+
+        Args:
+            parameters: the stem's parameters.
+            state: the state at boundary 0.
+            side: the side inputs of the batch.
+            tap: has no effect: a stem has no sites.
+        """
         args, kwargs = side.raw_inputs().arguments(state)
         return self._reaching(0, partial(call, self.module, parameters, args, kwargs), side)
 
@@ -342,7 +362,16 @@ class BlockRunner:
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        """Return the state after one block."""
+        """Return the state after one block.
+
+        Args:
+            position: the block's number, counted from 0.
+            sites: its sites.
+            parameters: its parameters by its own names.
+            state: the state before the block.
+            side: the side inputs of the batch.
+            tap: called for each site; see `chain.Tap`.
+        """
         block = self.blocks[position]
         # A copy, because blocks may write into their input (residual sums, in-place activations).
         hidden = self._native(state["hidden"], side).clone()
@@ -353,7 +382,7 @@ class BlockRunner:
                 kwargs[name] = argument.value(parameters, state["hidden"])
             elif name.isdecimal() and args[int(name)] is not None:  # else the block has the weights itself
                 args[int(name)] = argument.value(parameters, state["hidden"])
-        shared = carried.given(block, position, state, args, kwargs) if self.carries else {}
+        shared = carried.set_arguments(block, position, state, args, kwargs) if self.carries else {}
         path, slots = self.paths[position], self.slots[position]
         weights, stacks = dict[str, Tensor](), defaultdict[str, list[str]](list)
         for name, slot in slots.items():
@@ -367,14 +396,19 @@ class BlockRunner:
         with tapped(block, [site for site in sites if site.expert is None], tap), mixed:
             hidden = features_of(path, call(block, weights, tuple(args), kwargs))
         mask = side.mask("hidden")
-        beside = carried.waiting(position, self.blocks, state, shared, mask)
+        beside = carried.remaining(position, self.blocks, state, shared, mask)
         return {**beside, "hidden": self._features(position + 1, hidden, mask)}
 
     def head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        """Return what the module returns when the given features leave its last block.
+        """Return the module's output for given features of its last block.
 
-        The stem runs too, for models whose head reads its output, unless `final` is the whole head.
+        Args:
+            parameters: the head's parameters.
+            state: the state after the last block.
+            side: the side inputs of the batch.
+            tap: has no effect: the head has no sites.
         """
+        # The stem runs too, because a head may read its output, unless `final` is the whole head.
         if self.final and self.reads_last:
             own, prefix = parameters.items(), f"{self.final}."
             weights = {name.removeprefix(prefix): x for name, x in own if name.startswith(prefix)}
@@ -383,14 +417,15 @@ class BlockRunner:
         args, kwargs = side.raw_inputs().arguments({})
         calls = [side.call(position) for position in range(len(self.blocks))]
         hidden = unflattened(self._native(state["hidden"], side).clone(), calls[-1].left)
-        if self.final:  # other weights do not affect what follows the blocks
+        # Other weights do not affect the steps after the blocks, but the stem needs some to run again.
+        if self.final:
             zero, outer = hidden.new_zeros(()), self.outer_weights()
             parameters = {name: zero.expand(weight.shape) for name, weight in outer.items()} | dict(
                 parameters
             )
         past = self.module.get_submodule(self.final) if self.final else None
         whole = partial(call, self.module, parameters, args, kwargs)
-        with bypassed(self.blocks, calls, hidden):
+        with skip_blocks(self.blocks, calls, hidden):
             output = whole() if past is None else run_until(past, whole, past=self.is_past)
         return {"hidden": self._output(output, side.mask("hidden"))}
 
@@ -414,20 +449,20 @@ class BlockRunner:
         Arguments are recorded from one model and passed to all. This is right for masks, positions and rotary tables,
         and wrong for tensors computed from weights: an encoder's output, a position bias, an embedding of a condition.
         """
-        first, first_given = "", dict[tuple[str, str], Tensor]()
+        reference, expected = "", dict[tuple[str, str], Tensor]()
         for name, module in models:
-            given = self._given(module, raw_inputs(inputs))
-            first, first_given = (first, first_given) if first else (name, given)
-            for path, argument in {**first_given, **given}:
-                if not same_values(first_given.get((path, argument)), given.get((path, argument))):
+            arguments = self._block_arguments(module, raw_inputs(inputs))
+            reference, expected = (reference, expected) if reference else (name, arguments)
+            for path, argument in {**expected, **arguments}:
+                if not same_values(expected.get((path, argument)), arguments.get((path, argument))):
                     raise IncompatibleModelsError(
-                        f"block {path!r} is given {argument!r} next to its features, which differs between {first} "
-                        f"and {name}: it is computed from weights; expected the same for all models",
+                        f"block {path!r} is given {argument!r}, which is computed from weights and differs between "
+                        f"{reference} and {name}; expected the same for all models",
                         hint="Wrap the model so that this is part of the features or computed inside each block, or "
-                        "pass blocks= the path of another list.",
+                        "set `blocks` to the path of another list.",
                     )
 
-    def _given(self, module: nn.Module, inputs: Inputs) -> dict[tuple[str, str], Tensor]:
+    def _block_arguments(self, module: nn.Module, inputs: Inputs) -> dict[tuple[str, str], Tensor]:
         """Return the tensors that a model passes to its blocks next to features, by block and argument."""
         calls = self._observed(module, inputs).calls
         return {
@@ -470,6 +505,7 @@ class BlockRunner:
         is_final = bool(self.final) and past is module.get_submodule(self.final)
         forward = forward_pass(module, inputs, past, outer, is_past=self.is_past or not is_final)
         blocks = {path: module.get_submodule(path) for path in self.paths}
+        # Layouts are the same for all batches, and hooks on every module are slow.
         watch = nullcontext() if self._has_seen_readers else readers(module, blocks.values())
         with watch as next_readers:
             recording = observe(blocks, forward, keep=keep)
@@ -507,16 +543,25 @@ def forward_pass(
     *,
     is_past: bool = True,
 ) -> Callable[[], Any]:
-    """Return a function that runs a module up to the output of `past`, or to its input; `outer` replaces weights."""
+    """Return a function that runs a module, or the first part of it.
+
+    Args:
+        module: the module.
+        inputs: raw inputs of a batch.
+        past: the part at which the pass ends; None runs everything.
+        outer: replaces weights; None keeps the module's own.
+        is_past: True to end the pass at the output of `past`, False at its input.
+    """
     whole = partial(run, module, inputs, outer)
     return whole if past is None else partial(run_until, past, whole, past=is_past)
 
 
-def same_values(first: Tensor | None, second: Tensor | None) -> bool:
+def same_values(one: Tensor | None, other: Tensor | None) -> bool:
     """Return True if two tensors have the same shape and are bit-identical, NaN included."""
-    if first is None or second is None or first.shape != second.shape:
+    if one is None or other is None or one.shape != other.shape:
         return False
-    return bool(((first == second) | ((first != first) & (second != second))).all())
+    # Not `torch.equal`, for which NaN differs from itself. Outputs that overflow alike are the same.
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def is_view(one: Any, other: Tensor) -> bool:
@@ -525,9 +570,12 @@ def is_view(one: Any, other: Tensor) -> bool:
 
 
 def run(module: nn.Module, inputs: Inputs, weights: Parameters | None = None) -> Any:
-    """Return what `module` returns in eval mode, without gradients, for inputs cast by `fitted`.
+    """Return the output of `module` in eval mode, without gradients.
 
-    With `weights`, all of one dtype, in the place of its own, inputs are cast to that dtype.
+    Args:
+        module: the module.
+        inputs: raw inputs, which are moved and cast by `fitted`.
+        weights: replace the module's own, all of one dtype, to which inputs are cast; None keeps its own.
     """
     args, kwargs = fitted(module, inputs.arguments({}))
     if weights:
@@ -543,7 +591,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def fitted(module: nn.Module, inputs: Any) -> Any:
     """Move raw inputs to the device of a module's first weight that is not on meta, and cast floats to its dtype."""
-    # While weights are streamed, those of blocks come last.
+    # While weights are streamed, those of blocks are loaded last, so the first one may still be on meta.
     weight = next((weight for weight in _float_weights(module) if not weight.is_meta), None)
     if weight is None:
         return inputs
@@ -585,6 +633,7 @@ def tied_weights(module: nn.Module) -> dict[str, tuple[str, ...]]:
     names: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            # All tensors on meta have the pointer 0.
             place = id(value) if value.is_meta else value.data_ptr()
             names[place, value.shape, value.stride()].append(name)
     return {name: tuple(tied) for tied in names.values() if len(tied) > 1 for name in tied}

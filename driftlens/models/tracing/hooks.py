@@ -18,8 +18,10 @@ from driftlens.models.tracing.block_call import OTHER_LIST, BlockCall, features_
 from driftlens.models.tracing.block_inputs import SHARED
 from driftlens.utils.errors import SpecError
 
+# Settings of transformers' configurations while a module runs. A cache would carry features from pass to pass; fused
+# experts support no float64.
 _PLAIN = {"use_cache": False, "_experts_implementation": "eager"}
-"""Settings of transformers' configurations while a module runs."""
+# Different numbers for tensors that depend on weights, so that a comparison of two passes finds them.
 _NUMBERS = itertools.count(1)
 
 
@@ -37,7 +39,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     changes += [
         (part, name, {})
         for part in parts
-        if not type(part).__module__.startswith("torch.")  # torch's own parts, most of a block, cache nothing
+        # torch's own modules, most of a block, cache nothing. To skip them saves time on every call.
+        if not type(part).__module__.startswith("torch.")
         for name, value in vars(part).items()
         if name.endswith("_cache") and isinstance(value, dict)
     ]
@@ -113,7 +116,14 @@ def buffers_on(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def call(module: nn.Module, parameters: Parameters, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what `module` returns in eval mode with `parameters` in the place of its own."""
+    """Return the output of `module` in eval mode with other parameters.
+
+    Args:
+        module: the module, which is not changed.
+        parameters: parameters and saved buffers by name; others keep their values.
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
     with evaluating(module):
         # The weights of a model may be tied where those of the module are not, and the other way round.
         return functional_call(module, dict(parameters), args, dict(kwargs), tie_weights=False)
@@ -127,7 +137,19 @@ class _Reached(BaseException):
 
 
 def run_until(module: nn.Module, run: Callable[[], object], *, past: bool = False) -> Tensor:
-    """Run `run` up to `module`; return the features that reach it, or with `past` those that leave it."""
+    """Run a forward pass up to one module.
+
+    Args:
+        module: the module at which the pass ends.
+        run: runs the whole model.
+        past: True to end it after the module.
+
+    Returns:
+        The features that reach the module, or with `past` those that it returns.
+
+    Raises:
+        SpecError: the module did not run.
+    """
 
     def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_output: Any) -> None:
         raise _Reached(
@@ -143,13 +165,14 @@ def run_until(module: nn.Module, run: Callable[[], object], *, past: bool = Fals
             run()
         except _Reached as reached:
             return reached.hidden
-    raise SpecError("the model ran without one of its blocks", hint=OTHER_LIST)
+    raise SpecError("the model skipped one of its blocks", hint=OTHER_LIST)
 
 
 @contextlib.contextmanager
 def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Replace the forward functions of modules, and restore them afterwards."""
     with contextlib.ExitStack() as restored:
+        # In the module's `__dict__`, as other instances of its class must keep theirs. It may be replaced already.
         for module, forward in forwards:
             before = {"forward": module.__dict__["forward"]} if "forward" in module.__dict__ else {}
             restored.callback(module.__dict__.update, before)
@@ -158,7 +181,9 @@ def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) 
         yield
 
 
-def hollow(blocks: Mapping[str, nn.Module], forms: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+def meta_device_run(
+    blocks: Mapping[str, nn.Module], forms: dict[str, Any]
+) -> contextlib.AbstractContextManager[None]:
     """Let blocks on meta take real features and return zeros.
 
     Zeros have the shape of the block's features, in the structure that the block returns. So later blocks get the same
@@ -184,10 +209,12 @@ def _shell(
     try:
         with buffers_on(block, torch.device("meta")):
             keywords = mapped(kwargs, to_meta)
-            if SHARED in keywords:  # keys and values to which a block adds its own, for later blocks
+            # A block adds its keys and values for later blocks. `mapped` copies the dictionary, so they would be lost.
+            if SHARED in keywords:
                 keywords[SHARED] = shared
             output = type(block).forward(block, *mapped(args, to_meta), **keywords)
-    except NotImplementedError:  # the block reads numbers, such as the lengths of packed sequences
+    # Raised for a block that reads numbers, such as the lengths of packed sequences. It runs with zeros as weights.
+    except NotImplementedError:
         zeros = {f"module.{name}": value for name, value in zeros_like_weights(block, features).items()}
         output = call(_Unheard(block), zeros, args, kwargs)
     rest = None if isinstance(output, Tensor) else list(output[1:])
@@ -226,10 +253,16 @@ def _dressed(kind: Any, rest: list[Any] | None, device: torch.device, hidden: Te
     return hidden if rest is None else kind([hidden, *mapped(rest, other)])
 
 
-def bypassed(
+def skip_blocks(
     blocks: Sequence[nn.Module], calls: Sequence[BlockCall], hidden: Tensor
 ) -> contextlib.AbstractContextManager[None]:
-    """Let each block return `hidden`, in its own structure."""
+    """Let each block return the same features without running.
+
+    Args:
+        blocks: the blocks.
+        calls: their recorded calls, which have the structures of their outputs.
+        hidden: the features, in the shape of the last block's output.
+    """
     outputs = [block_call.output(hidden) for block_call in calls]
     return replaced_forwards(
         (block, lambda *_, output=output, **__: output) for block, output in zip(blocks, outputs, strict=True)
@@ -250,7 +283,14 @@ def observe(
 ) -> Recording:
     """Record the calls of `blocks` while `run` runs without gradients.
 
-    With `is_added_to`, the model may add to features between blocks; those that the next block is given are kept.
+    Args:
+        blocks: path -> block, in forward order.
+        run: runs the model.
+        keep: True to keep features.
+        is_added_to: True if the model may add to features between blocks; those that the next block reads are kept.
+
+    Raises:
+        SpecError: a block never runs, runs in another order, or reads features that the block before did not return.
     """
     recording, paths = Recording(), list(blocks)
     returned: tuple[Tensor, int] | None = None
@@ -259,7 +299,7 @@ def observe(
         path = paths[position]
         if position != len(recording.calls):
             raise SpecError(
-                f"block {path!r} runs out of turn, as number {len(recording.calls)}", hint=OTHER_LIST
+                f"block {path!r} runs as number {len(recording.calls)}, expected {position}", hint=OTHER_LIST
             )
         _, hidden = find_features(path, args, kwargs)
         if returned is not None and not _unchanged(*returned, hidden):
@@ -297,9 +337,9 @@ def observe(
 
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for position, block in enumerate(blocks.values()):
-            before, behind = partial(enter, position), partial(leave, position)
+            before, after = partial(enter, position), partial(leave, position)
             hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
-            hooks.callback(block.register_forward_hook(behind, with_kwargs=True).remove)
+            hooks.callback(block.register_forward_hook(after, with_kwargs=True).remove)
         recording.output = run()
     if len(recording.calls) < len(blocks):
         raise SpecError(f"block {paths[len(recording.calls)]!r} never runs", hint=OTHER_LIST)
@@ -307,6 +347,7 @@ def observe(
 
 
 def _unchanged(returned: Tensor, version: int, arriving: Tensor) -> bool:
+    # The same object may have been written to in place, which its version shows without a comparison.
     if arriving is returned:
         return _version(returned) == version
     return arriving.shape == returned.shape and torch.equal(arriving, returned)

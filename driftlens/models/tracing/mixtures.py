@@ -83,6 +83,7 @@ class Mixture:
 
 def mixture_of(block: nn.Module) -> Mixture | None:
     """Return the mixture of a block; None without one, or with several."""
+    # A router's `topk` is recognized by the number of experts alone, so routes of several mixtures would be confused.
     several = [
         mixture for path, module in block.named_modules() if (mixture := _mixture(path, module)) is not None
     ]
@@ -91,6 +92,7 @@ def mixture_of(block: nn.Module) -> Mixture | None:
 
 def _mixture(path: str, module: nn.Module) -> Mixture | None:
     """Return the module as a mixture, or None."""
+    # Fused experts have no class in common, only tensors [experts, ., .] and a forward function of one or three inputs.
     stacks = {name: weight for name, weight in module.named_parameters(recurse=False) if weight.dim() == 3}
     sizes = {len(weight) for weight in stacks.values()}
     if not path or len(stacks) < 2 or len(sizes) != 1 or isinstance(module, _ConvNd):
@@ -107,17 +109,18 @@ def _mixture(path: str, module: nn.Module) -> Mixture | None:
 
 def assembled(slots: Sequence[Slot], parts: Sequence[Tensor]) -> Tensor:
     """Return parameters as the fused tensor, as a view if they are contiguous in one storage."""
-    first = parts[0]
+    base = parts[0]
+    # Parts of one fused tensor are contiguous unless some were replaced. A copy would double their memory.
     if any(
-        part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-        or part.stride() != first.stride()
-        or part.storage_offset() != first.storage_offset() + place * first.numel()
+        part.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
+        or part.stride() != base.stride()
+        or part.storage_offset() != base.storage_offset() + place * base.numel()
         for place, part in enumerate(parts)
     ):
         return torch.cat([slot.stored(part) for slot, part in zip(slots, parts, strict=True)])
     order = slice(None, None, -1) if slots[0].transposed else slice(None)
-    shape, strides = (len(parts), *first.shape[order]), (first.numel(), *first.stride()[order])
-    return first.as_strided(shape, strides, first.storage_offset())
+    shape, strides = (len(parts), *base.shape[order]), (base.numel(), *base.stride()[order])
+    return base.as_strided(shape, strides, base.storage_offset())
 
 
 @contextmanager
@@ -129,7 +132,16 @@ def mixing(
     tap: Tap | None,
     routes: Routes | None,
 ) -> Iterator[None]:
-    """Call `tap` for experts' matrices while the block runs; write `routes`, or use given ones."""
+    """Call `tap` for experts' matrices while the block runs; write `routes`, or use given ones.
+
+    Args:
+        block: the block.
+        mixture: its mixture; None does nothing.
+        weights: the block's weights of this pass by name.
+        sites: the sites to call `tap` for.
+        tap: see `chain.Tap`.
+        routes: written, or used if they are given; None without either.
+    """
     if mixture is None:
         yield
         return
@@ -168,18 +180,26 @@ class _Watch(TorchFunctionMode):
         self.read: dict[int, tuple[str, Tensor]] = {}  # keeps tensors, so that no other gets the same id
 
     def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record routes and gates, or replace them by given ones.
+        """Record routes and gates, or replace them by given ones; a forward pre-hook.
 
-        This also serves routers without `topk`. Experts keep the given order, which identifies rows. Tokens with the
-        same experts keep the router's own gates, others get the given ones.
+        Args:
+            _module: the mixture's module.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The new arguments, or None to keep them.
         """
         self.is_inside = True
+        # Routes are read here and not only in `topk`, as some routers do not call it.
         if self.mixture.is_routed:
             self.features, chosen, gates = (*args, *kwargs.values())
             self.routes.record(chosen, gates)
         if self.features is None or not self.routes.is_given:
             return None
         assert self.routes.chosen is not None and self.routes.gates is not None
+        # Experts keep the given order, which identifies rows. Tokens with the same experts keep their router's own
+        # gates; for others, the router has none, so they get the given ones.
         experts = self.routes.chosen
         own_gates = gates.gather(-1, (experts[..., None] == chosen[:, None]).long().argmax(dim=-1))
         elsewhere = self.routes.changed(Routes(chosen, gates))[:, None]
@@ -190,7 +210,16 @@ class _Watch(TorchFunctionMode):
         return tuple(part[self.anew] for part in (self.features, *sent)), {}
 
     def after(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Keep the rows of a routed mixture, or complete them by those of the other pass."""
+        """Keep the rows of a routed mixture, or complete them by those of the other pass; a forward hook.
+
+        Args:
+            _module: the mixture's module.
+            _args: its arguments.
+            output: its output.
+
+        Returns:
+            The new output, or None to keep it.
+        """
         assert self.features is not None
         if self.anew is not None:
             assert self.routes.beside is not None and self.routes.beside.rows is not None
@@ -204,7 +233,8 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.zeros_like and self.is_inside:
-            # Sums in it may carry derivatives, also under `vmap`.
+            # The module adds to these zeros in place, and the sums may carry derivatives, also under `vmap`. A product
+            # with the features is batched as they are.
             return args[0] * 0
         if func in _TOP and args[0].shape[-1] == self.mixture.size:
             return self._top(func, args, kwargs)

@@ -18,8 +18,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from driftlens.models.chain import Site, SiteKind, Slot, State, Tap
 
+# Name of a site that is the whole block, for which the path in the block would be empty.
 BLOCK_ITSELF = "self"
-"""The name of the site that is the whole block."""
 
 
 def site_kind(module: nn.Module) -> SiteKind | None:
@@ -35,6 +35,7 @@ def site_kind(module: nn.Module) -> SiteKind | None:
         return None
     if isinstance(module, nn.LayerNorm):
         return "layer_norm"
+    # By name, because each family of transformers has its own class, and torch's `nn.RMSNorm` is used by few.
     called = type(module).__name__
     if ("RMSNorm" in called or "T5LayerNorm" in called) and getattr(module, "bias", None) is None:
         return "rms_norm"
@@ -65,9 +66,11 @@ def _reads_channels(module: nn.Module) -> bool:
     ):
         return False
     weight: Any = module.weight
+    # The extra axis of a norm of width 2 has length 3, so that it is not mistaken for the channels.
     try:
         module.forward(weight.new_zeros(1, len(weight), 1, 2 + (len(weight) == 2)))
-    except Exception:  # a forward function that expects another width
+    # A norm over the last axis expects another width; which error it raises depends on the library.
+    except Exception:
         return False
     return True
 
@@ -117,7 +120,13 @@ def _reads_channels_last(module: nn.Module) -> bool | None:
 
 
 def slot_of(block: nn.Module, parameter: str, key: str) -> Slot:
-    """Return the slot of a block's parameter, a matrix [out, in] for sites; `key` is its name in the whole module."""
+    """Return the slot of a block's parameter, which is a matrix [out, in] for sites.
+
+    Args:
+        block: the block.
+        parameter: the parameter's name in the block.
+        key: its name in the whole model.
+    """
     owner, _, leaf = parameter.rpartition(".")
     module = block.get_submodule(owner)
     if leaf == "weight" and _is_convolution(module):
@@ -132,14 +141,16 @@ def traced_sites(
     state: State,
     streams: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[tuple[Site, ...], State]:
-    """Return the sites in the order of their first call while `run` runs the block on `state`, and its output.
+    """Return the sites of a block in the order of their first call, and its output.
 
-    Sites that read the same tensor, not overwritten in between, share the `input` name of the first of them.
-    No site are the output projection of `nn.MultiheadAttention`, which is never called, and modules that read some
-    tokens only, such as experts: rows [m, k] that are neither one per sample nor one per place of the block's features.
-    All children of a list are experts if one of them is or never runs, as an expert can read that many rows by chance.
+    Args:
+        block: the block.
+        parameters: names of its parameters; a module without one of its own is no site.
+        run: runs the block on `state` and returns the state after it.
+        state: the state before the block.
+        streams: features of other tokens that the block reads, by the name of their stream.
     """
-    # The tensors are kept, so that no later one gets the same address.
+    # Inputs are compared by identity. The tensors are kept, so that no later one gets the same address.
     calls: defaultdict[str, list[_Reading]] = defaultdict(list)
     # Subclasses of linear modules that return more than the product, such as routers.
     not_linear: set[str] = set()
@@ -158,6 +169,9 @@ def traced_sites(
             hooks.callback(_on_input(module, partial(append, name, _geometry(module))))
             hooks.callback(module.register_forward_hook(partial(note, name)).remove)
         output = run()
+    # Modules that read some tokens only, such as experts, are no sites: their rows [m, k] are neither one per sample
+    # nor one per place of the features. All children of a list are experts if one of them is or never runs, because an
+    # expert can read that many rows by chance.
     whole = [_num_places(features["hidden"]) for features in (state, output)]
     reads_rows = {name for name, inputs in calls.items() if any(x.dim() == 2 for x, _, _ in inputs)}
     partial_readers = {
@@ -176,7 +190,8 @@ def traced_sites(
             name,
             kind,
             _first_reader(calls, name),
-            eps=getattr(module, "eps", getattr(module, "variance_epsilon", None)),  # by library
+            # The name of the constant depends on the library.
+            eps=getattr(module, "eps", getattr(module, "variance_epsilon", None)),
             runs=len(inputs),
             stream=next((stream for stream, x in streams.items() if inputs[0][0] is x), ""),
         )
@@ -201,12 +216,19 @@ def _unnumbered(path: str) -> str:
 def no_sites(
     block: nn.Module, parameters: Collection[str], sites: Collection[Site]
 ) -> dict[str, tuple[str, str]]:
-    """Return the parameters of a block that belong to no site -> their module, and its `kind: why`."""
+    """Return the parameters of a block that belong to no site -> their module, and its `kind: reason`.
+
+    Args:
+        block: the block.
+        parameters: names of its parameters.
+        sites: its sites.
+    """
     names, without_site = {site.name for site in sites}, {}
     for parameter in parameters:
         owner, _, leaf = parameter.rpartition(".")
         if owner not in names:
             parent = owner.rpartition(".")[0]
+            # `nn.MultiheadAttention` never calls its output projection, so this is no site either.
             if owner != BLOCK_ITSELF and isinstance(block.get_submodule(parent), nn.MultiheadAttention):
                 owner = parent
             module = block.get_submodule("" if owner == BLOCK_ITSELF else owner)
@@ -219,24 +241,25 @@ def _in_words(module: nn.Module, path: str, parameter: str) -> str:
     if isinstance(module, nn.MultiheadAttention):
         why = "its projections don't run as modules"
     elif _is_routed(path) or "Expert" in kind:
-        why = "experts of a mixture, which some tokens reach"
+        why = "experts of a mixture, which only some tokens reach"
     elif isinstance(module, _NormBase):
-        why = "its statistics are averages of training"
+        why = "it uses training statistics"
     elif isinstance(module, _ConvNd):
         why = "depthwise or grouped" if module.groups > 1 else "no plain convolution of images"
     elif site_kind(module) is not None:
-        why = "it never runs, or not on every token and nothing else"
+        why = "it never runs, or not on exactly all tokens"
     elif next(module.children(), None) is not None:
         kind = f"{kind}.{parameter}"
     return f"{kind}: {why}" if why else kind
 
 
+# An input, its version and the geometry of its rows. Tensors of inference mode have no version.
 _Reading = tuple[Tensor, int | None, Hashable]
-"""An input, its version (None in inference mode), and the geometry of its rows."""
 
 
 def _first_reader(calls: Mapping[str, Sequence[_Reading]], reader: str) -> str:
     value, *reading = calls[reader][0]
+    # In inference mode, a tensor that was overwritten in between can't be recognized.
     if reading[0] is None:
         return reader
     return next(name for name, [(x, *other), *_] in calls.items() if x is value and other == reading)
@@ -251,7 +274,13 @@ def _geometry(module: nn.Module) -> Hashable:
 
 @contextlib.contextmanager
 def tapped(block: nn.Module, sites: Collection[Site], tap: Tap | None) -> Iterator[None]:
-    """Call `tap` for each site; see `chain.Tap`."""
+    """Call `tap` for each site in the body of a `with` statement.
+
+    Args:
+        block: the block.
+        sites: the sites.
+        tap: see `chain.Tap`; None does nothing.
+    """
     with contextlib.ExitStack() as hooks:
         if tap is not None:
             for site in sites:
@@ -307,7 +336,8 @@ def _tap(
         x, hear = heard.pop()
         if hear is None:
             return None
-        if output.requires_grad:  # the gradient flows back to this tensor
+        # No copy: the gradient must flow back to this tensor.
+        if output.requires_grad:
             rows = _places(output) if is_image else output
         elif computes:
             weights = dict(module.named_parameters(recurse=False))
@@ -321,6 +351,7 @@ def _tap(
         return rows.mT.reshape(output.shape) if is_image else rows
 
     hooks.callback(_on_input(module, before))
+    # Before other hooks, because a site's output is that of the module alone.
     hooks.callback(module.register_forward_hook(after, prepend=True).remove)
 
 
@@ -331,5 +362,6 @@ def _places(x: Tensor) -> Tensor:
 
 def _patches(module: nn.Conv2d, x: Tensor) -> Tensor:
     """Return the patches that a convolution reads, [n, places, in * h * w]."""
+    # Not the padding of `unfold`, which can't be asymmetric, as for `same`.
     padded = F.pad(x, module._reversed_padding_repeated_twice)
     return F.unfold(padded, module.kernel_size, module.dilation, stride=module.stride).mT.contiguous()

@@ -315,8 +315,7 @@ def text_preprocess(
     ):
         about_code = f" (its custom tokenizer code, {code}, is never run)" if code else ""
         raise SpecError(
-            f"{source} has no tokenizer with a pad or end token for its {size} tokens, so texts can't be read"
-            + about_code,
+            f"{source} has no tokenizer with a pad or end token that fits its {size} tokens" + about_code,
             hint="Put the base's tokenizer files next to its config.json.",
         )
     # Many decoders have no pad token. Any token will do, as padding is masked.

@@ -92,7 +92,7 @@ def test_half_precision_rows_count_as_unit_norm(tmp_path: Path) -> None:
 
 UNUSABLE: dict[str, tuple[Tensor, str, list[str], type[DriftLensError], str]] = {
     "no_such_tensor": (unit(3), "dogs", CLASSES, CheckpointError, "holds no tensor 'dogs'"),
-    "too_few_names": (unit(3), "cars", ["a", "b"], DataError, "3 rows, but there are 2 class names"),
+    "too_few_names": (unit(3), "cars", ["a", "b"], DataError, "3 rows, but 2 class names"),
     "name_twice": (unit(3), "cars", ["a", "b", "a"], DataError, "more than once: 'a'"),
     "not_normalised": (
         unit(3) * torch.tensor([[1.0], [1.5], [1.0]]),

@@ -352,7 +352,7 @@ class Early(Plain):
     [
         (Between, "changes the features between 'layers.0' and 'layers.1'"),
         (BetweenInPlace, "changes the features between 'layers.0' and 'layers.1'"),
-        (Backwards, "'layers.2' runs out of turn"),
+        (Backwards, "'layers.2' runs as number 0, expected 2"),
         (Early, "'layers.1' never runs"),
     ],
     ids=["scaled_between", "scaled_in_place", "backwards", "early_exit"],

@@ -114,7 +114,7 @@ def test_what_is_no_linear_map_is_named_with_what_it_is() -> None:
     assert kinds == {
         "depthwise": "Conv2d: depthwise or grouped",
         "mirrored": "Conv2d: no plain convolution of images",
-        "batch": "BatchNorm2d: its statistics are averages of training",
+        "batch": "BatchNorm2d: it uses training statistics",
         "scale": "Kernels.scale",
     }
 

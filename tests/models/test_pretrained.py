@@ -85,7 +85,7 @@ def test_what_is_not_in_the_cache_is_refused_offline(published: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "place", "error", "words"),
     [
-        (MODEL, "pretrained:openia", SpecError, ["there are openai, other", "'openai'"]),
+        (MODEL, "pretrained:openia", SpecError, ["available: openai, other", "'openai'"]),
         ("tiny", "pretrained:openai", IncompatibleModelsError, ["with QuickGELU", "source: tiny-quickgelu"]),
         (MODEL, "pretrained:other", IncompatibleModelsError, ["other preprocessing: mean (0.0, 0.0, 0.0)"]),
     ],

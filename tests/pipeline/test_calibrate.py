@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 import driftlens as dl
 from driftlens.config.requests import CalibrationRequest
 from driftlens.pipelines import calibrate as job
-from driftlens.pipelines.calibrate import _solve, calibrate
+from driftlens.pipelines.calibrate import _solve_layers, calibrate
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
@@ -267,9 +267,9 @@ def test_a_run_tells_ridges_and_shares_and_neither_labels_nor_test_samples_are_r
             for task, at in study.tasks.items()
         }
         shown = dataclasses.replace(study, tasks=tasks)
-        return _solve(writer, shown, dataclasses.replace(plan, samples=samples), *rest)
+        return _solve_layers(writer, shown, dataclasses.replace(plan, samples=samples), *rest)
 
-    monkeypatch.setattr(job, "_solve", blind)
+    monkeypatch.setattr(job, "_solve_layers", blind)
     poisoned = job.calibrate(copied(light, tmp_path / "poisoned"), WANTED)
     weights = [
         load_file(found.path / f"calibrations/{NAME}/weights.safetensors") for found in (run, poisoned)

@@ -59,10 +59,10 @@ if TYPE_CHECKING:
     from driftlens.config.run import RunSpec
     from driftlens.data.sources import Picture
 
+# Options of the attribution that fill a separate table.
 _FOLLOWED = {"adjoint": "adjoint", "groups": "group_contributions"}
-"""Options of the attribution that fill a separate table."""
+# Largest difference of equal samples in float32 batches of different sizes, relative to the largest feature.
 _ROUNDING = 1e-5
-"""Largest difference of equal samples in float32 batches of different sizes, relative to the largest feature."""
 
 
 def analyze(
@@ -98,7 +98,8 @@ def analyze(
     resolved = resolved.model_copy(update={"layers": layers})
     team = context.access.team
     resumes = team.run_on_main(lambda: request.resume and (out / layout.MANIFEST).exists())
-    if resumes:  # before the lock: a refusal must not turn a finished run into a failed one
+    # Before the lock: a refusal must not turn a finished run into a failed one.
+    if resumes:
         team.run_on_main(lambda: _require_same_inputs(resolved, out, study, context.reporter()))
     text = resolved.dump()
     about: dict[str, Any] = {"spec_yaml": text, "spec_digest": resolved.digest(), "name": resolved.name}
@@ -111,9 +112,8 @@ def analyze(
 
         # Before anything is computed, so that readers can name what is missing in an unfinished run.
         def _begin() -> None:
-            if not (
-                writer.folder / layout.SPEC
-            ).exists():  # the run was killed after its manifest was written
+            # Missing if the run was killed right after its manifest was written.
+            if not (writer.folder / layout.SPEC).exists():
                 write_text_atomic(writer.folder / layout.SPEC, text)
             describe(writer, study, synthetic=request.synthetic or writer.manifest.synthetic)
             changes = task_vectors(models)
@@ -260,9 +260,9 @@ class Phases:
         """Measure the attribution of drift to layers for tasks and variants whose rows lack it."""
         if self.study.settings.jacobian is None:
             return
-        first = {column.option: column.name for column in reversed(LAYERS.columns)}
+        column_of = {column.option: column.name for column in reversed(LAYERS.columns)}
         parts = ("contributions", "prefix", "jacobian.spectral")
-        needed = ["jacobian_samples", *(first[name] for name in add if name in parts)]
+        needed = ["jacobian_samples", *(column_of[name] for name in add if name in parts)]
         columns = [self._present("layers", [name]) for name in needed]
         for task in self.study.tasks:
             missing = [
@@ -310,6 +310,7 @@ class Phases:
         """Return tasks and variants with rows in a table; with `columns`, with a number in one of them."""
 
         def _read() -> set[tuple[str, str]]:
+            # Opened again: a run caches its tables, and phases have added rows since.
             rows = getattr(open_run(self.writer.folder), table)()
             if columns:
                 rows = rows[rows.reindex(columns=columns).notna().any(axis=1)]
@@ -364,6 +365,7 @@ class Phases:
     def _diagnose(self, study: Study, task: str, variants: Sequence[str]) -> None:
         """Write the rows and features of one task; rows with other keys keep their exact values."""
         writer = self.writer
+        # None outside the main process: tasks are measured by all processes, but only one writes.
         diagnosis = study.of_task(task, partial(self._diagnosed, study, task))
         if diagnosis is None:
             return
@@ -375,7 +377,8 @@ class Phases:
         if not math.isnan(diagnosis.precision_error):
             writer.describe(precision={task: diagnosis.precision_error})
         for (variant, layer), array in diagnosis.features.items():
-            if variant in variants:  # the expert's features may be in the run already
+            # The expert's features may be in the run already.
+            if variant in variants:
                 writer.write_features(task, variant, layer, array)
         if "expert" in variants:
             _store_shown(writer, task, study.tasks[task])

@@ -34,11 +34,11 @@ from driftlens.utils.errors import NotDifferentiableError
 from driftlens.utils.progress import Reporter, TaskMeter
 from driftlens.utils.variants import expert_of
 
+# Layer -> columns of the layer table.
 LayerRows = dict[int, dict[str, float | int]]
-"""Layer -> columns of the layer table."""
 
+# Samples per batch: small, because the derivatives of a whole layer are in memory at once.
 BATCH = 8
-"""Samples per batch: small, because the derivatives of a whole layer are in memory at once."""
 
 
 @dataclass
@@ -77,6 +77,8 @@ def attribution_of(
     ids, num_layers = list(samples.ids), len(study.pool.chain.layers)
     meter = TaskMeter(reporter, "explain", dict.fromkeys(study.tasks, 2 * num_layers), task)
     with FeatureStore(study.settings.feature_budget, spill) as store:
+        # All tasks, also those of other processes, share the spill folder, so file names begin with the task's
+        # number.
         prefix = f"{list(study.tasks).index(task)}-"
         pull_back = attribution.PullBack(study.pool, task, variants, settings, store, prefix)
         swaps: dict[tuple[str, int], attribution.PrefixSwaps] = {}
@@ -99,21 +101,23 @@ def attribution_of(
                 lambda layer: meter.step(2 * num_layers - layer, f"causes, back from layer {layer}"),
             )
         except NotDifferentiableError as error:
-            traced = _Traced()  # prefix swaps need no derivative and are kept
+            # Prefix swaps need no derivative and are kept.
+            traced = _Traced()
             explanation.notices.append(f"the drift is not attributed to layers: {error}")
     meter.finish()
     for variant in variants:
         energy = _joined(target.energy for target in targets[variant])
         rows: LayerRows = {index: {"jacobian_samples": len(ids)} for index in range(1, num_layers + 1)}
-        for (name, index), found in traced.sensitivities.items():
+        for (name, index), sensitivity in traced.sensitivities.items():
             if name == variant:
-                rows[index] |= _sensitivity_columns(found)
+                rows[index] |= _sensitivity_columns(sensitivity)
         final_shares = np.full((num_layers, len(ids)), np.nan)
         if traced.parts and settings.contributions:
             shares = traced.parts[variant][:, 0]
             _fill(rows, "final_share", shares, energy)
             # Reported, never distributed over layers, so that shares and remainder sum to 1.
             rows[num_layers]["remainder_share"] = 1 - sum(row["final_share"] for row in rows.values())
+            # Samples without drift keep NaN.
             np.divide(shares, energy, out=final_shares, where=energy > 0)
         if settings.prefix:
             _fill(rows, "prefix_share", _joined(prefixes[variant]), energy)
@@ -159,17 +163,17 @@ def _fill(rows: LayerRows, column: str, shares: NDArray[np.float64], energy: NDA
         row |= {f"{column}_low": low[index - 1], f"{column}_high": high[index - 1]}
 
 
-def _sensitivity_columns(found: attribution.LayerSensitivity) -> dict[str, float | int]:
-    error, size = float(found.error.cpu().double().sum()), float(found.size.cpu().double().sum())
+def _sensitivity_columns(sensitivity: attribution.LayerSensitivity) -> dict[str, float | int]:
+    error, size = float(sensitivity.error.cpu().double().sum()), float(sensitivity.size.cpu().double().sum())
     columns: dict[str, float | int] = {
         "jacobian_error": error / size if size > 0 else np.nan,
-        "nodes": found.nodes,
+        "nodes": sensitivity.nodes,
     }
-    if found.random_gain is not None:
-        columns["random_gain_mean"] = float(found.random_gain.cpu().double().mean())
-    if found.spectral_norm is not None and found.spectral_residual is not None:
-        columns["spectral_norm_mean"] = float(np.nanmean(found.spectral_norm.cpu().double()))
-        columns["spectral_residual_max"] = float(np.nanmax(found.spectral_residual.cpu().double()))
+    if sensitivity.random_gain is not None:
+        columns["random_gain_mean"] = float(sensitivity.random_gain.cpu().double().mean())
+    if sensitivity.spectral_norm is not None and sensitivity.spectral_residual is not None:
+        columns["spectral_norm_mean"] = float(np.nanmean(sensitivity.spectral_norm.cpu().double()))
+        columns["spectral_residual_max"] = float(np.nanmax(sensitivity.spectral_residual.cpu().double()))
     return columns
 
 
@@ -197,6 +201,7 @@ def _targets(study: Study, pull_back: attribution.PullBack, variant: str) -> lis
     for number, (expert, merged) in enumerate(ends):
         drift = subtract(merged, expert)
         energy = inner(drift, drift)
+        # The final drift is reported as a share of itself: 1 for every sample, undefined without drift.
         changes, covectors = {"final_drift": torch.where(energy > 0, 1.0, torch.nan)}, [drift]
         for name, of_batches in of_scores.items():
             changes[name] = of_batches[number].change
@@ -288,7 +293,8 @@ def _traced(
 def _group_numbers(expert: LayerMap, step: attribution.Step, energy: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield numerators and denominators [6, n] of each module group's share of mismatch and drift."""
     parts = attribution.group_mismatches(expert, step.layer_map, step.expert_in, step.batch.side)
-    if step.routes is not None:  # the change by other routes belongs to no module
+    # The change by other routes belongs to no module.
+    if step.routes is not None:
         parts["routing"] = step.jump
     whole = step.local_mismatch
     rest = {name: leaf - sum(part[name] for part in parts.values()) for name, leaf in whole.items()}
@@ -311,7 +317,8 @@ def _adjoint_columns(
     energy = _joined(target.energy for target in targets)
     for number, name in enumerate(targets[0].changes):
         change, of_layers = _joined(target.changes[name] for target in targets), parts[:, number]
-        if name == "final_drift":  # as a share, because squared feature units mean nothing to a reader
+        # As a share, because squared feature units mean nothing to a reader.
+        if name == "final_drift":
             of_layers = of_layers / np.where(energy > 0, energy, np.nan)
         for layer, part in enumerate(of_layers, start=1):
             remainder = {"remainder": change - of_layers.sum(axis=0)} if layer == len(parts) else {}

@@ -76,10 +76,10 @@ from driftlens.utils.progress import Reporter
 from driftlens.utils.registry import resolve
 from driftlens.utils.variants import expert_of, task_of
 
+# The phase of progress events while layers are solved.
 _PHASE = "calibrate"
-"""The phase of progress events while layers are solved."""
+# Diagnosis samples per task on which the confidence of its expert is measured, at most.
 _MAX_CONFIDENCE_SAMPLES = 200
-"""Diagnosis samples per task on which the confidence of its expert is measured, at most."""
 
 
 def calibrate(
@@ -262,6 +262,7 @@ def _difference(plan: CalibrationPlan, finished: CalibrationInfo, *, is_chosen: 
             finished.selection.get("asked", plan.starting_point),
             plan.starting_point,
         )
+    # Through JSON, because one side was read from a file: its tuples are lists.
     return reopening.difference(*(json.loads(json.dumps(side)) for side in (before, now)))
 
 
@@ -293,9 +294,11 @@ def _solve_and_measure(
 
     def _clear() -> None:
         if not (request.resume and scratch.is_there):
-            scratch.remove()  # first, so that an interrupted removal is not resumed as a calibration
+            # First, so that an interrupted removal is not resumed as a calibration.
+            scratch.remove()
             if not replaces:
-                writer.remove_calibration(name)  # leftovers of an interrupted one
+                # Leftovers of an interrupted one.
+                writer.remove_calibration(name)
 
     on_main_process(team, writer, _clear)
     if request.auto:
@@ -307,7 +310,8 @@ def _solve_and_measure(
     def _solved() -> Solution:
         return _solve_layers(writer, study, plan, scratch, reporter)
 
-    if replaces:  # solve everything first: a failed solve must leave the old calibration
+    # Solve everything first: a failed solve must leave the old calibration.
+    if replaces:
         _make_room(opened, writer, _solved)
 
     def _save() -> None:
@@ -350,7 +354,8 @@ def _with_choice(
 
     def _choose() -> None:
         nonlocal chosen
-        if earlier.get("asked") == plan.starting_point:  # the interrupted job had already chosen
+        # The interrupted job had already chosen.
+        if earlier.get("asked") == plan.starting_point:
             kind, selection = calibrators[begun["method"]], earlier
             calibrator: Calibrator = kind(**resolve(kind, begun["settings"], begun["method"]))
         else:
@@ -381,7 +386,8 @@ def _make_room(opened: OpenCalibration, writer: RunWriter, solved: Callable[[], 
         run_phase(writer, f"{_phase(plan)}:solve", solved, study, again=True, sums=True)
     except DriftLensError as error:
         if study.team.is_main_process and not isinstance(error, Cancelled | RunError):
-            scratch.remove()  # the old one is kept, and resuming would only fail again
+            # The old one is kept, and resuming would only fail again.
+            scratch.remove()
         raise
 
     def _remove() -> None:
@@ -403,7 +409,8 @@ def _complete(
     study.team.run_on_main(opened.scratch.remove)
     info = writer.manifest.calibrations[plan.name]
     variants = [info.control, plan.variant] if info.control else [plan.variant]
-    if plan.variant not in study.pool:  # the calibration was solved by an earlier job
+    # The calibration was solved by an earlier job.
+    if plan.variant not in study.pool:
         reopening.add_calibration(study, opened.models, folder, plan.name, info.method, info.control)
     phases.complete(variants)
 
@@ -426,7 +433,8 @@ def _solve_layers(
 ) -> Solution:
     """Solve or train the layers of a plan in forward order; each is stored at once, and resumed from."""
     solution, started = Solution(scratch.layers()), time.monotonic() - scratch.seconds
-    metrics: dict[str, float] = {}  # of the last finished layer, for the curve that is plotted meanwhile
+    # Of the last finished layer, for the curve that is plotted meanwhile.
+    metrics: dict[str, float] = {}
     tasks, reached = sorted(plan.samples) if plan.sites else [], 0
 
     def _step(progress: Step) -> None:
@@ -495,10 +503,10 @@ def _moved_but_not_calibrated(pool: ModelPool, sites: Mapping[int, Collection[st
     """Return notices on stem and head if they differ between the models but are not calibrated."""
     # Exact comparison: weights that fine-tuning froze are stored bit-identical.
     experts = [name for name in pool.names if task_of(name) is not None]
-    first, *others = [*(["base"] if "base" in pool else []), *experts]
+    reference, *others = [*(["base"] if "base" in pool else []), *experts]
 
     def _differs(key: str) -> bool:
-        start = pool.source(first).read(key).double()
+        start = pool.source(reference).read(key).double()
         return any(not torch.equal(start, pool.source(other).read(key).double()) for other in others)
 
     notices = []
@@ -507,7 +515,7 @@ def _moved_but_not_calibrated(pool: ModelPool, sites: Mapping[int, Collection[st
         keys = {slot.key for name, slot in pool.chain.owned(layer).items() if name not in solved}
         if moved := ", ".join(filter(_differs, sorted(keys))):
             notices.append(
-                f"the {layer.role} ({moved}) differs between {'base and ' * (first == 'base')}experts and was not "
+                f"the {layer.role} ({moved}) differs between {'base and ' * (reference == 'base')}experts and was not "
                 "calibrated: it remains that of the merged model"
             )
     return notices
@@ -532,9 +540,10 @@ def _trained_on(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
     """Return a notice if the experts were probably trained on these samples: if they are more confident there.
 
     The mean probability of the predicted class is compared with that on diagnosis samples by Welch's t test, one-sided
-    at 1 %, for the mean over tasks. On two image suites (docs/benchmarks.md) it warned of 50 to 100 % of draws of 64
-    training samples, and of 0.6 to 1.6 % of other draws.
+    at 1 %, for the mean over tasks.
     """
+    # On two image suites (docs/benchmarks.md), the test warned of 50 to 100 % of draws of 64 training samples, and of
+    # 0.6 to 1.6 % of other draws.
     means, groups = list[tuple[float, float]](), list[NDArray[np.float64]]()
     for task, drawn in samples.items():
         model, head = expert_of(task), study.head(task, expert_of(task))
@@ -544,6 +553,7 @@ def _trained_on(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
         if head is None or min(len(drawn), len(diagnosed)) < 2:
             continue
         confidences = []
+        # Without augmented copies: diagnosis samples have none, so confidences would not be comparable.
         for part in (dataclasses.replace(drawn, views=None), diagnosed):
             features = final_features(study.pool, model, task, part, study.settings.pool)
             confidences.append(to_float64(head.scores(features)).softmax(dim=1).amax(dim=1).cpu().numpy())
@@ -554,6 +564,7 @@ def _trained_on(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
     # Tasks are strata: the error of the mean over tasks follows from each group's own variance.
     error, freedom = standard_error([part / len(means) for part in groups])
     on_drawn, on_diagnosed = np.mean(means, axis=0)
+    # The two-sided level 98 % leaves the 1 % above that a one-sided test needs.
     if not on_drawn - on_diagnosed > student(freedom, 0.98) * error:
         return []
     return [

@@ -63,8 +63,8 @@ from driftlens.utils.variants import calibrated, control_of, expert_of
 if TYPE_CHECKING:
     from driftlens.config.run import Calibration
 
+# The file of adapters in a saved folder.
 _ATTACHED_FILE = "attachments.safetensors"
-"""The file of adapters in a saved folder."""
 
 _LOADER = """\
 import torch
@@ -73,10 +73,11 @@ from safetensors.torch import load_file
 
 def attach(model, task, file="{file}"):
     saved = {{tuple(key.split("/", 2)): value for key, value in load_file(file).items()}}
-    for path in {{path for path, name, of in saved if of == task}}:
+    for path in {{path for path, name, owner in saved if owner == task}}:
         def change(module, inputs, output, path=path):
             f = output[0] if isinstance(output, tuple) else output
-            t = {{name: value.to(f) for (at, name, of), value in saved.items() if (at, of) == (path, task)}}
+            own = [(name, value) for (place, name, owner), value in saved.items() if (place, owner) == (path, task)]
+            t = {{name: value.to(f) for name, value in own}}
 {code}
             return (f, *output[1:]) if isinstance(output, tuple) else f
         model.get_submodule(path).register_forward_hook(change)
@@ -138,7 +139,8 @@ class CalibrationPlan(Chosen):
         if "merge" in selection:
             merge = merge_called(selection["merge"]["method"], selection["merge"]["parameters"])
             study.pool.add(plan.kept, merged_within(study.blinded(self.samples), merge))
-        if plan.kept:  # nothing is solved, so there is no anchor to measure either
+        # Nothing is solved, so there is no anchor to measure either.
+        if plan.kept:
             return dataclasses.replace(plan, sites={}, control="")
         if "views" in selection:
             views = Views(**selection["views"])
@@ -237,7 +239,8 @@ def plan_calibration(
     samples = {task: _first_of(data.calibration, request.samples, task) for task, data in study.tasks.items()}
     for task, drawn in samples.items():
         if drawn.views is not None:
-            viewed(drawn)  # raises if the samples have no such views
+            # Raises if the samples have no such views.
+            viewed(drawn)
         if isinstance(calibrator, Stepwise):
             calibrator.require_samples(len(drawn), task)
     patterns, layers = request.sites, request.layers
@@ -304,7 +307,8 @@ def calibrator_of(
     """
     method = _method_of(request, section)
     parameters = dict(calibrators[method].with_views) if has_views else {}
-    if section is not None and section.method == method:  # another method has other settings
+    # Another method has other settings.
+    if section is not None and section.method == method:
         parameters |= over_preset(method, section.preset, section.parameters)
     parameters |= over_preset(method, request.preset, request.parameters)
     return calibrators[method](**resolve(calibrators[method], parameters, method))
@@ -391,7 +395,8 @@ def save_variants(
             reach = plan.calibrator.anchor_reach
             parameters = _anchors(pool.chain, merged, pool.source("base"), reach, updates)
         source = with_parameters(pool.chain, merged, study.like, parameters)
-        if not is_control and plan.shrink:  # the control stays the anchor itself
+        # The control stays the anchor itself.
+        if not is_control and plan.shrink:
             source = Between(pool.source("base"), source, plan.shrink["share"])
         metadata = _weights_metadata(variant, info)
         with writer.file(calibration_weights(plan.name, control=is_control)) as path:
@@ -424,7 +429,8 @@ def save_variants(
         ],
         "versions": versions(),
     }
-    from driftlens.config.yaml_text import to_yaml  # live modules are fitted without the library of yaml
+    # Live modules are fitted without the library of yaml.
+    from driftlens.config.yaml_text import to_yaml
 
     with writer.file(_config_file(plan.name)) as path:
         path.write_text(to_yaml(config), encoding="utf-8")
@@ -541,7 +547,8 @@ class Export:
         try:
             is_there = not self.is_new and self.target.exists() and self._weights.is_file()
             self.is_saved = is_there and self._is_same()
-        except DriftLensError:  # the target is no such checkpoint
+        except DriftLensError:
+            # The target is no such checkpoint.
             self.is_saved = False
         if not self.is_saved:
             require_target(self._architecture, self.target)
@@ -593,6 +600,7 @@ class Export:
 
     def _is_same(self) -> bool:
         keys, attached = self._architecture.chain.parameter_keys(), self._attached_file
+        # By content: a folder of the library splits the weights into other files than the run.
         kept, saved = (content_digest(self._model(place), keys) for place in (self._weights, self.target))
         if kept != saved or attached.exists() != bool(self._attached):
             return False
@@ -604,8 +612,8 @@ class Export:
         """The adapters by the paths of the library's modules."""
         architecture, prefix = self._architecture, ""
         if not self._is_file:
-            first = next(iter(architecture.chain.blocks[0].parameters.values())).key
-            prefix = library_prefix(architecture, self.models.own_form, first)
+            first_key = next(iter(architecture.chain.blocks[0].parameters.values())).key
+            prefix = library_prefix(architecture, self.models.own_form, first_key)
         if not self._attached:
             return {}
         return attachment_tensors(self._attached, f"{prefix}{final_module(architecture.chain)}".rstrip("."))
@@ -613,8 +621,8 @@ class Export:
 
 def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callable[[str], str]:
     """Return a card whose Python example includes the code that attaches adapters, if the adapter defines it."""
-    task, first = next(iter(attachments.items()), ("", None))
-    code = str(getattr(first, "code", ""))
+    task, adapter = next(iter(attachments.items()), ("", None))
+    code = str(getattr(adapter, "code", ""))
     if not code:
         return card
     loader = _LOADER.format(file=_ATTACHED_FILE, code=textwrap.indent(code, " " * 12))

@@ -176,6 +176,7 @@ def _ranked(compared: Sequence[_Compared], measure: str, present: str) -> list[d
         row |= {"settings": dict(model.settings), "reason": ""}
         rows.append(row)
         if isinstance(result, DriftLensError):
+            # Errors name the model in the pool; the table names the merge.
             row["reason"] = result.message.replace(
                 f"features of {CANDIDATE_MODEL} ", f"features of {model.name} ", 1
             )

@@ -35,8 +35,8 @@ Array = NDArray[np.float64]
 Row = dict[str, object]
 
 
+# Samples of the first task whose drift is computed again in float64.
 VERIFIED_SAMPLES = 2
-"""Samples of the first task whose drift is computed again in float64."""
 
 
 @dataclass
@@ -124,8 +124,8 @@ def _recorded(study: Study, task: str, library: LibraryDrift, reporter: Reporter
     models = 1 + len(study.variants)
     per_sample = waiting_bytes(study.pool, expert_of(task), samples.load([0]), models)
     length = samples.fitting(per_sample, study.settings.feature_budget)
-    for first in range(0, len(samples), length):
-        chunk = samples.batches(first, min(first + length, len(samples)))
+    for start in range(0, len(samples), length):
+        chunk = samples.batches(start, min(start + length, len(samples)))
         for view in walk(study.pool, task, study.variants, chunk, ids=samples.ids):
             # All variants of a layer follow each other; one of them counts the layers.
             if view.variant == study.variants[0]:
@@ -141,7 +141,8 @@ def _recorded(study: Study, task: str, library: LibraryDrift, reporter: Reporter
 def _check_precision(study: Study, task: str, diagnosis: TaskDiagnosis) -> None:
     try:
         diagnosis.precision_error = precision_error(study, task, diagnosis.features)
-    except RuntimeError as error:  # a model's code may require float32
+    except RuntimeError as error:
+        # A model's code may require float32.
         reason = str(error).splitlines()[0]
         diagnosis.warnings.append(f"the drift could not be checked against float64: {reason}")
     except NumericsError as error:
@@ -289,7 +290,7 @@ def unmerged(study: Study, adapters: LoraSource, inputs: Any) -> tuple[State, St
     settings, tensors = fitting
     from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 
-    # peft initializes adapters from the process's random generator, whose state must not change.
+    # Peft initializes adapters from the process's random generator, whose state must not change.
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
         try:
@@ -322,11 +323,11 @@ def precision_error(
         return math.nan
     dtype = str(study.pool.dtype).removeprefix("torch.")
     samples, exact_pool = study.tasks[task].diagnosis, study.pool.in_float64()
-    first = list(samples.batches(0, min(VERIFIED_SAMPLES, len(samples))))
+    batches = list(samples.batches(0, min(VERIFIED_SAMPLES, len(samples))))
     worst = math.nan
     # One variant at a time, because float64 embeddings take four times the memory of bfloat16 files.
     views = itertools.chain.from_iterable(
-        walk(exact_pool, task, [variant], first) for variant in study.variants
+        walk(exact_pool, task, [variant], batches) for variant in study.variants
     )
     for view in views:
         exact_merged, exact_expert = (

@@ -35,19 +35,19 @@ from driftlens.utils.metrics import ACCURACY, METRICS, metric_called
 from driftlens.utils.progress import Reporter, TaskMeter
 from driftlens.utils.variants import expert_of
 
+# Bytes of samples and features in memory while accuracy is measured.
 CHUNK_BYTES = 256 << 20
-"""Bytes of samples and features in memory while accuracy is measured."""
+# Tokens that an answer may exceed the longest target by, so that a longer answer is not cut to an equal one.
 SPARE_TOKENS = 8
-"""Tokens that an answer may exceed the longest target by, so that a longer answer is not cut to an equal one."""
+# Characters of a passage that are stored with a score.
 _SHOWN = 300
-"""Characters of a passage that are stored with a score."""
+# Texts whose features are in memory together.
 _AT_ONCE = 4096
-"""Texts whose features are in memory together."""
 
+# Per sample: value and reference as in the table `scores`, then answer and target of texts.
 _Rows = list[tuple[Any, ...]]
-"""Per sample: value and reference as in the table `scores`, then answer and target of texts."""
+# Rows by variant and metric.
 _Results = dict[tuple[str, str], _Rows]
-"""Rows by variant and metric."""
 
 
 @dataclass
@@ -250,6 +250,7 @@ def _compared(study: Study, task: str, variants: Sequence[str], reporter: Report
         for query, relation in zip(queries, relations, strict=True):
             candidates, answers = passages.candidates(relation), passages.answers(relation)
             scores = similarities(query[None], embedded, comparison.similarity)[0][candidates]
+            # Stable, so that equal scores keep the order of the passages.
             order = scores.argsort(descending=True, stable=True)[:DEEPEST].tolist()
             ranked = [candidates[rank] for rank in order]
             best = passages.texts[ranked[0]][:_SHOWN] if ranked else None

@@ -35,12 +35,12 @@ from driftlens.utils.access import Context
 from driftlens.utils.errors import DataError, SpecError
 from driftlens.utils.variants import task_of
 
+# The loader in the manifest for modules built by the caller.
 _LOADER = "live"
-"""The loader in the manifest for modules built by the caller."""
+# Settings that affect no stored number, so they may differ in later additions.
 _CHANGEABLE = ("n_calibration", "batch_size")
-"""Settings that affect no stored number, so they may differ in later additions."""
+# Largest difference of the same head's scores between machines, relative to their size.
 _HEAD_TOLERANCE = 1e-4
-"""Largest difference of the same head's scores between machines, relative to their size."""
 
 
 def live_study(built: Modules, settings: LiveSettings) -> Study:

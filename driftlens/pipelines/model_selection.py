@@ -52,22 +52,22 @@ from driftlens.utils.variants import expert_of
 
 T = TypeVar("T")
 
+# Scores of a model by task and measure, `hellinger` or `drift_rel`, one per sample.
 Values = Mapping[str, Mapping[str, NDArray[np.float64]]]
-"""Scores of a model by task and measure, `hellinger` or `drift_rel`, one per sample."""
 
+# Name in the study's pool of the model that is being scored.
 CANDIDATE_MODEL = "candidate"
-"""Name in the study's pool of the model that is being scored."""
 _PHASE = "choose"
+# Interpolation factors between the base, 0, and a model, 1.
 _SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
-"""Interpolation factors between the base, 0, and a model, 1."""
+# Parts of the samples for cross-fitting: halves.
 _NUM_PARTS = 2
-"""Parts of the samples for cross-fitting: halves."""
+# Other merges of the same experts that are compared, with their default settings.
 _MERGES = ("average", "tsv_m", "regmean_pp")
-"""Other merges of the same experts that are compared, with their default settings."""
+# Cost of scoring a model at all interpolation factors on half of the samples, in FeatCal calibrations.
 _SCORING_COST = 0.35
-"""Cost of scoring a model at all interpolation factors on half of the samples, in FeatCal calibrations."""
+# Samples per task from which three views are as good as seven.
 _MANY_SAMPLES = 32
-"""Samples per task from which three views are as good as seven."""
 _UNCHANGED = {"merged": "the unchanged merged model", "base": "the base"}
 
 
@@ -160,7 +160,8 @@ class ResultStore:
             try:
                 source = open_checkpoint(self._file(name))
                 return {key: source.read(key).clone().numpy() for key in source.headers}
-            except CheckpointError:  # the scores are computed again and replace this file
+            except CheckpointError:
+                # The scores are computed again and replace this file.
                 return {}
 
         return self._team.run_on_main(lambda: _stored() if self._file(name).is_file() else {})
@@ -173,6 +174,7 @@ class ResultStore:
             save_state_dict(self._file(name), tensors, {"seconds": repr(self.seconds)})
 
     def _file(self, name: str) -> Path:
+        # Hashed, because names contain all settings of a calibrator and are too long for a file name.
         return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"
 
 
@@ -180,11 +182,8 @@ class ResultStore:
 class HeldOutScorer:
     """Scores of models by their distance from the experts on held-out samples; lower is better, no label is read.
 
-    The score is the Hellinger distance of the model's class probabilities from the expert's. It ranks models as the
-    KL divergence does (docs/benchmarks.md) but is bounded by 1, so that a few samples can't dominate mean and
-    variance. If any task has no score map, relative final drift is the score of all tasks, because the two measures
-    have no common mean. Over 27 settings of four real tasks, Spearman's correlation with test accuracy was -0.91 for
-    the divergence and -0.52 for relative drift, which favours targets with more of the expert (alpha 0.6).
+    The score is the Hellinger distance of the model's class probabilities from the expert's. If any task has no score
+    map, relative final drift is the score of all tasks.
 
     Attributes:
         study: the models, by their names in its pool.
@@ -205,6 +204,11 @@ class HeldOutScorer:
     @property
     def measure(self) -> Literal["hellinger", "drift_rel"]:
         """The measure by which models are compared."""
+        # The Hellinger distance ranks models as the KL divergence does (docs/benchmarks.md) but is bounded by 1, so
+        # that a few samples can't dominate mean and variance. Over 27 settings of four real tasks, Spearman's
+        # correlation with test accuracy was -0.91 for the divergence and -0.52 for relative drift, which favours
+        # targets with more of the expert (alpha 0.6). One measure serves all tasks, because the two have no common
+        # mean.
         return "drift_rel" if self.without_head else "hellinger"
 
     def of(self, model: str, positions: Mapping[str, Sequence[int]] | None = None) -> Values:
@@ -539,12 +543,14 @@ def _candidates(
     """
     repairs = {"start": start}
     for method, kind in calibrators.items():
-        declared = vars(kind).get("candidates", ())  # inherited ones belong to the parent method
+        # Inherited ones belong to the parent method.
+        declared = vars(kind).get("candidates", ())
         for settings in declared if others or isinstance(start, kind) else ():
             repair = start.changed(**settings) if isinstance(start, kind) else kind(**settings)
             try:
                 repair.check(has_base=has_base)
-            except SpecError:  # it needs a base
+            except SpecError:
+                # It needs a base.
                 continue
             if all(_is_other(other, repair) for other in repairs.values()):
                 repairs[" ".join([method, *(f"{key}={value}" for key, value in settings.items())])] = repair
@@ -663,6 +669,7 @@ class _CrossFitting:
 
     def _in_memory(self, source: StateSource) -> StateSource:
         """Return the model in memory if it fits the feature budget: every task reads it again."""
+        # Interpolating anew for every task would read both models from disk each time.
         size = sum(math.prod(header.shape) * header.dtype.itemsize for header in source.headers.values())
         if size > self.study.settings.feature_budget:
             return source
@@ -691,6 +698,7 @@ def _by_share(flat: Mapping[str, NDArray[np.float64]]) -> dict[float, Values]:
     """Return scores by interpolation factor, task and measure from flat keys (inverse of `_flat`)."""
     by_share: dict[float, dict[str, dict[str, NDArray[np.float64]]]] = {}
     for name, values in flat.items():
+        # The task comes last, because its name may contain spaces.
         share, measure, task = name.split(" ", 2)
         by_share.setdefault(float(share), {}).setdefault(task, {})[measure] = values
     return {**by_share}
@@ -703,6 +711,7 @@ def _scores(values: Values, measure: str) -> Scores:
 def _best(by_share: Mapping[float, Values], measure: str) -> tuple[float, Scores]:
     """Return the interpolation factor with the lowest mean score, the largest of equals, and its scores."""
     scores = {share: _scores(by_share[share], measure) for share in sorted(by_share, reverse=True)}
+    # `min` takes the first of equals: the largest factor, as they are sorted in reverse.
     best = min(scores, key=lambda share: scores[share].mean)
     return best, scores[best]
 

@@ -37,23 +37,23 @@ from driftlens.utils.access import Access
 from driftlens.utils.errors import DataError, SpecError, counted
 from driftlens.utils.files import expanded
 
+# Samples per task at most: enough for an interval, few enough for minutes.
 CALIBRATION, DIAGNOSIS, TEST = 32, 32, 128
-"""Samples per task at most: enough for an interval, few enough for minutes."""
+# Samples per batch: small, because the first one is repeated in the models' own library.
 BATCH = 8
-"""Samples per batch: small, because the first one is repeated in the models' own library."""
+# Samples per task whose drift is attributed to layers, and nodes of each integral.
 TRACED, NODES = 4, 2
-"""Samples per task whose drift is attributed to layers, and nodes of each integral."""
+# Most different answers of a task that are still scored as classes.
 MAX_CLASSES = 20
-"""Most different answers of a task that are still scored as classes."""
 _PROMPT = "a photo of a {}."
 _IMAGE_LOADERS = ("open-clip", "hf-clip", "hf-vit", "timm")
 _CLIPS = ("open-clip", "hf-clip")
+# Names of files and folders that do not name a task.
 _GENERIC = re.compile(
     r"(pytorch_)?model|adapter_model|finetuned|final|best|last|expert|weights|checkpoint([-_]\d+)?"
 )
-"""Names of files and folders that do not name a task."""
+# The usual name of an open_clip configuration next to a file of weights.
 _OPEN_CLIP = "model_config.json"
-"""The usual name of an open_clip configuration next to a file of weights."""
 _CONFIGS = ("open_clip_config.json", "config.json")
 
 
@@ -119,7 +119,8 @@ def merge_recipe(models: Sequence[str], out: Path, *, offline: bool) -> list[str
             f"expected the merged model after {recipe}: mergekit-yaml, which makes it, is not installed",
             hint=f"Make the merge first: mergekit-yaml {file} merged/, then: driftlens why {file} merged/",
         )
-    command = [program, recipe, str(out), "--no-write-model-card"]  # the card would ask the Hub
+    # The card would ask the Hub.
+    command = [program, recipe, str(out), "--no-write-model-card"]
     environment = {**os.environ, **({"HF_HUB_OFFLINE": "1"} if offline else {})}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
     if done.returncode:
@@ -163,7 +164,8 @@ def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRol
             )
         base, merged = models[0], models[-1]
         for expert in models[1:-1]:
-            task, sign, place = expert.partition("=")  # TASK=MODEL, unless it is a path
+            # TASK=MODEL, unless it is a path.
+            task, sign, place = expert.partition("=")
             is_named = bool(sign) and not expanded(expert).exists()
             experts.append(place if is_named else expert)
             names |= {place: task} if is_named and task else {}
@@ -325,6 +327,7 @@ def _entries(
         return {task: dict(entry) for task in tasks}, [notice]
     named = {name: path for name, sign, path in (text.partition("=") for text in data) if sign}
     named = {name: path for name, path in named.items() if not expanded(f"{name}={path}").exists()}
+    # Not strict: a wrong number of paths is reported below, with the tasks' names.
     places = named or dict(zip(tasks, data if len(data) > 1 else [*data] * len(tasks), strict=False))
     if {*places} != {*tasks} or len(data) not in (1, len(tasks)):
         raise SpecError(

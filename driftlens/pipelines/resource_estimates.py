@@ -166,7 +166,8 @@ def _sizes(study: Study) -> _Sizes:
             torch.Size(slot.shape(source.headers[slot.key].shape)).numel()
             for slot in layer.parameters.values()
         )
-        for layer in chain.layers[1:]  # a batch reads few rows of the stem's table
+        # A batch reads few rows of the stem's table.
+        for layer in chain.layers[1:]
     ]
     outputs = []
     for block in chain.blocks:
@@ -191,7 +192,8 @@ def _measuring(study: Study, sizes: _Sizes, num_variants: int) -> dict[str, int]
     samples = max(len(data.diagnosis) for data in study.tasks.values())
     batch = next(iter(study.tasks.values())).diagnosis.batch_size
     budget, at_boundary = study.settings.feature_budget, models * sizes.boundary
-    checked = at_boundary * min(samples, batch) * layers  # one batch at all boundaries
+    # One batch at all boundaries.
+    checked = at_boundary * min(samples, batch) * layers
     pooled = models * layers * samples * sizes.width * _FLOAT32
     return {
         "layers": models * sizes.largest_layer,
@@ -255,6 +257,6 @@ def _merge_bytes(study: Study, sizes: _Sizes, method: MergeMethod) -> int:
     return needed
 
 
-def _larger(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+def _larger(phase: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
     """Return the phase with more bytes, because phases run one after the other."""
-    return dict(first if sum(first.values()) > sum(second.values()) else second)
+    return dict(phase if sum(phase.values()) > sum(other.values()) else other)

@@ -102,8 +102,8 @@ class _Setting:
         return f"{self.method},{''.join(named)} {self.n} samples"
 
 
+# Name of a sweep, with several factors joined by `+`, and the number of a setting in it.
 _Point = tuple[str, int]
-"""Name of a sweep, with several factors joined by `+`, and the number of a setting in it."""
 
 
 def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -> DriftRun:
@@ -182,7 +182,8 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
                     if isinstance(result, DriftLensError):
                         unsolved.setdefault(setting, result)
                         continue
-                    if outdated:  # only now, when there is something to replace them
+                    # Only now, when there is something to replace them.
+                    if outdated:
                         writer.drop("sweeps", "sweep", outdated)
                         outdated.clear()
                     writer.append("sweeps", _rows(setting, missing[setting], seed, *result), replace=True)
@@ -219,7 +220,8 @@ def _open(
     requests = _starting_requests(request, None if count is None else max(count, largest, 1))
     opened = open_calibration(folder, requests[0], context)
     fewest = min(map(len, opened.plan.samples.values()))
-    if largest > fewest:  # of in-memory samples, a run keeps as many as `samples` says
+    # Of in-memory samples, a run keeps as many as `samples` says.
+    if largest > fewest:
         raise DataError(
             f"n is {largest}, but there are {fewest} calibration samples",
             hint="Pass more samples and set `samples`.",
@@ -308,7 +310,8 @@ def _points(
 
 def _require_same_rest(sweep: str, settings: Sequence[_Setting], earlier: Collection[_Setting]) -> None:
     varied, values = sweep.rpartition(":")[2].split("+"), settings[0].values
-    if varied == [ABLATION]:  # an ablation varies what its parts change
+    # An ablation varies what its parts change.
+    if varied == [ABLATION]:
         varied = [name for ablation in calibrators[settings[0].method].ablations for name in ablation]
     for name, value in values.items():
         before = [setting.values[name] for setting in earlier]
@@ -429,8 +432,8 @@ def _columns(scorer: HeldOutScorer, task: str, features: Tensor, expert: Tensor)
     return row
 
 
+# Settings of a calibration that a compared method may have in addition to its own.
 _SHARED_SETTINGS = ("views", "shrink")
-"""Settings of a calibration that a compared method may have in addition to its own."""
 
 
 def resolve_methods(requested: Sequence[tuple[str, Mapping[str, object]]]) -> list[NamedMethod]:

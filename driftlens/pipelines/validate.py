@@ -80,9 +80,9 @@ class Preflight:
         try:
             result = work()
         except Exception as error:
-            if (known := from_library(error)) is None:
+            if (converted := from_library(error)) is None:
                 raise
-            self.problem(subject, known)
+            self.problem(subject, converted)
             return None
         if describe is not None:
             self.ok(subject, describe(result))
@@ -119,9 +119,9 @@ class Preflight:
 
 def _lines(finding: Finding, width: int) -> list[str]:
     level = "PROBLEM" if finding.level == "problem" else finding.level
-    first, *others = [*finding.text.splitlines(), *finding.hint.splitlines()]
+    headline, *others = [*finding.text.splitlines(), *finding.hint.splitlines()]
     start = f"{level:<7}  {finding.subject:<{width}}  "
-    return [start + first, *(" " * len(start) + line for line in others)]
+    return [start + headline, *(" " * len(start) + line for line in others)]
 
 
 def preflight(
@@ -280,14 +280,16 @@ def _check_sites(
     """Report the share of parameters that the calibration would solve; return its calibrator."""
     try:
         calibrator = calibrator_of(CalibrationRequest(name="preflight"), spec.calibration)
-        if not calibrator.takes_sites:  # it is trained
+        # It is trained.
+        if not calibrator.takes_sites:
             return calibrator
         patterns = None if spec.calibration is None else spec.calibration.sites
         sites = select_sites(chain, sites=patterns, update=calibrator.update)
     except DriftLensError as error:
         if spec.calibration is not None:
             checks.problem("sites", error)
-        else:  # an analysis needs none
+        else:
+            # An analysis needs none.
             checks.notice("sites", error.message, hint=error.hint)
         return None
     share, text = coverage(chain, weights, sites, calibrator.update)
@@ -305,7 +307,8 @@ def _check_data(
 
         def _open_one(task: str = task) -> TaskData:
             data = opening.open_data(spec, task, architecture, access=access)
-            if architecture is not None:  # one sample, because a file may open and hold something unreadable
+            # One sample, because a file may open and hold something unreadable.
+            if architecture is not None:
                 data.diagnosis.load([0])
             return data
 
@@ -313,7 +316,8 @@ def _check_data(
         if data is not None:
             opened[task] = data
             checks.notice(f"data of {task}", *data.notices)
-    splits = {  # test sets differ in size by nature
+    # Test sets differ in size by nature.
+    splits = {
         "calibration": {task: len(data.calibration) for task, data in opened.items()},
         "diagnosis": {task: len(data.diagnosis) for task, data in opened.items()},
     }
@@ -354,11 +358,13 @@ def _check_heads(
         elif entry is None:
             checks.ok(subject, "none: no scores and no accuracy")
         elif entry.classes is None and task not in data:
-            continue  # the data would name the classes, and its problem is recorded already
+            # The data would name the classes, and its problem is recorded already.
+            continue
         elif isinstance(entry, TextHead) and spec.base is not None:
             names = checks.attempt(subject, partial(opening.classes_of, task, entry, named.get(task)))
             if names is not None:
                 checks.ok(subject, f"{len(names)} class names in {len(entry.templates)} templates")
+                # Only shapes matter to the estimate of memory, so prompts need not be encoded.
                 valid[task] = ClipHead(tuple(names), torch.randn(len(names), width or 1), 1.0)
         else:
             alone = spec.model_copy(update={"heads": {task: entry}})
@@ -385,13 +391,13 @@ def _check_width(task: str, head: Any, width: int | None, checks: Preflight) -> 
             f"the expert's own, of {len(head.weights)} tensors and {len(head.classes)} classes",
         )
         return
-    what = "classifier rows" if isinstance(head, LinearHead) else "class embeddings"
+    noun = "classifier rows" if isinstance(head, LinearHead) else "class embeddings"
     rows, columns = (head.weight if isinstance(head, LinearHead) else head.embeddings).shape
     if width is None or columns == width:
-        checks.ok(f"head of {task}", f"{rows} {what} of {columns} entries")
+        checks.ok(f"head of {task}", f"{rows} {noun} of {columns} entries")
         return
     error = DataError(
-        f"the {what} of {task} have {columns} entries, the models' features have {width}",
+        f"the {noun} of {task} have {columns} entries, the models' features have {width}",
         hint=f"heads.{task} belongs to another model. Use the head of these models.",
     )
     checks.problem(f"head of {task}", error)

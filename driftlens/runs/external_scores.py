@@ -29,6 +29,7 @@ from driftlens.utils.metrics import ATTACHED, metric_called
 from driftlens.utils.variants import expert_of
 
 _HARNESS, _BIGCODE, _SAFETY = "lm-evaluation-harness", "bigcode-evaluation-harness", "safety-eval"
+# Supported tools and their home pages.
 TOOLS: Mapping[str, str] = MappingProxyType(
     {
         _HARNESS: "https://github.com/EleutherAI/lm-evaluation-harness",
@@ -36,17 +37,16 @@ TOOLS: Mapping[str, str] = MappingProxyType(
         _SAFETY: "https://github.com/allenai/safety-eval",
     }
 )
-"""Supported tools and their home pages."""
 _Z = NormalDist().inv_cdf(0.975)
 _ERROR = "_stderr"
+# Spellings of missing and infinite numbers.
 _NO_NUMBERS = ("nan", "inf", "-inf", "infinity", "none")
-"""Spellings of missing and infinite numbers."""
+# Numbers among the metrics of a task that are counts.
 _COUNTS = ("sample_len", "sample_count")
-"""Numbers among the metrics of a task that are counts."""
+# The task in leaderboards' files that is the mean of all others.
 _ALL = "all"
-"""The task in leaderboards' files that is the mean of all others."""
+# Prefixes of metrics over all samples of a task, which come before those of a part.
 _WHOLE = ("overall", "micro", "macro")
-"""Prefixes of metrics over all samples of a task, which come before those of a part."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
         document = TypeAdapter(dict[str, Any]).validate_python(from_json(content))
         measured = _measured(document)
         rows = [{"variant": variant, **row} for row in _rows(measured)]
+    # The tool's settings may be NaN or None, too; only scores are reported as left out.
     document.pop("config", None)
     if lost := [*_not_finite(document.get("results", document))]:
         log.warning("notice: %s: left out, no finite number: %s", file, some_of(lost, 5))
@@ -137,9 +138,11 @@ def _measured(document: dict[str, Any]) -> _Results:
         for task, by_metric in scores.items()
     }
     if isinstance(document.get("config"), dict):
+        # The file repeats all options of the command; these decide the numbers.
         kept = {name: document["config"].get(name) for name in ("model", "limit", "n_samples", "temperature")}
         return _Results(_BIGCODE, by_task, about=kept)
     names = [f"{ATTACHED}{name}" for by_metric in by_task.values() for name in by_metric]
+    # safety-eval's files have no marker, so a metric with a known direction has to identify them.
     if names and not any(metric_called(name).is_directed for name in names):
         raise DataError(f"{names[0].removeprefix(ATTACHED)!r} is no metric of these tools", hint=_HINT)
     return _Results(_SAFETY, by_task)
@@ -188,7 +191,8 @@ def _groups(document: Mapping[str, Any]) -> dict[str, list[str]]:
         for _, group in groups:
             listed.setdefault(group, []).append(task)
         groups.append((depth, task))
-    if _ALL in document["results"]:  # leaderboards list no members: it is the mean of all others
+    # Leaderboards list no members: it is the mean of all others.
+    if _ALL in document["results"]:
         listed.setdefault(_ALL, [task for task in document["results"] if task != _ALL])
     return listed
 
@@ -217,6 +221,7 @@ def _rows(measured: _Results) -> list[dict[str, Any]]:
                 sign * math.inf if end is None else end
                 for end, sign in zip(metric.range, (-1, 1), strict=True)
             )
+            # Some tools write shares as percentages.
             if metric.kind == "share" and 1 < value <= 100:
                 value, error = value / 100, error / 100
             if not low <= value <= high:
@@ -225,6 +230,8 @@ def _rows(measured: _Results) -> list[dict[str, Any]]:
             # A standard error of 0 comes from equal answers; it is no certainty.
             if error > 0:
                 ends = max(value - _Z * error, low), min(value + _Z * error, high)
+            # Only a whole number of right answers is a share with Wilson's interval; means of partial scores are
+            # not.
             elif n is not None and metric.kind == "share" and math.isclose(value * n, round(value * n)):
                 ends = share_of_samples(value, n).ends[1:]
             row = {"task": task, "metric": metric.name, "value": value, "n": n}

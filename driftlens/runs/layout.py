@@ -7,19 +7,20 @@ from driftlens.utils.files import escape as escape
 MANIFEST = "manifest.json"
 SPEC = "spec.yaml"
 COMPARISON = "merges.json"
+# The folder of a run that holds a comparison of other merges of its experts, where one was made.
 MERGES = "merges"
-"""The folder of a run that holds a comparison of other merges of its experts, where one was made."""
 STATUS = "status.json"
 EVENTS = "events.jsonl"
+# The event of a candidate that `--auto` has tried: `name`, `part`, `share` and held-out `score`.
 CANDIDATE = "candidate"
-"""The event of a candidate that `--auto` has tried: `name`, `part`, `share` and held-out `score`."""
 LOCK = "run.lock"
+# Empty file that the operating system locks; `run.lock` names the owner.
 GUARD = "run.lock.guard"
-"""Empty file that the operating system locks; `run.lock` names the owner."""
 
+# State of an interrupted job, removed when the job is done.
 SCRATCH = "scratch"
-"""State of an interrupted job, removed when the job is done."""
 
+# Everything DriftLens puts directly into a run directory.
 ENTRIES = (
     *(MANIFEST, SPEC, STATUS, EVENTS, LOCK, GUARD, SCRATCH),
     *(
@@ -35,19 +36,18 @@ ENTRIES = (
         MERGES,
     ),
 )
-"""Everything DriftLens puts directly into a run directory."""
 
+# Entries that the manifest does not list, because they change while results don't.
 VOLATILE = (MANIFEST, STATUS, EVENTS, LOCK, GUARD, SCRATCH, "logs", MERGES)
-"""Entries that the manifest does not list, because they change while results don't."""
 
+# Height and width of a sample's picture, in pixels.
 THUMB_SIDE = 64
-"""Height and width of a sample's picture, in pixels."""
 
+# Largest number of pictures of one task.
 MOST_THUMBS = 2000
-"""Largest number of pictures of one task."""
 
+# Characters of a sample's text that a run keeps; longer texts are cut in the middle.
 LONGEST_TEXT = 1000
-"""Characters of a sample's text that a run keeps; longer texts are cut in the middle."""
 
 
 def table_file(name: str) -> str:

@@ -235,11 +235,11 @@ _PACKAGES = (
     *("scikit-learn", "transformers", "open_clip_torch", "peft", "datasets", "pillow", "plotly"),
     *("matplotlib", "umap-learn"),
 )
+# Environment variables that numbers or thread counts may depend on.
 _VARIABLES = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
     *("CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED", "HF_HUB_OFFLINE"),
 )
-"""Environment variables that numbers or thread counts may depend on."""
 
 
 def versions() -> dict[str, str]:
@@ -249,7 +249,8 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **own, **packages, **dict(map(origin, installed()))}
 
 
-@functools.cache  # it reads all metadata of a package
+# It reads all metadata of a package.
+@functools.cache
 def version_of(package: str) -> str | None:
     """Return the version of an installed package, without importing it; None if it is not installed."""
     try:
@@ -312,12 +313,13 @@ def manifest_is_intact(folder: pathlib.Path) -> bool:
     record = _record(folder / MANIFEST)
     try:
         return bool(record.pop("digest", None) == _digest(record))
-    except ValueError:  # NaN or infinity
+    except ValueError:
+        # NaN or infinity.
         return False
 
 
+# Prefixes of phases that come after a run's analysis.
 LATER = ("calibrate:", "sweep:")
-"""Prefixes of phases that come after a run's analysis."""
 
 
 def is_phase_of(name: str, phase: str) -> bool:
@@ -331,6 +333,7 @@ def ids_digest(ids: Sequence[str]) -> str:
 
 
 def _digest(record: Mapping[str, Any]) -> str:
+    # Sorted keys: reading and writing again must not change the digest.
     return hashlib.sha256(json.dumps(record, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 

@@ -54,8 +54,8 @@ def open_run(path: PathLike) -> DriftRun:
     return DriftRun.at(path)
 
 
+# Characters of a name in a representation, so that three fit on a line of a notebook.
 _LONG_NAME = 22
-"""Characters of a name in a representation, so that three fit on a line of a notebook."""
 
 
 class _Units(dict[str, str]):
@@ -211,6 +211,7 @@ class DriftRun:
                 f"the layer table has no row for task {task!r}, variant {variant!r}, layer {layer!r}",
                 hint="The expert has no rows; `layers.select` in the spec selects blocks.",
             )
+        # NA of a nullable integer can't become a float; cast first, it is NaN.
         return float(rows[column].astype("float64").iloc[0])
 
     def features(self, task: str, variant: str, layer: int | str) -> NDArray[np.floating[Any]]:
@@ -237,6 +238,7 @@ class DriftRun:
                 hint="Choose the layers to store with `layers.select` in the spec.",
             )
         try:
+            # Without pickle: unpickling an array of an untrusted run could execute code.
             array: NDArray[np.floating[Any]] = np.load(plain_file(path), mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise RunError(f"{path} can't be read: {error}", hint=DAMAGED) from error
@@ -334,6 +336,7 @@ class DriftRun:
         places = np.arange(len(frame))
         if {"task", "variant"} <= set(filters) and len(frame):
             both = filters.pop("task"), filters.pop("variant")
+            # Checked here, because a pair without rows is no error, while a misspelt name is.
             for column, value in zip(("task", "variant"), both, strict=True):
                 self._check(column, value)
             # Comparing text in every row for each query would take most of a report's time.
@@ -384,11 +387,11 @@ class DriftRun:
             )
 
 
+# Key of the command line's options in the settings file of an unfinished calibration.
 COMMAND = "command"
-"""Key of the command line's options in the settings file of an unfinished calibration."""
 
+# Part of the names of attribution phases, after `calibrate:NAME` or at the beginning.
 _EXPLAIN = ":explain:"
-"""Part of the names of attribution phases, after `calibrate:NAME` or at the beginning."""
 
 
 def current_state(run: DriftRun) -> str:
@@ -462,7 +465,8 @@ def require_analyzed(folder: pathlib.Path, *, scored: bool = False) -> None:
     """Raise a RunError if the analysis was interrupted: finishing here would mark it as done. See `unanalyzed`."""
     manifest = read_manifest(folder)
     missing = unanalyzed(manifest, scored=scored)
-    if missing and living_owner_of(folder) is None:  # else taking the lock reports the owner
+    # Else taking the lock reports the owner.
+    if missing and living_owner_of(folder) is None:
         raise RunError(
             f"{folder} is unfinished; missing: {', '.join(missing)}",
             hint=f"`{command_to_resume(folder, manifest)}` resumes it, including accuracy.",

@@ -15,18 +15,20 @@ from driftlens.utils.diagnostic import Column as Column
 from driftlens.utils.errors import RunError, SchemaTooNewError
 from driftlens.utils.metrics import METRICS
 
+# Raise the minor version with each added column or table. Older versions then refuse to write to such runs, because
+# they would drop the columns; a new major version they refuse to read.
 SCHEMA_VERSION = "1.9"
 
 NOT_NEGATIVE: Range = (0.0, None)
 SHARE: Range = (0.0, 1.0)
 COSINE: Range = (-1.0, 1.0)
 
+# The commands that measure again, and that trace the drift of a measured run back to layers.
 ANALYZE, EXPLAIN = "driftlens analyze RUN/spec.yaml --out NEW", "driftlens analyze RUN"
-"""The commands that measure again, and that trace the drift of a measured run back to layers."""
+# The command that adds a calibrated variant.
 CALIBRATE = "driftlens calibrate RUN --name featcal"
-"""The command that adds a calibrated variant."""
+# Options of the attribution, on by default; `EXPLAIN` measures their columns.
 ATTRIBUTED = ("jacobian", "contributions", "prefix")
-"""Options of the attribution, on by default; `EXPLAIN` measures their columns."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def _gain(name: str, meaning: str) -> Column:
     return _score(name, meaning, unit="score/feature")
 
 
-def _asked(option: str, *columns: Column) -> tuple[Column, ...]:
+def _optional(option: str, *columns: Column) -> tuple[Column, ...]:
     return tuple(replace(column, option=option) for column in columns)
 
 
@@ -207,7 +209,7 @@ LAYERS = Table(
         _pure(
             "closure_error", "|e - e_library| / |e| against ordinary forward passes of the models.", "higher"
         ),
-        *_asked(
+        *_optional(
             "jacobian",
             _pure(
                 "jacobian_error",
@@ -217,18 +219,18 @@ LAYERS = Table(
             _count("nodes", "nodes", "Quadrature nodes for A."),
             _count("jacobian_samples", "samples", "Samples for the columns that need A."),
         ),
-        *_asked(
+        *_optional(
             "jacobian.spectral",
             _pure("spectral_norm_mean", "Mean spectral norm of A.", "higher"),
             _pure("spectral_residual_max", "Largest residual of the power iterations for it.", "higher"),
         ),
-        *_asked(
+        *_optional(
             "jacobian",
             _pure(
                 "random_gain_mean", "Mean gain of A on random directions, for comparison; of up to 8 samples."
             ),
         ),
-        *_asked(
+        *_optional(
             "cka", _pure("cka", "Linear CKA with the expert's features, debiased.", "lower", (None, 1.0))
         ),
     ),
@@ -298,7 +300,7 @@ ADJOINT = Table(
         _text("target", "Attributed quantity: final_drift (share), loss (nat) or margin (score)."),
         LAYER,
         SAMPLE_ID,
-        *_asked(
+        *_optional(
             "adjoint",
             Column("part", "float", "of the target", "Part of the change from the layer's local mismatch."),
             Column("change", "float", "of the target", "Change of the target from expert to variant."),
@@ -315,7 +317,7 @@ GROUP_CONTRIBUTIONS = Table(
         VARIANT,
         LAYER,
         _text("group", "Modules of the layer by the part they play: q, k, v, o, gate, up, down, norms, ..."),
-        *_asked(
+        *_optional(
             "groups",
             _pure("mismatch_share", "Signed share of the layer's m; they sum to 1 over groups.", None, ANY),
             _pure("final_share", "Signed share of the final drift; they sum to the layer's.", None, ANY),

@@ -32,8 +32,9 @@ from driftlens.utils.files import (
 )
 
 _FRESH_SECONDS = 60.0
+# Largest difference in seconds between two readings of a start time, which the system derives from its boot
+# time.
 _CLOCK_TOLERANCE = 2.0
-"""Largest difference in seconds between two readings of a start time, which the system derives from its boot time."""
 
 
 def utc_now() -> str:
@@ -73,8 +74,10 @@ class Owner:
     def is_alive(self) -> bool:
         """True if the process runs on this machine, or has a fresh heartbeat on another one."""
         if self.host != platform.node():
+            # A process on another machine can't be looked up; only its heartbeat shows that it runs.
             silence = datetime.now(UTC) - datetime.fromisoformat(self.heartbeat)
             return silence.total_seconds() < _FRESH_SECONDS
+        # The id alone does not identify a process: the system reuses ids.
         started = process_started(self.pid)
         if started is None or self.process_started is None:
             return False
@@ -116,7 +119,8 @@ class RunLock:
             if previous is not None and previous.pid != os.getpid() and previous.is_alive:
                 raise _locked(self._folder, previous)
             sweep(self._folder.glob(PARTIAL), others=True)
-            for entry in ENTRIES:  # files of other programs may be large; they are not searched
+            # Files of other programs may be large; they are not searched.
+            for entry in ENTRIES:
                 sweep((self._folder / entry).rglob(PARTIAL), others=True)
             self.beat()
         except TimeoutError:
@@ -149,8 +153,11 @@ class RunLock:
         self._has_note = True
         owner = dataclasses.asdict(Owner.this_process())
         write_json_atomic(
-            self._folder / LOCK, owner, is_lasting=False
-        )  # only the guard must survive a power cut
+            self._folder / LOCK,
+            owner,
+            is_lasting=False,
+            # Only the guard must survive a power cut.
+        )
 
     @property
     def is_own(self) -> bool:
@@ -298,7 +305,8 @@ class Status:
 
 def write_status(folder: pathlib.Path, status: Status) -> None:
     """Replace the run's status.json atomically."""
-    from driftlens.runs.tables import plain  # imports pandas, which merging doesn't need
+    # Imports pandas, which merging doesn't need.
+    from driftlens.runs.tables import plain
 
     metrics = {name: plain(value) for name, value in status.metrics.items()}
     # A running job writes hundreds of them; after a power cut it doesn't run any more, so none needs a disk flush.
@@ -344,7 +352,8 @@ _adapters: dict[type[Any], TypeAdapter[Any]] = {}
 
 
 def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
-    if kind not in _adapters:  # creating one takes longer than reading a manifest
+    # Creating one takes longer than reading a manifest.
+    if kind not in _adapters:
         _adapters[kind] = TypeAdapter(kind)
     return _adapters[kind]
 
@@ -360,10 +369,10 @@ def as_declared(kind: type[T], text: bytes) -> T:
     try:
         declared: T = _adapter_of(kind).validate_json(text, strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        reason = "expected an object" if first["type"] == "dataclass_type" else first["msg"]
-        problem = f"{reason[:1].lower()}{reason[1:]}, got {first['input']!r:.80}"
-        raise ValueError(": ".join([*filter(None, [".".join(map(str, first["loc"]))]), problem])) from None
+        details = error.errors(include_url=False)[0]
+        reason = "expected an object" if details["type"] == "dataclass_type" else details["msg"]
+        problem = f"{reason[:1].lower()}{reason[1:]}, got {details['input']!r:.80}"
+        raise ValueError(": ".join([*filter(None, [".".join(map(str, details["loc"]))]), problem])) from None
     return declared
 
 

@@ -31,8 +31,8 @@ _FRAME_TYPES: dict[Kind, ExtensionDtype | np.dtype[Any]] = {
 _FILE_TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
 _NULLABLE = {_FILE_TYPES[kind]: _FRAME_TYPES[kind] for kind in ("str", "int", "bool")}
 _VERSION_KEY = b"driftlens.schema_version"
+# Marks columns that a diagnostic added to the schema, so that a reader without that diagnostic knows them.
 _ADDED = b"driftlens.added"
-"""Marks columns that a diagnostic added to the schema, so that a reader without that diagnostic knows them."""
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 DAMAGED = "`driftlens check` on the run lists every file that is damaged."
 
@@ -181,7 +181,7 @@ def _cast(frame: pd.DataFrame, column: Column, kind: ExtensionDtype | np.dtype[A
         return values.array
     expected = f"column {column.name!r} holds {column.dtype}"
     if column.dtype == "str":
-        # pandas would convert a number to text here, and the row could not be found by its key any more.
+        # Pandas would convert a number to text here, and the row could not be found by its key any more.
         odd = [value for value in values.dropna() if not isinstance(value, str)]
         if odd:
             raise ValueError(f"{expected}, got {odd[0]!r}")
@@ -237,7 +237,8 @@ def _opened(path: pathlib.Path) -> Iterator[pq.ParquetFile]:
 def _read(path: pathlib.Path, table: Table) -> pa.Table:
     with _opened(path) as file:
         stored = file.read()
-        stored.validate(full=True)  # reading doesn't decode text, so invalid text would fail much later
+        # Reading doesn't decode text, so invalid text would fail much later.
+        stored.validate(full=True)
     version = (stored.schema.metadata or {}).get(_VERSION_KEY, b"")
     refuse_newer(version.decode(errors="replace"), path)
     return _aligned(stored, table.extended(_added(stored.schema)), path)
@@ -278,11 +279,13 @@ def plain(value: Any) -> Any:
         return None
     if isinstance(value, np.generic):
         value = value.item()
+    # JSON has neither NaN nor infinity.
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def csv_text(data: pd.DataFrame) -> str:
     """Return the rows as CSV with every digit; text that a spreadsheet would run as a formula is quoted."""
+    # Cells that begin with such a character are run as formulas, and may come from an untrusted run.
     shown = data.copy()
     for name in shown.columns:
         if not pd.api.types.is_numeric_dtype(shown[name]):

@@ -61,14 +61,14 @@ def verify(path: str | pathlib.Path) -> VerifyResult:
     )
 
 
+# Relative difference that float32 may have on another processor.
 TOLERANCE = 1e-5
-"""Relative difference that float32 may have on another processor."""
 
 _SKIPPED_TABLES = ("resources",)
+# Measured time and memory, which differ between any two runs.
 _SKIPPED_COLUMNS = ("seconds",)
-"""Measured time and memory, which differ between any two runs."""
+# Units in which tiny numbers are rounding errors: 1e-9 and 2e-9 count as equal.
 _AROUND_ONE = ("1", "nat", "of the target")
-"""Units in which tiny numbers are rounding errors: 1e-9 and 2e-9 count as equal."""
 
 
 @dataclass
@@ -108,7 +108,8 @@ def equality(a: DriftRun, b: DriftRun) -> Equality:
         if first.empty and second.empty:
             continue
         result.tables.append(table.name)
-        if not first.index.equals(second.index):  # otherwise spare large tables the matching
+        # Otherwise spare large tables the matching.
+        if not first.index.equals(second.index):
             for frame, other, which in ((first, second, "first"), (second, first, "second")):
                 alone = frame.index.difference(other.index)
                 if len(alone):
@@ -144,15 +145,16 @@ def _compare(equality: Equality, label: str, column: Column, a: pd.Series[Any], 
         equality.unequal.append(f"{label}: {counted(num_unequal, 'row')} {verb} ({place})")
     if column.dtype != "float":
         return
-    first, second = a[both].to_numpy(dtype=float), b[both].to_numpy(dtype=float)
-    differing = first != second
+    values_a, values_b = a[both].to_numpy(dtype=float), b[both].to_numpy(dtype=float)
+    differing = values_a != values_b
     if not differing.any():
         return
     equality.bit_equal = False
-    magnitudes = np.abs(np.concatenate([first, second]))
+    magnitudes = np.abs(np.concatenate([values_a, values_b]))
     scale = magnitudes[np.isfinite(magnitudes)].max(initial=1.0 if column.unit in _AROUND_ONE else 0.0)
-    with np.errstate(invalid="ignore"):  # nothing finite in the column: any difference is infinite
-        distance = np.where(differing, np.abs(first - second) / scale if scale else math.inf, 0.0)
+    # Nothing finite in the column: any difference is infinite.
+    with np.errstate(invalid="ignore"):
+        distance = np.where(differing, np.abs(values_a - values_b) / scale if scale else math.inf, 0.0)
     worst = int(distance.argmax())
     if distance[worst] > equality.largest:
         equality.largest, equality.where = float(distance[worst]), f"{label}, {_row(a.index[both][worst])}"

@@ -104,8 +104,10 @@ class RunWriter:
         """
         folder = pathlib.Path(path)
         if not (folder / layout.GUARD).exists():
-            refuse_occupied(folder, force=force)  # before the lock, which leaves a file behind
+            # Before the lock, which leaves a file behind.
+            refuse_occupied(folder, force=force)
         with _locked(folder) as (lock, previous):
+            # Again under the lock: another process may have started a run in the folder meanwhile.
             refuse_occupied(folder, force=force)
             for entry in layout.ENTRIES:
                 if entry not in (layout.LOCK, layout.GUARD):
@@ -119,7 +121,8 @@ class RunWriter:
     def resume(cls, path: PathLike) -> RunWriter:
         """Return a writer for an existing run, to complete it or to add to it."""
         folder = pathlib.Path(path)
-        read_manifest(folder)  # before the lock, which would leave a file in a folder that is no run
+        # Before the lock, which would leave a file in a folder that is no run.
+        read_manifest(folder)
         with _locked(folder) as (lock, previous):
             manifest = read_manifest(folder)
             refuse_newer(manifest.schema_version, folder / layout.MANIFEST, minor=True)
@@ -143,7 +146,8 @@ class RunWriter:
             if error is not None:
                 self._end(error)
                 if isinstance(error, Exception) and not isinstance(error, Cancelled):
-                    self._lock.require_own()  # a missing folder explains the error that it caused
+                    # A missing folder explains the error that it caused.
+                    self._lock.require_own()
             else:
                 self.finish()
         except BaseException as late:
@@ -158,7 +162,8 @@ class RunWriter:
         process = {"heartbeat": owner.heartbeat, "pid": owner.pid, "process_started": owner.process_started}
         self._status = Status(state, **fields, **process)  # type: ignore[arg-type]
         self._lock.beat()
-        self._lock.require_own()  # the folder may have been removed while the heartbeat was written
+        # The folder may have been removed while the heartbeat was written.
+        self._lock.require_own()
         write_status(self.folder, self._status)
         self._posted = self.clock()
 
@@ -183,12 +188,14 @@ class RunWriter:
             yield used
         except BaseException as error:
             error.add_note(f"in phase {name} of {self.folder}")
-            with suppress(OSError):  # the disk may have failed; report the first error
+            # The disk may have failed; report the first error.
+            with suppress(OSError):
                 self._set_phase(name, PhaseInfo(final_state(error), self.clock() - clock, started))
             raise
         seconds = self.clock() - clock
         row = {"phase": name, "seconds": seconds, "peak_rss_bytes": peak_rss_bytes(), **used}
-        if energy is not None and (spent := (energy_wh() or 0.0) - energy) >= 0:  # a counter may start again
+        # A counter may start again.
+        if energy is not None and (spent := (energy_wh() or 0.0) - energy) >= 0:
             row["energy_wh"] = spent
         self.append("resources", pd.DataFrame([row]), replace=True)
         self._set_phase(name, PhaseInfo("done", seconds, started))
@@ -199,7 +206,8 @@ class RunWriter:
 
     def finish(self) -> None:
         """List every file with its digest, size and rows, and set the state to "done"."""
-        listed = dict(self.manifest.files)  # these keep their entries: nothing was written to them since
+        # These keep their entries: nothing was written to them since.
+        listed = dict(self.manifest.files)
         new = [relative for relative in run_files(self.folder) if relative not in listed]
         listed.update({relative: _describe_file(self.folder / relative) for relative in new})
         self._save(files=dict(sorted(listed.items())), finished=utc_now())
@@ -231,7 +239,8 @@ class RunWriter:
 
     def _end(self, error: BaseException) -> None:
         """Record the error that ended the run, as failed or cancelled."""
-        with suppress(OSError):  # a full disk must not hide the error
+        # A full disk must not hide the error.
+        with suppress(OSError):
             failure, last = Failure.of(error), self._status
             self.status(final_state(error), phase=last.phase, done=last.done, total=last.total, error=failure)
             append_event(self.folder, final_state(error), **dataclasses.asdict(failure))
@@ -302,6 +311,7 @@ class RunWriter:
         assert array.ndim == 2, array.shape
         with np.errstate(over="ignore"):
             stored: NDArray[np.floating[Any]] = array.astype(np.float16)
+        # Float16 ends at 65,504, which features of large language models exceed.
         if np.isinf(stored).any() and not np.isinf(array).any():
             stored = array.astype(np.float32)
             where = f"task {task}, variant {variant}, layer {layer}"
@@ -334,7 +344,8 @@ class RunWriter:
         A listed file stays listed. File and manifest can't be replaced in one step, so in between the manifest
         describes both the old and the new file.
         """
-        self._lock.require_own()  # before a folder is made that may belong to another run
+        # Before a folder is made that may belong to another run.
+        self._lock.require_own()
         is_listed = relative in self.manifest.files
         with atomic_path(self.folder / relative) as written:
             yield written
@@ -441,7 +452,8 @@ def _locked(folder: pathlib.Path) -> Iterator[tuple[RunLock, Owner | None]]:
 def attach(run: str | pathlib.Path, relative: str) -> Iterator[pathlib.Path]:
     """Yield a path to write to; the complete file becomes `relative` ("reports/report.html") in the run, listed."""
     folder = pathlib.Path(run)
-    read_manifest(folder)  # before the lock, which would leave a file in a folder that is no run
+    # Before the lock, which would leave a file in a folder that is no run.
+    read_manifest(folder)
     with RunLock(folder) as lock:
         writer = RunWriter(folder, settled(folder, read_manifest(folder)), lock)
         with writer.file(relative) as written:
@@ -468,9 +480,11 @@ def peak_rss_bytes() -> int | None:
     """Return the peak resident memory of this process; None where the system does not report it."""
     try:
         import resource
-    except ImportError:  # Windows
+    except ImportError:
+        # Windows.
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS reports bytes, Linux kilobytes.
     return peak if platform.system() == "Darwin" else peak * 1024
 
 
@@ -480,6 +494,7 @@ def energy_wh(counters: pathlib.Path = pathlib.Path("/sys/class/powercap")) -> f
         readings = [
             int(file.read_text())
             for file in counters.glob("intel-rapl:[0-9]*/energy_uj")
+            # `intel-rapl:0:0` is a part of `intel-rapl:0`, whose counter includes it.
             if ":" not in file.parent.name[11:]
         ]
     except (OSError, ValueError):
@@ -554,6 +569,7 @@ def _rows(path: pathlib.Path) -> int | None:
     if path.suffix == ".parquet":
         return int(pq.read_metadata(path).num_rows)
     if path.suffix == ".npy":
+        # Mapped, so that only the header is read.
         shape = np.load(path, mmap_mode="r", allow_pickle=False).shape
         return shape[0] if shape else None
     return None

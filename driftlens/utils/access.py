@@ -34,7 +34,7 @@ class Access:
         device = [] if self.device is None else ["--device", self.device]
         return [*device, *["--offline"] * self.offline, *["--trust-code"] * self.trust]
 
-    def function(self, target: str, what: str) -> Callable[..., Any]:
+    def function(self, target: str, role: str) -> Callable[..., Any]:
         """Import and return the function `package.module:function`. Importing runs its code.
 
         Raises:
@@ -42,11 +42,11 @@ class Access:
         """
         if not self.trust:
             raise SpecError(
-                f"the {what} {target} is Python code, which needs permission to run",
+                f"the {role} {target} is Python code, which needs permission to run",
                 hint="If you trust it, repeat the command with --trust-code.",
             )
         module, _, name = target.partition(":")
-        with concerning(f"the {what} {target}"):
+        with concerning(f"the {role} {target}"):
             function: Callable[..., Any] = getattr(importlib.import_module(module), name)
         return function
 
@@ -64,12 +64,12 @@ class Context:
     cancel: CancelToken | None = None
     live: Callable[[int | None], Any] | None = None
 
-    def about(self, what: str) -> Context:
-        """Return the context of one of several jobs. Its phases are reported with the prefix `what`."""
+    def about(self, prefix: str) -> Context:
+        """Return the context of one of several jobs. Its phases are reported with this prefix."""
         sink = self.on_progress
         if sink is None:
             return self
-        return replace(self, on_progress=lambda event: sink(replace(event, phase=f"{what}: {event.phase}")))
+        return replace(self, on_progress=lambda event: sink(replace(event, phase=f"{prefix}: {event.phase}")))
 
     def reporter(self, *sinks: ProgressSink) -> Reporter:
         """Return a reporter that sends events to these sinks and to the progress sink, and polls the cancel token."""

@@ -41,7 +41,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     """Return the device of a name after a trial computation; `auto` is the accelerator if there is one."""
     try:
         resolved = (accelerator() or HOST) if device == "auto" else torch.device(device)
-        # torch accepts names of devices that are missing, such as a second GPU or another build's kind.
+        # Torch accepts names of devices that are missing, such as a second GPU or another build's kind.
         torch.zeros(1, device=resolved).cpu()
     except (RuntimeError, AssertionError, ValueError, TypeError, ImportError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -54,8 +54,8 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 def device_name(device: torch.device) -> str:
     """Return the vendor's name of a device, or torch's."""
-    said = None if device.type == "cpu" else _of_module("get_device_name", device)
-    return str(said or device)
+    vendor_name = None if device.type == "cpu" else _of_module("get_device_name", device)
+    return str(vendor_name or device)
 
 
 def kinds() -> list[str]:
@@ -69,6 +69,7 @@ def has_float64(device: torch.device) -> bool:
     """Return True if the device computes in float64. The result of a trial computation is cached."""
     try:
         torch.ones(1, dtype=torch.float64, device=device).sum()
+    # It is a RuntimeError, too, and would be cached as a lack of float64.
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError):
@@ -139,6 +140,7 @@ def summing() -> Iterator[None]:
 @contextmanager
 def sums_moving() -> Iterator[Callable[[], bool]]:
     """Yield a function that moves statistics to the host until the block ends; it returns True if they moved."""
+    # Set to its own value, only for a token that restores it later.
     token = _crowded.set(_crowded.get())
 
     def move() -> bool:
@@ -155,8 +157,12 @@ def sums_moving() -> Iterator[Callable[[], bool]]:
 def host_work(device: torch.device) -> list[str]:
     """Describe, in sentences, the computations that run on the host because the device cannot do them."""
     name, lacks = device_name(device), lacking(device)
-    said = [] if has_float64(device) else [f"{name} has no float64: such sums and solves run on the host"]
-    return said + ([f"{name} has no {', '.join(lacks)}: moments and solves run on the host"] if lacks else [])
+    sentences = (
+        [] if has_float64(device) else [f"{name} has no float64: such sums and solves run on the host"]
+    )
+    return sentences + (
+        [f"{name} has no {', '.join(lacks)}: moments and solves run on the host"] if lacks else []
+    )
 
 
 def require_dtype(device: torch.device, dtype: torch.dtype) -> None:
@@ -180,11 +186,12 @@ def to_float64(tensor: Tensor) -> Tensor:
 
 def memory(device: torch.device) -> tuple[int, int] | None:
     """Return free memory (including torch's cache) and total memory of the device, in bytes."""
-    known: tuple[int, int] | None = _memory("get_memory_info", "mem_get_info", device)
-    if known is None:
+    free_and_total: tuple[int, int] | None = _memory("get_memory_info", "mem_get_info", device)
+    if free_and_total is None:
         return None
     reserved, used = (_memory(name, name, device) or 0 for name in ("memory_reserved", "memory_allocated"))
-    return known[0] + max(0, reserved - used), known[1]
+    # Torch keeps freed blocks in a cache, which the driver counts as used.
+    return free_and_total[0] + max(0, reserved - used), free_and_total[1]
 
 
 def peak_memory(device: torch.device) -> int | None:
@@ -220,6 +227,7 @@ def use_device(number: int) -> torch.device | None:
     kind = accelerator()
     if kind is not None:
         place = torch.device(kind.type, number % torch.accelerator.device_count())
+        # Older torch has it under the name `set_device_idx` only.
         newer: Any = getattr(torch.accelerator, "set_device_index", None)
         (newer or torch.accelerator.set_device_idx)(place.index)
         return place
@@ -229,16 +237,14 @@ def use_device(number: int) -> torch.device | None:
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Move a tensor to a device, and to `dtype` if one is given. Copies to a GPU are asynchronous, from pinned memory.
 
-    The dtype is converted on the device, so that the copy is as narrow as the stored tensor, or on the host if the
-    device
-    does not support the dtype.
-
     Args:
         tensor: the tensor to move.
         device: its new device.
         dtype: its new dtype; None keeps it.
     """
     if device.type != "cpu" and tensor.device.type == "cpu":
+        # The dtype is converted after the copy, which is then as narrow as the stored tensor; but a device without
+        # float64 can't receive such a tensor.
         if dtype is not None and tensor.dtype == torch.float64 and not has_float64(device):
             tensor = tensor.to(dtype)
         # The owner of a pinned tensor may overwrite it as soon as this returns, so such a tensor is copied at once.
@@ -256,6 +262,7 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors of one device and dtype to the host, with one synchronization."""
     if not tensors or tensors[0].device == HOST:
         return [*tensors]
+    # One copy instead of one per tensor: each would synchronize with the device.
     flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
@@ -269,20 +276,22 @@ def free_cached() -> None:
 
 
 @contextmanager
-def answering(device: torch.device, what: str) -> Iterator[None]:
+def answering(device: torch.device, action: str) -> Iterator[None]:
     """Raise a `RunError` if the device runs out of memory or is lost inside the block."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise RunError(
-            f"{device} has too little memory to {what}: {_first_line(error)}",
+            f"{device} has too little memory to {action}: {_first_line(error)}",
             hint=LESS_MEMORY,
         ) from error
     except RuntimeError as error:
+        # A lost device has no error type of its own; a trial computation distinguishes it from a defect of the
+        # code.
         if isinstance(error, RunError) or _answers(device):
             raise
         raise RunError(
-            f"{device} no longer responds: to {what} failed ({_first_line(error)})",
+            f"{device} no longer responds: to {action} failed ({_first_line(error)})",
             hint="Check it with `driftlens doctor`. Finished phases are kept; continue with --resume.",
         ) from error
 
@@ -303,30 +312,30 @@ def _memory(general: str, of_module: str, device: torch.device) -> Any:
     if device.type == "cpu":
         return None
     try:
-        asked: Callable[..., Any] | None = getattr(torch.accelerator, general, None)
-        return asked(device) if asked is not None else _of_module(of_module, device)
+        function: Callable[..., Any] | None = getattr(torch.accelerator, general, None)
+        return function(device) if function is not None else _of_module(of_module, device)
     except (RuntimeError, NotImplementedError):
         return None
 
 
 def _of_module(name: str, device: torch.device) -> Any:
-    asked: Callable[..., Any] | None = getattr(torch.get_device_module(device), name, None)
-    return None if asked is None else asked(device)
+    function: Callable[..., Any] | None = getattr(torch.get_device_module(device), name, None)
+    return None if function is None else function(device)
 
 
 @contextmanager
-def using_threads(wanted: int | None) -> Iterator[None]:
-    """Compute with `wanted` threads inside the block, at most OMP_NUM_THREADS; None keeps torch's own number.
+def using_threads(number: int | None) -> Iterator[None]:
+    """Compute with `number` threads inside the block, at most OMP_NUM_THREADS; None keeps torch's own number.
 
     Torch's own number is that of the available cores, or OMP_NUM_THREADS where it is set.
     """
-    if wanted is None:
+    if number is None:
         yield
         return
     # OpenMP allows a list of numbers, one per level of nested regions; the first one counts here.
     limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    most = int(limit) if limit.isdecimal() and int(limit) else wanted
-    with computing_with(min(wanted, most)):
+    most = int(limit) if limit.isdecimal() and int(limit) else number
+    with computing_with(min(number, most)):
         yield
 
 
@@ -350,6 +359,7 @@ def exact_products() -> Iterator[None]:
     """
     with ExitStack() as stack:
         for device in kinds():
+            # Autocast lowers the precision of operations whatever the switches below are set to.
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(
@@ -383,7 +393,8 @@ def _exact_switches() -> Iterator[None]:
         finally:
             if old != "highest":
                 torch.set_float32_matmul_precision(old)
-                held += matmuls  # the old setting overwrites both
+                # The old setting overwrites both.
+                held += matmuls
     finally:
         for switch, chosen in held:
             switch.fp32_precision = chosen
@@ -396,6 +407,7 @@ def _exact_flags() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
+        # `flags` resets every flag that is not passed: without `enabled`, cuDNN would be switched off.
         with torch.backends.cudnn.flags(
             enabled=torch.backends.cudnn.enabled,
             benchmark=torch.backends.cudnn.benchmark,

@@ -137,6 +137,6 @@ def diagnostic(
 
 def chosen(options: Collection[str], *needs: Needs) -> list[Diagnostic]:
     """List the diagnostics that are always measured or enabled, by name; those of the walk unless `needs` is given."""
-    wanted = needs or ("view", "features")
-    there = (entry for entry in diagnostics.values() if entry.needs in wanted)
+    passes = needs or ("view", "features")
+    there = (entry for entry in diagnostics.values() if entry.needs in passes)
     return [entry for entry in there if not entry.option or entry.option in options]

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("driftlens")
 T = TypeVar("T")
 
+# Timeout for all processes to start: a scheduler may start machines minutes apart.
 _JOIN = timedelta(minutes=5)
-"""Timeout for all processes to start: a scheduler may start machines minutes apart."""
+# Seconds for the other processes to read the error from the main process's store.
 _READ = 1.0
-"""Seconds for the other processes to read the error from the main process's store."""
+# Timeout for one result of another process, which may measure a whole task first.
 _WAIT = timedelta(days=1)
-"""Timeout for one result of another process, which may measure a whole task first."""
 
 
 class Team:
@@ -143,10 +143,12 @@ class Team:
             error = Cancelled("cancelled")
         if not isinstance(error, DriftLensError):
             error = from_library(error) or RunError(f"process {self.rank}: {type(error).__name__}: {error}")
+        # In hexadecimal, because the store compares text.
         ours = pickle.dumps((type(error), error.message, error.hint, self.rank)).hex()
         try:
             is_first = self._store.compare_set("failed", "", ours) == ours.encode()
-        except RuntimeError:  # the store belonged to the main process, which has ended
+        except RuntimeError:
+            # The store belonged to the main process, which has ended.
             return self.rank <= 1
         if self.is_main_process and is_first:
             import torch
@@ -171,7 +173,8 @@ class Team:
                 f"another of the {self.size} processes was killed or ran out of memory",
                 hint="Repeat the command with --resume.",
             )
-            with suppress(RuntimeError):  # the store may be gone, too
+            # The store may be gone, too.
+            with suppress(RuntimeError):
                 if self._store.check(["failed"]):
                     kind, message, hint, _ = pickle.loads(bytes.fromhex(self._store.get("failed").decode()))
                     error = kind(message, hint=hint)
@@ -202,8 +205,8 @@ class Team:
         return value
 
 
+# A job of one process.
 ALONE = Team()
-"""A job of one process."""
 
 
 class _Writer(pickle.Pickler):
@@ -269,8 +272,10 @@ def joined() -> Iterator[Team]:
             f"the {world_size()} processes of the job can't connect: {str(error).splitlines()[0][:200]}",
             hint="Start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in every process.",
         ) from error
+    # A prefix of its own, so that keys of the process group can't collide with these.
     team = Team(rank, size, dist.PrefixStore("team", store), device)
     yield team
+    # A process that leaves early breaks the connections of those that still send results.
     team.barrier()
     dist.destroy_process_group()
 

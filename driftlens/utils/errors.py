@@ -110,14 +110,14 @@ class Cancelled(DriftLensError, InterruptedError, exit_code=130):
     """Raised if the user asked to stop. No partial results remain."""
 
 
+# Prefix of notes that `concerning` adds.
 _IN = "in "
-"""Prefix of notes that `concerning` adds."""
+# Number of lines kept of a library's message.
 _MOST_LINES = 8
-"""Number of lines kept of a library's message."""
 
 
 @contextmanager
-def concerning(what: object) -> Iterator[None]:
+def concerning(subject: object) -> Iterator[None]:
     """Add to a library's error, raised in this block, which file or setting it is about.
 
     with concerning(path):
@@ -127,7 +127,7 @@ def concerning(what: object) -> Iterator[None]:
         yield
     except Exception as error:
         if not isinstance(error, DriftLensError):
-            error.add_note(f"{_IN}{what}")
+            error.add_note(f"{_IN}{subject}")
         raise
 
 
@@ -155,8 +155,8 @@ def from_library(error: BaseException) -> DriftLensError | None:
     return RunError(text, hint=hint)
 
 
+# Modules of the standard library whose own errors are about what they read.
 _DATA_MODULES = {"json", "pickle", "_pickle", "zipfile", "tarfile", "zlib", "struct", "csv"}
-"""Modules of the standard library whose own errors are about what they read."""
 
 
 def _library_of(error: BaseException) -> str:
@@ -166,8 +166,10 @@ def _library_of(error: BaseException) -> str:
         return package
     if isinstance(error, UnicodeError | EOFError):
         return "Python"
-    if package not in sys.stdlib_module_names:  # `builtins` is one
+    # `builtins` is a module of the standard library, too.
+    if package not in sys.stdlib_module_names:
         return "" if _is_ours(package) else package.removeprefix("_")
+    # Built-in errors, such as ValueError, are raised by any code, so the innermost frame decides.
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     package = str(frames[-1].f_globals.get("__name__")).partition(".")[0] if frames else ""
     return "" if package in sys.stdlib_module_names or _is_ours(package) else package
@@ -182,21 +184,21 @@ def _problem(details: Any) -> str:
     return f"{place}: {details['msg']}, got {details['input']!r:.80}".removeprefix(": ")
 
 
-def did_you_mean(name: object, known: Collection[object]) -> str:
+def did_you_mean(name: object, choices: Collection[object]) -> str:
     """Return the hint `Did you mean 'x'?`, or an empty string if no known name is similar; `x` is similar to
     `calibrated:x`.
     """
-    others = [str(other) for other in known]
+    others = [str(other) for other in choices]
     near = [other for other in others if other.endswith(f":{name}")] or difflib.get_close_matches(
         str(name), others
     )
     return f"Did you mean {near[0]!r}?" if near else ""
 
 
+# Characters that control a terminal, reorder text, are invisible, or cannot be encoded.
 _STEERING = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
-"""Characters that control a terminal, reorder text, are invisible, or cannot be encoded."""
 
 
 def harmless(text: str, *, is_json: bool = False) -> str:

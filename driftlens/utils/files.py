@@ -29,35 +29,31 @@ from driftlens.utils.errors import RunError, SpecError
 
 PathLike = str | os.PathLike[str]
 
+# Pattern of scratch folders; the name continues with machine and process.
 PARTIAL = ".partial-*"
-"""Pattern of scratch folders; the name continues with machine and process."""
 
+# Also underscores that could be read as a colon, and leading dots: names map to files one to one, and no name
+# leaves its folder.
 _UNSAFE = re.compile(r"_(?=[_:])|(?<=[_:])_|^\.|[^A-Za-z0-9._-]")
+# Bytes for an escaped name: file systems allow 255 bytes, and suffixes are appended.
 LONGEST_FILE_NAME = 240
-"""Bytes for an escaped name: file systems allow 255 bytes, and suffixes are appended."""
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+# Error numbers of file systems without locks.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
-"""Error numbers of file systems without locks."""
 _ASIDE = ".replaced"
 _HERE = f"{zlib.crc32(platform.node().encode()):08x}"
+# Folders whose stale scratch folders this process has removed.
 _swept: set[tuple[int, pathlib.Path]] = set()
-"""Folders whose stale scratch folders this process has removed."""
+# Undo functions of unfinished steps, because an interrupt may arrive while a block is ending. Keys hold the
+# process id: a fork inherits its parent's entries, but must not run them.
 _unfinished: dict[tuple[int, object], Callable[[], None]] = {}
-"""Undo functions of unfinished steps, because an interrupt may arrive while a block is ending.
-
-Keys hold the process id: a fork inherits its parent's entries, but must not run them."""
 
 
 def escape(name: str) -> str:
-    """Return a file name for a task or variant name: `:` becomes `__`, unsafe characters are percent-escaped.
-
-    Underscores that could be read as a colon and leading dots are escaped, too: names map to files one to one, and no
-    name
-    leaves its folder.
-    """
+    """Return a file name for a task or variant name: `:` becomes `__`, unsafe characters are percent-escaped."""
     if not name:
         raise ValueError("an empty name can't be a file name")
-    return _UNSAFE.sub(lambda found: "__" if found[0] == ":" else _percent(found[0]), name)
+    return _UNSAFE.sub(lambda match: "__" if match[0] == ":" else _percent(match[0]), name)
 
 
 def _percent(character: str) -> str:
@@ -81,6 +77,7 @@ def atomic_path(
         yield written
         if is_lasting:
             _flush(written)
+        # Atomic only within one file system, so the scratch folder is next to the target.
         written.replace(target)
 
 
@@ -141,6 +138,7 @@ def from_json(text: str | bytes) -> Any:
     """Parse JSON from an untrusted source."""
     try:
         return json.loads(text)
+    # Python's parser recurses, so nested brackets in an untrusted file exhaust the stack.
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -197,7 +195,8 @@ def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.P
     try:
         for parent in reversed(
             missing
-        ):  # one by one: a parent that was removed meanwhile must not be recreated
+            # One by one: a parent that was removed meanwhile must not be recreated.
+        ):
             parent.mkdir(exist_ok=True)
         if (os.getpid(), target.parent) not in _swept:
             _swept.add((os.getpid(), target.parent))
@@ -236,6 +235,7 @@ def sweep(scratch: Iterable[pathlib.Path], *, others: bool = False) -> None:
         number = rest.partition("-")[0]
         is_known = machine == _HERE and number.isdecimal() and len(number) < 10
         is_mine = is_known and int(number) == os.getpid()
+        # This process is alive by definition; its registered undo steps show which folders it still fills.
         is_live = _is_unfinished(folder) if is_mine else is_known and psutil.pid_exists(int(number))
         if (is_known or others) and not is_live:
             with contextlib.suppress(OSError):
@@ -270,15 +270,15 @@ def put_in_order() -> None:
 class Guard:
     """A file lock that one process holds at a time, at most until the process ends.
 
-    On file systems without locks the file is open but not locked. The presence of a file alone would not work as a
-    lock: it
-    would outlive a killed process and be copied with its folder.
+    On file systems without locks the file is open but not locked.
     """
 
     def __init__(self, file: PathLike, timeout: float = 0.0) -> None:
         from filelock import FileLock
 
         self._file = pathlib.Path(file)
+        # No soft lock, which is the presence of a file: it would outlive a killed process and be copied with its
+        # folder.
         self._lock = FileLock(self._file, timeout, fallback_to_soft=False)
         self._open: IO[bytes] | None = None
 
@@ -315,13 +315,15 @@ def entries(folder: pathlib.Path) -> list[pathlib.Path]:
     """List a folder; return nothing if it cannot be read."""
     try:
         return [*folder.iterdir()]
-    except OSError:  # removed meanwhile, or not readable
+    except OSError:
+        # Removed meanwhile, or not readable.
         return []
 
 
 def _discard(folder: pathlib.Path) -> None:
     try:
-        folder.rmdir()  # empty once its content has moved to the target
+        # Empty once its content has moved to the target.
+        folder.rmdir()
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
     forget_undo(folder)
@@ -352,6 +354,7 @@ def _swap(filled: pathlib.Path, target: pathlib.Path, aside: pathlib.Path) -> No
     """Move `filled` to `target`. An existing target is moved to `aside`, and back if the move fails."""
     try:
         if target.exists():
+            # A folder can't be renamed over one that has content.
             target.rename(aside)
         filled.rename(target)
     except BaseException:

@@ -1,8 +1,7 @@
 """Confidence intervals (95 %): accuracies, means and their changes, and shares.
 
 Shares of right answers use score intervals, which stay within [0, 1] and have a width at 0 and n of n. They cover the
-truth in about 95 % of cases from ten samples on; plus or minus 1.96 standard errors do not. Means use Student's t
-with
+truth in about 95 % of cases from ten samples on; plus or minus 1.96 standard errors do not. Means use Student's t with
 variances divided by n - 1. Ratios of sums over samples use the bootstrap.
 """
 
@@ -19,12 +18,12 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 _Z = NormalDist().inv_cdf(0.975)
+# Of an interval no longer than 2: beyond double precision.
 _HALVINGS = 60
-"""Of an interval no longer than 2: beyond double precision."""
 
 
+# How often samples are drawn again for the interval of a share.
 RESAMPLES = 2000
-"""How often samples are drawn again for the interval of a share."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,7 @@ class Paired:
     """Paired answers before and after a change, counted over samples.
 
     The ends are Tango's 95 % score interval for paired proportions, extended to 0 if McNemar's two-sided mid-p does
-    not
-    reject it. The two differ at a few counts, for example 4 against 0.
+    not reject it.
     """
 
     difference: float
@@ -84,6 +82,7 @@ def ratio(change: Interval, whole: Interval) -> Interval:
     interval may
     be too wide, never too narrow. NaN if `whole` is not clearly above 0.
     """
+    # NaN, a missing interval, is unequal to itself.
     half = max(whole.value - whole.low, whole.high - whole.value) if whole.low == whole.low else math.nan
     if not whole.value > 0 or half >= whole.value:
         return Interval(math.nan)
@@ -124,6 +123,7 @@ def mcnemar(
         raise ValueError(f"wanted as many answers before as after, got {before.shape} and {after.shape}")
     gained, lost, n = int((after & ~before).sum()), int((before & ~after).sum()), len(before)
     (low, high), p = _paired_interval(gained, lost, n), _sign_test(gained, lost)
+    # Interval and test disagree at a few counts, for example 4 against 0.
     if p >= 0.05:
         low, high = min(low, 0.0), max(high, 0.0)
     return Paired((gained - lost) / n, low, high, p, gained, lost, n)
@@ -157,6 +157,7 @@ def mean_interval(mean: float, std: float, n: int) -> Interval:
         std: standard deviation, divided by n.
         n: number of samples.
     """
+    # `std` divides by n, so dividing it by the root of n - 1 gives the usual standard error.
     return replace(_around(mean, std / math.sqrt(n - 1) if n > 1 else math.nan, n - 1), n=n)
 
 
@@ -252,6 +253,7 @@ def _sign_test(gained: int, lost: int) -> float:
     from scipy.special import bdtr
 
     few, all_changed = min(gained, lost), gained + lost
+    # Twice P(X < k) + P(X = k) / 2 is the sum of two distribution functions.
     return float(bdtr(few, all_changed, 0.5) + (bdtr(few - 1, all_changed, 0.5) if few else 0.0))
 
 

@@ -13,8 +13,8 @@ from typing import Literal
 
 from driftlens.utils.diagnostic import ANY, Range
 
+# Prefix of metrics that another tool has measured and `driftlens attach` has added.
 ATTACHED = "harness:"
-"""Prefix of metrics that another tool has measured and `driftlens attach` has added."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,13 @@ _ALL = (
         hub="mrr_at_10",
     ),
 )
+# By name, in the order in which tables show them.
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _ALL})
-"""By name, in the order in which tables show them."""
 
 ACCURACY = METRICS["accuracy"]
 
 _Way = tuple[Literal["share", "number"], Literal["higher", "lower"]]
+# Patterns of other tools' metric names, in lower case; the first match counts.
 _BY_NAME: tuple[tuple[str, _Way], ...] = (
     (r"perplexity|^(bits_per_byte|ter|wer|brier_score)$", ("number", "higher")),
     # XSTest's safe prompts should be answered, its contrasting ones refused: RTA is "refuses to answer".
@@ -155,7 +156,6 @@ _BY_NAME: tuple[tuple[str, _Way], ...] = (
     (r"^(acc|exact_match|em|f1|mc[12])(_|$)|accuracy|_acc$|\bpass(@|_at_)", ("share", "lower")),
     (r"^(bleu|blue|chrf|meteor|mcc|pearson|rouge|spearman)", ("number", "lower")),
 )
-"""Patterns of other tools' metric names, in lower case; the first match counts."""
 
 
 def metric_called(name: str) -> Metric:

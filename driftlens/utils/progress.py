@@ -17,8 +17,8 @@ from driftlens.utils.errors import Cancelled, SpecError, harmless
 T = TypeVar("T")
 Mode = Literal["auto", "rich", "jsonl", "none"]
 
+# Seconds between two lines of a log.
 _LINE_SECONDS = 10.0
-"""Seconds between two lines of a log."""
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,9 @@ class TaskMeter:
         self._before = sum(list(units.values())[: list(units).index(task)])
         self._all, self._total = units[task], sum(units.values())
 
-    def step(self, done: int, what: str) -> None:
+    def step(self, done: int, label: str) -> None:
         """Report the current item and how many of the task's units are done."""
-        self._reporter.step(self._phase, self._before + done, self._total, f"task {self._task}: {what}")
+        self._reporter.step(self._phase, self._before + done, self._total, f"task {self._task}: {label}")
 
     def finish(self) -> None:
         """Report that the task is done."""
@@ -189,7 +189,8 @@ def sink_for(
     elif mode == "auto":
         lines = _PlainLines(target, clock)
         yield lines
-        lines.close()  # not after an exception, because the phase is unfinished then
+        # Not after an exception, because the phase is unfinished then.
+        lines.close()
     elif mode == "jsonl":
         yield _json_lines(target)
     elif mode == "none":
@@ -259,6 +260,7 @@ def _json_lines(stream: TextIO) -> ProgressSink:
 
 def duration(seconds: float) -> str:
     """Format a time for readers: "4.2 s", "53 s", "2 min 05 s", "1 h 02 min"."""
+    # From 9.95 on, one decimal would read 10.0 s.
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)

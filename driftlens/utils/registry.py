@@ -64,10 +64,15 @@ def installed(group: str = "") -> list[EntryPoint]:
 
 @functools.cache
 def _installed(folders: tuple[str, ...]) -> list[EntryPoint]:
-    entries = (entry for each in distributions(path=list(folders)) for entry in each.entry_points)
+    entries = (
+        entry for distribution in distributions(path=list(folders)) for entry in distribution.entry_points
+    )
     ours = {
-        entry: None for entry in entries if entry.group.startswith("driftlens.")
-    }  # once, even if it is installed twice
+        entry: None
+        for entry in entries
+        if entry.group.startswith("driftlens.")
+        # Once, even if it is installed twice.
+    }
     return sorted(ours, key=lambda entry: (entry.group, entry.name))
 
 
@@ -111,7 +116,8 @@ class Registry(Mapping[str, T], Generic[T]):
 
         def file(entry: T) -> T:
             if is_by_hand := _place(entry)[0] == "__main__":
-                self._discover()  # otherwise a duplicate would be reported for the file that had the name first
+                # Otherwise a duplicate would be reported for the file that had the name first.
+                self._discover()
             if name in self._entries and not (is_by_hand and _place(entry) == _place(self._entries[name])):
                 raise ValueError(f"{self.kind} {name!r} is registered twice; rename the new one")
             self._entries[name] = entry
@@ -181,13 +187,14 @@ class Registry(Mapping[str, T], Generic[T]):
         except (Exception, SystemExit) as error:
             self._broken = name, hint, error
             self._discover()
-        except BaseException:  # interrupted by the user; the next lookup starts again
+        except BaseException:
+            # Interrupted by the user; the next lookup starts again.
             self._discovered = False
             raise
 
 
+# JSON Schema of one setting: type and bounds, `title`, `description`, `default` unless it is required.
 Schema = Mapping[str, Any]
-"""JSON Schema of one setting: type and bounds, `title`, `description`, `default` unless it is required."""
 
 _TYPES: Mapping[str, tuple[type, str]] = {
     "number": (float, "a finite number"),
@@ -232,7 +239,8 @@ def settings_of(owner: Callable[..., object]) -> type[BaseModel]:
     Raises:
         TypeError: a parameter has an annotation that is not supported.
     """
-    key: Any = owner  # hashable, which type checkers don't believe of an abstract class
+    # Hashable, which type checkers don't believe of an abstract class.
+    key: Any = owner
     return _settings_of(key)
 
 
@@ -241,13 +249,22 @@ def _settings_of(owner: Callable[..., object]) -> type[BaseModel]:
     function: Any = inspect.unwrap(owner.__init__ if inspect.isclass(owner) else owner)
     ours = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     kinds = ours if inspect.isclass(owner) else ours[:1]
-    parameters = [each for each in inspect.signature(owner).parameters.values() if each.kind in kinds]
+    parameters = [
+        parameter for parameter in inspect.signature(owner).parameters.values() if parameter.kind in kinds
+    ]
     # Only settings are evaluated: other annotations may use names imported for type checkers only.
-    given = {each.name: each.annotation for each in parameters if each.annotation is not each.empty}
-    holder = types.SimpleNamespace(__annotations__=given)
+    annotations = {
+        parameter.name: parameter.annotation
+        for parameter in parameters
+        if parameter.annotation is not parameter.empty
+    }
+    holder = types.SimpleNamespace(__annotations__=annotations)
     hints = typing.get_type_hints(holder, globalns=function.__globals__, include_extras=True)
     return model_of(
-        {each.name: _schema(each, hints.get(each.name, type(each.default))) for each in parameters}
+        {
+            parameter.name: _schema(parameter, hints.get(parameter.name, type(parameter.default)))
+            for parameter in parameters
+        }
     )
 
 
@@ -262,11 +279,11 @@ def _schema(parameter: inspect.Parameter, annotation: Any) -> Schema:
             "Literal, a Sequence of these, or one of them | None"
         ) from None
     schema |= {"title": parameter.name, "unit": ""}
-    for said in getattr(annotation, "__metadata__", ()):
-        if isinstance(said, Bounds):
-            schema["unit"] = said.unit
-        elif isinstance(said, str):
-            schema["title" if isinstance(said, Label) else "description"] = str(said)
+    for note in getattr(annotation, "__metadata__", ()):
+        if isinstance(note, Bounds):
+            schema["unit"] = note.unit
+        elif isinstance(note, str):
+            schema["title" if isinstance(note, Label) else "description"] = str(note)
     if parameter.default is not parameter.empty:
         schema["default"] = parameter.default
     return schema
@@ -323,7 +340,8 @@ def _as_tuple(value: Any) -> Any:
 
 def _chosen(choices: tuple[Any, ...], value: object) -> object:
     if isinstance(value, bool) and {"on", "off"} <= {*choices}:
-        return "on" if value else "off"  # as YAML reads these words
+        # As YAML reads these words.
+        return "on" if value else "off"
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise ValueError("the type must match, too: True and 1.0 equal 1")
     return value
@@ -346,53 +364,59 @@ def expected(schema: Schema) -> str:
     entry, is_list = entry_of(schema)
     choices = choices_of(entry)
     words = f"one of {', '.join(map(str, choices))}" if choices else _TYPES[entry["type"]][1]
-    bounds = [f"{said} {entry[key]:g}" for key, (_, said) in _BOUNDS.items() if key in entry]
+    bounds = [
+        f"{words_of_bound} {entry[key]:g}" for key, (_, words_of_bound) in _BOUNDS.items() if key in entry
+    ]
     words = f"{words} {' and '.join(bounds)}" if bounds else words
     words = f"a list, each entry {words}" if is_list else words
     return f"{words}, or nothing" if "anyOf" in schema else words
 
 
-def read(settings: type[BaseModel], given: Mapping[str, object], what: str = "") -> dict[str, Any]:
+def read(settings: type[BaseModel], values: Mapping[str, object], owner_name: str = "") -> dict[str, Any]:
     """Validate settings and merge them over the defaults; numbers become floats, lists tuples.
 
     Args:
         settings: the settings model.
-        given: values by name.
-        what: the owner's name in messages, for example "merge method 'ties'".
+        values: values by name.
+        owner_name: the owner's name in messages, for example "merge method 'ties'".
 
     Raises:
         SpecError: an unknown name, a value that is not allowed, or a missing value without default.
     """
-    before = f"{what}: " if what else ""
+    before = f"{owner_name}: " if owner_name else ""
     try:
-        return dict(settings.model_validate(dict(given)))
+        return dict(settings.model_validate(dict(values)))
     except ValidationError as error:
+        # Reversed, so that the first of several errors of one setting stays.
         problems = {problem["loc"][0]: problem["type"] for problem in reversed(error.errors())}
     fields = settings.model_fields
-    for name in given:
+    # Unknown names first: a misspelt name is usually the cause of a missing one.
+    for name in values:
         if name not in fields:
             takes = ", ".join(fields) or "none"
             hint = did_you_mean(name, fields)
-            raise SpecError(f"{what} has no parameter {name!r}; it takes {takes}", hint=hint, setting=name)
+            raise SpecError(
+                f"{owner_name} has no parameter {name!r}; it takes {takes}", hint=hint, setting=name
+            )
     name = str(next(iter(field for field in fields if field in problems)))
     schema = schemas_of(settings)[name]
     if problems[name] == "missing":
-        raise SpecError(f"{what} needs {name}: {expected(schema)}", setting=name)
-    hint = did_you_mean(given[name], choices_of(entry_of(schema)[0]))
+        raise SpecError(f"{owner_name} needs {name}: {expected(schema)}", setting=name)
+    hint = did_you_mean(values[name], choices_of(entry_of(schema)[0]))
     raise SpecError(
-        f"{before}{name} is {given[name]!r}; expected {expected(schema)}", hint=hint, setting=name
+        f"{before}{name} is {values[name]!r}; expected {expected(schema)}", hint=hint, setting=name
     )
 
 
-def resolve(owner: Callable[..., object], given: Mapping[str, object], what: str) -> dict[str, Any]:
+def resolve(owner: Callable[..., object], values: Mapping[str, object], owner_name: str) -> dict[str, Any]:
     """Validate the settings of a function or class and merge them over the defaults.
 
     Args:
         owner: the function or class.
-        given: values by name.
-        what: the owner's name in messages.
+        values: values by name.
+        owner_name: the owner's name in messages.
 
     Raises:
         SpecError: as for `read`.
     """
-    return read(settings_of(owner), given, what)
+    return read(settings_of(owner), values, owner_name)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+# Smallest share of a change lost to rounding that is reported.
 SAID = 0.01
-"""Smallest share of a change lost to rounding that is reported."""
+# Share of changed entries at one rounding step from which on rounding is as large as the change.
 COARSE = 0.5
-"""Share of changed entries at one rounding step from which on rounding is as large as the change."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Change:
 
     def __add__(self, other: Change) -> Change:
         counts = {name: value + getattr(other, name) for name, value in vars(self).items() if name != "dtype"}
+        # Parts may be stored in different types; the one with more changed entries names the sum.
         return Change(self.dtype if self.changed >= other.changed else other.dtype, **counts)
 
     @property
@@ -53,34 +54,34 @@ class Change:
         return self.lost / self.changed if self.changed else 0.0
 
 
-def lost_words(change: Change, what: str, whose: str = "the base's") -> str:
+def lost_words(change: Change, subject: str, whose: str = "the base's") -> str:
     """Describe what rounding loses of a change; empty if that is negligible.
 
     Args:
         change: counts of the change.
-        what: the subject that changes entries.
+        subject: the subject that changes entries.
         whose: the owner of the unchanged entries.
     """
     if change.lost_share < SAID:
         return ""
     lost = f"{100 * change.lost_share:.1f} %"
-    return f"about {lost} of the entries that {what} changes equal {whose} again in {change.dtype}"
+    return f"about {lost} of the entries that {subject} changes equal {whose} again in {change.dtype}"
 
 
-def saved_words(change: Change, what: str, whose: str = "the base's") -> list[str]:
+def saved_words(change: Change, subject: str, whose: str = "the base's") -> list[str]:
     """Describe what saving in a narrower type loses of a change, and the option that keeps it; empty if negligible.
 
     Args:
         change: counts of the change.
-        what: the subject that changes entries.
+        subject: the subject that changes entries.
         whose: the owner of the unchanged entries.
     """
-    if not (text := lost_words(change, what, whose)):
+    if not (text := lost_words(change, subject, whose)):
         return []
     return [f"{text}, the dtype of the output; `--out-dtype float32` keeps them"]
 
 
-def coarse_words(change: Change, what: str) -> str:
+def coarse_words(change: Change, subject: str) -> str:
     """Describe a change that is about as large as the steps of the number type both models are stored in; empty
     otherwise.
     """
@@ -88,7 +89,7 @@ def coarse_words(change: Change, what: str) -> str:
         return ""
     steps, kept = change.steps / change.changed, 1 - change.changed / change.entries
     return (
-        f"about {100 * steps:.1f} % of the entries that {what} changes are one step of {change.dtype} from the "
+        f"about {100 * steps:.1f} % of the entries that {subject} changes are one step of {change.dtype} from the "
         f"base's, and {100 * kept:.1f} % of these tensors' entries equal the base's: smaller changes were already "
         "lost, and the files don't show how many"
     )

@@ -149,8 +149,8 @@ def _unconverged(
         yield (
             f"task {task}, {variant}: the path-averaged Jacobian misses the tolerance {settings.tolerance:g} in "
             f"{len(missed)} of {len(errors)} layers after {rows[worst]['nodes']} nodes, most in layer {worst} (error "
-            f"{missed[worst]:.1e}). A kinked activation or a large drift converges slowly: raise "
-            "metrics.jacobian.max_nodes, or read contributions with their remainder."
+            f"{missed[worst]:.1e}). Kinked activations and large drift converge slowly: raise "
+            "metrics.jacobian.max_nodes, or consider the remainder, too."
         )
 
 

@@ -516,7 +516,7 @@ def _moved_but_not_calibrated(pool: ModelPool, sites: Mapping[int, Collection[st
         if moved := ", ".join(filter(_differs, sorted(keys))):
             notices.append(
                 f"the {layer.role} ({moved}) differs between {'base and ' * (reference == 'base')}experts and was not "
-                "calibrated: it remains that of the merged model"
+                "calibrated: it remains as merged"
             )
     return notices
 
@@ -529,8 +529,8 @@ def _diagnosed_too(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
         count = sum(sample in solved_on for sample in measured_on)
         if count:
             notices.append(
-                f"{count} of {len(measured_on)} diagnosis samples of task {task} are calibration samples, so drift and "
-                "accuracy of the calibrated model are too good. Pass other samples to calibrate on"
+                f"task {task}: {count} of {len(measured_on)} diagnosis samples are calibration samples, so its results "
+                "are too good. Pass other samples to calibrate on"
             )
     return notices
 
@@ -568,9 +568,9 @@ def _trained_on(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
     if not on_drawn - on_diagnosed > student(freedom, 0.98) * error:
         return []
     return [
-        "experts were probably trained on the calibration samples: their mean confidence is "
-        f"{100 * on_drawn:.1f} % there and {100 * on_diagnosed:.1f} % on diagnosis samples. A choice on these is "
-        "unreliable; use others"
+        "experts were probably trained on the calibration samples: mean confidence "
+        f"{100 * on_drawn:.1f} %, {100 * on_diagnosed:.1f} % on diagnosis samples. The choice is unreliable; use "
+        "other samples"
     ]
 
 

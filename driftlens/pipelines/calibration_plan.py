@@ -250,13 +250,13 @@ def plan_calibration(
     if is_trained and (layers is not None or patterns is not None):
         raise SpecError(
             f"{method} takes no {'sites' if layers is None else 'layers'}: it is trained in fixed layers",
-            hint="Leave them out, or choose a method that solves modules, such as featcal.",
+            hint="Leave them out, or choose a closed-form method, such as featcal.",
         )
     chain, update = study.pool.chain, calibrator.update
     sites = {} if is_trained else select_sites(chain, layers=layers, sites=patterns, update=update)
     if control_of(request.name) in study.variants:
         raise SpecError(
-            f"the control of {request.name!r} would be {control_of(request.name)}, which is a baseline of the run",
+            f"the control of {request.name!r} would be {control_of(request.name)}, already a baseline of the run",
             hint="Choose another --name.",
         )
     shrink = request.shrink
@@ -264,7 +264,7 @@ def plan_calibration(
         raise SpecError("shrink interpolates with the base, but the run has none", hint="Leave shrink out.")
     if shrink is not None and is_trained:
         raise SpecError(
-            f"{method} changes no weights, so they can't be interpolated with the base",
+            f"{method} changes no weights that shrink could interpolate",
             hint="Leave shrink out, or choose a method that changes weights.",
         )
     return CalibrationPlan(
@@ -465,9 +465,7 @@ def _unreached(solution: Solution) -> list[str]:
         return []
     named = some_of([f"{expert} ({counted(count, 'token')})" for expert, count in tokens.items()])
     experts = counted(len(tokens), "expert")
-    return [
-        f"{experts} of mixtures received too few tokens and remain as merged: {named}. More samples reach more of them"
-    ]
+    return [f"{experts} of mixtures received too few tokens and remain as merged: {named}. Use more samples"]
 
 
 def _weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:

@@ -148,7 +148,7 @@ def _check_precision(study: Study, task: str, diagnosis: TaskDiagnosis) -> None:
     except NumericsError as error:
         if not any(layer.num_experts for layer in study.pool.chain.layers):
             raise
-        tie = "the router may send tokens near a tie to other experts in float64"
+        tie = "float64 may route tokens near a tie differently"
         diagnosis.warnings.append(f"{error.message}; in mixtures of experts, {tie}")
 
 
@@ -349,8 +349,8 @@ def precision_error(
             raise NumericsError(
                 f"the drift of {view.variant} after layer {view.layer.index} ({view.layer.path}), task {task!r}, "
                 f"differs from float64: relative error {error:.2g}, at most {limit:.1g} is rounding",
-                hint="Products are computed in a lower precision (TF32, bfloat16 or autocast inside the model). Switch "
-                "it off, or compute in float64.",
+                hint="Products have a lower precision (TF32, bfloat16 or autocast in the model). Switch it off, or "
+                "compute in float64.",
                 layer=view.layer.index,
                 task=task,
                 precision_error=error,

@@ -307,7 +307,7 @@ class _TestTexts:
             if math.isnan(numbers[-1]):
                 raise DataError(
                     f"task {samples.task}: the target of test sample {name}, {text.target!r}, is not a number",
-                    hint="The metric spearman ranks numbers. Set another as data.TASK.metric.",
+                    hint="spearman ranks numbers. Set another data.TASK.metric.",
                 )
         longest = max(len(reader.answer_tokens(text.target)) for text in texts)
         return cls(texts, samples.labels, reader, choices, longest + SPARE_TOKENS, numbers)

@@ -131,7 +131,7 @@ def _require_complete(
     missing += ["base"] if "base" in manifest.variants and modules.base is None else []
     if missing:
         raise SpecError(
-            f"{folder} was made from live modules; to add to it, these are missing: {', '.join(missing)}",
+            f"{folder} was made from live modules; missing to add to it: {', '.join(missing)}",
             hint="Pass the arguments of dl.analyze again: "
             "modules={'base': ..., 'merged': ..., 'experts': {...}, 'data': {...}, 'heads': {...}}.",
         )
@@ -220,7 +220,7 @@ def _require_same_contents(recorded: Mapping[str, Any], study: Study) -> None:
             if before[part] != now[part]:
                 raise DataError(
                     f"the diagnosis {part} of task {task} are not those of the run",
-                    hint="Restore the data, or analyze the new data into another folder.",
+                    hint="Restore the data, or analyze into another folder.",
                 )
         # Scores of the same head differ by rounding between machines, so they are compared, not hashed.
         old, new = (torch.tensor(entry["head"], dtype=torch.float64) for entry in (before, now))
@@ -228,6 +228,6 @@ def _require_same_contents(recorded: Mapping[str, Any], study: Study) -> None:
         is_equal = old.shape == new.shape and torch.allclose(old, new, rtol=0, atol=limit, equal_nan=True)
         if before["classes"] != now["classes"] or not is_equal:
             raise SpecError(
-                f"the head of {task} is not the one that the run was made with",
-                hint="Pass that head, or analyze with the new one into another folder.",
+                f"the head of {task} differs from the run's",
+                hint="Pass the run's head, or analyze into another folder.",
             )

@@ -116,7 +116,7 @@ def merge_recipe(models: Sequence[str], out: Path, *, offline: bool) -> list[str
     program = shutil.which("mergekit-yaml")
     if program is None:
         raise SpecError(
-            f"expected the merged model after {recipe}: mergekit-yaml, which makes it, is not installed",
+            f"expected the merged model after {recipe}: mergekit-yaml is not installed",
             hint=f"Make the merge first: mergekit-yaml {file} merged/, then: driftlens why {file} merged/",
         )
     # The card would ask the Hub.
@@ -150,7 +150,7 @@ def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRol
     if recipe is not None:
         base, merged, experts, merge = recipe.base, models[-1], [*recipe.experts], dict(recipe.merge)
         if base is None:
-            chosen = (f"the recipe ({recipe.method}) names no base, so task vectors are not measured",)
+            chosen = (f"the recipe ({recipe.method}) names no base: task vectors are not measured",)
         if not is_merged:
             nearest = f"the recipe's {recipe.method} is replaced by {merge['method']}, the nearest method"
             chosen = (*chosen, f"{nearest}; `driftlens why RECIPE MERGED` measures mergekit's own merge")
@@ -181,7 +181,7 @@ def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRol
         if whole and is_lora_folder(expanded(whole)):
             raise SpecError(
                 f"{whole}, the {role}, holds LoRA adapters, not a whole model",
-                hint="The order is BASE EXPERT... MERGED; only experts may be adapters.",
+                hint="Only experts may be adapters; the order is BASE EXPERT... MERGED.",
             )
     tasks = [names.get(place, task) for place, task in zip(experts, _tasks(experts), strict=True)]
     if twice := next((task for task, count in Counter(tasks).items() if count > 1), None):
@@ -321,9 +321,7 @@ def _entries(
     """Return every task's data entry, and a notice if built-in samples are used."""
     if not data:
         entry, samples = PROBES[reads]
-        notice = (
-            f"no --data: using {samples} that belong to no task. Pass your own samples for reliable results"
-        )
+        notice = f"no --data: using {samples} that belong to no task. Pass your own for reliable results"
         return {task: dict(entry) for task in tasks}, [notice]
     named = {name: path for name, sign, path in (text.partition("=") for text in data) if sign}
     named = {name: path for name, path in named.items() if not expanded(f"{name}={path}").exists()}

@@ -261,7 +261,7 @@ def _require_own_samples(request: SweepRequest, study: Study) -> None:
     for task, data in study.tasks.items():
         if data.calibration is None or data.calibration is data.diagnosis:
             raise SpecError(
-                f"task {task} has only the samples on which drift is measured: settings chosen on them would overfit",
+                f"task {task} has only diagnosis samples: settings chosen on them would overfit",
                 hint="Pass samples to calibrate on: dl.sweep(run, param=..., data={task: SAMPLES}).",
             )
 
@@ -319,7 +319,7 @@ def _require_same_rest(sweep: str, settings: Sequence[_Setting], earlier: Collec
             listed = ", ".join(dict.fromkeys(_text(other) for other in before))
             raise SpecError(
                 f"the run has a sweep of {sweep} with {name} {listed}; now {name} is {_text(value)}",
-                hint="All other settings of one curve must be equal. Replace the earlier points with --replace.",
+                hint="Other settings of a curve must be equal. Replace earlier points with --replace.",
             )
 
 

@@ -398,7 +398,7 @@ def _check_width(task: str, head: Any, width: int | None, checks: Preflight) -> 
         return
     error = DataError(
         f"the {noun} of {task} have {columns} entries, the models' features have {width}",
-        hint=f"heads.{task} belongs to another model. Use the head of these models.",
+        hint=f"heads.{task} is of another model. Use the head of these models.",
     )
     checks.problem(f"head of {task}", error)
 
@@ -472,8 +472,6 @@ def _check_ties(chain: LayerChain, checks: Preflight) -> None:
                 solved.add((slot.key, slot.rows))
     tied = {slot[0]: names for slot, names in places.items() if len(names) > 1 and slot in solved}
     for key, names in tied.items():
-        checks.notice(
-            "ties", f"{key} is {' and '.join(names)}", hint="To calibrate one of them changes the others too."
-        )
+        checks.notice("ties", f"{key} is {' and '.join(names)}", hint="Calibrating one changes all.")
     if not tied:
         checks.ok("ties", "none: no weight is used in two places")

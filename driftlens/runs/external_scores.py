@@ -67,11 +67,9 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
     """Add the results of another tool to a run, as scores of one of its models.
 
     The tool is lm-evaluation-harness (0.3 or 0.4), bigcode-evaluation-harness or safety-eval. Scores go into the
-    accuracy
-    table under the tool's names, `harness:acc` for example. Intervals come from standard errors or counts in the
-    file.
-    Percentages become shares in [0, 1]. Values that are not finite are left out and logged. The manifest records the
-    file's digest and its groups of tasks. Attaching again replaces earlier results of the same tasks.
+    accuracy table under the tool's names, `harness:acc` for example. Intervals come from standard errors or counts in
+    the file. Percentages become shares in [0, 1]. Values that are not finite are left out and logged. The manifest
+    records the file's digest and its groups of tasks. Attaching again replaces earlier results of the same tasks.
 
     Args:
         run: folder of a finished run.
@@ -260,6 +258,6 @@ def _is_number(value: Any) -> bool:
 
 
 _HINT = (
-    "Give the results_*.json that `lm_eval --output_path` wrote, or what bigcode-evaluation-harness wrote to "
-    "`--metric_output_path`, or safety-eval to `--report_output_path`."
+    "Give the results_*.json of `lm_eval --output_path`, or the file of bigcode-evaluation-harness's "
+    "`--metric_output_path` or safety-eval's `--report_output_path`."
 )

@@ -112,11 +112,9 @@ class CalibrationInfo(Chosen):
         sites: patterns for paths of calibrated modules; empty means linear and norm modules of `layers`.
         seed: seed that sampled the calibration samples; None in older runs.
         selection: record of the choice of hyperparameters: `compared` with held-out scores and advantages over the
-            merged
-            model, `choice`, `kept`, `seconds`; empty without a choice.
+            merged model, `choice`, `kept`, `seconds`; empty without a choice.
         attached: number of parameters added to the merged model over all tasks, which require the task of an input; 0
-            if
-            the weights themselves are calibrated.
+            if the weights themselves are calibrated.
         out_dtype: requested number type of the saved weights; empty for the base's own.
         change: number of solved entries that differ from the merged model's, and how many the number type keeps (see
             `driftlens.utils.rounding.Change`); empty if none were solved, and in older runs.
@@ -167,16 +165,13 @@ class Manifest:
         calibrations: by name; the variant is `calibrated:NAME`.
         layers: layers of the chain, in forward order.
         architecture: adapter, loader, source, and settings that weights don't show (activation, eps, heads); for
-            language
-            models also the tokenizer's digest and how rows are cut.
+            language models also the tokenizer's digest and how rows are cut.
         preprocessing: the code that made inputs of images or texts.
         models: by variant; experts as `expert:TASK`.
         changes: by expert, the number of entries that differ from the base (see `driftlens.utils.rounding.Change`);
-            empty
-            without a base, for live models and in older runs.
+            empty without a base, for live models and in older runs.
         merge: how the run made its merged model: method, title, source (paper), reads, parameters; empty if the model
-            was
-            given, and in older runs.
+            was given, and in older runs.
         classes: class names by task, in the order of the head's rows.
         sample_ids: by split (calibration, diagnosis, test) and task, in the order of the rows.
         sample_id_digests: digest of each such list.

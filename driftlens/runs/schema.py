@@ -143,7 +143,7 @@ LAYER = Column(
 )
 SAMPLE_ID = _text("sample_id", "The sample, as its data source names it.")
 METRIC = _text("metric", "Metric of the score, for example accuracy.")
-LABEL = _text("label", "Class that the data source gives the sample.")
+LABEL = _text("label", "Class of the sample in its data source.")
 
 LAYERS = Table(
     "layers",
@@ -155,7 +155,7 @@ LAYERS = Table(
         _text("role", "stem, block or head."),
         _text(
             "stream",
-            "Which features leave the layer: encoder for the encoder of an encoder-decoder, hidden for all others.",
+            "Features that leave the layer: encoder in the encoder of an encoder-decoder, else hidden.",
         ),
         _text("path", "Module path in the library's own names."),
         _count("n", "samples", "Number of samples."),
@@ -175,7 +175,7 @@ LAYERS = Table(
         _length("residual_l2_mean", "Mean norm of p minus the incoming drift; residual layers only."),
         _pure(
             "rerouted",
-            "Share of tokens that go to other experts than in the expert model; mixtures only.",
+            "Share of tokens routed to other experts than in the expert model; mixtures only.",
             "higher",
             SHARE,
         ),
@@ -213,7 +213,7 @@ LAYERS = Table(
             "jacobian",
             _pure(
                 "jacobian_error",
-                "|p - A e| / |p|, A being the path-averaged Jacobian; of up to 8 samples.",
+                "|p - A e| / |p|, A: path-averaged Jacobian; up to 8 samples.",
                 "higher",
             ),
             _count("nodes", "nodes", "Quadrature nodes for A."),
@@ -227,7 +227,7 @@ LAYERS = Table(
         *_optional(
             "jacobian",
             _pure(
-                "random_gain_mean", "Mean gain of A on random directions, for comparison; of up to 8 samples."
+                "random_gain_mean", "Mean gain of A in random directions, for comparison; up to 8 samples."
             ),
         ),
         *_optional(
@@ -268,12 +268,12 @@ OUTPUTS = Table(
         _score("score_drift_l2", "Euclidean norm of the score drift."),
         _score("score_drift_inf", "Largest change of one score."),
         _gain("score_gain_secant", "Norm of the score drift against that of the final drift."),
-        _gain("score_gain", "Largest gain along the drift at sampled points between expert and variant."),
+        _gain("score_gain", "Largest gain along the drift at points between expert and variant."),
         _gain("score_gain_spectral", "Largest gain in any direction at those points, by power iteration."),
-        _gain("score_gain_certified", "Gain that no point between expert and variant exceeds (closed form)."),
+        _gain("score_gain_certified", "Upper bound of the gain between expert and variant (closed form)."),
         _score(
             "score_bound",
-            "Certified gain times final drift, plus the mismatch of score maps: bounds the norm of the score drift.",
+            "Bound of the score drift: certified gain times final drift, plus mismatch of score maps.",
         ),
         _score("score_map_mismatch", "Norm of the score change from different heads alone."),
         _score("margin", "Expert's best score minus its second best.", "lower"),
@@ -316,7 +316,7 @@ GROUP_CONTRIBUTIONS = Table(
         TASK,
         VARIANT,
         LAYER,
-        _text("group", "Modules of the layer by the part they play: q, k, v, o, gate, up, down, norms, ..."),
+        _text("group", "Modules of the layer by role: q, k, v, o, gate, up, down, norms, ..."),
         *_optional(
             "groups",
             _pure("mismatch_share", "Signed share of the layer's m; they sum to 1 over groups.", None, ANY),
@@ -334,8 +334,8 @@ ROUTING = Table(
         VARIANT,
         LAYER,
         Column("expert", "int", "", "Number of the expert in its mixture, from 0.", None, NOT_NEGATIVE),
-        _count("tokens", "tokens", "Tokens of the diagnosis samples that go there."),
-        _pure("gate_mean", "How much the expert counts for them, mean; empty where none goes there."),
+        _count("tokens", "tokens", "Tokens of the diagnosis samples routed to it."),
+        _pure("gate_mean", "Mean gate weight of the expert for them; empty without tokens."),
     ),
 )
 
@@ -346,7 +346,7 @@ PARAMS = Table(
     (
         VARIANT,
         TASK,
-        _text("scope", "module, layer, group of modules by the part they play, or backbone."),
+        _text("scope", "module, layer, group of modules by role, or backbone."),
         _text("path", "Path of the module or layer; name of the group; empty for the backbone."),
         _pure("cos", "Cosine of the variant's task vector to the expert's.", "lower", COSINE),
         _pure("norm_ratio", "Norm of the variant's task vector against the expert's."),
@@ -365,7 +365,7 @@ ACCURACY = Table(
         _count("n", "samples", "Test samples."),
         _pure("ci_low", "Lower end of the 95 % interval: Wilson's for shares, else bootstrap.", None, ANY),
         _pure("ci_high", "Upper end of that interval.", None, ANY),
-        Column("seed", "int", "", "Seed that drew the test samples."),
+        Column("seed", "int", "", "Seed of the test samples."),
     ),
     "driftlens analyze RUN",
 )
@@ -380,8 +380,8 @@ SCORES = Table(
         SAMPLE_ID,
         _pure(
             "value",
-            "Of shares, accuracy among them since schema 1.5, 1 where the answer is right; of spearman the number, of "
-            "perplexity nats, of wer errors.",
+            "1 or 0, right or wrong, for shares (accuracy since schema 1.5); the number for spearman, nats for "
+            "perplexity, errors for wer.",
             None,
             ANY,
         ),
@@ -414,7 +414,10 @@ CALIBRATION = Table(
         _pure("smallest_eigenvalue", "Estimated smallest eigenvalue of the system solved.", "lower"),
         _pure("task_weight_sum", "Sum over tasks of the weights of their Gram matrices."),
         _pure(
-            "task_weight_share", "Share of a bias that the tasks decide; the anchor the rest.", None, SHARE
+            "task_weight_share",
+            "Share of a bias that tasks determine; the anchor determines the rest.",
+            None,
+            SHARE,
         ),
         _pure("upstream_ridge", "Ridge of the repair of errors from earlier modules."),
         _pure("upstream_share", "Share of that repair that held-out samples support.", None, SHARE),
@@ -423,14 +426,14 @@ CALIBRATION = Table(
             "|W S v - R v| / (|W S v| + |R v|) of the solved equations W S = R, v one random direction.",
             "higher",
         ),
-        _count("num_rows", "rows", "Tokens that an expert of a mixture was solved from, empty elsewhere."),
+        _count("num_rows", "rows", "Tokens that an expert of a mixture was solved from; else empty."),
         _pure(
             "routes_before",
-            "Of routers that older runs repaired: share of tokens sent where the task's own model does.",
+            "Routers in older runs: share of tokens routed as in the task's expert.",
             "lower",
             SHARE,
         ),
-        _pure("routes_after", "The same by the calibrated router, on the same features.", "lower", SHARE),
+        _pure("routes_after", "The same for the calibrated router.", "lower", SHARE),
     ),
     CALIBRATE,
 )
@@ -441,14 +444,14 @@ SWEEPS = Table(
     (
         _text(
             "sweep",
-            "Varied factors: settings or n (samples per task), joined by `+`, `ablation`, or `control` (a "
-            "calibration at rho 1); of another method than FeatCal, or of some layers, with these and `:` in front.",
+            "Varied factors (settings or n, samples per task) joined by `+`, `ablation`, or `control` (calibration "
+            "at rho 1); after a method other than FeatCal, or layers, and `:`.",
         ),
         Column("point", "int", "", "Place of the settings in the sweep, from 0.", None, (0.0, None)),
-        Column("seed", "int", "", "Seed that drew the calibration samples."),
+        Column("seed", "int", "", "Seed of the calibration samples."),
         TASK,
         _pure("lam", "Ridge, relative to a Gram matrix of norm 1."),
-        _pure("rho", "How far the anchor goes from base to merged; beyond 1 it extrapolates.", None, ANY),
+        _pure("rho", "Position of the anchor from base (0) to merged (1); beyond, extrapolated.", None, ANY),
         _pure("alpha", "Share of the expert's features in the target.", None, SHARE),
         _count("n", "samples", "Calibration samples per task."),
         _length("drift_l2_mean", "Mean norm of the final drift on the diagnosis samples."),
@@ -456,12 +459,12 @@ SWEEPS = Table(
         _pure("cos_mean", "Mean cosine of the final feature to the expert's.", "lower", COSINE),
         *(_pure(metric.name, metric.described, metric.worse, metric.range) for metric in METRICS.values()),
         _count("n_test", "samples", "Test samples of the scores."),
-        Column("seconds", "float", "s", "Time the point's calibration took.", None, NOT_NEGATIVE),
+        Column("seconds", "float", "s", "Time of the calibration.", None, NOT_NEGATIVE),
         _text("method", "The calibrator."),
         _text("settings", "All its settings, as JSON."),
         _text(
             "corruption",
-            "Of the calibration pictures, with its severity, drawn from `seed`; `none` without one.",
+            "Corruption of calibration images and its severity, sampled from `seed`; else `none`.",
         ),
         _score("kl", "Divergence of class probabilities from the expert's, diagnosis samples.", unit="nat"),
     ),
@@ -474,9 +477,9 @@ RESOURCES = Table(
     (
         _text("phase", "Phase of the work."),
         Column("seconds", "float", "s", "Wall-clock time.", None, NOT_NEGATIVE),
-        _count("peak_rss_bytes", "B", "Largest resident memory of the process, up to the end of the phase."),
-        _count("peak_gpu_bytes", "B", "Largest accelerator memory allocated during the phase."),
-        Column("energy_wh", "float", "Wh", "Energy used, where it can be read.", None, NOT_NEGATIVE),
+        _count("peak_rss_bytes", "B", "Peak resident memory of the process, until the end of the phase."),
+        _count("peak_gpu_bytes", "B", "Peak accelerator memory during the phase."),
+        Column("energy_wh", "float", "Wh", "Energy used, if measurable.", None, NOT_NEGATIVE),
     ),
 )
 

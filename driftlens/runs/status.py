@@ -135,7 +135,7 @@ class RunLock:
             if not is_guarded and isinstance(error, OSError) and error.errno in denied:
                 raise RunError(
                     f"can't write to {self._folder}: {error.strerror}",
-                    hint="Choose another folder with --out, or copy the run to a folder that you may write to.",
+                    hint="Choose another folder with --out, or copy the run to a writable one.",
                 ) from error
             raise
         return previous
@@ -197,7 +197,7 @@ def _refuse_links_out(folder: pathlib.Path) -> None:
         if place.is_symlink() and not pathlib.Path(os.path.realpath(place)).is_relative_to(home):
             raise RunError(
                 f"{place} is a link that leads out of the run",
-                hint="Replace the link with the file or folder it leads to, or remove it.",
+                hint="Replace the link with its target, or remove it.",
             )
 
 
@@ -227,8 +227,8 @@ def _locked(folder: pathlib.Path, owner: Owner | None) -> RunLockedError:
     # The state of a process on another machine is unknown, and its clock may differ.
     if owner is not None and owner.host != platform.node():
         hint = (
-            f"Wait until it has finished, or stop it there. Last heartbeat: {owner.heartbeat}, by that machine's "
-            f"clock. If the process no longer runs there, remove {folder / LOCK}."
+            f"Wait for it, or stop it there. Last heartbeat, by its clock: {owner.heartbeat}. If the process has "
+            f"ended, remove {folder / LOCK}."
         )
     return RunLockedError(
         f"{folder} is being written to by {owner or 'another process'}",

@@ -83,8 +83,7 @@ class Diagnostic:
     Attributes:
         name: the registered name.
         table: the table that it adds columns to. `layers` and `samples` are measured after every stored layer,
-            `outputs`
-            after the last one, for tasks with a head.
+            `outputs` after the last one, for tasks with a head.
         columns: the columns that it fills.
         needs: "view" and "features" are measured during the walk, "jacobian" by the attribution, "weights" without
             samples.

@@ -15,8 +15,7 @@
     │   └── RunLockedError                     5   another process is writing to the run
     └── Cancelled (InterruptedError)         130   the user asked to stop
 
-Each has `message` (the problem), `hint` (the remedy) and `context` (names and numbers for programs). The command
-line,
+Each has `message` (the problem), `hint` (the remedy) and `context` (names and numbers for programs). The command line,
 reports and the dashboard show the same text.
 
 Errors that libraries raise about their input pass through. `from_library` converts one into an error of this tree for
@@ -151,7 +150,7 @@ def from_library(error: BaseException) -> DriftLensError | None:
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     text = "\n".join([f"{place}{type(error).__name__}: {' '.join(lines[:1])}", *lines[1:_MOST_LINES]])
     subject = "it" if noted else "the files and settings concerned"
-    hint = f"Raised by {library or 'a library'}: check {subject}. If nothing is wrong, report the output of --debug."
+    hint = f"Raised by {library or 'a library'}: check {subject}. Else report the output of --debug."
     return RunError(text, hint=hint)
 
 

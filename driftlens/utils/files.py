@@ -1,8 +1,7 @@
 """Atomic writes: every file that DriftLens writes is complete or absent. Entry points: `atomic_path`, `atomic_folder`.
 
 A file is written in a scratch folder `.partial-*` next to its place and moved there once complete and flushed. The
-scratch folder is removed if writing stops, also by Ctrl-C. Scratch folders of killed processes are removed by the
-next
+scratch folder is removed if writing stops, also by Ctrl-C. Scratch folders of killed processes are removed by the next
 process that writes there.
 """
 
@@ -173,7 +172,7 @@ def expanded(path: PathLike) -> pathlib.Path:
     except RuntimeError:
         raise SpecError(
             f"{path}: the home folder does not exist",
-            hint="Give the full path. Write ./ before a name that starts with ~.",
+            hint="Give the full path; write ./ before a name that starts with ~.",
         ) from None
 
 

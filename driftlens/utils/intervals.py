@@ -78,9 +78,8 @@ class Paired:
 def ratio(change: Interval, whole: Interval) -> Interval:
     """Divide `change` by `whole`, by Fieller's theorem with the halves of both intervals (MOVER).
 
-    Both are assumed independent. A model's change and the gap it starts from share that model's error, so the
-    interval may
-    be too wide, never too narrow. NaN if `whole` is not clearly above 0.
+    Both are assumed independent. A model's change and the gap it starts from share that model's error, so the interval
+    may be too wide, never too narrow. NaN if `whole` is not clearly above 0.
     """
     # NaN, a missing interval, is unequal to itself.
     half = max(whole.value - whole.low, whole.high - whole.value) if whole.low == whole.low else math.nan
@@ -100,7 +99,7 @@ def ratio(change: Interval, whole: Interval) -> Interval:
 def wilson(k: int, n: int) -> tuple[float, float]:
     """Compute the 95 % Wilson interval of the proportion `k` of `n`."""
     if not 0 <= k <= n or n == 0:
-        raise ValueError(f"wanted 0 <= k <= n with n >= 1, got k = {k} and n = {n}")
+        raise ValueError(f"expected 0 <= k <= n and n >= 1, got k = {k}, n = {n}")
     share, weight = k / n, _Z**2 / n
     middle = (share + weight / 2) / (1 + weight)
     half = _Z * math.sqrt(share * (1 - share) / n + weight / (4 * n)) / (1 + weight)
@@ -120,7 +119,7 @@ def mcnemar(
     """Compute the change of accuracy on samples that were answered twice, with interval and mid-p test."""
     before, after = np.asarray(before_right, dtype=bool), np.asarray(after_right, dtype=bool)
     if before.shape != after.shape or before.ndim != 1 or not len(before):
-        raise ValueError(f"wanted as many answers before as after, got {before.shape} and {after.shape}")
+        raise ValueError(f"expected equally many answers, got {before.shape} and {after.shape}")
     gained, lost, n = int((after & ~before).sum()), int((before & ~after).sum()), len(before)
     (low, high), p = _paired_interval(gained, lost, n), _sign_test(gained, lost)
     # Interval and test disagree at a few counts, for example 4 against 0.
@@ -132,8 +131,7 @@ def mcnemar(
 def unpaired_difference(k_before: int, n_before: int, k_after: int, n_after: int) -> tuple[float, float]:
     """Compute the 95 % interval of accuracy after minus accuracy before from counts alone.
 
-    Newcombe's hybrid score interval (method 10, 1998, independent proportions). For counts from the same samples,
-    whose
+    Newcombe's hybrid score interval (method 10, 1998, independent proportions). For counts from the same samples, whose
     errors are correlated, it may be too wide.
 
     Args:
@@ -172,7 +170,7 @@ def mean_change(before: Array, after: Array, *, is_paired: bool) -> MeanChange:
         is_paired: True if both measure the same samples.
     """
     if is_paired and before.shape != after.shape:
-        raise ValueError(f"wanted as many samples before as after, got {before.shape} and {after.shape}")
+        raise ValueError(f"expected equally many samples, got {before.shape} and {after.shape}")
     start, end = (float(values.mean()) if len(values) else math.nan for values in (before, after))
     ratio = end / start if start else math.nan
     # The second pair has the error of end - ratio * start: that of the ratio, times the start.
@@ -212,8 +210,7 @@ def over_draws(values: Sequence[float] | NDArray[Any]) -> Interval:
 def mean_over_tasks(intervals: Sequence[Interval]) -> Interval:
     """Compute the mean over tasks of numbers with intervals; NaN if one has no interval.
 
-    Tasks are fixed and their samples are independent strata, so squared errors add. Upper and lower errors are
-    combined
+    Tasks are fixed and their samples are independent strata, so squared errors add. Upper and lower errors are combined
     separately, which keeps the skew of a share near 1 (MOVER; Zou and Donner 2008). The interval does not cover other
     tasks.
     """

@@ -62,14 +62,14 @@ _ALL = (
     Metric(
         "accuracy",
         "accuracy",
-        "Share of test samples whose highest class score is that of the true class.",
+        "Share of test samples whose highest score is that of the true class.",
         needs="head",
         hub="accuracy",
     ),
     Metric(
         "exact_match",
         "exact match",
-        "Share of test samples whose greedily generated answer equals the target, ignoring case and spaces.",
+        "Share of greedily generated answers equal to the target, ignoring case and spaces.",
         needs="target",
         hub="exact_match",
     ),

@@ -275,8 +275,8 @@ def _schema(parameter: inspect.Parameter, annotation: Any) -> Schema:
         _type_of(schema)
     except (KeyError, PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):
         raise TypeError(
-            f"the parameter {parameter.name!r} can't be a setting: {annotation!r} is not float, int, bool, str, "
-            "Literal, a Sequence of these, or one of them | None"
+            f"parameter {parameter.name!r} can't be a setting: {annotation!r} is not float, int, bool, str, Literal, "
+            "a Sequence of these, or one of them | None"
         ) from None
     schema |= {"title": parameter.name, "unit": ""}
     for note in getattr(annotation, "__metadata__", ()):

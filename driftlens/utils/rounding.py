@@ -91,5 +91,5 @@ def coarse_words(change: Change, subject: str) -> str:
     return (
         f"about {100 * steps:.1f} % of the entries that {subject} changes are one step of {change.dtype} from the "
         f"base's, and {100 * kept:.1f} % of these tensors' entries equal the base's: smaller changes were already "
-        "lost, and the files don't show how many"
+        "lost"
     )

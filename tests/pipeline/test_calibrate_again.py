@@ -370,6 +370,6 @@ def test_a_baseline_called_like_the_control_is_in_the_way(world: World, tmp_path
         heads=None,
     )
     dl.analyze(spec, out=tmp_path / "run", progress="none")
-    with pytest.raises(errors.SpecError, match="is a baseline of the run"):
+    with pytest.raises(errors.SpecError, match="already a baseline of the run"):
         calibrate(tmp_path / "run", request("x"))
     assert CONTROL not in calibrate(tmp_path / "run", request("y", parameters={"rho": 1})).variants

@@ -168,7 +168,7 @@ def changed(name: str) -> dict[str, Any]:
         (changed("one sample"), DataError, "diagnosis samples of task b are not those of the run"),
         (changed("labels"), DataError, "diagnosis labels of task a are not those of the run"),
         (changed("heads"), DataError, "diagnosis labels of task a are not those of the run"),
-        (changed("scores"), SpecError, "the head of a is not the one that the run was made with"),
+        (changed("scores"), SpecError, "the head of a differs from the run's"),
         (given() | {"pool": "mean"}, SpecError, "pool='mean', the run was made with pool=None"),
         ({"merged": given()["merged"]}, SpecError, "missing: experts, heads of a, heads of b, base"),
         (given() | {"expert": {}}, SpecError, "modules has no 'expert'; it takes merged, experts"),

@@ -192,7 +192,7 @@ def test_an_unpaired_change_covers_the_truth_and_widens_what_pairs_know() -> Non
 
 def test_answers_must_come_in_pairs() -> None:
     for before, after in (([True], [True, False]), ([], [])):
-        with pytest.raises(ValueError, match="as many answers"):
+        with pytest.raises(ValueError, match="equally many answers"):
             mcnemar(before, after)
 
 
@@ -228,7 +228,7 @@ def test_changes_of_means_are_scipys_paired_and_welchs() -> None:
     apart = mean_change(before, others, is_paired=False)
     assert (apart.difference.low, apart.difference.high) == pytest.approx(tuple(expected))
     assert apart.difference.n == apart.relative.n == 17 and not apart.is_paired
-    with pytest.raises(ValueError, match="as many samples before as after"):
+    with pytest.raises(ValueError, match="equally many samples"):
         mean_change(before, others, is_paired=True)
 
 

@@ -76,8 +76,7 @@ def attach(model, task, file="{file}"):
     for path in {{path for path, name, owner in saved if owner == task}}:
         def change(module, inputs, output, path=path):
             f = output[0] if isinstance(output, tuple) else output
-            own = [(name, value) for (place, name, owner), value in saved.items() if (place, owner) == (path, task)]
-            t = {{name: value.to(f) for name, value in own}}
+            t = {{name: value.to(f) for (place, name, owner), value in saved.items() if (place, owner) == (path, task)}}
 {code}
             return (f, *output[1:]) if isinstance(output, tuple) else f
         model.get_submodule(path).register_forward_hook(change)

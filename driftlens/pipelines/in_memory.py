@@ -131,7 +131,7 @@ def _require_complete(
     missing += ["base"] if "base" in manifest.variants and modules.base is None else []
     if missing:
         raise SpecError(
-            f"{folder} was made from live modules; missing to add to it: {', '.join(missing)}",
+            f"{folder} was made from live modules; missing: {', '.join(missing)}",
             hint="Pass the arguments of dl.analyze again: "
             "modules={'base': ..., 'merged': ..., 'experts': {...}, 'data': {...}, 'heads': {...}}.",
         )

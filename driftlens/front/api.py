@@ -33,6 +33,7 @@ from driftlens.utils.access import Context
 from driftlens.utils.errors import SpecError
 from driftlens.utils.files import PathLike
 
+# Functions import what needs torch or plotly, so that saved runs are read without them.
 if TYPE_CHECKING:
     import pandas as pd
     from torch import Tensor
@@ -58,15 +59,14 @@ class Run(DriftRun):
         """Every chart by name, as in reports and the dashboard: `run.plot.layer_drift(tasks=["cars"])`.
 
         Names complete with the tab key, and notebooks show the chart. `figure` is the plotly figure, `data` every
-        plotted
-        number.
+        plotted number.
         """
         from driftlens_reports.charts.chart import Plots
 
         return Plots(self)
 
+    # Arguments of `analyze` for live modules. A run directory holds no modules, so a reopened run has None.
     _live: Mapping[str, Any] | None = None
-    """The arguments of `analyze` for live modules; None for a reopened run."""
 
     @keywords(request=CalibrationRequest, around=Quietly)
     def calibrate(
@@ -93,19 +93,19 @@ class Run(DriftRun):
             modules: modules of a run of live modules, as passed to `analyze`. Required if the run was reopened. Other
                 settings, weights, samples, labels or heads are refused.
             data: calibration samples per task for a run of live modules; labels are ignored. By default the samples
-                of
-                the analysis are used, and the calibration reports that.
+                of the analysis are used, and the calibration reports that.
             on_measured: called with the run once drift and accuracy are measured.
         """
         from driftlens.pipelines.calibration_plan import method_called
 
-        asked = request.changed(
+        merged_request = request.changed(
             method=request.method or method_called(calibrator),
+            # Settings passed by keyword override those of the calibrator.
             parameters={**calibrator.get_params(), **request.parameters},
         )
         live = _live_study(self, modules, data, around.device)
         with around.context(live) as context:
-            return calibrated(self, asked, context, on_measured=on_measured)
+            return calibrated(self, merged_request, context, on_measured=on_measured)
 
     def summary(self) -> Table:
         """Return a table with one row per task: scores and drift of all models. `frame()` has the unrounded numbers."""
@@ -123,8 +123,7 @@ class Run(DriftRun):
         """Return every number of the verdict, tables and pages, one per row, with its 95 % interval.
 
         Columns: measure, task (empty for the mean), variant, against (the reference of a change, else empty), value,
-        low,
-        high, n, paired (True if the interval of a change uses the same samples), kind and worse.
+        low, high, n, paired (True if the interval of a change uses the same samples), kind and worse.
         """
         from driftlens.results.measures import findings
 
@@ -149,15 +148,14 @@ class Run(DriftRun):
         from driftlens_reports.content import Headline
         from driftlens_reports.formats.page import shown_alone
 
-        first = shown_alone(Headline.model_validate(headline(self)))
-        return f'{first}<div style="overflow-x: auto">{self.summary()._repr_html_()}</div>'
+        heading = shown_alone(Headline.model_validate(headline(self)))
+        return f'{heading}<div style="overflow-x: auto">{self.summary()._repr_html_()}</div>'
 
     def before_after(self, name: str) -> pd.DataFrame:
         """Return final drift and accuracy before and after a calibration, with intervals: one row per task and model.
 
         The models are the merged one, the anchor-only control if there is one, the calibrated one and, for accuracy,
-        the
-        expert. `attrs["notices"]` has the notices of the calibration.
+        the expert. `attrs["notices"]` has the notices of the calibration.
         """
         from driftlens.results.calibration_summary import before_after
 
@@ -168,7 +166,8 @@ class Run(DriftRun):
         from driftlens.checkpoints.loading import open_checkpoint
         from driftlens.runs.layout import calibration_weights
 
-        self.calibration_info(name)  # raises an error that lists the calibrations
+        # Called for its error, which lists the calibrations; a missing file would name only its path.
+        self.calibration_info(name)
         weights = open_checkpoint(self.path / calibration_weights(name))
         return {key: weights.read(key) for key in weights.headers}
 
@@ -205,21 +204,22 @@ def _live_study(
 ) -> Callable[[int | None], Any] | None:
     """Return a function that opens the live modules of a run again; None for a run of a spec."""
     folder = _folder(run)
-    known = run._live if isinstance(run, Run) else None
-    if known is None and modules is None and data is None:
+    kept = run._live if isinstance(run, Run) else None
+    if kept is None and modules is None and data is None:
         return None
     if not is_live(read_manifest(folder)):
         raise SpecError(
-            f"modules= or data= was given, but {folder} was made from a spec",
+            f"{folder} has a spec; modules= and data= are for live modules",
             hint="Remove both; `samples` sets the number of calibration samples.",
         )
-    if known is None and modules is None:
-        return None  # refused later with a hint: this run needs its modules
+    # The pipeline refuses a run that lacks its modules, with a hint.
+    if kept is None and modules is None:
+        return None
     from driftlens.pipelines.in_memory import live_again
 
-    given = {**(known or {}), **(modules or {})}
-    given |= {} if device is None else {"device": device}
-    return partial(live_again, folder, given, data)
+    arguments = {**(kept or {}), **(modules or {})}
+    arguments |= {} if device is None else {"device": device}
+    return partial(live_again, folder, arguments, data)
 
 
 @keywords(request=AnalysisRequest, modules=Modules, settings=LiveSettings)
@@ -263,17 +263,19 @@ def analyze(
         from driftlens.pipelines.in_memory import analyze_study, live_study
 
         run = Run.at(analyze_study(live_study(modules, settings), request, settings, context).path)
+    # Kept in memory only: a run directory does not hold modules.
     run._live = {**vars(modules), **{name: getattr(settings, name) for name in settings.model_fields_set}}
     return run
 
 
 def _refuse_others(request: AnalysisRequest, settings: LiveSettings, *, is_spec: bool) -> None:
     """Refuse settings of specs for live modules, and settings of live modules for specs."""
+    # Keywords of both kinds of run; `keywords` passes them to both requests.
     both = {"out", "resume", "force", "seed"}
-    said = (settings if is_spec else request).model_fields_set - both
-    if said:
-        given, other = ("a spec", "live modules") if is_spec else ("live modules", "a spec")
-        raise SpecError(f"{min(said)} belongs to {other}; given: {given}")
+    misplaced = (settings if is_spec else request).model_fields_set - both
+    if misplaced:
+        kind, other = ("a spec", "live modules") if is_spec else ("live modules", "a spec")
+        raise SpecError(f"{min(misplaced)} belongs to {other}; given: {kind}")
 
 
 @keywords(request=CalibrationRequest)
@@ -365,6 +367,7 @@ def merge(spec: SpecLike, request: MergeRequest, around: Around) -> Path:
 
     for notice in save_one(spec, request, around.context)[1]:
         log.warning(notice)
+    # `save_one` refuses a request without it, which type checkers can't know.
     assert request.out is not None
     return request.out
 
@@ -390,11 +393,12 @@ def compare_merges(spec: SpecLike, request: ComparisonRequest, around: Around) -
     from driftlens_reports.merges import merges_sheet, write_merges
 
     out = request.out
+    # Before the comparison, which may take hours, and not after it.
     if out is not None:
         require_free(out)
-    wanted = resolve_merges(request.merges or [("all", {})])
+    merges = resolve_merges(request.merges or [("all", {})])
     with around.context() as context:
-        ranked = compared(load_spec(spec), wanted, context)
+        ranked = compared(load_spec(spec), merges, context)
     if out is not None:
         write_merges(ranked, out)
     return merges_sheet(ranked)
@@ -437,8 +441,7 @@ def sweep(
         dl.sweep("runs/ta8", methods=["featcal", "residual", ("surgery", {"rank": 4})]).repairs()
 
     With `methods` and no settings to vary, each method becomes a calibration of the run, and `repairs()` compares
-    them.
-    Methods that fail are logged as warnings.
+    them. Methods that fail are logged as warnings.
 
     Args:
         run: the run, or its directory.
@@ -452,10 +455,10 @@ def sweep(
 
     with around.context(_live_study(run, modules, data, around.device)) as context:
         if request.compares:
-            wanted = resolve_methods(request.methods or ())
-            failed = compare_methods(_folder(run), wanted, context, samples=request.samples)
+            methods = resolve_methods(request.methods or ())
+            failed = compare_methods(_folder(run), methods, context, samples=request.samples)
             for name, reason in failed.items():
-                log.warning(f"{name}: failed, because {reason}")
+                log.warning(f"{name} failed: {reason}")
         else:
             run_sweep(_folder(run), request, context)
     return _with_modules(Run.at(_folder(run)), run)

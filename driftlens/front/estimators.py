@@ -33,7 +33,8 @@ class Fitting(Calibrator):
     """
 
     @keywords(request=FitRequest, around=Quietly)
-    @torch.inference_mode(False)  # a caller's, in which no gradient can be taken
+    # In a caller's inference mode no gradient could be taken.
+    @torch.inference_mode(False)
     @torch.no_grad()
     @exact_products()
     def fit(
@@ -67,9 +68,9 @@ class Fitting(Calibrator):
         self.check(has_base=base is not None)
         # With a tokenizer, answers may be shown.
         shown = None if request.tokenizer is None else data
-        given = Modules(merged, experts, data, base, calibration=shown, device=around.device)
+        modules = Modules(merged, experts, data, base, calibration=shown, device=around.device)
         inputs = {name: getattr(request, name) for name in LiveInputs.model_fields}
-        live = open_live(given, LiveSettings(**inputs, n_calibration=request.n))
+        live = open_live(modules, LiveSettings(**inputs, n_calibration=request.n))
         chain, reporter = live.pool.chain, Reporter(around.on_progress, around.cancel)
         chosen = select_sites(chain, layers=request.layers, sites=request.sites, update=self.update)
         context = CalibrationContext(
@@ -90,7 +91,8 @@ class Fitting(Calibrator):
         reporter.step("calibrate", max(chosen), max(chosen))
         source = live.pool.source("merged")
         self.model_ = copy.deepcopy(merged).eval()
-        state = self.model_.state_dict()  # references: writing into them keeps ties, devices and dtypes
+        # A state dict refers to the parameters; writing into them keeps ties, devices and dtypes.
+        state = self.model_.state_dict()
         for key, value in fused(chain, parameters, source).items():
             state[key].copy_(value)
         self.history_ = pd.DataFrame(reports).drop(columns="change")
@@ -98,7 +100,7 @@ class Fitting(Calibrator):
         share, text = coverage(chain, source, chosen, self.update)
         self.notices_ = live.notices
         if request.sites is None and (tied := ", ".join(tied_sites(chain))):
-            self.notices_ += (f"not calibrated, because their weights are shared with other modules: {tied}",)
+            self.notices_ += (f"not calibrated, as their weights are shared: {tied}",)
         if share < 1:
             self.notices_ += (f"only partly calibrated: {text}",)
         return self

@@ -51,7 +51,8 @@ class Around:
     @contextmanager
     def context(self, live: Callable[[int | None], Any] | None = None) -> Iterator[Context]:
         """Yield the context of a job. Progress is shown inside the block."""
-        torch = sys.modules.get("torch")  # if torch is not imported, its inference mode is off
+        # A caller's inference mode would forbid gradients. If torch is not imported, the mode is off.
+        torch = sys.modules.get("torch")
         with sink_for(self.progress) as shown, torch.inference_mode(False) if torch else nullcontext():
             yield Context(self.access, all_of(shown, self.on_progress), self.cancel, live)
 
@@ -77,25 +78,31 @@ def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T
             for name, kind in {**kinds, "around": kinds.get("around", Around)}.items()
             if name in own
         }
-        own = {name: each for name, each in own.items() if name not in taken}
+        own = {name: parameter for name, parameter in own.items() if name not in taken}
         fields = {name: _parameters(kind) for name, kind in taken.items()}
-        there = (
-            own | {field: each for parameters in fields.values() for field, each in parameters.items()} | own
-        )
-        if first := next((field for name in taken for field in fields[name] if name != "around"), None):
-            there[first] = there[first].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        signature = inspect.Signature(sorted(there.values(), key=lambda parameter: parameter.kind))
+        by_field = {
+            field: parameter for parameters in fields.values() for field, parameter in parameters.items()
+        }
+        # A function's own parameters come first, and again last, because they win over fields of the same name.
+        accepted = own | by_field | own
+        if main := next((field for name in taken for field in fields[name] if name != "around"), None):
+            accepted[main] = accepted[main].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        # A signature requires the order of kinds; within a kind, sorting keeps the order.
+        signature = inspect.Signature(sorted(accepted.values(), key=lambda parameter: parameter.kind))
 
         @functools.wraps(function)
-        def call(*given: Any, **named: Any) -> T:
-            refuse_unknown(function.__name__, named, there)
-            said = signature.bind(*given, **named).arguments
+        def call(*positional: Any, **named: Any) -> T:
+            # Before `bind`, whose TypeError would not name the most similar keyword.
+            refuse_unknown(function.__name__, named, accepted)
+            bound = signature.bind(*positional, **named).arguments
+            # Only bound fields are passed, so that a request knows which ones the caller has set.
             parts = {
-                name: kind(**{key: said[key] for key in fields[name] if key in said})
+                name: kind(**{key: bound[key] for key in fields[name] if key in bound})
                 for name, kind in taken.items()
             }
-            return function(**{name: said[name] for name in own if name in said}, **parts)
+            return function(**{name: bound[name] for name in own if name in bound}, **parts)
 
+        # Editors and `help` read this attribute, which type checkers don't allow on a function.
         vars(call)["__signature__"] = signature
         return call
 
@@ -105,7 +112,7 @@ def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T
 def _parameters(kind: type[Any]) -> dict[str, inspect.Parameter]:
     """Return the keyword arguments of a request, or of `Around`, as parameters of a signature. All are optional."""
     if not issubclass(kind, Request):
-        said = inspect.signature(kind).parameters.items()
-        return {name: each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, each in said}
+        parameters = inspect.signature(kind).parameters.items()
+        return {name: one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, one in parameters}
     keyword = inspect.Parameter.KEYWORD_ONLY
     return {name: inspect.Parameter(name, keyword, default=value) for name, value in kind.keywords().items()}

@@ -56,5 +56,5 @@ def _drawn(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitReque
     from driftlens.runs.run import DriftRun
     from driftlens_reports.paper.exhibit import ExhibitOptions, draw
 
-    given = [runs] if isinstance(runs, DriftRun) else list(runs)
-    return draw(name, given, ExhibitOptions.of(request))
+    several = [runs] if isinstance(runs, DriftRun) else list(runs)
+    return draw(name, several, ExhibitOptions.of(request))

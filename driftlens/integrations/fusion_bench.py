@@ -25,8 +25,8 @@ from torch import Tensor, nn
 import driftlens as dl
 from driftlens.utils.errors import DataError
 
+# Samples per task that measure drift. They follow the calibration samples: on those, drift would look too small.
 DIAGNOSIS = 64
-"""Samples per task on which drift is measured, taken after the calibration samples."""
 
 
 class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
@@ -70,8 +70,9 @@ class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
             base=base,
             merged=merged,
             experts=experts,
-            data={name: given[self.samples :] for name, given in rows.items()},
+            data={name: inputs[self.samples :] for name, inputs in rows.items()},
             out=Path(self.out),
+            # Attribution of drift does not change the returned model.
             jacobian=False,
             pool=self.pool_features,
         )
@@ -82,7 +83,7 @@ class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
             preset=self.preset,
             parameters=dict(self.settings or {}),
             samples=self.samples,
-            data={name: given[: self.samples] for name, given in rows.items()},
+            data={name: inputs[: self.samples] for name, inputs in rows.items()},
         )
         repaired = deepcopy(merged)
         repaired.load_state_dict(run.calibrated_state(self.method), strict=False)
@@ -94,11 +95,12 @@ class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
         if self.merge is not None:
             from hydra.utils import instantiate
 
-            given = self.merge if isinstance(self.merge, BaseAlgorithm) else instantiate(self.merge)
-            return given.run(pool)
+            method = self.merge if isinstance(self.merge, BaseAlgorithm) else instantiate(self.merge)
+            return method.run(pool)
         merged, start = deepcopy(base), base.state_dict()
+        # Integer buffers, such as position ids, can't be averaged.
         weights = {
-            key: value + 0.3 * sum(each.state_dict()[key] - value for each in experts.values())
+            key: value + 0.3 * sum(expert.state_dict()[key] - value for expert in experts.values())
             if value.is_floating_point()
             else value
             for key, value in start.items()
@@ -109,14 +111,14 @@ class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
     def _rows(self, pool: Any, name: str) -> Tensor:
         """Return the model inputs of the first samples of a task's training set, [n, ...]."""
         data = pool.load_train_dataset(name)
-        wanted = self.samples + DIAGNOSIS
+        count = min(self.samples + DIAGNOSIS, len(data))
         if len(data) <= self.samples:
             raise DataError(
                 f"the training set of {name} has {len(data)} samples; expected more than `samples` ({self.samples})",
                 hint="Lower `samples`.",
             )
         processor = pool.load_processor() if hasattr(pool, "load_processor") else None
-        return torch.stack([_tensor(data[at], processor) for at in range(min(wanted, len(data)))])
+        return torch.stack([_tensor(data[index], processor) for index in range(count)])
 
 
 def _tensor(sample: Any, processor: Any) -> Any:

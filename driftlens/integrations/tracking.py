@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from driftlens.results.measures import findings
 from driftlens.runs.run import DriftRun, open_run
 
+# Columns of the layer table that are plotted over layers.
 CURVES = ("drift_l2_mean", "drift_rel", "mismatch_l2_mean", "propagation_l2_mean", "cos_mean", "final_share")
-"""Columns of the layer table, drawn over layers."""
 
 
 class Scalar(NamedTuple):
@@ -37,8 +37,9 @@ def scalars(run: DriftRun) -> Iterator[Scalar]:
         for task, variant, layer, value in rows[["task", "variant", "layer", column]].itertuples(index=False):
             if not math.isnan(value):
                 yield Scalar(f"layers/{column}/{task}/{variant}", int(layer), float(value))
-    found = findings(run)
-    for row in found[found["against"] == ""].to_dict("records"):
+    table = findings(run)
+    # Rows with a reference are changes, which follow from these levels.
+    for row in table[table["against"] == ""].to_dict("records"):
         if not math.isnan(row["value"]):
             parts = [row["measure"], row["task"] or "mean", row["variant"]]
             yield Scalar("/".join(parts), 0, float(row["value"]))
@@ -46,6 +47,7 @@ def scalars(run: DriftRun) -> Iterator[Scalar]:
 
 def to_tensorboard(run: str | Path, folder: str | Path) -> int:
     """Write all scalars as TensorBoard events into `folder` and return their number."""
+    # Imported by name, because trackers are optional and have no types.
     tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
     writer = tensorboard.SummaryWriter(str(folder))
     points = [*scalars(open_run(run))]
@@ -73,6 +75,7 @@ def to_run(run: str | Path, project: str, *, library: str = "wandb") -> int:
     for point in points:
         steps.setdefault(point.step or last, {})[point.tag] = point.value
     tracker.init(project=project, name=opened.id, config={"run": opened.name, "tasks": [*opened.tasks]})
+    # Trackers drop a step that is lower than the one before.
     for step in sorted(steps):
         tracker.log(steps[step], step=step)
     tracker.finish()

@@ -18,8 +18,8 @@ from driftlens.utils.errors import DataError
 from driftlens.utils.intervals import standard_error, student
 
 NUM_FOLDS = 4
+# Simultaneous confidence level of all comparisons (Bonferroni).
 LEVEL = 0.95
-"""Simultaneous confidence level of all comparisons (Bonferroni)."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ def decide(
         there = [name for name in usable if name in names]
         lowest = min(there, key=lambda name: scores[name].mean, default="")
         behind = {name: scores[lowest].compared_with(scores[name]) for name in there}
+        # Of candidates that the samples can't separate, the last one in the list is taken.
         near = [name for name, by in behind.items() if name == lowest or by.advantage <= by.standard_error]
         standing = [name for name in standing if name in near[-1:] or name not in there]
     name = next(name for name in standing if not any(beats(other, name) for other in usable))
@@ -155,7 +156,7 @@ def folds_of(
     if num_samples < 2 * NUM_FOLDS:
         raise DataError(
             f"task {task} has {num_samples} calibration samples; {purpose} takes at least {2 * NUM_FOLDS}",
-            hint="Add samples, or choose a preset or a merge by name, which hold none out.",
+            hint="Add samples, or name a preset or a merge, which need no held-out samples.",
         )
     # Strides, because samples are often sorted by class.
     return [range(part, num_samples, parts) for part in range(parts)]

@@ -139,8 +139,8 @@ class FinalFeatures:
         # A map of tokens has no meaning for channels of a convolution.
         if self.merged.dim() > 3:
             raise IncompatibleModelsError(
-                f"{self.layer.path} returns features {list(self.merged.shape)}, channels before space; a map of "
-                "tokens can't be attached there",
+                f"{self.layer.path} returns features {list(self.merged.shape)}, channels before space; expected "
+                "tokens for a map of the final feature",
                 hint="Choose a method that changes weights.",
             )
         places = slice(None) if chosen is None else to_device(chosen, self.merged.device)
@@ -177,8 +177,8 @@ def _final_features(context: CalibrationContext, task: str, on_step: OnStep) -> 
     longest, mask = max(part.shape[1] for part in merged), None
     if any(part.shape[1] < longest for part in merged) or any(counts is not None for counts in masks):
         counts = [
-            part.new_ones(part.shape[:2]) if known is None else known
-            for part, known in zip(merged, masks, strict=True)
+            part.new_ones(part.shape[:2]) if own_mask is None else own_mask
+            for part, own_mask in zip(merged, masks, strict=True)
         ]
         mask = _joined(counts, longest).bool()
     return FinalFeatures(layer, task, _joined(merged, longest), _joined(expert, longest), mask)
@@ -233,6 +233,7 @@ class Trained(Calibrator):
             if team.rank < len(tasks):
                 trained = self._of_task(context, tasks[team.rank], done, len(rounds))
                 tensors = {name: value.detach().cpu() for name, value in trained.tensors().items()}
+            # The last round may have fewer tasks than processes.
             for task, of_task in zip(tasks, team.gather(tensors), strict=False):
                 yield CalibratedLayer(last, attachments={task: self.attachment(of_task)})
         context.on_step(Step(0, "", len(rounds), len(rounds), ""))
@@ -280,12 +281,12 @@ def require_task_id(task_id: str, method: str) -> None:
     """Raise a `SpecError` if a method has one map per task and `task_id` is `unknown`."""
     if task_id == "unknown" and not calibrators[method].takes_sites:
         raise SpecError(
-            f"{method} has one map per task, which needs the task of an input, and task_id is unknown",
-            hint="Choose a method that changes weights (featcal, residual), or set task_id: known.",
+            f"{method} has one map per task, but task_id is unknown",
+            hint="Choose featcal or residual, which change weights, or set task_id: known.",
         )
 
 
 calibrators: Registry[type[Calibrator]] = Registry(
     "calibrator", "driftlens.calibration", "driftlens.calibrators"
 )
-"""Calibrator classes by name; their keyword arguments are the settings."""
+"""Calibrator classes by name."""

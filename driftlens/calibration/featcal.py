@@ -98,8 +98,8 @@ def featcal_blocks(
     return calibrated
 
 
+# The expert's module with its inputs [n, d] in the calibrated model and in the expert.
 _Task = tuple[Any, Tensor, Tensor]
-"""The expert's module with its inputs [n, d] in the calibrated model and in the expert."""
 
 
 def _linear_closed_form(
@@ -189,7 +189,8 @@ def _solve_linear(
     image = moments.weight_sum * (moments.gram @ direction) + pull * direction
     weight_sum = float(moments.weight_sum)
     updates, start = [], 0
-    for site in problem.sites:  # one by one, or several copies of all weights would be in memory
+    # One by one, or several copies of all weights would be in memory.
+    for site in problem.sites:
         name, bias_name = f"{site.name}.weight", f"{site.name}.bias"
         merged, pulled = problem.merged[name], None if anchor is None else anchor[name]
         of_site = moments.of_outputs(slice(start, start + len(merged)))
@@ -281,6 +282,7 @@ def _objective(
 Update = Literal["linear", "bias", "norm"]
 UPDATES: tuple[Update, ...] = ("linear", "bias", "norm")
 
+# Parameters of `FeatCal` by preset; missing ones keep their defaults.
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # The paper's text, all CLIP suites; also the defaults of `FeatCal`.
@@ -299,7 +301,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "llama-8b": {"lam": 3.0, "rho": 0.5, "alpha": 0.15, "update": ("linear",)},
     }
 )
-"""Parameters of `FeatCal` by preset; missing ones keep their defaults."""
 
 
 @calibrators.register("featcal")
@@ -347,7 +348,7 @@ class FeatCal(ClosedFormBase):
     def __init__(
         self,
         lam: Annotated[
-            float, Bounds(low=0), Label("Ridge λ"), "pull towards the anchor, for Gram matrices of norm 1"
+            float, Bounds(low=0), Label("Ridge λ"), "pull towards the anchor, relative to Gram norm 1"
         ] = 0.05,
         rho: Annotated[
             float, Bounds(low=0), Label("Anchor ρ"), "the anchor is rho * merged + (1 - rho) * base"
@@ -359,13 +360,13 @@ class FeatCal(ClosedFormBase):
         update: Annotated[
             Sequence[Update],
             Label("Parameters to solve for"),
-            "weights of linear modules, their biases, scale and shift of norms",
+            "linear weights, linear biases, scale and shift of norms",
         ] = UPDATES,
         anchor: Annotated[
             Literal["merged", "none"], Label("Anchor"), "`none` drops the pull towards the anchor"
         ] = "merged",
         last_block_tokens: Annotated[
-            str | None, Label("Token weights of the last block"), "rule for the tokens of the last block"
+            str | None, Label("Token weights of the last block"), "rule of token weights"
         ] = None,
         solve_dtype: Annotated[
             Literal["float64", "float32"], Label("Precision"), "of sums and solves"
@@ -391,7 +392,7 @@ class FeatCal(ClosedFormBase):
         super().check(has_base=has_base)
         if not has_base and self.anchor == "merged" and self.rho != 1:
             raise SpecError(
-                f"rho is {self.rho:g}, which blends the merged model with the base, and there is no base",
+                f"rho is {self.rho:g}, which needs a base, but there is no base",
                 hint="Set rho to 1, name the base, or set anchor to none.",
             )
 
@@ -424,7 +425,8 @@ class FeatCal(ClosedFormBase):
         if self.anchor == "none":
             return None
         dtype: torch.dtype = getattr(torch, self.solve_dtype)
-        if base is None:  # then rho is 1
+        # Without a base, `check` has required that rho is 1.
+        if base is None:
             return {name: value.to(dtype) for name, value in merged.items()}
         return {
             name: torch.lerp(base[name].to(dtype), value.to(dtype), self.rho)

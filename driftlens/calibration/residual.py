@@ -65,10 +65,10 @@ def residual_blocks(
                 tasks = []
                 for task, expert in of_experts.items():
                     x, x_expert = own[task], reads[task]
-                    wanted = _affine(expert.get_submodule(name), x_expert[name])
+                    target = _affine(expert.get_submodule(name), x_expert[name])
                     if stream := adds_to.get(name):
-                        wanted = wanted + x_expert[stream] - x[stream]
-                    tasks.append((x[name], _affine(expert.get_submodule(name), x[name]), wanted))
+                        target = target + x_expert[stream] - x[stream]
+                    tasks.append((x[name], _affine(expert.get_submodule(name), x[name]), target))
                 solved[name] = _joint_closed_form(block.get_submodule(name), tasks, ridge, share)
             for name, parameters in solved.items():
                 block.get_submodule(name).load_state_dict(parameters)
@@ -84,10 +84,11 @@ def _joint_closed_form(
     """
     weight, bias = merged.get_parameter("weight").double(), merged.state_dict().get("bias")
     grams, crosses, norms = [], [], []
-    for x, local, wanted in tasks:
-        gap = local - _affine(merged, x) + share * (wanted - local)
+    for x, local, residual in tasks:
+        gap = local - _affine(merged, x) + share * (residual - local)
         norms.append(torch.linalg.matrix_norm(x.mT @ x) / len(x))
-        if bias is not None:  # a constant input, large so that the ridge hardly penalises the bias
+        # The constant input is large, so that the ridge hardly penalises the bias.
+        if bias is not None:
             x = torch.cat([x, x.new_full((len(x), 1), BIAS_INPUT)], dim=1)
         grams.append(x.mT @ x / len(x))
         crosses.append(gap.mT @ x / len(x))
@@ -134,7 +135,7 @@ class ResidualCal(Stepwise, Calibrator):
     def __init__(
         self,
         order: Annotated[
-            Literal["steps", "block"], Label("Order"), "inputs collected after every step, or once per block"
+            Literal["steps", "block"], Label("Order"), "inputs collected per step, or per block"
         ] = "steps",
         residual: Annotated[
             float, Bounds(low=0, high=1), Label("Upstream repair"), "largest share of it; 0 is off"
@@ -142,12 +143,12 @@ class ResidualCal(Stepwise, Calibrator):
         weights: Annotated[
             Literal["gradient", "uniform"],
             Label("Token weights"),
-            "by random backward passes of the experts, or all alike",
+            "by the experts' gradients, or all alike",
         ] = "gradient",
         cv: Annotated[
             Literal["on", "off"], Label("Cross-validation"), "chooses ridges and share of every module"
         ] = "on",
-        folds: Annotated[int, Bounds(low=2), Label("Folds"), "parts of the samples, each held out once"] = 4,
+        folds: Annotated[int, Bounds(low=2), Label("Folds"), "parts of the samples"] = 4,
         ridge: Annotated[
             float, Bounds(low=0, low_open=True), Label("Ridge λ"), "where cross-validation is off"
         ] = 0.03,
@@ -170,7 +171,7 @@ class ResidualCal(Stepwise, Calibrator):
         super().check(has_base=has_base)
         if self.mu and self.weights == "uniform":
             raise SpecError(
-                f"mu is {self.mu:g}, which needs the experts' gradients, and weights is uniform",
+                f"mu is {self.mu:g}, which needs gradients, but weights is uniform",
                 hint="Set weights to gradient, or mu to 0.",
             )
 

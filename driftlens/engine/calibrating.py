@@ -733,24 +733,24 @@ class _NormSums:
             weighted = unit * weights[:, None]
             sums = weighted.sum(dim=0), (weighted * unit).sum(dim=0), weights.sum()
         # Converting whole batches to `dtype` would take longer than summing them; only the sums are converted.
-        first, second, count = (part.to(place_of_sums(self.dtype, part.device), self.dtype) for part in sums)
+        total, squares, count = (part.to(place_of_sums(self.dtype, part.device), self.dtype) for part in sums)
         if self._task is not None:
-            first, second, count = first + self._task[0], second + self._task[1], count + self._task[2]
-        self._task = first, second, count
+            total, squares, count = total + self._task[0], squares + self._task[1], count + self._task[2]
+        self._task = total, squares, count
 
     def end_task(self, expert: Parameters) -> NormMoments | None:
         """Return the moments of the current task, means of weight 1; None if the layer read nothing of it."""
         task, self._task = self._task, None
         if task is None:
             return None
-        first, second, count = task
+        total, squares, count = task
         shift = expert.get(f"{self.sites[0].name}.bias")
         return NormMoments.of_affine(
-            mean=first / count,
-            second=second / count,
-            scale=expert[f"{self.sites[0].name}.weight"].to(first),
-            shift=None if shift is None else shift.to(first),
-            weight_sum=torch.ones((), dtype=self.dtype, device=first.device),
+            mean=total / count,
+            second=squares / count,
+            scale=expert[f"{self.sites[0].name}.weight"].to(total),
+            shift=None if shift is None else shift.to(total),
+            weight_sum=torch.ones((), dtype=self.dtype, device=total.device),
         )
 
     def fold_task(self, task: NormMoments) -> None:

@@ -321,7 +321,7 @@ class ModelPool:
         """Raise a `DataError` if a model's weights exceed the budget; live models are in memory anyway."""
         if model not in self._modules and (needed := self.weight_bytes(model)) > self.budget:
             text = f"{needed / 1e6:,.1f} MB of weights of {model} don't fit compute.feature_budget"
-            hint = "Raise it if there is memory for a whole model."
+            hint = "Raise it if a whole model fits in memory."
             raise DataError(f"{text}, {self.budget / 1e6:,.1f} MB", hint=hint)
 
     @contextmanager
@@ -399,7 +399,7 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
         )
         raise IncompatibleModelsError(
             f"{source.name} {' and '.join(problems)}",
-            hint="Experts, merged model and base must share one architecture; check `architecture` in the spec.",
+            hint="All models must share one architecture; check `architecture` in the spec.",
             missing=missing,
             unknown=unknown,
         )
@@ -407,13 +407,13 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
         if headers[key].shape != header.shape:
             raise IncompatibleModelsError(
                 f"{source.name}: {key!r} has shape {list(headers[key].shape)}, expected {list(header.shape)}",
-                hint="The checkpoint belongs to another model size; merge only models fine-tuned from one base.",
+                hint="The checkpoint has another model size; use models fine-tuned from one base.",
                 key=key,
             )
         if header.dtype.is_floating_point and not headers[key].dtype.is_floating_point:
             raise IncompatibleModelsError(
                 f"{source.name}: {key!r} is stored as {headers[key].dtype}; expected a floating dtype",
-                hint="Quantised weights can't be compared; load the model in float16 or wider and save it again.",
+                hint="Load the quantised model in float16 or wider and save it again.",
                 key=key,
             )
 
@@ -542,8 +542,8 @@ def final_module(chain: LayerChain) -> str:
     path = last.path if last.role == "block" else chain.final
     if path is None:
         raise IncompatibleModelsError(
-            f"no module of {chain.architecture} returns the output of the {last.role}, so nothing can be "
-            "attached to the library's model there",
+            f"no module of {chain.architecture} returns the output of the {last.role}, to which a correction "
+            "could be attached",
             hint="Choose a method that changes weights.",
         )
     return path

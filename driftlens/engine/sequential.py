@@ -54,14 +54,14 @@ from driftlens.utils.errors import DataError, NumericsError
 from driftlens.utils.variants import expert_of
 
 _WANTED, _CHOSEN, _GATES = "wanted", "chosen experts", "gates"
+# Least number of rows per product; products of few rows are slow.
 _AT_ONCE = 2048
-"""Least number of rows per product; products of few rows are slow."""
+# Least weight of a task relative to others: an expert with constant outputs would divide by zero.
 _LEAST = 1e-12
-"""Least weight of a task relative to others: an expert with constant outputs would divide by zero."""
 
 _NUM_PASSES = 2
+# Bounds of token weights, relative to their mean: a token without gradient still counts a little.
 _LEAST_ENERGY, _FLOOR = 1e-4, 0.02
-"""Bounds of token weights, relative to their mean: a token without gradient still counts a little."""
 
 
 @dataclass
@@ -153,7 +153,7 @@ class Stepwise(ClosedForm):
         if count < self.num_folds:
             raise DataError(
                 f"task {task!r} has {count} different calibration samples, which {self.num_folds} folds can't share",
-                hint=f"Bring more samples, or set folds to at most {count}; cv=off needs one sample.",
+                hint=f"Add samples, or set folds to at most {count}, or cv=off.",
                 task=task,
             )
 
@@ -272,7 +272,7 @@ class _StepWalk(CalibrationWalk):
                 if entry.energies and not bool(torch.isfinite(torch.cat(entry.energies)).all()):
                     raise NumericsError(
                         f"gradients of the expert of {task!r} are NaN or infinite at layer {layer}",
-                        hint="In a half-precision dtype, set compute.dtype to float32. Or set weights to uniform.",
+                        hint="Set compute.dtype to float32, or weights to uniform.",
                     )
 
     def _tell_back(self, layer: int, task: str) -> None:
@@ -722,8 +722,8 @@ def _total(numbers: Sequence[Tensor]) -> float:
     return float(sum(torch.stack([*numbers]).tolist())) if numbers else 0.0
 
 
+# Index of a layer, and number of the group in it.
 _Key = tuple[int, int]
-"""Index of a layer, and number of the group in it."""
 
 
 def _row_counts(

@@ -97,9 +97,7 @@ def select_sites(
     for pattern in sites or ():
         if pattern not in there:
             groups = ", ".join(group for group in GROUPS if group in there)
-            _matching(
-                "site", pattern, paths, f"Use patterns on module paths such as `*.mlp.*`, or one of {groups}."
-            )
+            _matching("site", pattern, paths, f"Use patterns such as `*.mlp.*`, or one of {groups}.")
     selected = [*chain.layers]
     if layers is not None:
         indices = select_layers([layer.path for layer in chain.layers], layers)
@@ -115,14 +113,13 @@ def select_sites(
                 continue
             if site.runs > 1:
                 raise IncompatibleModelsError(
-                    f"{path} runs {site.runs} times in one pass, so it has no one input to calibrate on",
-                    hint="Leave it out with a pattern of sites.",
+                    f"{path} runs {site.runs} times in one pass; expected one input to calibrate on",
+                    hint="Leave it out of `sites`.",
                 )
             if path in tied:
                 raise IncompatibleModelsError(
-                    f"{path} shares its weight with {', '.join(tied[path][:3])}, so it can't be calibrated for one "
-                    "place alone",
-                    hint="Leave it out with a pattern of sites, or untie the weight.",
+                    f"{path} shares its weight with {', '.join(tied[path][:3])}; calibrating one would change all",
+                    hint="Leave it out of `sites`, or untie the weight.",
                 )
             chosen[layer.index] = (*chosen.get(layer.index, ()), site.name)
     if not chosen:
@@ -132,7 +129,7 @@ def select_sites(
             for name, value in request.items()
             if value is not None
         )
-        shared = f"; {len(tied)} of them share their weights with other places" if tied else ""
+        shared = f"; {len(tied)} of them are tied" if tied else ""
         raise LayerNotFoundError(
             f"nothing to calibrate: {chain.architecture} has no site that matches {matching}",
             hint=f"Its sites are {', '.join(paths[:3]) or '(there are none)'}{shared}.",
@@ -209,10 +206,10 @@ def coverage(
     return of_blocks, f"{text} and {_percent(of_all)} of all layers'{alone}"
 
 
+# Parameter of a linear module -> its kind in a calibrator's `update`.
 _KINDS = {"weight": "linear", "bias": "bias"}
-"""Parameter of a linear module -> its kind in a calibrator's `update`."""
+# Number of names that a message lists before it counts the others.
 MOST_NAMED = 5
-"""Number of names that a message lists before it counts the others."""
 
 
 def _percent(share: float) -> str:
@@ -263,12 +260,12 @@ def _is_meant(layer: Layer, site: Site, path: str, sites: Sequence[str] | None) 
     return any(fnmatchcase(path, pattern) or pattern == group for pattern in sites)
 
 
+# The rule that weighs all tokens alike.
 UNIFORM = "uniform"
-"""The rule that weighs all tokens alike."""
+# Name of the layer's input among residual streams.
 ENTERED = ""
-"""Name of the layer's input among residual streams."""
+# Number of compared rows of a batch without tokens.
 _ROWS = 64
-"""Number of compared rows of a batch without tokens."""
 
 
 @dataclass(frozen=True)
@@ -332,8 +329,8 @@ def rows_and_output(
     def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
         if site in rows_seen.inputs or site in rows_seen.outputs:
             raise IncompatibleModelsError(
-                f"{layer.path} runs its module {site!r} twice, so it has no one input to calibrate on",
-                hint="Leave it out with a pattern of sites.",
+                f"{layer.path} runs its module {site!r} twice; expected one input to calibrate on",
+                hint="Leave it out of `sites`.",
             )
         if site in inputs:
             rows_seen.inputs[site] = x
@@ -354,7 +351,7 @@ def rows_and_output(
     if missing:
         raise IncompatibleModelsError(
             f"{layer.path} never runs {', '.join(sorted(missing))}",
-            hint="Leave it out with a pattern of sites.",
+            hint="Leave it out of `sites`.",
         )
     return rows_seen, out
 
@@ -397,9 +394,9 @@ def row_weights(
         weights = weights[:, None, :].expand(rows)
     if weights.numel() != rows.numel():
         raise IncompatibleModelsError(
-            f"site {site.name!r} reads {list(x.shape)}, which is not one row per token of {list(weights.shape)}, so "
-            "its padding can't be told",
-            hint="Leave it out with a pattern of sites, or pass mask=False where nothing is padded.",
+            f"site {site.name!r} reads {list(x.shape)}; expected one row per token of {list(weights.shape)}, to "
+            "find padding",
+            hint="Leave it out of `sites`, or pass mask=False without padding.",
         )
     return weights.reshape(-1)
 
@@ -455,8 +452,8 @@ def added_to(
     entered = {ENTERED: state[layer.stream]} if layer.stream in state else {}
     # The first sample is enough. It is compared on the host: each pair would synchronize with the device.
     tensors = [*entered.values(), *sums, *(y for y, _ in outputs.values())]
-    first = on_host([tensor[: 1 if tensor.dim() > 2 else _ROWS] for tensor in tensors])
-    few = {id(tensor): rows for tensor, rows in zip(tensors, first, strict=True)}
+    sampled = on_host([tensor[: 1 if tensor.dim() > 2 else _ROWS] for tensor in tensors])
+    few = {id(tensor): rows for tensor, rows in zip(tensors, sampled, strict=True)}
     streams = {}
     for site, (y, before) in outputs.items():
         for name, h in (entered | inputs).items():
@@ -506,8 +503,8 @@ def _matches(paths: Sequence[str], pattern: str | int) -> list[int]:
     if isinstance(pattern, int):
         if not 1 <= pattern <= count:
             raise LayerNotFoundError(
-                f"no layer {pattern}: the model has layers 1 (stem) to {count} (head)",
-                hint="Blocks are counted from 2: block j of the library is layer j + 2.",
+                f"no layer {pattern}; expected 1 (stem) to {count} (head)",
+                hint="Block j of the library is layer j + 2.",
             )
         return [pattern]
     if pattern == "blocks":

@@ -123,7 +123,7 @@ class FeatureStream:
         if not batches:
             raise DataError(
                 f"task {task!r} has no samples",
-                hint="Give every task at least one, or leave the task out.",
+                hint="Add samples, or remove the task.",
                 task=task,
             )
 
@@ -608,13 +608,13 @@ def capture(
         IncompatibleModelsError: no adapter supports the module.
         NumericsError: weights or features are NaN or infinite.
     """
-    first = next(module.parameters())
+    parameter = next(module.parameters())
     sources = {"model": module_source(module, "model")}
     batches = iter(inputs)
     example = next(batches)
     chain = architecture_of(module, example).chain
     models = ModelPool(
-        chain, module, sources, device=first.device, dtype=first.dtype, modules={"model": module}
+        chain, module, sources, device=parameter.device, dtype=parameter.dtype, modules={"model": module}
     )
     how = pool or chain.modality.pool
     for layer, states in layer_states(models, "model", _numbered(itertools.chain([example], batches))):
@@ -625,16 +625,17 @@ def capture(
 def _numbered(inputs: Iterable[Any]) -> Iterator[Batch]:
     start = 0
     for batch in inputs:
-        first = next(iter(batch.values())) if isinstance(batch, Mapping) else batch
-        yield Batch(start, start + len(first), batch)
-        start += len(first)
+        # All inputs of a batch have one row per sample, so any of them counts the samples.
+        rows = next(iter(batch.values())) if isinstance(batch, Mapping) else batch
+        yield Batch(start, start + len(rows), batch)
+        start += len(rows)
 
 
+# Largest relative error between two computations of one drift, far above the rounding of the dtype.
 _RELATIVE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
-"""Largest relative error between two computations of one drift, far above the rounding of the dtype."""
 
+# The same relative to the features: drift is their difference, so rounding of their size remains in it.
 _ROUNDING = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
-"""The same relative to the features: drift is their difference, so rounding of their size remains in it."""
 
 
 def tolerance(dtype: str, drift_rel: float) -> float:
@@ -704,8 +705,8 @@ class LibraryDrift:
                 f"{self._model}: the drift of {variant} after layer {layer.index} ({layer.path}), task "
                 f"{self._task!r}, is not that of ordinary forward passes: closure error {error:.2g}, at most "
                 f"{limit:.1g} is rounding",
-                hint="The blocks may return more than features, or the mask leaves out tokens that others read. Pass "
-                "another list as blocks=, pass mask=, or wrap the model.",
+                hint="Blocks may return more than features, or the mask may hide tokens that others read. Pass other "
+                "blocks=, pass mask=, or wrap the model.",
                 layer=layer.index,
                 task=self._task,
                 variant=variant,

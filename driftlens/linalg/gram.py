@@ -243,13 +243,13 @@ class OutputCross:
     def _of_outputs(
         self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
     ) -> OutputSums:
-        wanted = rows @ self._weight.mT
-        for part_wanted, part_expert in zip(_split(wanted, expert_outputs), expert_outputs, strict=True):
-            part_wanted.lerp_(part_expert, self._alpha)
+        targets = rows @ self._weight.mT
+        for part_target, part_expert in zip(_split(targets, expert_outputs), expert_outputs, strict=True):
+            part_target.lerp_(part_expert, self._alpha)
         # Only the expert's share of y holds its bias.
-        wanted.sub_(self._bias, alpha=self._alpha)
-        energy = _total(wanted.square(), weights) if self._energies else None
-        counted = wanted if weights is None else wanted * weights[:, None]
+        targets.sub_(self._bias, alpha=self._alpha)
+        energy = _total(targets.square(), weights) if self._energies else None
+        counted = targets if weights is None else targets * weights[:, None]
         return OutputSums(counted.mT @ rows, counted.sum(dim=0), energy)
 
     def _of_inputs(

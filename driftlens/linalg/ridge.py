@@ -84,7 +84,7 @@ def factorize(matrix: Tensor, *, name: str, scale: float | Tensor = 1.0, shift: 
     if not is_finite and not bool(torch.isfinite(matrix).all()):
         raise NumericsError(
             f"{name} holds NaN or infinite entries",
-            hint="Check the features and weights that it was computed from.",
+            hint="Check the features and weights.",
         )
     if not failed:
         # Inverse power steps estimate the largest eigenvalue of the inverse.
@@ -97,10 +97,8 @@ def factorize(matrix: Tensor, *, name: str, scale: float | Tensor = 1.0, shift: 
     if not failed and smallest > _limit(matrix, largest):
         return Factor(lower, smallest, largest)
     raise SingularGramError(
-        f"{name} is singular to working precision: its smallest eigenvalue is {smallest:.2e}, its largest "
-        f"{largest:.2e}",
-        hint="Raise `lam` (it needs an anchor to pull towards), or calibrate on more samples than the site has input "
-        "features.",
+        f"{name} is singular to working precision: eigenvalues {smallest:.2e} to {largest:.2e}",
+        hint="Raise `lam`, which needs an anchor, or use more samples than the site has inputs.",
         smallest_eigenvalue=smallest,
         largest_eigenvalue=largest,
     )
@@ -477,14 +475,14 @@ def _require_regular(smallest: Tensor, limit: Tensor) -> None:
         worst = float(smallest.min())
         raise SingularGramError(
             f"the equations of {int(is_singular.sum())} of {len(smallest)} coordinates are singular to working "
-            f"precision: their smallest eigenvalue is {worst:.2e}",
-            hint="Raise `lam`, calibrate on more samples, or leave norms out of `update`.",
+            f"precision: smallest eigenvalue {worst:.2e}",
+            hint="Raise `lam`, use more samples, or remove norms from `update`.",
             smallest_eigenvalue=worst,
         )
 
 
+# Singular values below this share of the largest, times the width, are rounding of float32.
 SINGLE = torch.finfo(torch.float32).eps
-"""Singular values below this share of the largest, times the width, are rounding of float32."""
 
 
 def solve_in_range(gram: Tensor, rows: Tensor) -> Tensor:
@@ -519,10 +517,10 @@ def polar(matrix: Tensor) -> Tensor:
 
 
 BIAS_INPUT = math.sqrt(1000.0)
+# Values of l0 and l1: 1e-4 to 1 by half decades, and 3.
 GRID = (1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1, 10**-0.5, 1.0, 3.0)
-"""Values of l0 and l1: 1e-4 to 1 by half decades, and 3."""
+# Largest number of inputs for an exact comparison of folds; beyond it, they are projected to this many directions.
 WIDEST = 256
-"""Largest number of inputs for an exact comparison of folds; beyond it, they are projected to this many directions."""
 _CG_STEPS = 5
 
 
@@ -708,5 +706,5 @@ def _require_finite(moments: JointMoments) -> None:
     if not bool(torch.isfinite(torch.stack(ends)).all()):
         raise NumericsError(
             "the moments hold NaN or infinite entries",
-            hint="Check the features and weights that they were computed from.",
+            hint="Check the features and weights.",
         )

@@ -30,14 +30,14 @@ from driftlens.utils.errors import NotDifferentiableError
 
 State = dict[str, Tensor]
 
+# Largest size in bytes, over all nodes, for one pass with all nodes; small layers are bound by the number of calls.
 TOGETHER = 4 << 20
-"""Largest size in bytes, over all nodes, for one pass with all nodes; small layers are bound by the number of calls."""
 
 NODES = 8
+# Largest change of score differences over a panel: eight nodes err below 1e-11 (for 4.0, up to 8e-9).
 PANEL = 2.0
-"""Largest change of score differences over a panel: eight nodes err below 1e-11 (for 4.0, up to 8e-9)."""
+# Number of scores that are integrated at a time.
 _SCORES = 1 << 18
-"""Number of scores that are integrated at a time."""
 
 
 def floating(state: State) -> State:
@@ -155,8 +155,8 @@ class PathJacobian:
         together = self.nodes if nbytes * self.nodes <= TOGETHER else 1
         totals: tuple[State, State] = {}, {}
         with forward_mode_attention():
-            for first in range(0, self.nodes, together):
-                some = nodes[first : first + together]
+            for start in range(0, self.nodes, together):
+                some = nodes[start : start + together]
                 points = stacked([self._point(t) for t, _ in some])
                 products = vmap(self._products_at, in_dims=(0, None, None))(points, vectors, covectors)
                 for total, of_nodes in zip(totals, products, strict=True):
@@ -210,14 +210,14 @@ def forward_mode_attention() -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            first = str(error).partition("\n")[0]
+            text = str(error).partition("\n")[0]
             undifferentiable = ("vmap: ", "In order to use an autograd.Function")
             # Other errors, out of memory for instance, keep their type.
-            if not isinstance(error, NotImplementedError) and not first.startswith(undifferentiable):
+            if not isinstance(error, NotImplementedError) and not text.startswith(undifferentiable):
                 raise
             raise NotDifferentiableError(
-                f"a layer can't be differentiated: {first[:160]}",
-                hint="Leave Jacobians out: `metrics: {jacobian: false}` in a spec, jacobian=None in Python.",
+                f"a layer can't be differentiated: {text[:160]}",
+                hint="Set `metrics: {jacobian: false}` in a spec, jacobian=None in Python.",
             ) from error
 
 
@@ -427,8 +427,8 @@ _RULES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.layer_norm: _layer_norm,
     F.gelu: _gelu,
 }
+# Operators for a tensor and a plain number.
 _BY_NUMBER: dict[Callable[..., Any], Callable[..., Tensor]] = {
     **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), torch.ops.aten.mul.Scalar),
     **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), torch.ops.aten.div.Scalar),
 }
-"""Operators for a tensor and a plain number."""

@@ -114,12 +114,12 @@ def select_sites(
             if site.runs > 1:
                 raise IncompatibleModelsError(
                     f"{path} runs {site.runs} times in one pass; expected one input to calibrate on",
-                    hint="Leave it out of `sites`.",
+                    hint="Set `sites` to patterns without it.",
                 )
             if path in tied:
                 raise IncompatibleModelsError(
                     f"{path} shares its weight with {', '.join(tied[path][:3])}; calibrating one would change all",
-                    hint="Leave it out of `sites`, or untie the weight.",
+                    hint="Set `sites` to patterns without it, or untie the weight.",
                 )
             chosen[layer.index] = (*chosen.get(layer.index, ()), site.name)
     if not chosen:
@@ -330,7 +330,7 @@ def rows_and_output(
         if site in rows_seen.inputs or site in rows_seen.outputs:
             raise IncompatibleModelsError(
                 f"{layer.path} runs its module {site!r} twice; expected one input to calibrate on",
-                hint="Leave it out of `sites`.",
+                hint="Set `sites` to patterns without it.",
             )
         if site in inputs:
             rows_seen.inputs[site] = x
@@ -351,7 +351,7 @@ def rows_and_output(
     if missing:
         raise IncompatibleModelsError(
             f"{layer.path} never runs {', '.join(sorted(missing))}",
-            hint="Leave it out of `sites`.",
+            hint="Set `sites` to patterns without it.",
         )
     return rows_seen, out
 
@@ -396,7 +396,7 @@ def row_weights(
         raise IncompatibleModelsError(
             f"site {site.name!r} reads {list(x.shape)}; expected one row per token of {list(weights.shape)}, to "
             "find padding",
-            hint="Leave it out of `sites`, or pass mask=False without padding.",
+            hint="Set `sites` to patterns without it, or pass mask=False without padding.",
         )
     return weights.reshape(-1)
 

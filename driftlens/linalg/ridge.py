@@ -97,7 +97,7 @@ def factorize(matrix: Tensor, *, name: str, scale: float | Tensor = 1.0, shift: 
     if not failed and smallest > _limit(matrix, largest):
         return Factor(lower, smallest, largest)
     raise SingularGramError(
-        f"{name} is singular to working precision: eigenvalues {smallest:.2e} to {largest:.2e}",
+        f"{name} is singular to working precision: smallest eigenvalue {smallest:.2e}, largest {largest:.2e}",
         hint="Raise `lam`, which needs an anchor, or use more samples than the site has inputs.",
         smallest_eigenvalue=smallest,
         largest_eigenvalue=largest,

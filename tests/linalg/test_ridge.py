@@ -125,7 +125,7 @@ def test_a_factor_of_several_panels_is_the_whole_one(k: int) -> None:
 
 def test_fewer_rows_than_inputs_without_a_ridge_are_refused_with_eigenvalue_and_remedy() -> None:
     moments = moments_of(random(3, 5), random(3, 2, seed=1))
-    with pytest.raises(SingularGramError, match="smallest eigenvalue is") as caught:
+    with pytest.raises(SingularGramError, match=r"smallest eigenvalue -?\d") as caught:
         solve_ridge(moments, random(2, 5), lam=0.0)
     assert "lam" in caught.value.hint and "samples" in caught.value.hint
     exact = float(torch.linalg.eigvalsh(moments.gram)[0])

@@ -27,14 +27,14 @@ from driftlens.checkpoints.tensor_sources import (
 from driftlens.checkpoints.unsupported import family_of_keys
 from driftlens.utils.errors import IncompatibleModelsError
 
+# Prefixes that training code adds to keys: DistributedDataParallel, own wrappers, torch.compile.
 _WRAPPERS = ("", "module.", "model.", "_orig_mod.")
-"""Prefixes that training code adds to a model's keys."""
+# Key prefixes of the text tower, which is not run where only the image tower is measured.
 TEXT_SIDE = ("text_model.", "logit_scale", "logit_bias")
-"""Prefixes of text-side keys in models of images and texts of which only the image tower runs."""
 
 
+# Name of rows of a stored tensor that are a separate tensor in the model.
 _ROWS = re.compile(r"(?P<whole>.+)\[(?P<start>\d+):(?P<stop>\d+)\]")
-"""How rows of a tensor are called that are a tensor of their own."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -71,8 +71,8 @@ def names_of(joint: str, count: int) -> list[str]:
     return [name.replace("*", str(n)) for n in range(count) for name in names] if "*" in joint else names
 
 
+# Output heads. A checkpoint with one is another kind of model, so they are never ignored.
 _ANSWERS = ("score", "classifier", "classification_head", "qa_outputs")
-"""Output heads; a checkpoint that has one is another kind of model."""
 
 
 class Refitted:
@@ -126,9 +126,9 @@ class Refitted:
         for name, header, like in zip(names, headers, itertools.cycle(headers[:num_kinds])):
             if header.shape != like.shape or header.shape[1:] != shape[1:]:
                 raise IncompatibleModelsError(
-                    f"{self.name}: {name!r} has shape {list(header.shape)}, which does not fit that of "
-                    f"{names[0]!r}, {list(headers[0].shape)}",
-                    hint="The experts of a mixture are all of one size; copy, download or save the model again.",
+                    f"{self.name}: {name!r} has shape {list(header.shape)}, but "
+                    f"{names[0]!r} has {list(headers[0].shape)}",
+                    hint="Experts of a mixture need equal shapes; download or save the model again.",
                     key=name,
                 )
         # Adapters on some experts make them wider than the others.
@@ -138,6 +138,7 @@ class Refitted:
         return TensorHeader((*count, *shape), dtype, parts)
 
     def _joined(self, header: TensorHeader, start: int, stop: int) -> Tensor:
+        # One allocation: concatenating would hold all parts twice.
         joined = torch.empty((stop - start, *header.shape[1:]), dtype=header.dtype)
         flat, place = joined.view(-1), -start * math.prod(header.shape[1:])
         for name, shape in header.parts:
@@ -240,9 +241,9 @@ class Spellings:
             missing = [name for name in names if name not in source.headers]
             if missing:
                 raise IncompatibleModelsError(
-                    f"{source.name} lacks {missing[0]!r}, though it holds {len(names) - len(missing)} tensors that "
-                    "belong with it",
-                    hint="Experts are counted from 0 and none is left out; copy, download or save the model again.",
+                    f"{source.name} lacks {missing[0]!r}, but has {len(names) - len(missing)} tensors of its "
+                    "group",
+                    hint="Experts must be numbered from 0 without gaps; download or save the model again.",
                     missing=missing,
                 )
             joints[key] = names
@@ -250,19 +251,20 @@ class Spellings:
         return Refitted(source, cut, joints) if cut or joints else source
 
     def key_map(
-        self, headers: Mapping[str, TensorHeader], wanted: Collection[str], name: str
+        self, headers: Mapping[str, TensorHeader], model_keys: Collection[str], name: str
     ) -> dict[str, str]:
         """Map the model's keys to those of a checkpoint, by the spelling that finds most of the model.
 
-        Tensors that belong to no layer are left out; unknown ones are kept, so that a comparison of keys reports them.
+        Tensors that belong to no layer are left out.
 
         Args:
             headers: the checkpoint's tensors.
-            wanted: the model's keys.
+            model_keys: the model's keys.
             name: the checkpoint's name in messages.
         """
         stored, wrapper = self._best(headers)
         used, beside = set(stored.values()), tuple(wrapper + part for part in self.left_out)
+        # Kept, so that a comparison of keys reports them.
         unknown = {
             key: key
             for key, header in headers.items()
@@ -291,9 +293,7 @@ class Spellings:
     def _is_passed_over(self, key: str) -> bool:
         """Return True if the library loads the model without this tensor.
 
-        It matches `ignored`, or belongs to a module outside all modules of the model. A missing bias of the model's
-        module or
-        a further block does not count.
+        It matches `ignored`, or belongs to a module outside all modules of the model.
         """
         if any(re.search(pattern, key) for pattern in self.ignored):
             return True
@@ -302,6 +302,7 @@ class Spellings:
         is_numbered = any(part.isdigit() for part in parts[: depth + 1])
         if parts[0] in _ANSWERS:
             return False
+        # A bias that the model's module lacks, or a further block, changes features: neither is ignored.
         is_inside = depth == len(parts) - 1 and self._modules[".".join(parts[:-1])]
         return self.is_lenient and not is_numbered and not is_inside
 
@@ -318,21 +319,22 @@ class Spellings:
         return modules
 
     def align(
-        self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
+        self, source: StateSource, model_keys: Collection[str], fallback: StateSource | None
     ) -> StateSource:
         """Return the checkpoint under the model's keys.
 
         Args:
             source: the checkpoint.
-            wanted: the model's keys.
+            model_keys: the model's keys.
             fallback: unused.
         """
         source = self.refitted(source)
-        stored = self.key_map(source.headers, wanted, source.name)
-        count = sum(key in stored for key in wanted)
-        if 2 * count < len(wanted) and (family := family_of_keys(source.headers)):
+        stored = self.key_map(source.headers, model_keys, source.name)
+        count = sum(key in stored for key in model_keys)
+        # With half of the tensors it is this architecture, and what it lacks is reported by name.
+        if 2 * count < len(model_keys) and (family := family_of_keys(source.headers)):
             raise IncompatibleModelsError(
-                f"{source.name} holds {count} of the {len(wanted)} tensors that are wanted; "
+                f"{source.name} holds {count} of {len(model_keys)} expected tensors; "
                 f"it looks like {family.what} (key {family.key!r})",
                 hint=family.remedy,
                 loader=family.loader,
@@ -375,8 +377,7 @@ class TowerKeyLayout:
     """Layout of CLIP image towers of one library (`loader`).
 
     Every tower has one key that ends in `anchor`, and no other model has. `tower` is the prefix of its keys in whole
-    models.
-    The `projection` is inside the tower or next to it, and fine-tuned towers may lack it.
+    models. The `projection` is inside the tower or next to it, and fine-tuned towers may lack it.
     """
 
     loader: str
@@ -398,57 +399,59 @@ class TowerKeyLayout:
         if len(anchors) != 1:
             several = f"{len(anchors)} keys that end in" if anchors else "no key that ends in"
             raise IncompatibleModelsError(
-                f"{name} has {several} {self.anchor!r}; expected one image tower",
-                hint="Check `architecture.loader`, and that the file holds the weights of one model.",
+                f"{name} has {several} {self.anchor!r}, expected one",
+                hint="Check `architecture.loader`, and that the file holds one model.",
             )
         return anchors[0].removesuffix(self.anchor)
 
     def key_map(
-        self, headers: Mapping[str, TensorHeader], wanted: Collection[str], name: str
+        self, headers: Mapping[str, TensorHeader], model_keys: Collection[str], name: str
     ) -> dict[str, str]:
         """Map the tower's keys; text tower, logit scale and index buffers of older versions are left out.
 
         Args:
             headers: the checkpoint's tensors.
-            wanted: the model's keys.
+            model_keys: the model's keys.
             name: the checkpoint's name in messages.
         """
-        prefix, canonical = self.prefix(headers, name), self.prefix(wanted, "the architecture")
-        projection, target = self._projection(headers, prefix), self._projection(wanted, canonical)
+        prefix, canonical = self.prefix(headers, name), self.prefix(model_keys, "the architecture")
+        projection, target = self._projection(headers, prefix), self._projection(model_keys, canonical)
         stored = {}
         for key, header in headers.items():
             place = canonical + key.removeprefix(prefix)
-            is_weight = place in wanted or header.dtype.is_floating_point
+            is_weight = place in model_keys or header.dtype.is_floating_point
             if key.startswith(prefix) and key != projection and is_weight:
                 stored[place] = key
         if projection is not None and target is not None:
             stored[target] = projection
-        expected = [key for key in wanted if key in stored]
-        unknown = [key for key in stored if key not in wanted]
+        expected = [key for key in model_keys if key in stored]
+        unknown = [key for key in stored if key not in model_keys]
         return {key: stored[key] for key in (*expected, *unknown)}
 
     def align(
-        self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
+        self, source: StateSource, model_keys: Collection[str], fallback: StateSource | None
     ) -> StateSource:
         """Return the checkpoint under the model's keys.
 
         Args:
             source: the checkpoint.
-            wanted: the model's keys.
+            model_keys: the model's keys.
             fallback: the base, which supplies a missing projection.
         """
-        mapping = self.key_map(source.headers, wanted, source.name)
-        projection = self._projection(wanted, self.prefix(wanted, "the architecture"))
+        mapping = self.key_map(source.headers, model_keys, source.name)
+        projection = self._projection(model_keys, self.prefix(model_keys, "the architecture"))
         if projection is None or projection in mapping:
             return renamed(source, mapping)
         if fallback is None:
             raise IncompatibleModelsError(
                 f"{source.name} lacks the projection {projection!r}",
-                hint="Only experts may leave it out, when the base has it; give a base that was saved with it.",
+                hint="Only experts may omit it; give a base that was saved with it.",
                 key=projection,
             )
         places = {key: (source, stored) for key, stored in mapping.items()}
-        return Composed(source.name, {**places, projection: (self.align(fallback, wanted, None), projection)})
+        return Composed(
+            source.name, {**places, projection: (self.align(fallback, model_keys, None), projection)}
+        )
 
     def wrapper(self, headers: Collection[str], name: str) -> str:
         """Return the prefix of the library's names in a checkpoint, such as `module.`."""
@@ -474,5 +477,5 @@ class TowerKeyLayout:
         return next((key for key in places if key in keys), None)
 
 
+# The parameter names of one architecture in checkpoints.
 Layout: TypeAlias = TowerKeyLayout | Spellings
-"""The parameter names of one architecture in checkpoints."""

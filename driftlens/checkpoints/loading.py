@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 _READABLE = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _PICKLES = (".pkl", ".pickle")
 _OTHERS = (".npz", ".gguf", ".onnx", ".msgpack", ".h5")
+# Extensions of weights in formats that are never written.
 NEVER_WRITTEN = (*_READABLE[1:], *_PICKLES, *_OTHERS)
-"""Endings of files of weights in other formats."""
 
+# Weight files to download, best format first: a repository often holds the same weights twice.
 _FORMS = (["*.safetensors", "*.safetensors.index.json"], ["*.bin", "*.bin.index.json"])
-"""Weight files to fetch, best form first: a repository often holds the same weights twice."""
 _BESIDE = [
     "*.json",
     "*.txt",
@@ -45,6 +45,7 @@ _BESIDE = [
     "NOTICE",
 ]
 
+# Files used with a model in addition to weights and configuration. Code is never copied.
 _COMPANIONS = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt"),
     *("merges.txt", "*.model", "chat_template.json", "chat_template.jinja", "generation_config.json"),
@@ -52,13 +53,13 @@ _COMPANIONS = (
     *("additional_chat_templates/*.jinja", "*vocab*.json", "bpe.codes", "dict.txt", "emoji.json"),
     *("byte_maps.json", "normalizer.json", "word_*.json", "tekken.json", "*.tiktoken", "*.tokenizer"),
 )
-"""Files used with a model in addition to weights and configuration; none is code."""
+# Tokenizers of transformers need one of these files.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Files of which a tokenizer of transformers needs one."""
 _CONFIGS = ("config.json", "open_clip_config.json")
 
+# Limits of a configuration. The deepest published models have some 130 layers (Llama 3.1 405B: 126), and
+# ImageNet-21k has 21,841 classes.
 MOST_LAYERS, MOST_LABELS = 1000, 1_000_000
-"""That a configuration may ask for: the deepest published have some 130 (Llama 3.1 405B: 126), ImageNet-21k 21,841."""
 _MOST = {
     "layers": (MOST_LAYERS, re.compile(r"(layers?|depth)$")),
     "labels": (MOST_LABELS, re.compile(r"(labels|classes)$")),
@@ -77,8 +78,7 @@ def open_checkpoint(
 
     Args:
         path: a `.safetensors`, `.pt`, `.pth`, `.bin` or `.ckpt` file; a folder of `save_pretrained`, open_clip or the
-            Hub,
-            possibly in shards; or a Hub id (`organisation/name`), optionally with a revision
+            Hub, possibly in shards; or a Hub id (`organisation/name`), optionally with a revision
             (`organisation/name@v1.0`).
         offline: True to use only the Hub's local cache.
         base: the model that LoRA adapters are added to, for a folder of adapters.
@@ -99,13 +99,14 @@ def open_checkpoint(
             return open_file(place)
     except OSError as error:
         raise CheckpointError(
-            f"{path} can't be read: {error.strerror}", hint="Check the path, and that you may read it."
+            f"{path} can't be read: {error.strerror}", hint="Check the path and its permissions."
         ) from error
 
 
 def fetched(path: str, *, offline: bool = False) -> str:
     """Return the local cache folder of a Hub id; other paths are returned unchanged."""
     place = expanded(path)
+    # A local path wins over a Hub id of the same form; `folder/model.pt` has that form, too.
     if place.exists() or not is_hub_id(path) or place.suffix in _READABLE:
         return path
     return str(_hub_folder(path, offline=offline))
@@ -119,7 +120,7 @@ def _open_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
     if base is None:
         raise CheckpointError(
             f"{folder} holds LoRA adapters, not a whole model",
-            hint="Give it as an expert, next to the base it was trained on; or merge it into that and save.",
+            hint="Give it as an expert together with its base, or merge and save it.",
         )
     from driftlens.checkpoints.lora import LoraSource
 
@@ -143,13 +144,13 @@ def _require_readable(path: pathlib.Path) -> None:
     if not path.exists():
         raise CheckpointError(
             f"there is no file {path}",
-            hint="Check the path; relative paths in a spec start at the spec's folder.",
+            hint="Check the path; paths in a spec are relative to its folder.",
         )
     if path.suffix.lower() in _READABLE:
         return
-    hint = "Save the weights as safetensors, or name the folder that holds them."
+    hint = "Save the weights as safetensors, or give their folder."
     hint = conversion(path) if path.suffix.lower() in _PICKLES else hint
-    raise CheckpointError(f"{path}: weights are read from {', '.join(_READABLE)} alone", hint=hint)
+    raise CheckpointError(f"{path}: expected a file of type {', '.join(_READABLE)}", hint=hint)
 
 
 def is_hub_id(text: str) -> bool:
@@ -173,14 +174,14 @@ def _hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
     if offline or constants.HF_HUB_OFFLINE:
         return _snapshot(repository, _FORMS[0] + _FORMS[1], local=True)
     # A warning, so that it is seen where logging is not set up: the network is never used silently.
-    log.warning("fetching the weights of %s from the Hugging Face Hub", repository)
+    log.warning("downloading weights of %s from the Hugging Face Hub", repository)
     for patterns in _FORMS:
         folder = _snapshot(repository, patterns, local=False)
         if any(folder.glob(patterns[0])):
             return folder
     raise CheckpointError(
-        f"{repository} on the Hugging Face Hub holds neither safetensors nor PyTorch weights",
-        hint="Convert the weights to safetensors and give the path of the file.",
+        f"{repository} on the Hub has neither safetensors nor PyTorch weights",
+        hint="Convert the weights to safetensors and give their path.",
     )
 
 
@@ -200,7 +201,7 @@ def files_beside_weights(place: str, *, offline: bool = False) -> pathlib.Path |
     if offline or constants.HF_HUB_OFFLINE:
         return cached and transformer_folder(cached)
     if cached is None:
-        log.warning("fetching the configuration of %s from the Hugging Face Hub", place)
+        log.warning("downloading configuration of %s from the Hugging Face Hub", place)
     return transformer_folder(_snapshot(place, [], local=False))
 
 
@@ -218,11 +219,11 @@ def _snapshot(repository: str, patterns: list[str], *, local: bool) -> pathlib.P
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         # The library raises this for any failure to reach the Hub.
         if isinstance(error, LocalEntryNotFoundError):
-            cause = "no network reaches it"
-        reason = "the network is not to be used" if local else cause
+            cause = "it is unreachable"
+        reason = "offline, and not cached" if local else cause
         raise CheckpointError(
-            f"there is no file or folder {repository!r}, and {repository} on the Hub can't be had ({reason})",
-            hint=f"Check the path; or run once where there is a network: hf download {name}{flag}",
+            f"no file or folder {repository!r}, and the Hub can't provide it ({reason})",
+            hint=f"Check the path, or run once online: hf download {name}{flag}",
         ) from error
     return pathlib.Path(folder)
 
@@ -242,15 +243,14 @@ def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
     """List the tokenizer, processor, generation and license files of a library's folder by name; never code.
 
     For sentence-transformers, this includes the files of other modules at their place in a saved folder, which has
-    the
-    transformer in its root. Links out of the folder are skipped, since the files are copied next to saved models.
+    the transformer in its root.
     """
     if folder is None:
         return {}
+    # Links out of the folder are skipped: the files are copied next to saved models, which may be published.
     inside = [(sentence_folder(folder) or folder).resolve()]
-    if (
-        inside[0].parent.name == "snapshots"
-    ):  # of the Hub's cache, whose files are links to the repository's blobs
+    # Files in the Hub's cache are links to the repository's blobs.
+    if inside[0].parent.name == "snapshots":
         inside.append(inside[0].parents[1] / "blobs")
     beside = [path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()]
     paths = {path.relative_to(folder).as_posix(): path for path in beside} | sentence_files(folder)
@@ -260,10 +260,8 @@ def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
 
 
 def image_processor_config(source: str, *, offline: bool = False) -> dict[str, Any] | None:
-    """Return the image processor's configuration of a folder or Hub repository of transformers; None without.
-
-    Version 5 writes processor_config.json and prefers it to preprocessor_config.json of older versions.
-    """
+    """Return the image processor's configuration of a folder or Hub repository of transformers; None without."""
+    # Version 5 writes processor_config.json and prefers it to preprocessor_config.json of older versions.
     nested = (read_config(source, "processor_config.json", offline=offline) or {}).get("image_processor")
     if isinstance(nested, dict):
         return nested
@@ -282,7 +280,7 @@ def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, A
     if folder is None and not is_hub_id(source):
         raise SpecError(
             f"{source!r} is neither a folder nor a Hub id",
-            hint="Check `architecture.source`: a folder with a config, or owner/name as on the Hub.",
+            hint="Set `architecture.source` to a folder with a config, or to owner/name on the Hub.",
         )
     if folder is None or not (folder / file).is_file():
         return None
@@ -293,15 +291,15 @@ def _sane(config: dict[str, Any], source: str) -> dict[str, Any]:
     """Refuse a configuration with NaN, or with sizes so large that building the model would not end."""
     for key, value in config.items():
         if value == {"__float__": "NaN"} or (isinstance(value, float) and math.isnan(value)):
-            hint = "Restore its configuration from the original."
-            raise IncompatibleModelsError(f"{source}: its configuration has NaN for {key}", hint=hint)
+            hint = "Restore the original configuration."
+            raise IncompatibleModelsError(f"{source}: the configuration has NaN for {key}", hint=hint)
         if isinstance(value, dict):
             _sane(value, source)
         for kind, (most, names) in _MOST.items():
             if isinstance(value, int) and value > most and names.search(key):
                 raise IncompatibleModelsError(
                     f"{source} asks for {value:,} {kind} ({key})",
-                    hint=f"At most {most:,} are built; restore its configuration from the original.",
+                    hint=f"At most {most:,} are supported; restore the original configuration.",
                 )
     return config
 
@@ -343,11 +341,9 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
         value = from_json(plain_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} can't be read: {error}", hint="Restore it from the original."
-        ) from error
+        raise CheckpointError(f"{path} can't be read: {error}", hint="Restore the original file.") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object", hint="Restore it from the original.")
+        raise CheckpointError(f"{path} holds no JSON object", hint="Restore the original file.")
     return value
 
 

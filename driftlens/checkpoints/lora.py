@@ -22,10 +22,11 @@ from driftlens.utils.files import from_json, plain_file
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _WRAPPER = "base_model.model."
 _REMEDY = (
-    "Merge it with peft: PeftModel.from_pretrained(model, FOLDER).merge_and_unload().save_pretrained(OUT), "
-    "and give OUT instead."
+    "Merge it with peft and give OUT: "
+    "PeftModel.from_pretrained(model, FOLDER).merge_and_unload().save_pretrained(OUT)."
 )
 _RESTORE = f"Correct {ADAPTER}, or save the adapters with peft again."
+# Options of peft's LoraConfig whose change of the model is more than `scaling * B @ A`.
 _UNSUPPORTED = (
     "target_parameters",
     "lora_bias",
@@ -38,22 +39,21 @@ _UNSUPPORTED = (
     "monteclora_config",
     "kasa_config",
 )
-"""Options of peft's LoraConfig that change more than `scaling * B @ A` says."""
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 _OF_ADAPTERS = re.compile(r"\.lora_|\.original_module\.|\.trainable_tokens_delta$")
 _PART = re.compile(
     r"(?P<module>.+)\.lora_(?:embedding_)?(?P<part>[AB]|magnitude_vector)(?:\.default)?(?:\.weight)?"
 )
+# Infixes of peft in the names of tensors that are saved whole.
 _COPIES = re.compile(r"(\.(modules_to_save|base_layer|token_adapter))+\.")
-"""What peft puts between a module's path and the names of tensors that are saved whole."""
 _PATTERNS = ("rank_pattern", "alpha_pattern")
+# Options of `LoraConfig` that say how adapters are run. Where they are is known from their names.
 _SETTINGS = (
     *("r", "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "bias", "modules_to_save"),
     *("trainable_token_indices", "ensure_weight_tying", *_PATTERNS),
 )
-"""Of `LoraConfig`, what says how adapters are run; the others say where they are, which their names do, too."""
+# Values of `init_lora_weights` that leave the base unchanged; PiSSA, OLoRA and LoftQ rewrite its weights.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` that leave the base unchanged."""
 
 
 def named_base(folder: pathlib.Path) -> tuple[str, str]:
@@ -62,13 +62,14 @@ def named_base(folder: pathlib.Path) -> tuple[str, str]:
     return str(config.get("base_model_name_or_path") or ""), str(config.get("revision") or "")
 
 
+# A rank or alpha; larger values would overflow.
 _Number = Annotated[float, Field(gt=-1e9, lt=1e9)]
-"""A rank or alpha; larger values would overflow."""
 
 
 class _Settings(BaseModel):
     """Ranks, scalings and places that `adapter_config.json` states; its other entries are read as they are."""
 
+    # Strict, because pydantic would turn the text "8" into a number, which peft would not.
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     r: _Number
@@ -100,11 +101,8 @@ class LoraSource:
     """LoRA adapters merged into a base on read: base + scaling * B @ A.
 
     `scaling` is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`; `rank_pattern` and `alpha_pattern` apply.
-    With
-    `use_dora`, rows of the sum are scaled to their trained lengths. An adapter's weight is found by the end of its
-    name, so
-    wrapper prefixes of the base do not matter.
-    Sums are computed in at least float32 and not rounded to the base's dtype, like a model with unmerged adapters.
+    With `use_dora`, rows of the sum are scaled to their trained lengths. An adapter's weight is found by the end of
+    its name, so wrapper prefixes of the base do not matter.
     `modules_to_save`, biases and extended embeddings replace the base's tensors, as do the rows of
     `trainable_token_indices`. Sources: LoRA (arXiv:2106.09685), Section 4.1; DoRA (arXiv:2402.09353), Eq. 5.
     """
@@ -117,7 +115,7 @@ class LoraSource:
         self._is_transposed = bool(self._config.get("fan_in_fan_out"))
         weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
         if weights is None:
-            raise _refusal(folder, f"{_WEIGHTS[0]} is missing", "Copy or download the folder again.")
+            raise _refusal(folder, f"{_WEIGHTS[0]} is missing", "Download the folder again.")
         self._adapters = open_file(weights)
         self._saved = self._saved_whole(base)
         places = {key: (base, key) for key in base.headers}
@@ -126,6 +124,7 @@ class LoraSource:
         self._updates = self._matched()
         self._require_biases()
         self._rows = self._token_rows()
+        # Sums are not rounded to the base's dtype: a model with unmerged adapters does not round them either.
         self.headers: Mapping[str, TensorHeader] = {
             key: replace(header, dtype=promoted(header.dtype, torch.float32))
             if key in self._updates or key in self._rows
@@ -232,7 +231,7 @@ class LoraSource:
             if len(there) == 1 or any(module in name.split(".") for module in modules):
                 places[there[0] if len(there) == 1 else name] = key
             else:
-                raise _refusal(self._folder, f"{key!r} is no adapter, and of no weight of {base.name}")
+                raise _refusal(self._folder, f"{key!r} is neither an adapter nor a weight of {base.name}")
         return places
 
     def _token_rows(self) -> dict[str, tuple[Sequence[int], str]]:
@@ -245,6 +244,7 @@ class LoraSource:
             ends = (rows for name, rows in by_module.items() if f".{module}".endswith(f".{name}"))
             numbers, header = next(ends, None), self._adapters.headers[key]
             reason = f"trainable_token_indices are {str(indices)[:80]!r}, and {key!r} is {list(header.shape)}"
+            # By `type`, because `True` is an instance of int.
             if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
                 raise _refusal(self._folder, reason, _RESTORE)
             table = self._weight_key(f"{module}.weight", (None, *header.shape[1:]))
@@ -269,6 +269,7 @@ class LoraSource:
         alphas = _numbers(self._settings.lora_alpha, self._settings.alpha_pattern or {}, pairs)
         updates: dict[str, _Update] = {}
         for name, (down, up, magnitude) in pairs.items():
+            # peft transposes the update of an embedding table, as it does for GPT-2's Conv1D (fan_in_fan_out).
             is_transposed = self._is_transposed or "lora_embedding" in down
             down_shape, up_shape = self._adapters.headers[down].shape, self._adapters.headers[up].shape
             if len(down_shape) != 2 or len(up_shape) != 2:
@@ -285,6 +286,7 @@ class LoraSource:
                 lengths = list(self._adapters.headers[magnitude].shape)
                 reason = f"{name!r} has lengths {lengths} for {shape[0]} rows"
                 raise _refusal(self._folder, reason, _RESTORE)
+            # Rank-stabilized LoRA (arXiv:2312.03732).
             root = math.sqrt(rank) if self._config.get("use_rslora") else rank
             updates[key] = _Update(down, up, alphas[name] / root, is_transposed, magnitude)
         return updates
@@ -299,8 +301,8 @@ class LoraSource:
             return
         lost = [name for name in modules if not check_target_module_exists(self._settings, name)]
         if lost:
-            reason = f"it holds an adapter of {lost[0]!r}, which peft passes over by {ADAPTER}"
-            hint = "Correct target_modules, exclude_modules, modules_to_save or layers_to_transform there."
+            reason = f"peft ignores its adapter of {lost[0]!r} because of {ADAPTER}"
+            hint = "Correct target_modules, exclude_modules, modules_to_save or layers_to_transform."
             raise _refusal(self._folder, reason, hint)
 
     def _pairs(self) -> dict[str, tuple[str, str, str]]:
@@ -309,7 +311,7 @@ class LoraSource:
         for key in (key for key in self._adapters.headers if ".lora_" in key):
             match = _PART.fullmatch(key)
             if match is None:
-                raise _refusal(self._folder, f"{key!r} is not the A or B of a linear module's adapter")
+                raise _refusal(self._folder, f"{key!r} is not A or B of a linear adapter")
             parts.setdefault(match["module"].removeprefix(_WRAPPER), {})[match["part"]] = key
         expected = {"A", "B", *(["magnitude_vector"] if self._config.get("use_dora") else [])}
         for module, held in parts.items():
@@ -323,15 +325,18 @@ class LoraSource:
             module: (keys["A"], keys["B"], keys.get("magnitude_vector", "")) for module, keys in parts.items()
         }
 
-    def _weight_key(self, wanted: str, shape: tuple[int | None, ...]) -> str:
-        """Find the one key of the base with this shape that ends like `wanted`, or the reverse; None in a shape is
-        any size.
+    def _weight_key(self, expected_key: str, shape: tuple[int | None, ...]) -> str:
+        """Find the one key of the base with this shape that ends like `expected_key`, or the reverse.
+
+        None in a shape is any size.
         """
         headers = self._base.headers
         candidates = [
             key
             for key in headers
-            if key == wanted or key.endswith(f".{wanted}") or ("." in key and wanted.endswith(f".{key}"))
+            if key == expected_key
+            or key.endswith(f".{expected_key}")
+            or ("." in key and expected_key.endswith(f".{key}"))
         ]
         fitting = [
             key
@@ -339,17 +344,17 @@ class LoraSource:
             if len(headers[key].shape) == len(shape)
             and all(size in (None, there) for size, there in zip(shape, headers[key].shape, strict=True))
         ]
-        if wanted in fitting:
-            return wanted
+        if expected_key in fitting:
+            return expected_key
         if len(fitting) == 1:
             return fitting[0]
         if fitting:
-            reason = f"the adapter of {wanted!r} fits several weights: {', '.join(fitting)}"
+            reason = f"the adapter of {expected_key!r} fits several weights: {', '.join(fitting)}"
             raise _refusal(self._folder, reason)
         near = f"; {candidates[0]!r} has {list(headers[candidates[0]].shape)}" if candidates else ""
-        reason = f"the adapter of {wanted!r} {list(shape)} fits no weight of {self._base.name}{near}"
+        reason = f"the adapter of {expected_key!r} {list(shape)} fits no weight of {self._base.name}{near}"
         named = self._config.get("base_model_name_or_path")
-        hint = "Name the base that these adapters were trained on" + (f": {named}." if named else ".")
+        hint = "Give the base of these adapters" + (f": {named}." if named else ".")
         raise _refusal(self._folder, reason, hint)
 
 
@@ -362,6 +367,7 @@ def _numbers(default: float, by_pattern: Mapping[str, float], modules: Collectio
     """Return a number for every module: that of the first pattern that matches the end of its path."""
     from peft.utils.other import get_pattern_key
 
+    # peft's own matching, so that ranks and alphas are those that peft would run.
     patterns = tuple(by_pattern)
     return {module: by_pattern.get(get_pattern_key(patterns, module), default) for module in modules}
 
@@ -371,17 +377,15 @@ def _config(folder: pathlib.Path) -> dict[str, Any]:
     try:
         config = from_json(plain_file(folder / ADAPTER).read_bytes())
     except (OSError, ValueError) as error:
-        raise _refusal(folder, f"{ADAPTER} can't be read", "Copy or download the folder again.") from error
+        raise _refusal(folder, f"{ADAPTER} can't be read", "Download the folder again.") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise _refusal(
-            folder, f"{ADAPTER} is not that of adapters of type LORA, the only one that is understood"
-        )
+        raise _refusal(folder, f"{ADAPTER}: unsupported peft_type, expected LORA")
     for option in _UNSUPPORTED:
         if config.get(option):
             raise _refusal(folder, f"{option} is {config[option]!r}")
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
         raise _refusal(
-            folder, f"init_lora_weights is {config['init_lora_weights']!r}: it changes the base's weights"
+            folder, f"init_lora_weights is {config['init_lora_weights']!r}, which changes the base"
         )
     return config
 
@@ -395,6 +399,8 @@ def _settings(folder: pathlib.Path, config: Mapping[str, Any]) -> _Settings:
         patterns += [
             entry for entry in (settings.target_modules, settings.exclude_modules) if isinstance(entry, str)
         ]
+        # Compiled once here, since patterns come from an untrusted file: deep nesting exceeds the recursion limit
+        # and huge repetitions overflow.
         for pattern in patterns:
             re.compile(pattern)
     except ValidationError as error:
@@ -402,7 +408,7 @@ def _settings(folder: pathlib.Path, config: Mapping[str, Any]) -> _Settings:
         reason = f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}, got {str(detail['input'])[:80]!r}"
         raise _refusal(folder, reason, _RESTORE) from error
     except (re.error, RecursionError, OverflowError) as error:
-        raise _refusal(folder, f"{ADAPTER} holds no pattern: {error}", _RESTORE) from error
+        raise _refusal(folder, f"{ADAPTER} has an invalid pattern: {error}", _RESTORE) from error
     return settings
 
 

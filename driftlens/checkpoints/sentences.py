@@ -13,8 +13,9 @@ from driftlens.utils.files import from_json, json_object, plain_file
 MODULES = "modules.json"
 _WHOLE = "config_sentence_transformers.json"
 _SETTINGS = (MODULES, _WHOLE, "sentence_*_config.json")
+# Supported modules after the transformer; saved folders keep them.
 _FOLLOWED = ("Pooling", "Normalize", "Dense", "Dropout", "LayerNorm")
-"""Modules after the transformer that saved folders keep."""
+# Pooling modes by their settings before version 6, which concatenates several modes in this order.
 _POOLS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -23,7 +24,6 @@ _POOLS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Ways of pooling by the settings of versions before 6, in the order in which these concatenate them."""
 
 
 class Module(NamedTuple):
@@ -41,10 +41,9 @@ def modules_of(folder: pathlib.Path) -> tuple[Module, ...]:
         places = [(folder / module.place).resolve() for module in modules]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return ()
+    # The folder may come from an untrusted source.
     if not all(place.is_relative_to(folder.resolve()) for place in places):
-        raise CheckpointError(
-            f"{folder / MODULES} names a folder outside its own", hint="Don't use this folder."
-        )
+        raise CheckpointError(f"{folder / MODULES} names an outside folder", hint="Don't use this folder.")
     return modules
 
 
@@ -67,10 +66,8 @@ def embedding_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
     root = sentence_folder(transformer)
     if root is None or json_object(root, _WHOLE).get("model_type") == "CrossEncoder":
         return None
-    older = {
-        "sentence_transformers",
-        "sbert_ce_default_activation_function",
-    }  # settings of older cross-encoders
+    # Older cross-encoders are known only by these settings.
+    older = {"sentence_transformers", "sbert_ce_default_activation_function"}
     return root if older.isdisjoint(json_object(root, "config.json")) else None
 
 
@@ -99,7 +96,7 @@ def pooling_of(folder: pathlib.Path) -> Pooling:
     if odd := [mode for mode in modes if mode not in _POOLS.values()]:
         raise IncompatibleModelsError(
             f"{folder} pools by {odd[0]!r}; expected {', '.join(_POOLS.values())}",
-            hint="Restore its Pooling from the original.",
+            hint="Restore the original Pooling.",
         )
     return Pooling(modes, stated.get("include_prompt") is not False)
 
@@ -135,9 +132,9 @@ def require_followed(folder: pathlib.Path) -> None:
     other += [module.kind for module in others if module.kind not in _FOLLOWED]
     if other:
         raise IncompatibleModelsError(
-            f"{folder} (sentence-transformers) has the unsupported module {other[0]}; expected a Transformer, then "
+            f"{folder} (sentence-transformers): unsupported module {other[0]}; expected Transformer, then "
             f"{', '.join(_FOLLOWED)}",
-            hint=f"To merge its transformer alone, give a copy of that one's folder without {MODULES}.",
+            hint=f"To merge only its transformer, copy that folder without {MODULES}.",
         )
 
 
@@ -146,11 +143,11 @@ def reading_notices(folder: pathlib.Path) -> Iterator[str]:
     steps = [module.kind for module in modules_of(folder)[1:] if module.kind not in ("Pooling", "Dropout")]
     later = f", then by {', '.join(steps)}" if steps else ""
     yield (
-        f"{folder} (sentence-transformers): the final feature is the text embedding, pooled from tokens by "
-        f"{pooling_of(folder).said}{later}; saved folders keep these modules"
+        f"{folder} (sentence-transformers): the final feature is the text embedding, pooled by "
+        f"{pooling_of(folder).said}{later}; these modules are saved unchanged"
     )
     if prompt := prompts_of(folder).default:
-        yield f"{folder}: {prompt!r} precedes every text, as in its library; a task's `prompt` replaces it"
+        yield f"{folder}: {prompt!r} precedes every text; a task's `prompt` replaces it"
 
 
 def require_same_reading(base: pathlib.Path | None, other: pathlib.Path | None) -> str:
@@ -158,27 +155,26 @@ def require_same_reading(base: pathlib.Path | None, other: pathlib.Path | None) 
     roots = [embedding_folder(folder) for folder in (base, other)]
     if roots[1] is None:
         return ""
-    hint = f"Train it with the base's modules; or give its transformer's folder without {MODULES}."
+    hint = f"Train it with the base's modules, or give its transformer without {MODULES}."
     of_base, later = ([] if root is None else _weights_behind(root) for root in roots)
     if later != of_base:
         place = (later or of_base)[0][0]
         raise IncompatibleModelsError(
-            f"{roots[1]}: what reads its transformer ({place}) has other weights than the base's, and only "
-            "transformers are merged",
-            hint=f"Train it with the base's {place} frozen; or give its transformer's folder without {MODULES}.",
+            f"{roots[1]}: the weights of {place} differ from the base's, and only transformers are merged",
+            hint=f"Freeze {place} in training, or give its transformer without {MODULES}.",
         )
     if roots[0] is None:
         return ""
     of_base_pool, pool = (pooling_of(root) for root in roots if root is not None)
     if pool[:2] != of_base_pool[:2]:
-        prompt = "" if pool.modes != of_base_pool.modes else ", one of them without its prompt"
+        prompt = "" if pool.modes != of_base_pool.modes else ", one without its prompt"
         raise IncompatibleModelsError(
-            f"{roots[1]} pools the tokens of a text by {pool.said}, the base by {of_base_pool.said}{prompt}",
+            f"{roots[1]} pools by {pool.said}, the base by {of_base_pool.said}{prompt}",
             hint=hint,
         )
     ends = [[module.kind == "Normalize" for module in modules_of(root)].count(True) for root in roots if root]
     if ends[0] != ends[1]:
-        return f"of {roots[1]} and the base only one normalizes embeddings; here they are as the base's"
+        return f"only one of {roots[1]} and the base normalizes embeddings; the base's setting is used"
     return ""
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from driftlens.utils.errors import CheckpointError, NumericsError
 from driftlens.utils.rounding import Change
 
+# Number types by their names in safetensors headers.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -38,12 +39,11 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The names of number types in the file format."""
 
 K = TypeVar("K", bound=Hashable)
 
+# Bytes up to which a file stays open: opening a small file takes longer than reading a tensor of it.
 KEPT_OPEN = 16 << 20
-"""Bytes up to which a file stays open: opening a small one takes longer than reading a tensor of it."""
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,7 @@ class SafetensorsSource:
             keys: list[str] = file.keys()
             self.headers = {key: _header(self.name, key, file.get_slice(key)) for key in keys}
         if not self.headers:
-            raise CheckpointError(
-                f"{path} holds no tensors", hint="Save the model again; this file is empty."
-            )
+            raise CheckpointError(f"{path} holds no tensors", hint="The file is empty; save the model again.")
         self._kept = safe_open(path, framework="pt") if path.stat().st_size <= KEPT_OPEN else None
         self._mapped: dict[str, Tensor] = {}
         self._stamp = _stamp(path)
@@ -192,6 +190,7 @@ class SafetensorsSource:
             if key not in self._mapped:
                 self._mapped[key] = _piece(self._kept, key, None)
             mapped = self._mapped[key]
+            # A copy, since later reads share the mapping.
             return (mapped if rows is None else mapped[slice(*rows)]).clone()
         # Opened anew for each read: the file stays mapped only as long as the tensor lives, so that resident
         # memory is what is in use, and changes to a returned tensor do not affect later reads.
@@ -210,7 +209,7 @@ def _opened(path: pathlib.Path) -> Iterator[Any]:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path} is not a complete safetensors file: {error}",
-            hint="Copy or download it again; it was cut short or changed on the way.",
+            hint="It may be truncated; copy or download it again.",
         ) from error
 
 
@@ -232,8 +231,8 @@ def _header(name: str, key: str, piece: Any) -> TensorHeader:
     dtype = DTYPES.get(piece.get_dtype())
     if dtype is None:
         raise CheckpointError(
-            f"{name}: tensor {key!r} has the unsupported number type {piece.get_dtype()}",
-            hint="Quantized weights can't be compared; save the model in float16 or wider.",
+            f"{name}: tensor {key!r} has the unsupported dtype {piece.get_dtype()}",
+            hint="Save the model in float16 or wider; quantized weights can't be compared.",
             key=key,
         )
     return TensorHeader(tuple(piece.get_shape()), dtype)
@@ -243,6 +242,7 @@ def promoted(*dtypes: torch.dtype) -> torch.dtype:
     """Return the narrowest dtype that holds all of these; one-byte floats count as float16."""
     if len({*dtypes}) == 1:
         return dtypes[0]
+    # `torch.promote_types` refuses one-byte floats.
     halves = (torch.float16 if dtype.is_floating_point and dtype.itemsize == 1 else dtype for dtype in dtypes)
     return functools.reduce(torch.promote_types, halves)
 
@@ -276,6 +276,7 @@ class Table(Tensor):
         """Call `func` with the matrix in the dtype of the computation."""
         named = dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
+            # With `max_norm`, the lookup also rescales rows of the table in place.
             if func is F.embedding and isinstance(args[1], cls) and named.get("max_norm") is None:
                 return func(args[0], args[1].as_subclass(Tensor), *args[2:], **named).to(args[1]._wide)
             if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
@@ -342,7 +343,7 @@ def require_key(source: StateSource, key: str) -> None:
     if key in source.headers:
         return
     near = difflib.get_close_matches(key, source.headers, n=1)
-    hint = f"The nearest key is {near[0]!r}." if near else f"It holds {len(source.headers)} tensors."
+    hint = f"Did you mean {near[0]!r}?" if near else f"It holds {len(source.headers)} tensors."
     raise CheckpointError(f"{source.name} holds no tensor {key!r}", hint=hint, key=key)
 
 
@@ -351,6 +352,7 @@ def content_digest(source: StateSource, keys: Iterable[str] | None = None) -> st
     digest = hashlib.sha256()
     for key in sorted(source.headers if keys is None else keys):
         tensor = source.read(key)
+        # Bytes alone would not tell a matrix from its reshaped copy, or int32 from float32.
         digest.update(json.dumps([key, str(tensor.dtype), list(tensor.shape)]).encode())
         digest.update(raw_bytes(tensor))
     return digest.hexdigest()
@@ -359,11 +361,12 @@ def content_digest(source: StateSource, keys: Iterable[str] | None = None) -> st
 def raw_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes in row-major order, without a copy if possible."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
+    # As bytes, because numpy has neither bfloat16 nor one-byte floats.
     return memoryview(flat.view(torch.uint8).numpy().data)
 
 
-BROKEN = "The checkpoint is broken, or overflowed when it was cast; save it again from the original."
-"""What to do about numbers of a file that are none."""
+# Hint for NaN and infinite values.
+BROKEN = "It is damaged, or overflowed in a cast; save it again from the original."
 
 
 def check_finite(name: str, key: str, tensor: Tensor, hint: str = BROKEN) -> None:
@@ -379,21 +382,22 @@ def check_finite(name: str, key: str, tensor: Tensor, hint: str = BROKEN) -> Non
         return
     # One-byte floats know neither sums nor `isfinite`; float32 holds all their values.
     wide = tensor if tensor.dtype.itemsize > 1 else tensor.float()
+    # A finite sum proves that every entry is finite, in a fifth of the time of an entrywise test. The reverse
+    # does not hold: finite entries may add up to infinity.
     if torch.isfinite(wide.sum()):
-        # A sum is finite only if every entry is, and takes a fifth of the time of looking at each.
         return
     finite = torch.isfinite(wide)
     bad = finite.numel() - int(finite.sum())
     if bad:
         raise NumericsError(
-            f"{name}: tensor {key!r} holds {bad} NaN or infinite values of {finite.numel()}",
+            f"{name}: tensor {key!r} holds {bad} NaN or infinite values out of {finite.numel()}",
             hint=hint,
             key=key,
         )
 
 
+# Elements compared per tensor when a model is not read completely.
 LOOKED_AT = 1 << 12
-"""Elements of each tensor that are compared when a model is not read completely."""
 _ORDERED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -412,6 +416,7 @@ def change_of(start: Tensor, end: Tensor, dtype: torch.dtype) -> Change:
     norm = float(start.double().square().sum())
     if not (changed := int(differs.sum())):
         return Change(name, start=norm)
+    # In steps of `dtype`: rounding removes a change of 0, and one of 1 is as small as the type allows.
     apart = (_ordinal(start.to(dtype)) - _ordinal(end.to(dtype)))[differs]
     steps = {count: int((apart.abs() == count).sum()) for count in (0, 1)}
     energy = float((end - start).double().square().sum())
@@ -421,6 +426,7 @@ def change_of(start: Tensor, end: Tensor, dtype: torch.dtype) -> Change:
 def _ordinal(tensor: Tensor) -> Tensor:
     """Map floating-point numbers to integers of the same order, neighbours one apart; both zeros are 0."""
     bits = tensor.contiguous().view(_ORDERED[tensor.dtype.itemsize]).long()
+    # Floats are stored as sign and magnitude: as integers, the negative ones would sort in reverse.
     most = (1 << (8 * tensor.dtype.itemsize - 1)) - 1
     return torch.where(bits < 0, -(bits & most), bits)
 

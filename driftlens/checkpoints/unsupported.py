@@ -11,13 +11,15 @@ from driftlens.utils.errors import CheckpointError, DriftLensError, Incompatible
 from driftlens.utils.files import plain_file
 
 LIVE = (
-    "Build it in your own code: `loader: python:module:function` (with --trust-code), or live modules in "
-    "`dl.analyze`, which take any module that runs a list of blocks one after the other."
+    "Build it in your own code: `loader: python:module:function` (with --trust-code), or pass live modules that "
+    "run a list of blocks to `dl.analyze`."
 )
 _ROUTES = {
-    "hf-auto": "The loader hf-auto takes it, with the path of its list of blocks in `architecture.blocks`.",
+    "hf-auto": "Use the loader hf-auto, and set `architecture.blocks` to the path of its blocks.",
     "": LIVE,
 }
+# Model types of transformers by loader. hf-decoder reads causal models, hf-vlm those with a vision tower,
+# hf-auto the others.
 MODEL_TYPES = {
     "hf-clip": ("clip", "clip_vision_model"),
     "hf-vit": ("deit", "dinov2", "dinov2_with_registers", "siglip", "siglip_vision_model", "vit"),
@@ -27,47 +29,44 @@ MODEL_TYPES = {
         *("nomic_bert", "gte", "jina_embeddings_v3"),
     ),
 }
-"""By loader, the model types of transformers that it reads.
-
-hf-decoder reads causal ones, hf-vlm those with a vision tower, hf-auto the others.
-"""
 _WITH_LM_HEAD = ("CausalLM", "LMHead")
 _NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+# Fragment of a key, the family that it reveals, and its loader. The first match counts, so a fragment of one
+# family precedes those that other families contain, too.
 _FAMILIES = (
-    ("visual.trunk.", "a timm trunk (SigLIP, EVA02, ConvNeXt and others)", ""),
-    ("attn_pool.", "a tower that pools by attention (CoCa)", ""),
-    ("attnpool.", "a ResNet of CLIP", ""),
+    ("visual.trunk.", "a timm trunk (SigLIP, EVA02, ConvNeXt)", ""),
+    ("attn_pool.", "an attention-pooled tower (CoCa)", ""),
+    ("attnpool.", "a CLIP ResNet", ""),
     ("head.probe", "a SigLIP tower", "hf-vit"),
-    ("self_attn.qkv.", "a tower with fused attention weights (BLIP, EVA)", ""),
+    ("self_attn.qkv.", "a tower with fused attention (BLIP, EVA)", ""),
     ("embeddings.class_embedding", "a CLIP saved by transformers", "hf-clip"),
     ("transformer.resblocks.", "a CLIP saved by open_clip", "open-clip"),
     ("lora_A.", "LoRA adapters", "adapters"),
     ("block_sparse_moe.", "a mixture of experts", "hf-decoder"),
     (".experts.", "a mixture of experts", "hf-decoder"),
     ("layer.0.SelfAttention.relative_attention_bias.", "a T5", "hf-t5"),
-    ("embeddings.cls_token", "a ViT, DeiT or DINOv2 of transformers", "hf-vit"),
-    ("blocks.0.attn.qkv.", "a vision transformer of timm", "timm"),
+    ("embeddings.cls_token", "a ViT, DeiT or DINOv2 (transformers)", "hf-vit"),
+    ("blocks.0.attn.qkv.", "a timm ViT", "timm"),
     (
         "encoder.layers.0.self_attn.",
-        "an encoder of transformers (a text tower, or another family's)",
+        "an encoder of transformers",
         "hf-auto",
     ),
     ("layers.0.self_attn.q_proj.", "a language model of transformers", "hf-decoder"),
     ("layer.0.attention.", "an encoder of transformers (BERT and similar)", "hf-encoder"),
     ("h.0.attn.c_attn.", "a GPT-2", "hf-decoder"),
-    ("stages.0.", "a convolutional network in stages", "timm"),
+    ("stages.0.", "a staged convolutional network", "timm"),
 )
-"""Fragment of a key, the family that it reveals, and its loader; the first match counts."""
 
 
+# Keys under which training checkpoints store the weights.
 STATE_DICT_KEYS = ("state_dict", "model", "model_state_dict")
-"""Where training checkpoints keep the weights."""
 
 
 def route(loader: str) -> str:
     """Return what to do with a model of another loader, or with one that no loader reads (empty name)."""
     if loader == "adapters":
-        return "Give the folder that peft saved, next to the base that it was trained on."
+        return "Give the folder that peft saved, together with its base."
     return _ROUTES.get(loader, f"Its loader is {loader}: set `architecture.loader`.")
 
 
@@ -82,8 +81,8 @@ class Family(NamedTuple):
     def remedy(self) -> str:
         """The remedy if other models have another family or loader."""
         way = route(self.loader)
-        alike = "Base, experts and merge have to be of one architecture. "
-        return f"{alike}{way[:-1]} if the others have it, too." if way.startswith("Its loader") else way
+        alike = "All models need the same architecture. "
+        return f"{alike}{way[:-1]} if all models match." if way.startswith("Its loader") else way
 
 
 def family_of_keys(keys: Collection[str]) -> Family | None:
@@ -109,9 +108,9 @@ def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> Incom
     loader = loader_of(config)
     what = f"a {kind} model ({named or 'no architecture named'})"
     if kind is None and loader:
-        what = {"timm": f"a timm model ({config.get('architecture')})"}.get(loader, "a model of open_clip")
+        what = {"timm": f"a timm model ({config.get('architecture')})"}.get(loader, "an open_clip model")
     mixture = f", a mixture of {count} experts" if (count := num_experts(config)) else ""
-    unknown = "The transformers that is installed knows no such model type. "
+    unknown = "The installed transformers lacks this model type. "
     hint = route(loader) if loader or kind in CONFIG_MAPPING else unknown + LIVE
     return IncompatibleModelsError(f"{source} is {what}{mixture}; expected {expected}", hint=hint)
 
@@ -121,6 +120,7 @@ def loader_of(config: Mapping[str, Any]) -> str:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = config.get("model_type")
+    # Only transformers writes `model_type`.
     if kind is None:
         if "model_cfg" in config or "vision_cfg" in config:
             return "open-clip"
@@ -158,7 +158,8 @@ def is_causal(config: Mapping[str, Any]) -> bool:
     if kind not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in CONFIG_MAPPING:
         return False
     stated = CONFIG_MAPPING[kind]
-    # Images and sounds come by configurations of their own; encoders that may be decoders, too, are trained as such.
+    # Models of images and sounds have sub-configurations. Encoders that may also run as decoders (BERT) were
+    # trained as encoders.
     beside = set(getattr(stated, "sub_configs", ())) - {"attn_config"}
     is_other = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or getattr(stated, "is_encoder_decoder", False)
     named = (config.get("architectures") or [""])[0]
@@ -213,17 +214,17 @@ def require_plain(config: Mapping[str, Any], source: str) -> None:
     require_unquantised(config, source)
     if foreign := foreign_code(config):
         raise IncompatibleModelsError(
-            f"{source} needs remote code, which is never run (auto_map: {foreign})", hint=LIVE
+            f"{source} needs remote code, which is not run (auto_map: {foreign})", hint=LIVE
         )
 
 
+# Methods whose weights can only be dequantized as they are loaded, with the class of transformers that does so.
 _LOADED_WIDE = {
     "mxfp4": "Mxfp4Config",
     "fp8": "FineGrainedFP8Config",
     "mxfp8": "FineGrainedFP8Config",
     "compressed-tensors": "CompressedTensorsConfig",
 }
-"""By the method of quantised weights, the class of transformers that has them widened as they are loaded."""
 
 
 def require_unquantised(config: Mapping[str, Any], source: str) -> None:
@@ -232,12 +233,11 @@ def require_unquantised(config: Mapping[str, Any], source: str) -> None:
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
         loaded = "from_pretrained(SOURCE).dequantize()"
-        # Once loaded, these can't be dequantized.
         if isinstance(method, str) and method in _LOADED_WIDE:
             loaded = f"from_pretrained(SOURCE, quantization_config={_LOADED_WIDE[method]}(dequantize=True))"
         raise IncompatibleModelsError(
             f"{source} holds quantised weights ({method or 'quantization_config in config.json'})",
-            hint=f"Give the weights it was made from, or save them anew: {loaded}.save_pretrained(OUT).",
+            hint=f"Give the original weights, or dequantize them: {loaded}.save_pretrained(OUT).",
         )
 
 
@@ -270,17 +270,17 @@ def running(source: str) -> Iterator[None]:
         raise
     except Exception as error:  # a foreign forward pass can raise anything
         kind, lines = type(error).__name__, [line.strip() for line in str(error).splitlines()] or [""]
+        # Some first lines end in a colon, with the cause in the second.
         cause = " ".join(lines[: 1 + lines[0].endswith(":")])
-        # As transformers calls it where a configuration has a value of another kind than it should.
-        hint = "Restore its configuration from the original." if kind.startswith("StrictDataclass") else LIVE
-        raise IncompatibleModelsError(
-            f"{source} can't be used as it is ({kind}: {cause})", hint=hint
-        ) from error
+        # transformers raises this for a value of the wrong type in a configuration.
+        hint = "Restore the original configuration." if kind.startswith("StrictDataclass") else LIVE
+        raise IncompatibleModelsError(f"{source} can't be used ({kind}: {cause})", hint=hint) from error
 
 
 def refuse_pointer(path: pathlib.Path) -> None:
     """Refuse what Git LFS leaves in the place of a file that was not fetched."""
     with plain_file(path).open("rb") as file:
+        # Read only the beginning: the file may be as large as a model.
         start = file.read(64)
     if start.startswith(b"version https://git-lfs"):
         raise CheckpointError(
@@ -292,7 +292,7 @@ def conversion(path: pathlib.Path) -> str:
     """Return how to save a pickled model as safetensors, with the warning that this runs code of the file."""
     target = str(path.with_suffix(".safetensors"))
     return (
-        "If you trust its author, convert it where its classes can be imported. This runs code from the file:\n"
+        "If you trust its author, convert it where its classes are importable. This runs its code:\n"
         f"model = torch.load({str(path)!r}, weights_only=False)\n"
         "state = model.state_dict()\n"
         f"safetensors.torch.save_file({{k: v.contiguous().clone() for k, v in state.items()}}, {target!r})"

@@ -18,6 +18,7 @@ from driftlens.utils.files import from_json, plain_file
 if TYPE_CHECKING:
     from driftlens.checkpoints.tensor_sources import StateSource
 
+# Weight files of a folder in order of preference: safetensors can be read without building objects.
 WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -26,7 +27,6 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""Names under which weights are looked for in a folder, best first."""
 ADAPTER = "adapter_config.json"
 
 
@@ -48,7 +48,7 @@ def weight_map(index: pathlib.Path) -> Mapping[str, str]:
     ):
         raise CheckpointError(
             f"{index} is not an index of shards",
-            hint="It should be JSON with a `weight_map` from tensor names to files; download it again.",
+            hint="Expected JSON with a `weight_map` from tensor names to files; download it again.",
         )
     return shards
 
@@ -61,13 +61,13 @@ def weights_in(folder: pathlib.Path) -> pathlib.Path:
         # Copies of a Hub cache contain links to its blobs.
         if (folder / name).is_symlink():
             raise CheckpointError(
-                f"{folder / name} is a link to {(folder / name).readlink()}, which isn't there",
-                hint="Copy or download the folder again, with what its links lead to (cp -rL).",
+                f"{folder / name} is a broken link to {(folder / name).readlink()}",
+                hint="Copy or download the folder again, following links (cp -rL).",
             )
     there = some_of(sorted(entry.name for entry in folder.iterdir())) or "nothing"
     raise CheckpointError(
-        f"{folder} holds no weights; there is {there}",
-        hint=f"Expected one of {', '.join(WEIGHT_FILES)}; for another file or folder give its path.",
+        f"{folder} holds no weights; found {there}",
+        hint=f"Expected one of {', '.join(WEIGHT_FILES)}; give other files by path.",
     )
 
 
@@ -75,7 +75,8 @@ def shards(index: pathlib.Path, listed: Mapping[str, str]) -> dict[str, pathlib.
     """Return the files that an index lists, by name, without those that the model does not need."""
     files = {name: index.parent / name for name in sorted({*listed.values()})}
     there = {key.partition(".")[0] for key, name in listed.items() if files[name].is_file()}
-    # A part of the model that no file holds, like those for training alone; a head is its own part.
+    # Published folders may leave out shards of parts that only training uses. A missing head is never one of
+    # these: the model could not answer without it.
     needed = {name for key, name in listed.items() if key.partition(".")[0] in there or "head" in key}
     files = {name: path for name, path in files.items() if not there or name in needed}
     for name, path in files.items():
@@ -86,7 +87,7 @@ def shards(index: pathlib.Path, listed: Mapping[str, str]) -> dict[str, pathlib.
             )
         if not path.is_file():
             raise CheckpointError(
-                f"{path} is missing, though {index.name} lists it", hint="Download or copy the missing shard."
+                f"{path} is missing, but {index.name} lists it", hint="Download or copy the missing shard."
             )
     return files
 
@@ -113,10 +114,7 @@ def open_file(path: pathlib.Path) -> StateSource:
 
 
 def _open_shards(index: pathlib.Path) -> StateSource:
-    """Open the shards of an index as one source and read all headers.
-
-    Tensors that only the index lists are left out; code that needs one reports it.
-    """
+    """Open the shards of an index as one source and read all headers."""
     from driftlens.checkpoints.tensor_sources import Composed
 
     listed = weight_map(index)
@@ -126,11 +124,13 @@ def _open_shards(index: pathlib.Path) -> StateSource:
         for key, shard in listed.items()
         if shard in sources and key in sources[shard].headers
     }
+    # A few tensors that only the index lists are left out, and code that needs one reports it; with most of
+    # them missing, the files belong to another model.
     if 2 * len(there) < len(listed):
         missing = next(key for key in listed if key not in there)
         raise CheckpointError(
-            f"{index} says that {missing!r} is in {listed[missing]}, but it is not",
-            hint="Shards and index belong to different models; download or save the folder again.",
+            f"{index} lists {missing!r} in {listed[missing]}, which lacks it",
+            hint="Index and shards do not match; download or save the folder again.",
         )
     return Composed(str(index.parent), there)
 
@@ -141,25 +141,22 @@ def folder_notices(source: StateSource) -> list[str]:
     folder = place.parent if place.name in WEIGHT_FILES else place
     if is_lora_folder(folder):
         whole = [name for name in WEIGHT_FILES if (folder / name).is_file()]
-        return (
-            [f"{folder} holds adapters and {whole[0]}; the adapters are read, on the base"] if whole else []
-        )
+        return [f"{folder} holds adapters and {whole[0]}; the adapters are used"] if whole else []
     ghosts = [key for key in shards_of(source) if key not in source.headers]
     named = some_of([*map(repr, ghosts)], 1)
-    return [f"{folder}: its index names {named}, which no file holds and nothing reads"] if ghosts else []
+    return [f"{folder}: its index lists {named}, missing from all files and unused"] if ghosts else []
 
 
+# The first version whose `weights_only` reader has no known vulnerability.
 SAFE_TORCH = (2, 10)
-"""The first version whose `weights_only` reader has no known hole."""
+# Types that `torch.load` may build in addition to its own: training scripts save their command line.
 SAFE_TYPES: list[Any] = [argparse.Namespace]
-"""Types that `torch.load` may build besides its own: the command line that training scripts save next to weights."""
 
 
 def _open_torch_file(path: pathlib.Path) -> StateSource:
     """Open a PyTorch checkpoint that holds tensors, memory-mapped where its format allows that.
 
-    Training checkpoints may keep the weights under `state_dict`, `model` or `model_state_dict`. The prefix `module.`
-    of distributed training is removed.
+    Training checkpoints may keep the weights under `state_dict`, `model` or `model_state_dict`.
 
     Raises:
         CheckpointError: The file is damaged, holds no tensors, or holds objects that only code could build.
@@ -181,20 +178,22 @@ def _open_torch_file(path: pathlib.Path) -> StateSource:
         tensors = {}
     if not tensors:
         raise CheckpointError(
-            f"{path} holds no weights, but a {type(content).__name__} without tensors in it",
-            hint=f"Save `model.state_dict()`, flat or under one of {', '.join(STATE_DICT_KEYS)}, best as safetensors.",
+            f"{path} holds a {type(content).__name__} without tensors, expected weights",
+            hint=f"Save `model.state_dict()` as safetensors, or under {', '.join(STATE_DICT_KEYS)}.",
         )
+    # Half of a model must not pass for all of it.
     nested = next(
         (key for key, value in content.items() if key not in tensors and _holds_weights(value)), None
     )
     if nested is not None:
         raise CheckpointError(
-            f"{path}: its entry {str(nested)[:40]!r} holds weights too, which would be left out",
-            hint=f"Save the weights alone, flat or under one of {', '.join(STATE_DICT_KEYS)}, best as safetensors.",
+            f"{path}: the entry {str(nested)[:40]!r} also holds weights, which would be ignored",
+            hint=f"Save all weights as safetensors, or under {', '.join(STATE_DICT_KEYS)}.",
         )
     for key, value in tensors.items():
         if value.layout != torch.strided or value.is_quantized:
             raise CheckpointError(f"{path}: tensor {key!r} is sparse or quantised", hint="Save it dense.")
+    # DistributedDataParallel holds the model as its submodule `module`.
     prefix = "module." if all(key.startswith("module.") for key in tensors) else ""
     return TensorsSource(str(path), {key.removeprefix(prefix): value for key, value in tensors.items()})
 
@@ -213,7 +212,7 @@ def _load(path: pathlib.Path) -> Any:
 
     if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE_TORCH:
         raise CheckpointError(
-            f"{path} is not read with torch {torch.__version__}, whose reader can be made to run code (CVE-2026-24747)",
+            f"{path} can run code when torch {torch.__version__} reads it (CVE-2026-24747)",
             hint=f"Install torch {SAFE_TORCH[0]}.{SAFE_TORCH[1]} or newer, or convert the file to safetensors.",
         )
     try:
@@ -224,12 +223,13 @@ def _load(path: pathlib.Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # a damaged file can raise anything
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
+        # PyTorch goes from the cause to the advice to allow the type, which would run the file's code.
         reason = reason.splitlines()[0].partition(". ")[0].partition(" was not an allowed global")[0]
         if isinstance(error, pickle.UnpicklingError) or "TorchScript" in reason:
             raise CheckpointError(
-                f"{path} holds more than tensors, so it is not read ({reason})", hint=conversion(path)
+                f"{path} holds objects other than tensors ({reason})", hint=conversion(path)
             ) from error
         raise CheckpointError(
             f"{path} is not a complete PyTorch checkpoint ({reason})",
-            hint="Copy or download it again, if it was cut short on the way.",
+            hint="It may be truncated; copy or download it again.",
         ) from error

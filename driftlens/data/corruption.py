@@ -19,16 +19,16 @@ from driftlens.data.samples import SampleSet, drawing
 from driftlens.data.sources import Picture
 from driftlens.utils.errors import DataError, SpecError, did_you_mean
 
+# [h, w, 3], from 0 to 1.
 Pixels = NDArray[np.float64]
-"""[h, w, 3], from 0 to 1."""
+# image, severity from 0 (slight) to 4, random generator -> corrupted image.
 Change = Callable[[Pixels, int, np.random.Generator], Pixels]
-"""A picture, the severity from 0 (slight) to 4, what draws at random -> the corrupted picture."""
 
 CLEAN = "none"
+# The severity in FeatCal's table.
 SEVERITY = 3
-"""The paper's."""
+# Side in pixels of ImageNet-C's images, to which its lengths refer.
 _SIDE = 224
-"""Pixels of a picture of ImageNet-C, to which its lengths belong."""
 
 
 def parse(word: str) -> tuple[str, int]:
@@ -38,11 +38,11 @@ def parse(word: str) -> tuple[str, int]:
         return CLEAN, 0
     if kind not in CORRUPTIONS:
         raise SpecError(
-            f"no corruption is called {kind!r}; there are {', '.join((CLEAN, *CORRUPTIONS))}",
-            hint=did_you_mean(kind, CORRUPTIONS) or "Name one of these, with a severity: fog:5.",
+            f"unknown corruption {kind!r}, expected {', '.join((CLEAN, *CORRUPTIONS))}",
+            hint=did_you_mean(kind, CORRUPTIONS) or "Add a severity after a colon: fog:5.",
         )
     if colon and severity not in set("12345"):
-        raise SpecError(f"corruption {word!r}: the severity is {severity!r}, expected a number from 1 to 5")
+        raise SpecError(f"corruption {word!r}: severity {severity!r}, expected 1 to 5")
     return kind, int(severity or SEVERITY)
 
 
@@ -66,8 +66,8 @@ def corrupted(samples: SampleSet, corruption: str, seed: int) -> SampleSet:
     picture, preprocess = samples.picture, samples.preprocess
     if picture is None or preprocess is None:
         raise DataError(
-            f"task {samples.task}: only pictures can be corrupted, and its samples are none that a data source holds",
-            hint="Name image data in the spec, or leave `corruption` out.",
+            f"task {samples.task}: only images of a data source can be corrupted",
+            hint="Use image data, or remove `corruption`.",
         )
 
     def load(positions: Sequence[int]) -> Any:
@@ -95,7 +95,9 @@ def corrupt(picture: Picture, kind: str, severity: int, drawn: tuple[int, str]) 
     image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
     pixels = np.asarray(image.convert("RGB"), dtype=np.float64) / 255
     seed, name = drawn
+    # The kind is part of the seed, so that kinds do not share their noise.
     corrupted_pixels = CORRUPTIONS[kind](pixels, severity - 1, drawing(seed, f"{kind}/{name}"))
+    # The cast truncates; half a level more rounds to nearest.
     return np.asarray(np.clip(corrupted_pixels, 0, 1) * 255 + 0.5, dtype=np.uint8)
 
 
@@ -131,6 +133,7 @@ def _fog(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
 
 def _plasma(side: int, decay: float, random: np.random.Generator) -> Pixels:
     """Generate a fractal map from 0 to 1 by the diamond-square algorithm on a torus."""
+    # Halving the step needs a power of two; the caller crops.
     size = 2 ** math.ceil(math.log2(max(side, 2)))
     heights, step, wibble = np.zeros((size, size)), size, 100.0
     while step >= 2:
@@ -156,4 +159,3 @@ CORRUPTIONS: Mapping[str, Change] = MappingProxyType(
         "fog": _fog,
     }
 )
-"""The function of each kind."""

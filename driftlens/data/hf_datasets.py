@@ -46,8 +46,9 @@ def open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
     splits, name = _load(entry, access), getattr(entry, split)
     if name not in splits:
         raise DataError(
-            f"{entry.path}: no split {name!r}; there are {', '.join(splits)}", hint=did_you_mean(name, splits)
+            f"{entry.path}: no split {name!r}, expected {', '.join(splits)}", hint=did_you_mean(name, splits)
         )
+    # A saved data set may have a format, such as torch, which would change the values of cells.
     rows, where = splits[name].with_format(None), f"{entry.path}, split {name}"
     origin = f"{entry.path}[{entry.config or ''}]:{name}"
     if entry.holds_texts:
@@ -77,9 +78,9 @@ def _pictures(
         images = [name for name, kind in rows.features.items() if isinstance(kind, Image)]
         raise DataError(
             f"{where}: the column {column!r} holds no images; image columns are {', '.join(images) or 'none'}",
-            hint="Set `image: COLUMN`, or cast the column: cast_column(name, datasets.Image()).",
+            hint="Set `image: COLUMN`, or use cast_column(name, datasets.Image()).",
         )
-    # Encoded, because decoding them `datasets` fetches any address and has Pillow start Ghostscript for PostScript.
+    # Not decoded by `datasets`, which would download any address and let Pillow start Ghostscript for PostScript.
     mode, encoded = (feature.feature if are_lists else feature).mode, Image(decode=False)
     images = rows.select_columns([column]).cast_column(
         column, type(feature)(encoded) if are_lists else encoded
@@ -95,16 +96,16 @@ def _pictures(
             if not any(source.is_relative_to(folder.resolve()) for folder in folders):
                 raise DataError(
                     f"{place}: no image, and the path {content['path']!r} is outside the data set",
-                    hint="Save the data set again with save_to_disk, which copies local files into it.",
+                    hint="Save it with save_to_disk, which copies local files.",
                 )
         picture = read_image(source, place)
         return picture.convert(mode) if mode else picture
 
-    def _of_row(row: int) -> Sequence[Callable[[], Picture]]:
+    def readers_of(row: int) -> Sequence[Callable[[], Picture]]:
         count = len(images[row][column] or ()) if are_lists else 1
         return [partial(read, row, position) for position in range(count)]
 
-    return _of_row
+    return readers_of
 
 
 def _open_texts(entry: HfData, split: Split, rows: Any, where: str, origin: str) -> SplitView:
@@ -147,6 +148,7 @@ def open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> Spli
     shards = _shards(Path(place))
     origin = _origin(entry, place, shards)
     rows = read_shards(shards)
+    # Names with two underscores are the library's own columns.
     endings = [name for name in rows.column_names if not name.startswith("__")]
     by_ending = {name.lower(): name for name in endings}
     label = by_ending.get((entry.label or "").lower())
@@ -156,7 +158,7 @@ def open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> Spli
         raise DataError(
             f"{place}: members end in {', '.join(endings)}; expected one image"
             f"{f' and .{entry.label}' if entry.label else ''}",
-            hint="Name the members as `image: ENDING` and `label: ENDING`; `label: null` is for data without labels.",
+            hint="Set `image: ENDING` and `label: ENDING`; without labels, `label: null`.",
         )
     keys = zip(rows["__url__"], rows["__key__"], strict=True)
     ids = tuple(f"{Path(url).name}/{key}" for url, key in keys)
@@ -180,7 +182,7 @@ def _shards(place: Path) -> list[Path]:
     if not files:
         raise DataError(
             f"{place}: no tar files",
-            hint="Name a folder of them, one, or a pattern such as train-*.tar.",
+            hint="Give one, a folder, or a pattern such as train-*.tar.",
         )
     return files
 
@@ -195,8 +197,8 @@ def _origin(entry: WebdatasetData, place: str, shards: list[Path]) -> str:
         shared = sorted(set(of_split.values()) & set(other.values()))
         if shared and of_split != other:
             raise DataError(
-                f"{place}: {len(shared)} of its files hold calibration samples too, the first is {shared[0]}",
-                hint="Name each file for one of both, or the same for both: then other samples are drawn of them.",
+                f"{place}: files shared with calibration: {len(shared)}, such as {shared[0]}",
+                hint="List different files, or the same ones in both splits, which then get different samples.",
             )
         place = entry.calibration if shared else place
     return str(Path(place).resolve())
@@ -206,18 +208,19 @@ def _load(entry: HfData, access: Access) -> Any:
     import datasets
 
     if Path(entry.path).is_dir():
+        # Devices and pipes may be endless, and the library would read them.
         for file in Path(entry.path).rglob("*"):
             plain_file(file)
         loaded = datasets.load_from_disk(entry.path)
         if not isinstance(loaded, datasets.DatasetDict):
             raise DataError(
-                f"{entry.path}: holds one data set without splits",
-                hint="Save one entry per split: DatasetDict(train=..., test=...).save_to_disk(path).",
+                f"{entry.path}: one data set without splits",
+                hint="Save its splits: DatasetDict(train=..., test=...).save_to_disk(path).",
             )
         return loaded
     if access.offline or datasets.config.HF_HUB_OFFLINE:
         return _cached(entry)
-    log.info("loading the data set %s from the Hugging Face Hub", entry.path)
+    log.info("loading data set %s from the Hugging Face Hub", entry.path)
     return datasets.load_dataset(entry.path, entry.config, revision=entry.revision)
 
 
@@ -242,7 +245,7 @@ def _cached(entry: HfData) -> Any:
         except Exception as error:  # the library's own errors
             flag = f" --revision {entry.revision}" if entry.revision else ""
             raise DataError(
-                f"{entry.path}: no such folder, and not in the local cache; nothing is downloaded while offline",
+                f"{entry.path}: no such folder, not in the local cache, and offline",
                 hint=f"Run once online: hf download --repo-type dataset {entry.path}{flag}",
             ) from error
         return datasets.load_dataset(folder, entry.config)

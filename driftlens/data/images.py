@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from driftlens.config.data import ImageFolderData, NpzArrays, NpzData, PythonData
 
 
+# Extensions of image files: the list of torchvision's ImageFolder.
 SUFFIXES = frozenset([".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"])
-"""Endings of image files, in either case; the list of torchvision's ImageFolder."""
+# Folders that operating systems add.
 _LEFT_BEHIND = frozenset(["$RECYCLE.BIN", "@eaDir", "__MACOSX", "__pycache__", "lost+found"])
-"""Folders that operating systems add."""
 
 
 @data_sources.register("imagefolder")
@@ -60,8 +60,8 @@ def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> S
     if is_labelled and len(nested) < len(images):
         loose = next(parts for parts in images if len(parts) == 1)
         raise DataError(
-            f"{folder}: holds images ({loose[0]}) next to class folders ({nested[0][0]})",
-            hint="Move the images into class folders, or the folders elsewhere; where folders are no classes, set "
+            f"{folder}: images ({loose[0]}) next to class folders ({nested[0][0]})",
+            hint="Move the images into class folders; if folders are not classes, set "
             f"`unlabelled: [{split}]`.",
         )
     classes = {parts[0] for parts in nested} if is_labelled else set()
@@ -73,7 +73,7 @@ def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> S
         class_names=tuple(sorted([*classes, *absent])) or None,
         label=lambda position: images[position][0] if is_labelled else None,
         read=lambda position: read_image(folder / ids[position]),
-        notices=tuple(f"{folder}: no images of the class {name!r}, which calibration has" for name in absent),
+        notices=tuple(f"{folder}: no images of calibration's class {name!r}" for name in absent),
     )
 
 
@@ -95,6 +95,7 @@ def _walk(top: Path) -> Iterator[tuple[str, ...]]:
     # Not the builder `imagefolder` of `datasets`: it takes the innermost folder for the class, passes over linked
     # folders, and writes a table of all files first (of 50,000 images in 14 seconds instead of one).
     for current, folders, files in os.walk(top, onerror=fail, followlinks=True):
+        # In place, because `os.walk` descends into what is left in the list.
         folders[:] = [name for name in folders if not _is_hidden(name)]
         parts = Path(current).relative_to(top).parts
         yield from ((*parts, name) for name in files if _is_image(name))
@@ -124,7 +125,7 @@ def read_image(source: Path | BinaryIO, where: str = "") -> Image:
     ):
         # Pillow would start Ghostscript to read it.
         if image.format == "EPS":
-            raise ValueError("it is PostScript, a program that would have to be run")
+            raise ValueError("PostScript is a program, which is not run")
         as_picture(image, f"{where or source}")
         return exif_transpose(image).convert("RGB")
 
@@ -154,10 +155,12 @@ def open_npz(entry: NpzData, split: Split, access: Access) -> SplitView:
             numbers = archive[labels]
             if numbers.shape != (shape[0],):
                 raise DataError(f"{file}, array {labels}: shape {list(numbers.shape)} for {shape[0]} images")
-            known = tuple(_decoded_values(archive["class_names"])) if "class_names" in archive.files else None
-            names, class_names = named(_decoded_values(numbers), known, f"{file}, array {labels}")
+            has_names = "class_names" in archive.files
+            listed_names = tuple(_decoded_values(archive["class_names"])) if has_names else None
+            names, class_names = named(_decoded_values(numbers), listed_names, f"{file}, array {labels}")
     prefix = images.removeprefix("x_")
 
+    # NumPy decompresses an array whole, so it is read once and kept.
     @functools.cache
     def pixels() -> np.ndarray[Any, np.dtype[Any]]:
         with _opened(file) as archive:
@@ -190,6 +193,7 @@ def _header(archive: Any, key: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return shape and dtype of an array, without its contents."""
     form = np.lib.format
     with archive.zip.open(f"{key}.npy") as stream:
+        # Version (1, 0) counts the header's bytes in two bytes, later ones in four.
         is_first = form.read_magic(stream) == (1, 0)
         read = form.read_array_header_1_0 if is_first else form.read_array_header_2_0
         shape, _, dtype = read(stream)
@@ -223,7 +227,7 @@ def open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
         item = items[position]
         if not isinstance(item, tuple) or len(item) != 2:
             raise DataError(
-                f"{where}[{position}] is {type(item).__name__}, expected a pair (image, label)",
+                f"{where}[{position}] is {type(item).__name__}, expected (image, label)",
                 hint="Without labels, return (image, None).",
             )
         return item

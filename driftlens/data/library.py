@@ -1,8 +1,7 @@
 """Data files: read by the library `datasets`, and described as spec entries.
 
 Entry points: `read_rows` for one file, `read_shards` for tar files, `column_names` for the header, `data_entry` for
-the
-spec entry, inferred from names of files, folders and columns.
+the spec entry, inferred from names of files, folders and columns.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from driftlens.utils.errors import DataError, SpecError
 from driftlens.utils.files import entries, from_json, plain_file
 
 PARQUET = (".parquet", ".pq")
+# UTF-8, with or without a byte order mark.
 UTF8 = "utf-8-sig"
-"""UTF-8, with or without a byte order mark."""
+# Bytes read of a first line for its column names: a file without line ends is not read whole.
 _LONGEST_LINE = 1 << 20
-"""Bytes of a file's first line that are read for its column names."""
 
 
 def _separator_of(file: Path) -> str:
@@ -58,15 +57,13 @@ def column_names(file: Path, encoding: str = UTF8, separator: str | None = None)
 
 
 def read_table(
-    file: Path, wanted: Collection[str | None], encoding: str | None = None, separator: str | None = None
+    file: Path, selected: Collection[str | None], encoding: str | None = None, separator: str | None = None
 ) -> dict[str, list[Any]]:
     """Read the columns of a CSV, TSV or Parquet file by name; unwanted columns of Parquet files are empty.
 
-    Cells of CSV files stay text; `datasets` would convert some to numbers and missing values.
-
     Args:
         file: its extension gives the format.
-        wanted: names of columns; others may be left out.
+        selected: names of columns; others may be left out.
         encoding: of CSV files; None for UTF-8.
         separator: of CSV files; None for the extension's default.
 
@@ -76,16 +73,17 @@ def read_table(
     encoding, separator = encoding or UTF8, separator or _separator_of(file)
     names = column_names(file, encoding, separator)
     if file.suffix.lower() in PARQUET:
-        columns = [name for name in names if name in wanted]
+        columns = [name for name in names if name in selected]
         read = read_rows("parquet", file, columns=columns)[:] if columns else {}
         return {name: [] for name in names} | dict(read)
     names = [name or f"column {place}" for place, name in enumerate(names)]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise DataError(f"{file}: several columns are called {twice[0]!r}", hint="Rename all but one.")
+        raise DataError(f"{file}: several columns named {twice[0]!r}", hint="Rename all but one.")
     if not names:
         return {}
     from datasets import Features, Value
 
+    # Cells stay text: `datasets` would turn 007 into 7, and NA into a missing value.
     settings = {"column_names": names, "header": 0, "index_col": False, "na_filter": False}
     text = Features({name: Value("string") for name in names})
     return dict(read_rows("csv", file, features=text, encoding=encoding, sep=separator, **settings)[:])
@@ -113,7 +111,7 @@ def read_shards(shards: Sequence[Path]) -> Any:
 
 
 def _require_whole(shard: Path) -> None:
-    """Raise if a tar file is damaged; the library would treat the damage as the end of the file."""
+    """Raise if a tar file is damaged."""
     with tarfile.open(plain_file(shard)) as tar:
         for member in tar:
             # A negative size would make tarfile loop forever.
@@ -121,6 +119,8 @@ def _require_whole(shard: Path) -> None:
                 raise ValueError(f"{member.name} has {member.size} bytes")
         assert tar.fileobj is not None
         tar.fileobj.seek(tar.offset)
+        # A tar file ends in a block of zeros. The library takes any other block for the end, too, and would drop
+        # the samples after it.
         if any(tar.fileobj.read(tarfile.BLOCKSIZE)):
             raise ValueError(f"damaged after byte {tar.offset}")
 
@@ -128,10 +128,9 @@ def _require_whole(shard: Path) -> None:
 def _load(builder: str, files: Sequence[Path], **options: Any) -> Any:
     import datasets
 
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = (
-        # Otherwise every read of a local file contacts the Hub.
-        False
-    )
+    # Otherwise every read of a local file contacts the Hub.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    # The library reads `[` and `*` in paths as patterns.
     paths = [glob.escape(str(plain_file(file).resolve(strict=True))) for file in files]
     with quiet(), warnings.catch_warnings():
         # pandas cuts rows that are longer than the header, and warns.
@@ -155,10 +154,10 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
+# Kinds of data by file extension.
 ROWS = {".npz": "npz", ".jsonl": "jsonl", ".csv": "table", ".tsv": "table", ".parquet": "table"}
-"""By the ending of a file, the kind of data that it holds."""
+# Common names of the splits for calibration and measurement.
 SPLITS = (("train", "calibration"), ("test", "val", "validation"))
-"""Common names of the splits for calibration and for measurement."""
 
 _TEXTS = ("input", "text", "prompt", "question", "instruction", "sentence", "query", "content")
 _ANSWERS = ("target", "label", "answer", "output", "response", "completion")
@@ -173,7 +172,7 @@ def data_entry(place: Path, *, reads: str) -> dict[str, str]:
         SpecError: there is no known data.
     """
     if not place.exists():
-        raise SpecError(f"--data: there is no file or folder {place}", hint="Check the path.")
+        raise SpecError(f"--data: no file or folder {place}", hint="Check the path.")
     path = str(place.resolve())
     entry = _split_entry(place, path)
     if entry is None and place.is_file() and place.suffix.lower() in ROWS:
@@ -183,8 +182,8 @@ def data_entry(place: Path, *, reads: str) -> dict[str, str]:
     if entry is None:
         raise SpecError(
             f"--data: unrecognized data format of {place}",
-            hint=f"Give a file ({', '.join(ROWS)}), a folder of images (a sub-folder a class, or none), or a folder "
-            "with train and test inside; for other kinds write a spec: `driftlens init`, then docs/data.md.",
+            hint=f"Give a file ({', '.join(ROWS)}), an image folder, or a folder with train and test. For other "
+            "kinds write a spec: `driftlens init`, docs/data.md.",
         )
     is_rows = entry["kind"] in ("jsonl", "table", "hf")
     return {**entry, **_columns(place, entry)} if reads == "text" and is_rows else entry
@@ -202,8 +201,8 @@ def _columns(place: Path, entry: dict[str, str]) -> dict[str, str]:
     text = next((name for name in _TEXTS if name in names), None)
     if text is None:
         raise SpecError(
-            f"--data: none of the columns of {place} has a name that texts usually have; there are {', '.join(names)}",
-            hint=f"Call the one with the texts `input`; known are {', '.join(_TEXTS)}.",
+            f"--data: no text column found in {place}; its columns are {', '.join(names)}",
+            hint=f"Rename the text column to one of {', '.join(_TEXTS)}.",
         )
     answer = next((name for name in _ANSWERS if name in names), None)
     return {"input": text} | ({"target": answer} if answer else {})

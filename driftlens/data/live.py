@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from driftlens.config.data import TextEntry
 
 Inputs = dict[str, "Tensor"]
+# Key of the inputs of a batch that is a single tensor.
 _ONLY = ""
-"""The key under which a batch that is one tensor is kept."""
+# Entries of a mapping that hold labels; the others are inputs.
 _LABELS = ("labels", "label")
-"""Entries of a mapping that hold labels; the others are inputs."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,8 @@ def live_samples(
     """Sample `n` samples of a source at random and copy them to memory; ids are positions in the source.
 
     The data set of a shuffling loader is read in its own order. Of iterables of unknown length, the first `n` samples
-    are
-    taken. Sequences of different lengths are padded at the end if there is an attention mask. Notices report this and
-    all
-    dropped entries.
+    are taken. Sequences of different lengths are padded at the end if there is an attention mask. Notices report this
+    and all dropped entries.
 
     Args:
         task: with `seed` and `split`, determines the random samples.
@@ -105,12 +103,12 @@ def live_samples(
     positions, notices = None, list(opened.notices)
     if n is not None and opened.total is not None and n < opened.total:
         positions = shuffled(opened.total, seed, task=task, split=split)[:n]
-        notices.append(f"{n} of {opened.total} samples are drawn at random with seed {seed}")
+        notices.append(f"{n} of {opened.total} samples were sampled with seed {seed}")
     whole = _together(list(_read(opened, positions, n, where)), where)
     count, inputs = len(whole), whole.inputs
     if opened.total is None and count == n:
-        notices.append(f"the first {n} samples are taken; give a Dataset to have them drawn at random")
-    notices += [f"left out of every batch: {entry}" for entry in sorted(whole.dropped)]
+        notices.append(f"the first {n} samples are used; give a Dataset to sample at random")
+    notices += [f"ignored in every batch: {entry}" for entry in sorted(whole.dropped)]
     labels = None
     if whole.labels is not None:
         labels, remarks = _named(whole.labels, opened.class_names, class_names, where)
@@ -133,7 +131,7 @@ def live_samples(
 
 def live_texts(
     task: str,
-    given: Mapping[Split, tuple[Any, int | None]],
+    sources: Mapping[Split, tuple[Any, int | None]],
     entry: TextEntry,
     reader: TextReader,
     seed: int,
@@ -143,9 +141,8 @@ def live_texts(
 
     Args:
         task: the task's name.
-        given: per split (diagnosis, perhaps calibration) the rows and how many to keep (None: all). A row maps
-            columns to
-            values, or is a question, or a pair of question and answer.
+        sources: per split (diagnosis, perhaps calibration) the rows and how many to keep (None: all). A row maps
+            columns to values, or is a question, or a pair of question and answer.
         entry: the rules of a spec entry.
         reader: the tokenizer and its rules.
         seed: of the sampling.
@@ -154,10 +151,10 @@ def live_texts(
     if related := related_columns(entry):
         raise SpecError(
             f"texts[{task!r}]: {next(iter(related))} is not supported for rows in memory",
-            hint="Write pairs and queries to a JSON lines file, and name it in a spec.",
+            hint="Write them to a JSON lines file, and name it in a spec.",
         )
     sets, where, names = dict[str, SampleSet](), f"data[{task!r}]", (entry.input or "input", entry.answers)
-    for split, (rows, n) in given.items():
+    for split, (rows, n) in sources.items():
         pairs = [[row] if isinstance(row, str) else row for row in rows]
         values = [row if isinstance(row, Mapping) else dict(zip(names, row, strict=False)) for row in pairs]
         class_names = getattr((getattr(rows, "features", None) or {}).get(entry.answers), "names", None)
@@ -195,12 +192,12 @@ def _named(
         if names_of_data is not None or any(isinstance(label, str) for label in labels):
             require_same_classes(names, rows, where=where, all_of_head=False)
         chosen = tuple(class_name(label, rows, where) for label in labels)
-        return chosen, [f"the labels are numbers and index the head's classes: {labels[0]} is {chosen[0]!r}"]
+        return chosen, [f"numeric labels index the head's classes: {labels[0]} is {chosen[0]!r}"]
     place = {name: row for row, name in enumerate(rows)}
     apart = [label for label, name in zip(labels, chosen, strict=True) if label not in (name, place[name])]
     if not apart or chosen is not plain:
         return chosen, []
-    return chosen, [f"the labels are taken as names: {apart[0]} is row {place[str(apart[0])]} of the head"]
+    return chosen, [f"labels are used as names: {apart[0]} is row {place[str(apart[0])]} of the head"]
 
 
 def _opened(source: Any, batch_size: int, where: str) -> _Source:
@@ -217,8 +214,9 @@ def _opened(source: Any, batch_size: int, where: str) -> _Source:
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
         return _from_dataset(DataLoader(source, batch_size=batch_size), where)
     if isinstance(source, DataLoader) and source.batch_size is not None:
+        # By exact type: a subclass may choose samples, so its order is part of the data.
         if type(source.sampler) is RandomSampler:
-            notice = "the loader shuffles; its data set is read in its own order instead"
+            notice = "the loader shuffles; its data set is read in order instead"
             return _from_dataset(source, where, notice)
         if type(source.sampler) is SequentialSampler:
             return _from_dataset(source, where)
@@ -226,7 +224,7 @@ def _opened(source: Any, batch_size: int, where: str) -> _Source:
         return _in_memory([source] if _is_labelled_batch(source) else source, where)
     if isinstance(source, Iterator):
         raise DataError(
-            f"{where}: a {type(source).__name__} can be read only once",
+            f"{where}: a {type(source).__name__} is read only once",
             hint="Give list(batches) or a DataLoader.",
         )
     return _Source(lambda _: (_parsed(batch, where) for batch in source), None)
@@ -237,6 +235,7 @@ def _is_labelled_batch(source: Sequence[Any]) -> bool:
     if not isinstance(source, tuple) or len(source) != 2:
         return False
     inputs, labels = source
+    # A pair of label-like vectors is ambiguous; it counts as two batches.
     is_line = getattr(inputs, "ndim", 0) == 1
     return not is_line and getattr(labels, "ndim", 1) == 1 and bool(_class_labels(labels))
 
@@ -256,7 +255,7 @@ def _as_tensors(rows: Any, where: str) -> Any:
     pictures = [name for name, feature in columns if _is_hugging_face(feature, "features.image", "Image")]
     if pictures:
         raise DataError(
-            f"{where}: the column {pictures[0]!r} holds images, expected the model's inputs",
+            f"{where}: column {pictures[0]!r} holds images, expected model inputs",
             hint="Preprocess them: data.with_transform(lambda rows: {**processor(rows["
             f'"{pictures[0]}"], return_tensors="pt"), "label": rows["label"]}}).',
         )
@@ -323,14 +322,14 @@ def _read(source: _Source, positions: Sequence[int] | None, n: int | None, where
     """Yield batches up to `n` samples; the first is read twice and compared."""
     probe = next(source.start(positions), None)
     if probe is None:
-        raise DataError(f"{where}: no batches", hint="Give at least one batch with one sample.")
+        raise DataError(f"{where}: no batches", hint="Give at least one sample.")
     left = n
     for index, part in enumerate(source.start(positions)):
         if index == 0 and not _same(probe.inputs, part.inputs):
             raise DataError(
-                f"{where}: the first batch differs when it is drawn again",
-                hint="Every model must see the same samples: no random augmentation, and shuffle=False where "
-                "batches come from anything but a DataLoader.",
+                f"{where}: the first batch differs when read again",
+                hint="Every model must see the same samples: remove random augmentation, and shuffle only "
+                "in a DataLoader.",
             )
         yield part if left is None else part.pick(range(min(left, len(part))))
         left = None if left is None else left - len(part)
@@ -340,6 +339,7 @@ def _read(source: _Source, positions: Sequence[int] | None, n: int | None, where
 
 def _same(one: Inputs, other: Inputs) -> bool:
     """Return True if two batches are bit-identical, NaN included."""
+    # NaN differs from itself, so `torch.equal` would reject equal batches that contain it.
     return one.keys() == other.keys() and all(
         a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
         for a, b in ((one[name], other[name]) for name in one)
@@ -363,7 +363,7 @@ def _parsed(batch: Any, where: str) -> _Part:
                 else type(second).__name__
             )
             raise DataError(
-                f"{where}: the second entry of a batch is {form}, expected labels: whole numbers [n]",
+                f"{where}: the second entry of a batch is {form}, expected integer labels [n]",
                 hint="Put several inputs into a dict of tensors.",
             )
         dropped |= {"what follows the labels"} if rest[1:] else set()
@@ -379,14 +379,13 @@ def _parsed(batch: Any, where: str) -> _Part:
     odd = [value for value in inputs.values() if not isinstance(value, Tensor) or value.dim() == 0]
     if odd or not inputs:
         raise DataError(
-            f"{where}: a batch holds {type(odd[0]).__name__ if odd else nothing}, expected tensors whose first axis "
-            "is the sample",
-            hint="A batch is a tensor, a dict of tensors, or one of these with labels: (inputs, labels).",
+            f"{where}: a batch holds {type(odd[0]).__name__ if odd else nothing}, expected tensors [n, ...]",
+            hint="Give a tensor, a dict of tensors, or one of these with labels: (inputs, labels).",
         )
     lengths = sorted({len(entry) for entry in (*inputs.values(), labels) if entry is not None})
     if len(lengths) > 1 or 0 in lengths:
         raise DataError(
-            f"{where}: lengths within a batch are {lengths}", hint="One row per sample, at least one."
+            f"{where}: a batch has lengths {lengths}", hint="Give one row per sample, at least one."
         )
     on_cpu = {name: tensor.detach().cpu() for name, tensor in inputs.items()}
     return _Part(on_cpu, labels, frozenset(dropped | texts))
@@ -408,9 +407,7 @@ def _together(parts: Sequence[_Part], where: str) -> _Part:
         part.inputs.keys() != parts[0].inputs.keys() or (part.labels is None) != (parts[0].labels is None)
         for part in parts
     ):
-        raise DataError(
-            f"{where}: batches differ in what they hold", hint="Give every batch the same entries."
-        )
+        raise DataError(f"{where}: batches have different entries", hint="Give every batch the same entries.")
     inputs = {name: torch.cat(_of_one_length(name, parts)) for name in parts[0].inputs}
     labels = [label for part in parts for label in part.labels or ()]
     dropped = frozenset().union(*(part.dropped for part in parts))
@@ -427,6 +424,7 @@ def _of_one_length(name: str, parts: Sequence[_Part]) -> list[Tensor]:
         return tensors
     masks = [mask_beside(part.inputs, name) for part in parts]
     pairs = list(zip(tensors, masks, strict=True))
+    # Only a sequence as long as its mask may grow: padding anything else would change its meaning.
     are_masked = all(mask is not None and tensor.shape[:2] == mask.shape for tensor, mask in pairs)
     if not are_masked or len({shape[1:] for shape in shapes}) > 1:
         return tensors

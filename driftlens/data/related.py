@@ -31,9 +31,8 @@ class _Passages:
     is_whole: bool = True
 
     def candidates(self, row: Related) -> list[int]:
-        """List the positions of the passages that a query searches; its own positives come last, so that ties count
-        as wrong.
-        """
+        """List the positions of the passages that a query searches, its own positives last."""
+        # Positives come last, so that a tie counts as wrong: a model that scores all alike gets nothing right.
         if self.is_whole:
             return list(range(len(self.texts)))
         return [place for name in (*row.negative, *row.positive) for place in self.keys.get(name, ())]
@@ -102,11 +101,11 @@ def related_in(
         values, place = row(position), where(position)
         shown = {key: _several(values.get(column), column, place) for key, column in related.items()}
         if "pair" in shown and len(shown["pair"]) != 1:
-            raise DataError(f"{place}: {entry.pair!r} is {len(shown['pair'])} texts, expected one")
+            raise DataError(f"{place}: {entry.pair!r} has {len(shown['pair'])} texts, expected one")
         if not shown.get("positive", ("",)):
             raise DataError(
-                f"{place}: {entry.positive!r} is empty, so nothing answers the query",
-                hint="Name what does, or leave the row out.",
+                f"{place}: {entry.positive!r} is empty, expected an answer",
+                hint="Add one, or remove the row.",
             )
         pair = "".join(shown.get("pair", ()))
         if pair and entry.prompt is not None:
@@ -125,7 +124,7 @@ def _several(value: Any, column: str, place: str) -> tuple[str, ...]:
     if odd := [one for one in values if isinstance(one, bool) or not isinstance(one, str | int | float)]:
         raise DataError(
             f"{place}: {column!r} holds {odd[0]!r}, expected text",
-            hint="A text, or a list of texts; in CSV files one text a row.",
+            hint="Give a text or a list of texts; in CSV files one text per row.",
         )
     return tuple(str(one) for one in values)
 
@@ -157,6 +156,7 @@ def comparison(
     if reader is not None:
         if entry.max_length is not None:
             reader = reader.limited(entry.max_length, f"data.{task}.max_length")
+        # A prompt in the spec replaces that of the model's folder.
         if entry.prompt is not None or (entry.corpus is not None and entry.corpus.prompt is not None):
             reader = replace(reader, lead="")
         elif reader.prompts is not None and entry.pair is None:
@@ -165,25 +165,24 @@ def comparison(
         passages = _passages(entry, rows, access)
         if lost := [number for number, row in enumerate(rows) if not passages.answers(row)]:
             raise DataError(
-                f"task {task}: test: {len(lost)} of {len(rows)} queries have no positive in the corpus; the first is "
+                f"task {task}: test: {len(lost)} of {len(rows)} queries have no positive in the corpus, such as "
                 f"sample {view.ids[drawn[lost[0]]]}, whose {entry.positive!r} is "
                 f"{', '.join(rows[lost[0]].positive)[:80]!r}",
-                hint="Positives must equal texts of the corpus, or values of its `key` column. Add them, or drop these "
-                "queries.",
+                hint="Add these positives to the corpus (as texts, or in its `key` column), or remove the queries.",
             )
         return Comparison(rows.__getitem__, reader, passages)
     for position in drawn:
         if math.isnan(number_of(target := view.read(position).target)):
             raise DataError(
-                f"task {task}: test sample {view.ids[position]} says {target!r} of how alike its pair is, "
+                f"task {task}: test sample {view.ids[position]} has the similarity {target!r}, "
                 "expected a number",
-                hint="Name the column of numbers as `target`.",
+                hint="Set `target` to the column of numbers.",
             )
     return Comparison(rows.__getitem__, reader)
 
 
+# Prompt names that sentence-transformers uses for passages.
 _PASSAGE = ("document", "passage", "corpus")
-"""What sentence-transformers looks for as the name of a passage's prompt."""
 
 
 def number_of(text: str) -> float:
@@ -210,6 +209,7 @@ def _passages(entry: TextEntry, rows: Sequence[Related], access: Access) -> _Pas
         "test": corpus.split or corpus.file,
     }
     fields |= dict.fromkeys(_COLUMNS) | {"corpus": None} | ({"file": None} if corpus.file else {})
+    # Kinds of data have different fields; the corpus is read as a test split of the same kind.
     own_fields = {name: value for name, value in fields.items() if name in type(entry).model_fields}
     view = open_split(entry.model_copy(update=own_fields), "test", access)
     texts: dict[str, int] = {}

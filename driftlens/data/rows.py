@@ -36,8 +36,8 @@ def columns_asked(entry: TextEntry) -> dict[str, str]:
     """Map the names in a prompt to their columns."""
     from driftlens.config.data import fields_of
 
-    asked = fields_of(entry.prompt or "{input}")
-    return {name: entry.input if name == "input" and entry.input is not None else name for name in asked}
+    names = fields_of(entry.prompt or "{input}")
+    return {name: entry.input if name == "input" and entry.input is not None else name for name in names}
 
 
 def text_view(
@@ -93,14 +93,14 @@ def text_view(
         fields = {name: _text(values, column, place) for name, column in prompt_columns.items()}
         if not any(text.strip() for text in fields.values()):
             raise DataError(
-                f"{place}: nothing is asked, {' and '.join(map(repr, prompt_columns.values()))} is empty",
-                hint="Leave such rows out, or name the column that holds the text as `input`.",
+                f"{place}: the text is empty ({', '.join(map(repr, prompt_columns.values()))})",
+                hint="Remove such rows, or set `input` to the text column.",
             )
         question = filled(entry.prompt or "{input}", fields)
         if beside is not None:
             images = tuple(beside(position))
             if not images:
-                raise DataError(f"{place}: no image is named", hint="Name one, or leave the row out.")
+                raise DataError(f"{place}: no image", hint="Add one, or remove the row.")
             return Pictured(question, target(position), images)
         return Text(question, target(position))
 
@@ -139,16 +139,16 @@ def as_texts(
     have = [bool(row.target) for row in rows]
     if any(have) and not all(have):
         raise DataError(
-            f"task {task}: {split} sample {samples.ids[have.index(False)]} has no target, others have",
-            hint="Give all rows one, or none.",
+            f"task {task}: {split} sample {samples.ids[have.index(False)]} has no target, others do",
+            hint="Give all rows a target, or none.",
         )
     form = None if reader is None else reader.form
     reads_images = isinstance(reader, PictureReader)
     if reader is not None and any(isinstance(row, Pictured) != reads_images for row in rows):
         content, reads = ("no images", "images and texts") if reads_images else ("images", "texts alone")
         raise DataError(
-            f"task {task}: {split} samples have {content}, and the model reads {reads}",
-            hint="Images with texts need the loader hf-vlm; `image: COLUMN` names them.",
+            f"task {task}: {split} samples have {content}, but the model reads {reads}",
+            hint="For images with texts use the loader hf-vlm and `image: COLUMN`.",
         )
     if reader is not None and entry.max_length is not None:
         reader = reader.limited(entry.max_length, f"data.{task}.max_length")
@@ -164,7 +164,7 @@ def as_texts(
     texts = Texts(rows.__getitem__, reader, answer, shown, compared)
     rows = [row._replace(target=texts.answered(row.target) if row.target else "") for row in rows]
     shown_rows = [row if shown == "target" else row._replace(target="") for row in rows]
-    on_answers = (f"{task}: calibration shows the expert's own greedy answers",) if shown == "expert" else ()
+    on_answers = (f"{task}: calibration uses the expert's greedy answers",) if shown == "expert" else ()
     read = reader or preprocess
     return replace(
         samples,
@@ -190,21 +190,22 @@ def _beside(
 
 
 def _too_long(
-    samples: SampleSet, given: Sequence[Text], entry: TextEntry, reader: TextReader
+    samples: SampleSet, texts: Sequence[Text], entry: TextEntry, reader: TextReader
 ) -> tuple[str, ...]:
     """Return a notice of how many rows are cut, if any; rows with images are only estimated from one."""
+    # Counting the tokens of an image means decoding it.
     if isinstance(reader, PictureReader):
-        reader(given[:1])
+        reader(texts[:1])
         return ()
-    long = [place for place, length in enumerate(reader.lengths(given)) if length > reader.max_length]
+    long = [place for place, length in enumerate(reader.lengths(texts)) if length > reader.max_length]
     if not long:
         return ()
     task = samples.task
-    count = f"{len(long)} of {len(given)} {samples.split} samples are longer than {reader.max_length} tokens"
+    count = f"{len(long)} of {len(texts)} {samples.split} samples are longer than {reader.max_length} tokens"
     if entry.too_long == "refuse":
         raise DataError(
-            f"task {task}: {count}, the first is {samples.ids[long[0]]}",
-            hint=f"Leave them out, set data.{task}.too_long: cut, or raise its max_length.",
+            f"task {task}: {count}, such as {samples.ids[long[0]]}",
+            hint=f"Remove them, set data.{task}.too_long: cut, or raise max_length.",
         )
     return (f"{task}: {count}; {reader.rule}",)
 
@@ -213,12 +214,12 @@ def _shown(task: str, entry: TextEntry, form: Form | None, has_targets: bool) ->
     """Return which answers calibration shows, by the entry or the data and model."""
     if form == "encoder":
         if entry.decoder_inputs is not None:
-            raise SpecError(f"data.{task}.decoder_inputs: the model has no decoder", hint="Take it out.")
+            raise SpecError(f"data.{task}.decoder_inputs: the model has no decoder", hint="Remove it.")
         return "none"
     if entry.decoder_inputs == "target" and not has_targets:
         raise DataError(
-            f"task {task}: decoder_inputs is target, but the calibration samples have no targets",
-            hint=f"Name their column as data.{task}.target, or set decoder_inputs: expert.",
+            f"task {task}: decoder_inputs is target, but calibration has no targets",
+            hint=f"Set data.{task}.target, or decoder_inputs: expert.",
         )
     # Without answers a decoder still reads its question; the decoder of an encoder-decoder would read nothing.
     unlabelled: Shown = "expert" if form == "encoder-decoder" else "none"
@@ -228,7 +229,7 @@ def _shown(task: str, entry: TextEntry, form: Form | None, has_targets: bool) ->
 def _text(values: Mapping[str, Any], column: str, where: str) -> str:
     value = values.get(column)
     if not isinstance(value, str | int | float) or isinstance(value, bool):
-        raise DataError(f"{where}: {column!r} is {value!r}, expected text; there are {', '.join(values)}")
+        raise DataError(f"{where}: {column!r} is {value!r}, expected text; columns are {', '.join(values)}")
     return str(value)
 
 
@@ -236,10 +237,12 @@ def _target(
     entry: TextEntry, value: Any, names: Sequence[str] | None, classes: Sequence[str] | None, where: str
 ) -> str:
     """Return the answer of a row's target; empty without one."""
+    # `datasets` marks unlabelled rows of a ClassLabel column with -1.
     if value is None or value == "" or (names is not None and value == -1):
         return ""
     if not isinstance(value, str | int | float):
         raise DataError(f"{where}: {entry.answers!r} is {value!r}, expected text or a number")
+    # As in JSON and YAML, not as Python prints a bool.
     spelled = [str(value).lower() if isinstance(value, bool) else str(value)]
     if names is not None and isinstance(value, int) and 0 <= value < len(names):
         spelled.append(names[value])
@@ -253,8 +256,8 @@ def _target(
         return answer
     key = "classes" if entry.words is None else "words"
     raise DataError(
-        f"{where}: the target {spelled[-1]!r} is not one of the {key}: {', '.join(allowed)}",
-        hint=f"{did_you_mean(spelled[-1], allowed)} Add it there, or leave the row out.".lstrip(),
+        f"{where}: target {spelled[-1]!r} is not in the {key}: {', '.join(allowed)}",
+        hint=f"{did_you_mean(spelled[-1], allowed)} Add it, or remove the row.".lstrip(),
     )
 
 
@@ -262,16 +265,14 @@ def _target(
 def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
     """Open the rows of a split's file; ids are line numbers from 1. Blank lines are skipped.
 
-    The library reads the lines, and each is parsed separately: its JSON reader would turn some texts into dates, and
-    a 1 in
-    a column with 2.5 into 1.0.
-
     Args:
         entry: the spec's entry.
         split: the split.
         access: permissions.
     """
     file = Path(getattr(entry, split))
+    # Read as lines and parsed here: the JSON reader of `datasets` would turn some texts into dates, and a 1 in
+    # a column with 2.5 into 1.0.
     rows: dict[str, dict[str, Any]] = {}
     for number, line in enumerate(read_rows("text", file, encoding=UTF8)[:].get("text", []), start=1):
         if line.strip():
@@ -291,8 +292,7 @@ def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
     """Open the images or texts of a split's rows; ids of images are their paths as written, ids of texts row numbers.
 
     Relative paths start at the file's folder. Labels are text, or numbers that index `classes`; only the test split
-    needs
-    them.
+    needs them.
 
     Args:
         entry: the spec's entry.
@@ -306,7 +306,7 @@ def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
     paths = columns[entry.paths]
     _require_there(paths, file.parent, where)
     if twice := [path for path, count in Counter(_places(paths, file.parent)).items() if count > 1]:
-        raise DataError(f"{where}: {twice[0]} occurs more than once", hint="Name every image once.")
+        raise DataError(f"{where}: {twice[0]} occurs more than once", hint="List every image once.")
     labels = [None if label == "" else label for label in columns.get(entry.label or "", [None] * len(paths))]
     names, class_names = named(labels, listed_classes(entry.classes), where)
     if split != "calibration" and getattr(entry, split) != entry.calibration:
@@ -338,17 +338,18 @@ def _open_texts(entry: TableData, split: Split) -> SplitView:
 
 
 def _rows(
-    entry: TableData, split: Split, wanted: Mapping[str, str | None]
+    entry: TableData, split: Split, column_of: Mapping[str, str | None]
 ) -> tuple[Path, str, str, Sequence[int], dict[str, list[Any]]]:
-    """Return a split's file, the name of its rows in messages, their place, their numbers and the wanted columns."""
+    """Return a split's file, the name of its rows in messages, their place, their numbers and the requested columns."""
     value = getattr(entry, split)
     file, where = Path(entry.file or value), f"{entry.file}, {entry.split} {value}" if entry.file else value
-    wanted = {**wanted, "split": entry.split if entry.file else None}
-    columns = read_table(file, wanted.values(), entry.encoding, entry.separator)
+    column_of = {**column_of, "split": entry.split if entry.file else None}
+    columns = read_table(file, column_of.values(), entry.encoding, entry.separator)
+    # Splits without scores need neither labels nor answers.
     optional = {"target"} if entry.target is None else set()
     optional |= {"label", "target", *related_columns(entry)} if split != "test" else set()
-    wanted = {key: column for key, column in wanted.items() if key not in optional or column in columns}
-    for key, column in wanted.items():
+    column_of = {key: column for key, column in column_of.items() if key not in optional or column in columns}
+    for key, column in column_of.items():
         if column is not None:
             require_column(column, columns, key, str(file))
     rows: Sequence[int] = range(max(map(len, columns.values()), default=0))
@@ -356,7 +357,7 @@ def _rows(
         splits = [str(chosen) for chosen in columns[entry.split]]
         rows = [row for row in rows if splits[row] == value]
     origin = f"{file.resolve()}[{entry.split}={value}]" if entry.file else str(file.resolve())
-    chosen = {column: [columns[column][row] for row in rows] for column in wanted.values() if column}
+    chosen = {column: [columns[column][row] for row in rows] for column in column_of.values() if column}
     return file, where, origin, rows, chosen
 
 
@@ -367,8 +368,8 @@ def _require_apart(entry: TableData, places: Iterable[str], where: str, origin: 
     shared = sorted(set(places).intersection(_places(listed, file.parent)))
     if shared and calibration != origin:
         raise DataError(
-            f"{where}: {len(shared)} of its images are calibration samples too, the first is {shared[0]}",
-            hint="Name each image for one of both, or the same rows for both: then other samples are drawn of them.",
+            f"{where}: images shared with calibration: {len(shared)}, such as {shared[0]}",
+            hint="List different images, or the same rows in both splits, which then get different samples.",
         )
 
 
@@ -383,6 +384,6 @@ def _require_there(paths: Sequence[Any], folder: Path, where: str) -> None:
     missing = [path for path in paths if not (folder / path).is_file()]
     if missing:
         raise DataError(
-            f"{where}: {len(missing)} of {len(paths)} images are not there, the first is {missing[0]}",
-            hint=f"Relative paths are resolved against {folder}.",
+            f"{where}: {len(missing)} of {len(paths)} images are missing, such as {missing[0]}",
+            hint=f"Paths are relative to {folder}.",
         )

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from driftlens.config.data import Views
     from driftlens.data.related import Comparison
 
+# Keys of the spec for the number of samples per split.
 COUNT_KEYS: Mapping[Split, str] = {"calibration": "n", "diagnosis": "n_diagnosis", "test": "n_test"}
-"""The spec's key for the number of samples of each split."""
+# Samples read to distinguish data sets with equal ids.
 _PROBES = 8
-"""Samples that are read to tell data from other data of the same ids."""
+# Attention masks; the second belongs to inputs whose names begin with `decoder_`.
 _MASKS = ("attention_mask", "decoder_attention_mask")
-"""Which tokens of a sequence count; the second is that of entries whose names begin with `decoder_`."""
 
 
 _parts: ContextVar[int] = ContextVar("batch_parts", default=1)
@@ -44,8 +44,7 @@ def halving_batches(
     """Yield a function that runs work, and repeats it with smaller batches when memory runs out.
 
     Batches are halved down to one sample. If `sums` did not fit, or nothing else helps, they move to the host. Work
-    must
-    start from the beginning whenever it is called.
+    must start from the beginning whenever it is called.
 
     Args:
         size: samples of the largest batch.
@@ -107,9 +106,9 @@ class Batch:
         parts = (self._part(row, row + 1).inputs for row in range(self.stop - self.start))
         return tuple(_digest(_unpadded(inputs)) for inputs in parts)
 
-    def _part(self, first: int, last: int) -> Batch:
-        inputs = cut(self.inputs, slice(first, last))
-        return Batch(self.start + first, min(self.stop, self.start + last), inputs, self.copied[first:last])
+    def _part(self, begin: int, end: int) -> Batch:
+        inputs = cut(self.inputs, slice(begin, end))
+        return Batch(self.start + begin, min(self.stop, self.start + end), inputs, self.copied[begin:end])
 
 
 def cut(inputs: Any, places: slice) -> Any:
@@ -121,8 +120,8 @@ def cut(inputs: Any, places: slice) -> Any:
     return inputs[places] if hasattr(inputs, "shape") else inputs
 
 
+# Answers that calibration shows a model: the data's, the expert's, or none.
 Shown = Literal["target", "expert", "none"]
-"""The answers that calibration shows a model: the data's, the expert's own, or none."""
 
 
 @dataclass(frozen=True)
@@ -202,14 +201,14 @@ class SampleSet:
         """Yield batches of the samples [start, stop), each read when needed."""
         end = len(self.ids) if stop is None else stop
         size = self.at_once
-        for first in range(start, end, size):
-            last = min(first + size, end)
+        for begin in range(start, end, size):
+            last = min(begin + size, end)
             copied = (
                 ()
                 if (original := self.original) is None
-                else tuple(original.digests[position % len(original)] for position in range(first, last))
+                else tuple(original.digests[position % len(original)] for position in range(begin, last))
             )
-            yield Batch(first, last, self.load(range(first, last)), copied)
+            yield Batch(begin, last, self.load(range(begin, last)), copied)
 
     def text(self, position: int) -> Text:
         """Return a sample's question and answer.
@@ -219,8 +218,8 @@ class SampleSet:
         """
         if self.texts is None:
             raise DataError(
-                f"task {self.task}: the {self.split} samples are no texts",
-                hint="Texts come from `kind: jsonl`, `table` or `hf`.",
+                f"task {self.task}: the {self.split} samples are not texts",
+                hint="Use `kind: jsonl`, `table` or `hf`.",
             )
         return self.texts.read(position)
 
@@ -264,7 +263,7 @@ def part_of(samples: SampleSet, positions: Sequence[int]) -> SampleSet:
         samples,
         ids=tuple(samples.ids[position] for position in chosen),
         labels=None if samples.labels is None else tuple(samples.labels[position] for position in chosen),
-        load=lambda wanted: samples.load([chosen[position] for position in wanted]),
+        load=lambda places: samples.load([chosen[place] for place in places]),
         texts=texts
         and replace(
             texts,
@@ -314,6 +313,7 @@ def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
     A sample is text, numbers, an image or tensor, or a mapping or sequence of these.
     """
     order = sorted(range(len(ids)), key=lambda position: ids[position])
+    # File names that are not valid UTF-8 contain surrogates, which a strict encoder refuses.
     digest = hashlib.sha256("\n".join(ids[position] for position in order).encode("utf-8", "surrogatepass"))
     for place in np.unique(np.linspace(0, len(order) - 1, _PROBES).astype(int)) if order else ():
         try:
@@ -346,7 +346,7 @@ def _contents(value: Any) -> Iterable[bytes]:
         yield array.tobytes()
 
 
-DRAWN_BY = "the names of split and task: a task that is renamed draws other samples of the same data"
+DRAWN_BY = "the names of split and task, so a renamed task gets other samples"
 
 
 def draw(
@@ -379,11 +379,11 @@ def draw(
     count = len(left) if n == "all" else n
     if count > len(left) or not left:
         taken = len(view) - len(left)
-        also = f", {taken} of which serve calibration" if taken else ""
-        hint = f"Ask for at most that many (data.{task}.{COUNT_KEYS[split]}: {len(left)}), or add samples."
+        also = f", {taken} of which are calibration samples" if taken else ""
+        hint = f"Set data.{task}.{COUNT_KEYS[split]} to at most {len(left)}, or add samples."
         raise DataError(
-            f"task {task}: {n} {split} samples asked for, but {view.origin} holds {len(view)}{also}",
-            hint=hint if left else "Give calibration a separate folder, file or split.",
+            f"task {task}: {n} {split} samples requested, but {view.origin} has {len(view)}{also}",
+            hint=hint if left else "Use a separate folder, file or split for calibration.",
             asked=n,
             available=len(left),
         )
@@ -417,4 +417,4 @@ def unequal_counts(counts: Mapping[str, int], split: Split) -> tuple[str, ...]:
     if len(set(counts.values())) < 2:
         return ()
     listed = ", ".join(f"{task} {count}" for task, count in sorted(counts.items()))
-    return (f"the number of {split} samples differs between tasks: {listed}",)
+    return (f"numbers of {split} samples differ: {listed}",)

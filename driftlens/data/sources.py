@@ -1,8 +1,7 @@
 """Interface of data sources: a split as a list of samples that are read one at a time. Entry point: `open_split`.
 
 A source is a function registered under its `kind`. It lists the samples of a split without reading them. Images are
-PIL
-images or uint8 arrays, texts are pairs (input, target).
+PIL images or uint8 arrays, texts are pairs (input, target).
 """
 
 from __future__ import annotations
@@ -65,14 +64,14 @@ class SplitView:
         return len(self.ids)
 
 
+# (the task's entry in the spec, split, access) -> samples of the split.
 DataSource = Callable[[Any, Split, Access], SplitView]
-"""(the task's entry in the spec, split, access) -> the split's samples."""
 
 data_sources: Registry[DataSource] = Registry("data source", "driftlens.data", "driftlens.data_sources")
 
 BYTES_REMEDY = (
-    "Store values 0 to 255 as uint8, all images by one rule: values in [0, 1] become "
-    "(255 * x).round().astype('uint8'), 16 bits with 65535 for white (x / 257).round().astype('uint8')."
+    "Convert all images to uint8 by one rule: (255 * x).round().astype('uint8') for values in [0, 1], "
+    "(x / 257).round().astype('uint8') for 16 bits."
 )
 
 
@@ -87,11 +86,11 @@ def refused(where: str) -> Iterator[None]:
         # `datasets` wraps the errors of its readers.
         cause = error.__cause__ or error
         words = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
-        hint = "Check that it is whole; docs/data.md says what each kind of data reads."
+        hint = "Check the file; docs/data.md describes each kind of data."
         if isinstance(cause, FileNotFoundError):
-            hint = "Relative paths are resolved against the spec file's folder."
+            hint = "Paths are relative to the spec's folder."
         if isinstance(cause, UnicodeError):
-            hint = "Save it as UTF-8; of CSV files of Excel set `encoding: cp1252` or `encoding: utf-16`."
+            hint = "Save it as UTF-8; for Excel's CSV files set `encoding: cp1252` or `encoding: utf-16`."
         raise DataError(f"{where}: can't be read: {words}", hint=hint) from error
 
 
@@ -114,11 +113,12 @@ def open_split(entry: Any, split: Split, access: Access) -> SplitView:
         # File names that are not valid text can't be written into tables.
         "".join(view.ids).encode()
     if not view.ids:
-        raise DataError(f"{place}: no samples", hint="Every task needs samples in each split.")
+        raise DataError(f"{place}: no samples", hint="Each split needs samples.")
     if len({*view.ids}) < len(view.ids):
         twice = next(name for name, count in Counter(view.ids).items() if count > 1)
-        raise DataError(f"{place}: {twice} occurs more than once", hint="Name every sample once.")
+        raise DataError(f"{place}: {twice} occurs more than once", hint="List every sample once.")
 
+    # Samples are read later, where a damaged one would otherwise be reported without its place.
     def guarded(ask: Callable[[int], Any]) -> Callable[[int], Any]:
         def answer(position: int) -> Any:
             with refused(f"{place}, {view.ids[position]}"):
@@ -142,17 +142,15 @@ def check_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> No
     if len(shape) != 2 and not (len(shape) == 3 and shape[2] == 3):
         raise DataError(
             f"{where}: images have shape {list(shape)}, expected [h, w, 3] or [h, w]",
-            hint="Channels come last, and further ones go.",
+            hint="Put channels last, and remove others.",
         )
 
 
 def as_picture(value: Any, where: str) -> Picture:
-    """Return an image of bytes unchanged: a PIL image of at most 8 bits per channel, or a uint8 array.
-
-    Images of 16 or 32 bits or floats are refused: their white level is unknown, and Pillow would clip at 255.
-    """
+    """Return an image of bytes unchanged: a PIL image of at most 8 bits per channel, or a uint8 array."""
     from PIL import Image, ImageMode
 
+    # The white level of 16 or 32 bits and of floats is unknown, and Pillow would clip at 255.
     if isinstance(value, Image.Image):
         kind = np.dtype(ImageMode.getmode(value.mode).typestr)
         if kind.itemsize > 1:
@@ -184,7 +182,7 @@ def class_name(label: int | str, classes: Sequence[str] | None, where: str) -> s
     if not 0 <= label < len(classes):
         raise DataError(
             f"{where}: label {label} is outside 0 to {len(classes) - 1}",
-            hint="Labels index the class names and count from 0.",
+            hint="Labels index the class names, from 0.",
         )
     return classes[label]
 
@@ -203,10 +201,11 @@ def named(
     """
     odd = [label for label in labels if not isinstance(label, int | str | None)]
     if odd:
-        raise DataError(f"{where}: the label {str(odd[0])[:40]!r} is neither text nor a whole number")
+        raise DataError(f"{where}: label {str(odd[0])[:40]!r} is neither text nor an integer")
     if classes is not None and len({*classes}) < len(classes):
         raise DataError(f"{where}: class names occur more than once: {', '.join(classes)}")
     present = {label for label in labels if label is not None}
+    # CSV files hold numbers as text.
     are_numbers = all(isinstance(label, int) or label.isdecimal() for label in present)
     if classes is not None and are_numbers and not present <= set(classes):
         labels = [None if label is None else int(label) for label in labels]
@@ -226,15 +225,13 @@ def listed_classes(stated: Sequence[str] | str | bool | None) -> tuple[str, ...]
 
 
 def names_of(samples: Any) -> Any:
-    """Return `class_names`, or torchvision's `classes`, of a data set or of the one it is part of; None without.
-
-    Several words for a class, as in ImageNet, are joined.
-    """
+    """Return `class_names`, or torchvision's `classes`, of a data set or of the one it is part of; None without."""
     owners = (samples, getattr(samples, "dataset", None))
     candidates = (getattr(owner, name, None) for owner in owners for name in ("class_names", "classes"))
     names = next((candidate for candidate in candidates if candidate is not None), None)
     if not isinstance(names, list | tuple):
         return names
+    # torchvision's ImageNet has a tuple of words for a class.
     return [", ".join(name) if isinstance(name, tuple) else name for name in names]
 
 
@@ -248,8 +245,8 @@ def require_column(column: str, columns: Collection[str], key: str, where: str) 
         where: the place in messages.
     """
     if column not in columns:
-        way = "`prompt` names columns as {COLUMN}." if key.startswith("{") else f"Name it as `{key}: COLUMN`."
+        way = "In `prompt`, write {COLUMN}." if key.startswith("{") else f"Set `{key}: COLUMN`."
         raise DataError(
-            f"{where}: no column {column!r}; there are {', '.join(columns)}",
+            f"{where}: no column {column!r}; columns are {', '.join(columns)}",
             hint=f"{did_you_mean(column, columns)} {way}".lstrip(),
         )

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from driftlens.config.data import DataDefaults
     from driftlens.config.data import TaskData as TaskEntry
 
+# Images (or pairs of texts) of a batch -> the model's raw inputs, stacked.
 Preprocess = Callable[[list[Any]], Any]
-"""Pictures (or pairs of texts) of a batch -> the model's raw inputs, stacked."""
+# Names that a message lists of a long difference.
 SHOWN = 10
-"""How many names of a long difference a message lists."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,8 @@ def open_task_data(
     """
     from driftlens.config.data import TextEntry
 
-    rules = (
-        entry if isinstance(entry, TextEntry) else TextEntry(kind=entry.kind)
-    )  # of kinds in other packages
+    # Kinds from other packages have no rules for texts.
+    rules = entry if isinstance(entry, TextEntry) else TextEntry(kind=entry.kind)
     stated: list[Split] = ["calibration", "test"]
     if getattr(entry, "diagnosis", None) is not None:
         stated.append("diagnosis")
@@ -115,9 +114,9 @@ def open_task_data(
     holds = views["test"].holds
     if reads is not None and holds != reads:
         raise DataError(
-            f"task {task}: {views['test'].origin} (kind {entry.kind}) holds {holds} samples, but the model reads "
+            f"task {task}: {views['test'].origin} (kind {entry.kind}) has {holds} samples, but the model reads "
             f"{reads}",
-            hint="Text tasks (kind: jsonl, or `input:` in a table or hf entry) need a text model; image models need a "
+            hint="For texts use kind: jsonl, or `input:` in a table or hf entry; for images a "
             "source of images.",
         )
     class_names = _agreed_classes(task, views, head_classes)
@@ -200,7 +199,7 @@ def sample_set(
     drawn_labels = [view.label(position) for position in drawn]
     labels = tuple(label for label in drawn_labels if label is not None) or None
     if labels is not None and len(labels) < len(ids):
-        raise DataError(f"{where}: sample {ids[drawn_labels.index(None)]} has no label, others have")
+        raise DataError(f"{where}: sample {ids[drawn_labels.index(None)]} has no label, others do")
     if labels is not None and class_names is not None:
         require_same_classes(labels, class_names, where=where, all_of_head=False)
 
@@ -223,20 +222,23 @@ def _notices(
         yield from samples.notices
     yield from dict.fromkeys(f"{task}: {notice}" for view in views.values() for notice in view.notices)
     if views["diagnosis"].origin == origin:
+        # Reports find this notice in saved runs by its words.
         yield (
             f"{task}: calibration and diagnosis draw from the same samples, {origin}; "
-            f"{overlap} of {len(sets['diagnosis'])} diagnosis samples are also calibration samples"
+            f"{overlap} of {len(sets['diagnosis'])} diagnosis samples are in both"
         )
     if views["test"].origin == origin:
         yield (
-            f"{task}: calibration and test draw from the same samples, {origin}; "
-            f"the {num_calibration} calibration samples are kept out of the test"
+            f"{task}: calibration and test samples both come from {origin}; "
+            f"the {num_calibration} calibration samples are excluded from the test"
         )
     texts = sets["test"].texts
     beside = None if texts is None else texts.compared
     if sets["test"].labels is None and beside is None and (texts is None or not texts.read(0).target):
-        lacking = "labels, so there is no accuracy" if texts is None else "targets, so answers aren't scored"
-        yield f"{task}: the test samples have no {lacking}"
+        lacking = (
+            "labels, so accuracy is not measured" if texts is None else "targets, so answers are not scored"
+        )
+        yield f"{task}: test samples have no {lacking}"
 
 
 def require_same_classes(
@@ -254,15 +256,15 @@ def require_same_classes(
     only_head = sorted(set(head) - set(data))
     if not only_data and not (only_head and all_of_head):
         return
-    parts = ["the classes of the data and of the head differ"]
+    parts = ["the classes of data and head differ"]
     if only_data:
         parts.append(f"only in data: {_listed(only_data)}")
     if only_head and all_of_head:
         parts.append(f"only in head: {_listed(only_head)}")
     raise DataError(
         f"{where}: {'; '.join(parts)}",
-        hint="Names must agree letter by letter in the data and in `heads.<task>.classes`. Where sub-folders of images "
-        "are no classes, set `unlabelled: [calibration]`.",
+        hint="Names in the data and in `heads.<task>.classes` must be equal. If sub-folders of images "
+        "are not classes, set `unlabelled: [calibration]`.",
         only_in_data=only_data,
         only_in_head=only_head,
     )
@@ -270,6 +272,7 @@ def require_same_classes(
 
 def plain_form(name: str) -> str:
     """Normalize a name: no case, spaces or punctuation, accents in one encoding."""
+    # A name of punctuation alone would become empty, and equal to all such names.
     folded = unicodedata.normalize("NFKC", name).casefold()
     return "".join(character for character in folded if character.isalnum()) or folded
 

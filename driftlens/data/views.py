@@ -1,8 +1,8 @@
 """Views: altered copies of calibration samples, made from a seed whenever they are read, never stored.
 
 Expert and merged model read the same copy, so a copy need not keep its original's label. A copy depends on the seed,
-its
-original and, for some kinds, the task's other samples, but not on their order.
+its original
+and, for some kinds, the task's other samples, but not on their order.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from numpy.random import Generator
     from torch import Tensor
 
+# Largest shift relative to an image's side; borders are mirrored.
 _MARGIN = 3 / 32
-"""Largest shift, relative to an image's side; borders are mirrored."""
 _LIGHT = 0.2
+# Share of a prompt's words replaced by words of other prompts.
 _REPLACED = 0.3
-"""Share of a prompt's words that are those of other prompts."""
 
 
 def viewed(samples: SampleSet) -> SampleSet:
@@ -41,8 +41,8 @@ def viewed(samples: SampleSet) -> SampleSet:
     count, kind = len(original), views.kind if views.kind != "auto" else _suitable(original)
     if kind != "crop" and count < 2:
         raise DataError(
-            f"task {samples.task}: views of kind {kind} take something of other samples, and it has one sample",
-            hint="Give it more, or take views: none.",
+            f"task {samples.task}: views of kind {kind} combine several samples, but it has one",
+            hint="Add samples, or set views: none.",
         )
     identities, seed = original.identities, views.seed
 
@@ -76,12 +76,12 @@ def _suitable(samples: SampleSet) -> str:
 
 def _changed(change: Callable[..., Any], *inputs: Any) -> Any:
     """Apply `change` to the tensors of raw inputs of one structure."""
-    first = inputs[0]
-    if isinstance(first, Mapping):
-        return {name: _changed(change, *(batch[name] for batch in inputs)) for name in first}
-    if isinstance(first, list | tuple):
+    sample = inputs[0]
+    if isinstance(sample, Mapping):
+        return {name: _changed(change, *(batch[name] for batch in inputs)) for name in sample}
+    if isinstance(sample, list | tuple):
         return tuple(_changed(change, *parts) for parts in zip(*inputs, strict=True))
-    return change(*inputs) if hasattr(first, "is_floating_point") else first
+    return change(*inputs) if hasattr(sample, "is_floating_point") else sample
 
 
 def _cropped(original: SampleSet, random: Callable[[int], Generator]) -> Callable[[Sequence[int]], Any]:
@@ -126,6 +126,7 @@ def _mixed(original: SampleSet, random: Callable[[int], Generator]) -> Callable[
 
     w is drawn from [0.5, 1]."""
     count = len(original)
+    # Partners are chosen in the order of identities, so that a copy does not depend on the samples' order.
     order = sorted(range(count), key=original.identities.__getitem__)
     ranks = {position: rank for rank, position in enumerate(order)}
 
@@ -153,24 +154,25 @@ def _mixed(original: SampleSet, random: Callable[[int], Generator]) -> Callable[
                 raise DataError(
                     f"task {original.task}: samples of shapes {list(value.shape[1:])} and {list(other.shape[1:])} "
                     "can't be mixed",
-                    hint="Take another kind of views, or none.",
+                    hint="Set another kind of views, or none.",
                 )
             are_floats, side_by_side = True, (-1, *[1] * (value.dim() - 1))
             share = torch.tensor(shares, dtype=value.dtype).reshape(side_by_side)
+            # Originals stay bit-identical; 1 * x + 0 * y would turn an infinite y into NaN.
             return torch.where(is_copy.reshape(side_by_side), share * value + (1 - share) * other, value)
 
         inputs = _changed(mixture, original.load([view % count for view in positions]), original.load(others))
-        _require(are_floats, original, "mix", "numbers that can be mixed")
+        _require(are_floats, original, "mix", "floating-point inputs")
         return inputs
 
     return load
 
 
-def _require(holds: bool, samples: SampleSet, kind: str, wanted: str) -> None:
+def _require(holds: bool, samples: SampleSet, kind: str, needed: str) -> None:
     if not holds:
         raise DataError(
-            f"task {samples.task}: views of kind {kind} need {wanted}",
-            hint="Take another kind of views, or none.",
+            f"task {samples.task}: views of kind {kind} need {needed}",
+            hint="Set another kind of views, or none.",
         )
 
 
@@ -185,15 +187,14 @@ def _beginning(texts: Sequence[str]) -> str:
 def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet:
     """Add copies of samples whose prompts have words replaced by words of the task's other prompts.
 
-    What all prompts of the task begin and end with, and special tokens of the tokenizer, stay. Copies show no
-    answer of the data's, which would be that of another question; an expert whose own are shown answers them anew.
+    What all prompts of the task begin and end with, and special tokens of the tokenizer, stay.
     """
     original, texts, read = every.original, every.texts, every.preprocess
     assert original is not None
     if texts is None or read is None:
         raise DataError(
             f"task {every.task}: views of kind words need texts",
-            hint="Take another kind of views, or none.",
+            hint="Set another kind of views, or none.",
         )
     rows = [texts.read(position) for position in range(len(original))]
     questions = [row.input for row in rows]
@@ -223,11 +224,13 @@ def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet
         return rows[position]._replace(input=text[: middle.start] + changed + text[middle.stop :])
 
     rows += [copy(place) for place in range(len(questions), len(every))]
+    # The data's answers would belong to another question, so copies show none of them; an expert whose own
+    # answers are shown answers the copies anew.
     anew = len(questions) if texts.shown == "target" else 0
 
     @functools.cache
     def shown_rows() -> list[Any]:
-        """Return the rows with the answers that are shown; the data's answers would belong to another question."""
+        """Return the rows with the answers that are shown."""
         silent = [row._replace(target="") for row in rows[anew:]]
         if texts.shown != "expert" or texts.answers is None:
             return [*rows[:anew], *silent]

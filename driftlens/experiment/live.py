@@ -41,10 +41,10 @@ from driftlens.utils.variants import baseline, expert_of
 if TYPE_CHECKING:
     from driftlens.data.sources import Split
 
+# Samples run twice to check that a model is deterministic.
 _SEEN_TWICE = 2
-"""Samples that are run twice, to see that a model answers them in one way."""
+# Random features scored by a head, to recognize it when the run is extended.
 _PROBES = 4
-"""Features that a head scores to be known again."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def open_live(built: Modules, settings: LiveSettings) -> LiveModels:
     }
     reads = _preprocess(merged, settings.tokenizer)
     if settings.texts and reads.texts is None:
-        raise SpecError("texts= is given without tokenizer=", hint="Give the tokenizer of the models.")
+        raise SpecError("texts= is given without tokenizer=", hint="Give the models' tokenizer.")
     tasks = _tasks(built, head_of, settings) if reads.texts is None else {}
 
     floats = (parameter.dtype for parameter in merged.parameters() if parameter.is_floating_point())
@@ -131,6 +131,7 @@ def _marks(
     final = pooled(final, pooling, side.mask(stream))
     marks = {}
     for task, head in head_of.items():
+        # A fixed seed: the numbers are compared with those of a saved run.
         numbers = torch.Generator().manual_seed(0)
         probe = torch.randn(_PROBES, *final.shape[1:], generator=numbers).to(final)
         with exact_products():
@@ -167,9 +168,9 @@ def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
         form = "decoder"
     elif answers or kind is None:
         raise IncompatibleModelsError(
-            f"the {type(module).__name__} has type {kind}; among generating models of transformers, tokenizer= "
-            "serves encoder-decoders and causal language models",
-            hint="Leave it out and pass batches of model inputs: drift is measured, answers are not.",
+            f"the {type(module).__name__} has type {kind}; among generating models, tokenizer= supports "
+            "encoder-decoders and causal language models of transformers",
+            hint="Remove tokenizer= and pass batches of model inputs; answers are then not scored.",
         )
     generation: Any = getattr(module, "generation_config", None) or config
     stated = {key: value for key, value in generation.to_dict().items() if value is not None}
@@ -249,7 +250,7 @@ def _notices(
         if chain.modality is IMAGE:
             unread = [str(entry) for entry in inputs.values if entry not in ("input", PIXELS)]
             if unread:
-                yield f"task {task}: of its batches {', '.join(unread)} are not read: the image tower reads {PIXELS}"
+                yield f"task {task}: inputs {', '.join(unread)} are ignored; the image tower reads {PIXELS}"
             continue
         notice = unmasked_padding(inputs, pad_token) if mask is None else None
         if notice is not None and "attention_mask" not in inputs.values:
@@ -270,12 +271,12 @@ def _require_alike(built: Modules, by_task: Mapping[str, Mapping[str, Any] | Non
     if unknown := sorted({*(built.heads or {})} - experts):
         raise SpecError(
             f"experts are given for {sorted(experts)}, heads for {unknown} too",
-            hint="Name a head as its task's expert; a task may have none.",
+            hint="Name heads like their experts; they are optional.",
         )
     modules = _by_variant(built)
     if len({type(module) for module in modules.values()}) > 1:
         listed = ", ".join(f"{name} is a {type(module).__name__}" for name, module in modules.items())
         raise IncompatibleModelsError(
             f"the modules have different classes: {listed}",
-            hint="Pass modules of one class; unwrap wrapped ones: `compiled._orig_mod`, `parallel.module`.",
+            hint="Pass modules of one class, unwrapped (`compiled._orig_mod`, `parallel.module`).",
         )

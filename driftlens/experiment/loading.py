@@ -165,11 +165,11 @@ def study_of(
     )
 
 
+# Maximum number of tokens of an expert's answer in calibration.
 NEW_TOKENS = 64
-"""Maximum number of tokens of an expert's answer in calibration."""
 
+# (name in the pool, opens the model) -> the model, or None to leave it out.
 _Attempt = Callable[[str, Callable[[], StateSource]], StateSource | None]
-"""(name in the pool, opens the model) -> the model, or None where it is to be left out."""
 
 
 def open_models(
@@ -349,8 +349,8 @@ def open_heads(
             heads[task] = file_head(entry.file, entry.tensor, entry.logit_scale, classes)
         elif models.base is None:
             raise SpecError(
-                f"heads.{task}: templates are read by the base's text tower, and there is no base",
-                hint="Add a base, or give precomputed embeddings: {file, tensor, logit_scale, classes}.",
+                f"heads.{task}: templates need the base's text tower, but there is no base",
+                hint="Add a base, or give embeddings: {file, tensor, logit_scale, classes}.",
             )
         else:
             tower = tower or models.architecture.text_tower(models.base)
@@ -390,8 +390,8 @@ def lm_head(data: TaskData, source: StateSource, lm: LmScores) -> LmHead:
     return LmHead((*names, *(f"<row {row}>" for row in range(len(names), size)))[:size], source, lm)
 
 
+# Byte-level and SentencePiece symbols of spaces and line ends -> readable ones.
 _SPACES = str.maketrans("Ġ▁Ċ", "␣␣␤")
-"""Tokenizers' symbols for spaces and line ends, and readable ones."""
 
 
 def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models: OpenModels) -> ScoreMap:
@@ -403,7 +403,7 @@ def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models:
     if keys is None:
         raise CheckpointError(
             f"heads.{task}: {stored.name} holds no classifier",
-            hint=f"Name its key: heads.{task}.weight; or give another head.",
+            hint=f"Set heads.{task}.weight to its key, or give another head.",
         )
     form = models.architecture.own_head
     if form is not None and not entry.weight:
@@ -450,8 +450,8 @@ def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[s
         return _rows_of(published_task(entry.suite), named)
     if named is None:
         raise SpecError(
-            f"heads.{task}: no class names, and the data of {task} names none",
-            hint=f"Add heads.{task}.classes, a list or a JSON file, in the order of the rows.",
+            f"heads.{task}: no class names, neither here nor in data.{task}",
+            hint=f"Add heads.{task}.classes: a list or JSON file in row order.",
         )
     return class_names(named)
 
@@ -460,8 +460,7 @@ def _rows_of(task: PublishedTask, named: Sequence[str] | None) -> tuple[str, ...
     """Return the classes of a published task in label order, under the names that the data uses.
 
     The data may use the words of the prompts, the data set's labels in any case and punctuation, or label numbers.
-    Without
-    names, the words of the prompts are returned.
+    Without names, the words of the prompts are returned.
     """
     if named is None:
         return task.classes
@@ -486,21 +485,21 @@ def _notices(
         unnamed = _is_own(entry) and entry.classes is None and _named_by_expert(spec, task, entry) is None
         if unnamed and data[task].class_names:
             yield (
-                f"{task}: only the data names the classes of the expert's classifier, so its rows follow the data's "
-                "order; set `heads.TASK.classes` for another order"
+                f"{task}: the expert's classifier names no classes, so the data's order is used for its rows; set "
+                "`heads.TASK.classes` if it differs"
             )
     for task, opened in data.items():
         if opened.class_names and is_of_vocabulary(heads.get(task)):
             yield (
-                f"{task}: answers of two classes begin with the same token, so scores are those of the next token, "
+                f"{task}: answers of two classes share their first token, so scores cover the whole vocabulary, "
                 "and answers are chosen by likelihood"
             )
     texts = ((task, opened.test.texts) for task, opened in data.items())
     sees = {task for task, text in texts if text is not None and isinstance(text.reader, PictureReader)}
     if sees and (blind := sorted(data.keys() - sees)):
         yield (
-            f"{', '.join(blind)}: samples have no images, so the vision tower shows no drift; the tower and its "
-            f"projector are calibrated from {', '.join(sorted(sees))} alone"
+            f"{', '.join(blind)}: samples have no images, so the vision tower shows no drift; it and its projector "
+            f"are calibrated from {', '.join(sorted(sees))} alone"
         )
     yield from (*head_notices(models), *dtype_notices(models))
     yield from unequal_counts({task: len(opened.calibration) for task, opened in data.items()}, "calibration")
@@ -552,6 +551,7 @@ def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
             generated = generate(module, reader, questions, NEW_TOKENS, batch_size=samples.at_once)
         return [space + answer if answer else "" for answer in generated]
 
+    # Generated on the first read and once: a calibration reads its samples for every layer.
     shown = functools.cache(lambda: samples.answering(_answers(samples.all_texts)))
     answered = replace(texts, answers=_answers)
     return replace(samples, load=lambda positions: shown().load(positions), texts=answered)
@@ -577,8 +577,8 @@ def task_samples(
     shows = texts is not None and compared is None and bool(test.text(0).target)
     if compared is not None and gives_one_score(head):
         raise SpecError(
-            f"data.{task}: texts are compared by their embeddings, and the models have a classifier of one score",
-            hint="Give embedding models without a classifier; rerankers are not measured.",
+            f"data.{task}: texts are compared by embeddings, but the models give scores",
+            hint="Give embedding models without a classifier; rerankers are not supported.",
         )
     has = {"head": head is not None and test.labels is not None and not is_of_vocabulary(head)}
     has |= {"choices": answers and bool(choices), "target": answers and shows}
@@ -606,18 +606,17 @@ def task_samples(
 
 
 _LACKING = {
-    "head": "needs labels, and a head whose rows are their classes",
-    "choices": "needs classes of answers and a model that generates text",
+    "head": "needs labels and a head with their classes",
+    "choices": "needs answer classes and a model that generates text",
     "target": "needs test samples with targets and a model that generates text",
-    "number": "needs test samples with targets that are numbers, and pairs of texts or a model that generates text or "
-    "gives one score",
+    "number": "needs test samples with numeric targets, and text pairs or a model that generates text or a score",
     "passages": "needs queries with a column of positives",
-    "pair": "needs test samples with targets, the texts that should score less, and a model that gives one score",
+    "pair": "needs test samples with targets (texts that should score less) and a model that gives one score",
 }
 
 
+# Poolings and their names in sentence-transformers.
 _LIBRARY_POOLS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
-"""Poolings and their names in sentence-transformers."""
 
 
 def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] | None = None) -> Settings:
@@ -632,15 +631,14 @@ def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] 
     for task, head in (heads or {}).items():
         if isinstance(head, OwnHead) and (pool := pool or head.form.pool) != head.form.pool:
             raise SpecError(
-                f"layers.pool is {pool!r}, but the classifier of {task}'s expert reads features pooled by "
-                f"{head.form.pool!r}",
+                f"layers.pool is {pool!r}, but the classifier of {task}'s expert pools by {head.form.pool!r}",
                 hint=f"Remove `pool`, or give heads.{task} with this pooling.",
             )
     stated = chain.settings.get(EMBEDDED, pool)
     if pool in _LIBRARY_POOLS and stated in _LIBRARY_POOLS.values() and stated != _LIBRARY_POOLS[pool]:
         raise SpecError(
-            f"layers.pool is {pool!r}, but the base's folder of sentence-transformers pools by {stated}",
-            hint="Remove `pool`; the final feature is the folder's embedding.",
+            f"layers.pool is {pool!r}, but the base (sentence-transformers) pools by {stated}",
+            hint="Remove `pool` to use the folder's embedding.",
         )
     metrics = spec.metrics
     more = {"contributions": metrics.contributions, "prefix": metrics.prefix}
@@ -677,11 +675,11 @@ def head_notices(models: OpenModels) -> list[str]:
         return []
     if not bring:
         feature = _POOLED.get(models.architecture.chain.modality.pool)
-        text = f"no expert brings a classifier: the final feature of a sample is {feature}"
+        text = f"no expert has a classifier: a sample's final feature is {feature}"
         return [text] if feature else []
     modules = ", ".join(dict.fromkeys(key.rpartition(".")[0] for key in form.names.values()))
-    text = f"{', '.join(bring)}: the modules that read token features ({modules}) belong to the task; saved models"
-    return [f"{text} hold the base's, if any, and saved folders the experts' in {HEADS}/"]
+    text = f"{', '.join(bring)}: the modules after the token features ({modules}) are task-specific; saved models"
+    return [f"{text} keep the base's, saved folders the experts' in {HEADS}/"]
 
 
 def head_files(models: OpenModels) -> dict[str, StateSource]:
@@ -723,4 +721,4 @@ def dtype_notices(models: OpenModels) -> list[str]:
     if len(by_dtype) < 2:
         return []
     listed = "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in sorted(by_dtype.items()))
-    return [f"checkpoints are stored in different dtypes ({listed}); computations use one dtype"]
+    return [f"checkpoints have different dtypes ({listed}); computations use one"]

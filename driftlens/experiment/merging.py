@@ -55,8 +55,9 @@ if TYPE_CHECKING:
     from driftlens.config.run import RunSpec
 
 PHASE = "merge"
+# Elements passed to an `entry` method at a time: the largest tensors of twenty experts may not fit into
+# memory.
 PIECE = 2**22
-"""Elements passed to an `entry` method at a time: twenty experts' largest tensors may not fit into memory."""
 
 
 def save_one(
@@ -77,17 +78,15 @@ def save_one(
     """
     method, parameters, out = request.method, request.parameters, request.out
     if out is None:
-        raise SpecError(
-            "a merge is saved to a file or folder", hint="Give `--out merged.safetensors` or `--out FOLDER`."
-        )
+        raise SpecError("no output path is set", hint="Give `--out merged.safetensors` or `--out FOLDER`.")
     if method is None and parameters:
-        raise SpecError("--set belongs to --method", hint="`driftlens doctor --methods` lists the methods.")
+        raise SpecError("--set needs --method", hint="`driftlens doctor --methods` lists the methods.")
     spec = load_spec(source)
     if method is None:
         if spec.merge is None:
             raise SpecError(
-                f"the spec of {spec.name!r} names a merged model, and no merge to make",
-                hint="Say which with --method, or add `merge:`.",
+                f"the spec of {spec.name!r} has no merge, but a merged model",
+                hint="Give --method, or add `merge:`.",
             )
         method, parameters = spec.merge.method, spec.merge.parameters
     with context() as opened:
@@ -171,7 +170,7 @@ def save_merge(
     record = merge.record
     if merge.method.runs_models and study is not None:
         counts = [f"{len(samples)} of {task}" for task, samples in study.calibration_sets.items()]
-        record["samples"] = f"{', '.join(counts)}, without labels, drawn with seed {study.seed}"
+        record["samples"] = f"{', '.join(counts)}, without labels, sampled with seed {study.seed}"
     settings = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())
     metadata = {f"merge_{name}": value for name, value in (record | {"parameters": settings}).items()}
 
@@ -227,10 +226,11 @@ def merged_source(
     total = len(missing)
     reporter.step(PHASE, 0, total)
 
+    # Methods that read the merged prefix get the merged weights as they are stored, rounded.
     def place_of(slot: Slot) -> Tensor:
         return tensors[slot.key] if slot.rows is None else tensors[slot.key][slice(*slot.rows)]
 
-    # Products, sums and decompositions are parted among threads, and rounded by their parts: with one thread a merge is
+    # Threads split products, sums and decompositions, and rounding depends on the parts: with one thread a merge is
     # the same on every number of cores.
     with torch.set_grad_enabled(merge.method.reads == "samples"), computing_with(1):
         for slot, value in inputs.parts(place_of):
@@ -376,9 +376,8 @@ class _Merge:
             walk = site_moments(self.study, merged=merged)
             extra_of_rest = ({},) if entry.others == entry.name else ()
         for layer, moments in walk:
-            names = {
-                slot: name for name, slot in self.chain.owned(layer).items()
-            }  # two sites may share a weight
+            # Two sites may share a weight, which is merged once.
+            names = {slot: name for name, slot in self.chain.owned(layer).items()}
             owned = {name: slot for slot, name in names.items()}
             for site in layer.sites:
                 parts = {part: f"{site.name}.{part}" for part in ("weight", "bias")}
@@ -501,7 +500,7 @@ def no_scores(entry: MergeMethod, tasks: Sequence[str]) -> SpecError:
     """Build the error for a method that needs score maps where tasks have none."""
     return SpecError(
         f"merge method {entry.name!r} needs a score map for every task; missing: {', '.join(tasks)}",
-        hint=f"Add heads.{tasks[0]} to the spec, or use a method that needs no scores.",
+        hint=f"Add heads.{tasks[0]}, or use a method without scores.",
     )
 
 
@@ -530,7 +529,7 @@ def pieces(key: str, shape: tuple[int, ...], most: int | None) -> list[Slot]:
     rows = max(1, (most or sys.maxsize) // max(1, math.prod(shape[1:])))
     if not shape or shape[0] <= rows:
         return [Slot(key)]
-    return [Slot(key, rows=(first, min(first + rows, shape[0]))) for first in range(0, shape[0], rows)]
+    return [Slot(key, rows=(start, min(start + rows, shape[0]))) for start in range(0, shape[0], rows)]
 
 
 @torch.no_grad()
@@ -583,12 +582,13 @@ def _input_moments(
         for site in readers:
             x = rows.inputs[site.name]
             weights = row_weights(pool.chain, layer, site, x, state, rows.side)
-            # Float32 products would fill the null space of few tokens with rounding.
+            # In float32, rounding would fill the null space that few tokens leave.
             x = to_float64(x.flatten(0, -2))
             if site.name not in grams:
                 grams[site.name] = GramSum(x.shape[-1], torch.float64, x.device)
             if weights is not None:
                 weights = weights.to(x.device)
+                # On both sides of the Gram matrix the root gives the weight.
                 x = x * weights.sqrt()[:, None]
             totals[site.name].append(len(x) if weights is None else weights.sum(dtype=torch.float64).item())
             grams[site.name].add_rows(x)

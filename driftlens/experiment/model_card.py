@@ -35,14 +35,15 @@ if TYPE_CHECKING:
 
     from driftlens.runs.run import DriftRun
 
+# Rows of a table, its heading first.
 Rows = list[tuple[object, ...]]
-"""Of a table, its heading first."""
+# Characters with a meaning in Markdown; the last two turn bare addresses into links.
 _SPECIAL = re.compile(r"[\\`*_{}\[\]#|~<>&$@]|:(?=//)|(?<=www)\.")
-"""What Markdown would read as more than text; the last two make links of bare addresses."""
 _ENTITIES = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
 _PARENTS = ("base", "merged", "expert")
 _LIBRARIES = {"open": "open_clip", "hf": "transformers", "timm": "timm"}
 _SHOWN_VERSIONS = ("driftlens", "python", "torch", "open_clip_torch", "transformers", "safetensors")
+# The Hub's pipeline tags by loader.
 _PIPELINES = {
     **dict.fromkeys(("hf-t5", "hf_t5", "hf-seq2seq"), "text2text-generation"),
     "hf-decoder": "text-generation",
@@ -51,7 +52,7 @@ _PIPELINES = {
     **dict.fromkeys(("hf-clip", "open-clip"), "zero-shot-image-classification"),
     **dict.fromkeys(("hf-vit", "timm"), "image-classification"),
 }
-"""The Hub's pipeline tags by loader."""
+# The Hub's pipeline tags by the suffix of a saved folder's class; empty for feature extractors.
 _BY_CLASS = {
     "ForCausalLM": "text-generation",
     "ForSequenceClassification": "text-classification",
@@ -60,7 +61,6 @@ _BY_CLASS = {
     **dict.fromkeys(("CLIPModel", "SiglipModel", "Siglip2Model"), "zero-shot-image-classification"),
     **dict.fromkeys(("Model", "ModelWithProjection"), ""),
 }
-"""The Hub's pipeline tags by the end of a saved folder's class; empty for feature extractors."""
 
 
 def model_card(run: DriftRun, name: str, usage: str = "") -> str:
@@ -91,7 +91,7 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     models.append((variant, "this model", Markup(f"`{manifest.models[variant].digest}`")))
     digests = info.sample_digests
     samples = [(task, count, Markup(f"`{digests[task]}`")) for task, count in info.samples.items()]
-    # Ids of live samples are positions.
+    # Ids of live samples are positions, which identify nothing.
     known_by = "contents" if is_live(manifest) else "ids"
     notices = [
         "Accuracy is measured on the run's test samples, drift on its diagnosis samples.",
@@ -149,7 +149,7 @@ def merge_card(
     settings.append(("Source", merge["source"]))
     if "samples" in merge:
         settings.append(("Calibration samples", merge["samples"]))
-    unmeasured = "Not measured; `driftlens analyze` reports its drift from the experts."
+    unmeasured = "Not measured; `driftlens analyze` measures its drift."
     return _rendered(
         architecture,
         parents,
@@ -245,6 +245,7 @@ def _rendered(
         **license_said,
     )
     notices = [*notices, *left_out]
+    # The longest first: one path may begin with another.
     for place in sorted(
         {str(architecture.get("source", "")), *origins.values()} - {""}, key=len, reverse=True
     ):
@@ -274,13 +275,12 @@ def _about(run: DriftRun, info: CalibrationInfo) -> str:
     text += " and"
     if info.attached:
         return (
-            f"{text}, for every task, maps of its features that were fitted to that expert's: {info.attached:,} "
-            "numbers in addition to the weights. Using them requires the task of an input; the scores below "
-            "include the maps."
+            f"{text}, for every task, feature maps fitted to its expert: {info.attached:,} additional numbers. "
+            "They need the task of an input; the scores below include them."
         )
     is_trained = info.method in calibrators and not calibrators[info.method].takes_sites
     how = "by gradients" if is_trained else "in closed form, layer by layer,"
-    return f"{text} calibrated {how} so that its features follow each expert's. Same architecture, no added modules."
+    return f"{text} calibrated {how} to the experts' features. Same architecture, no added modules."
 
 
 def _licenses(origins: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
@@ -290,7 +290,7 @@ def _licenses(origins: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     if all(terms == base for terms in stated.values()):
         return base, []
     listed = ", ".join(f"{model} {terms['license']}" for model, terms in stated.items())
-    return {}, [f"No license is stated here: the source models state {listed}."]
+    return {}, [f"No license is stated: the source models have {listed}."]
 
 
 def _license(origin: str) -> dict[str, Any]:

@@ -45,8 +45,8 @@ from driftlens.utils.variants import calibrated
 if TYPE_CHECKING:
     from driftlens.config.run import RunSpec
 
+# The merged model that a run has made, in the base's key names and dtypes.
 MERGED_FILE = "models/merged.safetensors"
-"""Where a run keeps the merged model it made itself, in the base's key names and dtypes."""
 
 
 def reopened(
@@ -141,9 +141,9 @@ def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
     """Refuse a run of live modules that are not passed again, since no spec names them."""
     if is_live(manifest):
         raise SpecError(
-            f"{folder} was made from live modules, which are gone: it can be read but not extended",
-            hint="Pass them again from Python, as `driftlens.open_run(...).calibrate(..., modules={...})`, or save "
-            "them as checkpoints and analyze a spec that names these.",
+            f"{folder} was made from live modules, so it can't be extended without them",
+            hint="Pass them again: `driftlens.open_run(...).calibrate(..., modules={...})`, or analyze a spec of "
+            "saved checkpoints.",
         )
 
 
@@ -176,8 +176,8 @@ def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) ->
         recorded = manifest.models[name]
         if study.model_info(name).digest != recorded.digest:
             raise CheckpointError(
-                f"{name} is not the model that the run was made with: {study.pool.source(name).name} has changed",
-                hint="Restore that model, or analyze the present models into a new run.",
+                f"{name} differs from the run's: {study.pool.source(name).name} has changed",
+                hint="Restore that model, or analyze the present ones into a new run.",
                 model=name,
             )
 
@@ -192,7 +192,7 @@ def require_same_samples(manifest: Manifest, study: Study) -> None:
                 continue
             if list(recorded) != list(samples.ids) or (origin is not None and origin != samples.origin()):
                 raise DataError(
-                    f"the {split} samples of task {task} are not those of the run: the data has changed",
+                    f"the {split} samples of task {task} differ from the run's: the data has changed",
                     hint="Restore the data, or analyze the present data into a new run.",
                 )
 
@@ -223,7 +223,7 @@ def resumable(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
     except (Cancelled, RunError) as error:
         if way := how():
             before = "" if isinstance(error, Cancelled) else error.hint
-            error.hint = f"{before} What was finished is kept: {way}.".lstrip()
+            error.hint = f"{before} Finished work is kept: {way}.".lstrip()
         raise
 
 
@@ -304,13 +304,14 @@ def run_phase(
 
 
 @contextmanager
-def deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Make torch prefer deterministic kernels in a block, if wanted; the caller's choice is restored."""
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """Make torch prefer deterministic kernels in a block, if enabled; the caller's choice is restored."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    if wanted:
+    if enabled:
+        # Only a warning for operations without a deterministic kernel, which would otherwise raise.
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -323,9 +324,10 @@ def seconds_in(folder: pathlib.Path) -> float:
     seconds = [0.0]
     for file in folder.glob("*.safetensors"):
         with (
+            # A damaged file is written anew.
             suppress(SafetensorError),
             safe_open(file, framework="pt") as opened,
-        ):  # a damaged file is written anew
+        ):
             seconds.append(float(opened.metadata()["seconds"]))
     return max(seconds)
 

@@ -35,23 +35,21 @@ from driftlens.utils.files import json_object
 from driftlens.utils.rounding import Change, coarse_words, lost_words
 from driftlens.utils.variants import part_of, task_of
 
+# Relative distance of weights above which models hardly share a base. Matrices trained separately are
+# uncorrelated, hence at least 1 apart, and sqrt(2) at equal norms. Fine-tuning moves weights by a few percent,
+# and by 10 to 16 % where it was long and the model small.
 MAX_DISTANCE_FROM_BASE = 0.5
-"""Relative distance of weights above which models hardly share a base.
-
-Matrices trained apart are uncorrelated, hence at least 1 apart, and sqrt(2) at equal norms. Fine-tuning moves
-weights by a few percent; by 10 to 16 % where it was long and the model small.
-"""
+# Unexplained shares of a merge: up to the first it is rounding, above the second a notice.
 MAX_UNEXPLAINED, MUCH_UNEXPLAINED = 0.01, 0.5
-"""Shares of a merge that task vectors leave unexplained: rounding up to the first, notable above the second."""
+# Up to this number of elements, models are read completely; above it, the first rows of every tensor.
 MAX_ELEMENTS_READ = 1 << 28
-"""Elements of all models up to which all are read; of larger models, the first rows of every tensor."""
+# Elements of all models in memory at a time.
 READ_CHUNK = 1 << 22
-"""Elements of all models in memory at a time."""
+# Share of the weights' energy below which a difference is rounding; that of float32 is 4e-15, squared.
 ROUNDING = 1e-12
-"""Share of the weights' energy below which a difference is rounding: squared, float32 rounds to 4e-15."""
 
+# A problem makes an analysis impossible or meaningless; a notice needs the reader's judgement.
 _Level = Literal["ok", "notice", "problem"]
-"""A problem makes an analysis impossible or meaningless; a notice is for the reader to judge."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +75,9 @@ def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Fi
             "notice",
             label(copy),
             f"the {label(copy)} has the same weights as the {label(name)}",
-            "It was not fine-tuned, or the wrong file is named."
+            "It was not fine-tuned, or the file is wrong."
             if name == "base" and not _is_merge(copy)
-            else "Check that the right files are named.",
+            else "Check both files.",
         )
         for name, copy in _equal_pairs(chain, sources)
     ]
@@ -115,13 +113,14 @@ def _equal_pairs(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[
         if not pairs:
             break
     copies = {second for _, second in pairs}
-    return [(first, second) for first, second in pairs if first not in copies]
+    return [(original, copy) for original, copy in pairs if original not in copies]
 
 
-def _is_equal(first: Tensor, second: Tensor) -> bool:
+def _is_equal(one: Tensor, other: Tensor) -> bool:
     """Return True if the tensors are equal in the narrower one's dtype."""
-    narrow = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
-    return torch.equal(first.to(narrow), second.to(narrow))
+    # A copy that was saved in fewer bits is still a copy.
+    narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(one.to(narrow), other.to(narrow))
 
 
 def _distances(sampled: _Sampled) -> list[Finding]:
@@ -136,10 +135,10 @@ def _distances(sampled: _Sampled) -> list[Finding]:
         distance, anchor = min((sampled.median_distance(name, anchor), anchor) for anchor in anchors)
         if distance > MAX_DISTANCE_FROM_BASE:
             text = (
-                f"the weights of the {label(name)} are {distance:.2f} away from the {label(anchor)}, relative to its "
-                f"size, the median over matrices; models of one base stay far below {MAX_DISTANCE_FROM_BASE}"
+                f"the weights of the {label(name)} have relative distance {distance:.2f} from the {label(anchor)} "
+                f"(median over matrices); models of one base stay far below {MAX_DISTANCE_FROM_BASE}"
             )
-            hint = "It seems to have another base, and averages across bases are meaningless; check the file."
+            hint = "It seems to have another base; averages across bases are meaningless. Check the file."
             foreign.append(Finding("notice", label(name), text, hint))
         elif name in sampled.experts:
             close.append((sampled.distance(name, anchor), distance, sampled.changed.get(name, 0)))
@@ -147,14 +146,14 @@ def _distances(sampled: _Sampled) -> list[Finding]:
         return foreign
     whole, medians, changed = zip(*close, strict=True)
     nearest = "the base" if has_base else "the next expert"
-    text = f"the experts' weights are {_span(whole)} away from {nearest}, relative to its size"
+    text = f"the experts' weights have relative distance {_span(whole)} from {nearest}"
     text += f" (median over matrices {_span(medians)})"
     if has_base:
         counts = " to ".join(str(count) for count in sorted({min(changed), max(changed)}))
         least = "" if sampled.is_whole else "at least "
         text += f"; {least}{counts} of {sampled.num_tensors} tensors differ from it"
     if not sampled.is_whole:
-        text += "; only the first rows of each tensor were read"
+        text += "; only first rows of tensors were read"
     return [Finding("ok", "shared base", text), *foreign]
 
 
@@ -171,8 +170,8 @@ def _plausibility(sampled: _Sampled, name: str) -> Finding:
     share = fits[0][1]
     text = f"task vectors from {origin} leave {100 * share:.0f} % of the {model} unexplained"
     if share <= MUCH_UNEXPLAINED:
-        return Finding("ok", model, text, "Methods that trim, rescale or train the merge leave as much.")
-    hint = "Methods that trim and rescale (TIES, DARE) leave much, but check that its own experts are named."
+        return Finding("ok", model, text, "Methods that trim, rescale or train leave as much.")
+    hint = "Methods that trim and rescale (TIES, DARE) leave much; else check the experts."
     return Finding("notice", model, text, hint)
 
 
@@ -206,6 +205,7 @@ class _Sampled:
         slots = list(dict.fromkeys(slot for layer in chain.layers for slot in chain.owned(layer).values()))
         sizes = [torch.Size(slot.shape(headers[slot.key].shape)).numel() for slot in slots]
         is_whole = sum(sizes) * len(sources) <= MAX_ELEMENTS_READ
+        # The same rows of every model, so that inner products are of the same entries.
         limit = max(sizes) if is_whole else MAX_ELEMENTS_READ // (len(sources) * len(slots))
         grams = torch.zeros(len(slots), len(sources), len(sources), dtype=torch.float64)
         changed: dict[str, set[str]] = {name: set() for name in sources}
@@ -251,6 +251,7 @@ class _Sampled:
     def _squares(self, name: str, anchor: str) -> tuple[Tensor, Tensor]:
         i, j = self.names.index(name), self.names.index(anchor)
         own, other, between = self.grams[:, i, i], self.grams[:, j, j], self.grams[:, i, j]
+        # Equal models cancel up to rounding, which may be negative.
         return (own - 2 * between + other).clamp_min(0), other
 
 
@@ -285,8 +286,7 @@ def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
     """Fit a merged model by task vectors: with one coefficient per expert, and with one per tensor and expert.
 
     Task vectors start at the base, and the unexplained share refers to the merged model's task vector. Without a base
-    they
-    start at the experts' mean, and the share refers to the larger of both energies. Each fit is (coefficients
+    they start at the experts' mean, and the share refers to the larger of both energies. Each fit is (coefficients
     [moved tensors, experts], share left). Empty if the model equals the start, up to rounding.
     """
     grams, names = sampled.grams, sampled.names
@@ -316,12 +316,12 @@ def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
     return [_fit(shared), _fit(solve(inner, cross).solution)]
 
 
+# Entries read of each tensor of a text tower. Few suffice, since fine-tuning changes nearly all.
 _FEW_READ = 1 << 16
-"""Entries read of each tensor of a text tower: fine-tuning changes nearly all of them."""
 
 
+# Notices, each with a remedy.
 _Doubt = Iterator[tuple[str, str]]
-"""Notices, each with a remedy."""
 
 
 def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) -> list[Finding]:
@@ -338,10 +338,10 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
     def _doubts(name: str, source: StateSource, called: str) -> _Doubt:
         if code := foreign_code(json_object(folders[name], "config.json"), needed=False):
             yield (
-                f"{called} comes with remote code ({code}), which is not run; the library's model is used instead",
+                f"{called} has remote code ({code}), which is not run; the library's model is used",
                 "Check that both compute the same.",
             )
-        yield from ((text, "Remove files that are not part of the model.") for text in folder_notices(source))
+        yield from ((text, "Remove files of other models.") for text in folder_notices(source))
         yield from _passed_over(models, source, called)
         if models.base is None or name == "base":
             return
@@ -353,7 +353,7 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
             )
             yield (
                 f"the adapters of {called} set use_rslora, which scales them by alpha / sqrt(r): {listed}",
-                "The flag is often published wrongly; compare with how they were trained.",
+                "The flag is often wrong in published adapters; compare with their training.",
             )
         if name in changes:
             yield from _rounded(changes[name], models, name, called)
@@ -363,7 +363,7 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
             if differing := vocabularies.tokenizer_changes(home, folder):
                 yield (
                     f"the tokenizer of {called} differs from the base's: {', '.join(differing)}",
-                    "The base's tokenizer is used throughout; ids with other meanings give features of other words.",
+                    "The base's tokenizer is used; where ids differ, experts read other words.",
                 )
 
     findings = [
@@ -393,9 +393,9 @@ def _passed_over(models: OpenModels, source: StateSource, called: str) -> _Doubt
     if keys:
         model = models.architecture.chain.settings["model"]
         yield (
-            f"{called} holds {some_of([*map(repr, keys)], 2)}, for which {model} has no use: they are not measured or "
-            f"merged, and saved models {'keep' if source is base else 'lack'} them",
-            "If another program needs them, copy them into the saved folder.",
+            f"{called} has {some_of([*map(repr, keys)], 2)}, which {model} does not use: not measured or merged, and "
+            f"saved models {'keep' if source is base else 'lack'} them",
+            "Copy them into the saved folder if needed.",
         )
 
 
@@ -416,16 +416,16 @@ def _left_behind(models: OpenModels, base: StateSource, source: StateSource, cal
     differ = f"({', '.join(changed)} differ{'s' * (len(changed) == 1)})"
     if not isinstance(layout, TowerKeyLayout) and not all(key.startswith(TEXT_SIDE) for key in changed):
         yield (
-            f"{called} changed tensors outside its layers, which are not used: they are not measured or merged, and "
+            f"{called} changed tensors outside its layers: they are not measured or merged, and "
             f"saved models hold the base's {differ}",
-            "If outputs depend on them, copy the expert's into the saved folder.",
+            "If outputs depend on them, copy the expert's.",
         )
         return
     part = "its own logit scale" if changed == ["logit_scale"] else "a fine-tuned text tower"
     heads = "" if architecture.open_text is None else "heads from prompts are the base's, and "
     yield (
         f"{called} has {part}, which is not used: {heads}saved models hold the base's {differ}",
-        "To use its text tower, save heads made by it and set `heads.<task>.file`.",
+        "To use its text tower, save its heads and set `heads.<task>.file`.",
     )
 
 
@@ -455,7 +455,7 @@ def _adapter(models: OpenModels, base_folder: Path | None, folder: Path, called:
     if mismatch:
         yield (
             f"the adapters of {called} were trained on {mismatch}",
-            "Adapters fit their own base only: name it, unless the weights are the same.",
+            "Adapters fit only their own base: give it, unless the weights are equal.",
         )
 
 
@@ -466,13 +466,11 @@ def task_vectors(models: OpenModels) -> dict[str, Change]:
     return {} if base is None else {name: task_vector(base, source) for name, source in experts.items()}
 
 
+# A task vector is reported from this norm, relative to the median of the others. Experts of one recipe stay
+# below it though their tasks differ: 0.6 to 1.4 among experts of images, 0.4 to 3.1 among four of texts.
+# Adapters of rank 32 that were trained with alpha / r and are scaled by alpha / sqrt(r) are 5.7 times as long
+# as they should be; ten times the learning rate makes them about ten times as long.
 LONG = 4.0
-"""Norm of a task vector, relative to the median of the others, from which it is reported.
-
-Experts of one recipe stay below it though their tasks differ: 0.6 to 1.4 among experts of images, 0.4 to 3.1 among four
-of texts. Adapters of rank 32 that were trained with alpha / r and are scaled by alpha / sqrt(r) are 5.7 times as long
-as they should be, and training with ten times the learning rate makes them about ten times as long.
-"""
 
 
 def _rounded(change: Change, models: OpenModels, name: str, called: str) -> _Doubt:
@@ -489,8 +487,8 @@ def _rounded(change: Change, models: OpenModels, name: str, called: str) -> _Dou
         if text := coarse_words(change, called):
             yield text, "If weights of higher precision exist, give those."
     elif text := lost_words(change, called):
-        stored = "its own dtype: changes by training and by rounding look alike"
-        unrounded = "the base's dtype; it is measured and merged unrounded"
+        stored = "its own dtype: training and rounding changes look alike"
+        unrounded = "the base's dtype; measured and merged unrounded"
         yield (
             f"{text} ({unrounded if start < end else stored})",
             "Saving in the base's dtype rounds; `--out-dtype float32` keeps all."
@@ -509,10 +507,10 @@ def _long(changes: Mapping[str, Change], name: str, called: str) -> _Doubt:
         and changes[name].distance <= MAX_DISTANCE_FROM_BASE
     ):
         yield (
-            f"the task vector of {called} is about {norm / typical:.3g} times as long as the other experts' "
-            f"(norm {norm:.3g}, median of the others {typical:.3g})",
-            "It will dominate a merge with equal scaling; check its learning rate, or the scale of its adapters "
-            "(use_rslora, lora_alpha).",
+            f"the task vector of {called} is {norm / typical:.3g} times as long as the others' "
+            f"(norm {norm:.3g}, median {typical:.3g})",
+            "It dominates a merge with equal scaling; check its learning rate or adapter scale (use_rslora, "
+            "lora_alpha).",
         )
 
 
@@ -526,10 +524,11 @@ def _names(place: str) -> set[str]:
     }
 
 
+# Model types of a whole CLIP and of its image tower.
 _CLIP = ("clip", "clip_vision_model")
-"""Model types of a whole CLIP and of its image tower alone."""
 _HF_PIXELS = ("image_mean", "image_std", "size", "crop_size", "resample", "rescale_factor", "do_normalize")
 _OPEN_CLIP_PIXELS = ("mean", "std", "interpolation", "resize_mode")
+# Entries of config.json that affect features, in any family.
 _HF_COMPUTED = (
     *("hidden_act", "hidden_activation", "activation_function", "layer_norm_eps", "layer_norm_epsilon"),
     *("rms_norm_eps", "num_attention_heads", "n_head", "num_key_value_heads", "patch_size", "image_size"),
@@ -541,14 +540,11 @@ _HF_COMPUTED = (
     *("attention_multiplier", "residual_multiplier", "num_experts_per_tok", "norm_topk_prob", "alibi"),
     *("scale_embedding", "dense_act_fn", "is_gated_act", "relative_attention_max_distance"),
 )
-"""Entries of config.json that affect features, in any family."""
 _ACTIVATIONS = ("hidden_act", "quick_gelu", "activation_function")
 
+# File, key and value of a model's configuration, and the value used for all models. Missing files make no
+# statement; missing keys have the library's default.
 _Statement = tuple[str, str, object, object]
-"""File, key and value of a model's configuration, and the value that is used for all models.
-
-Files that are not there say nothing; keys that are left out say the library's default.
-"""
 
 
 def _contradictions(architecture: Architecture, folder: Path, called: str) -> _Doubt:
@@ -558,15 +554,12 @@ def _contradictions(architecture: Architecture, folder: Path, called: str) -> _D
     for file, key, stated, used in reader(architecture, folder) if loader in _CONFIGURED else ():
         if _equal(stated, used):
             continue
-        remedy = "Merge models of one architecture, or correct the wrong file."
+        remedy = "Merge models of one architecture, or correct the file."
         if key in _ACTIVATIONS:
-            remedy = (
-                "Name the architecture with the activation that the weights were trained with "
-                "(`architecture.source`)."
-            )
+            remedy = "Set `architecture.source` to a configuration with the activation used in training."
         elif file.endswith("processor_config.json"):
-            remedy = "Merge models with the same preprocessing, or correct the wrong file."
-        yield f"{file} of {called} has {key} {stated}, but all models are computed with {used}", remedy
+            remedy = "Merge models with equal preprocessing, or correct the file."
+        yield f"{file} of {called} has {key} {stated}, but {used} is used for all models", remedy
 
 
 _CONFIGURED = (
@@ -666,9 +659,10 @@ def _activation(value: object) -> object:
     return activation_name(ACT2FN[value]) or value if isinstance(value, str) and value in ACT2FN else value
 
 
-def _equal(first: object, second: object) -> bool:
-    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        return len(first) == len(second) and all(map(_equal, first, second))
-    if isinstance(first, int | float) and isinstance(second, int | float):
-        return math.isclose(first, second, rel_tol=1e-6)
-    return first == second
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        # Files of older versions have means and deviations with fewer digits.
+        return math.isclose(one, other, rel_tol=1e-6)
+    return one == other

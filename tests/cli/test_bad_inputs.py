@@ -76,7 +76,7 @@ class Bench:
 
 
 def missing_file(bench: Bench) -> list[str]:
-    return [bench.expert(bench.folder / "nowhere.safetensors"), "relative paths"]
+    return [bench.expert(bench.folder / "nowhere.safetensors"), "relative to its folder"]
 
 
 def truncated(bench: Bench) -> list[str]:

@@ -176,7 +176,7 @@ def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
     command = left.split("`")[1]
     assert f"`{command}` resumes it" in left and kept
     if sent == signal.SIGTERM:
-        assert stopped.code == 130 and f"What was finished is kept: `{command}` resumes it" in stopped.err
+        assert stopped.code == 130 and f"Finished work is kept: `{command}` resumes it" in stopped.err
     signals.append(sent)
     fits.clear()
     assert run_cli(*shlex.split(command)[1:], "--progress", "none").code == 0

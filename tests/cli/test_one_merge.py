@@ -42,18 +42,18 @@ def test_a_spec_makes_its_own_merge(
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no place": (
         {"method": "ties"},
-        "a merge is saved to a file or folder",
+        "no output path is set",
         "`--out merged.safetensors` or `--out FOLDER`",
     ),
     "no method": (
         {"parameters": {"scaling": 0.3}, "out": "x"},
-        "--set belongs to --method",
+        "--set needs --method",
         "`driftlens doctor --methods` lists",
     ),
     "no merge": (
         {"out": "x"},
-        "the spec of 'tiny open_clip' names a merged model, and no merge to make",
-        "Say which with --method, or",
+        "the spec of 'tiny open_clip' has no merge, but a merged model",
+        "Give --method, or",
     ),
 }
 

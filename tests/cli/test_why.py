@@ -244,7 +244,7 @@ def test_a_recipe_that_mergekit_does_not_merge_is_refused_with_what_to_run(
             lambda given: [given[0].replace("/hf/", "/open_clip/") + ".safetensors", *given[1:]],
             "there is no configuration next to",
         ),
-        (lambda given: [given[0], given[1], given[2] + "/config.json"], "weights are read from"),
+        (lambda given: [given[0], given[1], given[2] + "/config.json"], "expected a file of type"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_words(

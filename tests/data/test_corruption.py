@@ -90,11 +90,11 @@ def test_what_is_no_corruption_is_refused() -> None:
     assert parse("none") == ("none", 0)
     for given, said in [
         ("fogg", "gaussian_noise, motion_blur, fog"),
-        ("fog:6", "from 1 to 5"),
+        ("fog:6", "expected 1 to 5"),
         ("none:3", "no"),
     ]:
         with pytest.raises(SpecError, match=said):
             parse(given)
     texts = SampleSet("a", "calibration", ("0",), None, list)
-    with pytest.raises(DataError, match="only pictures can be corrupted"):
+    with pytest.raises(DataError, match="only images of a data source can be corrupted"):
         corrupted(texts, "fog", 0)

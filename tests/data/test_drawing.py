@@ -98,21 +98,21 @@ def test_too_few_samples_are_refused_with_both_counts_and_the_key_to_set(split: 
     with pytest.raises(DataError) as caught:
         drawn(100, 256, split=split)
     assert "task cars: 256" in caught.value.message
-    assert "cars.npz holds 100" in caught.value.message
+    assert "cars.npz has 100" in caught.value.message
     assert f"data.cars.{key}: 100" in caught.value.hint
     assert (caught.value.context["asked"], caught.value.context["available"]) == (256, 100)
 
 
 @pytest.mark.parametrize("n", [1, "all"])
 def test_nothing_left_beside_the_calibration_samples_is_refused(n: int | Literal["all"]) -> None:
-    with refusing(DataError, match="holds 2, 2 of which serve calibration", hint="separate"):
+    with refusing(DataError, match="has 2, 2 of which are calibration samples", hint="separate"):
         drawn(2, n, split="test", exclude_ids=["train/0", "train/1"])
 
 
 def test_unequal_counts_are_noticed_and_equal_ones_are_not() -> None:
     assert unequal_counts({"a": 3, "b": 3}, "calibration") == ()
     (notice,) = unequal_counts({"b": 3, "a": 4}, "calibration")
-    assert notice == "the number of calibration samples differs between tasks: a 4, b 3"
+    assert notice == "numbers of calibration samples differ: a 4, b 3"
 
 
 def origins(folder: Path, *, n_diagnosis: int = 3, **values: Any) -> tuple[str, str]:

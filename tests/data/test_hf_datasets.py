@@ -75,12 +75,15 @@ def test_the_label_column_may_be_left_out(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message", "hint"),
     [
-        pytest.param({"test": "tset"}, "no split 'tset'; there are train, test, gap", "'test'", id="split"),
+        pytest.param({"test": "tset"}, "no split 'tset', expected train, test, gap", "'test'", id="split"),
         pytest.param(
-            {"label": "labels"}, "no column 'labels'; there are image, label", "'label'", id="label column"
+            {"label": "labels"}, "no column 'labels'; columns are image, label", "'label'", id="label column"
         ),
         pytest.param(
-            {"image": "img"}, "no column 'img'; there are image, label", "`image: COLUMN`", id="image column"
+            {"image": "img"},
+            "no column 'img'; columns are image, label",
+            "`image: COLUMN`",
+            id="image column",
         ),
         pytest.param(
             {"image": "label"}, "'label' holds no images; image columns are image", "cast", id="no images"
@@ -106,7 +109,7 @@ def test_offline_nothing_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "prepared")
     with refusing(
         DataError,
-        match="org/cars: no such folder, and not in the local cache",
+        match="org/cars: no such folder, not in the local cache",
         hint="hf download --repo-type dataset org/cars --revision v2",
     ):
         opened(offline=True, **entry("org/cars", revision="v2"))

@@ -89,7 +89,7 @@ def test_a_class_folder_that_is_missing_in_the_test_split_alone_is_a_class_and_a
             head_classes=("c", "b", "a"),
         )
 
-    assert opened().notices == (f"t: {tmp_path / 'test'}: no images of the class 'c', which calibration has",)
+    assert opened().notices == (f"t: {tmp_path / 'test'}: no images of calibration's class 'c'",)
     (tmp_path / "test" / "b").rename(tmp_path / "test" / "B")
     with refusing(DataError, "only in data: 'B'"):
         opened()
@@ -116,7 +116,7 @@ def test_a_class_that_one_split_lacks_and_another_fills_is_a_class_and_a_notice(
     counts = DataDefaults(n=3, n_diagnosis=3)
     data = open_task_data("t", entry_of(**entry), counts, len, reads="image", head_classes=("b", "a"))
     assert data.class_names == ("b", "a")
-    said = f"t: {tmp_path / 'test'}: no images of the class 'b', which calibration has"
+    said = f"t: {tmp_path / 'test'}: no images of calibration's class 'b'"
     assert data.notices == (said,) * (lacking == "test")
 
 
@@ -163,7 +163,7 @@ def test_a_damaged_image_is_refused_by_name_when_it_is_read_and_not_before(tmp_p
     [
         ({"leer/x.png": 1, "stray.png": 2}, "", "stray.png", ""),
         ({}, "leer", "leer: no samples", ""),
-        ({}, "missing", "missing", "spec file's folder"),
+        ({}, "missing", "missing", "spec's folder"),
         ({"file.png": 1}, "file.png", "file.png", ""),
     ],
     ids=["next to class folders", "no images", "no folder", "a file"],
@@ -290,9 +290,7 @@ def test_grey_images_are_accepted_as_they_are(tmp_path: Path) -> None:
             id="floats for pixels",
         ),
         pytest.param({"x_test": np.zeros((3, 3, 4, 4), np.uint8)}, "[3, 4, 4]", "", id="channels first"),
-        pytest.param(
-            {"x_test": np.zeros((3, 4, 4, 4), np.uint8)}, "[4, 4, 4]", "further", id="alpha channel"
-        ),
+        pytest.param({"x_test": np.zeros((3, 4, 4, 4), np.uint8)}, "[4, 4, 4]", "others", id="alpha channel"),
         pytest.param({"x_test": np.zeros((3, 16), np.uint8)}, "[16]", "", id="flat rows"),
         pytest.param({"x_test": None}, "no item named 'x_test.npy'", "", id="no pixels"),
         pytest.param(
@@ -300,7 +298,7 @@ def test_grey_images_are_accepted_as_they_are(tmp_path: Path) -> None:
         ),
         pytest.param({"y_test": np.array([0, 1, -1])}, "sample 2: label -1", "from 0", id="negative label"),
         pytest.param({"y_test": np.array([0, 1])}, "shape [2] for 3 images", "", id="label missing"),
-        pytest.param({"y_test": np.zeros(3)}, "neither text nor a whole number", "", id="labels as floats"),
+        pytest.param({"y_test": np.zeros(3)}, "neither text nor an integer", "", id="labels as floats"),
         pytest.param({"class_names": np.array(["a", "b", "a"])}, "more than once", "", id="name twice"),
         pytest.param(
             {"class_names": np.array(["a", "b", "c"], dtype=object)},

@@ -69,7 +69,7 @@ def test_fewer_samples_are_drawn_at_random_and_known_by_their_place(
     assert torch.equal(torch.cat([batch.inputs for batch in samples.batches()]), X[rows])
     assert samples.labels == (tuple(str(int(Y[row])) for row in rows) if labelled else None)
     assert live_samples("cars", X, n=n, seed=5).ids == samples.ids, "the seed alone decides"
-    assert samples.notices == (f"task cars: {n} of 7 samples are drawn at random with seed 5",)
+    assert samples.notices == (f"task cars: {n} of 7 samples were sampled with seed 5",)
     assert len({live_samples("cars", X, n=n, seed=seed).ids for seed in range(9)}) > 1
 
 
@@ -100,9 +100,7 @@ class Stream:
 def test_of_a_stream_the_first_samples_are_taken_and_that_is_said() -> None:
     samples = live_samples("cars", Stream(), n=3)
     assert samples.ids == ("0", "1", "2") and torch.equal(samples.load([0, 1, 2]), X[:3])
-    assert samples.notices == (
-        "task cars: the first 3 samples are taken; give a Dataset to have them drawn at random",
-    )
+    assert samples.notices == ("task cars: the first 3 samples are used; give a Dataset to sample at random",)
 
 
 def test_a_batch_may_be_a_dict_of_tensors() -> None:
@@ -140,7 +138,7 @@ def test_labels_in_a_mapping_are_labels_and_no_input(kind: Callable[[Any], Any],
 def test_labels_in_a_mapping_that_are_no_classes_are_left_out(labels: Any) -> None:
     samples = live_samples("cars", [{"x": X, "labels": labels}])
     assert list(samples.load([0])) == ["x"] and samples.labels is None
-    assert samples.notices == ("task cars: left out of every batch: labels",)
+    assert samples.notices == ("task cars: ignored in every batch: labels",)
 
 
 def test_what_follows_the_labels_and_text_are_left_out() -> None:
@@ -169,7 +167,7 @@ def test_labels_may_be_names() -> None:
     [
         pytest.param([1, 0], ["b", "a"], ("a", "b"), "index the head's classes: 1 is 'a'", id="index"),
         pytest.param([1, 0], ["0", "1"], ("1", "0"), "", id="names that are their rows"),
-        pytest.param([1, 3], ["3", "2", "1"], ("1", "3"), "taken as names: 1 is row 2", id="names elsewhere"),
+        pytest.param([1, 3], ["3", "2", "1"], ("1", "3"), "used as names: 1 is row 2", id="names elsewhere"),
     ],
 )
 def test_numbers_meet_named_classes(
@@ -347,7 +345,7 @@ class Shuffling:
 
 @pytest.mark.parametrize("source", [Shuffling(), Noisy()], ids=["shuffled batches", "random augmentation"])
 def test_batches_that_change_between_passes_are_refused(source: Any) -> None:
-    with refusing(DataError, "data['cars']", match="differs when it is drawn again", hint="shuffle=False"):
+    with refusing(DataError, "data['cars']", match="differs when read again", hint="shuffle only"):
         live_samples("cars", source)
 
 
@@ -358,7 +356,7 @@ def generator() -> Iterator[Tensor]:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        pytest.param(generator(), "can be read only once", id="a generator"),
+        pytest.param(generator(), "is read only once", id="a generator"),
         pytest.param([], "no batches", id="no batches"),
         pytest.param({"x": X}, "a batch holds str", id="a single dict"),
         pytest.param([X.numpy()], "a batch holds ndarray, expected tensors", id="arrays"),
@@ -366,11 +364,11 @@ def generator() -> Iterator[Tensor]:
         pytest.param([{"labels": Y}], "a batch holds no inputs", id="nothing but labels"),
         pytest.param([{"x": [[1, 2], [3]]}], "a batch holds list, expected tensors", id="lists of numbers"),
         pytest.param([{}], "a batch holds an empty dict", id="an empty dict"),
-        pytest.param([(X, X)], "expected labels: whole numbers", id="floats for labels"),
-        pytest.param([(X, Y[:3])], "lengths within a batch are", id="labels missing"),
-        pytest.param([X[:0]], "lengths within a batch are", id="an empty batch"),
-        pytest.param([(X, Y), X], "batches differ in what they hold", id="labels in some batches"),
-        pytest.param([{"a": X}, {"b": X}], "batches differ in what they hold", id="other keys"),
+        pytest.param([(X, X)], "expected integer labels", id="floats for labels"),
+        pytest.param([(X, Y[:3])], "a batch has lengths", id="labels missing"),
+        pytest.param([X[:0]], "a batch has lengths", id="an empty batch"),
+        pytest.param([(X, Y), X], "batches have different entries", id="labels in some batches"),
+        pytest.param([{"a": X}, {"b": X}], "batches have different entries", id="other keys"),
     ],
 )
 def test_what_is_no_sequence_of_batches_is_refused(source: Any, message: str) -> None:

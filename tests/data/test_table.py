@@ -128,7 +128,7 @@ def test_calibration_needs_no_labels_and_one_list_serves_two_splits(folder: Path
     assert (data.calibration.labels, set(data.test.labels)) == (None, {"a", "b"})
     assert data.class_names == ("a", "b")
     assert not set(made(test).calibration.ids) & set(made(test).test.ids), "one origin, kept apart"
-    with refusing(DataError, match="no column 'label'; there are path", hint="`label: COLUMN`"):
+    with refusing(DataError, match="no column 'label'; columns are path", hint="`label: COLUMN`"):
         opened(kind="table", calibration=test, test=bare)
     assert labels_of(images(kind="table", calibration=bare, test=bare, label=None)) == [None, None]
 
@@ -137,7 +137,7 @@ def test_calibration_needs_no_labels_and_one_list_serves_two_splits(folder: Path
     ("text", "message"),
     [
         pytest.param(
-            "path,label\nimages 花/1.png,a\nimages 花/9.png,a\n", "1 of 2 images are not there", id="gone"
+            "path,label\nimages 花/1.png,a\nimages 花/9.png,a\n", "1 of 2 images are missing", id="gone"
         ),
         pytest.param(
             "path,label\nimages 花/1.png,a\nimages 花/1.png,b\n", "1.png occurs more than once", id="twice"
@@ -148,9 +148,9 @@ def test_calibration_needs_no_labels_and_one_list_serves_two_splits(folder: Path
             id="comma in a label",
         ),
         pytest.param("path,label\n", "no data", id="only a header"),
-        pytest.param("path,label\n,a\n", "1 of 1 images are not there", id="no path"),
-        pytest.param("path,path\nx,a\n", "several columns are called 'path'", id="twice a column"),
-        pytest.param("Path,label\nx,a\n", "no column 'path'; there are Path, label", id="another column"),
+        pytest.param("path,label\n,a\n", "1 of 1 images are missing", id="no path"),
+        pytest.param("path,path\nx,a\n", "several columns named 'path'", id="twice a column"),
+        pytest.param("Path,label\nx,a\n", "no column 'path'; columns are Path, label", id="another column"),
         pytest.param("", "no column 'path'", id="empty"),
         pytest.param('path,label\n"x,a\n', "EOF inside string", id="open quote"),
     ],
@@ -211,7 +211,7 @@ def test_calibration_samples_are_never_test_samples_in_any_writing(folder: Path)
         {"calibration": str(folder / "link/train.csv"), "test": test, "diagnosis": test},
     ):
         for split in ("test", "diagnosis"):
-            with pytest.raises(DataError, match="1 of its images are calibration samples too"):
+            with pytest.raises(DataError, match="images shared with calibration: 1"):
                 opened(split, kind="table", **places)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"1\.png occurs more than once"):
         opened(**one_file(folder, header + train + again))

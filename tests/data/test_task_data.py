@@ -86,7 +86,7 @@ def test_one_folder_for_calibration_and_test_keeps_their_samples_apart(folders: 
     assert not calibration & set(data.diagnosis.ids)
     assert len(data.test) == 12 - 4
     assert data.overlap == 0
-    assert any("kept out of the test" in notice for notice in data.notices)
+    assert any("excluded from the test" in notice for notice in data.notices)
 
 
 def test_one_folder_for_calibration_and_diagnosis_is_stamped_with_the_overlap(
@@ -96,7 +96,7 @@ def test_one_folder_for_calibration_and_diagnosis_is_stamped_with_the_overlap(
     assert data.overlap == 7
     (notice,) = data.notices
     assert "Autos 車: calibration and diagnosis draw from the same samples" in notice
-    assert "7 of 7 diagnosis samples are also calibration samples" in notice
+    assert "7 of 7 diagnosis samples are in both" in notice
 
 
 def test_the_head_orders_the_classes_and_the_data_is_met_by_name(folders: dict[str, str]) -> None:
@@ -123,7 +123,7 @@ def test_samples_without_labels_have_no_accuracy_and_say_so(folders: dict[str, s
     bare = write_images(tmp_path / "bare", {f"{i}.png": i for i in range(5)})
     data = opened({**folders, "test": str(bare)}, head_classes=("a", "花"))
     assert (data.test.labels, data.diagnosis.labels) == (None, None)
-    assert data.notices == ("Autos 車: the test samples have no labels, so there is no accuracy",)
+    assert data.notices == ("Autos 車: test samples have no labels, so accuracy is not measured",)
 
 
 def test_a_picture_is_found_by_its_id(folders: dict[str, str]) -> None:
@@ -151,7 +151,7 @@ def test_a_source_with_some_labels_is_refused(tmp_path: Path, monkeypatch: pytes
     code = f"import numpy as np\nf = lambda split: {pairs}\n"
     (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(DataError, match="has no label, others have"):
+    with pytest.raises(DataError, match="has no label, others do"):
         opened({"kind": "python", "target": f"{name}:f"}, counts=(2, 1, "all"), access=Access(trust=True))
 
 
@@ -159,7 +159,7 @@ def test_text_samples_reach_a_text_model_and_no_other(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(f'{{"input": "i{row}", "target": "t{row}"}}\n' for row in range(1, 5)))
     values = {"kind": "jsonl", "calibration": str(file), "test": str(file)}
-    with refusing(DataError, match="holds text samples, but the model reads image", hint="need a text model"):
+    with refusing(DataError, match="has text samples, but the model reads image", hint="For texts use"):
         opened(values, counts=(2, 2, "all"))
     defaults = DataDefaults(n=2, n_diagnosis=2)
     data = open_task_data("t", entry_of(**values), defaults, list, reads="text")

@@ -132,7 +132,7 @@ def test_questions_about_images_are_the_same_from_every_kind_of_file(
 def test_rows_whose_image_is_missing_are_refused(tmp_path: Path) -> None:
     Image.new("RGB", (4, 3)).save(tmp_path / "0.png")
     rows = [{**row, "file": "0.png"} for row in ROWS[:2]] + [{**ROWS[2], "file": "gone.png"}]
-    with pytest.raises(DataError, match="1 of 3 images are not there, the first is gone"):
+    with pytest.raises(DataError, match="1 of 3 images are missing, such as gone"):
         opened(**both(jsonl(tmp_path, rows)), image="file")
 
 
@@ -214,7 +214,7 @@ def test_rows_that_are_too_long_are_counted_or_refused(tmp_path: Path) -> None:
         == f"t: {count} of 3 test samples are longer than 6 tokens; of a longer question the beginning is cut"
     )
     assert data.test.load(range(3))["input_ids"].shape == (3, 6)
-    with pytest.raises(DataError, match="are longer than 6 tokens, the first is"):
+    with pytest.raises(DataError, match="are longer than 6 tokens, such as"):
         text_data(**values, too_long="refuse")
     with pytest.raises(SpecError, match=r"data\.t\.max_length is 17, .* 16 tokens only"):
         text_data(**both(file, max_length=17))
@@ -223,13 +223,13 @@ def test_rows_that_are_too_long_are_counted_or_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "values", "message"),
     [
-        ([{"input": " \n", "target": "a"}] * 2, {}, "line 1: nothing is asked, 'input' is empty"),
-        (ROWS, {"prompt": "{text} ?"}, "no column 'text'; there are input, more, number, target"),
-        (ROWS, {"words": {0: "no"}}, "line 2: the target '1' is not one of the words: 0"),
-        (ROWS, {"classes": ["0", "2"]}, "line 2: the target '1' is not one of the classes: 0, 2"),
+        ([{"input": " \n", "target": "a"}] * 2, {}, "line 1: the text is empty ('input')"),
+        (ROWS, {"prompt": "{text} ?"}, "no column 'text'; columns are input, more, number, target"),
+        (ROWS, {"words": {0: "no"}}, "line 2: target '1' is not in the words: 0"),
+        (ROWS, {"classes": ["0", "2"]}, "line 2: target '1' is not in the classes: 0, 2"),
         ([{"input": "a", "target": ["b"]}] * 2, {}, "line 1: 'target' is ['b'], expected text or a number"),
         ([{"input": None, "target": "a"}] * 2, {}, "line 1: 'input' is None, expected text"),
-        ([{"input": "a", "target": "b"}, {"input": "b"}], {}, "has no target, others have"),
+        ([{"input": "a", "target": "b"}, {"input": "b"}], {}, "has no target, others do"),
     ],
 )
 def test_what_is_wrong_with_a_row_is_said_by_its_place(
@@ -307,7 +307,9 @@ def test_the_keys_may_have_other_names(tmp_path: Path) -> None:
     [
         pytest.param('{"input": "a"', "line 1: can't be read: JSONDecodeError", "", id="cut short"),
         pytest.param('{"input": "a", "target": "b"}\n[1]', "line 2: can't be read", "", id="a list"),
-        pytest.param('{"target": "a"}', "no column 'input'; there are target", "`input: COL", id="no input"),
+        pytest.param(
+            '{"target": "a"}', "no column 'input'; columns are target", "`input: COL", id="no input"
+        ),
         pytest.param(b"\xff\xfe{", "UnicodeDecodeError", "UTF-8", id="another encoding"),
     ],
 )

@@ -166,8 +166,8 @@ def _tensor(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     ("plain", "says"),
     [
-        (samples(_tensor(1, 4), "mix"), "one sample"),
-        (samples(torch.arange(6).reshape(3, 2), "mix"), "numbers that can be mixed"),
+        (samples(_tensor(1, 4), "mix"), "but it has one"),
+        (samples(torch.arange(6).reshape(3, 2), "mix"), "floating-point inputs"),
         (samples(_tensor(3, 4), "crop"), "images"),
         (samples(_tensor(3, 4), "words"), "texts"),
     ],

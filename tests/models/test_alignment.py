@@ -169,7 +169,7 @@ def transformers() -> Architecture:
 
 REFUSED: dict[str, tuple[Callable[[], Architecture], list[str], str]] = {
     "timm": (open_clip, ["visual.trunk.patch_embed.proj.weight"], "timm trunk"),
-    "coca": (open_clip, ["visual.class_embedding", "visual.attn_pool.query"], "pools by attention"),
+    "coca": (open_clip, ["visual.class_embedding", "visual.attn_pool.query"], "attention-pooled"),
     "resnet": (open_clip, ["visual.conv1.weight", "visual.attnpool.q_proj.weight"], "ResNet"),
     "transformers_file_for_open_clip": (open_clip, ["vision_model.embeddings.class_embedding"], "hf-clip"),
     "text_model_for_open_clip": (open_clip, ["transformer.resblocks.0.ln_1.weight"], "no key that ends in"),

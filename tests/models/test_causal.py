@@ -31,9 +31,7 @@ REFUSED = {
         *("cpmant", "num_key_value_heads", "intermediate_size", "head_dim", "max_position_embeddings"),
         **{"dim_head": 4, "dim_ff": 24},
     ),
-    "can't be used as it is": of(
-        "jetmoe", "head_dim", "intermediate_size", kv_channels=4, num_local_experts=4
-    ),
+    "can't be used": of("jetmoe", "head_dim", "intermediate_size", kv_channels=4, num_local_experts=4),
 }
 BATCH = {
     "input_ids": torch.tensor([[2, 5, 6, 7], [2, 8, 9, 0]]),

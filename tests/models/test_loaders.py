@@ -191,17 +191,17 @@ REFUSED: dict[str, tuple[Callable[[Path], tuple[str, str]], type[DriftLensError]
     "nonsense_sizes": (
         hf_config(model_type="clip_vision_model", hidden_size="wide"),
         IncompatibleModelsError,
-        "can't be used as it is",
+        "can't be used",
     ),
     "timm_by_name": (named("open-clip", "ViT-B-16-SigLIP"), IncompatibleModelsError, "timm trunk"),
     "eva_by_name": (named("open-clip", "EVA02-B-16"), IncompatibleModelsError, "timm trunk"),
     "resnet_by_name": (named("open-clip", "RN50"), IncompatibleModelsError, "ResNet"),
-    "coca_by_name": (named("open-clip", "coca_ViT-B-32"), IncompatibleModelsError, "pools by attention"),
+    "coca_by_name": (named("open-clip", "coca_ViT-B-32"), IncompatibleModelsError, "attention-pooled"),
     "no_vision_section": (open_clip_config(embed_dim=8), IncompatibleModelsError, "vision_cfg"),
     "unknown_option": (
         open_clip_config(**{**OPEN_CLIP_CONFIG, "vision_cfg": {"depth": 3}}),
         IncompatibleModelsError,
-        "can't be used as it is",
+        "can't be used",
     ),
 }
 

@@ -189,10 +189,12 @@ def pickled_model(weights: Weights) -> nn.Module:
 def test_the_lines_in_the_hint_convert_the_file(tmp_path: Path, weights: Weights) -> None:
     path = tmp_path / "it's $w.pt"
     torch.save(pickled_model(weights), path)
-    with pytest.raises(CheckpointError, match=r"holds more than tensors.*torch\.nn\.modules") as refusal:
+    with pytest.raises(
+        CheckpointError, match=r"holds objects other than tensors.*torch\.nn\.modules"
+    ) as refusal:
         open_checkpoint(path)
     warning, *lines = refusal.value.hint.splitlines()
-    assert "runs code from the file" in warning and len(lines) == 3
+    assert "runs its code" in warning and len(lines) == 3
     exec("\n".join(lines), {"torch": torch, "safetensors": safetensors})
     converted = open_checkpoint(tmp_path / "it's $w.safetensors")
     assert set(converted.headers) == set(weights)
@@ -218,15 +220,21 @@ def torchscript(path: Path) -> None:
 @pytest.mark.parametrize(
     ("save", "message"),
     [
-        (lambda path: torch.save({"w": Trap(path.with_name("trace"))}, path), "holds more than tensors"),
+        (
+            lambda path: torch.save({"w": Trap(path.with_name("trace"))}, path),
+            "holds objects other than tensors",
+        ),
         (
             lambda path: torch.save(
                 {"w": Trap(path.with_name("trace"))}, path, _use_new_zipfile_serialization=False
             ),
-            "holds more than tensors",
+            "holds objects other than tensors",
         ),
-        (lambda path: path.write_bytes(pickle.dumps({"w": torch.ones(2)})), "holds more than tensors"),
-        (torchscript, "holds more than tensors.*TorchScript"),
+        (
+            lambda path: path.write_bytes(pickle.dumps({"w": torch.ones(2)})),
+            "holds objects other than tensors",
+        ),
+        (torchscript, "holds objects other than tensors.*TorchScript"),
         (lambda path: torch.save({"lr": 0.1, "net": {"w": torch.ones(2)}}, path), "a dict without tensors"),
         (lambda path: torch.save([torch.ones(2)], path), "a list without tensors"),
         (lambda path: torch.save({"w": torch.eye(2).to_sparse()}, path), "'w' is sparse or quantised"),
@@ -276,7 +284,7 @@ def test_other_formats_are_refused_by_name(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"anything")
     (tmp_path / "config.json").write_text("{}")
     for place in (tmp_path / name, *([tmp_path] if name != "a.txt" else [])):
-        with pytest.raises(CheckpointError, match=f"{name}: weights are read from .safetensors"):
+        with pytest.raises(CheckpointError, match=f"{name}: expected a file of type .safetensors"):
             open_checkpoint(place)
 
 
@@ -463,7 +471,7 @@ def test_renaming_hides_what_it_does_not_name(weights: Weights, tmp_path: Path) 
 def test_what_is_not_finite_is_counted_and_named(value: float, dtype: torch.dtype) -> None:
     tensor = torch.tensor([1.0, value, 2.0, value]).to(dtype)
     with pytest.raises(
-        NumericsError, match=r"expert\.safetensors: tensor 'w' holds 2 NaN or infinite values of 4"
+        NumericsError, match=r"expert\.safetensors: tensor 'w' holds 2 NaN or infinite values out of 4"
     ):
         check_finite("expert.safetensors", "w", tensor)
     check_finite("expert.safetensors", "w", tensor[::2])

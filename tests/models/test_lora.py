@@ -179,7 +179,7 @@ def edit_weights(
         (edit_config(use_qalora=True), "use_qalora is True"),
         (edit_config(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
         (edit_config(target_parameters=["fc1.weight"]), "target_parameters is"),
-        (edit_config(peft_type="IA3"), "not that of adapters of type LORA"),
+        (edit_config(peft_type="IA3"), "unsupported peft_type, expected LORA"),
     ],
     ids=["qalora", "pissa", "parameters", "other_method"],
 )
@@ -195,7 +195,7 @@ def test_what_is_more_than_lora_is_refused_with_the_remedy(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rank_pattern": {"((": 3}}, "holds no pattern"),
+        ({"rank_pattern": {"((": 3}}, "has an invalid pattern"),
         ({"rank_pattern": {"fc2": None}}, r"rank_pattern\.fc2: Input should be a valid number"),
         ({"r": math.inf}, "r: Input should be a finite number"),
         ({"lora_alpha": 10**400}, "lora_alpha: "),
@@ -229,10 +229,10 @@ def of_rank_zero(folder: Path) -> None:
             "has lora_B, expected lora_A and lora_B",
         ),
         (edit_config(use_dora=True), "expected lora_A and lora_B and lora_magnitude_vector"),
-        (edit_weights(lambda w: w | {"x.lora_magnitude": torch.zeros(2)}), "'x.lora_magnitude' is not the A"),
+        (edit_weights(lambda w: w | {"x.lora_magnitude": torch.zeros(2)}), "'x.lora_magnitude' is not A"),
         (
             edit_weights(lambda w: w | {"x.weight": torch.zeros(2)}),
-            "'x.weight' is no adapter, and of no weight",
+            "'x.weight' is neither an adapter nor a weight",
         ),
         (edit_config(bias="all"), "bias is 'all', but '.*bias' was not saved"),
         (

@@ -113,7 +113,7 @@ def test_patching_keeps_keys_order_and_dtypes(base: StateSource, tmp_path: Path)
 @pytest.mark.parametrize(
     ("key", "value", "error", "message"),
     [
-        ("wait", torch.zeros(7, 3), CheckpointError, "no tensor 'wait'\nThe nearest key is 'weight'"),
+        ("wait", torch.zeros(7, 3), CheckpointError, "no tensor 'wait'\nDid you mean 'weight'"),
         ("weight", torch.zeros(3, 7), ShapeError, r"shape \[3, 7\]; expected \[7, 3\] as in base"),
         ("weight", torch.full((7, 3), float("nan")), NumericsError, "'weight' holds 21 NaN"),
         ("half", torch.full((5,), 1e6), NumericsError, "'half' holds 5 NaN or infinite"),

@@ -220,7 +220,7 @@ def test_a_prompt_stands_before_texts_and_may_be_left_out_of_the_pool(tmp_path: 
 def test_an_expert_that_makes_other_embeddings_of_its_tokens_is_refused(tmp_path: Path) -> None:
     sentences(tmp_path / "base", 0)
     sentences(tmp_path / "one", 1, dense=2.0)
-    with refusing(IncompatibleModelsError, "2_Dense", "other weights than the base's", hint="frozen"):
+    with refusing(IncompatibleModelsError, "2_Dense", "differ from the base's", hint="Freeze"):
         open_models(spec_of(tmp_path, "one"))
     sentences(tmp_path / "two", 1, pooling={"pooling_mode": "mean"})
     with refusing(IncompatibleModelsError, "by mean, the base by cls", hint="without modules.json"):
@@ -263,7 +263,7 @@ def test_modules_that_contradict_each_other_are_refused(
             id="no transformer",
         ),
         pytest.param(2, {"type": "custom_st.Mixer"}, IncompatibleModelsError, "Mixer", id="code of its own"),
-        pytest.param(2, {"path": "../elsewhere"}, CheckpointError, "outside its own", id="another folder"),
+        pytest.param(2, {"path": "../elsewhere"}, CheckpointError, "an outside folder", id="another folder"),
     ],
 )
 def test_modules_that_cant_be_followed_are_refused_by_name(

@@ -73,7 +73,7 @@ def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: Path) 
     )
     # The classes begin alike, so that no single token tells them apart.
     assert any(
-        "pick: the answers of two classes begin with the same token" in text for text in run.manifest.notices
+        "pick: answers of two classes share their first token" in text for text in run.manifest.notices
     )
     space = " " if form == "decoder" else ""
     sums, _ = log_likelihoods(
@@ -231,7 +231,7 @@ def test_calibration_shows_each_experts_own_answers(
         assert row[: len(wanted)] == wanted and not any(row[len(wanted) :])
     # The beginning of the set, as a calibration on fewer samples takes it, has the same answers.
     assert torch.equal(samples.load([0])[name][0], given[name][0, : samples.load([0])[name].shape[1]])
-    told = [notice for notice in study.notices if "the expert's own greedy answers" in notice]
+    told = [notice for notice in study.notices if "the expert's greedy answers" in notice]
     assert [notice.split(":")[0] for notice in told] == (["cars"] if asked else ["cars", "dtd"])
 
 

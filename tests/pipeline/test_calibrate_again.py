@@ -325,11 +325,9 @@ def test_a_checkpoint_that_changed_since_the_run_is_named(tmp_path: Path, name: 
     before = files_of(tmp_path / "run")
     who = name if name == "base" else f"expert:{name}"
     for resume in (False, True):
-        with pytest.raises(
-            errors.CheckpointError, match=f"^{who} is not the model that the run was made with"
-        ):
+        with pytest.raises(errors.CheckpointError, match=f"^{who} differs from the run's"):
             calibrate(tmp_path / "run", request(resume=resume))
-    with pytest.raises(errors.CheckpointError, match=f"^{who} is not the model"):
+    with pytest.raises(errors.CheckpointError, match=f"^{who} differs from the run's"):
         analyze(spec, AnalysisRequest(out=tmp_path / "run", resume=True))
     assert files_of(tmp_path / "run") == before
 
@@ -344,7 +342,7 @@ def test_data_that_changed_since_the_run_is_refused(
     np.savez(shorter, **cut)
     (folder / "spec.yaml").write_text(text.replace(str(world.data(TASKS[1])), str(shorter)), encoding="utf-8")
     with pytest.raises(
-        errors.DataError, match=f"test samples of task {TASKS[1]} are not those of the run|diagnosis samples"
+        errors.DataError, match=f"test samples of task {TASKS[1]} differ from the run's|diagnosis samples"
     ):
         calibrate(folder, request())
 

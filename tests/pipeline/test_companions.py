@@ -244,7 +244,7 @@ def test_of_large_models_a_bounded_part_is_read(
     monkeypatch.setattr("driftlens.experiment.sanity_checks.READ_CHUNK", 64)
     (finding,) = suspicions(models.architecture.chain, counted)
     # Every entry is 1.25 times the base's, so that any rows give the distance of the whole.
-    assert "are 0.25 away from the base" in finding.text
+    assert "have relative distance 0.25 from the base" in finding.text
     assert "at least" in finding.text and "first rows" in finding.text
     widest = 2 * max(
         torch.Size(header.shape[1:]).numel() for header in models.sources["base"].headers.values()

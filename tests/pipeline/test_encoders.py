@@ -175,7 +175,7 @@ def test_features_are_pooled_as_heads_read_them_and_by_their_mean_without(tmp_pa
     heads = [at.head for at in study.tasks.values()]
     assert all(isinstance(head, OwnHead) for head in heads)
     assert [head.classes for head in heads if head] == [TASKS[task] for task in study.tasks]
-    with pytest.raises(SpecError, match="reads features pooled by 'cls'"):
+    with pytest.raises(SpecError, match="pools by 'cls'"):
         open_study(load_spec({**suite.spec, "layers": {"pool": "mean"}}))
     found = preflight(load_spec(suite.spec))
     assert not found.problems, found.problems

@@ -273,7 +273,7 @@ def test_a_whole_clip_is_measured_and_calibrated_by_its_image_tower(
     assert found == pytest.approx((wanted[0] - wanted[1]).norm(dim=1).mean().item(), rel=1e-4)
     assert modules["merged"].training and list(plain.manifest.notices) == []
     assert list(run.manifest.notices) == [
-        "task cars: of its batches input_ids, attention_mask are not read: the image tower reads pixel_values"
+        "task cars: inputs input_ids, attention_mask are ignored; the image tower reads pixel_values"
     ]
     state = run.calibrate(dl.FeatCal(), name="featcal").calibrated_state("featcal")
     fitted = dl.FeatCal().fit(*(modules[name] for name in ("merged", "base", "experts", "data")))

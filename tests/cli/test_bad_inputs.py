@@ -82,7 +82,7 @@ def missing_file(bench: Bench) -> list[str]:
 def truncated(bench: Bench) -> list[str]:
     path = bench.folder / "cut.safetensors"
     path.write_bytes(bench.world.weights(TASK).read_bytes()[:-1000])
-    return [bench.expert(path), "Copy or download it again"]
+    return [bench.expert(path), "copy or download it again"]
 
 
 def wider(bench: Bench) -> list[str]:

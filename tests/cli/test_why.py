@@ -239,7 +239,7 @@ def test_a_recipe_that_mergekit_does_not_merge_is_refused_with_what_to_run(
         (lambda given: [*given[:-1], "nowhere"], "there is no file or folder nowhere"),
         (lambda given: [*given, "--data=a", "--data=b", "--data=c"], "--data is given for flowers, shapes"),
         (lambda given: [*given, "--data=rose=a"], "--data is given for rose; the tasks are flowers, shapes"),
-        (lambda given: [*given, "--data=nothing.csv"], "there is no file or folder nothing.csv"),
+        (lambda given: [*given, "--data=nothing.csv"], "no file or folder nothing.csv"),
         (
             lambda given: [given[0].replace("/hf/", "/open_clip/") + ".safetensors", *given[1:]],
             "there is no configuration next to",
@@ -263,7 +263,7 @@ def test_columns_are_found_by_their_usual_names_or_asked_for(tmp_path: Path) -> 
         >= {"input": "sentence", "target": "label"}.items()
     )
     (tmp_path / "b.csv").write_text("label,words\nyes,it rains\n")
-    with pytest.raises(SpecError, match="there are label, words"):
+    with pytest.raises(SpecError, match="columns are label, words"):
         data_entry(tmp_path / "b.csv", reads="text")
     (tmp_path / "notes.txt").write_text("it rains\n")
     with pytest.raises(SpecError, match="unrecognized data format"):

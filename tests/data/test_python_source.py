@@ -92,7 +92,7 @@ def entry(module: str, function: str) -> dict[str, Any]:
 
 
 def test_without_trust_nothing_is_imported(module: str, tmp_path: Path) -> None:
-    with refusing(SpecError, match="only when it is trusted", hint="--trust-code"):
+    with refusing(SpecError, match="needs permission to run", hint="--trust-code"):
         opened(**entry(module, "named"))
     assert not (tmp_path / "ran").exists()
 

@@ -150,7 +150,7 @@ def test_what_a_task_lacks_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(error, match=words):
             analyze(suite.spec(data), AnalysisRequest(out=tmp_path / "run", attribution=False))
 
-    refused(SpecError, "data.ask.metric: choice needs classes", metric="choice")
+    refused(SpecError, "data.ask.metric: choice needs answer classes", metric="choice")
     refused(SpecError, "data.ask.metric: accuracy needs labels", metric=["accuracy"])
     refused(SpecError, "unknown metric 'bleu'", metric="bleu")
     refused(DataError, "' yes', is not a number", metric="spearman")

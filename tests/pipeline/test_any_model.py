@@ -290,7 +290,7 @@ def test_a_function_of_the_users_loads_when_it_is_trusted(
 ) -> None:
     (tmp_path / "own_loader.py").write_text(LOADED)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(SpecError, match="only when it is trusted"):
+    with pytest.raises(SpecError, match="needs permission to run"):
         load_architecture("python:own_loader:load", "x")
     with pytest.raises(SpecError, match="expected a pair"):
         load_architecture("python:own_loader:wrong", "x", access=Access(trust=True))

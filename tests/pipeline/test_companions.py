@@ -217,7 +217,7 @@ def test_an_expert_of_another_base_is_at_the_distance_of_unrelated_weights(
     foreign = visual(world.state("flowers"), lambda value: value.flip(0))
     result = check(with_expert(world, saved(foreign, tmp_path / "x.safetensors")))
     notice = found(result, "notice", "expert of flowers")
-    distance = float(notice.text.split("are ")[1].split()[0])
+    distance = float(notice.text.split("relative distance ")[1].split()[0])
     assert distance == pytest.approx(math.sqrt(2), abs=0.15)
     assert "another base" in notice.hint
     assert result.exit_code == 0

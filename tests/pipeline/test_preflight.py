@@ -200,7 +200,7 @@ def test_a_base_trained_with_the_other_activation_is_named(world: World, tmp_pat
     )
     problem = found(check(spec), "problem", "base")
     assert "quick_gelu" in problem.text
-    assert "computed with gelu" in problem.text
+    assert "but gelu is used" in problem.text
 
 
 def test_prompts_without_a_text_tower_and_without_a_base(world: World) -> None:

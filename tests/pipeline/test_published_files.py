@@ -131,9 +131,9 @@ def test_what_the_library_has_no_use_for_is_left_as_it_was_and_named(
     )
     told = [text for text in notices if key in text]
     ends = {
-        "base": "saved models hold them as they are",
-        "one": "come without them",
-        "two": "come without them",
+        "base": "saved models keep them",
+        "one": "saved models lack them",
+        "two": "saved models lack them",
     }
     wanted = [ends[name] for name in ("base", "one", "two") if name in holders]
     if holders == ("base", "one"):

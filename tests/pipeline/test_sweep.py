@@ -245,7 +245,7 @@ def test_no_sample_measures_that_some_seed_calibrates_on(world: World, tmp_path:
         ({"alpha": [0.1, 1.5]}, {}, "alpha is 1.5", ""),
         ({"n": [2.5]}, {}, "n is 2.5, expected a whole number", ""),
         ({"n": [0]}, {}, "n is 0, expected a whole number", ""),
-        ({"n": [2, 7]}, {}, "7 calibration samples asked for", ""),
+        ({"n": [2, 7]}, {}, "7 calibration samples requested", ""),
         ({"lam": [float("nan")]}, {}, "lam is nan", ""),
         (LAM, {"seeds": 0}, "seeds: Input should be greater than or equal to 1", ""),
         (LAM, {"methods": ["featcal", "residual"]}, "residual has no parameter 'lam'", ""),
@@ -256,7 +256,7 @@ def test_what_can_not_be_is_refused_before_anything_is_written(
     folder: Path, values: dict[str, list[float]], more: dict[str, Any], words: str, hint: str
 ) -> None:
     before = files_of(folder)
-    with pytest.raises(SpecError if "asked for" not in words else DataError) as caught:
+    with pytest.raises(SpecError if "samples requested" not in words else DataError) as caught:
         sweep(folder, SweepRequest(param=values, **more))
     assert words in caught.value.message and hint in caught.value.hint
     assert files_of(folder) == before

@@ -62,9 +62,11 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
             row: dict[str, Any] = {"task": task, "variant": variant, "model": title(variant)}
             for about in (DRIFT, RELATIVE, COSINE):
                 finding = level(run, about, task, variant)
+                # Intervals of means are symmetric (Student), so half of one is enough.
                 row |= {about.name: finding.value, f"{about.name}_error": finding.high - finding.value}
             score = level(run, SCORE, task, variant)
             metric = score.about.name
+            # Other metrics must not appear as accuracy in a column of that name.
             row |= {"accuracy": score.value if metric == ACCURACY.name else math.nan}
             row |= {"low": score.low, "high": score.high}
             rows.append(row | {"n": score.n, "metric": metric, "score": score.value})
@@ -76,6 +78,7 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
 def _changes_of(run: DriftRun, name: str, about: Measure) -> list[Finding]:
     """Return changes from the merged to the calibrated model by task; none if the run lacks one of them."""
     pair = ("merged", compared_variants(run, name)[-2])
+    # Without a merged model there is nothing to compare with.
     return [change(run, about, task, pair) for task in run.tasks] if {*pair} <= {*run.variants} else []
 
 
@@ -86,6 +89,7 @@ def score_changes(run: DriftRun, name: str) -> list[Finding]:
 
 def final_drift_changes(run: DriftRun, name: str) -> list[tuple[Finding, Finding]]:
     """Return the change of mean final drift on each task with stored samples, absolute and relative."""
+    # A run that stopped early lists no layers, and asking for "final" would raise.
     if not run.manifest.layers:
         return []
     both = (_changes_of(run, name, about) for about in (DRIFT, DRIFT_CHANGE))
@@ -157,7 +161,7 @@ def _features(run: DriftRun, rows: pd.DataFrame, name: str) -> Table:
             **{"cosine": "number", "cosine +-": "number"},
         },
         shown.to_numpy(dtype=object).tolist(),
-        f"Means over {_counted(run)} with half their 95 % interval (Student's t; the expert's norm is taken as known).",
+        f"Means over {_counted(run)} with half their 95 % interval (Student's t, expert norm taken as exact).",
     )
 
 
@@ -207,7 +211,7 @@ def _drifts(run: DriftRun, name: str) -> Table:
             **{"relative": "share", "relative low": "share", "relative high": "share", "samples": "count"},
         },
         [(drift.task, *drift.ends, *relative.ends, drift.n) for drift, relative in changes],
-        f"Of the mean over diagnosis samples; intervals are Student's{paired}.",
+        f"Mean over diagnosis samples, with Student's intervals{paired}.",
     )
 
 
@@ -241,21 +245,22 @@ def _answers(name: str, changes: Sequence[Finding]) -> Table:
         for row in changes
         if (counts := row.answers) is not None
     ]
+    # Answers on test and on diagnosis samples are different quantities, so their mean has no meaning.
     if len(rows) > 1 and len({row[1] for row in rows}) == 1:
         mean = mean_over_tasks([Interval(*row[5:8]) for row in rows])
         sums = [sum(row[column] for row in rows) for column in (2, 3, 4)]
         rows.append((f"mean of {len(rows)}", rows[0][1], *sums, *mean.ends, p_of(mean)))
     return Table.of(
         f"answers-changed-{name}",
-        f"{title(calibrated(name))}: answers that changed on the samples whose answers are stored",
+        f"{title(calibrated(name))}: changed answers on samples with stored answers",
         {
             **{"task": "text", "split": "text", "samples": "count", "to right": "count", "to wrong": "count"},
             **{"change": "points", "95 % low": "points", "95 % high": "points", "p": "p"},
         },
         rows,
-        f"Change in points of {_told(row.about.name for row in changes if row.answers)[0]} on these samples, with "
-        "Tango's interval for paired answers, and McNemar's mid-p. The mean over tasks combines their intervals "
-        "(MOVER; samples of different tasks are independent) and has its p from its own.",
+        f"Change in points of {_told(row.about.name for row in changes if row.answers)[0]} with Tango's "
+        "interval for paired answers and McNemar's mid-p. The mean over tasks combines the intervals (MOVER) and "
+        "takes its p from the result.",
     )
 
 
@@ -264,19 +269,20 @@ def _moves(run: DriftRun, name: str) -> Table:
     rows = run.calibration(name)
     rows = rows[rows["weight_change"].notna()].sort_values("weight_change", ascending=False, kind="stable")
     before = rows["objective_before"].astype(float)
+    # An objective of 0 before has no ratio; NaN is shown as a gap.
     rows = rows.assign(left=rows["objective_after"].astype(float) / before.where(before > 0))
     return Table.of(
         f"weight-moves-{name}",
         f"{title(calibrated(name))}: largest weight moves",
         {"module": "text", "layer": "count", "weight change": "share", "objective left": "share"},
         rows[["site", "layer", "weight_change", "left"]].head(_MOST_MOVES).to_numpy(dtype=object).tolist(),
-        "Norm of the change against the norm of the weights; objective after against before, on calibration samples "
-        "(100 % is unchanged).",
+        "Change relative to the norm of the weights; objective relative to before, on calibration samples (100 %: "
+        "unchanged).",
     )
 
 
+# Entries of complete records of a choice among methods.
 _COMPARED = {"compared", "choice", "kept", "best", "base_stands", "score", "correction", "seconds"}
-"""Entries of complete records of a choice among methods."""
 
 
 def selection_sentences(run: DriftRun, name: str) -> list[str]:
@@ -316,7 +322,7 @@ def _shares(run: DriftRun, name: str) -> Table:
     columns = [f"{measure}{end}" for measure in ("score", "drift") for end in ("", "_low", "_high")]
     return Table.of(
         f"shares-{name}",
-        f"{title(calibrated(name))}: held-out {criterion} and drift by share of the way from the base",
+        f"{title(calibrated(name))}: held-out {criterion} and drift by interpolation factor",
         {
             **{
                 "share": "number",
@@ -327,14 +333,15 @@ def _shares(run: DriftRun, name: str) -> Table:
             **{"drift": "number", "drift low": "number", "drift high": "number", "samples": "count"},
         },
         [[entry["share"], *(entry[column] for column in columns), entry["n"]] for entry in curve],
-        "Means over tasks with 95 % intervals (Student's t), on samples that this repair was not fitted to; drift is "
-        "that of the final feature, relative to the expert's norm. The chosen model is fitted to all samples.",
+        "Held-out means over tasks with 95 % intervals (Student's t); relative drift of the final feature. The chosen "
+        "model is fitted to all samples.",
     )
 
 
 def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
     """Return sentences on the chosen model and its advantage, on using the base instead, and on every candidate."""
     candidates = {entry["name"]: entry for entry in record["compared"]}
+    # `best` is empty in a record where no candidate could be solved for.
     choice, best = candidates[record["choice"]], candidates.get(record["best"], {})
     criterion = judged_by(record)
     interval = f"95 % interval, {record['correction']}"
@@ -351,7 +358,7 @@ def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
         f"{record['seconds']:.0f} s."
     ]
     if record["base_stands"]:
-        sentences.append("Advice: don't use the merge, as the base is as near to the experts.")
+        sentences.append("Advice: don't use the merge; the base is as near to the experts.")
     numbers = [f"{entry['title']} {_scored(entry)}" for entry in candidates.values()]
     n = choice["n"]
     return [
@@ -366,6 +373,7 @@ def _lower(entry: Mapping[str, Any], criterion: str, interval: str) -> str:
         return "could not be solved for"
     gap, low, high = entry["advantage"], entry["low"], entry["high"]
     way = "lower"
+    # Records store the advantage, merged minus candidate; readers get the sign as a word.
     if gap < 0:
         way, gap = "higher", -gap
         low, high = (None, None) if low is None else (-high, -low)
@@ -379,6 +387,7 @@ def _scored(entry: Mapping[str, Any]) -> str:
         return entry.get("error") or "could not be solved for"
     if entry.get("advantage") is None:
         return brief(entry["score"])
+    # Minus: records store the advantage, readers expect candidate minus merged.
     ends = "" if entry["low"] is None else f", {signed(-entry['high'])} to {signed(-entry['low'])}"
     return f"{brief(entry['score'])} ({signed(-entry['advantage'])}{ends})"
 
@@ -399,6 +408,7 @@ def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[s
     the mean). Missing values are NaN or None. `names` are of calibrations; None takes all.
     """
     chosen = [*run.manifest.calibrations] if names is None else [*names]
+    # An unknown name raises here, with the list of all names.
     for name in chosen:
         run.calibration_info(name)
     rows = [_measured(run, calibrated(name), name) | _cost(run, name) for name in chosen]
@@ -437,6 +447,7 @@ def arena_sheet(
     columns = {
         head: (kind, key)
         for head, (kind, key) in columns.items()
+        # Energy, added parameters and the like are empty for most runs; empty columns would hide the rest.
         if head == "model" or any(is_measured(row.get(key)) for row in rows)
     }
     n = max((row["n"] for row in rows), default=0)
@@ -448,8 +459,8 @@ def arena_sheet(
     notes = [
         f"Means over {counted(len(run.tasks), 'task')}" + (f", {n} test samples" if n else "") + ".",
         pairing(paired),
-        "The first repair was selected on these samples, a small advantage over the others. One draw of calibration "
-        "samples. Seconds: calibrating alone; memory: peak of the process so far; energy: all programs.",
+        "Ranking on the same samples slightly favours the first repair. One draw of calibration samples. Seconds: "
+        "calibration only; memory: peak of the process so far; energy: all programs.",
     ]
     notes += [f"{name}: not made, as {reason}." for name, reason in (failed or {}).items()]
     title, note = f"Repairs of {run.name} compared", " ".join(filter(None, notes))
@@ -463,6 +474,7 @@ def _cost(run: DriftRun, name: str) -> dict[str, Any]:
     phase = used.loc[used["phase"] == f"calibrate:{name}", ["peak_rss_bytes", "energy_wh"]]
     peak, energy = (plain(value) for value in phase.iloc[0]) if len(phase) else (None, None)
     row = {"method": info.method, "seconds": info.seconds, "energy_wh": energy}
+    # The peak is that of the process up to this phase: it can only grow from one calibration to the next.
     row |= {"peak_mib": None if peak is None else round(peak / _MIB)}
     found_out = fmean(info.found_out.values()) if info.found_out else None
     return row | {"added": info.attached, "task_id": info.attached > 0, "found_out": found_out}

@@ -42,16 +42,17 @@ from driftlens.utils.variants import calibrated
 _Relation = Literal[">=", "<=", ">", "<"]
 CHECKED_TABLES = ("layers", "outputs", "accuracy", "params", "calibration")
 
+# Columns that can be compared with a bound; true counts as 1.
 _NUMBERS = {
     name: {column.name for column in TABLES[name].columns if column.dtype != "str" and column.name != "layer"}
     for name in CHECKED_TABLES
 }
-"""Columns that can be compared with a bound; true counts as 1."""
 
 _RELATIONS: Mapping[str, _Relation] = {"gte": ">=", "lte": "<=", "gt": ">", "lt": "<"}
 
 
 def _plain_value(value: Any) -> Any:
+    # `type`, because bool is a subclass of int and `layer: true` would select layer 1.
     if isinstance(value, str) or type(value) is int:
         return value
     raise problem(f"expected a name or a layer number, got {value!r}")
@@ -105,6 +106,7 @@ class Check(Part):
         metric = entry.get("metric") if isinstance(entry, Mapping) else None
         if isinstance(metric, str) and (metric in METRICS or metric.startswith(ATTACHED)):
             where = entry.get("where", {})
+            # A malformed `where` is left for the field validator, which names the path of the error.
             rows = {"where": {**where, "metric": metric}} if isinstance(where, Mapping) else {}
             return {"table": "accuracy", **entry, **rows, "metric": "value"}
         return entry
@@ -115,6 +117,7 @@ class Check(Part):
             raise problem("no bound", "Give at least one of gte, lte, gt, lt.")
         table = _table_of(self.metric, self.table)
         columns = _text_columns(table)
+        # The calibration table names calibrations; `variant` is derived from the name when rows are read.
         keys = [*TABLES[table].key, *(["variant"] if table == "calibration" else [])]
         for option, names, allowed in (("where", self.where, columns), ("per", self.per, keys)):
             for column in names:
@@ -123,6 +126,7 @@ class Check(Part):
                     raise problem(
                         f"{option}: no {column!r} in the table {table!r}; it has {', '.join(allowed)}", hint
                     )
+        # A change already fixes both variants; choosing one more would leave no rows.
         for column in ("variant", "name"):
             if self.change is not None and (column in self.where or column in self.per):
                 raise problem(
@@ -176,6 +180,7 @@ class _Checks(Part):
 def load_checks(source: PathLike | Mapping[str, Any]) -> list[Check]:
     """Return the checks that a file, or the mapping in it, describes."""
     if isinstance(source, Mapping):
+        # Validators must not change the mapping of the caller.
         raw, where = copy.deepcopy(dict(source)), "checks"
     else:
         raw, where = read_mapping(Path(source), "checks", "Begin with a line `checks:`."), str(source)
@@ -206,10 +211,10 @@ Status = Literal["pass", "warn", "fail", "skip"]
 Array = NDArray[np.float64]
 _Numeric = TypeVar("_Numeric", float, Array)
 
+# Groups of rows in which a column may be undefined, such as amplification at the stem.
 _GAPS_BY = {"layers": "layer", "calibration": "kind"}
-"""Groups of rows in which a column may be undefined, such as amplification at the stem."""
+# Significant digits of a value that is printed next to its limit, one more than elsewhere.
 _DIGITS = 4
-"""Significant digits of a value that is printed next to its limit, one more than elsewhere."""
 _WRITTEN = {"<=": "≤", ">=": "≥"}
 
 
@@ -372,10 +377,12 @@ def _judge_group(
     if not len(values):
         return _skipped(check, group, lacking)
     judged = _judged_row(check, values)
+    # The mean of +inf and -inf is NaN, which is skipped below, and numpy would warn.
     with np.errstate(invalid="ignore"):
         value = float(getattr(np, check.agg)(values) if judged is None else values[judged])
     if math.isnan(value):
-        return _skipped(check, group, f"the {check.agg} of infinite values is no number")
+        return _skipped(check, group, f"the {check.agg} of infinite values is not a number")
+    # With several bounds the one nearest to being broken decides.
     margin, relation = min(
         (_margin(relation, bound, value), relation) for relation, bound in check.bounds.items()
     )
@@ -404,6 +411,7 @@ def _judge_group(
 
 def _exact(value: float) -> str:
     """Format a number with all digits that matter and no exponent."""
+    # Ten digits hide the rounding of binary fractions: 0.1 + 0.2 is written as 0.3.
     return format(Decimal(f"{value:.10g}"), "f")
 
 
@@ -474,6 +482,7 @@ def _measured(run: DriftRun, check: Check) -> pd.DataFrame | str:
         return f"{check.metric} was not measured"
     if check.home not in _GAPS_BY:
         return rows
+    # A layer or kind without any value is undefined there, not missing.
     return rows[rows["value"].groupby(rows[_GAPS_BY[check.home]]).transform("count") > 0]
 
 
@@ -499,6 +508,7 @@ def _changes(rows: pd.DataFrame, key: list[str], start: str, end: str, *, relati
     sides = [rows[rows["variant"] == variant].set_index(key)["value"] for variant in (start, end)]
     both = pd.concat(sides, axis=1, keys=["start", "end"])
     size = both["start"].abs()
+    # NaN instead of infinity: a change from 0 is skipped, not failed.
     change = (both["end"] - both["start"]) / (size.where(size > 0) if relative else 1.0)
     return change.rename("value").reset_index()
 
@@ -540,6 +550,8 @@ def _row_name(row: pd.Series[Any], columns: Sequence[str]) -> str:
 
 
 # Shares by prefix swaps are left out: they telescope to the drift that divides them, so they can't fail.
+# Claims that are exact in theory, by name: text, table, column of the error, and its largest accepted
+# value.
 _CLAIMS = {
     "closure": ("drift equals that of ordinary forward passes", "layers", "closure_error", 1e-4),
     "Jacobian": ("propagation equals Jacobian times incoming drift", "layers", "jacobian_error", 1e-2),
@@ -549,14 +561,13 @@ _CLAIMS = {
     "softmax": ("its change is the integral of its Jacobian", "outputs", "softmax_integral_error", 1e-9),
     "cross-entropy": ("its change is the integral of its gradient", "outputs", "ce_integral_error", 1e-6),
 }
-"""Claims that are exact in theory, by name: text, table, column of the error, and its largest accepted value."""
 
 
+# Columns that locate an error, and their prefixes.
 _PLACE = {
     **{"task": "task ", "variant": "", "name": "calibration ", "layer": "", "site": ""},
     "sample_id": "sample ",
 }
-"""Columns that locate an error, and their prefixes."""
 
 
 def measured_by(claim: str) -> str:
@@ -579,6 +590,7 @@ def _self_check(
     run: DriftRun, rows: pd.DataFrame, column: str, name: str, claim: str, limit: float
 ) -> CheckResult:
     measured = rows[rows[column].notna()]
+    # Errors may be signed, such as the remainder; the limit holds for their size.
     errors = measured[column].abs().to_numpy(dtype=float)
     status: Status = "skip"
     largest, where, reason = math.nan, "", "not measured"
@@ -595,8 +607,8 @@ def _self_check(
     return CheckResult(title, name, {}, status, largest, "<=", limit, margin, n, where, reason)
 
 
+# Characters that XML forbids, escaped or not.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that XML forbids, escaped or not."""
 
 
 def junit_xml(report: CheckReport) -> str:
@@ -620,6 +632,7 @@ def _add_outcome(case: ElementTree.Element, result: CheckResult) -> None:
         measured = {name: getattr(result, name) for name in ("value", "ci_low", "ci_high")}
         measured["n"] = result.samples
         bound = {"bound": f"{result.relation} {_exact(result.threshold)}", "at": _safe(result.where)}
+        # `value == value` is False for NaN, which marks what was not measured.
         numbers = {name: _exact(value) for name, value in measured.items() if value == value and value}
         properties = ElementTree.SubElement(case, "properties")
         for name, text in {**numbers, **bound}.items():

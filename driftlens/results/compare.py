@@ -38,8 +38,8 @@ class Comparison:
     """The changes from `before` to `after`; a change is after minus before, NaN if either was not measured.
 
     Attributes:
-        before: the run of the first variant of each pair.
-        after: the run of the second variant; the same run when two of its variants are compared.
+        before: the run of the run_before variant of each pair.
+        after: the run of the run_after variant; the same run when two of its variants are compared.
         pairs: the compared variants, (before, after) each.
         layers: one row per task, pair and layer: mean drift and cosine, before, after and their change. The change of
             drift has a 95 % interval, `drift_ci_*` and, relative to the drift before, `drift_relative_ci_*`, over
@@ -91,28 +91,28 @@ def compare(
         DataError: a variant is missing, the runs share nothing, or they differ and that is not allowed.
         RunError: a run can't be read.
     """
-    first = a if isinstance(a, DriftRun) else open_run(a)
-    second = first if b is None else b if isinstance(b, DriftRun) else open_run(b)
-    differences = mismatches(first, second)
+    run_before = a if isinstance(a, DriftRun) else open_run(a)
+    run_after = run_before if b is None else b if isinstance(b, DriftRun) else open_run(b)
+    differences = mismatches(run_before, run_after)
     if differences and not allow_mismatch:
         raise DataError(
             f"the runs differ in {'; '.join(differences)}",
-            hint="Their numbers are not comparable. In Python, compare(allow_mismatch=True) compares the rest.",
+            hint="Their numbers are not comparable. compare(allow_mismatch=True) in Python compares the rest.",
             mismatches=differences,
         )
-    pairs = _pairs(first, second, before, after, within=b is None)
-    tasks = [task for task in first.tasks if task in second.tasks]
+    pairs = _pairs(run_before, run_after, before, after, within=b is None)
+    tasks = [task for task in run_before.tasks if task in run_after.tasks]
     if not tasks:
         raise DataError("the runs have no task in common", hint="Compare runs of the same tasks.")
     places = [(task, pair) for task in tasks for pair in pairs]
     return Comparison(
-        first,
-        second,
+        run_before,
+        run_after,
         pairs,
-        layers=pd.concat([_layer_rows(first, second, *place) for place in places], ignore_index=True),
-        tasks=pd.DataFrame([_task_row(first, second, *place) for place in places]),
+        layers=pd.concat([_layer_rows(run_before, run_after, *place) for place in places], ignore_index=True),
+        tasks=pd.DataFrame([_task_row(run_before, run_after, *place) for place in places]),
         mismatches=differences,
-        notes=tuple(_unverified(first, second, tasks)),
+        notes=tuple(_unverified(run_before, run_after, tasks)),
     )
 
 
@@ -155,20 +155,21 @@ def mean_score_change(rows: pd.DataFrame) -> Interval:
 
 
 def _pairs(
-    first: DriftRun, second: DriftRun, before: str | None, after: str | None, *, within: bool
+    run_before: DriftRun, run_after: DriftRun, before: str | None, after: str | None, *, within: bool
 ) -> tuple[tuple[str, str], ...]:
     if within:
         before = before or "merged"
-        after = after or _last_calibration(first)
+        after = after or _last_calibration(run_before)
     elif before is None and after is None:
-        shared = [variant for variant in first.variants if variant in second.variants]
+        shared = [variant for variant in run_before.variants if variant in run_after.variants]
         if not shared:
             raise DataError(
                 "the runs have no variant in common", hint="Name one of each: `before` and `after`."
             )
         return tuple((variant, variant) for variant in shared)
+    # One name alone means the same variant in both runs.
     pair = (before or after or "", after or before or "")
-    for run, variant in zip((first, second), pair, strict=True):
+    for run, variant in zip((run_before, run_after), pair, strict=True):
         run.layers(variant=variant)  # raises with the list of variants if it has no such
     return (pair,)
 
@@ -183,17 +184,18 @@ def _last_calibration(run: DriftRun) -> str:
     return calibrations[-1]
 
 
-def _layer_rows(first: DriftRun, second: DriftRun, task: str, pair: tuple[str, str]) -> pd.DataFrame:
+def _layer_rows(run_before: DriftRun, run_after: DriftRun, task: str, pair: tuple[str, str]) -> pd.DataFrame:
     columns = {"drift_l2_mean": "drift", "cos_mean": "cos"}
     sides = [
         run.layers(task, variant)[["layer", "path", *columns]].rename(columns=columns)
-        for run, variant in zip((first, second), pair, strict=True)
+        for run, variant in zip((run_before, run_after), pair, strict=True)
     ]
     rows = sides[0].merge(sides[1].drop(columns="path"), on="layer", suffixes=("_before", "_after"))
     for quantity in columns.values():
         rows[f"{quantity}_change"] = rows[f"{quantity}_after"] - rows[f"{quantity}_before"]
+    # NaN instead of infinity where there was no drift before.
     rows["drift_relative"] = rows["drift_change"] / rows["drift_before"].where(rows["drift_before"] != 0)
-    changes = drift_changes(first, second, task, pair)
+    changes = drift_changes(run_before, run_after, task, pair)
     ends = pd.DataFrame([_ends(changes.get(layer)) for layer in rows["layer"]])
     rows = pd.concat([rows, ends], axis=1)
     for place, (name, value) in enumerate((("task", task), ("before", pair[0]), ("after", pair[1]))):
@@ -201,21 +203,22 @@ def _layer_rows(first: DriftRun, second: DriftRun, task: str, pair: tuple[str, s
     return rows
 
 
-def _task_row(first: DriftRun, second: DriftRun, task: str, pair: tuple[str, str]) -> dict[str, Any]:
+def _task_row(run_before: DriftRun, run_after: DriftRun, task: str, pair: tuple[str, str]) -> dict[str, Any]:
     row: dict[str, Any] = {"task": task, "before": pair[0], "after": pair[1]}
-    sides = ((first, pair[0]), (second, pair[1]))
+    sides = ((run_before, pair[0]), (run_after, pair[1]))
     for name, about in (("drift", DRIFT), ("cos", COSINE), ("flips", FLIPS)):
         start, end = (level(run, about, task, variant).value for run, variant in sides)
         row |= {f"{name}_before": start, f"{name}_after": end, f"{name}_change": end - start}
     row["drift_relative"] = row["drift_change"] / row["drift_before"] if row["drift_before"] else math.nan
-    changes = changes_between(first, second, DRIFT, task, pair)
+    changes = changes_between(run_before, run_after, DRIFT, task, pair)
     drift, relative = (changes.get(about.role) for about in (DRIFT, DRIFT_CHANGE))
     row |= _ends(MeanChange(drift, relative, is_paired=bool(drift.paired)) if drift and relative else None)
-    metric = main_metrics(first).get(task, ACCURACY)
+    # One metric for both runs, so that a change never mixes two.
+    metric = main_metrics(run_before).get(task, ACCURACY)
     scores = [score_of(run, task, variant, metric) for run, variant in sides]
     # Both counts are kept, because the runs may have different test sets.
     row |= {"metric": metric.name, "n_test_before": scores[0].n, "n_test_after": scores[1].n}
-    change = changed_score(first, second, task, pair, metric)
+    change = changed_score(run_before, run_after, task, pair, metric)
     return row | _score_columns(change, *(score.value for score in scores))
 
 
@@ -252,8 +255,8 @@ def _unverified(a: DriftRun, b: DriftRun, tasks: Sequence[str]) -> Iterator[str]
     unknown = [task for task in tasks if same_samples(a, b, task) is None]
     if unknown:
         yield (
-            f"an older run does not identify its samples of {', '.join(unknown)}; intervals assume that the runs have "
-            "different samples"
+            f"an older run does not identify its samples of {', '.join(unknown)}; intervals assume different "
+            "samples"
         )
 
 
@@ -273,6 +276,7 @@ def _differences(a: DriftRun, b: DriftRun) -> Iterator[str]:
     shared = [task for task in a.tasks if task in b.tasks]
     for split in ("diagnosis", "test"):
         ids, other_ids = (run.manifest.sample_id_digests.get(split, {}) for run in (a, b))
+        # None means that an older run recorded no origin; then ids alone decide.
         unlike = [task for task in shared if same_samples(a, b, task, split) is False]
         yield from _differing(f"{split} samples", shared, ids, other_ids, unlike)
     yield from _differing("class names", shared, a.manifest.classes, b.manifest.classes)
@@ -289,6 +293,7 @@ def _differing(
 
 
 def _experts(run: DriftRun) -> Mapping[str, str]:
+    # By digest of the weights, as the same expert may have another path.
     models = run.manifest.models
     return {task: models[expert_of(task)].digest for task in run.tasks if expert_of(task) in models}
 

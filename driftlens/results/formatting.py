@@ -17,14 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from driftlens.runs.tables import plain
 from driftlens.utils.intervals import Interval
 
+# Formats of values: text, integers, three digits, percent, changes in percentage points, exponents, p
+# values, signed changes, and relative changes in percent.
 Kind = Literal["text", "count", "number", "share", "points", "error", "p", "signed", "relative"]
-"""Formats of values: text, integers, three digits, percent, changes in percentage points, exponents, p values, signed
-changes, and relative changes in percent."""
 
 NOT_MEASURED = "not measured"
 
+# Placeholder in a table for a missing value; a note below the table explains it.
 NO_VALUE = "–"
-"""Placeholder in a table for a missing value; a note below the table explains it."""
 
 
 def is_measured(value: Any) -> bool:
@@ -56,7 +56,9 @@ def number(value: float, digits: int = 3) -> str:
     """Format a number with that many significant digits and no exponent before 15 digits."""
     if not is_measured(value):
         return NOT_MEASURED
+    # `#` keeps trailing zeros, which are significant digits.
     text = f"{value:#.{digits}g}".removesuffix(".")
+    # Beyond these bounds an exponent is shorter than the zeros.
     is_plain = "e" not in text or not 1e-9 < abs(value) < 1e15
     return (
         text
@@ -69,6 +71,7 @@ def brief(value: float, sign: str = "") -> str:
     """Format a number with three significant digits without trailing zeros or exponent; `sign` as in a format."""
     value += 0.0  # takes the sign off a zero
     text = f"{value:{sign}.3g}"
+    # `g` switches to an exponent from 1000 on with three digits.
     return f"{value:{sign}.0f}" if "e+" in text and abs(value) < 1e15 else text
 
 
@@ -79,6 +82,7 @@ def signed(value: float) -> str:
 
 def p_value(value: float) -> str:
     """Format a p value, never as 0."""
+    # A p of 0.000 would claim certainty.
     return "< .001" if value < 0.001 else f"{value:.3f}"
 
 
@@ -113,24 +117,25 @@ def percent_interval(low: float, high: float) -> str:
     return f"{points_interval(low, high)} %" if is_measured(low) else ""
 
 
-def estimate(found: Interval, kind: Kind, *, counted: bool = False) -> str:
+def estimate(interval: Interval, kind: Kind, *, counted: bool = False) -> str:
     """Format a number with its 95 % interval, "79.1 % (77.4 to 80.7 %)".
 
     Args:
-        found: the number with its interval.
+        interval: the number with its interval.
         kind: the format.
         counted: append the number of samples.
     """
     parts = []
-    if is_measured(found.low):
-        low, high = (written(end, kind) for end in (found.low, found.high))
+    if is_measured(interval.low):
+        low, high = (written(end, kind) for end in (interval.low, interval.high))
         parts.append(f"{low.removesuffix(' %')} to {high}")
-    if counted and found.n:
-        parts.append(f"n = {found.n}")
-    text = written(found.value, kind, NOT_MEASURED)
+    if counted and interval.n:
+        parts.append(f"n = {interval.n}")
+    text = written(interval.value, kind, NOT_MEASURED)
     return f"{text} ({', '.join(parts)})" if parts else text
 
 
+# A hyphen is a minus before a number or between spaces, and not inside names, dates and ranges.
 _MINUS = re.compile(r"(?<![\w.)-])-(?=\d)|(?<=\w )-(?= \w)")
 _GLUE = re.compile(
     r"(?<=\d) (?=%|±|points\b)|(?<=±) |(?<=\bn) (?=\\?= ?\d)|(?<=[=]) (?=\d)|(?<=\d) (?=to .?\d)|(?<=\bto) (?=.?\d)"
@@ -157,6 +162,7 @@ def setting_text(value: object) -> str:
 def size(num_bytes: int) -> str:
     """Format an amount of bytes with three digits: "1.18 GB", "46 MB", "300 kB", "12 bytes"."""
     for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        # 0.9995 is where three digits round up to the next unit.
         if num_bytes >= 0.9995 * step:
             amount = num_bytes / step
             text = f"{amount:,.{max(0, 2 - math.floor(math.log10(max(1.0, 1.0005 * amount))))}f}"
@@ -173,6 +179,7 @@ def with_code(text: str, plain: Callable[[str], str], code: Callable[[str], str]
         code: function of text between backticks.
     """
     parts = text.split("`")
+    # An odd number of backticks: there is no pair to rely on.
     if len(parts) % 2 == 0:
         return plain(text)
     return "".join(code(part) if place % 2 else plain(part) for place, part in enumerate(parts))
@@ -187,12 +194,12 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "\ufffd" for character in plain_spaces)
 
 
+# One value at full precision; None where nothing was measured.
 Cell = str | int | float | bool | None
-"""One value at full precision; None where nothing was measured."""
 INTERVAL = "95 % interval"
 _GAPS = "A dash: not measured."
+# Whole numbers stay whole where some are missing; all others are floats.
 _DTYPES = {"text": "object", "count": "Int64"}
-"""Whole numbers stay whole where some are missing; all others are floats."""
 
 
 class Part(BaseModel):
@@ -205,20 +212,18 @@ class Column(Part):
     """One column of a table."""
 
     name: str = Field(description="Heading, unique within the table.")
-    kind: Kind = Field(description="How its values are written where they are rounded for reading.")
-    unit: str = Field(
-        default="", description="Unit of its values as the run's tables have it; empty without."
-    )
+    kind: Kind = Field(description="Format of rounded values.")
+    unit: str = Field(default="", description="Unit, as in the run's tables; may be empty.")
 
 
 _HALF, _CHANGE = (" ± ", ""), (" → ", "")
+# Endings of headings whose columns form one cell, and the text after each of its numbers.
 _TOGETHER: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
     (("", " +-"), _HALF),
     (("", " low", " high"), (" (", " to ", ")")),
     ((" low", " high"), (" to ", "")),
     ((" before", " after"), _CHANGE),
 )
-"""Endings of headings whose columns form one cell, and the text after each of its numbers."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +232,7 @@ class Shown:
 
     head: str
     kind: Kind
-    at: tuple[int, ...]
+    places: tuple[int, ...]
     joints: tuple[str, ...] = ("",)
 
 
@@ -238,7 +243,7 @@ class Table(Part):
     `X before` and `X after` a change.
     """
 
-    name: str = Field(description="Unique name, for file names, anchors and labels.")
+    name: str = Field(description="Unique name, used for files, anchors and labels.")
     title: str
     note: str = Field(default="", description="Note on the rows.")
     columns: tuple[Column, ...]
@@ -323,7 +328,7 @@ class Table(Part):
 
     def cell(self, row: Sequence[Cell], shown: Shown, gap: str = NO_VALUE) -> list[tuple[str, str]]:
         """Return the texts of one cell with their joints: only the first if others are missing or the same."""
-        values = [row[place] for place in shown.at]
+        values = [row[place] for place in shown.places]
         texts = [written(value, shown.kind, gap) for value in values]
         # A value without interval, or without visible change, is shown alone.
         if None in values or (shown.joints == _CHANGE and len({*texts}) == 1):
@@ -378,6 +383,7 @@ def _cell_of(name: str, places: Mapping[str, int]) -> tuple[str, tuple[int, ...]
     for ends, joints in _TOGETHER:
         stem = name.removesuffix(ends[0])
         shown = tuple(places[stem + end] for end in ends if stem + end in places)
+        # A column alone stays alone: "X low" without "X high" is no interval.
         if name == stem + ends[0] and len(shown) == len(ends):
             return INTERVAL if ends[0] == " low" else stem, shown, joints
     return name, (places[name],), ("",)
@@ -387,6 +393,7 @@ def _ascii(text: str) -> str:
     return text.replace("±", "+-").replace("→", "->")
 
 
+# Units of columns by heading, in the words of the run's schema; a heading means the same in every table.
 _UNITS = {
     **dict.fromkeys(("L2 drift", "L2 drift +-", "mean drift", "10 % quantile", "90 % quantile"), "feature"),
     **dict.fromkeys(("mismatch", "propagation", "drift"), "feature"),
@@ -402,4 +409,3 @@ _UNITS = {
     ),
     **{"seconds": "s", "peak memory (GiB)": "GiB", "peak GPU memory (GiB)": "GiB", "energy (Wh)": "Wh"},
 }
-"""Units of columns by heading, in the words of the run's schema; a heading means the same in every table."""

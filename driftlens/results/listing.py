@@ -60,12 +60,13 @@ def find_runs(root: PathLike) -> list[RunSummary]:
     if _looks_like_a_run(folder):
         return [_summarise(folder)]
     if not folder.is_dir():
-        raise RunError(f"{folder} is no folder", hint="Name a run directory, or a folder that holds some.")
+        raise RunError(f"{folder} is not a folder", hint="Name a run directory or a folder of runs.")
     inside = sorted(folder.iterdir())
     return [_summarise(child) for child in inside if _looks_like_a_run(child)]
 
 
 def _looks_like_a_run(folder: pathlib.Path) -> bool:
+    # A lock or a status without a manifest is a run that has just begun or was killed early.
     return any((folder / name).is_file() for name in (MANIFEST, STATUS, LOCK))
 
 
@@ -87,6 +88,7 @@ def _summarise(folder: pathlib.Path) -> RunSummary:
             is_live=is_live(run.manifest),
         )
     except DriftLensError as error:
+        # One damaged run must not hide the others.
         return RunSummary(path=folder, name=folder.name, problem=error.message, hint=error.hint)
 
 
@@ -118,6 +120,7 @@ def _standings(run: DriftRun) -> dict[str, Any]:
 
 def _mean_scores(run: DriftRun, variants: Sequence[str]) -> dict[str, float]:
     """Return means by variant over the tasks on which every scored one has a score; none without a common mean."""
+    # A mean of accuracies and perplexities would be meaningless.
     if not all(metric.is_averaged for metric in main_metrics(run).values()):
         return {}
     scored = [

@@ -120,9 +120,8 @@ def pairing(paired: Mapping[str, bool | None]) -> str:
         return "95 % intervals of changes are paired by sample."
     where = "" if len(apart) == len(paired) else f" of {', '.join(apart)}"
     return (
-        f"95 % intervals of changes{where} are not paired, as single answers are not stored: they take the two scores "
-        "for independent and are wider than they need be where both models answered the same samples; "
-        "a new analysis of its spec stores them."
+        f"95 % intervals of changes{where} are not paired and too wide, as single answers are not stored; rerun the "
+        "analysis to store them."
     )
 
 
@@ -152,6 +151,7 @@ def change_in_words(measure: Measure, before: float, change: Interval) -> str:
     else:
         text = signed(change.value)
         ends = f"{signed(change.low)} to {signed(change.high)}" if is_measured(change.low) else ""
+    # An interval that contains 0 leaves the direction open.
     claimed = "no clear change, " if change.low <= 0 <= change.high else ""
     return f"{claimed}{text}{f' ({ends})' if ends else ''}"
 
@@ -163,8 +163,8 @@ COSINE = Measure("cosine to the expert", "number", "lower", name="cosine")
 
 _COLUMNS = ["task", "variant", "drift_l2_mean", "drift_l2_std", "drift_rel", "cos_mean", "cos_std", "n"]
 FLIPS = Measure("flipped decisions", "share", "higher", name="flips")
+# The main metric of each task.
 SCORE = Measure("score", "share", "lower", "test", "score")
-"""The main metric of each task."""
 
 
 def _feature_levels(run: DriftRun) -> Iterator[Finding]:
@@ -175,6 +175,7 @@ def _feature_levels(run: DriftRun) -> Iterator[Finding]:
         mean, std, share, cosine, cosine_std = values[:-1]
         n = 0 if math.isnan(values[-1]) else int(values[-1])
         drift = intervals.mean_interval(mean, std, n)
+        # Scaled, as the norm of the expert is treated as exact: only the drift has sampling error.
         relative = replace(drift.scaled(share / mean) if mean else drift, value=share)
         by_measure = {
             DRIFT: drift,
@@ -252,6 +253,8 @@ def drift_changes(
     changes: dict[Any, MeanChange] = {}
     for index in sides[0].keys() & sides[1].keys():
         start, end = (side[index] for side in sides)
+        # Equal ids of unknown origin are treated as different samples: unpaired intervals are wider, never
+        # wrong.
         is_paired = bool(is_same) and set(start.index) == set(end.index)
         values = (start, end.reindex(start.index) if is_paired else end)
         changes[index] = intervals.mean_change(
@@ -298,6 +301,7 @@ def changed_score(
         is_paired, change = True, Interval(answers.difference, answers.ci_low, answers.ci_high)
     elif start.n and end.n and metric.kind == "share":
         counts = (round(start.value * start.n), start.n, round(end.value * end.n), end.n)
+        # Rounding recovers the count of right answers from the stored share.
         change = Interval(change.value, *intervals.unpaired_difference(*counts))
     elif start.n and end.n and same_samples(before, after, task, "test"):
         rows, partner = (results(run, task, variant, metric) for run, variant in sides)
@@ -337,7 +341,9 @@ def paired_answers(
         start, end = (_right_answers(run, task, variant, metric, split) for run, variant in sides)
         answers = start.to_frame("before").join(end.rename("after"), how="inner")
         if len(answers):
-            origins = [before.manifest.sample_origins.get(of, {}).get(task) for of in ("test", "diagnosis")]
+            origins = [
+                before.manifest.sample_origins.get(name, {}).get(task) for name in ("test", "diagnosis")
+            ]
             tested = set(before.manifest.sample_ids.get("test", {}).get(task, ()))
             is_test = origins[0] == origins[1] and tested == set(answers.index)
             both = intervals.mcnemar(*(answers[side].to_numpy(dtype=bool) for side in answers))
@@ -352,6 +358,7 @@ def _right_answers(run: DriftRun, task: str, variant: str, metric: Metric, split
         return results(run, task, variant, metric)["value"] == 1
     rows = run.outputs(task=task, variant=None if variant == "expert" else variant)
     answer = "expert_pred" if variant == "expert" else "pred"
+    # The expert's answer is repeated on the row of every variant.
     rows = rows[rows["label"].notna() & rows[answer].notna()].drop_duplicates("sample_id")
     return pd.Series((rows["label"] == rows[answer]).to_numpy(dtype=bool), index=rows["sample_id"])
 
@@ -382,6 +389,7 @@ def main_metrics(run: DriftRun) -> Mapping[str, Metric]:
     mains: dict[str, Metric] = {}
     for task, names in rows.groupby("task", sort=False)["metric"].unique().items():
         metrics = [metric for metric in map(metric_called, names) if not metric.is_attached]
+        # Metrics that are not built in come last.
         metrics.sort(key=lambda metric: order.index(metric.name) if metric.name in order else len(order))
         mains |= {str(task): metrics[0]} if metrics else {}
     return mains
@@ -422,8 +430,8 @@ _SOURCES = (
     _Source((FLIPS,), _flips),
 )
 _BY_ROLE = {about.role: source for source in _SOURCES for about in source.measures}
+# Measures with a mean over any tasks; scores have one only if their metrics are of one kind.
 _AVERAGED = (DRIFT, RELATIVE, COSINE)
-"""Measures with a mean over any tasks; scores have one only if their metrics are of one kind."""
 
 
 @remembered
@@ -526,15 +534,19 @@ def common(run: DriftRun, variants: Sequence[str]) -> list[tuple[Measure, tuple[
             for task, metric in metrics.items()
             if group == ("" if metric.is_averaged else metric.name)
         }
-        kinds, first = {metric.kind for metric in like.values()}, next(iter(like.values()))
-        name = first.name if len(set(like.values())) == 1 else SCORE.name
+        kinds, main = {metric.kind for metric in like.values()}, next(iter(like.values()))
+        name = main.name if len(set(like.values())) == 1 else SCORE.name
         # A mean with correlations in it is no share of samples, yet reads as the paper's tables do.
         kind: Kind = "number" if kinds == {"number"} else "share"
-        groups.append((Measure(title_of(like.values()), kind, first.worse, "test", name), tuple(like)))
+        groups.append((Measure(title_of(like.values()), kind, main.worse, "test", name), tuple(like)))
     measured = [
         (
             about,
-            tuple(task for task in tasks if all(level(run, about, task, of).is_measured for of in variants)),
+            tuple(
+                task
+                for task in tasks
+                if all(level(run, about, task, variant).is_measured for variant in variants)
+            ),
         )
         for about, tasks in groups
     ]
@@ -592,6 +604,7 @@ def interval_of(metric: Metric, values: Array, references: Array) -> Interval:
     n = len(values)
     if metric.kind == "share":
         return share_of_samples(round(float(values.sum())) / n, n)
+    # The first row of draws has each sample once: the value itself.
     value, *drawn = _statistic(metric, values, references, _draws(n))
     # Numbers that are all alike are correlated with nothing.
     return Interval(float(np.nan_to_num(value)), *_ends(np.array(drawn)), n)
@@ -608,6 +621,7 @@ def change_of(metric: Metric, before: Array, after: Array, references: Array) ->
         after: results `[n]` after.
         references: references `[n]`.
     """
+    # The same draws for both sides make the interval paired.
     counts = _draws(len(before))
     start, end = (np.nan_to_num(_statistic(metric, side, references, counts)) for side in (before, after))
     value, *drawn = end - start
@@ -633,6 +647,7 @@ def _ends(drawn: Array) -> tuple[float, float]:
 
 def _statistic(metric: Metric, values: Array, references: Array, counts: Array) -> Array:
     """Return the metric for every row of counts, [r]; NaN if it has no value."""
+    # A resample of equal numbers has no correlation; NaN is dropped by `_ends`.
     with np.errstate(all="ignore"):
         if metric.name == "spearman":
             return _correlations(_ranks(values, counts), _ranks(references, counts), counts)
@@ -640,6 +655,7 @@ def _statistic(metric: Metric, values: Array, references: Array, counts: Array) 
             mean: Array = counts @ values / counts.sum(axis=1)
             return mean
         if metric.name == "perplexity":
+            # Sum of losses over the number of tokens: texts weigh by their length.
             value: Array = np.exp(counts @ values / (counts @ references))
             return value
     raise ValueError(f"{metric.name} has no single results to draw from")
@@ -647,6 +663,7 @@ def _statistic(metric: Metric, values: Array, references: Array, counts: Array) 
 
 def _ranks(values: Array, counts: Array) -> Array:
     """Return ranks of the resampled values, [r, n], ties sharing their mean, without sorting again."""
+    # Sorting once instead of once per resample.
     _, place, sizes = np.unique(values, return_inverse=True, return_counts=True)
     ordered = counts[:, np.argsort(place, kind="stable")]
     drawn = np.add.reduceat(ordered, np.cumsum(sizes) - sizes, axis=1)
@@ -664,17 +681,17 @@ def _correlations(x: Array, y: Array, counts: Array) -> Array:
     return correlation
 
 
+# Every outcome with its explanation, the most important first; "wrong" only without a repair.
 OUTCOMES: Mapping[str, str] = MappingProxyType(
     {
-        "still wrong": "The merge broke it, and the repair left it so.",
-        "wrong": "The merge broke it: the expert is right, the merged model wrong.",
-        "broken": "The repair broke it: expert and merged model are right, the repaired one is wrong.",
-        "repaired": "The merge broke it, the repair mended it.",
+        "still wrong": "Still wrong after the repair.",
+        "wrong": "Wrong after the merge, right by the expert.",
+        "broken": "Wrong after the repair, right before it.",
+        "repaired": "Fixed by the repair.",
         "right": "All models are right.",
-        "expert wrong": "The expert itself is wrong, so that nearness to it is no gain.",
+        "expert wrong": "The expert is wrong, so nearness to it is no gain.",
     }
 )
-"""Every outcome with its explanation, the most important first; "wrong" only without a repair."""
 
 
 @remembered
@@ -693,6 +710,7 @@ def outcomes(run: DriftRun, task: str, merged: str = "merged", repaired: str = "
     """
     models = {"expert": "expert", "merged": merged} | ({"repaired": repaired} if repaired else {})
     metric = main_metrics(run).get(task, ACCURACY)
+    # Diagnosis first: only these samples have stored features and drift.
     for split in ("diagnosis", "test") if metric.kind == "share" else ("diagnosis",):
         columns = {
             name: _right_answers(run, task, variant, metric, split) for name, variant in models.items()

@@ -37,21 +37,21 @@ Stored = NDArray[np.floating[Any]]
 Method = Literal["pca", "umap", "tsne"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
+# Samples in memory at once, in double precision.
 _CHUNK = 4096
-"""Samples in memory at once, in double precision."""
+# Limit for comparing all pairs of neighbours in the memory of a viewer.
 MOST_POINTS = 10_000
-"""Limit for comparing all pairs of neighbours in the memory of a viewer."""
+# With fewer distinct rows, PCA replaces UMAP and t-SNE.
 _FEWEST_POINTS = 15
-"""With fewer distinct rows, PCA replaces UMAP and t-SNE."""
+# Number of nearest samples that are compared, at most half of the others.
 NEIGHBOURS = 15
-"""Number of nearest samples that are compared, at most half of the others."""
 _TITLES: Mapping[Method, str] = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
+# Parameters of the libraries; rows have norm 1, so that Euclidean distance follows cosine.
 PARAMETERS: Mapping[Method, Mapping[str, Any]] = {
     "pca": {},
     "umap": {"pca_dims": 50, "n_neighbors": 15, "min_dist": 0.1, "metric": "euclidean", "init": "pca"},
     "tsne": {"pca_dims": 50, "perplexity": 30.0, "metric": "euclidean", "init": "pca"},
 }
-"""Parameters of the libraries; rows have norm 1, so that Euclidean distance follows cosine."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def settings_of(run: DriftRun, task: str, request: ProjectionRequest) -> Setting
         [name for name in run.variants if name != "base"] if request.variants is None else request.variants
     )
     chosen = [variant for variant in dict.fromkeys(drawn) if variant != "expert"]
+    # Every model needs at least one point.
     if not 1 + len(chosen) <= most <= MOST_POINTS:
         raise SpecError(f"max_points should be from {1 + len(chosen)} to {MOST_POINTS}, got {most}")
     return Settings(task, run.layer_index(request.layer), method, request.seed, tuple(chosen), most)
@@ -126,6 +127,7 @@ def load_points(run: DriftRun, settings: Settings) -> Points:
     measured = {
         role: _measure(array, arrays["expert"], role, settings, ids) for role, array in arrays.items()
     }
+    # The same samples for all models, as points are matched.
     samples = pd.DataFrame({"sample_id": [*ids], "label": labels})
     shown = thinned(samples, settings.max_points // len(arrays), ["label"]).index.to_numpy()
     directions = {role: _directions(array[shown]) for role, array in arrays.items()}
@@ -151,6 +153,7 @@ def thinned(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
     if len(rows) <= limit:
         return rows
     ids = rows["sample_id"].to_numpy(dtype=object)
+    # A hash instead of a random draw: the same samples on every machine and for every variant.
     drawn = pd.DataFrame({"order": pd.util.hash_array(ids, categorize=False)}, index=rows.index)
     strata = drawn.groupby([rows[column].astype(str) for column in by])["order"]
     # Row r of a stratum of s comes up at r / s: the first of each stratum first, then all in step.
@@ -172,13 +175,14 @@ def _measure(
     """Return mean cosine to the expert and mean distance from it; NaN if no cosine exists, as a norm is 0."""
     cosines, drifts = [], []
     for start in range(0, len(array), _CHUNK):
+        # In double precision, as stored features may be float16 and overflow in sums.
         own, target = (rows[start : start + _CHUNK].astype(np.float64) for rows in (array, expert))
         finite = np.isfinite(own).all(axis=1)
         if not finite.all():
             raise NumericsError(
                 f"features of task {settings.task!r}, {role}, layer {settings.layer} hold NaN or infinity, first for "
                 f"sample {ids[start + int(finite.argmin())]!r}",
-                hint="Look for NaN in the weights: `driftlens validate` on the spec reads them.",
+                hint="Check the weights for NaN: `driftlens validate` on the spec.",
             )
         norms = np.linalg.norm(own, axis=1) * np.linalg.norm(target, axis=1)
         products = (own * target).sum(axis=1)
@@ -200,7 +204,7 @@ def _notes(directions: Mapping[str, Array], n_shown: int, n: int) -> Iterator[st
     for role, rows in directions.items():
         num_zero = int((~rows.any(axis=1)).sum())
         if num_zero:
-            yield f"{num_zero} features of {role} are zero and have no direction; they are drawn at zero"
+            yield f"{num_zero} features of {role} are zero and plotted at the origin"
 
 
 def lay_out(rows: Array, method: Method, seed: int) -> tuple[Array, dict[str, Any]]:
@@ -241,7 +245,7 @@ def _by_pca(
     plane = np.zeros((len(distinct), 2))
     plane[:, : coordinates.shape[1]] = coordinates
     if variance is None:
-        notes = (*notes, "all points the layout is fitted on coincide")
+        notes = (*notes, "all points coincide")
     x_and_y = None if variance is None else tuple([*variance.tolist(), 0.0][:2])
     return plane, {"method": "pca", "parameters": {}, "explained_variance": x_and_y, "notes": notes}
 
@@ -251,6 +255,7 @@ def _components(fitted: Array, rows: Array, most: int, seed: int) -> tuple[Array
     from sklearn.decomposition import PCA
 
     centred = fitted - fitted.mean(axis=0)
+    # sklearn divides by the total variance, which is 0 where all rows are equal.
     if not np.abs(centred).max() > 1e-12:  # rows have norm 1, so the rest is rounding
         return np.zeros((len(rows), 0)), None
     # PCA has at most as many components as rows or columns.
@@ -275,8 +280,10 @@ def _by_neighbours(distinct: Array, method: Method, seed: int) -> tuple[Array, d
         else:
             from sklearn.manifold import TSNE
 
+            # t-SNE raises where the perplexity is not below the number of points.
             parameters["perplexity"] = min(parameters["perplexity"], (num_fitted - 1) / 3)
             model = TSNE(n_components=2, random_state=seed, n_jobs=1, **parameters)
+        # float64, as the file stores it: UMAP returns float32.
         plane = model.fit_transform(reduced).astype(np.float64)
     notes = tuple(f"{_TITLES[method]} warned: {text}" for text in dict.fromkeys(warned()))
     parameters = {"pca_dims": num_dims, **parameters}
@@ -293,6 +300,7 @@ def _silenced() -> Iterator[Any]:
 
 def quality(points: Points, coordinates: Mapping[str, Array]) -> pd.DataFrame:
     """Return one row per role; columns as in `Projection.quality`."""
+    # Trustworthiness is only defined for fewer than half of the points.
     k = min(NEIGHBOURS, (len(points.sample_ids) - 1) // 2)
     fits = {role: _kept_neighbours(points, role, coordinates[role], k) for role in points.directions}
     rows = [
@@ -318,6 +326,7 @@ def _kept_neighbours(points: Points, role: str, coordinates: Array, k: int) -> t
     from sklearn.manifold import trustworthiness
     from sklearn.neighbors import NearestNeighbors
 
+    # Euclidean distance of unit vectors ranks neighbours as cosine does.
     target, own = (
         NearestNeighbors(n_neighbors=k).fit(points.directions[variant]).kneighbors(return_distance=False)
         for variant in ("expert", role)
@@ -348,7 +357,7 @@ _POINTS = Table(
         Column("y", "float", "1", "Second coordinate."),
     ),
 )
-_VERIFY = "Remove the file, and the projection is computed again. `driftlens check` lists damaged files."
+_VERIFY = "Delete the file to recompute the projection. `driftlens check` lists damaged files."
 _AS_THEY_ARE = ("method", "parameters", "versions", "explained_variance", "notes")
 _QUALITY = {
     **dict.fromkeys(("n", "n_shown", "neighbours"), "int64"),
@@ -490,6 +499,7 @@ def _feature_digests(run: DriftRun, settings: Settings) -> dict[str, str]:
     for role in settings.roles:
         run.features(settings.task, role, settings.layer)  # raises if they are not stored
         relative = layout.feature_file(settings.task, role, settings.layer)
+        # The manifest lists most digests, so features need not be hashed again.
         listed = run.manifest.files.get(relative)
         digests[role] = listed.sha256 if listed else sha256_of(run.path / relative)
     return digests
@@ -525,6 +535,7 @@ def _write(run: DriftRun, projection: Projection, features: Mapping[str, str]) -
 
 def _stored(run: DriftRun, settings: Settings, features: Mapping[str, str]) -> Projection | None:
     """Return the newest stored projection of these features and settings, by any library versions."""
+    # By time, so that the newest layout wins; names break ties of coarse clocks.
     paths = sorted((run.path / _FOLDER).glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
     # Versions of libraries are not part of the key: stored coordinates stay valid after an upgrade.
     key = {"settings": settings.as_dict(), "features": dict(features)}
@@ -548,6 +559,7 @@ def _record(path: pathlib.Path) -> dict[str, Any]:
 
 def _read(path: pathlib.Path, record: dict[str, Any]) -> Projection:
     try:
+        # `fit_on` was a setting of earlier versions.
         stored_settings = {key: value for key, value in record["settings"].items() if key != "fit_on"}
         settings = Settings(**{**stored_settings, "variants": tuple(stored_settings["variants"])})
         x_and_y = record["explained_variance"]

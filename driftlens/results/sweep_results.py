@@ -18,18 +18,18 @@ from driftlens.utils.intervals import mean_over_tasks, over_draws, share_of_samp
 from driftlens.utils.metrics import METRICS
 from driftlens.utils.variants import title
 
+# Name of the sweep that removes one part of a method at a time; its first point is the whole method.
 ABLATION = "ablation"
-"""Name of the sweep that removes one part of a method at a time; its first point is the whole method."""
 CONTROL = "control"
+# Columns of varied settings; all others are in `settings`.
 FACTORS = SWEEPS.names[len(SWEEPS.key) : SWEEPS.names.index("n") + 1]
-"""Columns of varied settings; all others are in `settings`."""
 _LEVELS = ("merged", "base", "expert")
+# Column -> heading, and how values and changes of it are written.
 MEASURES: dict[str, tuple[str, Kind, Kind]] = {
     "accuracy": ("accuracy", "share", "points"),
     "kl": ("KL (nat)", "number", "number"),
     "drift_rel": ("relative drift", "number", "number"),
 }
-"""Column -> heading, and how values and changes of it are written."""
 
 
 def settings_of(row: Any) -> dict[str, Any]:
@@ -75,6 +75,7 @@ def level(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) 
         rows = run.accuracy()
         rows = rows[(rows["variant"] == variant) & (rows["metric"] == measure)]
         values = rows.set_index("task")["value"]
+    # KL and drift are distances to the expert.
     elif variant == "expert":
         return 0.0
     elif measure == "kl":
@@ -83,6 +84,7 @@ def level(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) 
     else:
         rows = run.layers(variant=variant, layer="final")
         values = rows.set_index("task")[measure]
+    # A mean over fewer tasks is not comparable with the sweep.
     return float(values.reindex([*tasks]).mean(skipna=False))
 
 
@@ -125,6 +127,7 @@ def ablation_sheets(run: DriftRun, name: str) -> list[Table]:
     rows = rows[rows["sweep"] == name]
     method, settings = str(rows["method"].iloc[0]), rows.drop_duplicates("point").set_index("point")
     its: dict[Any, dict[str, Any]] = {point: settings_of(row) for point, row in settings.iterrows()}
+    # The first point is the method with all of its parts.
     start = min(its)
     drawn = rows.groupby(["point", "seed"])[[*MEASURES, "seconds"]].mean()
     draws = counted(rows["seed"].nunique(), "draw")
@@ -134,6 +137,7 @@ def ablation_sheets(run: DriftRun, name: str) -> list[Table]:
         kinds: dict[str, Kind] = {"model": "text"}
         for head, how in ((heading, kind), (f"against {method}", change)):
             kinds |= {head: how, f"{head} low": how, f"{head} high": how}
+        # Models without calibration have no draws, so no intervals and no seconds.
         table: list[list[Any]] = [
             [title(variant), level(run, variant, measure), *[math.nan] * 6] for variant in _LEVELS
         ]
@@ -143,6 +147,7 @@ def ablation_sheets(run: DriftRun, name: str) -> list[Table]:
                 for key, value in settings_here.items()
                 if value != its[start][key]
             ]
+            # Draw by draw: both points share their samples, which narrows the interval.
             reached, gaps = drawn.loc[point], drawn.loc[point] - drawn.loc[start]
             both = [
                 over_draws(values[measure].to_numpy()) for values in (reached, gaps if changed else gaps[:0])

@@ -45,8 +45,8 @@ from driftlens.utils.metrics import ACCURACY
 from driftlens.utils.rounding import COARSE
 from driftlens.utils.variants import calibrated, calibration_of, is_control, part_of, title
 
+# Merges to compare, with and without a base.
 CONTENDERS = {True: "average,ties,iso_c,tsv_m", False: "average,regmean"}
-"""Merges to compare, with and without a base."""
 _LOWER = {
     "hellinger": "Hellinger distance {} lower",
     "kl": "KL {} nat lower",  # of comparisons made by earlier versions
@@ -63,10 +63,12 @@ def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
         bad: tasks whose experts are clearly worse than the base.
     """
     path = shlex.quote(str(run.path))
+    # Modules in memory have no path that a command could name.
     if is_live(run.manifest):
         return ""
     if not run.manifest.finished:
         return command_to_resume(run.path)
+    # A bad expert limits every merge and repair, so it comes first.
     if bad:
         return f"driftlens validate {path}/spec.yaml --deep"
     if side >= 0:
@@ -76,6 +78,7 @@ def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
         merge = json.dumps({"method": better["method"], **better["settings"]})
         sets = f"--set {shlex.quote(f'merge={merge}')} --set merged=null"
         return f"driftlens analyze {path}/spec.yaml {sets} --out {path}-{shlex.quote(better['method'])}"
+    # A single expert has no other merges to compare.
     if not compared and len(run.tasks) > 1:
         return f"driftlens merge {path}/spec.yaml --compare {CONTENDERS['base' in run.variants]} --out {path}/{MERGES}"
     if not any(info.automatic for info in run.manifest.calibrations.values()):
@@ -108,10 +111,11 @@ def _nearest(compared: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return min(nearer, key=lambda row: row["place"], default=None)
 
 
+# Limit of the verdict, where numbers count as words.
 MOST_WORDS = 60
-"""Limit of the verdict, where numbers count as words."""
+# Attempts, longest first: changes with counts of tasks, source with its share, and the priorities that must
+# fit.
 _ROOM = (("all", True, 3), ("mixed", True, 3), ("mixed", False, 3), ("none", False, 3), ("none", False, 0))
-"""Attempts, longest first: changes with counts of tasks, source with its share, and the priorities that must fit."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,7 @@ class Verdict:
 @remembered
 def verdict(run: DriftRun, name: str = "") -> Verdict:
     """Return the verdict on the merged model and on one calibration: `name`, or the one added last."""
+    # A baseline takes the place of a missing merged model.
     uncalibrated = [variant for variant in run.variants if part_of(variant) in ("merged", "baseline")]
     merged = "merged" if "merged" in uncalibrated else next(iter(uncalibrated), "")
     repairs = [variant for variant in run.variants if part_of(variant) == "calibrated"]
@@ -192,12 +197,13 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     judged = _judged_by(run, merged, after)
     source = _source_of(run, merged)
     if judged is None:
-        nothing = ("Nothing was measured that a verdict could rest on.", *_of_source(source, merged))
+        nothing = ("No measurements to base a verdict on.", *_of_source(source, merged))
         return Verdict(RELATIVE, (), merged, after, {}, (), "", (), source, "", nothing)
     about, tasks, compared = judged
     pairs = [(merged, "expert"), (merged, "base"), (after, merged), (after, "base")]
     gaps = {
         pair: _gap(run, about, tasks, pair)
+        # The last two pairs are needed for the command and for bad experts, and not shown.
         for pair in (*pairs, (after, "expert"), ("expert", "base"))
         if {*pair} <= {*compared}
     }
@@ -205,6 +211,7 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     behind = {task: level(run, RELATIVE, task, last).value for task in tasks}
     if about.role == SCORE.role:
         gap = gaps.get((last, "expert"))
+        # Only tasks whose own interval is below the expert: others may be last by chance.
         behind = {task: abs(gap.by_task[task].value) for task in gap.worse} if gap else {}
     worst = max(behind, key=lambda task: behind[task], default="")
     bad = gaps["expert", "base"].worse if ("expert", "base") in gaps else ()
@@ -216,11 +223,25 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     judgement = Verdict(about, tasks, merged, after, means, shown, worst, bad, source, command, ())
     on_worst = {variant: level(run, about, worst, variant).interval for variant in means} if worst else {}
     which = " (newest calibration)" if len(repairs) > 1 and after == repairs[-1] else ""
-    unchanged = run.calibration_info(calibration_of(after) or "").is_what if after else ""
+    unchanged = _content_of(run, after)
     failed = self_checks(run).count("fail")
     nearer = [*_nearer_merge(comparison(run))] if merged == "merged" else []
     nearer += _lost(run, merged, after)
     return replace(judgement, sentences=_sentences(judgement, on_worst, which, unchanged, failed, nearer))
+
+
+def _content_of(run: DriftRun, after: str) -> str:
+    """Return what a calibrated model is if it is not a whole repair: base, merge or interpolation; else empty."""
+    name = calibration_of(after) or ""
+    info = run.calibration_info(name) if after else None
+    if info is None or not info.is_what:
+        return ""
+    if info.unchanged:
+        return f"The calibrated model is {info.unchanged}"
+    share = info.shrink["share"]
+    return (
+        f"`{name}` keeps {100 * share:.3g} % of the repair and {100 * (1 - share):.3g} % of the base weights"
+    )
 
 
 def _lost(run: DriftRun, merged: str, after: str) -> list[str]:
@@ -232,6 +253,7 @@ def _lost(run: DriftRun, merged: str, after: str) -> list[str]:
         f"{change['dtype']} loses about {100 * change['lost'] / change['changed']:.0f} % of the entries that {model} "
         "changes."
         for model, change in records.items()
+        # `max`: a merge that changes no entry loses none, and has no percentage.
         if change and change.get("lost", 0) >= COARSE * max(change.get("changed", 0), 1)
     ]
 
@@ -248,6 +270,7 @@ def _judged_by(
     groups = common(run, compared) if {merged, after} & {*compared} else []
     role = SCORE.role if is_scored else RELATIVE.role
     groups = [(about, tasks) for about, tasks in groups if about.role == role]
+    # Tasks with metrics of different kinds have no common mean: the larger group is judged.
     most = max(groups, key=lambda group: len(group[1]), default=None)
     return (*most, tuple(compared)) if most else None
 
@@ -262,11 +285,11 @@ def _sentences(
 ) -> tuple[str, ...]:
     """Return the verdict in words."""
     bad = [f"Experts worse than base: {some_of(judgement.bad_experts, 2)}."] if judgement.bad_experts else []
-    is_told = len(judgement.tasks) > 1 and judgement.worst and not bad
-    worst = [f"Worst: {judgement.worst} ({_values(on_worst, judgement.measure.kind)})."] if is_told else []
+    has_worst = len(judgement.tasks) > 1 and judgement.worst and not bad
+    worst = [f"Worst: {judgement.worst} ({_values(on_worst, judgement.measure.kind)})."] if has_worst else []
     end = [f"Self-checks failed: {failed}."] if failed else []
     end += [f"Next: `{judgement.command}`."] if judgement.command else []
-    is_unchanged = [f"The calibrated model is {unchanged}."] if unchanged else []
+    is_unchanged = [f"{unchanged}."] if unchanged else []
     sentences: tuple[str, ...] = ()
     # Counts of tasks are dropped first, to keep the source, or else the sentence on bad experts.
     for counting, whole, rank in _ROOM:
@@ -304,6 +327,7 @@ def shareable(run: DriftRun, text: str) -> str:
 
 
 def _gap(run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str, str]) -> Gap:
+    # `change` goes from the first to the second, a gap from `against` to `variant`.
     backwards = (pair[1], pair[0])
     by_task = {task: change(run, about, task, backwards) for task in tasks}
     over = mean_change(run, about, tasks, backwards)
@@ -343,13 +367,14 @@ def _of_gap(gap: Gap, judgement: Verdict, counting: str, *, is_first: bool) -> s
         judgement.measure.kind == "share" and is_first
     )
     is_counted = counting == "all" or (counting == "mixed" and bool(gap.better and gap.worse))
+    # Later counts are short, such as 3/8: the first one explains them.
     begins = gap is next((other for other in judgement.gaps if other.side), gap)
     counts = (
         _counts(gap, len(judgement.tasks), is_first=begins) if is_counted and len(judgement.tasks) > 1 else ""
     )
     if not gap.side:
         counted_change = f"{change}; {counts}" if counts else change
-        return f"no clear difference to {_called(gap.against)} ({counted_change})"
+        return f"no significant difference from {_called(gap.against)} ({counted_change})"
     way = "better" if gap.side > 0 else "worse"
     return f"{change} {way} than {_called(gap.against)}{f' ({counts})' if counts else ''}"
 
@@ -375,10 +400,12 @@ def _counts(gap: Gap, num_tasks: int, *, is_first: bool) -> str:
     """Return on how many tasks the change is clear, first those that agree with the mean."""
     sides = {"better": len(gap.better), "worse": len(gap.worse)}
     way, other = ("better", "worse") if gap.side >= 0 else ("worse", "better")
-    if sides[other] and not (is_first and gap.side):
-        return f"{counted(sides[way], 'task')} {way}, {sides[other]} {other}"
     if not gap.side:
-        return f"{sides[way]} {way}" if sides[way] else ""
+        clear = [name for name in (way, other) if sides[name]]
+        numbers = [counted(sides[name], "task") if name == clear[0] else str(sides[name]) for name in clear]
+        return ", ".join(f"{name} on {shown}" for name, shown in zip(clear, numbers, strict=True))
+    if sides[other] and not is_first:
+        return f"{counted(sides[way], 'task')} {way}, {sides[other]} {other}"
     if not is_first:
         return f"{sides[way]}/{num_tasks}"
     on = "all" if sides[way] == num_tasks else f"{sides[way]} of {num_tasks}"
@@ -392,7 +419,7 @@ def _source_of(run: DriftRun, variant: str) -> Source | None:
         return None
     (layer, (share, by_task)), *others = by_layer.items()
     # Without an interval any other layer may carry as much.
-    rivals = tuple(run.layer_name(at) for at, (other, _) in others if not other.high < share.low)
+    rivals = tuple(run.layer_name(rival) for rival, (other, _) in others if not other.high < share.low)
     return Source(layer, run.layer_name(layer), share, min(by_task), max(by_task), rivals)
 
 
@@ -424,21 +451,22 @@ def share_of(row: Mapping[Any, Any]) -> Interval:
 def _of_source(source: Source | None, variant: str, *, whole: bool = True) -> Iterator[str]:
     if source is None:
         return
-    start = f"Largest source{' not clear' * bool(source.rivals)}: {source.name}"
+    start = f"Main source of {title(variant)}'s drift: {source.name}"
+    unclear = " (too close to call)" * bool(source.rivals)
     if not whole:
         others = source.rivals[0] if len(source.rivals) == 1 else counted(len(source.rivals), "other")
-        yield f"{start}{f' or {others}' * bool(source.rivals)}."
+        yield f"{start}{f' or {others}' * bool(source.rivals)}{unclear}."
         return
     share, n = source.share, f" (n = {source.share.n})" if source.share.n else ""
     is_known = is_measured(share.low)
     ends = f"{100 * share.low:.0f} to {100 * share.high:.0f} %" if is_known else f"{100 * share.value:.0f} %"
-    rivals = f"; or {some_of(source.rivals, 1)}" * bool(source.rivals)
-    yield f"{start}, {ends} of {title(variant)}'s drift{n}{rivals}."
+    rivals = f", or {some_of(source.rivals, 1)}" * bool(source.rivals)
+    yield f"{start}, {ends}{n}{rivals}{unclear}."
 
 
 _Tone = Literal["good", "mixed", "bad", "none"]
+# Parts of models in the order of tiles, and of dots on the bar.
 ORDER = ("base", "merged", "baseline", "calibrated", "expert")
-"""Parts of models in the order of tiles, and of dots on the bar."""
 
 
 @dataclass(frozen=True)
@@ -476,7 +504,7 @@ def headline(run: DriftRun, name: str = "") -> Headline:
         f"{num_tasks} of {counted(len(run.tasks), 'task')} measured" if num_tasks < len(run.tasks) else ""
     )
     closed = _closed(judged)
-    text, tone = _said(run, judged, closed) if judged.means else ("Nothing was measured yet", "none")
+    text, tone = _headline_of(run, judged, closed) if judged.means else ("Nothing was measured yet", "none")
     tiles = {variant: judged.means[variant] for variant in ordered}
     return Headline(text, tone, so_far, tiles, judged.measure.kind, judged.measure.title, closed)
 
@@ -488,6 +516,7 @@ def _closed(judged: Verdict) -> Interval:
         return Interval(math.nan)
     if judged.measure.role == RELATIVE.role:
         return ratio(_turned(repair.change), judged.means[judged.merged])
+    # Without a clear gap the denominator may be 0, and the share anything.
     return ratio(repair.change, _turned(behind.change)) if behind and behind.side < 0 else Interval(math.nan)
 
 
@@ -496,7 +525,7 @@ def _turned(change: Interval) -> Interval:
     return Interval(-change.value, -change.high, -change.low, change.n)
 
 
-def _said(run: DriftRun, judged: Verdict, closed: Interval) -> tuple[str, _Tone]:
+def _headline_of(run: DriftRun, judged: Verdict, closed: Interval) -> tuple[str, _Tone]:
     """Return sentence and tone: first whether the last model is worth using, then the effect of the repair."""
     last = judged.after if judged.after in judged.means else judged.merged
     over_base, behind = judged.gap(last, "base"), judged.gap(judged.merged, "expert")
@@ -540,13 +569,13 @@ def _below_base(judged: Verdict, gap: Gap, still: str) -> str:
 def _of_merge(run: DriftRun, judged: Verdict, over_base: Gap | None, behind: Gap | None) -> tuple[str, _Tone]:
     """Return sentence and tone for a merge without a repair that isn't clearly worse than its base."""
     if not judged.merged:
-        return "No merged model to hold against base and experts", "none"
+        return "No merged model to compare with base and experts", "none"
     if behind is not None and not behind.side:
         return "Merging leaves no clear gap to the experts", "good"
     if over_base is None:
         if behind is None:
             return (
-                f"Nothing to hold {title(judged.merged)} against: neither base nor experts measured",
+                f"Nothing to compare {title(judged.merged)} with: neither base nor experts measured",
                 "none",
             )
         unit = " points" * (judged.measure.kind == "share")
@@ -577,8 +606,8 @@ def sentence(shown: Headline) -> str:
 
 
 _SYNTHETIC = (
-    "Synthetic demo: samples and models were made by DriftLens itself. "
-    "The numbers show how the tool works; they are no benchmark."
+    "Synthetic demo: DriftLens generated samples and models. The numbers show how the tool works; they are no "
+    "benchmark."
 )
 
 
@@ -588,10 +617,12 @@ def stamps(run: DriftRun) -> list[str]:
     state, damage = last_work(run)
     if damage:
         notes.append(damage)
+    # Without a finish time tables may be missing, however the last job ended.
     if not run.manifest.finished and state != "done":
         notes.append(f"This run is {state.replace('unknown', 'unfinished')}; missing parts may follow.")
     elif state not in ("done", "unknown"):
-        notes.append(f"The last work on this run is {state}; everything below was finished.")
+        job = "A job is still running" if state == "running" else f"The last job is {state}"
+        notes.append(f"{job} on this run; the results below are finished.")
     return notes + [f"Warning: {text}" for text in run.manifest.warnings]
 
 
@@ -612,6 +643,7 @@ def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
     if not judgement.means:
         return Table.of("tasks", "Task by task", {"task": "text"}, [])
     heads = {variant: title(variant) for variant in judgement.means}
+    # Two variants may share a title; columns need unique heads.
     heads |= {variant: variant for variant in heads if [*heads.values()].count(heads[variant]) > 1}
     gap = next(
         (gap for gap in judgement.gaps if gap.against == judgement.merged), next(iter(judgement.gaps), None)
@@ -708,6 +740,7 @@ def summary_sheet(run: DriftRun) -> Table:
     heads = {name: name if [*named.values()].count(head) > 1 else head for name, head in named.items()}
     metrics = [main_metrics(run).get(task, ACCURACY) for task in run.tasks]
     names = [*run.tasks]
+    # Scores by different metrics have no mean.
     has_mean = len(names) > 1 and len(set(metrics)) == 1
     if has_mean:
         names.append(f"mean of {len(names)}")
@@ -732,7 +765,7 @@ def summary_sheet(run: DriftRun) -> Table:
         ends = [end for cell in cells for end in cell.ends]
         n = max((cell.n for cell in cells), default=0) or None
         rows.append([name, metric.title, n, *ends, *(column[place].value for column in drifts.values())])
-    note = "95 % intervals over samples. Drift is that of the final feature, against the expert's norm."
+    note = "95 % intervals over samples. Drift: final feature, relative to the expert's norm."
     return Table.of("summary", f"{run.name} ({run.id})", kinds, rows, note)
 
 
@@ -758,8 +791,8 @@ def final_sheet(run: DriftRun) -> Table:
             **{"cosine": "number", "cosine +-": "number", "samples": "count"},
         },
         rows,
-        "Means over diagnosis samples, with half their 95 % interval. Relative: against the norm of the expert's "
-        "feature, taken as known. Of base distance: against the distance from base to expert.",
+        "Means over diagnosis samples with half a 95 % interval. Relative: to the expert's feature norm, taken as "
+        "exact. Of base distance: relative to the distance from base to expert.",
     )
 
 
@@ -779,14 +812,14 @@ def routing_sheet(run: DriftRun) -> Table:
     ]
     return Table.of(
         "routing",
-        "Tokens that go to other experts than in the expert model",
+        "Tokens routed to other experts than in the expert model",
         {
             **{"task": "text", "model": "text", "layer": "text", "tokens sent elsewhere": "share"},
             **{"share of drift": "share", "samples": "count"},
         },
         rows,
-        "The share of drift is what sending them elsewhere changes in the layer's features, projected on their drift; "
-        "the rest has the same routes. Table `routing` counts the tokens of every expert.",
+        "Share of drift: the effect of rerouting on the layer's features, projected on their drift. Table `routing` "
+        "counts tokens by expert.",
     )
 
 

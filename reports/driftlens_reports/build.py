@@ -64,6 +64,7 @@ class Report:
         check_known("preset", [preset], PRESETS)
         chosen = PRESETS[preset] if sections is None else sections
         check_known("section", chosen, TITLES)
+        # In reading order, whatever the order of the request.
         self._preset, self._sections = preset, [name for name in TITLES if name in chosen]
         self._checks = (
             checks if checks is None or isinstance(checks, CheckReport) else check(self.run, checks)
@@ -81,6 +82,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return the light page in an iframe, for notebooks."""
+        # The light page: a notebook file stores every output.
         page = html.escape(self.files(["html-light"])["report-light.html"].decode())
         return f'<iframe srcdoc="{page}" title="Drift report" width="100%" height="640"></iframe>'
 
@@ -125,6 +127,7 @@ def _compose(run: DriftRun, preset: str, names: Sequence[str], checks: CheckRepo
         pairs = [_figure(run, chart) for chart in charts_of(name, preset)]
         figures[name] = [figure for figure, _ in pairs]
         drawn |= {figure.name: picture for figure, picture in pairs if picture is not None}
+    # Caveats list the missing figures of all sections, so all charts are drawn first.
     everything = [figure for group in figures.values() for figure in group]
     judged = verdict_of(run)
     sections = []
@@ -165,6 +168,7 @@ def _figure(run: DriftRun, chart: Chart) -> tuple[Figure, Drawn | None]:
 
 
 def _interactive(run: DriftRun, content: ReportContent, drawn: Mapping[str, Drawn]) -> bytes:
+    # `render`, not `draw`: drawing the light chart has checked that nothing is missing.
     dark = {name: charts[name].render(run, ChartOptions(dark=True)).figure for name in drawn}
     return interactive_page(content, drawn, dark)
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Pixels of the picture.
 WIDTH, HEIGHT = 1200, 630
-"""Pixels of the picture."""
 # The heading in a model card below which the picture is linked.
 _VERDICT = "## Verdict\n\n"
 # Left edge of the two feature plots, as a fraction of the width.
@@ -85,6 +85,7 @@ def _picture(run: DriftRun, name: str) -> bytes:
         _write_words(figure, run, head)
         _draw_bar(figure.add_axes((0.05, 0.16, 0.52 if pair else 0.9, 0.16)), head)
         for place, (variant, _, frame) in enumerate(pair):
+            # Both plots have one scale, so that distances compare.
             shared = {"sharex": figure.axes[-1], "sharey": figure.axes[-1]} if place else {}
             axes = figure.add_axes((_PAIR + 0.18 * place, 0.2, 0.165, 0.3), **shared)
             _draw_points(axes, variant, frame)
@@ -102,45 +103,45 @@ def _say(figure: Figure, x: float, y: float, text: str, **looks: Any) -> None:
     figure.text(x, y, printable(text), parse_math=False, **{"va": "top", "color": LIGHT.ink, **looks})
 
 
-def _write_words(figure: Figure, run: DriftRun, found: Headline) -> None:
+def _write_words(figure: Figure, run: DriftRun, head: Headline) -> None:
     """Names above, the sentence in its colour, every model's number, and where all that is from."""
     say = partial(_say, figure)
     say(0.05, 0.945, "DriftLens", fontsize=17, fontweight="bold", color=LIGHT.roles["expert"][0])
     say(0.95, 0.94, textwrap.shorten(printable(run.name), 60, placeholder="…"), fontsize=15, ha="right")
-    sentence = "\n".join(textwrap.wrap(unbroken(signs(found.text)), _LINE)[:4])
+    sentence = "\n".join(textwrap.wrap(unbroken(signs(head.text)), _LINE)[:4])
     figure.text(
         *(0.05, 0.85, sentence),
         **{"fontsize": 33, "fontweight": "bold", "va": "top", "linespacing": 1.2, "parse_math": False},
-        color=LIGHT.tones.get(found.tone, LIGHT.ink),
+        color=LIGHT.tones.get(head.tone, LIGHT.ink),
     )
-    for place, (variant, mean) in enumerate(found.tiles.items()):
+    for place, (variant, mean) in enumerate(head.tiles.items()):
         x = 0.05 + 0.14 * place
-        text, _, ends = estimate(mean, found.kind).partition(" (")
+        text, _, ends = estimate(mean, head.kind).partition(" (")
         say(x, 0.49, called(variant)[:14], fontsize=13, color=LIGHT.roles[part_of(variant)][0])
         say(x, 0.45, text, fontsize=22, fontweight="bold")
         say(x, 0.385, ends.removesuffix(")"), fontsize=10, color=LIGHT.quiet)
-    where = f"{found.measure}, {found.so_far or counted(len(run.tasks), 'task')}; run {run.id}"
+    where = f"{head.measure}, {head.so_far or counted(len(run.tasks), 'task')}; run {run.id}"
     say(0.05, 0.075, where, fontsize=12, color=LIGHT.quiet)
     if run.manifest.synthetic:
         say(0.95, 0.075, "synthetic demo, no benchmark", fontsize=12, color=LIGHT.quiet, ha="right")
 
 
-def _draw_bar(axes: Axes, found: Headline) -> None:
+def _draw_bar(axes: Axes, head: Headline) -> None:
     """Draw every model on one scale, with its interval."""
     axes.axis("off")
-    if len(found.tiles) < 2:
+    if len(head.tiles) < 2:
         return
-    low, high = reach(found)
+    low, high = reach(head)
     axes.set(xlim=(low, high), ylim=(-1, 1))
     axes.plot([low, high], [0, 0], color=LIGHT.grid, linewidth=2, zorder=1)
-    for variant, mean in found.tiles.items():
+    for variant, mean in head.tiles.items():
         colour = LIGHT.roles[part_of(variant)][0]
         if is_measured(mean.low):
             axes.plot([mean.low, mean.high], [0, 0], color=colour, linewidth=4, zorder=3)
         marks = {"markeredgecolor": LIGHT.surface, "markeredgewidth": 2, "clip_on": False, "zorder": 4}
         axes.plot([mean.value], [0], "o", color=colour, markersize=17, **marks)
     for value, side in ((low, "left"), (high, "right")):
-        axes.text(value, -0.95, written(value, found.kind), ha=side, fontsize=11, color=LIGHT.quiet)
+        axes.text(value, -0.95, written(value, head.kind), ha=side, fontsize=11, color=LIGHT.quiet)
 
 
 def _pair(run: DriftRun, name: str) -> list[tuple[str, str, Any]]:
@@ -164,7 +165,12 @@ def _draw_points(axes: Axes, variant: str, frames: Any) -> None:
     is_expert = variant == "expert"
     looks = {"s": 9, "linewidths": 0}
     axes.scatter(
-        experts["x"], experts["y"], color=LIGHT.roles["expert"][0], alpha=1 if is_expert else 0.35, **looks
+        # Faded behind another model, whose points must stand out.
+        experts["x"],
+        experts["y"],
+        color=LIGHT.roles["expert"][0],
+        alpha=1 if is_expert else 0.35,
+        **looks,
     )
     if not is_expert:
         axes.scatter(points["x"], points["y"], color=LIGHT.roles[part_of(variant)][0], **looks)

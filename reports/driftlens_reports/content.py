@@ -12,8 +12,8 @@ from driftlens.results.formatting import Kind, Part, Table
 from driftlens.runs.tables import plain
 from driftlens.utils.intervals import Interval
 
+# Of the JSON format. Within a major version fields are only ever added.
 VERSION = "3.0"
-"""Of the JSON format. Within a major version fields are only ever added."""
 
 
 class Figure(Part):
@@ -27,11 +27,12 @@ class Figure(Part):
     notes: tuple[str, ...] = ()
     missing: str = Field(
         default="",
-        description="Missing numbers, and the command that adds them; empty if it is drawn.",
+        description="Missing numbers and the command that adds them; may be empty.",
     )
     data: Table | None = Field(description="Every plotted number; null where it is missing.")
 
 
+# JSON has no NaN, so an unknown end is null.
 _End = Annotated[float | None, BeforeValidator(plain)]
 
 
@@ -54,7 +55,7 @@ class Estimate(Part):
     n: int = Field(description="Number of samples; 0 if unknown.")
 
 
-def _known(value: Any) -> Any:
+def _null_without_number(value: Any) -> Any:
     """Replace an interval without a number by null."""
     return None if isinstance(value, Interval) and math.isnan(value.value) else value
 
@@ -71,9 +72,7 @@ class Change(Part):
     after: Estimate | None
     change: Estimate | None = Field(description="After minus before.")
     relative_change: float | None = Field(description="The change against the value before.")
-    words: str = Field(
-        default="", description="The change in words, with its interval; none is claimed where that holds 0."
-    )
+    words: str = Field(default="", description="The change in words, with its interval.")
 
 
 class Outcome(Part):
@@ -92,9 +91,9 @@ class Gap(Part):
     against: str
     change: Estimate = Field(description="The model's mean over tasks minus the other's.")
     side: Literal[1, 0, -1] = Field(
-        description="1: the interval says that the model is better; -1: worse; 0: it can't tell."
+        description="1: significantly better; -1: significantly worse; 0: neither."
     )
-    better: tuple[str, ...] = Field(description="Tasks on which their own interval says better.")
+    better: tuple[str, ...] = Field(description="Tasks on which the model is significantly better.")
     worse: tuple[str, ...]
 
 
@@ -103,11 +102,11 @@ class Headline(Part):
 
     text: str
     tone: Literal["good", "mixed", "bad", "none"]
-    so_far: str = Field(description="How many tasks are measured, where some are not; else empty.")
+    so_far: str = Field(description="Number of measured tasks if some are missing; else empty.")
     tiles: dict[str, Estimate] = Field(description="Means by variant, base first and experts last.")
     kind: Kind
     measure: str
-    closed: Annotated[Estimate | None, BeforeValidator(_known)] = Field(
+    closed: Annotated[Estimate | None, BeforeValidator(_null_without_number)] = Field(
         description="Share of the gap to the experts that the repair closes; null without a clear gap."
     )
 
@@ -116,7 +115,7 @@ class Verdict(Part):
     """The verdict on a run."""
 
     measure: str = Field(description="The main measure.")
-    tasks: tuple[str, ...] = Field(description="On which every compared model was measured.")
+    tasks: tuple[str, ...] = Field(description="Tasks with every compared model.")
     means: dict[str, Estimate]
     gaps: tuple[Gap, ...]
     worst: str = Field(description="Task with the largest gap to its expert; empty if no gap is significant.")
@@ -131,10 +130,8 @@ class Verdict(Part):
     control: str | None = Field(description="Variant of the anchor alone; null without.")
     after: str | None = Field(description="Calibrated variant; null where the run has none.")
     changes: tuple[Change, ...]
-    worst_task: str | None = Field(
-        description="Task with the largest relative final drift, after if there is one."
-    )
-    worst_drift: float | None = Field(description="That drift, against the norm of the expert's feature.")
+    worst_task: str | None = Field(description="Task with the largest relative final drift.")
+    worst_drift: float | None = Field(description="Its drift, relative to the norm of the expert's feature.")
     self_checks: Outcome
     sentences: tuple[str, ...]
     headline: Headline
@@ -158,9 +155,7 @@ class ReportContent(Part):
     """A whole report."""
 
     format: Literal["driftlens-report"] = "driftlens-report"
-    version: str = Field(
-        default=VERSION, description="Of this format; fields are only ever added within a major one."
-    )
+    version: str = Field(default=VERSION, description="Format version; major versions only add fields.")
     driftlens: str = Field(description="Version of DriftLens that wrote it.")
     preset: str
     run: RunInfo
@@ -193,6 +188,7 @@ def frame_table(name: str, title: str, frame: pd.DataFrame) -> Table:
 
 
 def _kind(values: pd.Series[Any]) -> Kind:
+    # Booleans count as numeric in pandas, hence the test before.
     if pd.api.types.is_bool_dtype(values) or not pd.api.types.is_numeric_dtype(values):
         return "text"
     return "count" if pd.api.types.is_integer_dtype(values) else "number"

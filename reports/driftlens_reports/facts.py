@@ -49,7 +49,7 @@ def origins(run: DriftRun) -> dict[str, str]:
 
 def _origin(run: DriftRun, task: str, variant: str) -> str:
     rows = run.layers(task, variant)
-    for column, what, kind in _ORIGINS:
+    for column, meaning, kind in _ORIGINS:
         largest = rows[rows[column].notna()].sort_values(column, ascending=False, kind="stable").head(3)
         layers = []
         for row in largest.to_dict("records"):
@@ -57,7 +57,7 @@ def _origin(run: DriftRun, task: str, variant: str) -> str:
             amount = share_of(row) if is_share else Interval(float(row[column]), n=int(row["n"]))
             layers.append(f"{run.layer_name(int(row['layer']))} {estimate(amount, kind)}")
         if layers:
-            return f"{task}: {what}: {', '.join(layers)}{f'; n = {amount.n}' if amount.n else ''}"
+            return f"{task}: {meaning}: {', '.join(layers)}{f'; n = {amount.n}' if amount.n else ''}"
     return f"{task}: {NOT_MEASURED}"
 
 
@@ -83,7 +83,8 @@ def decisions(outputs: pd.DataFrame, variant: str) -> Iterator[str]:
     text = f"{variant}: {estimate(flipped, 'share')} of {counted(flipped.n, 'decision')} differ from the expert's"
     if is_measured(certified.value):
         kept = percent(1 - flipped.value - certified.value)
-        text += f"; {estimate(certified, 'share')} are certified by their margin, {kept} are kept without a certificate"
+        text += f"; {estimate(certified, 'share')} are certified by their margin, {kept} kept without a certificate"
+    # The median, since a few bounds near 0 would dominate a mean.
     used = (outputs["score_drift_l2"] / outputs["score_bound"]).median()
     if not math.isnan(used):
         text += f". The score drift is {percent(float(used))} of its bound (median)"
@@ -100,6 +101,7 @@ def advice(run: DriftRun) -> dict[str, Any]:
         ends = {"share": mean.value, "share_low": mean.low, "share_high": mean.high, "n": mean.n}
         shares.append({"layer": layer, "path": paths[layer], "name": names[paths[layer]], **ends})
     params = params[(params["scope"] == "layer") & params["cos"].notna()]
+    # Unsorted: the table has forward order.
     for path, by_task in params.groupby("path", sort=False):
         cos, signs = by_task["cos"].astype(float), by_task["sign_agreement"].astype(float)
         # Of the experts' task vectors, in that of the merged one.
@@ -117,45 +119,46 @@ def advice(run: DriftRun) -> dict[str, Any]:
     }
 
 
-def advice_text(found: Mapping[str, Any], run: str = "RUN") -> str:
+def advice_text(numbers: Mapping[str, Any], run: str = "RUN") -> str:
     """Return the advice in sentences; `run` is the run's path in commands."""
-    sentences = [*_of_shares(found), *_of_conflicts(found)]
+    sentences = [*_of_shares(numbers), *_of_conflicts(numbers)]
     return "\n".join(printable(text.replace(" RUN", f" {run}")) for text in sentences)
 
 
-def _of_shares(found: Mapping[str, Any]) -> list[str]:
-    if not found["shares"]:
-        return ["Which layers the final drift comes from was not measured; `driftlens analyze RUN` adds it."]
-    top, *others = found["shares"]
+def _of_shares(numbers: Mapping[str, Any]) -> list[str]:
+    if not numbers["shares"]:
+        return ["No shares of the final drift by layer; `driftlens analyze RUN` adds them."]
+    top, *others = numbers["shares"]
     text = f"{top['name']} has the largest share of the final drift, "
-    text += f"{estimate(_interval(top), 'share', counted=True)}, mean over {counted(len(found['tasks']), 'task')}."
+    text += f"{estimate(_interval(top), 'share', counted=True)}, mean over {counted(len(numbers['tasks']), 'task')}."
     if not is_measured(top["share_low"]):
-        return [f"{text} No interval is known, so another layer's share may be as large."]
+        return [f"{text} Without intervals, another layer may contribute as much."]
+    # `not <` keeps layers without an interval, whose ends are NaN.
     near = [row for row in others if not row["share_high"] < top["share_low"]]
     if not near:
-        return [f"{text} The intervals of all other layers lie below."]
+        return [f"{text} All other intervals are lower."]
     listed = "; ".join(f"{row['name']} {estimate(_interval(row), 'share')}" for row in near[:3])
     more = f" and {len(near) - 3} more" if len(near) > 3 else ""
-    return [f"{text} The intervals overlap, so these may carry as much: {listed}{more}."]
+    return [f"{text} Intervals overlap, so these may contribute as much: {listed}{more}."]
 
 
-def _of_conflicts(found: Mapping[str, Any]) -> list[str]:
-    if not found["conflicts"]:
-        return ["Task vectors were not compared; of a run that has a base, its analysis does so."]
-    if len(found["tasks"]) == 1:
-        return ["There is one expert, so no task vectors conflict."]
+def _of_conflicts(numbers: Mapping[str, Any]) -> list[str]:
+    if not numbers["conflicts"]:
+        return ["Task vectors were not compared; that needs a run with a base."]
+    if len(numbers["tasks"]) == 1:
+        return ["With one expert no task vectors conflict."]
     sentences = []
-    for row in found["conflicts"][:3]:
+    for row in numbers["conflicts"][:3]:
         side = "conflict" if row["cos"] < row["orthogonal"] else "do not conflict"
         sentences.append(
             f"{row['name']}: task vectors {side} (mean cosine {number(row['cos'])}; "
-            f"{number(row['orthogonal'])} expected if they were unrelated); lowest for {row['worst_task']} "
+            f"{number(row['orthogonal'])} expected for unrelated task vectors); lowest for {row['worst_task']} "
             f"({number(row['worst_cos'])}); {percent(row['sign_agreement'])} of the signs agree."
         )
-    count = sum(row["cos"] < row["orthogonal"] for row in found["conflicts"])
-    layers = f"{count or 'none'} of {counted(len(found['conflicts']), 'layer')}; they agree least in these"
+    count = sum(row["cos"] < row["orthogonal"] for row in numbers["conflicts"])
+    layers = f"{count or 'none'} of {counted(len(numbers['conflicts']), 'layer')}; they agree least in these"
     return [
-        f"On average over experts, task vectors conflict in {layers} (of weights, so without intervals):",
+        f"Task vectors conflict in {layers} (mean over experts; weights have no intervals):",
         *sentences,
     ]
 

@@ -26,6 +26,7 @@ NAMES = {
 
 def _table_of(ranking: Mapping[str, Any]) -> pd.DataFrame:
     """Return a row per merge, without the numbers by task."""
+    # Numbers by task are nested and do not fit into a CSV cell.
     return pd.DataFrame(ranking["merges"]).drop(columns="by_task", errors="ignore")
 
 
@@ -42,8 +43,8 @@ def merges_sheet(ranking: Mapping[str, Any]) -> Table:
     notes = [f"{'; '.join(failed)}."] if failed else []
     notes.append(
         f"Ranked by {NAMES[ranking['score']]}: mean over {counted(len(counts), 'task')}, "
-        f"{counted(sum(counts.values()), 'calibration sample')} {which}. Distance to the first: on the same "
-        "samples, with intervals that hold for all pairs together."
+        f"{counted(sum(counts.values()), 'calibration sample')} {which}. Distance to the first: same samples, "
+        "simultaneous intervals."
     )
     if tied:
         notes.append(f"{', '.join(tied)}: not significantly worse than the first on these samples.")
@@ -63,9 +64,10 @@ def read_merges(folder: Path) -> dict[str, Any]:
     """
     try:
         ranking = from_json((folder / COMPARISON).read_text(encoding="utf-8"))
+        # Raises for a file that is not a comparison, before a caller uses it.
         merges_sheet(ranking)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise RunError(f"{folder} holds no comparison of merges that can be read") from None
+        raise RunError(f"{folder} has no readable comparison of merges") from None
     assert isinstance(ranking, dict)
     return ranking
 
@@ -75,6 +77,7 @@ def draw_merges(ranking: Mapping[str, Any], *, dark: bool = False) -> Drawn:
     from plotly.subplots import make_subplots
 
     rows = _table_of(ranking)
+    # Reversed, as plotly draws the first row at the bottom.
     rows = rows[rows["place"].notna()][::-1]
     measures = [measure for measure in NAMES if measure in rows and rows[measure].notna().any()]
     figure = make_subplots(cols=len(measures), shared_yaxes=True, horizontal_spacing=0.05)

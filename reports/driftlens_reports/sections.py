@@ -24,6 +24,7 @@ from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, by_rank, charts
 from driftlens_reports.content import Change, Figure, Headline, Outcome, Verdict
 
+# Every section in reading order.
 TITLES = MappingProxyType(
     {
         "verdict": "Verdict",
@@ -41,8 +42,8 @@ TITLES = MappingProxyType(
         "environment": "Environment",
     }
 )
-"""Every section in reading order."""
 
+# The sections of each preset. Charts say themselves which presets they belong to; `full` has them all.
 PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "summary": ("verdict", "layers", "checks", "caveats"),
@@ -54,13 +55,11 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "full": tuple(TITLES),
     }
 )
-"""The sections of each preset. Charts say themselves which presets they belong to; `full` has them all."""
 
 _UNKNOWN = "not recorded"
 _ALWAYS = (
     "Means hide the worst case; the tables name every task.",
-    "Drift and cosine compare features with the expert's. A gain in cosine is a diagnostic, not an explanation of "
-    "a gain in accuracy.",
+    "Drift and cosine compare features with the expert's. A gain in cosine does not explain a gain in accuracy.",
 )
 _FEW = 30
 # A line per term, in the order in which a reader meets them: the term, its symbol, its meaning.
@@ -69,27 +68,27 @@ base | W_base | The model that every expert was fine-tuned from.
 expert | W_i | The model fine-tuned on one task.
 merged | W_mer | One model made from the weights of all experts.
 calibrated | W_cal | The merged model after calibration.
-anchor only | W_anc | The anchor of a calibration, without calibrating; another merge where rho is not 1.
+anchor only | W_anc | The anchor of a calibration, uncalibrated; another merge if rho is not 1.
 layer | l | One step of the model in forward order: 1 the stem, then the blocks, last the head.
-drift | e | Feature of a model minus the expert's, for the same sample, leaving a layer.
-final drift | e_L | Drift leaving the head.
-relative drift |  | Norm of the drift against the norm of the expert's feature, sums over samples.
-of base distance |  | Norm of the drift against the distance from base to expert; 100 %: as far as the base.
-local mismatch | m | The layer's own error: merged layer minus expert layer, both on the expert's input.
-propagation | p | Inherited error: merged layer on the merged input minus on the expert's input. e = m + p.
-cross term |  | 2 <m, p> / |e|^2: positive where mismatch and propagation add up, negative where they cancel.
-amplification | |p| / |e_in| | Norm of the propagation against that of the incoming drift.
+drift | e | Feature after a layer minus the expert's, for the same sample.
+final drift | e_L | Drift after the head.
+relative drift |  | Norm of the drift relative to the expert's feature, sums over samples.
+of base distance |  | Norm of the drift relative to the distance from base to expert.
+local mismatch | m | The layer's own error: merged minus expert layer, on the expert's input.
+propagation | p | Inherited error: merged layer, merged minus expert's input. e = m + p.
+cross term |  | 2 <m, p> / |e|^2: positive where both add up, negative where they cancel.
+amplification | |p| / |e_in| | Norm of the propagation relative to the incoming drift.
 path-averaged Jacobian | A | The merged layer's Jacobian, averaged from expert to merged input; p = A e_in.
-growth condition | gamma > eta | Amplification minus 1 exceeds mismatch against incoming drift: it must grow.
-share of the final drift | P m_l | A layer's mismatch carried to the end, along the final drift; signed.
-remainder |  | Share of the final drift that belongs to no layer: quadrature error.
-closure error |  | Drift here against that of ordinary forward passes of the models in their own library.
-Jacobian error |  | |p - A e_in| / |p|: how far the numbers are from an identity that is exact in theory.
+growth condition | gamma > eta | Amplification - 1 exceeds mismatch / incoming drift: drift must grow.
+share of the final drift | P m_l | A layer's mismatch propagated to the end, along the final drift; signed.
+remainder |  | Share of the final drift of no layer: quadrature error.
+closure error |  | Difference from the drift of forward passes in the models' own library.
+Jacobian error |  | |p - A e_in| / |p|, 0 in theory.
 task vector | tau | Weights minus the base's.
 margin | mu | The expert's best score minus its second best.
-certified |  | A decision that the drift is too small to flip, by its margin.
+certified |  | A decision whose margin is too large for the drift to flip it.
 flipped |  | A decision that differs from the expert's.
-95 % interval |  | Wilson's of a share of samples, Student's of a mean; of a mean over tasks, over their samples.
+95 % interval |  | Wilson for shares, Student for means; over samples.
 """
 
 
@@ -99,19 +98,19 @@ def charts_of(section: str, preset: str) -> list[Chart]:
     return by_rank(chart for chart in shown if chart.place.report == section)
 
 
-def check_known(kind: str, names: Sequence[str], known: Mapping[str, object]) -> None:
+def check_known(kind: str, names: Sequence[str], valid: Mapping[str, object]) -> None:
     """Raise SpecError if a name is unknown or none is given.
 
     Args:
         kind: kind of the names, for the message.
         names: names to check.
-        known: all known names.
+        valid: all valid names.
     """
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in valid]
     if unknown or not names:
         problem = f"a report has no {kind} {unknown[0]!r}" if unknown else f"no {kind} is chosen"
         raise SpecError(
-            f"{problem}; there are {', '.join(known)}", hint=did_you_mean("".join(unknown[:1]), known)
+            f"{problem}; there are {', '.join(valid)}", hint=did_you_mean("".join(unknown[:1]), valid)
         )
 
 
@@ -161,7 +160,7 @@ def _setup_sentences(run: DriftRun) -> Iterator[str]:
     were = "were" if manifest.deterministic else "were not"
     yield (
         f"Computed on {manifest.device or _UNKNOWN} in {manifest.dtype or _UNKNOWN}; seeds: {seeds or _UNKNOWN}; "
-        f"deterministic algorithms {were} asked for."
+        f"deterministic algorithms {were} requested."
     )
 
 
@@ -199,7 +198,7 @@ def _environment_tables(run: DriftRun) -> Iterator[Table]:
     memory = ["peak_rss_bytes", "peak_gpu_bytes"]
     rows[memory] = rows[memory].astype("Float64") / 2**30
     measured = ("seconds", "peak memory (GiB)", "peak GPU memory (GiB)", "energy (Wh)")
-    note = "Peak memory is that of the whole process up to the end of the phase."
+    note = "Peak memory: the process up to the end of the phase."
     kinds = {"phase": "text", **dict.fromkeys(measured, "number")}
     costs = [*rows.astype(object).itertuples(index=False)]
     yield Table.of("resources", "Time, memory and energy", kinds, costs, note)
@@ -228,6 +227,7 @@ def accuracy_table(run: DriftRun) -> Table:
     columns = run.accuracy()[[*names]]
     metrics = {name: metric_called(name) for name in columns["metric"].unique()}
     is_attached = [metrics[name].is_attached for name in columns["metric"]]
+    # Stable, so that both groups keep their order.
     columns = columns.iloc[np.argsort(is_attached, kind="stable")]
     kind: Kind = "share" if all(metric.kind == "share" for metric in metrics.values()) else "number"
     kinds: dict[str, Kind] = {
@@ -273,6 +273,7 @@ def calibration_tables(run: DriftRun) -> Iterator[Table]:
     for name in calibrations:
         yield from calibration_sheets(run, name)
     for sweep in run.sweeps()["sweep"].unique():
+        # Other sweeps have a chart instead of a table.
         yield from ablation_sheets(run, sweep) if sweep.endswith(ABLATION) else ()
 
 
@@ -292,24 +293,25 @@ def _left_open(run: DriftRun) -> Iterator[str]:
     jacobian = rows[rows["jacobian_samples"].notna() & rows["n"].notna()]
     if len(jacobian) and (jacobian["jacobian_samples"] < jacobian["n"]).any():
         low, high = int(jacobian["jacobian_samples"].min()), int(jacobian["n"].max())
-        yield f"What needs the Jacobian rests on as few as {low} of up to {counted(high, 'sample')}"
+        yield f"Jacobians use as few as {low} of up to {counted(high, 'sample')}"
     remainder = rows["remainder_share"].astype(float).abs()
     if remainder.notna().any():
+        # With NaN, argmax would return the first gap.
         worst = rows.iloc[int(remainder.fillna(0).to_numpy().argmax())]
         yield (
             f"Up to {percent(float(remainder.max()))} of a final drift belongs to no layer "
-            f"({worst['task']}, {worst['variant']}): the remainder of the quadrature"
+            f"({worst['task']}, {worst['variant']}): quadrature error"
         )
     references = rows["reference"].dropna().unique()
     if len(references):
         yield (
-            f"Local mismatch is taken on the features of: {', '.join(references)}. The other split of the drift has "
-            "other parts with the same sum"
+            f"Local mismatch uses the features of: {', '.join(references)}. The other split has other parts with the "
+            "same sum"
         )
     if not run.accuracy()["value"].notna().any():
-        yield "No accuracy was measured, so the effect of the drift on the task is unknown"
+        yield "No accuracy was measured: the effect of the drift is unknown"
     if len(run.tasks) == 1:
-        yield "There is one task, so nothing is known about other tasks"
+        yield "One task says nothing about others"
 
 
 def _changes(run: DriftRun, compared: Sequence[str | None]) -> Iterator[Change]:
@@ -318,6 +320,7 @@ def _changes(run: DriftRun, compared: Sequence[str | None]) -> Iterator[Change]:
     for about, tasks in common(run, there):
         means = {name: mean(run, about, tasks, name) for name in there}
         before, control, after = (means.get(name or "") for name in compared)
+        # From first to last: the control in between is the anchor, not a result.
         change = mean_change(run, about, tasks, (there[0], there[-1])) if len(there) > 1 else None
         is_compared = change is not None and before is not None
         yield Change(
@@ -373,10 +376,7 @@ def _means_table(verdict: Verdict) -> Table:
     ]
     kinds: dict[str, Kind] = {"measure": "text", "model": "text"}
     kinds |= dict.fromkeys(("mean", "95 % low", "95 % high"), "number")
-    note = (
-        "Relative drift and shares of right answers are fractions. Intervals are over samples: the tasks are those of "
-        "this run."
-    )
+    note = "Relative drift and accuracies are fractions. Intervals are over samples of these tasks."
     return Table.of(
         "verdict", "Means over tasks", {**kinds, "tasks": "count", "samples": "count"}, rows, note
     )
@@ -385,10 +385,10 @@ def _means_table(verdict: Verdict) -> Table:
 def _checks_sentence(report: CheckReport, noun: str) -> str:
     """Return the number of checks that hold."""
     if not report.executed:
-        return f"No {noun} had the numbers it needs, so nothing is known."
+        return f"No {noun} had the required numbers."
     verb = "holds" if report.executed == 1 else "hold"
     parts = [f"{report.count('pass')} of {report.executed} {noun}s {verb}"]
-    ends = {"fail": "failed", "warn": "warned", "skip": "lack the numbers they need"}
+    ends = {"fail": "failed", "warn": "warned", "skip": "lack required numbers"}
     parts += [f"{count} {words}" for status, words in ends.items() if (count := report.count(status))]
     return f"{'; '.join(parts)}."
 
@@ -399,5 +399,5 @@ def _checks_parts(self_checks: CheckReport, checks: CheckReport | None) -> tuple
     tables = [self_checks.table("self-checks", "Self-checks: claims that are exact in theory", "error")]
     if checks is not None:
         sentences.append(_checks_sentence(checks, "check"))
-        tables.append(checks.table("checks", "Checks asked for"))
+        tables.append(checks.table("checks", "Requested checks"))
     return sentences, tables

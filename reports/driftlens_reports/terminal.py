@@ -49,11 +49,12 @@ from driftlens_reports import facts
 # How many of the differences between two runs are listed.
 _SHOWN = 5
 _OTHER_ENDS = (("warn", "warned"), ("skip", "skipped"))
-_INDICATIVE = "Distances on the plane are indicative only; these numbers come from the features themselves."
+_INDICATIVE = "Distances on the plane are approximate; these numbers come from the features."
 
 
 def aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
     """Align columns by their width in a terminal; the first `num_names` to the left, numbers to the right."""
+    # Cells instead of characters: CJK letters take two.
     from rich.cells import cell_len
 
     clean = [[printable(cell) for cell in row] for row in rows]
@@ -68,6 +69,7 @@ def aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
 
 def shows_signs() -> bool:
     """Return True if stdout is a terminal that shows Unicode."""
+    # A replaced stdout may have no encoding.
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     return sys.stdout.isatty() and encoding == "utf8" and os.environ.get("TERM") != "dumb"
 
@@ -111,6 +113,7 @@ def _verdict_parts(
     """Yield the verdict, a row per task, and the other models."""
     judgement = verdict(run, name)
     unscored = agreement(run) if judgement.measure.role != SCORE.role else ()
+    # The last sentence is the next command, which stays last.
     yield [sentence(headline(run, name)), *judgement.sentences[:-1], *unscored, *judgement.sentences[-1:]]
     others = others_sheet(run, judgement, controls=verbose, everyone=everyone)
     for sheet in (task_sheet(run, judgement), others):
@@ -204,6 +207,7 @@ def _score_lines(rows: pd.DataFrame, attached_to: DriftRun | None = None) -> lis
     for name in (name for name, metric in metrics.items() if metric.is_averaged):
         tasks = every = [task for metric, task in scores if metric == name]
         if attached_to is not None:
+            # A group and its subtasks would count the same samples twice.
             tasks = ungrouped(attached_to, every)
         of_tasks = [scores[name, task] for task in tasks]
         shared = [variant for variant in variants if all(variant in scored for scored in of_tasks)]
@@ -212,7 +216,7 @@ def _score_lines(rows: pd.DataFrame, attached_to: DriftRun | None = None) -> lis
             lines.append(line(f"mean of {len(of_tasks)}", name, means, counts[name][tasks].sum()))
             left = [task for task in every if task not in tasks]
             over = f"Mean of {len(tasks)} {metrics[name].title}: {some_of(tasks)}"
-            notes += [f"{over}; not {some_of(left)}, in whose place their subtasks are."] * bool(left)
+            notes += [f"{over}; not {some_of(left)}, which their subtasks replace."] * bool(left)
     header = ["task", *([] if is_accuracy else ["metric"]), *map(title, variants), "samples"]
     says = [] if is_accuracy else descriptions_of(metrics.values())
     return [*aligned([header, *lines], num_names=1 if is_accuracy else 2), *notes, *says] if lines else []
@@ -252,8 +256,9 @@ def comparison_text(
     parts = [[before] if comparison.before is comparison.after else [f"before: {before}", f"after: {after}"]]
     parts += [] if equal is None else [equality_text(equal, tolerance).split("\n")]
     parts += (
-        [[f"Not the same in both: {text}" for text in comparison.mismatches]] if comparison.mismatches else []
+        [[f"Differs between runs: {text}" for text in comparison.mismatches]] if comparison.mismatches else []
     )
+    # Bit-identical runs have no change of a variant to itself.
     is_equal = equal is not None and equal.bit_equal
     pairs = [
         (pair, rows)
@@ -274,7 +279,7 @@ def comparison_text(
 def equality_text(compared: Equality, tolerance: float) -> str:
     """Return whether two runs are bit-identical, equal within a tolerance, or where they differ."""
     error = reading.error(compared.largest)
-    largest = f"the largest difference of a number is {error} of its column ({compared.where})"
+    largest = f"largest difference {error} of its column ({compared.where})"
     if compared.bit_equal:
         values, tables = counted(compared.num_values, "value"), counted(len(compared.tables), "table")
         lines = [f"Bit-identical: {values} in {tables}."]
@@ -287,7 +292,7 @@ def equality_text(compared: Equality, tolerance: float) -> str:
             lines.append(f"and {len(compared.unequal) - _SHOWN} more (--json lists all)")
     if compared.lacking:
         names = listed(compared.lacking)
-        lines.append(f"Not compared, as the older schema of one run lacks these columns: {names}.")
+        lines.append(f"Not compared, missing in an older run: {names}.")
     return "\n".join(printable(line) for line in lines)
 
 
@@ -296,7 +301,7 @@ def _notes(rows: pd.DataFrame) -> Iterator[str]:
     for row in rows[rows["paired_n"] > 0].to_dict("records"):
         ends = reading.points_interval(row["paired_ci_low"], row["paired_ci_high"])
         yield (
-            f"{row['task']}: of {row['paired_n']} {row['paired_split']} samples answered by both, {row['gained']} are "
+            f"{row['task']}: of {row['paired_n']} {row['paired_split']} samples answered by both, {row['gained']} "
             f"gained and {row['lost']} lost: {reading.points(row['paired_change'])} points ({ends}), McNemar p "
             f"{reading.p_value(row['p_value'])}"
         )
@@ -339,6 +344,7 @@ def sweep_text(run: DriftRun, name: str) -> str:
     rows = run.sweeps()
     rows = rows[rows["sweep"] == name]
     varied = [] if name.endswith(CONTROL) else name.rpartition(":")[2].split("+")
+    # Settings without a column are stored as JSON in `settings`.
     for factor in set(varied) - {*rows}:
         values = [settings_of(row)[factor] for _, row in rows.iterrows()]
         rows = rows.assign(**{factor: [*map(reading.setting_text, values)]})
@@ -351,6 +357,7 @@ def sweep_text(run: DriftRun, name: str) -> str:
         if measure == ACCURACY.name:
             swept[["std", "low", "high"]] = points[["std over seeds", "tested_low", "tested_high"]]
     swept = swept.reset_index()
+    # Names of corruptions have no order; points do.
     swept = swept.sort_values("point" if varied in ([], ["corruption"]) else varied, kind="stable")
     has_accuracy = bool(swept["accuracy"].notna().any())
     metrics = [
@@ -372,6 +379,7 @@ def sweep_text(run: DriftRun, name: str) -> str:
 
 def _sweep_notes(run: DriftRun, rows: pd.DataFrame, *, has_accuracy: bool) -> Iterator[str]:
     if has_accuracy:
+        # Seeds share the test samples, so these count once.
         tested = int(rows.groupby("task")["n_test"].max().sum())
         yield f"interval: over {counted(tested, 'test sample')} of these tasks"
         if rows["seed"].nunique() > 1:
@@ -381,4 +389,4 @@ def _sweep_notes(run: DriftRun, rows: pd.DataFrame, *, has_accuracy: bool) -> It
         rho = f"{rhos.pop():g}" if len(rhos) == 1 else "rho"
         step = run.manifest.merge.get("title", "the merge")
         yield f"the anchor is base + {rho} (merged - base), so {rho} times the step of {step}"
-    yield "a sweep keeps no samples, so its drifts and cosines have no interval"
+    yield "sweeps store no samples, so drifts and cosines have no interval"

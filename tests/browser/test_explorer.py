@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.results.measures import outcomes
+from driftlens.results.measures import OUTCOMES, outcomes
 from driftlens.runs.layout import THUMB_SIDE, texts_file, thumbs_file
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.explorer import Explorer, gathered
@@ -249,7 +249,8 @@ def test_what_merge_and_repair_changed_stands_side_by_side(opened: Open, saved: 
     shown = page.locator(".groups section")
     assert shown.count() == len(counts) > 0
     for group in shown.all():
-        name = group.locator("h3").inner_text().partition(" (")[0]
+        name = group.get_attribute("data-outcome")
+        assert group.locator("h3").inner_text() == f"{OUTCOMES[name].removesuffix('.')} ({counts[name]})"
         cards = group.locator(".card").evaluate_all("cards => cards.map(card => card.dataset.sample)")
         assert len(cards) == min(8, counts[name]) and {*cards} <= {*became.index[became == name]}
     expect(page.locator("#wall-title")).to_have_text(f"{sum(counts.values())} of 40 samples")

@@ -334,8 +334,8 @@ def test_the_first_screen_answers_the_questions(screen: tuple[Any, DriftRun]) ->
     scored = worst.set_index(["task", "variant"])["value"]
     assert f"{100 * scored[task, 'merged']:.1f}" in cells  # 6
     assert is_on_first_screen(table, _HEAD + _ROW), "no task is above the fold"
-    source = next(text for text in judged.sentences if text.startswith("Largest source"))
-    assert told(page, "Largest source") == plain_words(source)  # 7 and 8
+    source = next(text for text in judged.sentences if text.startswith("Main source of"))
+    assert told(page, "Main source of") == plain_words(source)  # 7 and 8
     assert bool(judged.bad_experts) == bool(page.get_by_text("Experts worse than base").count())  # 9
     assert "driftlens" in told(page, "Next: ")  # 10
 
@@ -366,7 +366,7 @@ def test_the_first_screen_answers_what_how_sure_where_and_what_to_do(screen: tup
     # Where: the layer with the largest share of the merged model's final drift, and the tasks, the worst first.
     layers = run.layers(variant="merged")
     source = layers.groupby("layer")["final_share"].mean().idxmax()
-    assert run.layer_name(source) in told(page, "Largest source")
+    assert run.layer_name(source) in told(page, "Main source of")
     assert is_on_first_screen(page.get_by_role("img", name="accuracy on one scale"))
     # What to do: the command, and below it a button that leads to repairs.
     assert "driftlens" in told(page, "Next: ")

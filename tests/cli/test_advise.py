@@ -70,6 +70,6 @@ def test_no_layer_is_said_to_stand_out_whose_interval_overlaps(finished: DriftRu
         row |= {"share_low": row["share"] - 1, "share_high": row["share"] + 1}
     assert "overlap" in advice_text(found) and finished.layer_name(others[0]["layer"]) in advice_text(found)
     first["share_low"] = max(row["share"] for row in others) + 2
-    assert "all other layers lie below" in advice_text(found)
+    assert "All other intervals are lower." in advice_text(found)
     first["share_low"] = float("nan")
-    assert "No interval is known" in advice_text(found)
+    assert "Without intervals, another layer may contribute as much." in advice_text(found)

@@ -30,7 +30,7 @@ def test_a_run_tells_who_goes_where_and_names_experts_without_tokens(tmp_path: P
         assert per_layer.nunique() == 1 and counts[3, 2] == 0  # two experts take every token
     layers = run.layers("a", "merged").set_index("layer")
     assert layers["rerouted"].notna().sum() == 3 and layers.loc[2:4, "rerouted"].between(0, 1).all()
-    assert "Tokens that go to other experts" in summary(run, verbose=True)
+    assert "Tokens routed to other experts" in summary(run, verbose=True)
     calibrator = dl.FeatCal(lam=1e-3, rho=1)
     run = run.calibrate(calibrator, name="small", save_weights=tmp_path / "out")
     kept = run.calibration("small").query("kind == 'kept'")

@@ -115,9 +115,11 @@ def follows_the_tables(
             continue
         low, high = interval(right, n, pair, tasks, stored=stored)
         assume(min(abs(low), abs(high)) > 1e-9)
-        way = "better than" if low > 0 else "worse than" if high < 0 else "no clear difference to"
+        way = "better than" if low > 0 else "worse than" if high < 0 else "no significant difference from"
         said = said_of(found, pair[0])
-        claims = re.findall(rf"(better than|worse than|no clear difference to) {called(pair[1])}\b", said)
+        claims = re.findall(
+            rf"(better than|worse than|no significant difference from) {called(pair[1])}\b", said
+        )
         assert claims == [way]
         holds_its_interval(said, called(pair[1]), low, high)
     if "base" in models:
@@ -143,10 +145,13 @@ def follows_the_tables(
         assert (found.source is not None and found.source.layer == top) or len(set(shares.values())) < len(
             shares
         )
-        assert ("Largest source not clear:" if is_clear else "Largest source:") not in text
-        assert "Largest source" in text or words(found) > 40, "left out where there is room"
-        assert run.layer_name(top) in text or "Largest source" not in text
-        assert ("% of merged's drift" in text) or is_counted_nowhere(found), "counts have left first"
+        source = next(
+            (said for said in found.sentences if said.startswith("Main source of merged's drift: ")), ""
+        )
+        assert ("(too close to call)" in source) != is_clear or not source
+        assert source or words(found) > 40, "left out where there is room"
+        assert run.layer_name(top) in source or not source
+        assert re.search(r", \d+ (to \d+ )?%", source) or is_counted_nowhere(found), "counts have left first"
     else:
         assert "source" not in text
     sheet = task_sheet(run, found)
@@ -166,7 +171,7 @@ def holds_its_interval(said: str, against: str, low: float, high: float) -> None
     number = r"([+-]?[\d.]+)"
     ends = sorted(abs(100 * end) for end in (low, high)) if low > 0 or high < 0 else [100 * low, 100 * high]
     told = rf"{number} (?:\+- {number}|\({number} to {number}\))(?: points)? \w+ than {against}\b"
-    unclear = rf"no clear difference to {against} \({number} \+- {number}()()\b"
+    unclear = rf"no significant difference from {against} \({number} \+- {number}()()\b"
     ((value, half, first, last),) = re.findall(told, said) or re.findall(unclear, said)
     if half:
         assert float(value) - float(half) < ends[0] + NEAR and ends[1] - NEAR < float(value) + float(half)
@@ -270,7 +275,7 @@ def test_scores_of_other_metrics_are_in_no_mean_with_shares(tmp_path: Path) -> N
 
 def test_a_run_that_measured_nothing_says_so(tmp_path: Path) -> None:
     only_base = open_run(write_full_run(tmp_path / "run", variants=("base",), size=Size(blocks=1)))
-    assert verdict(only_base).sentences == ("Nothing was measured that a verdict could rest on.",)
+    assert verdict(only_base).sentences == ("No measurements to base a verdict on.",)
     assert not task_sheet(only_base, verdict(only_base)).rows
 
 

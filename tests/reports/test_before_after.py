@@ -186,7 +186,7 @@ def test_without_answers_of_all_test_samples_the_interval_is_of_the_counts(tmp_p
     text = before_after_text(run, NAME, verbose=True)
     assert (
         re.search(r" diagnosis +24 ", text)
-        and "wider than they need be" in text
+        and "not paired and too wide" in text
         and "on the diagnosis samples" in text
     )
 

@@ -248,7 +248,7 @@ def test_an_empty_run_has_no_verdict(tmp_path: Path) -> None:
     only_base = open_run(write_full_run(tmp_path / "run", variants=("base",), size=SMALL))
     verdict = Report(only_base, "summary").content.verdict
     assert verdict.changes == () and verdict.worst_task is None
-    assert verdict.sentences[0] == "Nothing was measured that a verdict could rest on."
+    assert verdict.sentences[0] == "No measurements to base a verdict on."
 
 
 PNG = b"\x89PNG"

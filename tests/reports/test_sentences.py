@@ -66,7 +66,7 @@ def test_a_comparison_reads_its_tables_and_its_p_agrees_with_its_interval(
         counted = [line for line in lines if line.startswith(f"{task}: of ")]
         assert len(counted) == stored
         for said in counted:
-            gained, lost = map(int, re.findall(r"(\d+) are gained and (\d+) lost", said)[0])
+            gained, lost = map(int, re.findall(r"(\d+) gained and (\d+) lost", said)[0])
             p = said.rpartition(" p ")[2]
             assert gained - lost == right[task, pair[1]] - right[task, pair[0]] and is_told(said, low, high)
             assert not (low > 0 or high < 0) or p.startswith("<") or float(p) <= 0.05
@@ -182,7 +182,7 @@ def test_advice_calls_a_layer_the_largest_only_where_all_intervals_lie_below(
     if not shares:
         assert "was not measured" in text and "largest share" not in text
     elif not has_ends:
-        assert "No interval is known" in text and "lie below" not in text and "as much:" not in text
+        assert "Without intervals, another" in text and "are lower" not in text and "as much:" not in text
     else:
         top = max(ends, key=lambda layer: ends[layer][0])
         reach = {
@@ -196,7 +196,7 @@ def test_advice_calls_a_layer_the_largest_only_where_all_intervals_lie_below(
         assume(all(abs(reach[at][1] - reach[top][0]) > 1e-9 for at in others))
         assume(all(ends[at][0] != ends[top][0] for at in others))
         is_clear = all(reach[at][1] < reach[top][0] for at in others)
-        assert ("all other layers lie below" in text) == is_clear != ("may carry as much" in text)
+        assert ("All other intervals are lower." in text) == is_clear != ("may contribute as much" in text)
         assert f"{run.layer_name(top)} has the largest share" in text
     measured = {
         at: np.array([values[task % 2] for task in range(num_tasks)]) for at, values in cosines.items()
@@ -210,7 +210,7 @@ def test_advice_calls_a_layer_the_largest_only_where_all_intervals_lie_below(
     if not cosines:
         assert "Task vectors were not compared" in text
     elif num_tasks == 1:
-        assert "There is one expert, so no task vectors conflict." in text
+        assert "With one expert no task vectors conflict." in text
     else:
         layers = "1 layer;" if len(cosines) == 1 else f"{len(cosines)} layers;"
         assert f"conflict in {len(below) or 'none'} of {layers}" in text

@@ -159,9 +159,7 @@ def test_decisions_add_up() -> None:
     (text,) = decisions(frame, "merged")
     low, high = (100 * end for end in wilson(1, 4))
     assert f"25.0 % ({low:.1f} to {high:.1f} %) of 4 decisions differ" in text
-    assert (
-        f"25.0 % ({low:.1f} to {high:.1f} %) are certified by their margin, 50.0 % are kept without" in text
-    )
+    assert f"25.0 % ({low:.1f} to {high:.1f} %) are certified by their margin, 50.0 % kept without" in text
     assert "25.0 % of its bound (median)" in text
 
 

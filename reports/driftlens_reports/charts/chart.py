@@ -27,6 +27,7 @@ class Place:
     part: str = ""
 
 
+# The sections that a chart may declare; a page shows its parts in this order.
 SECTIONS: Mapping[str, Place] = MappingProxyType(
     {
         "drift": Place("layers", "layers", "Drift"),
@@ -42,7 +43,6 @@ SECTIONS: Mapping[str, Place] = MappingProxyType(
         "calibration": Place("calibration"),
     }
 )
-"""The sections that a chart may declare; a page shows its parts in this order."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,7 @@ class Plots:
         return [name.replace("-", "_") for name in charts]
 
     def __getattr__(self, name: str) -> Callable[..., Drawn]:
+        # Python looks up private names, too, for example when it copies an object.
         if name.startswith("_") or name not in dir(self):
             raise AttributeError(f"there is no chart {name!r}; there are {', '.join(dir(self))}")
         chart = charts[name.replace("_", "-")]
@@ -178,6 +179,7 @@ class Plots:
 
         draw.__name__ = name
         draw.__doc__ = f"{chart.title}.\n\n{chart.caption}\n\n{chart.hint}"
+        # Annotations are strings in that module; notebooks show evaluated ones.
         taken = inspect.signature(ChartOptions, eval_str=True).parameters.values()
         draw.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in taken], return_annotation=Drawn

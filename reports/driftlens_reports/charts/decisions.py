@@ -25,14 +25,15 @@ _SHARE = "share flipped, all margins"
     presets=("standard", "calibration"),
     needs=("outputs", ("flipped", "margin")),
     also="heads of two classes or more",
-    caption="Diagnosis samples of all chosen tasks by the expert's margin, its best score minus its second best: how "
-    "many decisions the variant keeps and flips, one panel per variant.",
-    hint="Flips at small margins are decisions that were close anyway; flips at large margins mean that drift carried "
-    "samples the expert was sure of. Tasks with different score scales share the axis: choose one task to compare.",
+    caption="Kept and flipped decisions on the diagnosis samples of the chosen tasks, by the expert's margin (best "
+    "minus second-best score), one panel per variant.",
+    hint="Flips at small margins were close decisions; flips at large margins are samples the expert was sure of. "
+    "Score scales differ between tasks: choose one task to compare.",
 )
 def _flips(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw stacked histograms with the same bins, one panel per variant."""
     samples = picking.scored_samples(run, options, "flipped", "margin")
+    # Without gaps nullable columns become plain ones, which numpy can mask.
     samples = samples.astype({"flipped": bool, "margin": float})
     rows = _histogram(samples)
     names = list(rows["variant"].unique())
@@ -106,6 +107,7 @@ def _bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     final = run.samples(layer="final" if run.manifest.layers else None)
     drifts = final[["task", "variant", "sample_id", "drift_l2"]]
     rows = outputs.merge(drifts, on=["task", "variant", "sample_id"], how="left")
+    # No value where models share the score map.
     apart = rows["score_map_mismatch"].fillna(0.0)
     bounds = {name: rows[column] * rows["drift_l2"] + apart for name, (column, _) in _ESTIMATES.items()}
     keys = rows[["task", "variant", "sample_id", "label"]]
@@ -120,12 +122,12 @@ def _bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     rank=60,
     needs=("outputs", ("score_drift_l2", "score_gain")),
     also="heads",
-    caption="Norm of the score drift of all diagnosis samples against the gain of the score map times the norm of the "
-    "final drift plus the mismatch of the score maps, which is 0 where models share one, on logarithmic axes with the "
-    "line of equality, one panel per estimate of the gain.",
-    hint="No point may lie above the line of the certified bound; how far below it points lie is how loose the bound "
-    "is. The secant gain is the score map's own on each drift, so its points lie on the line where models share the "
-    "map, and on it or below elsewhere; directional and spectral gains are sampled and guarantee nothing.",
+    caption="Norm of the score drift of diagnosis samples against its bound (gain of the score map times final drift, "
+    "plus the mismatch of score maps) on logarithmic axes with the line of equality, one panel per estimate of the "
+    "gain.",
+    hint="No point may be above the line of the certified bound; the distance below it shows how loose the bound is. "
+    "Secant points are on the line where models share the score map, and on or below it elsewhere. Directional and "
+    "spectral gains are sampled and guarantee nothing.",
 )
 def _bound(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw four panels of points with the same logarithmic axes."""
@@ -172,7 +174,7 @@ def _bound(run: DriftRun, options: ChartOptions) -> Drawn:
     axis = {"type": "log", "tickformat": theme.TICK_NUMBER, "minor": {"ticks": "outside"}, "dtick": step}
     grid.set_axes(x=axis, y=axis)
     lost = sum(int((~is_drawn).sum()) for is_drawn in drawable.values())
-    why = "without a place on logarithmic axes: no drift, or no finite bound."
+    why = "without a place on logarithmic axes (no drift or no finite bound)."
     left_out = [f"{words.counted(lost, 'point')} {why}"] if lost else []
     counts, *overlaps = words.table_notes(run, rows, over_tasks=False)
     return Drawn(grid.figure, _used_in_words(rows), drawn, (*thinned, counts, *left_out, *overlaps))
@@ -181,6 +183,7 @@ def _bound(run: DriftRun, options: ChartOptions) -> Drawn:
 def _used_in_words(rows: pd.DataFrame) -> str:
     """Return how many samples exceed the certified bound (none may), and the share of it that they use."""
     measured = rows[np.isfinite(rows["certified"]) & (rows["certified"] > 0)]
+    # A relative tolerance for rounding, as drift and bound may be equal.
     over = int((measured[_ACTUAL] > measured["certified"] * (1 + 1e-6)).sum())
     medians = measured.drop_duplicates("variant").set_index("variant")[_USE]
     used = words.by_variant(medians.astype(float).map(percent).items())

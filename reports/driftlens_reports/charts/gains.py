@@ -50,10 +50,10 @@ def _no_pairs(run: DriftRun, options: ChartOptions) -> str | None:
     rank=20,
     needs=("samples", ("cos",)),
     lacks=_no_pairs,
-    caption="Cosine to the expert's feature for all diagnosis samples, the merged model's on x and the other "
-    "variants' on y, with the line of no change and each variant's mean gain, one panel per task.",
-    hint="Points above the line are closer to the expert than with the merged model, points below it are farther "
-    "away. Samples at the lower left were far off before.",
+    caption="Cosine to the expert's feature per diagnosis sample, merged model on x and other variants on y, with the "
+    "line of no change and each variant's mean gain, one panel per task.",
+    hint="Above the line a sample is closer to the expert than with the merged model, below it farther. Samples at the "
+    "lower left were far off before.",
 )
 def _sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw panels of points with the same axes."""
@@ -81,6 +81,7 @@ def _sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
             f"{words.shown(str(variant))} %{{y:{theme.NUMBER}}}",
         )
         grid.add(tasks.index(task), trace)
+    # Axes start at 0, so that gains are not exaggerated; a cosine may be negative.
     low = min(0.0, float(rows[["baseline cosine", "cosine"]].min().min()))
     for panel, task in enumerate(tasks):
         grid.add_identity(panel, low, 1)
@@ -133,11 +134,10 @@ def _lacks(run: DriftRun, options: ChartOptions) -> str | None:
     presets=("calibration",),
     needs=("accuracy", ("value",)),
     lacks=_lacks,
-    caption="Mean score over tasks on test samples against seconds of calibrating (logarithmic), a point per "
-    "calibration; whiskers are 95 % intervals over samples; rings must know the task of an input; lines are base, "
-    "merged model and experts.",
-    hint="Upper left is better. Seconds are those of one run on one machine. A ring is no single model: for every task "
-    "it has a separate map.",
+    caption="Mean test score against calibration time on all samples, a point per calibration; whiskers: 95 % "
+    "intervals over samples; rings need the task ID at inference; lines: base, merged model and experts.",
+    hint="Upper left is better. Seconds: one run on one machine. A ring has one map per task, so it is not a single "
+    "model.",
 )
 def _arena(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw score against seconds."""
@@ -145,6 +145,7 @@ def _arena(run: DriftRun, options: ChartOptions) -> Drawn:
     is_made = rows["method"].notna()
     points = rows[is_made]
     traces, brush = list[theme.Trace](), theme.Brush(run.variants, options.dark)
+    # The middle of a logarithmic axis, from which names point inwards.
     middle = math.sqrt(points["seconds"].min() * points["seconds"].max())
     for index, row in points.iterrows():
         repair = points.loc[[index]]

@@ -18,7 +18,7 @@ from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
 _AROUND_ZERO = {"tickformat": theme.TICK_NUMBER, "autorangeoptions": {"include": [0.0]}}
-_ENDS = "Whiskers: 95 % intervals over the samples, which were drawn again (bootstrap)."
+_ENDS = "Whiskers: 95 % bootstrap intervals over samples."
 # Half the width, in layers, of a band with no neighbour.
 _LONE = 0.2
 
@@ -56,8 +56,8 @@ class Curves:
         template = f"%{{text}}<br>{self.column} %{{y:{self.number}}}"
         yield brush.line(variant, layers, rows[self.column], ends, hovertemplate=template, **hover)
         if self.markers:
-            column, what = self.markers
-            style, template = brush.look(variant), f"%{{text}}<br>{what} %{{y:{theme.NUMBER}}}"
+            column, meaning = self.markers
+            style, template = brush.look(variant), f"%{{text}}<br>{meaning} %{{y:{theme.NUMBER}}}"
             marker = {"color": style.colour, "symbol": f"{style.symbol}-open", "size": 7}
             hover |= {"mode": "markers", "marker": marker}
             yield brush.line(variant, layers, rows[column], hovertemplate=template, **hover)
@@ -130,8 +130,10 @@ def band(rows: pd.DataFrame, low: str, high: str, brush: theme.Brush, *, opacity
         if is_gap:
             continue
         layers, lows, highs = map(list, zip(*run, strict=True))
+        # A single layer has no area without some width.
         if len(layers) == 1:
             layers, lows, highs = [layers[0] - _LONE, layers[0] + _LONE], lows * 2, highs * 2
+        # Forward along the low ends, back along the high ones; None separates areas.
         x += [*layers, *reversed(layers), None]
         y += [*lows, *reversed(highs), None]
     return theme.scatter(
@@ -168,11 +170,9 @@ _DRIFTS = {
     rank=10,
     presets=("summary", "standard", "calibration"),
     needs=("layers", ("drift_l2_mean",)),
-    caption="Drift from the task's expert leaving each layer: mean over diagnosis samples with a band over them, one "
-    "panel per task.",
-    hint="Compare lines within a panel: calibration helps where its line is below that of merged. "
-    "Layers differ in feature scale, so a rise along the axis need not mean that a layer is bad; see the relative "
-    "drift, and amplification for what layers do to the drift that reaches them (full state).",
+    caption="Drift from the task's expert after each layer: mean and band over diagnosis samples, one panel per task.",
+    hint="Calibration helps where its line is below that of merged. Feature scales differ between layers, so a rise is "
+    "not a fault by itself: see relative drift, and amplification for inherited drift (full state).",
 )
 def _layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw panels of curves with one y range, so that tasks compare."""
@@ -185,7 +185,7 @@ def _layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     note = "Band: 10 % to 90 % quantiles over samples."
     if options.relative:
         source, quantity, band = "drift_rel", "drift / expert norm", ()
-        note = "Relative drift is one ratio of sums over the samples; it has no band."
+        note = "Relative drift is a ratio of sums over samples, without a band."
     title, axis = panels.titled(quantity, "layers", source), panels.value_axis(options)
     kind = Curves(_DRIFTS[source], title, axis, band=band)
     figure = draw_curves(run, rows, kind, dark=options.dark)
@@ -207,11 +207,11 @@ _PARTS = {
     rank=10,
     presets=("standard",),
     needs=("layers", ("mismatch_l2_mean", "propagation_l2_mean", "cross_term")),
-    caption="Local mismatch m (added by the layer) and propagation p (passed on from earlier layers) by layer, "
-    "both mean norms over diagnosis samples without a band, and the cross term, a ratio of sums over them.",
-    hint="Where m is large, the layer's own weights are at fault; where p is, it passes on errors of earlier layers. A "
-    "positive cross term means that the two point the same way, a negative one that they cancel in part. Norms "
-    "of m and p do not add up to the norm of the drift; contributions show parts that do.",
+    caption="Local mismatch m (the layer's own error) and propagation p (inherited error) by layer, mean norms over "
+    "diagnosis samples, and their cross term, a ratio of sums.",
+    hint="Large m: the layer's own weights are at fault. Large p: it passes on earlier errors. Where the cross term is "
+    "positive the two add up, where negative they cancel in part. Norms of m and p do not sum to the drift; "
+    "contributions do.",
 )
 def _decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw three panels per task; both norms share a y range."""
@@ -222,12 +222,12 @@ def _decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     kinds = [
         Curves(
             name,
-            panels.titled(what, "layers", source),
+            panels.titled(quantity, "layers", source),
             axis,
             name,
             line=0.0 if axis is _AROUND_ZERO else None,
         )
-        for (name, (source, what)), axis in zip(_PARTS.items(), axes, strict=True)
+        for (name, (source, quantity)), axis in zip(_PARTS.items(), axes, strict=True)
     ]
     figure = draw_curves(run, rows, *kinds, dark=options.dark)
     alt = "Local mismatch, propagation and cross term by layer. "
@@ -242,11 +242,11 @@ def _decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     rank=20,
     presets=("standard",),
     needs=("layers", ("amplification",)),
-    caption="Norm of the drift a layer passes on against that of the drift it inherits, a ratio of sums over diagnosis "
-    "samples; band: relative error of the path-averaged Jacobian; open markers: its mean gain on random directions.",
+    caption="Norm of the propagated drift relative to the incoming drift, a ratio of sums over diagnosis samples; "
+    "band: relative error of the path-averaged Jacobian; open markers: its mean gain on random directions.",
     hint="Above 1 a layer enlarges inherited drift, below 1 it damps it. Far above the open markers, it enlarges the "
-    "drift's own direction more than a random one. The stem inherits nothing and has no value. A visible "
-    "band means that the Jacobian does not explain the layer; then use the other charts of causes.",
+    "drift's direction more than a random one. The stem inherits nothing. A visible band means that the Jacobian "
+    "does not explain the layer.",
 )
 def _amplification(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw the amplification of inherited drift by layer, a panel per task, with a line at 1."""
@@ -311,10 +311,10 @@ class _Cells:
     rank=20,
     presets=("standard",),
     needs=("layers", ("final_share",)),
-    caption="Signed share of the final drift that each layer's local mismatch ends up as, a ratio of sums over "
-    "diagnosis samples without a band, tasks down, layers and remainder across, one panel per variant on one scale.",
-    hint="Orange layers make the final drift, blue ones work against it. Each row sums to 100 % with its remainder, "
-    "which no layer accounts for; a large one means that the quadrature of the Jacobians was too coarse.",
+    caption="Signed share of the final drift from each layer's local mismatch, a ratio of sums over diagnosis samples, "
+    "by task and layer (last column: remainder), one panel per variant.",
+    hint="Orange layers cause final drift, blue ones reduce it. Each row sums to 100 % with its remainder; a large "
+    "remainder means that the quadrature of the Jacobians was too coarse.",
 )
 def _contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw panels of cells on a scale that is symmetric around zero."""
@@ -339,6 +339,7 @@ def _cells_of(run: DriftRun, rows: pd.DataFrame) -> list[_Cells]:
     for variant in rows["variant"].unique():
         table = wide.loc[variant].reindex(tasks)
         shares = table[CONTRIBUTED].reindex(columns=layers)
+        # The remainder is a column after the last layer.
         shares[layers[-1] + 1] = rest.loc[variant]
         intervals = table["interval"].fillna("").reindex(columns=[*shares], fill_value="")
         cells.append(_Cells(words.shown(str(variant)), shares, intervals))
@@ -357,6 +358,7 @@ def _draw_cells(run: DriftRun, cells: list[_Cells], tasks: list[str], *, dark: b
     )
     places = [words.literal(run.layer_name(layer.index)) for layer in run.manifest.layers]
     texts = [[f"{words.literal(task)}, {place}" for place in (*places, REST)] for task in tasks]
+    # One symmetric scale for all panels: colours compare, and the middle is 0.
     highest = max(float(np.nanmax(np.abs(panel.shares.to_numpy(dtype=float)))) for panel in cells)
     for index, panel in enumerate(cells):
         coloured = theme.heatmap(

@@ -27,6 +27,7 @@ _MEAN, _LEFT, _CHANGE = "mean drift", "drift left", "change of mean drift"
 def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw the mean drift over tasks by layer: a thick line per variant, a thin one per task."""
     column = "drift_rel" if options.relative else "drift_l2_mean"
+    # The mean is over all tasks; chosen ones are only emphasised.
     rows = picking.layer_rows(run, replace(options, tasks=None))
     if not rows[column].notna().any():
         raise DataError(
@@ -35,6 +36,7 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
     quantity = "drift / expert norm" if options.relative else "mean L2 drift"
     kind = Curves(_MEAN, panels.titled(quantity, "layers", column), panels.value_axis(options))
     figure, means = _over_tasks(run, rows, column, kind, options)
+    # Zoom is kept when tasks or theme change, not when the unit does.
     figure.layout.uirevision = f"{run.id} mean {options.relative}"
     alt = (
         f"{quantity[0].upper()}{quantity[1:]} by layer, mean over tasks. {words.final_sentence(means, _MEAN)}"
@@ -55,6 +57,7 @@ def left_curves(run: DriftRun, name: str, options: ChartOptions) -> Drawn:
     rows, drift = picking.layer_rows(run, options), "drift_l2_mean"
     before = rows[rows["variant"] == "merged"].set_index(["task", "layer"])[drift].astype(float)
     there = pd.MultiIndex.from_frame(rows[["task", "layer"]])
+    # A drift of 0 has no share.
     before = before.where(before > 0).reindex(there).to_numpy()
     rows = rows.assign(**{_LEFT: rows[drift].astype(float) / before})[rows["variant"] != "merged"]
     if not rows[_LEFT].notna().any():
@@ -145,7 +148,7 @@ def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark
         data=rows[["variant", "layer", "role", "path", _MEAN]],
         notes=(
             "Mean over tasks.",
-            "Merged: diagnosis samples; the calibration: calibration samples while it runs.",
+            "Merged: diagnosis samples; calibration: calibration samples.",
         ),
     )
 

@@ -35,6 +35,7 @@ Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 @contextmanager
 def one_column(is_narrow: bool = True) -> Iterator[None]:
     """Stack panels in one column within the context, for a narrow window."""
+    # A context variable, since a server draws for several windows at once.
     token = _ONE_COLUMN.set(is_narrow)
     try:
         yield
@@ -73,6 +74,7 @@ def _last_layer(run: DriftRun) -> int:
 def layer_axis(run: DriftRun, beyond: str = "") -> dict[str, Any]:
     """Return settings of an axis from stem to head; `beyond` names a further column after the head."""
     last = _last_layer(run)
+    # Rounded up, so that the limit holds.
     step = -(-last // _MOST_TICKS)
     ticks = [*(layer for layer in range(1, last, step) if last - layer >= step), last]
     if not beyond:
@@ -102,6 +104,7 @@ def parted(rows: pd.DataFrame) -> pd.DataFrame:
     for _, part in rows.groupby(_number_of_stream(rows)):
         parts += [
             part,
+            # NaN, at which plotly breaks a line.
             part.tail(1).assign(**dict.fromkeys(part.select_dtypes("float").columns, float("nan"))),
         ]
     return pd.concat(parts[:-1])

@@ -27,6 +27,7 @@ def _with_average(
         return rows
     means = []
     for variant, part in rows.groupby("variant", sort=False):
+        # A mean over fewer tasks is not comparable with the others.
         mean = {column: float(part[column].mean()) if part[column].count() == len(tasks) else None}
         if has_intervals and mean[column] is not None:
             ends = part[[column, "low", "high"]].astype(float).to_numpy()
@@ -34,6 +35,7 @@ def _with_average(
             mean |= {"low": over_tasks.low, "high": over_tasks.high}
         means.append({"task": AVERAGE, "variant": variant, **mean})
     added = pd.DataFrame(means)
+    # The types of the rows: a column of None alone would have another one.
     kinds = {name: rows[name].dtype for name in added if name not in ("task", "variant")}
     return pd.concat([rows, added.astype(kinds)], ignore_index=True)
 
@@ -123,9 +125,8 @@ def _no_scores(run: DriftRun, options: ChartOptions) -> str | None:
     presets=("standard", "calibration"),
     needs=("accuracy", ("value",)),
     lacks=_no_scores,
-    caption="Accuracy on the test samples of every task, or the other score between -1 and 1 that the task is judged "
-    "by, with 95 % intervals, from base to expert, and the mean over tasks at the end.",
-    hint="Where intervals overlap widely there may be no difference. The mean over tasks hides the worst one.",
+    caption="Accuracy on test samples (or the task's own score) per task and on average (right), with 95 % intervals.",
+    hint="Widely overlapping intervals may mean no difference. The mean hides the worst task.",
 )
 def _accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw the main score by task and variant with its interval, and the mean over tasks."""
@@ -146,7 +147,7 @@ def _accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
         data=rows,
         notes=(
             f"{words.ranged(rows['n'], 'test sample')} per task.",
-            f"Whiskers: {interval}s; that of the mean over tasks is over samples, of these very tasks.",
+            f"Whiskers: {interval}s; for the mean over tasks, over samples of these tasks.",
             *([] if column == "accuracy" else [f"Metrics: {by_task}."]),
             *_unmeasured(run),
             *descriptions_of(metric for metric in metrics.values() if metric != ACCURACY),
@@ -174,10 +175,9 @@ def _no_cosines(run: DriftRun, options: ChartOptions) -> str | None:
     presets=("standard", "calibration"),
     needs=("layers", ("cos_mean",)),
     lacks=_no_cosines,
-    caption="Mean cosine of each variant's feature to the same task's expert's over the diagnosis samples of every "
-    "task with whiskers over them, and the mean over tasks at the end.",
-    hint="Higher is closer to the expert; 1 is the same direction. Cosine ignores length: drift can shrink while the "
-    "cosine stays.",
+    caption="Mean cosine to the expert's feature over diagnosis samples, per task and on average (right), with "
+    "whiskers over samples.",
+    hint="Higher is closer to the expert; 1 is the same direction. Cosine ignores length, so drift can shrink alone.",
 )
 def _task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw the mean cosine by task and variant, and the mean over tasks."""
@@ -201,8 +201,8 @@ def _task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
 
 
 _PARTS = (
-    "Groups: q, k, v and o of attention (qkv: in one module), gate, up and down of the feed-forward part; a cosine is "
-    "over all parameters of a group at once."
+    "Groups: q, k, v and o of attention (qkv: one module), gate, up and down of the feed-forward part; one cosine per "
+    "group."
 )
 _VALUE, _SCOPES = "mean cosine of task vectors", ("layer", "group")
 
@@ -220,11 +220,10 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     section="parameters",
     rank=20,
     needs=("params", ("cos",)),
-    caption="Mean cosine of each variant's task vector to the same task's expert's, by layer and by "
-    "group of modules, with whiskers from the lowest to the highest task; no samples are involved.",
-    hint="A task vector is a model's weights minus the base's. Low layers or modules are where the merge left the "
-    "expert's direction. Calibration may lower these cosines while it brings features closer: it repairs the "
-    "merged model's features, not its weights.",
+    caption="Mean cosine of each variant's task vector to the expert's, by layer and by group of modules, with "
+    "whiskers from the lowest to the highest task; no samples are involved.",
+    hint="A task vector is a model's weights minus the base's. A low cosine means that the merge left the expert's "
+    "direction. Calibration may lower these cosines: it repairs features, not weights.",
 )
 def _alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw two panels on one axis of cosines."""

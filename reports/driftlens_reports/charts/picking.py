@@ -85,7 +85,9 @@ def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -
     """
     places = [pd.Index(tasks).get_indexer(rows["task"]), pd.Index(variants).get_indexer(rows["variant"])]
     by = [*places, rows["layer"].to_numpy()] if "layer" in rows else places
+    # Reversed, as the last key of lexsort is the primary one.
     order = np.lexsort(by[::-1])
+    # -1 marks names that are not chosen.
     return rows.take(order[(places[0] >= 0)[order] & (places[1] >= 0)[order]]).reset_index(drop=True)
 
 
@@ -166,6 +168,7 @@ def lacking(
     rows, chosen = getattr(run, table)(), chosen_variants(run, options)
     if "task" in rows:
         rows = rows[rows["task"].isin(chosen_tasks(run, options))]
+    # Before variants are chosen: columns that no variant has need a command, not another choice.
     nowhere = _without_numbers(rows, columns)
     if "variant" in rows:
         rows = rows[rows["variant"].isin(chosen)]

@@ -33,9 +33,8 @@ _QUALITY = {
     "trustworthiness": "trustworthiness",
 }
 _INDICATIVE = (
-    "Distances on the plane are indicative only. The numbers below the panels come from the features: mean cosine to "
-    "the expert, mean drift, share of nearest neighbours in common with the expert's, and trust, how few neighbours on "
-    "the plane are none among the features (1 is best)."
+    "Distances are approximate. The numbers below the panels come from the features: mean cosine to the expert, mean "
+    "drift, share of neighbours in common with the expert, and trustworthiness of the plane (1 is best)."
 )
 
 
@@ -56,7 +55,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
         return picking.absent("layers", ["drift_l2_mean"])
     laid_out = _variants_but_base(run, options)
     if not laid_out:
-        return "shows the expert and all variants but the base, which the layout leaves out; choose another variant."
+        return "the layout leaves out the base; choose another variant."
     try:
         run.sample_ids(task)
         for variant in ("expert", *laid_out):
@@ -73,12 +72,11 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     rank=30,
     needs=("samples", ("drift_l2",)),
     lacks=_missing,
-    caption="Features of one task's diagnosis samples on a plane, expert and variants side by side in one joint layout "
-    "with shared axes, and quality numbers from the features themselves below each panel.",
+    caption="Features of one task's diagnosis samples, expert and variants side by side in one joint layout, with "
+    "quality numbers below each panel.",
     hint="Look for clusters of the expert that the merged model blurs or shifts and the calibrated one restores. "
-    "Panels share one layout, so positions compare; other tasks have layouts of their own and do not. Distances on the "
-    "plane are indicative only: trust the numbers below the panels. `driftlens view RUN` writes a page in which these "
-    "very samples move from model to model.",
+    "Positions compare between panels, not between tasks. Distances are approximate: trust the numbers below the "
+    "panels. `driftlens view RUN` writes a page in which these samples move from model to model.",
 )
 def _scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw panels with the same axes."""
@@ -111,7 +109,9 @@ def _scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
         )
         grid.add(panel, cloud.update(showlegend=False))
         _write_below(grid, panel, x_title, layout.quality, variant)
+    # Coordinates have no unit, so ticks would mean nothing.
     grid.set_axes(x=_BARE, y=_BARE)
+    # One scale for x and y, as distances in all directions compare.
     grid.lay_out(margin={"l": 48}, yaxis={"scaleanchor": "x"})
     quality = layout.quality[["variant", *_QUALITY]].rename(columns=_QUALITY)
     cosines = quality[quality["variant"].isin(names[1:])]
@@ -145,11 +145,9 @@ def _hover(row: dict[str, Any]) -> str:
 def _notes(run: DriftRun, options: ChartOptions, task: str, layout: Projection) -> list[str]:
     notes = [f"Task {task}; {words.counted(int(layout.quality['n'].max()), 'diagnosis sample')}."]
     if len(picking.chosen_tasks(run, options)) > 1:
-        notes.append(
-            "Of the chosen tasks, the one with the largest drift is shown; choose one task to see another."
-        )
+        notes.append("Shown: the chosen task with the largest drift; choose one task to see another.")
     if "base" in picking.chosen_variants(run, options):
-        notes.append("The layout is that of all variants but the base: the base has no panel.")
+        notes.append("The layout leaves out the base, which has no panel.")
     return [*notes, *(f"{text}." for text in layout.notes), _INDICATIVE, *words.overlap_notes(run)]
 
 

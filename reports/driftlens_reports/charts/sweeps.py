@@ -71,11 +71,10 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     presets=("calibration",),
     needs=("sweeps", ("drift_l2_mean",)),
     lacks=_missing,
-    caption="Final drift on the diagnosis samples and scores on the test samples against one setting of the "
-    "calibration at a time, mean over seeds with whiskers of one standard deviation over seeds; bold the mean of "
-    "tasks, thin the tasks, a ring around the default.",
-    hint="Flat curves mean that the setting matters little. Differences smaller than the whiskers are noise of the "
-    "calibration samples. Choosing the best point on these very samples makes it look better than it is.",
+    caption="Final drift (diagnosis samples) and scores (test samples) by one setting of the calibration, mean and "
+    "standard deviation over seeds; bold: mean of tasks, thin: each task, ring: default.",
+    hint="Where curves are flat the setting matters little. Differences smaller than the whiskers are noise of the "
+    "calibration samples. The best point looks better on these samples than it is.",
 )
 def _draw(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw a grid of panels: measures down, settings across."""
@@ -104,7 +103,7 @@ def _draw(run: DriftRun, options: ChartOptions) -> Drawn:
     means = data[(data["measure"] == main_measure.column) & (data["task"] == main) & data["mean"].notna()]
     # The lowest and the highest mean of each sweep, with the setting's value there.
     spans = [
-        words.span(sweep, "mean", lambda row, at=str(name): f"{number(row['mean'])} at {at} {row[at]:g}")
+        words.span(sweep, "mean", lambda row, key=str(name): f"{number(row['mean'])} at {key} {row[key]:g}")
         for name, sweep in means.groupby("sweep", sort=False)
     ]
     alt = f"Sweeps of {', '.join(settings)}; {main_measure.title}, {main}: {'; '.join(spans)}."
@@ -131,6 +130,7 @@ def _traces(
     is_main = points["task"] == _main_task(points)
     bold, thin = points[is_main], points[~is_main]
     bars = {"array": bold["std over seeds"].fillna(0).tolist(), "color": main, "thickness": 1.2, "width": 3}
+    # With one seed there are no whiskers; those of length 0 would claim certainty.
     bars = bars if bold["std over seeds"].notna().any() else None
     ring = {"symbol": "circle-open", "size": 16, "color": colours.ink, "line": {"width": 1.5}}
     diamond = {"color": main, "symbol": "diamond", "size": 7}
@@ -194,6 +194,7 @@ def _default_of(run: DriftRun, setting: str) -> float | None:
     """Return the setting's value in other sweeps or in the run's calibrations; None if it is not unique."""
     rows = run.sweeps()
     is_varied = rows["sweep"].astype(str).str.split("+").map(lambda names: setting in names).astype(bool)
+    # Sweeps of other settings keep this one at its default.
     values = set(rows.loc[~is_varied, setting].dropna().astype(float))
     if not values:
         infos = run.manifest.calibrations.values()

@@ -17,13 +17,13 @@ from driftlens.utils.variants import Part, part_of
 from driftlens_reports.charts.words import label, literal, shown
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
+# Font sizes in pixels: titles and legend; ticks and panel text.
 SIZE, SMALL = 13, 11
-"""Font sizes in pixels: titles and legend; ticks and panel text."""
 
+# Formats of hovered numbers: three significant digits; a fraction as a percentage.
 NUMBER, SHARE = ".3~g", ".1~%"
-"""Formats of hovered numbers: three significant digits; a fraction as a percentage."""
+# The same for axis ticks.
 TICK_NUMBER, TICK_SHARE = ".3~g", ".0~%"
-"""The same for axis ticks."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ DARK = Palette(
     diverging=("#7FB4F0", "#3F7CC4", "#1F416B", "#232323", "#7A3E10", "#CF7420", "#FFC98A"),
     tones={"good": "#5FD0A5", "mixed": "#F0C75E", "bad": "#FF9A8A"},
 )
+# Colours that tell classes apart in the light and the dark theme, in addition to markers.
 CLASSES = (
     ("#0072B2", "#D55E00", "#00805D", "#B0407F", "#6D1FD0", "#7A5C00", "#1B1B1B"),
     ("#56B4E9", "#E69F00", "#2FC79A", "#E08BC0", "#B08CFF", "#F0E442", "#EDEDED"),
 )
-"""Colours that tell classes apart in the light and the dark theme, in addition to markers."""
 
 
 def palette(dark: bool) -> Palette:
@@ -129,6 +129,7 @@ def look(variants: Sequence[str], variant: str, *, dark: bool) -> Look:
     part = part_of(variant)
     alike = [name for name in variants if part_of(name) == part]
     index = alike.index(variant) if variant in alike else 0
+    # Styles repeat if there are more variants than marks.
     return Look(*(marks[index % len(marks)] for marks in (palette(dark).roles[part], *_MARKS[part])))
 
 
@@ -214,14 +215,15 @@ def theme_layout(dark: bool) -> dict[str, Any]:
             "bordercolor": colours.quiet,
             "font": {"family": _FONT, "size": SIZE, "color": colours.ink},
             "align": "left",
+            # Plotly cuts names at 15 letters by default.
             "namelength": -1,
         },
         "hovermode": "closest",
     }
 
 
+# Settings of a legend whose marks are larger than the points of a cloud.
 LARGE_MARKS = {"itemsizing": "constant"}
-"""Settings of a legend whose marks are larger than the points of a cloud."""
 
 
 class Trace(dict[str, Any]):
@@ -235,8 +237,8 @@ class Trace(dict[str, Any]):
 
 scatter, bar, heatmap = (partial(Trace, type=kind) for kind in ("scatter", "bar", "heatmap"))
 
+# The low and high ends of intervals, a row each.
 Ends = tuple["pd.Series[Any]", "pd.Series[Any]"]
-"""The low and high ends of intervals, a row each."""
 
 # Points that a browser still draws and moves smoothly as SVG; a figure of more draws them with WebGL. Without
 # a graphics processor a browser takes a quarter of a second and more to make ready for WebGL, as long as for
@@ -362,7 +364,7 @@ def interval_texts(
     rows: pd.DataFrame,
     low: str,
     high: str,
-    said: str = "95 % interval",
+    name: str = "95 % interval",
     write: Callable[[float], str] = percent,
 ) -> list[str]:
     """Return a line of hover text with both ends for each row; empty where they are not measured.
@@ -371,12 +373,12 @@ def interval_texts(
         rows: rows with both columns.
         low: column of the lower end.
         high: column of the upper end.
-        said: name of the interval.
+        name: name of the interval.
         write: formats an end.
     """
     ends = rows.reindex(columns=[low, high]).astype(float).to_numpy().tolist()
     return [
-        "" if math.isnan(start + end) else f"<br>{literal(f'{said}: {write(start)} to {write(end)}')}"
+        "" if math.isnan(start + end) else f"<br>{literal(f'{name}: {write(start)} to {write(end)}')}"
         for start, end in ends
     ]
 
@@ -397,5 +399,6 @@ def ink(*, dark: bool) -> dict[str, Any]:
 
 def literal_column(names: pd.Series[Any]) -> pd.Series[Any]:
     """Return every name of a column, escaped for plotly."""
+    # Escaped once per name instead of once per point.
     safe = {name: literal(str(name)) for name in names.unique()}
     return names.map(safe).astype(object)

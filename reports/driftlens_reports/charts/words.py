@@ -15,8 +15,8 @@ from driftlens.results.formatting import number, printable
 from driftlens.runs.run import DriftRun
 from driftlens.utils import variants
 
+# Characters of a name that a figure shows, alone or with another one; hover texts show all of it.
 LONGEST, LONGEST_OF_TWO = 26, 14
-"""Characters of a name that a figure shows, alone or with another one; hover texts show all of it."""
 
 Tell = Callable[["pd.Series[Any]"], str]
 
@@ -47,6 +47,7 @@ def title(variant: str) -> str:
 @functools.lru_cache(maxsize=4096)  # every point needs one of few names
 def literal(text: str) -> str:
     """Return text escaped for plotly: no markup, formula, hover placeholder or entity remains."""
+    # `$` would start a formula, `%` a hover placeholder.
     return html.escape(printable(text), quote=False).replace("$", "&#36;").replace("%", "&#37;")
 
 
@@ -108,6 +109,7 @@ def counted(count: int, noun: str) -> str:
 
 def between(counts: Iterable[int]) -> str:
     """Format a range of counts: "24" or "24 to 30"."""
+    # Doubled, so that a single count is both ends.
     low, *_, high = sorted(counts) * 2
     return spaced(low) if low == high else f"{spaced(low)} to {spaced(high)}"
 
@@ -185,4 +187,4 @@ def gap_notes(run: DriftRun, rows: pd.DataFrame, column: str) -> list[str]:
     gaps = cells - int(rows[column].notna().sum())
     if not gaps:
         return []
-    return [f"{counted(gaps, 'cell')} without a number, in the background's colour: not measured."]
+    return [f"{counted(gaps, 'cell')} in the background's colour: not measured."]

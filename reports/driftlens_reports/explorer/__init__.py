@@ -73,9 +73,9 @@ class Explorer:
     @functools.cached_property
     def page(self) -> bytes:
         """The page, the same bytes for the same run."""
-        found = Headline.model_validate(headline(self.run))
+        head = Headline.model_validate(headline(self.run))
         heads = "".join(
-            f'<div class="in-{look}">{block(found, dark=look == "dark")}</div>' for look in ("light", "dark")
+            f'<div class="in-{look}">{block(head, dark=look == "dark")}</div>' for look in ("light", "dark")
         )
         return page(self._data, f'<header><h1>{_name(self._data)}</h1>{heads}<p id="verdict"></p></header>')
 
@@ -135,6 +135,7 @@ def page(data: dict[str, Any], header: str = "") -> bytes:
         # Escaped so that no name ends the script element.
         "data": _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text),
     }
+    # Names may hold lone surrogates, which UTF-8 cannot encode.
     return _SLOT.sub(lambda slot: slots[slot[1]], _read("explorer.html")).encode("utf-8", "replace")
 
 
@@ -292,6 +293,7 @@ def _planes(
     """
     planes: list[dict[str, Any] | None] = []
     before: dict[str, Array] = {}
+    # Backwards, as the last layer is shown first and the others are turned onto it.
     for layer in reversed(layers):
         there = [name for name in stages if _is_stored(run, shown.task, name, layer)]
         if "expert" not in there or len(there) < 2:
@@ -337,16 +339,17 @@ def _laid_out(
     return {name: by_model[name].reindex(shown.ids).to_numpy(dtype=float) for name in rows}, made.method
 
 
-def _turned(places: dict[str, Array], wanted: Mapping[str, Array]) -> dict[str, Array]:
+def _turned(places: dict[str, Array], target: Mapping[str, Array]) -> dict[str, Array]:
     """Return the places, centred and rotated onto those of the same models in another layer (Procrustes)."""
     middle = np.nanmean(np.concatenate([*places.values()]), axis=0)
     places = {name: points - middle for name, points in places.items()}
-    both = [name for name in places if name in wanted]
+    both = [name for name in places if name in target]
     if not both:
         return places
     start, end = (
-        np.nan_to_num(np.concatenate([by_model[name] for name in both])) for by_model in (places, wanted)
+        np.nan_to_num(np.concatenate([by_model[name] for name in both])) for by_model in (places, target)
     )
+    # Reflections are allowed: the orientation of a layout is arbitrary.
     left, _, right = np.linalg.svd(start.T @ end)
     return {name: points @ (left @ right) for name, points in places.items()}
 
@@ -397,6 +400,7 @@ def _columns(
             labelled = predicted[predicted.index.isin(labels.index)]
             _fill(right[row], part, (labelled == labels.reindex(labelled.index)).astype(int))
             _fill(confidence[row], part, rows["confidence_expert" if of_expert else "confidence"])
+            # The margin is the expert's and the same for every variant.
             _fill(margin, part, rows["margin"]) if of_expert else None
             if not of_expert:
                 _fill_layers(by_layer, row, part, run.samples(part.task, stage), layers)
@@ -449,6 +453,7 @@ def _texts(run: DriftRun, shown: Shown, without: bool) -> Iterator[str]:
 
 def _pictures(run: DriftRun, shown: Sequence[Shown], total: int) -> dict[str, Any]:
     """Return one image of all thumbnails in a grid, and each sample's cell; -1 without a thumbnail."""
+    # Every task gets the same number of pictures.
     share = _MOST_PICTURES // max(1, len(shown))
     places = np.full(total, -1)
     pictures: list[Array] = []
@@ -489,17 +494,17 @@ def _notes(
     without = [part.task for part, by_layer in zip(shown, planes, strict=True) if not any(by_layer)]
     if without:
         yield (
-            f"No features are stored of {', '.join(map(printable, without))}: nothing moves there. "
-            "`layers.select` in the spec says which layers an analysis stores."
+            f"No features are stored for {', '.join(map(printable, without))}, so nothing moves there. "
+            "`layers.select` in the spec chooses layers to store."
         )
     elif any(plane is None for by_layer in planes for plane in by_layer):
-        yield "Of some layers no features are stored: `layers.select` in the spec says which an analysis stores."
+        yield "Some layers have no stored features: `layers.select` in the spec chooses layers to store."
     if not any(part_of(name) == "calibrated" for name in run.variants):
-        yield f"No repaired model yet: `{CALIBRATE}` adds a repaired model."
+        yield f"No repaired model yet: `{CALIBRATE}` adds one."
     if run.outputs().empty:
-        yield "The run has no class scores, so that no answer is right or wrong: its spec names no heads."
+        yield "No class scores, so no answer is right or wrong: the spec names no heads."
     elif run.outputs()["label"].isna().all():
-        yield "The samples have no labels, so that no answer is right or wrong."
+        yield "No labels, so no answer is right or wrong."
     if run.samples()["final_share"].isna().all():
         yield "No shares of the drift by layer: `driftlens analyze RUN` adds them."
     if request.method == "pca":

@@ -223,7 +223,7 @@
       if (this.from && t < 1) for (let i = 0; i < 2 * n; i++) this.shown[i] = this.from[i] + (this.xy[i] - this.from[i]) * t;
       else this.shown.set(this.xy);
       pixels.fill(pixel(ink.surface));
-      if (!this.plane) { this.pen.putImageData(this.image, 0, 0); this.say("No features are stored of this layer."); return false; }
+      if (!this.plane) { this.pen.putImageData(this.image, 0, 0); this.say("No stored features for this layer."); return false; }
       const isStrong = (g) => passes[g] && (!numChosen || chosen[g]);
       const { shown, start, zoom, ox, oy, margin, stamps } = this;
       for (let strong = 0; strong < 2; strong++) { // faint ones first
@@ -483,7 +483,7 @@
       chip.title = meaning; chip.dataset.outcome = name;
       return chip;
     };
-    const flips = chipOf("flip", 1, "flipped", counts("flip", inTasks()).get(1), `${data.stages[stageAt()].title} decides unlike the expert`);
+    const flips = chipOf("flip", 1, "flipped", counts("flip", inTasks()).get(1), `${data.stages[stageAt()].title} differs from the expert`);
     const chips = [...data.outcomes.map(([name, meaning], at) => chipOf("outcome", at, name, found.get(at), meaning)), flips].filter(Boolean);
     const isFiltered = state.search || Object.values(state.only).some((set) => set.size) || Object.keys(state.ranges).length;
     if (isFiltered) chips.push(button("Show all", "chip", () => { state.search = $("search").value = ""; state.only = {}; state.ranges = {}; refilter(); refresh(); }));
@@ -553,9 +553,9 @@
     const traced = list.filter((i) => data.layers.some((_, l) => Number.isFinite(at3(column.share, stage, l, i)))).length, model = data.stages[stage].title;
     const unusual = rows.filter((row) => row.isMore).sort((a, b) => b.more - a.more).slice(0, 2);
     const carried = rows.filter((row) => row.share > 0).sort((a, b) => b.share - a.share).slice(0, 2), lines = [];
-    if (carried.length) lines.push(`Of ${model}'s final drift here, ${carried.map((row) => `${data.layers[row.l]} carries ${percent(row.share)}`).join(", ")} (mean of the ${traced} samples that were traced back).`);
-    else lines.push("None of these samples was traced back to layers; what each layer adds is below.");
-    if (others.length && !unusual.length) lines.push("No layer adds clearly more here than for the other samples shown.");
+    if (carried.length) lines.push(`For this selection ${carried.map((row) => `${data.layers[row.l]} accounts for ${percent(row.share)}`).join(", ")} of ${model}'s final drift (${traced} of ${list.length} samples traced).`);
+    else lines.push("No sample here was traced back to layers; the table shows each layer's own error.");
+    if (others.length && !unusual.length) lines.push("No layer adds clearly more here than for other shown samples.");
     if (unusual.length) lines.push(`Against the other samples shown, ${unusual.map((row) => `${data.layers[row.l]} adds ${digits(row.more)} times as much`).join(", ")}.`);
     box.append(...lines.map((line) => made("p", "", line)), tabled(["layer", "adds", "passes on", "drift", "share"], rows.map((row) => [short(row.l), digits(row.adds), digits(row.passes), digits(row.drift), percent(row.share)]), "numbers", `${model}: mean norms, by layer`));
     return box;
@@ -595,7 +595,7 @@
     const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity), width = (high - low) / BINS || 1;
     const binned = (of_) => { const bins = new Array(BINS).fill(0); for (const x of of_) if (Number.isFinite(x)) bins[Math.min(BINS - 1, Math.floor((x - low) / width))]++; return bins; };
     const back = binned(values), front = binned(list.map(of)), top = Math.max(...back, 1), plot = made("div", "bins");
-    if (!values.length) { box.append(made("p", "quiet", "Not measured of this model.")); return box; }
+    if (!values.length) { box.append(made("p", "quiet", "Not measured for this model.")); return box; }
     plot.setAttribute("role", "img");
     plot.setAttribute("aria-label", `${title}: ${back.map((count, at) => (count ? `${digits(low + at * width)} to ${digits(low + (at + 1) * width)}: ${front[at]} of ${count}` : "")).filter(Boolean).join("; ")}`);
     plot.append(...back.map((count, at) => { const bin = made("span", "bin"), a = made("i"), b = made("b"); a.style.height = `${(100 * count) / top}%`; b.style.height = `${(100 * front[at]) / top}%`; bin.append(a, b); return bin; }));
@@ -647,9 +647,10 @@
       box.replaceChildren(...groups.map(({ name, meaning, list: all }) => {
         const group = made("section", ""), cards = made("div", look);
         cards.append(...onPage(all).map(cardOf));
-        group.append(made("h3", "", `${name} (${all.length}): ${meaning}`), cards);
+        group.dataset.outcome = name;
+        group.append(made("h3", "", `${meaning.replace(/\.$/, "")} (${all.length})`), cards);
         return group;
-      }), ...(groups.length ? [] : [made("p", "quiet", "The merge broke none of these samples, nor did the repair.")]));
+      }), ...(groups.length ? [] : [made("p", "quiet", "Neither merge nor repair changed an answer here.")]));
     } else box.replaceChildren(...(state.as === "cards" ? shown.map(cardOf) : [tableOf(shown)]));
   };
   const outcomeOf = (i) => outcomeNames[outcomes[state.repair][i]] ?? "";
@@ -719,7 +720,7 @@
     const experts = new Set(of(plane.stages.indexOf(EXPERT)));
     const rows = plane.stages.map((s, at) => {
       const row = made("div", "near"), near = of(at), shared = near.filter((j) => experts.has(j)).length;
-      row.append(made("span", "who", s === EXPERT ? data.stages[s].title : `${data.stages[s].title}: ${shared} of ${near.length} as the expert's`));
+      row.append(made("span", "who", s === EXPERT ? data.stages[s].title : `${data.stages[s].title}: ${shared} of ${near.length} neighbours in common with the expert`));
       for (const j of near) {
         const g = start + j, same = column.label[g] < 0 || column.label[i] < 0 ? "" : column.label[g] === column.label[i] ? "good" : "bad";
         const entry = button("", `neighbour ${same}`, () => pick(g)), image = picture(g, 40);

@@ -60,8 +60,8 @@ _EDGE, _SPAN = 2.0, 96.0
 _MIDDLE, _THICK = 16, 10
 # Pixels: height of the bar's middle, its thickness, and the foot of the numbers below.
 _TICK = 42
+# Rules for the block; the colours that they name are a page's own.
 STYLE = pathlib.Path(__file__).with_name("headline.css").read_text("utf-8")
-"""Rules for the block; the colours that they name are a page's own."""
 
 
 def interactive_page(
@@ -173,11 +173,13 @@ def _environment() -> jinja2.Environment:
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
+        # Escaped quotes would break style sheets, which hold no text of a run.
         autoescape=lambda name: not (name or "").endswith(".css.jinja"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    # Compact: plots are most of the page.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.globals.update(zip=zip)
     environment.filters.update(anchor=_anchor, looks=_looks, prose=_prose, signs=signs, written=written)
@@ -270,6 +272,7 @@ def reach(head: Headline) -> tuple[float, float]:
     ends = [end for mean in head.tiles.values() for end in _interval(mean).ends if is_measured(end)]
     low, high = min(ends), max(ends)
     if head.kind == "share":
+        # The epsilon absorbs rounding, by which an exact tenth would move to the next one.
         low, high = math.floor(10 * low + 1e-9) / 10, math.ceil(10 * high - 1e-9) / 10
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 

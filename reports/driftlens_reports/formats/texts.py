@@ -24,6 +24,7 @@ _BY_SAMPLE = ("samples", "outputs", "adjoint")
 
 def json_document(content: ReportContent) -> bytes:
     """Return the report as one JSON object; missing numbers are null."""
+    # `allow_nan=False`: NaN is invalid JSON and must fail here, not in a reader.
     text = json.dumps(content.model_dump(), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return f"{text}\n".encode()
 
@@ -84,6 +85,7 @@ def markdown(content: ReportContent) -> bytes:
         # Reserve room for the table's two first lines, the last line and empty lines.
         room = MOST_LINES - sum(len(block) + 1 for block in blocks if block) - 4
         head, *rows = table.texts()
+        # The last row, the mean over tasks, always stays.
         shown = rows if len(rows) <= room else [*rows[: room - 1], rows[-1]]
         blocks.append(_bars(table, [head, *shown]))
         about += [f"{counted(len(rows) - len(shown), 'more task')} in the other formats."] * (
@@ -109,6 +111,7 @@ def _few(lines: Iterable[str], most: int, mark: str) -> list[str]:
 def escape(text: str) -> str:
     """Return text escaped for GitHub: no markup, link, mention or reference remains."""
     literal = _MARKUP.sub(r"\\\g<0>", printable(text))
+    # A word joiner is invisible and keeps GitHub from linking.
     literal = _REFERENCE.sub(lambda match: match[0][:1] + _WORD_JOINER + match[0][1:], literal)
     return _AT_START.sub(_marked, literal, count=1) if _AT_START.match(literal) else literal
 

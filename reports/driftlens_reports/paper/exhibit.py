@@ -40,21 +40,21 @@ if TYPE_CHECKING:
 
 Kind = Literal["figure", "table"]
 
+# Width of each venue's text or column, in inches.
 WIDTHS = MappingProxyType({"neurips": 5.5, "icml-column": 3.25, "slide": 10.0})
-"""Width of each venue's text or column, in inches."""
 
+# The style of pictures that are read on a screen.
 PAGE = "page"
-"""The style of pictures that are read on a screen."""
 
+# Formats of figures.
 PICTURES = ("pdf", "svg", "png")
-"""Formats of figures."""
 
 _UNDATED: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
 # matplotlib's settings are global; a server may draw in several threads.
 _SETTINGS = threading.RLock()
 
-ROUNDED = "Printed numbers are rounded; gains and changes are taken from unrounded values."
-"""The last sentence of the caption of figures that print numbers."""
+# The last sentence of the caption of figures that print numbers.
+ROUNDED = "Printed numbers are rounded; gains and changes use unrounded values."
 
 
 @contextlib.contextmanager
@@ -65,6 +65,7 @@ def sheet(venue: str) -> Iterator[None]:
     folder = pathlib.Path(__file__).parent
     files = [folder / f"{name}.mplstyle" for name in ("common", venue)]
     with _SETTINGS, matplotlib.style.context(files, after_reset=True), warnings.catch_warnings():
+        # Names of tasks may have letters that the font lacks.
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         yield
 
@@ -138,6 +139,7 @@ class ExhibitOptions(ExhibitRequest):
             rows = {task: change(run, about, task, ("merged", shown[-1])) for task in tasks}
             ranked = sorted((row.value, task) for task, row in rows.items() if row.is_measured)
             if ranked and (about is RELATIVE or len({rows[task].about for _, task in ranked}) == 1):
+                # The median task: the best or the worst one would mislead.
                 return ranked[len(ranked) // 2][1]
         return self.task_of(run)
 
@@ -146,6 +148,7 @@ class ExhibitOptions(ExhibitRequest):
         if self.calibrated is None:
             return tuple(name for name in run.variants if part_of(name) == "calibrated")[-1:]
         names = self.calibrated.split(",") if isinstance(self.calibrated, str) else self.calibrated
+        # Names are accepted with and without `calibrated:`.
         whole = (calibrated(name) if calibrated(name) in run.variants else name for name in names)
         return tuple(_check("variant", name, run.variants) for name in dict.fromkeys(whole))
 
@@ -160,10 +163,10 @@ class ExhibitOptions(ExhibitRequest):
 
     def names_of(self, runs: Sequence[DriftRun]) -> Mapping[str, str]:
         """Return the display names of tasks and variants: those asked for over those of the runs' specs."""
-        known = {name for run in runs for name in (*run.tasks, *run.variants, "expert")}
-        known |= {plain_title(name) for run in runs for name in run.variants}
+        valid = {name for run in runs for name in (*run.tasks, *run.variants, "expert")}
+        valid |= {plain_title(name) for run in runs for name in run.variants}
         for name in self.names:
-            _check("task or variant", name, tuple(sorted(known)))
+            _check("task or variant", name, tuple(sorted(valid)))
         in_specs = {str(k): str(v) for run in runs for k, v in spec_section(run, "names").items()}
         names = in_specs | self.names
         for run in runs:
@@ -173,9 +176,9 @@ class ExhibitOptions(ExhibitRequest):
         return names
 
 
-def _check(kind: str, name: str, known: tuple[str, ...]) -> str:
-    if name not in known:
-        raise DataError(f"the run has no {kind} {name!r}; it has {', '.join(known) or 'none'}")
+def _check(kind: str, name: str, valid: tuple[str, ...]) -> str:
+    if name not in valid:
+        raise DataError(f"the run has no {kind} {name!r}; it has {', '.join(valid) or 'none'}")
     return name
 
 
@@ -268,14 +271,14 @@ def together(sentences: Iterable[str], gaps: Iterable[Gap] = ()) -> str:
     return " ".join(printable(sentence) for sentence in dict.fromkeys([*sentences, *lacking]) if sentence)
 
 
+# Formats of figures and tables.
 DRAWN: MappingProxyType[Kind, tuple[str, ...]] = MappingProxyType({"figure": PICTURES, "table": ("tex",)})
-"""Formats of figures and tables."""
 
 # Files written next to each exhibit: numbers, provenance, caption draft.
 _SIBLINGS = ("csv", "json", "txt")
 
+# Every format that can be asked for.
 FORMATS = tuple(name for names in (*DRAWN.values(), _SIBLINGS) for name in names)
-"""Every format that can be asked for."""
 
 _RECORDED = ("created", "spec_digest", "schema_version", "synthetic")
 _VERSIONS = ("driftlens", "python", "matplotlib", "numpy", "pandas", "scikit-learn", "umap-learn")
@@ -404,6 +407,7 @@ def export(
     written = []
     for name, exhibit in chosen.items():
         drawn = draw(name, runs, options or ExhibitOptions())
+        # An exhibit chosen by name is written even if it only says what is missing.
         if names is None and drawn.data.empty:
             written.append(Exported(name, (), drawn.missing))
             continue
@@ -433,6 +437,7 @@ def command(exhibit: _Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions
         runs: its runs.
         options: the user's options.
     """
+    # Names only, as a published command must not show private paths.
     folders = [run.path.resolve().name for run in runs]
     flags = [f"--{exhibit.kind}", exhibit.name, "--style", options.style]
     for name in ("calibrated", "task", "tasks", "method"):

@@ -26,8 +26,8 @@ from driftlens_reports.paper import exhibit
 from driftlens_reports.paper.layers import draw_norms, missing_columns
 from driftlens_reports.paper.plate import Plate, colour_of, hatch_of, legend, marks, share_axis
 
+# Samples drawn per panel; more would hide one another.
 MOST = 400
-"""Samples drawn per panel; more would hide one another."""
 
 _METHODS = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
 
@@ -48,13 +48,14 @@ def _intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit
     layout = _layout_of(run, task, ["merged", *calibrated], "final", options.method)
     axes[0].set_title(f"(a) final features, {short(called(task))}")
     for pair_axes, variant in zip(axes, shown, strict=True):
+        # Square panels then stay aligned at their titles.
         pair_axes.set_anchor("N")
         _draw_pairs(plate, pair_axes, run, layout, variant, "a", "final")
     caption = ["Feature drift after merging and after calibration.", *exhibit.origin([run])]
     if isinstance(layout, Layout):
         caption += [
-            f"(a) Final features of task {called(task)}, scaled to norm 1 and matched by sample, in one joint "
-            f"layout ({layout.method}, fitted once to all variants); below, the mean cosine to the expert's feature.",
+            f"(a) Final features of task {called(task)}, L2-normalised and matched by sample, in one joint "
+            f"layout of all variants ({layout.method}); below, the mean cosine to the expert's feature.",
             f"Trustworthiness of the plane: {layout.trust}." if layout.trust else "",
             *layout.notes,
         ]
@@ -66,7 +67,7 @@ def _intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit
         curves, entries = draw_norms(plate, right, run, "b", task, compared, "drift_l2_mean")
         curves.set_title(f"(b) drift, {short(called(task))}")
         changes = _add_changes(plate, curves, run, task, calibrated)
-        band = "mean over samples with a band from the 10 % to the 90 % quantile; the head has its own panel."
+        band = "mean over samples, with 10 % to 90 % quantiles; the head has its own panel."
         caption += [
             f"(b) Drift by layer on task {called(task)}: {band}",
             exhibit.samples(run.layers(task)),
@@ -97,6 +98,7 @@ def _draw_scores(
         ends = {name: [getattr(score, name) for score in scores] for name in ("value", "low", "high")}
         where = np.arange(len(scored)) + (place - (len(shown) - 1) / 2) * width
         looks = {"color": colour_of(run, variant), "hatch": hatch_of(run, variant), "edgecolor": "white"}
+        # matplotlib needs a height; a missing score has a bar of 0 and no whisker.
         entries[title(variant)] = axes.bar(where, np.nan_to_num(ends["value"]), width, linewidth=0, **looks)
         axes.vlines(where, ends["low"], ends["high"], color="#222222", linewidth=rcParams["axes.linewidth"])
         counts |= {score.n for score in scores if score.n}
@@ -107,6 +109,7 @@ def _draw_scores(
         axes.tick_params(axis="x", rotation=30)
     others = sorted({metric.title for task, metric in metrics.items() if task in scored})
     axes.set_title(f"(c) {', '.join(others)} by task")
+    # Correlations may be negative.
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     share_axis(axes.yaxis)
     about = (
@@ -188,8 +191,8 @@ def _layouts_in_words(layouts: Sequence[Layout], counts: str) -> Iterator[str]:
     if layouts:
         methods = " or ".join(dict.fromkeys(layout.method for layout in layouts))
         yield (
-            f"Each task has its own joint layout ({methods}, fitted once to all variants; features are "
-            "scaled to norm 1): distances can be compared within a task and are not comparable across tasks."
+            f"Each task has its own joint layout of all variants ({methods} of L2-normalised features): distances "
+            "compare within a task, not across tasks."
         )
         yield "Below each panel, the mean cosine to the expert's feature, rounded."
     yield counts
@@ -223,7 +226,7 @@ def _layout_of(
     rows = projection.frame[projection.frame["variant"].isin(["expert", *variants])]
     ids = thinned(rows[rows["variant"] == "expert"], MOST, by=["label"])["sample_id"]
     drawn, there = spaced(len(ids)), spaced(int(projection.quality["n"].max()))
-    thinning = f"{drawn} of {there} samples are drawn, evenly from every class"
+    thinning = f"{drawn} of {there} samples are drawn, evenly over classes"
     notes = [*([] if drawn == there else [thinning]), *projection.notes]
     quality = projection.quality[projection.quality["variant"].isin(variants)].dropna(
         subset="trustworthiness"
@@ -273,6 +276,7 @@ def _draw_points(plate: Plate, axes: Axes, run: DriftRun, layout: Layout, varian
     axes.add_collection(LineCollection(np.stack(ends, axis=1), colors="#BBBBBB", linewidths=thin, zorder=1))
     for name, places in zip(points, ends, strict=True):
         (dots,) = axes.plot(*places.T, linestyle="", alpha=0.8, **marks(run, name))
+        # Smaller, so that many points do not hide one another.
         dots.set_markersize((0.7 if len(ids) > 100 else 1.0) * dots.get_markersize())
         for column, quantity in enumerate(("x", "y")):
             key = {"task": layout.task, "variant": name, "sample_id": list(ids)}

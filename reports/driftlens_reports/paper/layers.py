@@ -85,6 +85,7 @@ def draw_norms(
                 if axes is body:
                     axes.fill_between(layers, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
                 else:
+                    # The head is one layer, so its band is a line.
                     axes.vlines(layers, low, high, color=line.get_color(), alpha=0.5)
         for quantity in (column, *band):
             key = {"task": task, "variant": variant, "layer": rows["layer"].to_numpy()}
@@ -111,8 +112,8 @@ def _drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     run, tasks, variants = runs[0], options.tasks_of(runs[0]), options.compared(runs[0])
     lack = missing_columns(run, "layers", ["drift_rel"], tasks, variants)
     lead = (
-        "Drift against the expert's feature norm (ratios of sums over samples), tasks down and layers across, one "
-        "panel per variant on one colour scale."
+        "Drift relative to the expert's feature norm (ratios of sums over samples) by task and layer, one panel per "
+        "variant on one colour scale."
     )
     across = 1 if options.is_narrow else max(len(variants), 1)
     down = -(-len(variants) // across) or 1
@@ -123,6 +124,7 @@ def _drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         return plate.exhibited([lead, *origin([run])])
     rows = run.layers()
     rows = rows[rows["task"].isin(tasks) & rows["variant"].isin(variants)]
+    # A colour scale needs some length, even without drift.
     top = max(float(rows["drift_rel"].max()), 1e-12)
     layers = [layer.index for layer in run.manifest.layers]
     cells = plate.figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
@@ -134,11 +136,13 @@ def _drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
             .reindex(index=tasks, columns=layers)
             .astype(float)
         )
+        # Masked cells show the background.
         axes.set_facecolor(LIGHT.gap)
         edges = np.arange(len(layers) + 1) + layers[0] - 0.5, np.arange(len(tasks) + 1) - 0.5
         mesh = axes.pcolormesh(*edges, np.ma.masked_invalid(values), cmap=scale, vmin=0, vmax=top)
         axes.set_title(short(title(variant)))
         axes.set_yticks(range(len(tasks)), [short(called(task)) for task in tasks])
+        # Reversed, with the first task on top.
         axes.set_ylim(len(tasks) - 0.5, -0.5)
         for task, of_task in values.iterrows():
             key = {"task": task, "variant": variant, "layer": layers}
@@ -161,9 +165,7 @@ def _note_calibration(plate: Plate, run: DriftRun, options: ExhibitOptions) -> N
 def _decomposition(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Draw drift, mismatch, propagation and their cross term by layer, on one task."""
     run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
-    lead = (
-        "Drift by layer, split exactly into local mismatch and propagation (e = m + p); norms do not add up."
-    )
+    lead = "Drift by layer, split into local mismatch and propagation (e = m + p); norms do not add up."
     narrow = options.is_narrow
     plate = Plate(options.width, options.width * (1.9 if narrow else 0.62))
     _note_calibration(plate, run, options)
@@ -198,9 +200,9 @@ def _decomposition(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibit
         _layer_axis(run, axes, [layer.index for layer in run.manifest.layers])
     legend(plate.figure, entries)
     about = [
-        f"Task: {called(task)}. Means over samples; in (a) the band spans the 10 % to 90 % quantiles. The head has its "
-        "own panel, as its outputs are in another space.",
-        "(d) is a ratio of sums over samples: above 0 both parts point the same way, below 0 they cancel in part.",
+        f"Task: {called(task)}. Means over samples; band in (a): 10 % to 90 % quantiles. The head has its own panel, "
+        "as its outputs are in another space.",
+        "(d) is a ratio of sums over samples: above 0 both parts add up, below 0 they cancel in part.",
         samples(run.layers(task)),
     ]
     return plate.exhibited([lead, *origin([run]), *about])
@@ -233,8 +235,8 @@ def _contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibit
     legend(plate.figure, entries)
     shown = run.layers(task)
     about = [
-        f"Task: {called(task)}. Solid: carried to the end by path-averaged Jacobians; with the remainder R they sum to "
-        "100 %. Hatched: by swapping model prefixes; they sum to 100 % by themselves.",
+        f"Task: {called(task)}. Solid: propagated by path-averaged Jacobians; they sum to 100 % with the remainder R. "
+        "Hatched: by swapping model prefixes; they sum to 100 %.",
         "Whiskers: 95 % bootstrap intervals over the samples with Jacobians." if has_intervals else "",
         samples(shown),
         jacobian_samples(shown),
@@ -251,6 +253,7 @@ def _draw_shares(
     axes.bar(layers - 0.2, np.nan_to_num(carried), 0.38, color=colour)
     axes.bar(layers + 0.2, np.nan_to_num(swapped), 0.38, facecolor="white", edgecolor=colour, hatch="////")
     remainder = rows["remainder_share"].dropna().astype(float)
+    # The remainder has a bar after the last layer.
     place = int(layers.max()) + 1
     for value in remainder:
         axes.bar([place], [value], 0.38, facecolor="white", edgecolor="#222222", hatch="xxxx")
@@ -272,7 +275,7 @@ def _draw_shares(
 def _amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Draw what each layer makes of the drift that reaches it, on one task, next to its gain on random directions."""
     run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
-    lead = "Norm of the propagated drift against that of the incoming drift. Above 1 a layer lets drift grow."
+    lead = "Norm of the propagated drift relative to the incoming drift. Above 1 drift grows."
     plate = Plate(options.width, options.width * (0.75 if options.is_narrow else 0.42))
     _note_calibration(plate, run, options)
     axes = plate.figure.subplots()
@@ -376,8 +379,8 @@ def _output_drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibite
     legend(plate.figure, {name: Patch(facecolor=shade) for name, shade in shades.items()})
     sizes = rows.groupby(["task", "variant"]).size()
     about = [
-        "(a) Certified: the largest change of a score is below half the expert's margin, so no flip is possible.",
-        f"(b) Task: {called(task)}; samples by the expert's margin, its best score minus its second best.",
+        "(a) Certified: no score changes by half the expert's margin, so no flip is possible.",
+        f"(b) Task: {called(task)}; samples by the expert's margin (best minus second-best score).",
         f"n = {between(sizes)} diagnosis samples per task.",
     ]
     return plate.exhibited([lead, *origin([run]), *about])

@@ -21,11 +21,11 @@ from driftlens_reports.charts.theme import look
 from driftlens_reports.charts.words import short
 from driftlens_reports.paper.exhibit import Exhibited, Gap, settle, together
 
+# Columns of the plotted numbers; figures of sweeps also have the settings.
 COLUMNS = ("panel", "run", "task", "variant", "layer", "sample_id", "quantity", "value")
-"""Columns of the plotted numbers; figures of sweeps also have the settings."""
 
+# Label of lines that show no measurement: zero lines, limits, defaults.
 GUIDE = "_guide"
-"""Label of lines that show no measurement: zero lines, limits, defaults."""
 
 _MARKERS = {
     **{"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "triangle-down": "v"},
@@ -48,6 +48,7 @@ class Plate:
 
     def __init__(self, width: float, height: float) -> None:
         self.figure = Figure(figsize=(width, height), layout="constrained")
+        # The layout needs a canvas; pyplot would keep every figure in memory.
         FigureCanvasAgg(self.figure)
         self.missing: list[Gap] = []
         self._rows: list[pd.DataFrame] = []
@@ -81,6 +82,7 @@ class Plate:
         size = rcParams["xtick.labelsize"]
         box, whole = axes.get_position(), axes.figure.bbox
         inches = box.width * whole.width / axes.figure.dpi
+        # A letter is about 0.45 of the font size wide, and an inch has 72 points.
         letters = max(12, int(0.9 * inches * 72 / (0.45 * size)))
         # Backticks mark commands in captions; here everything has one font.
         lines = [
@@ -91,6 +93,7 @@ class Plate:
         ]
         text = "\n\n".join("\n".join(part) for part in lines)
         written = axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
+        # Outside the layout, which would resize the panel for the text.
         written.set(fontsize=size, color="#555555", linespacing=1.3, in_layout=False)
 
     def lack(self, name: str, missing: str) -> None:

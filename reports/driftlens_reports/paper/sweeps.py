@@ -95,19 +95,17 @@ def _sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
             axes.xaxis.set_minor_formatter(NullFormatter())
             settings = [_sweep_points(run, factor, options.tasks_of(run))["setting"] for run in runs]
             if any((values <= 0).any() for values in settings):
-                notes.append(f"({letter}) λ = 0 was measured too; it has no place on a logarithmic axis.")
+                notes.append(f"({letter}) λ = 0 was measured too; a logarithmic axis cannot show it.")
     for axes in panels if narrow else panels[:1]:
         if axes.has_data():
             axes.set_ylabel("accuracy" if narrow else "accuracy, average over tasks")
             share_axis(axes.yaxis)
     legend(plate.figure, entries)
-    lead = (
-        "Accuracy, averaged over tasks, when one coefficient of the calibration varies and the others stay."
-    )
+    lead = "Accuracy, averaged over tasks, as one coefficient of the calibration varies."
     about = [*_about_points(runs, drawn, options)] if drawn else []
     if drawn:
         marked = "the ring or dashed line marks the run's own setting"
-        notes = [f"One line per run, that is, per upstream merge; {marked}.", *notes]
+        notes = [f"One line per run; {marked}.", *notes]
     return plate.exhibited([lead, *origin(runs), *about, *notes, ROUNDED])
 
 
@@ -135,6 +133,7 @@ def _draw_lines(
     every = [(run, method) for run in runs for method in methods[run.id]]
     for (run, method), (colour, marker, dash) in zip(every, itertools.cycle(_LOOKS)):
         points = _sweep_points(run, factor, options.tasks_of(run), method)
+        # A logarithmic axis has no 0.
         points = points[points["setting"] > 0] if factor == "lam" else points
         if points.empty:
             continue
@@ -180,6 +179,7 @@ def _mark_default(
     setting = None if info is None else info.settings.get(factor)
     if not isinstance(setting, (int, float)):
         return
+    # Only relative: the absolute tolerance of numpy would match small lambdas with each other.
     default = points[np.isclose(points["setting"], setting, rtol=1e-9, atol=0)]
     style: dict[str, Any] = {"color": colour, "label": GUIDE}
     if default.empty:

@@ -73,9 +73,9 @@ class Cell:
     is_best: bool = False
 
     @classmethod
-    def percent(cls, found: Interval, *, is_signed: bool = False) -> Cell:
+    def percent(cls, share: Interval, *, is_signed: bool = False) -> Cell:
         """Return the cell of a fraction, in percent."""
-        return cls(*(100 * end for end in found.ends), n=found.n, is_signed=is_signed)
+        return cls(*(100 * end for end in share.ends), n=share.n, is_signed=is_signed)
 
     def text(self, *, has_interval: bool) -> str:
         """Return the cell as LaTeX, rounded, with the larger half of its interval."""
@@ -121,7 +121,7 @@ def _accuracy(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         if head not in (AVERAGE, GAIN) and cell.n
     ]
     notes = [
-        "± is the larger half of a 95 % interval over test samples; gains are paired where the run has single answers.",
+        "±: larger half of a 95 % interval over test samples; gains are paired where single answers are stored.",
         "Bold: significantly better than the next best (base and experts excluded).",
     ]
     if counts:
@@ -129,9 +129,7 @@ def _accuracy(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     if any(
         metric.kind != "share" for run in used for metric in main_metrics(run).values() if metric.is_averaged
     ):
-        notes.append(
-            "Correlations are times 100, and averages are over them and shares of right answers alike."
-        )
+        notes.append("Correlations are times 100; averages mix them with accuracies.")
     missing = [] if used else [Gap("Measured rows", "`driftlens analyze RUN` adds the scores of a run")]
     caption = f"Scores (%) by task. {GAIN}: points of the average over the merged model."
     return _exhibited("accuracy", "Model", [*parts.values()], caption, used, notes if used else [], missing)
@@ -225,8 +223,8 @@ def _runtime(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
             lines.append(_Line(called(name), cells, run.id, variant, run.name if len(runs) > 1 else ""))
     over = f" Speed-up: over {lines[0].label}." if lines else ""
     about = (
-        "Wall-clock time of the calibration alone, without merging, evaluation and the analysis after it; peak "
-        "resident memory of the process up to its end; energy where the machine reports it."
+        "Wall time of the calibration alone; peak resident memory of the process up to its end; energy where the "
+        "machine reports it."
     )
     missing = [] if lines else [Gap("Measured rows", f"`{CALIBRATE}` adds one")]
     shown = [run for run in runs if run.manifest.calibrations]
@@ -259,7 +257,7 @@ def _checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
             how = "; ".join(f"`{command}` measures {', '.join(group)}" for command, group in absent.items())
             missing.append(Gap(f"{names}, {run.name}" if several else names, how))
     caption = "Self-checks: claims that are exact in theory, and the largest error over all tasks, variants and layers."
-    notes = ["A check that was not measured is not a check that holds."]
+    notes = ["A check that was not measured does not count as holding."]
     return _exhibited("self-checks", "Check", [lines], caption, runs, notes, missing)
 
 
@@ -294,6 +292,7 @@ def _frame(lines: Sequence[_Line], label: str) -> pd.DataFrame:
     frame = pd.DataFrame(rows)
     if any(line.block for line in lines):
         blocks = pd.Series([escape(line.block) for line in lines])
+        # Each run is named once, in the first of its rows.
         frame.insert(0, "Run", blocks.mask(blocks == blocks.shift(), ""))
     return frame
 
@@ -350,6 +349,7 @@ def rounded(value: float, digits: int | None = None) -> str:
 
 
 def _minus(text: str) -> str:
+    # A hyphen is too short for a minus.
     return text.replace("-", "$-$")
 
 
@@ -402,6 +402,7 @@ def latex_table(frame: pd.DataFrame, name: str, caption: str, notes: Sequence[st
         position_float="centering",
         column_format="".join("r" if all(map(_NUMBER.match, cells)) else "l" for cells in columns),
     )
+    # pandas' Styler has no option for the font size.
     text = text.replace("\\begin{tabular}", "\\footnotesize\n\\begin{tabular}", 1)
     if width > _PAGE:
         text = text.replace("\\begin{tabular}", "\\resizebox{\\linewidth}{!}{%\n\\begin{tabular}", 1)

@@ -127,7 +127,7 @@ def advice_text(numbers: Mapping[str, Any], run: str = "RUN") -> str:
 
 def _of_shares(numbers: Mapping[str, Any]) -> list[str]:
     if not numbers["shares"]:
-        return ["No shares of the final drift by layer; `driftlens analyze RUN` adds them."]
+        return ["The source of the final drift was not measured; `driftlens analyze RUN` adds it."]
     top, *others = numbers["shares"]
     text = f"{top['name']} has the largest share of the final drift, "
     text += f"{estimate(_interval(top), 'share', counted=True)}, mean over {counted(len(numbers['tasks']), 'task')}."

@@ -232,7 +232,7 @@ class Shown:
 
     head: str
     kind: Kind
-    places: tuple[int, ...]
+    at: tuple[int, ...]
     joints: tuple[str, ...] = ("",)
 
 
@@ -328,7 +328,7 @@ class Table(Part):
 
     def cell(self, row: Sequence[Cell], shown: Shown, gap: str = NO_VALUE) -> list[tuple[str, str]]:
         """Return the texts of one cell with their joints: only the first if others are missing or the same."""
-        values = [row[place] for place in shown.places]
+        values = [row[place] for place in shown.at]
         texts = [written(value, shown.kind, gap) for value in values]
         # A value without interval, or without visible change, is shown alone.
         if None in values or (shown.joints == _CHANGE and len({*texts}) == 1):

@@ -158,7 +158,7 @@ def _of_conflicts(numbers: Mapping[str, Any]) -> list[str]:
     count = sum(row["cos"] < row["orthogonal"] for row in numbers["conflicts"])
     layers = f"{count or 'none'} of {counted(len(numbers['conflicts']), 'layer')}; they agree least in these"
     return [
-        f"Task vectors conflict in {layers} (mean over experts; weights have no intervals):",
+        f"Task vectors conflict in {layers} (mean over experts; of weights, so without intervals):",
         *sentences,
     ]
 

@@ -37,7 +37,7 @@ def test_the_numbers_are_those_of_the_tables(run: DriftRun) -> None:
     header, *rows = lines_of(summary(run, verbose=True), "Final feature")
     names = ["task", "model", "L2 drift", "relative drift", "of base distance", "cosine", "samples"]
     assert re.split(r"\s{2,}", header.strip()) == names
-    assert len(rows) == 6 + 1 and "half their 95 % interval" in rows.pop()
+    assert len(rows) == 6 + 1 and "half a 95 % interval" in rows.pop()
     for row in rows:
         task, model, drift, relative, _, cosine, samples = re.split(r"\s{2,}", row.strip())
         final = run.layers(task, model if model in run.variants else f"calibrated:{model}", "final").iloc[0]

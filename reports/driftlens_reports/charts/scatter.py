@@ -147,7 +147,7 @@ def _notes(run: DriftRun, options: ChartOptions, task: str, layout: Projection) 
     if len(picking.chosen_tasks(run, options)) > 1:
         notes.append("Shown: the chosen task with the largest drift; choose one task to see another.")
     if "base" in picking.chosen_variants(run, options):
-        notes.append("The layout leaves out the base, which has no panel.")
+        notes.append("The layout leaves out the base: the base has no panel.")
     return [*notes, *(f"{text}." for text in layout.notes), _INDICATIVE, *words.overlap_notes(run)]
 
 

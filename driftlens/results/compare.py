@@ -38,8 +38,8 @@ class Comparison:
     """The changes from `before` to `after`; a change is after minus before, NaN if either was not measured.
 
     Attributes:
-        before: the run of the run_before variant of each pair.
-        after: the run of the run_after variant; the same run when two of its variants are compared.
+        before: the run of the first variant of each pair.
+        after: the run of the second variant; the same run when two of its variants are compared.
         pairs: the compared variants, (before, after) each.
         layers: one row per task, pair and layer: mean drift and cosine, before, after and their change. The change of
             drift has a 95 % interval, `drift_ci_*` and, relative to the drift before, `drift_relative_ci_*`, over

@@ -451,17 +451,16 @@ def share_of(row: Mapping[Any, Any]) -> Interval:
 def _of_source(source: Source | None, variant: str, *, whole: bool = True) -> Iterator[str]:
     if source is None:
         return
-    start = f"Main source of {title(variant)}'s drift: {source.name}"
-    unclear = " (too close to call)" * bool(source.rivals)
     if not whole:
+        # Short, as every word may displace another sentence.
         others = source.rivals[0] if len(source.rivals) == 1 else counted(len(source.rivals), "other")
-        yield f"{start}{f' or {others}' * bool(source.rivals)}{unclear}."
+        yield f"Main source of drift: {source.name}{f' or {others} (unclear)' * bool(source.rivals)}."
         return
     share, n = source.share, f" (n = {source.share.n})" if source.share.n else ""
     is_known = is_measured(share.low)
     ends = f"{100 * share.low:.0f} to {100 * share.high:.0f} %" if is_known else f"{100 * share.value:.0f} %"
-    rivals = f", or {some_of(source.rivals, 1)}" * bool(source.rivals)
-    yield f"{start}, {ends}{n}{rivals}{unclear}."
+    rivals = f", or {some_of(source.rivals, 1)} (too close to call)" * bool(source.rivals)
+    yield f"Main source of {title(variant)}'s drift: {source.name}, {ends}{n}{rivals}."
 
 
 _Tone = Literal["good", "mixed", "bad", "none"]

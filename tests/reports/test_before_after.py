@@ -225,9 +225,9 @@ def test_stored_predictions_of_the_test_samples_pair_the_interval(tmp_path: Path
     assert low < paired.low < paired.high < high and not unpaired.paired
     against_expert = change(run, SCORE, "cars", (VARIANT, "expert"))
     assert against_expert.paired and against_expert.value == 170 / 400
-    assert "new analysis" in score_change_note(
+    assert "rerun the analysis" in score_change_note(
         [paired, unpaired]
-    ) and "new analysis" not in score_change_note([paired])
+    ) and "rerun the analysis" not in score_change_note([paired])
     text = before_after_text(run, NAME, verbose=True)
     assert re.search(r"cars +test +400 .* < \.001", text) and "0.0000" not in text
     rows = {row["task"]: row for row in compare(run).tasks.to_dict("records")}

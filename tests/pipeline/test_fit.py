@@ -113,7 +113,7 @@ def test_a_module_that_runs_twice_is_refused_and_can_be_left_out(repeated: str, 
         IncompatibleModelsError, match=f"{block}.{repeated} runs 2 times in one pass"
     ) as caught:
         dl.FeatCal().fit(models[0], base, {"a": models[1]}, {"a": samples()})
-    assert "pattern of sites" in caught.value.hint
+    assert "Set `sites` to patterns without it" in caught.value.hint
     fitted = dl.FeatCal().fit(models[0], base, {"a": models[1]}, {"a": samples()}, sites=["*.second"])
     assert list(fitted.modules_) == ["0.second", "1.second"]
 

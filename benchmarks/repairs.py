@@ -34,7 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "residual": {"method": "residual"},
     "residual, mu=0.9": {"method": "residual", "parameters": {"mu": 0.9}},
     "residual, views": {"method": "residual"} | VIEWS,
-    "norms only": {"method": "norms"},
+    "norms only": {"method": "featcal", "parameters": {"update": ["norm"]}},
     "Surgery, a map per task": {"method": "surgery"},
     "Surgery, a map per task, views": {"method": "surgery"} | VIEWS,
     "ProbSurgery, a map per task": {"method": "prob_surgery"},

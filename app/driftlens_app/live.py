@@ -15,7 +15,7 @@ from driftlens.utils.variants import is_explained, title
 from driftlens_app.processes import (
     MAKING,
     Job,
-    Request,
+    JobRequest,
     View,
     cancel,
     dismiss,
@@ -80,7 +80,7 @@ def show_live(run: Path, more: Callable[[View], None] | None = None) -> bool:
     return is_live
 
 
-def begin(request: Request) -> None:
+def begin(request: JobRequest) -> None:
     """Start a job and rerun the page; show errors here."""
     with shown_errors():
         start(request)

@@ -81,7 +81,7 @@ _LOG = re.compile(r"[a-z]+-[0-9]+\.log")
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """A job to start: the run it writes to, a description (`name`) and the values of its form (`settings`)."""
 
     kind: Kind
@@ -234,7 +234,7 @@ def _printed_failure(output: str) -> Failure | None:
     return Failure("Error", message, hint) if sign else None
 
 
-def start(request: Request) -> Job:
+def start(request: JobRequest) -> Job:
     """Start a job, or return it if it is running; refuse while another job or process writes to the run."""
     # Otherwise `mkdir` below would recreate a removed root around this one run.
     if not request.run.parent.is_dir():
@@ -256,7 +256,7 @@ def start(request: Request) -> Job:
         ) from error
 
 
-def _running(request: Request) -> Job | None:
+def _running(request: JobRequest) -> Job | None:
     """Return the running job if it is the requested one; refuse if another one is running."""
     run, job = request.run, job_of(request.run)
     if job is not None and job.code is None and job.owner.is_alive:
@@ -277,7 +277,7 @@ def _running(request: Request) -> Job | None:
     return None
 
 
-def _started(request: Request) -> Job:
+def _started(request: JobRequest) -> Job:
     started = utc_now()
     stamp = re.sub(r"\D", "", started)
     log = request.folder / f"{request.kind}-{stamp}.log"

@@ -19,7 +19,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import SpecError, listed
 from driftlens.utils.files import entries
 from driftlens_app.calibration import methods, require_free_name
-from driftlens_app.processes import Kind, Request, job_of
+from driftlens_app.processes import JobRequest, Kind, job_of
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_root
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
@@ -39,13 +39,13 @@ SUITES = {
 """Values of `driftlens demo --suite`, with labels."""
 
 
-def demo_request(settings: Settings, suite: str = "text") -> Request:
+def demo_request(settings: Settings, suite: str = "text") -> JobRequest:
     """Build the request of a demo run; an unfinished one is started again."""
     run = settings.root / DEMO
     earlier = job_of(run)
     force = ("--force",) if earlier is not None and _is_run(run) else ()
     arguments = ("demo", "--suite", suite, "--out", str(run), *force, *_PROGRESS)
-    return Request("demo", "Demo run", run, arguments, {"suite": suite})
+    return JobRequest("demo", "Demo run", run, arguments, {"suite": suite})
 
 
 def comparisons(root: Path) -> list[str]:
@@ -76,7 +76,7 @@ def new_spec(settings: Settings, name: str) -> Path:
     return file
 
 
-def analyze_request(settings: Settings, spec: str, name: str) -> Request:
+def analyze_request(settings: Settings, spec: str, name: str) -> JobRequest:
     """Build the analysis of a spec into a new folder, or into one that a job left unfinished.
 
     Args:
@@ -87,28 +87,28 @@ def analyze_request(settings: Settings, spec: str, name: str) -> Request:
     run, file = _new_folder(settings, name), spec_file(settings.root, spec)
     resume = ("--resume",) if _is_run(run) and job_of(run) is not None else ()
     arguments = ("analyze", str(file), "--out", str(run), *resume, *_PROGRESS)
-    return Request("analyze", name, run, arguments, {"spec": spec, "name": name})
+    return JobRequest("analyze", name, run, arguments, {"spec": spec, "name": name})
 
 
-def resume_request(run: DriftRun) -> Request:
+def resume_request(run: DriftRun) -> JobRequest:
     """Build the request that completes a stopped analysis."""
     arguments = ("analyze", str(run.path / SPEC), "--out", str(run.path), "--resume", *_PROGRESS)
-    return Request("analyze", run.name, run.path, arguments)
+    return JobRequest("analyze", run.name, run.path, arguments)
 
 
-def _on_run(kind: Kind, name: str, run: DriftRun, /, *words: str, **settings: Any) -> Request:
+def _on_run(kind: Kind, name: str, run: DriftRun, /, *words: str, **settings: Any) -> JobRequest:
     """Build the request of a command that adds to a run."""
     # Positional-only, since `settings` may have the keys `kind` and `name`.
-    return Request(kind, name, run.path, (kind, str(run.path), *words, *_PROGRESS), settings)
+    return JobRequest(kind, name, run.path, (kind, str(run.path), *words, *_PROGRESS), settings)
 
 
-def calibrate_request(run: DriftRun, request: CalibrationRequest) -> Request:
+def calibrate_request(run: DriftRun, request: CalibrationRequest) -> JobRequest:
     """Build the calibration of a run; refuse a name that is taken."""
     require_free_name(request, run.manifest.calibrations)
     return _on_run("calibrate", request.name, run, *request.words(), **request.model_dump(mode="json"))
 
 
-def sweep_request(run: DriftRun) -> Request:
+def sweep_request(run: DriftRun) -> JobRequest:
     """Build a one-factor sweep of the default method's coefficients around their published values."""
     method = methods()[DEFAULT_METHOD]
     preset = str(method.preset_for(run.manifest.architecture.get("loader", "")))
@@ -121,17 +121,17 @@ def sweep_request(run: DriftRun) -> Request:
     return _on_run("sweep", listed(method.swept), run, *words)
 
 
-def methods_request(run: DriftRun, names: Sequence[str]) -> Request:
+def methods_request(run: DriftRun, names: Sequence[str]) -> JobRequest:
     """Build a comparison of methods on the same samples; each becomes a calibration of the run."""
     if not names:
         raise SpecError("no method is selected", hint="Select at least two.")
     return _on_run("sweep", ",".join(names), run, *SweepRequest(methods=names).words())
 
 
-def explain_request(run: DriftRun) -> Request:
+def explain_request(run: DriftRun) -> JobRequest:
     """Build the attribution that the run's variants lack."""
     words = ("analyze", str(run.path), *_PROGRESS)
-    return Request("explain", run.manifest.name, run.path, words)
+    return JobRequest("explain", run.manifest.name, run.path, words)
 
 
 def _is_run(folder: Path) -> bool:

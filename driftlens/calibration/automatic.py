@@ -23,7 +23,7 @@ LEVEL = 0.95
 
 
 @dataclass(frozen=True)
-class Scores:
+class HeldOutScores:
     """The held-out scores of a candidate; lower is better.
 
     `by_task` has one value per sample, with the same samples in the same order for every candidate.
@@ -36,7 +36,7 @@ class Scores:
         """The mean over tasks of the mean over samples, so that every task has the same weight."""
         return float(np.mean([values.mean() for values in self.by_task.values()]))
 
-    def compared_with(self, other: Scores, *, among: int = 1) -> Comparison:
+    def compared_with(self, other: HeldOutScores, *, among: int = 1) -> ScoreDifference:
         """Compare the mean with another candidate's.
 
         Samples are paired, and tasks are strata with variances of their own: Student's t with the degrees of freedom
@@ -47,19 +47,19 @@ class Scores:
         pairs = [(other.by_task[task], values) for task, values in self.by_task.items()]
         # A candidate that could not be solved has infinite scores and never wins.
         if not all(np.isfinite(values).all() for pair in pairs for values in pair):
-            return Comparison(other.mean - self.mean, math.inf, 0.0, math.nan, math.nan, is_clear=False)
+            return ScoreDifference(other.mean - self.mean, math.inf, 0.0, math.nan, math.nan, is_clear=False)
         gaps = [before - after for before, after in pairs]
         # Each task has the same weight, whatever its number of samples.
         error, freedom = standard_error([gap / len(gaps) for gap in gaps])
         advantage = float(np.mean([gap.mean() for gap in gaps]))
         reach = student(freedom, 1 - (1 - LEVEL) / among) * error
-        return Comparison(
+        return ScoreDifference(
             advantage, error, freedom, advantage - reach, advantage + reach, is_clear=advantage > reach
         )
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ScoreDifference:
     """The difference of two candidates' held-out scores.
 
     Attributes:
@@ -92,14 +92,14 @@ class Decision:
     """
 
     name: str
-    over_merged: Mapping[str, Comparison]
+    over_merged: Mapping[str, ScoreDifference]
     among: int
     base_stands: bool
     best: str
 
 
 def decide(
-    scores: Mapping[str, Scores], alike: Sequence[Collection[str]] = (), *, among: int | None = None
+    scores: Mapping[str, HeldOutScores], alike: Sequence[Collection[str]] = (), *, among: int | None = None
 ) -> Decision:
     """Select a model by scores on the same samples.
 

@@ -17,7 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.engine.calibrating import EXPERT, MERGED, CalibratedLayer, CalibrationContext, Layerwise, Step
+from driftlens.engine.calibrating import (
+    EXPERT,
+    MERGED,
+    CalibratedLayer,
+    CalibrationContext,
+    CalibrationProgress,
+    Layerwise,
+)
 from driftlens.engine.pool import Attachment, ModelPool
 from driftlens.engine.walk import FeatureStream, OnStep
 from driftlens.models.chain import Layer
@@ -236,18 +243,18 @@ class Trained(Calibrator):
             # The last round may have fewer tasks than processes.
             for task, of_task in zip(tasks, team.gather(tensors), strict=False):
                 yield CalibratedLayer(last, attachments={task: self.attachment(of_task)})
-        context.on_step(Step(0, "", len(rounds), len(rounds), ""))
+        context.on_step(CalibrationProgress(0, "", len(rounds), len(rounds), ""))
 
     def _of_task(self, context: CalibrationContext, task: str, done: int, total: int) -> Attachment:
         last = len(context.pool.chain.layers)
 
         def walked(layer: int, task: str) -> None:
-            context.on_step(Step(layer, task, done, total, f"layer {layer}, task {task}"))
+            context.on_step(CalibrationProgress(layer, task, done, total, f"layer {layer}, task {task}"))
 
         def told(step: int, steps: int, loss: float) -> None:
             label = f"layer {last}, task {task}: step {step} of {steps}"
             progress = (done, total) if total > 1 else (step, steps)
-            context.on_step(Step(last, task, *progress, label, loss))
+            context.on_step(CalibrationProgress(last, task, *progress, label, loss))
 
         features = _final_features(context, task, walked)
         # A seed per task, so that the result doesn't depend on the number of processes.

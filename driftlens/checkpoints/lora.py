@@ -66,7 +66,7 @@ def named_base(folder: pathlib.Path) -> tuple[str, str]:
 _Number = Annotated[float, Field(gt=-1e9, lt=1e9)]
 
 
-class _Settings(BaseModel):
+class _AdapterSettings(BaseModel):
     """Ranks, scalings and places that `adapter_config.json` states; its other entries are read as they are."""
 
     # Strict, because pydantic would turn the text "8" into a number, which peft would not.
@@ -390,10 +390,10 @@ def _config(folder: pathlib.Path) -> dict[str, Any]:
     return config
 
 
-def _settings(folder: pathlib.Path, config: Mapping[str, Any]) -> _Settings:
+def _settings(folder: pathlib.Path, config: Mapping[str, Any]) -> _AdapterSettings:
     """Return the adapter's settings, once their values and patterns are what they should be."""
     try:
-        settings = _Settings.model_validate(config)
+        settings = _AdapterSettings.model_validate(config)
         named = (settings.rank_pattern, settings.alpha_pattern, settings.modules_to_save)
         patterns = [pattern for names in named for pattern in names or ()]
         patterns += [

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from driftlens.utils.errors import CheckpointError, NumericsError
-from driftlens.utils.rounding import Change
+from driftlens.utils.rounding import RoundingChange
 
 # Number types by their names in safetensors headers.
 DTYPES = {
@@ -247,7 +247,7 @@ def promoted(*dtypes: torch.dtype) -> torch.dtype:
     return functools.reduce(torch.promote_types, halves)
 
 
-class Table(Tensor):
+class EmbeddingTable(Tensor):
     """A stored matrix that acts as if it had the dtype of the computation: the embeddings of a vocabulary.
 
     In float32, the embeddings of 128,000 tokens take more memory than the rest of a small language model, while a
@@ -259,7 +259,7 @@ class Table(Tensor):
     _wide: torch.dtype
 
     @classmethod
-    def of(cls, stored: Tensor, dtype: torch.dtype) -> Table:
+    def of(cls, stored: Tensor, dtype: torch.dtype) -> EmbeddingTable:
         """Wrap a stored matrix [rows, width] without a copy."""
         table = stored.detach().as_subclass(cls)
         table._wide = dtype
@@ -300,11 +300,11 @@ _ASKS = [
 
 
 def _plain(value: Any) -> Any:
-    return value.as_subclass(Tensor) if isinstance(value, Table) else value
+    return value.as_subclass(Tensor) if isinstance(value, EmbeddingTable) else value
 
 
 def _converted(value: Any) -> Any:
-    if isinstance(value, Table):
+    if isinstance(value, EmbeddingTable):
         return value.as_subclass(Tensor).to(value._wide)
     return type(value)(map(_converted, value)) if type(value) in (tuple, list) else value
 
@@ -401,7 +401,7 @@ LOOKED_AT = 1 << 12
 _ORDERED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def change_of(start: Tensor, end: Tensor, dtype: torch.dtype) -> Change:
+def change_of(start: Tensor, end: Tensor, dtype: torch.dtype) -> RoundingChange:
     """Count the differences of two tensors of one shape, and those that `dtype` keeps.
 
     Args:
@@ -415,12 +415,12 @@ def change_of(start: Tensor, end: Tensor, dtype: torch.dtype) -> Change:
     differs = start != end
     norm = float(start.double().square().sum())
     if not (changed := int(differs.sum())):
-        return Change(name, start=norm)
+        return RoundingChange(name, start=norm)
     # In steps of `dtype`: rounding removes a change of 0, and one of 1 is as small as the type allows.
     apart = (_ordinal(start.to(dtype)) - _ordinal(end.to(dtype)))[differs]
     steps = {count: int((apart.abs() == count).sum()) for count in (0, 1)}
     energy = float((end - start).double().square().sum())
-    return Change(name, start.numel(), changed, steps[0], steps[1], energy, norm)
+    return RoundingChange(name, start.numel(), changed, steps[0], steps[1], energy, norm)
 
 
 def _ordinal(tensor: Tensor) -> Tensor:
@@ -436,7 +436,7 @@ Rows = tuple[int, int] | None
 
 def sampled(
     source: StateSource, key: str, other: Callable[[Rows], Tensor], dtype: torch.dtype, rows: Rows = None
-) -> Change:
+) -> RoundingChange:
     """Estimate, from the first rows, how another tensor differs; norms are scaled up to all rows.
 
     Args:
@@ -456,7 +456,9 @@ def sampled(
     return replace(change, energy=scale * change.energy, start=scale * change.start)
 
 
-def written(source: StateSource, key: str, value: Tensor, dtype: torch.dtype, rows: Rows = None) -> Change:
+def written(
+    source: StateSource, key: str, value: Tensor, dtype: torch.dtype, rows: Rows = None
+) -> RoundingChange:
     """Count how values that are about to be stored in `dtype` differ from a source.
 
     Args:
@@ -476,12 +478,12 @@ def written(source: StateSource, key: str, value: Tensor, dtype: torch.dtype, ro
     )
 
 
-def task_vector(base: StateSource, expert: StateSource) -> Change:
+def task_vector(base: StateSource, expert: StateSource) -> RoundingChange:
     """Estimate how an expert differs from its base, from the first entries of every tensor.
 
     The number type is the coarser of both, or the expert's if they are equally coarse.
     """
-    total = Change("")
+    total = RoundingChange("")
     for key, header in base.headers.items():
         own = expert.headers.get(key)
         if own is not None and own.shape == header.shape and header.dtype.is_floating_point:

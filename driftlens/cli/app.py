@@ -120,13 +120,13 @@ def set_manner(
     manner.offline, manner.threads, manner.progress = offline, threads, progress
     level = logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_PlainLines())
+    handler.setFormatter(_PlainLogFormatter())
     logger = logging.getLogger("driftlens")
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(level)
 
 
-class _PlainLines(logging.Formatter):
+class _PlainLogFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return harmless(record.getMessage())
 
@@ -153,7 +153,7 @@ Device = Annotated[
 
 
 @dataclass(frozen=True)
-class Job:
+class JobOptions:
     """The options of commands that compute, and their progress display."""
 
     device: Device = None
@@ -199,8 +199,8 @@ def flagged(command: Callable[..., None]) -> Callable[..., None]:
         if inspect.isclass(kind) and issubclass(kind, Request):
             flags = {flag.name: flag for flag in _request_flags(kind)}
             makers[parameter.name] = functools.partial(_request, kind)
-        elif kind is Job:
-            options = inspect.signature(Job, eval_str=True).parameters
+        elif kind is JobOptions:
+            options = inspect.signature(JobOptions, eval_str=True).parameters
             flags = {name: options[name] for name in names or options}
             makers[parameter.name] = functools.partial(_job, [*flags])
         else:
@@ -220,8 +220,8 @@ def flagged(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _job(names: list[str], values: Mapping[str, Any]) -> Job:
-    return Job(**{name: values[name] for name in names})
+def _job(names: list[str], values: Mapping[str, Any]) -> JobOptions:
+    return JobOptions(**{name: values[name] for name in names})
 
 
 def _request(kind: type[Request], values: Mapping[str, Any]) -> Request:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from driftlens.cli.app import (
-    Job,
+    JobOptions,
     JsonFlag,
     RunFolder,
     app,
@@ -50,7 +50,7 @@ def demo(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing run.")] = False,
     suite: Annotated[Literal["image", "text"], typer.Option(help="Embedded suite.")] = "text",
     *,
-    job: Annotated[Job, "device"],
+    job: Annotated[JobOptions, "device"],
 ) -> None:
     """Run everything on an embedded suite, without network: measure, repair twice, report.
 
@@ -145,7 +145,7 @@ def init(
 def validate(
     spec: SpecFile,
     request: PreflightRequest,
-    job: Job,
+    job: JobOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Check a spec, its checkpoints and its data, and estimate memory and disk."""
@@ -172,7 +172,7 @@ def analyze(
         ),
     ] = None,
     *,
-    job: Job,
+    job: JobOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure the drift of every variant in a spec and write a run directory, or extend a run.
@@ -206,7 +206,11 @@ def analyze(
 @app.command()
 @flagged
 def merge(
-    spec: SpecFile, request: MergeRequest, comparison: ComparisonRequest, job: Job, as_json: JsonFlag = False
+    spec: SpecFile,
+    request: MergeRequest,
+    comparison: ComparisonRequest,
+    job: JobOptions,
+    as_json: JsonFlag = False,
 ) -> None:
     """Merge the experts of a spec and save the result in the format of the base, or compare several merges.
 
@@ -237,7 +241,7 @@ def merge(
     say_json({"out": out, "method": method}) if as_json else say_saved(out)
 
 
-def _compare_merges(spec: RunSpec, comparison: ComparisonRequest, job: Job, *, as_json: bool) -> None:
+def _compare_merges(spec: RunSpec, comparison: ComparisonRequest, job: JobOptions, *, as_json: bool) -> None:
     from driftlens.pipelines.compare_merges import compare_merges, resolve_merges
     from driftlens.utils.files import require_free
     from driftlens_reports.merges import merges_sheet, write_merges
@@ -296,7 +300,7 @@ def why(
     overrides: Overrides = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing run.")] = False,
     *,
-    job: Job,
+    job: JobOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Diagnose a merge: build a spec from the models, run a small analysis, print the verdict.
@@ -330,7 +334,9 @@ def why(
 
 @app.command()
 @flagged
-def calibrate(run: RunFolder, request: CalibrationRequest, job: Job, as_json: JsonFlag = False) -> None:
+def calibrate(
+    run: RunFolder, request: CalibrationRequest, job: JobOptions, as_json: JsonFlag = False
+) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
     from driftlens.pipelines.calibrate import calibrate as run_calibration
     from driftlens_reports.terminal import before_after_text, first_numbers_text
@@ -374,7 +380,7 @@ def _document(run: DriftRun, name: str) -> dict[str, Any]:
 
 @app.command()
 @flagged
-def sweep(run: RunFolder, request: SweepRequest, job: Job, as_json: JsonFlag = False) -> None:
+def sweep(run: RunFolder, request: SweepRequest, job: JobOptions, as_json: JsonFlag = False) -> None:
     """Calibrate a run with many settings; drift and accuracy of each become rows of its sweep table.
 
     With --methods and nothing to vary, compare methods on the same samples instead: each becomes a calibration of
@@ -403,7 +409,7 @@ def sweep(run: RunFolder, request: SweepRequest, job: Job, as_json: JsonFlag = F
     say_json({"run": finished.id, "sweeps": sweeps, "rows": ordered})
 
 
-def _compare_methods(run: Path, request: SweepRequest, job: Job, *, as_json: bool) -> None:
+def _compare_methods(run: Path, request: SweepRequest, job: JobOptions, *, as_json: bool) -> None:
     from driftlens.pipelines.sweep import compare_methods, resolve_methods
     from driftlens.results.calibration_summary import arena_rows, arena_sheet
     from driftlens.runs.run import open_run

@@ -24,10 +24,10 @@ from driftlens.config.types import (
     CountOrAll,
     Flag,
     LocalPath,
-    Part,
     PythonTarget,
     Seed,
     Source,
+    SpecSection,
     Text,
     plain_text,
     problem,
@@ -37,7 +37,7 @@ from driftlens.utils.metrics import METRICS
 from driftlens.utils.registry import Registry
 
 
-class Views(Part):
+class Views(SpecSection):
     """Altered copies of every calibration sample, made from `seed` whenever they are read.
 
     Attributes:
@@ -86,7 +86,7 @@ ViewsSetting = Annotated[Views | None, BeforeValidator(_views_spelled_out)]
 """Views as a mapping, or in short form: `crop:3`."""
 
 
-class DataDefaults(Part):
+class DataDefaults(SpecSection):
     """Counts per task that a task's own entry may override; `n` are drawn for calibration, by `seed`."""
 
     n: Count = 256
@@ -110,7 +110,7 @@ def _as_tuple(value: Any) -> Any:
 MetricName = Annotated[Text, AfterValidator(_metric)]
 
 
-class Entry(Part):
+class Entry(SpecSection):
     """The fields of every kind of data; `metric` defaults to accuracy or exact match."""
 
     kind: str
@@ -157,7 +157,7 @@ def _with_target(template: str) -> str:
     return template
 
 
-class Corpus(Part):
+class Corpus(SpecSection):
     """The passages that queries search: a file, or a split of the entry's own data.
 
     Attributes:
@@ -294,7 +294,7 @@ class ImageFolderData(Places):
     unlabelled: tuple[Literal["calibration", "diagnosis", "test"], ...] = ()
 
 
-class NpzArrays(Part):
+class NpzArrays(SpecSection):
     """The arrays of an `.npz` file that make one split; without `y` it has no labels."""
 
     file: LocalPath | None = None
@@ -432,7 +432,7 @@ TaskData = Annotated[
 """The data of one task."""
 
 
-class Data(Part):
+class Data(SpecSection):
     """The defaults, and one entry per task under the task's own name."""
 
     # Tasks are next to `defaults` in the file, so they are the extra keys of this section.

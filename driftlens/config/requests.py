@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from driftlens.config.data import ViewsSetting
-from driftlens.config.types import Count, Flag, Part, Seed, Text, problem, require_name, spec_error
+from driftlens.config.types import Count, Flag, Seed, SpecSection, Text, problem, require_name, spec_error
 from driftlens.config.yaml_text import from_yaml
 from driftlens.utils.errors import SpecError, did_you_mean
 
@@ -139,7 +139,7 @@ def _hidden_field(default: Any) -> Any:
     return option_field("", default, is_given=False)
 
 
-class Request(Part, title="calibrate"):
+class Request(SpecSection, title="calibrate"):
     """The options of one command."""
 
     # Hidden from type checkers, which derive the arguments from the fields.

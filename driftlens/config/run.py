@@ -37,9 +37,9 @@ from driftlens.config.types import (
     LocalPath,
     Name,
     Number,
-    Part,
     Selection,
     Source,
+    SpecSection,
     Text,
     Texts,
     checked,
@@ -51,13 +51,13 @@ from driftlens.utils.diagnostic import diagnostics
 from driftlens.utils.errors import SpecError, did_you_mean
 
 
-class Vocab(Part):
+class Vocab(SpecSection):
     """The alignment of language models with other vocabularies: extra rows go, missing ones are the base's."""
 
     rows: Literal["base"]
 
 
-class Architecture(Part):
+class ArchitectureSpec(SpecSection):
     """The code that builds the network.
 
     Attributes:
@@ -75,7 +75,7 @@ class Architecture(Part):
     vocab: Vocab | None = None
 
     @model_validator(mode="after")
-    def _libraries_need_a_source(self) -> Architecture:
+    def _libraries_need_a_source(self) -> ArchitectureSpec:
         if self.source is None and ":" not in self.loader:
             raise problem(
                 f"the loader {self.loader} needs `source`",
@@ -84,13 +84,13 @@ class Architecture(Part):
         return self
 
 
-class Weights(Part):
+class WeightsSpec(SpecSection):
     """The parameters of one variant: a file, a folder, a Hub id, or `pretrained:TAG` of open_clip."""
 
     weights: Source
 
 
-class _Method(Part):
+class _MethodSpec(SpecSection):
     """A registered method with its own settings next to it.
 
     The code that looks the method up validates the settings; here any value that the file can store is accepted.
@@ -105,13 +105,13 @@ class _Method(Part):
         return dict(sorted(self.__pydantic_extra__.items()))
 
 
-class Merge(_Method):
+class MergeSpec(_MethodSpec):
     """The merge of the experts."""
 
     method: Text
 
 
-class Calibration(_Method):
+class Calibration(_MethodSpec):
     """The calibration of the merged model; settings that are left out, or null, come from the preset."""
 
     method: Text = "featcal"
@@ -128,7 +128,7 @@ class Calibration(_Method):
         return {key: value for key, value in plain.items() if value is not None}
 
 
-class Layers(Part):
+class Layers(SpecSection):
     """The blocks that are stored and shown (all are computed), and how a layer's features become one vector.
 
     Attributes:
@@ -140,7 +140,7 @@ class Layers(Part):
     pool: Literal["cls", "mean", "last", "all"] | None = None
 
 
-class JacobianMetrics(Part):
+class JacobianMetrics(SpecSection):
     """Path-averaged Jacobians by Gauss-Legendre quadrature, whose nodes double until |p - A e| / |p| is good enough."""
 
     nodes: Count = 4
@@ -162,7 +162,7 @@ def _jacobian_kind(value: Any) -> str | None:
     return "settings" if isinstance(value, dict | JacobianMetrics) else None
 
 
-class Metrics(Part):
+class Metrics(SpecSection):
     """Diagnostics in addition to drift, mismatch and propagation.
 
     Further keys enable diagnostics by name; see the registry in `driftlens.utils.diagnostic`.
@@ -203,7 +203,7 @@ class Metrics(Part):
         return frozenset(name for name, value in self if value)
 
 
-class Compute(Part):
+class Compute(SpecSection):
     """Device and precision of computations; a task's features beyond the budget are stored on disk."""
 
     device: Annotated[str, Field(pattern=r"^(auto|cpu|(cuda|mps|xpu)(:[0-9]+)?)$")] = "auto"
@@ -223,7 +223,7 @@ SuiteTask = Annotated[Text, AfterValidator(_known_suite)]
 """A published task (see `driftlens.config.published`), which provides class names and templates."""
 
 
-class TextHead(Part):
+class TextHead(SpecSection):
     """Class embeddings made by the base's text tower from names and templates; `{suite: cars}` is a whole head."""
 
     model_config = ConfigDict(
@@ -243,7 +243,7 @@ class TextHead(Part):
         return {**section, "templates": published_task(_known_suite(suite)).templates}
 
 
-class FileHead(Part):
+class FileHead(SpecSection):
     """Class embeddings [classes, d] of unit norm, computed beforehand and stored as one tensor of a file."""
 
     suite: SuiteTask | None = None
@@ -253,7 +253,7 @@ class FileHead(Part):
     classes: ClassNames = None
 
 
-class LinearHead(Part):
+class LinearHeadSpec(SpecSection):
     """A linear classifier, shared by all variants of a task; `own` is the one in the expert's checkpoint.
 
     `weight` and `bias` are its keys there; by default the only matrix of the file and the bias with it.
@@ -270,7 +270,7 @@ class LinearHead(Part):
 def _head_kind(head: Any) -> str:
     if isinstance(head, dict):
         return "file head" if "file" in head else "linear head" if "linear" in head else "text head"
-    if isinstance(head, LinearHead):
+    if isinstance(head, LinearHeadSpec):
         return "linear head"
     return "file head" if isinstance(head, FileHead) else "text head"
 
@@ -278,7 +278,7 @@ def _head_kind(head: Any) -> str:
 Head = Annotated[
     Annotated[TextHead, Tag("text head")]
     | Annotated[FileHead, Tag("file head")]
-    | Annotated[LinearHead, Tag("linear head")],
+    | Annotated[LinearHeadSpec, Tag("linear head")],
     Discriminator(_head_kind),
 ]
 
@@ -293,7 +293,7 @@ T = TypeVar("T")
 PerName = Annotated[dict[Name, T], AfterValidator(lambda entries: dict(sorted(entries.items())))]
 
 
-class RunSpec(Part):
+class RunSpec(SpecSection):
     """One run, with all defaults filled in and all paths absolute. `load_spec` makes one.
 
     Attributes:
@@ -308,12 +308,12 @@ class RunSpec(Part):
 
     version: Literal[1]
     name: Text = "run"
-    architecture: Architecture
-    base: Weights | None = None
-    merged: Weights | None = None
-    merge: Merge | None = None
-    experts: Annotated[PerName[Weights], Field(min_length=1, max_length=MAX_EXPERTS)]
-    baselines: PerName[Weights] = Field(default_factory=dict)
+    architecture: ArchitectureSpec
+    base: WeightsSpec | None = None
+    merged: WeightsSpec | None = None
+    merge: MergeSpec | None = None
+    experts: Annotated[PerName[WeightsSpec], Field(min_length=1, max_length=MAX_EXPERTS)]
+    baselines: PerName[WeightsSpec] = Field(default_factory=dict)
     heads: PerName[Head] = Field(default_factory=dict)
     data: Data = Data()
     layers: Layers = Layers()

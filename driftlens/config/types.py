@@ -41,7 +41,7 @@ def problem(message: str, hint: str = "") -> PydanticCustomError:
     return PydanticCustomError("driftlens", "{message}", {"message": message, "hint": hint})
 
 
-class Part(BaseModel):
+class SpecSection(BaseModel):
     """A section of the spec: immutable, and unknown keys are refused by name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

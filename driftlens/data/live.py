@@ -32,7 +32,7 @@ _LABELS = ("labels", "label")
 
 
 @dataclass(frozen=True)
-class _Part:
+class _LiveBatch:
     """A batch: inputs by name (a single tensor under `_ONLY`), labels, and the names of dropped entries."""
 
     inputs: Inputs
@@ -42,18 +42,18 @@ class _Part:
     def __len__(self) -> int:
         return len(next(iter(self.inputs.values())))
 
-    def pick(self, rows: Sequence[int]) -> _Part:
+    def pick(self, rows: Sequence[int]) -> _LiveBatch:
         """Select samples in the given order."""
         import torch
 
         index = torch.as_tensor(list(rows), dtype=torch.long)
         labels = None if self.labels is None else tuple(self.labels[row] for row in rows)
         inputs = {name: tensor[index] for name, tensor in self.inputs.items()}
-        return _Part(inputs, labels, self.dropped)
+        return _LiveBatch(inputs, labels, self.dropped)
 
 
 @dataclass(frozen=True)
-class _Source:
+class _LiveSource:
     """A source that can be read repeatedly from the beginning.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Source:
         class_names: meaning of numeric labels, if the data provides it.
     """
 
-    start: Callable[[Sequence[int] | None], Iterator[_Part]]
+    start: Callable[[Sequence[int] | None], Iterator[_LiveBatch]]
     total: int | None
     notices: tuple[str, ...] = ()
     class_names: tuple[str, ...] | None = None
@@ -115,7 +115,7 @@ def live_samples(
         notices += remarks
 
     def load(rows: Sequence[int]) -> Any:
-        picked = _Part(inputs, None).pick(rows).inputs
+        picked = _LiveBatch(inputs, None).pick(rows).inputs
         return picked.get(_ONLY, picked)
 
     return SampleSet(
@@ -200,7 +200,7 @@ def _named(
     return chosen, [f"labels are used as names: {apart[0]} is row {place[str(apart[0])]} of the head"]
 
 
-def _opened(source: Any, batch_size: int, where: str) -> _Source:
+def _opened(source: Any, batch_size: int, where: str) -> _LiveSource:
     from torch import Tensor
     from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
@@ -208,7 +208,7 @@ def _opened(source: Any, batch_size: int, where: str) -> _Source:
         return _in_memory([source], where)
     if _is_hugging_face(source, "iterable_dataset", "IterableDataset"):
         rows = source.with_format("torch")
-        return _Source(lambda _: (_parsed(batch, where) for batch in rows.iter(batch_size)), None)
+        return _LiveSource(lambda _: (_parsed(batch, where) for batch in rows.iter(batch_size)), None)
     if _is_hugging_face(source, "arrow_dataset", "Dataset"):
         return _from_dataset(DataLoader(_as_tensors(source, where), batch_size=batch_size), where)
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
@@ -227,7 +227,7 @@ def _opened(source: Any, batch_size: int, where: str) -> _Source:
             f"{where}: a {type(source).__name__} is read only once",
             hint="Give list(batches) or a DataLoader.",
         )
-    return _Source(lambda _: (_parsed(batch, where) for batch in source), None)
+    return _LiveSource(lambda _: (_parsed(batch, where) for batch in source), None)
 
 
 def _is_labelled_batch(source: Sequence[Any]) -> bool:
@@ -262,21 +262,21 @@ def _as_tensors(rows: Any, where: str) -> Any:
     return rows.with_format("torch")
 
 
-def _in_memory(batches: Sequence[Any], where: str) -> _Source:
+def _in_memory(batches: Sequence[Any], where: str) -> _LiveSource:
     parts = [_parsed(batch, where) for batch in batches]
     ends = list(itertools.accumulate(len(part) for part in parts))
 
-    def locate(position: int) -> _Part:
+    def locate(position: int) -> _LiveBatch:
         index = bisect.bisect_right(ends, position)
         # The index is negative: it counts from the part's end.
         return parts[index].pick([position - ends[index]])
 
-    return _Source(
+    return _LiveSource(
         lambda chosen: iter(parts) if chosen is None else map(locate, chosen), sum(map(len, parts))
     )
 
 
-def _from_dataset(loader: DataLoader[Any], where: str, *notices: str) -> _Source:
+def _from_dataset(loader: DataLoader[Any], where: str, *notices: str) -> _LiveSource:
     """Read a loader's data set in its own order with the loader's collation."""
     import torch
     from torch.utils.data import DataLoader, Subset, default_collate
@@ -286,7 +286,7 @@ def _from_dataset(loader: DataLoader[Any], where: str, *notices: str) -> _Source
     if collate is default_collate:
         collate = partial(_collated, where=where)
 
-    def start(positions: Sequence[int] | None) -> Iterator[_Part]:
+    def start(positions: Sequence[int] | None) -> Iterator[_LiveBatch]:
         again: DataLoader[Any] = DataLoader(
             dataset if positions is None else Subset(dataset, list(positions)),
             batch_size=loader.batch_size,
@@ -299,10 +299,10 @@ def _from_dataset(loader: DataLoader[Any], where: str, *notices: str) -> _Source
         )
         return (_parsed(batch, where) for batch in again)
 
-    return _Source(start, len(dataset), notices, _class_names(dataset))
+    return _LiveSource(start, len(dataset), notices, _class_names(dataset))
 
 
-def _collated(rows: Sequence[Any], where: str) -> _Part:
+def _collated(rows: Sequence[Any], where: str) -> _LiveBatch:
     """Join rows as torch does, but pad sequences of different lengths."""
     from torch.utils.data import default_collate
 
@@ -318,7 +318,9 @@ def _class_names(dataset: Any) -> tuple[str, ...] | None:
     return tuple(names) if names and are_names else None
 
 
-def _read(source: _Source, positions: Sequence[int] | None, n: int | None, where: str) -> Iterator[_Part]:
+def _read(
+    source: _LiveSource, positions: Sequence[int] | None, n: int | None, where: str
+) -> Iterator[_LiveBatch]:
     """Yield batches up to `n` samples; the first is read twice and compared."""
     probe = next(source.start(positions), None)
     if probe is None:
@@ -346,10 +348,10 @@ def _same(one: Inputs, other: Inputs) -> bool:
     )
 
 
-def _parsed(batch: Any, where: str) -> _Part:
+def _parsed(batch: Any, where: str) -> _LiveBatch:
     from torch import Tensor
 
-    if isinstance(batch, _Part):
+    if isinstance(batch, _LiveBatch):
         return batch
     values, labels, dropped = batch, None, set[str]()
     if isinstance(batch, tuple | list) and batch:
@@ -388,7 +390,7 @@ def _parsed(batch: Any, where: str) -> _Part:
             f"{where}: a batch has lengths {lengths}", hint="Give one row per sample, at least one."
         )
     on_cpu = {name: tensor.detach().cpu() for name, tensor in inputs.items()}
-    return _Part(on_cpu, labels, frozenset(dropped | texts))
+    return _LiveBatch(on_cpu, labels, frozenset(dropped | texts))
 
 
 def _class_labels(value: Any) -> tuple[int | str, ...] | None:
@@ -399,7 +401,7 @@ def _class_labels(value: Any) -> tuple[int | str, ...] | None:
     return None
 
 
-def _together(parts: Sequence[_Part], where: str) -> _Part:
+def _together(parts: Sequence[_LiveBatch], where: str) -> _LiveBatch:
     """Concatenate parts in their order."""
     import torch
 
@@ -411,10 +413,10 @@ def _together(parts: Sequence[_Part], where: str) -> _Part:
     inputs = {name: torch.cat(_of_one_length(name, parts)) for name in parts[0].inputs}
     labels = [label for part in parts for label in part.labels or ()]
     dropped = frozenset().union(*(part.dropped for part in parts))
-    return _Part(inputs, None if parts[0].labels is None else tuple(labels), dropped)
+    return _LiveBatch(inputs, None if parts[0].labels is None else tuple(labels), dropped)
 
 
-def _of_one_length(name: str, parts: Sequence[_Part]) -> list[Tensor]:
+def _of_one_length(name: str, parts: Sequence[_LiveBatch]) -> list[Tensor]:
     """Collect the parts' tensors of a name; pad sequences that are as long as their mask."""
     import torch.nn.functional as F
 

@@ -43,7 +43,7 @@ class _Passages:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SimilarityTask:
     """The comparison of a task's test samples.
 
     Attributes:
@@ -62,7 +62,7 @@ class Comparison:
         prompts = None if self.reader is None else self.reader.prompts
         return "cosine" if prompts is None else prompts.similarity
 
-    def at(self, chosen: Sequence[int]) -> Comparison:
+    def at(self, chosen: Sequence[int]) -> SimilarityTask:
         """Select samples."""
         return replace(self, of=lambda position: self.of(chosen[position]))
 
@@ -136,7 +136,7 @@ def comparison(
     drawn: Sequence[int],
     reader: TextReader | None,
     access: Access,
-) -> Comparison | None:
+) -> SimilarityTask | None:
     """Return the comparison of a task's sampled test samples; None if the entry has none.
 
     Args:
@@ -170,7 +170,7 @@ def comparison(
                 f"{', '.join(rows[lost[0]].positive)[:80]!r}",
                 hint="Add these positives to the corpus (as texts, or in its `key` column), or remove the queries.",
             )
-        return Comparison(rows.__getitem__, reader, passages)
+        return SimilarityTask(rows.__getitem__, reader, passages)
     for position in drawn:
         if math.isnan(number_of(target := view.read(position).target)):
             raise DataError(
@@ -178,7 +178,7 @@ def comparison(
                 "expected a number",
                 hint="Set `target` to the column of numbers.",
             )
-    return Comparison(rows.__getitem__, reader)
+    return SimilarityTask(rows.__getitem__, reader)
 
 
 # Prompt names that sentence-transformers uses for passages.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from driftlens.data.images import read_image
 from driftlens.data.library import UTF8, read_rows, read_table
-from driftlens.data.related import Comparison, related_columns, related_in
+from driftlens.data.related import SimilarityTask, related_columns, related_in
 from driftlens.data.samples import SampleSet, Shown, Texts
 from driftlens.data.sources import (
     Split,
@@ -121,7 +121,7 @@ def as_texts(
     entry: TextEntry,
     reader: TextReader | None,
     preprocess: Callable[[list[Text]], Any],
-    compared: Comparison | None = None,
+    compared: SimilarityTask | None = None,
 ) -> SampleSet:
     """Turn samples into text samples, read by the task's rules; without a `reader`, by the model's code.
 

@@ -19,7 +19,7 @@ from driftlens.utils.errors import DataError
 
 if TYPE_CHECKING:
     from driftlens.config.data import Views
-    from driftlens.data.related import Comparison
+    from driftlens.data.related import SimilarityTask
 
 # Keys of the spec for the number of samples per split.
 COUNT_KEYS: Mapping[Split, str] = {"calibration": "n", "diagnosis": "n_diagnosis", "test": "n_test"}
@@ -141,7 +141,7 @@ class Texts:
     reader: TextReader | None = None
     answer: str = "{target}"
     shown: Shown = "none"
-    compared: Comparison | None = None
+    compared: SimilarityTask | None = None
     answers: Callable[[Sequence[Any]], list[str]] | None = None
 
     def answered(self, word: str) -> str:

@@ -169,7 +169,7 @@ class LayerSensitivity:
 
 
 @dataclass(frozen=True)
-class Step:
+class BackwardStep:
     """One layer of one variant on one batch, met on the way back.
 
     Attributes:
@@ -309,7 +309,7 @@ class PullBack:
         expert, merged = self.ends(batch, variant)
         return subtract(merged, expert)
 
-    def steps(self, covectors: Mapping[tuple[int, str], State]) -> Iterator[Step]:
+    def steps(self, covectors: Mapping[tuple[int, str], State]) -> Iterator[BackwardStep]:
         """Yield every layer of each batch and variant, the last layer first.
 
         Args:
@@ -339,13 +339,13 @@ class PullBack:
 
     def _step(
         self, layer: Layer, variant: str, batch: CachedBatch, layer_map: LayerMap, covectors: State
-    ) -> Step:
+    ) -> BackwardStep:
         names = {name: f"{name}-{variant}-{layer.index}" for name in ("merged", "mismatch", "jump")}
         mismatch = batch.get(names["mismatch"])
         drift = subtract(batch.get(names["merged"]), batch.get(f"expert-{layer.index}"))
         routes = self._routes.get((variant, batch.start, layer.index))
         before = layer.index - 1
-        return Step(
+        return BackwardStep(
             layer=layer,
             variant=variant,
             batch=batch,

@@ -42,7 +42,7 @@ from driftlens.utils.devices import exact_products, place_of_sums, room_for_sums
 from driftlens.utils.distributed import ALONE, Team
 from driftlens.utils.errors import NumericsError, ShapeError
 from driftlens.utils.progress import LayerSteps
-from driftlens.utils.rounding import Change
+from driftlens.utils.rounding import RoundingChange
 from driftlens.utils.variants import expert_of
 
 EXPERT, MERGED = "expert", "merged"
@@ -250,7 +250,7 @@ class ExpertFeatures:
 
 
 @dataclass(frozen=True)
-class Step:
+class CalibrationProgress:
     """The progress of a calibration, reported before every batch and during training.
 
     Attributes:
@@ -299,7 +299,7 @@ class CalibrationContext:
     done: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
     feature_budget: int = 2 << 30
     spill: Path | None = None
-    on_step: Callable[[Step], None] = lambda step: None
+    on_step: Callable[[CalibrationProgress], None] = lambda step: None
     pooling: Pool | None = None
     team: Team = ALONE
     objectives: bool = True
@@ -394,7 +394,7 @@ class CalibrationWalk(ABC):
                 yield self.calibrate(layer, self.sites[layer.index], is_last=layer.index == self.last)
                 # A step after the solve, so that an interruption here finds the layer stored.
                 num_done, label = self.steps.at(layer.index + 1), f"layer {layer.index} of {self.last}"
-                self.context.on_step(Step(layer.index, "", num_done, self.steps.total, label))
+                self.context.on_step(CalibrationProgress(layer.index, "", num_done, self.steps.total, label))
 
     @abstractmethod
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
@@ -410,7 +410,9 @@ class CalibrationWalk(ABC):
         """Report a step; a layer of 0 or less counts the steps before the first layer."""
         doing = f"layer {layer} of {self.last}" if layer > 0 else "weighing tokens"
         done = self.steps.at(layer)
-        self.context.on_step(Step(layer, task, done, self.steps.total, f"{doing}, task {task}"))
+        self.context.on_step(
+            CalibrationProgress(layer, task, done, self.steps.total, f"{doing}, task {task}")
+        )
 
     @torch.no_grad()
     @exact_products()
@@ -507,7 +509,7 @@ class CalibrationWalk(ABC):
 
     def _rounded(self, layer: Layer, update: SiteUpdate) -> SiteUpdate:
         """Cast new parameters to the dtype of the saved model."""
-        source, parameters, change = self.pool.source("merged"), dict[str, Tensor](), Change("")
+        source, parameters, change = self.pool.source("merged"), dict[str, Tensor](), RoundingChange("")
         saved = (self.context.like or self.pool.source(self.context.base or "merged")).headers
         for name, value in update.parameters.items():
             slot = layer.parameters[name]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from driftlens.checkpoints.tensor_sources import StateSource, Table, TensorHeader, check_finite
+from driftlens.checkpoints.tensor_sources import EmbeddingTable, StateSource, TensorHeader, check_finite
 from driftlens.data.samples import SampleSet
 from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInputs, Slot, State, Tap
 from driftlens.models.heads import LmHead, ScoreMap
@@ -253,7 +253,7 @@ class ModelPool:
             return self._parameter(model, slot)
         if (model, slot) not in self._known_finite:
             self.stored(model, slot)  # checked, then read again: the checked pages would stay in memory
-        return Table.of(self.stored(model, slot), self.dtype)
+        return EmbeddingTable.of(self.stored(model, slot), self.dtype)
 
     def begun(self, inputs: object) -> tuple[State, SideInputs]:
         """Return the state at boundary 0 of a batch of raw inputs, and the side inputs of the layers."""
@@ -493,7 +493,7 @@ def _replaced(module: nn.Module, names: Sequence[str], read: Callable[[str], Ten
 def _put(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]) -> None:
     for name, (held, leaf, is_buffer) in zip(names, _places(module, names), strict=True):
         value = read(name)
-        is_bare = is_buffer or isinstance(value, Table)  # nn.Parameter would convert the whole table
+        is_bare = is_buffer or isinstance(value, EmbeddingTable)  # nn.Parameter would convert the whole table
         held[leaf] = value if is_bare else nn.Parameter(value, requires_grad=False)
 
 

@@ -34,7 +34,7 @@ OnStep = Callable[[int, str], None]
 """Callback (layer index, task) before every batch; it may raise, `Cancelled` for instance."""
 
 
-class Part(Protocol):
+class TaskSamples(Protocol):
     """Samples of one task, a `SampleSet` for instance."""
 
     @property
@@ -59,7 +59,7 @@ class InMemoryBatches:
         return self.read()
 
 
-Parts = Mapping[str, Part]
+Parts = Mapping[str, TaskSamples]
 """Samples by task."""
 
 

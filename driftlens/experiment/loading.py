@@ -24,13 +24,13 @@ from driftlens.checkpoints.sentences import require_same_reading
 from driftlens.checkpoints.tensor_sources import Composed, StateSource, in_dtype
 from driftlens.checkpoints.weight_files import is_lora_folder
 from driftlens.config.published import PublishedTask, published_task
-from driftlens.config.run import FileHead, Head, LinearHead
+from driftlens.config.run import FileHead, Head, LinearHeadSpec
 from driftlens.data.samples import SampleSet, unequal_counts
 from driftlens.data.task_data import TaskData, open_task_data, plain_form, require_same_classes
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_layers
-from driftlens.experiment.study import Settings, Study, TaskSamples
+from driftlens.experiment.study import AnalysisSettings, Study, TaskSamples
 from driftlens.models.architecture import CAUSAL, HEADS, Architecture, load_architecture
 from driftlens.models.architectures.open_clip_vit import resolve_pretrained
 from driftlens.models.chain import LayerChain
@@ -343,7 +343,7 @@ def open_heads(
     for task, entry in heads_of(spec, models).items():
         named = data.get(task) or _named_by_expert(spec, task, entry) or _numbered_rows(entry, task, models)
         classes = classes_of(task, entry, named)
-        if isinstance(entry, LinearHead):
+        if isinstance(entry, LinearHeadSpec):
             heads[task] = _linear_head(task, entry, classes, models)
         elif isinstance(entry, FileHead):
             heads[task] = file_head(entry.file, entry.tensor, entry.logit_scale, classes)
@@ -362,7 +362,7 @@ def open_heads(
 def heads_of(spec: RunSpec, models: OpenModels) -> dict[str, Head]:
     """Return the spec's heads, and those of other tasks whose expert ends in a classifier."""
     own = {
-        task: LinearHead(linear="own")
+        task: LinearHeadSpec(linear="own")
         for task in spec.tasks
         if task not in spec.heads
         and (stored := models.stored.get(expert_of(task))) is not None
@@ -394,7 +394,7 @@ def lm_head(data: TaskData, source: StateSource, lm: LmScores) -> LmHead:
 _SPACES = str.maketrans("Ġ▁Ċ", "␣␣␤")
 
 
-def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models: OpenModels) -> ScoreMap:
+def _linear_head(task: str, entry: LinearHeadSpec, classes: tuple[str, ...], models: OpenModels) -> ScoreMap:
     if entry.linear != "own":
         source, weight, bias = open_checkpoint(entry.linear), entry.weight, entry.bias
         return linear_head(source, classes, weight=weight, bias=bias, normalize=entry.normalize)
@@ -416,9 +416,9 @@ def _linear_head(task: str, entry: LinearHead, classes: tuple[str, ...], models:
     return linear_head(stored, classes, weight=keys[0], bias=entry.bias, normalize=entry.normalize)
 
 
-def _is_own(entry: Head) -> TypeGuard[LinearHead]:
+def _is_own(entry: Head) -> TypeGuard[LinearHeadSpec]:
     """Return True for the classifier that comes with an expert."""
-    return isinstance(entry, LinearHead) and entry.linear == "own"
+    return isinstance(entry, LinearHeadSpec) and entry.linear == "own"
 
 
 def _named_by_expert(spec: RunSpec, task: str, entry: Head) -> tuple[str, ...] | None:
@@ -521,7 +521,7 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
         raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: {kind}, ...}}.")
     named = None if head is None or head.classes is None else class_names(head.classes)
     if named is None and architecture is not None and architecture.ends_in_classes:
-        named = _named_by_expert(spec, task, head or LinearHead(linear="own"))
+        named = _named_by_expert(spec, task, head or LinearHeadSpec(linear="own"))
     preprocess = None if architecture is None else architecture.preprocess
     reader = None if preprocess is None else preprocess.texts
     if isinstance(reader, PictureReader) and getattr(entry, "pictures", None) is None:
@@ -619,7 +619,9 @@ _LACKING = {
 _LIBRARY_POOLS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
 
 
-def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] | None = None) -> Settings:
+def settings_of(
+    spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] | None = None
+) -> AnalysisSettings:
     """Return the analysis settings of a spec; features are pooled as the experts' own heads read them.
 
     Args:
@@ -645,7 +647,7 @@ def settings_of(spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] 
     jacobian = metrics.jacobian and JacobianSettings(
         **metrics.jacobian.model_dump(), **more, seed=spec.data.defaults.seed
     )
-    return Settings(
+    return AnalysisSettings(
         pool=pool or chain.modality.pool,
         stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], spec.layers.select)),
         options=metrics.options,

@@ -48,7 +48,7 @@ from driftlens.utils.devices import computing_with, exact_products, to_float64
 from driftlens.utils.errors import ShapeError, SpecError
 from driftlens.utils.files import PathLike, scratch_beside
 from driftlens.utils.progress import Reporter
-from driftlens.utils.rounding import Change, saved_words
+from driftlens.utils.rounding import RoundingChange, saved_words
 from driftlens.utils.variants import expert_of, task_of
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def save_merge(
 
     def rounding_notices() -> list[str]:
         # The change is known once everything is written.
-        change: Change | None = getattr(source, "change", None)
+        change: RoundingChange | None = getattr(source, "change", None)
         record.update({} if change is None else {"change": vars(change)})
         return [*notices, *([] if change is None else saved_words(change, "the merge"))]
 
@@ -196,7 +196,7 @@ def save_merge(
 class Merged(TensorsSource):
     """A merged model with its change from the base; the change is None without a base."""
 
-    def __init__(self, name: str, tensors: Mapping[str, Tensor], change: Change | None) -> None:
+    def __init__(self, name: str, tensors: Mapping[str, Tensor], change: RoundingChange | None) -> None:
         super().__init__(name, tensors)
         self.change = change
 
@@ -221,7 +221,7 @@ def merged_source(
     reporter = reporter or Reporter()
     inputs = _inputs(models, merge, study, reporter)
     tensors = _file_backed_like(inputs.start, beside, models.out_dtype)
-    change = Change("") if "base" in models.sources else None
+    change = RoundingChange("") if "base" in models.sources else None
     missing = {key: tensors[key].numel() for key in inputs.base}
     total = len(missing)
     reporter.step(PHASE, 0, total)
@@ -258,8 +258,8 @@ class StreamedMerge:
         self._inputs, self._reporter = _inputs(models, merge, None, reporter), reporter
         self.name = self._inputs.name
         self.headers = in_dtype(self._inputs.start, models.out_dtype).headers
-        self.change = Change("") if "base" in models.sources else None
-        self._parts = defaultdict[str, list[_Part]](list)
+        self.change = RoundingChange("") if "base" in models.sources else None
+        self._parts = defaultdict[str, list[_MethodCall]](list)
         for part in self._inputs.separate_parts():
             for key in dict.fromkeys(slot.key for slot in part.slots.values()):
                 self._parts[key].append(part)
@@ -302,7 +302,7 @@ class StreamedMerge:
             yield from pairs
 
 
-class _Weights(OnDemand[str]):
+class _FloatTensors(OnDemand[str]):
     """A checkpoint's floating-point tensors in float32, by keys or by `named`, each read and checked on access."""
 
     def __init__(self, source: StateSource, named: Mapping[str, Slot] | None = None) -> None:
@@ -319,12 +319,12 @@ class _Weights(OnDemand[str]):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Merge:
+class _MergeInputs:
     """The inputs of a merge; `start` is the base, or without one an expert, and supplies names and integers."""
 
     start: StateSource
-    base: _Weights
-    experts: Mapping[str, _Weights]
+    base: _FloatTensors
+    experts: Mapping[str, _FloatTensors]
     merge: Merge
     chain: LayerChain
     study: Study | None
@@ -343,28 +343,28 @@ class _Merge:
                 yield Slot(key), value
         elif entry.reads == "model":
             named = _slots_by_name(self.chain, self.base)
-            experts = {task: _Weights(expert.source, named) for task, expert in self.experts.items()}
-            for name, value in function(_Weights(self.base.source, named), experts, **settings):
+            experts = {task: _FloatTensors(expert.source, named) for task, expert in self.experts.items()}
+            for name, value in function(_FloatTensors(self.base.source, named), experts, **settings):
                 yield named.get(name, Slot(name)), value
         else:
             for part in self.separate_parts(place_of):
                 yield from self.merge_part(part)
 
-    def separate_parts(self, place_of: Callable[[Slot], Tensor] | None = None) -> Iterator[_Part]:
+    def separate_parts(self, place_of: Callable[[Slot], Tensor] | None = None) -> Iterator[_MethodCall]:
         """Yield the parts that a method merges independently, if it reads no whole models."""
         entry = self.merge.method
         if entry.reads_sites:
             yield from self._sites(place_of)
         elif entry.reads == "tensor":
             for name, slot in _slots_by_name(self.chain, self.base).items():
-                yield _Part(self.merge, {name: slot})
+                yield _MethodCall(self.merge, {name: slot})
         else:
             most = PIECE if entry.reads == "entry" else None
             for key in self.base:
                 for slot in pieces(key, self.start.headers[key].shape, most):
-                    yield _Part(self.merge, {key: slot})
+                    yield _MethodCall(self.merge, {key: slot})
 
-    def _sites(self, place_of: Callable[[Slot], Tensor] | None) -> Iterator[_Part]:
+    def _sites(self, place_of: Callable[[Slot], Tensor] | None) -> Iterator[_MethodCall]:
         """Yield modules, layer by layer, for the method, and other tensors for the method named for the rest."""
         entry, rest = self.merge.method, self.merge.rest
         extra_of_rest: tuple[Mapping[str, Tensor], ...] = ()
@@ -386,15 +386,15 @@ class _Merge:
                     continue
                 slots = {part: owned.pop(name) for part, name in parts.items() if name in owned}
                 extra = () if moments is None else (moments[site.name],)
-                yield _Part(self.merge, slots, extra)
+                yield _MethodCall(self.merge, slots, extra)
             for slot in owned.values():
-                yield _Part(rest, {slot.key: slot}, extra_of_rest)
+                yield _MethodCall(rest, {slot.key: slot}, extra_of_rest)
         layer_keys = set(self.chain.parameter_keys())
         for key in self.base:
             if key not in layer_keys:
-                yield _Part(rest, {key: Slot(key)}, extra_of_rest)
+                yield _MethodCall(rest, {key: Slot(key)}, extra_of_rest)
 
-    def merge_part(self, part: _Part) -> Iterator[tuple[Slot, Tensor]]:
+    def merge_part(self, part: _MethodCall) -> Iterator[tuple[Slot, Tensor]]:
         """Merge one part of all models; return slots with values in the files' layout."""
         merge, slots, extra = part
         base = {name: self.base.at(slot) for name, slot in slots.items()}
@@ -406,7 +406,7 @@ class _Merge:
         return ((slot, merged[name]) for name, slot in slots.items() if name in merged)
 
 
-class _Part(NamedTuple):
+class _MethodCall(NamedTuple):
     """The arguments of one call of a method: slots by their names, and extra arguments."""
 
     merge: Merge
@@ -415,8 +415,8 @@ class _Part(NamedTuple):
 
 
 def _store(
-    inputs: _Merge, slot: Slot, value: Tensor, place: Tensor, change: Change | None
-) -> tuple[int, Change | None]:
+    inputs: _MergeInputs, slot: Slot, value: Tensor, place: Tensor, change: RoundingChange | None
+) -> tuple[int, RoundingChange | None]:
     """Store a merged value; return its number of entries, and the change including rounding."""
     value = slot.stored(value).detach()
     if value.shape != place.shape:
@@ -427,14 +427,14 @@ def _store(
     return value.numel(), change
 
 
-def _require_whole(inputs: _Merge, key: str, missing: int) -> None:
+def _require_whole(inputs: _MergeInputs, key: str, missing: int) -> None:
     if missing:
         raise ShapeError(
             f"{inputs.name}: {key!r} came {'twice' if missing < 0 else 'not, or not as a whole'}"
         )
 
 
-def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Reporter) -> _Merge:
+def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Reporter) -> _MergeInputs:
     """Return the inputs of a merge after checking that they are complete."""
     experts = {task: source for name, source in models.sources.items() if (task := task_of(name)) is not None}
     tasks, entry = {} if study is None else study.tasks, merge.method
@@ -447,8 +447,8 @@ def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Rep
     if study is not None and entry.reads == "samples":
         study = _blinded(study, merge, reporter)
     start = models.sources.get("base", next(iter(experts.values())))
-    weights = {task: _Weights(experts[task]) for task in sorted(experts)}
-    return _Merge(start, _Weights(start), weights, merge, models.architecture.chain, study)
+    weights = {task: _FloatTensors(experts[task]) for task in sorted(experts)}
+    return _MergeInputs(start, _FloatTensors(start), weights, merge, models.architecture.chain, study)
 
 
 def _blinded(study: Study, merge: Merge, reporter: Reporter) -> Study:

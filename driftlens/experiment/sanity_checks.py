@@ -32,7 +32,7 @@ from driftlens.models.architectures.vit import activation_name
 from driftlens.models.chain import LayerChain, Slot
 from driftlens.utils.errors import DriftLensError, IncompatibleModelsError, NumericsError, some_of
 from driftlens.utils.files import json_object
-from driftlens.utils.rounding import Change, coarse_words, lost_words
+from driftlens.utils.rounding import RoundingChange, coarse_words, lost_words
 from driftlens.utils.variants import part_of, task_of
 
 # Relative distance of weights above which models hardly share a base. Matrices trained separately are
@@ -53,7 +53,7 @@ _Level = Literal["ok", "notice", "problem"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The result of one check: level, subject, text, and what to do about it."""
 
     level: _Level
@@ -63,15 +63,15 @@ class Finding:
     exit_code: int = 0
 
 
-def problem(subject: str, error: DriftLensError) -> Finding:
+def problem(subject: str, error: DriftLensError) -> CheckResult:
     """Return the finding of an error."""
-    return Finding("problem", subject, error.message, error.hint, error.exit_code)
+    return CheckResult("problem", subject, error.message, error.hint, error.exit_code)
 
 
-def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Finding]:
+def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[CheckResult]:
     """Compare the weights of models that have the same parameters; large models are read in part."""
     findings = [
-        Finding(
+        CheckResult(
             "notice",
             label(copy),
             f"the {label(copy)} has the same weights as the {label(name)}",
@@ -123,7 +123,7 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.to(narrow), other.to(narrow))
 
 
-def _distances(sampled: _Sampled) -> list[Finding]:
+def _distances(sampled: _Sampled) -> list[CheckResult]:
     """Report the distance of every model from the base, or without one from the nearest expert."""
     has_base = "base" in sampled.names
     close: list[tuple[float, float, int]] = []
@@ -139,7 +139,7 @@ def _distances(sampled: _Sampled) -> list[Finding]:
                 f"(median over matrices); models of one base stay far below {MAX_DISTANCE_FROM_BASE}"
             )
             hint = "It seems to have another base; averages across bases are meaningless. Check the file."
-            foreign.append(Finding("notice", label(name), text, hint))
+            foreign.append(CheckResult("notice", label(name), text, hint))
         elif name in sampled.experts:
             close.append((sampled.distance(name, anchor), distance, sampled.changed.get(name, 0)))
     if not close:
@@ -154,25 +154,25 @@ def _distances(sampled: _Sampled) -> list[Finding]:
         text += f"; {least}{counts} of {sampled.num_tensors} tensors differ from it"
     if not sampled.is_whole:
         text += "; only first rows of tensors were read"
-    return [Finding("ok", "shared base", text), *foreign]
+    return [CheckResult("ok", "shared base", text), *foreign]
 
 
-def _plausibility(sampled: _Sampled, name: str) -> Finding:
+def _plausibility(sampled: _Sampled, name: str) -> CheckResult:
     """Report whether a merged model is a combination of the experts, by least squares."""
     model, fits = label(name), _fits(sampled, name)
     origin = "the base" if "base" in sampled.names else "the experts' mean"
     if not fits:
-        return Finding("ok", model, f"the {model} is {origin}, up to rounding")
+        return CheckResult("ok", model, f"the {model} is {origin}, up to rounding")
     for (coefficients, share), note in zip(fits, ("", ", others in every tensor"), strict=True):
         if share <= MAX_UNEXPLAINED:
             text = f"is {origin} plus task vectors, coefficients {_span(coefficients)}{note}"
-            return Finding("ok", model, f"the {model} {text}; {100 * share:.2f} % is left")
+            return CheckResult("ok", model, f"the {model} {text}; {100 * share:.2f} % is left")
     share = fits[0][1]
     text = f"task vectors from {origin} leave {100 * share:.0f} % of the {model} unexplained"
     if share <= MUCH_UNEXPLAINED:
-        return Finding("ok", model, text, "Methods that trim, rescale or train leave as much.")
+        return CheckResult("ok", model, text, "Methods that trim, rescale or train leave as much.")
     hint = "Methods that trim and rescale (TIES, DARE) leave much; else check the experts."
-    return Finding("notice", model, text, hint)
+    return CheckResult("notice", model, text, hint)
 
 
 def _span(values: Sequence[float] | Tensor) -> str:
@@ -324,7 +324,7 @@ _FEW_READ = 1 << 16
 _Doubt = Iterator[tuple[str, str]]
 
 
-def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) -> list[Finding]:
+def companions(models: OpenModels, changes: Mapping[str, RoundingChange] | None = None) -> list[CheckResult]:
     """Check what comes with the weights: tokenizers, adapters, configurations, text towers.
 
     Args:
@@ -367,7 +367,7 @@ def companions(models: OpenModels, changes: Mapping[str, Change] | None = None) 
                 )
 
     findings = [
-        Finding("notice", label(name), text, hint)
+        CheckResult("notice", label(name), text, hint)
         for name, source in models.stored.items()
         for text, hint in _doubts(name, source, f"the {label(name)}")
     ]
@@ -459,7 +459,7 @@ def _adapter(models: OpenModels, base_folder: Path | None, folder: Path, called:
         )
 
 
-def task_vectors(models: OpenModels) -> dict[str, Change]:
+def task_vectors(models: OpenModels) -> dict[str, RoundingChange]:
     """Estimate every expert's change from the base, from some entries of every tensor; empty without a base."""
     base = models.sources.get("base")
     experts = {name: source for name, source in models.sources.items() if task_of(name) is not None}
@@ -473,7 +473,7 @@ def task_vectors(models: OpenModels) -> dict[str, Change]:
 LONG = 4.0
 
 
-def _rounded(change: Change, models: OpenModels, name: str, called: str) -> _Doubt:
+def _rounded(change: RoundingChange, models: OpenModels, name: str, called: str) -> _Doubt:
     """Report how much of an expert's change is lost by its dtype, or by the base's."""
     start, end = (
         max(
@@ -497,7 +497,7 @@ def _rounded(change: Change, models: OpenModels, name: str, called: str) -> _Dou
         )
 
 
-def _long(changes: Mapping[str, Change], name: str, called: str) -> _Doubt:
+def _long(changes: Mapping[str, RoundingChange], name: str, called: str) -> _Doubt:
     norms = [change.norm for other, change in changes.items() if other != name and change.changed]
     typical = statistics.median(norms) if norms else 0.0
     # A model of another base is reported as such.

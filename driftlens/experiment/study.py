@@ -58,7 +58,7 @@ class TaskSamples:
 
 
 @dataclass(frozen=True)
-class Settings:
+class AnalysisSettings:
     """The settings of an analysis.
 
     Attributes:
@@ -99,7 +99,7 @@ class Study:
     pool: ModelPool
     variants: tuple[str, ...]
     tasks: Mapping[str, TaskSamples]
-    settings: Settings
+    settings: AnalysisSettings
     seed: int = 0
     notices: tuple[str, ...] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)

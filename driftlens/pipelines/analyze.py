@@ -49,7 +49,7 @@ from driftlens.runs.schema import LAYERS, TABLES
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.access import Context
 from driftlens.utils.devices import device_name, host_work
-from driftlens.utils.diagnostic import Column, Diagnostic, chosen, diagnostics
+from driftlens.utils.diagnostic import ColumnSchema, Diagnostic, chosen, diagnostics
 from driftlens.utils.errors import SpecError, did_you_mean
 from driftlens.utils.files import PathLike, write_text_atomic
 from driftlens.utils.progress import Reporter
@@ -438,7 +438,7 @@ def _frame(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     return pd.concat([pd.DataFrame(dict(part)) for part in parts], ignore_index=True)
 
 
-def _columns(entries: Iterable[Diagnostic], table: str) -> list[Column]:
+def _columns(entries: Iterable[Diagnostic], table: str) -> list[ColumnSchema]:
     return [column for entry in entries if entry.table == table for column in entry.columns]
 
 

@@ -290,7 +290,9 @@ def _traced(
     )
 
 
-def _group_numbers(expert: LayerMap, step: attribution.Step, energy: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _group_numbers(
+    expert: LayerMap, step: attribution.BackwardStep, energy: Tensor
+) -> Iterator[tuple[str, Tensor]]:
     """Yield numerators and denominators [6, n] of each module group's share of mismatch and drift."""
     parts = attribution.group_mismatches(expert, step.layer_map, step.expert_in, step.batch.side)
     # The change by other routes belongs to no module.

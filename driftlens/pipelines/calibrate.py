@@ -28,7 +28,7 @@ from driftlens.checkpoints.tensor_sources import OnDemand
 from driftlens.config.requests import CalibrationRequest
 from driftlens.config.run import load_spec
 from driftlens.data.samples import SampleSet, part_of
-from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext, SiteReport, Step
+from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext, CalibrationProgress, SiteReport
 from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.sites import coverage
 from driftlens.experiment import resume as reopening
@@ -437,7 +437,7 @@ def _solve_layers(
     metrics: dict[str, float] = {}
     tasks, reached = sorted(plan.samples) if plan.sites else [], 0
 
-    def _step(progress: Step) -> None:
+    def _step(progress: CalibrationProgress) -> None:
         nonlocal reached
         values = metrics if progress.loss is None else {"loss": progress.loss}
         # A layer may take minutes, so tasks are counted too: the remaining time can be estimated sooner.

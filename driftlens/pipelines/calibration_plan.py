@@ -57,7 +57,7 @@ from driftlens.runs.schema import CALIBRATION
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import CheckpointError, DataError, DriftLensError, SpecError, counted, some_of
 from driftlens.utils.registry import resolve
-from driftlens.utils.rounding import Change, saved_words
+from driftlens.utils.rounding import RoundingChange, saved_words
 from driftlens.utils.variants import calibrated, control_of, expert_of
 
 if TYPE_CHECKING:
@@ -410,8 +410,8 @@ def save_variants(
     ]
     if rows:
         writer.append("calibration", pd.DataFrame(rows), replace=True)
-    changes = [Change(**report.change) for _, report in solution.reports if report.change]
-    change = sum(changes, Change("")) if changes else None
+    changes = [RoundingChange(**report.change) for _, report in solution.reports if report.change]
+    change = sum(changes, RoundingChange("")) if changes else None
     config = {
         "name": plan.name,
         "variant": plan.variant,

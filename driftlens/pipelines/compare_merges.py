@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from driftlens.calibration.automatic import Scores, folds_of
+from driftlens.calibration.automatic import HeldOutScores, folds_of
 from driftlens.config.run import RunSpec
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.experiment.loading import open_study
@@ -163,7 +163,7 @@ def _with_present(spec: RunSpec, merges: Sequence[NamedMethod]) -> tuple[Sequenc
 def _ranked(compared: Sequence[_Compared], measure: str, present: str) -> list[dict[str, Any]]:
     """Return a row per model, best first; models that failed come last."""
     ranking = {
-        model.name: Scores({task: by_measure[measure] for task, by_measure in result.items()})
+        model.name: HeldOutScores({task: by_measure[measure] for task, by_measure in result.items()})
         for model, result, _ in compared
         if not isinstance(result, DriftLensError)
     }

@@ -24,7 +24,7 @@ from driftlens.experiment.resume import (
     require_same_models,
     require_same_samples,
 )
-from driftlens.experiment.study import Settings, Study
+from driftlens.experiment.study import AnalysisSettings, Study
 from driftlens.models.architecture import Architecture
 from driftlens.pipelines.analyze import Phases, describe
 from driftlens.runs.layout import MANIFEST
@@ -53,7 +53,7 @@ def live_study(built: Modules, settings: LiveSettings) -> Study:
         pool=live.pool,
         variants=tuple(name for name in names if task_of(name) is None),
         tasks=live.tasks,
-        settings=Settings(
+        settings=AnalysisSettings(
             pool=live.pooling,
             stored_layers=frozenset(select_layers(paths, settings.layers)),
             options=frozenset(name for name in ("cka", "adjoint", "groups") if getattr(settings, name)),

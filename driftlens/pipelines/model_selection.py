@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftlens.calibration.automatic import LEVEL, Decision, Scores, decide, folds_of
+from driftlens.calibration.automatic import LEVEL, Decision, HeldOutScores, decide, folds_of
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import Between, StateSource, TensorsSource
 from driftlens.config.data import Views
 from driftlens.data.samples import SampleSet, part_of
-from driftlens.engine.calibrating import CalibrationContext, ExpertFeatures, Step
+from driftlens.engine.calibrating import CalibrationContext, CalibrationProgress, ExpertFeatures
 from driftlens.engine.pool import Attachment
 from driftlens.engine.sites import updated_sites
 from driftlens.experiment.merging import merged_within
@@ -391,7 +391,7 @@ class Fitter:
         pool, settings, updates = self.study.pool, self.study.settings, dict[ParameterKey, Tensor]()
         attached: dict[str, Attachment] = {}
 
-        def _step(progress: Step) -> None:
+        def _step(progress: CalibrationProgress) -> None:
             metrics = {} if progress.loss is None else {"loss": progress.loss}
             self.reporter.step(self.phase, progress.done, progress.total, progress.label, **metrics)
 
@@ -704,11 +704,11 @@ def _by_share(flat: Mapping[str, NDArray[np.float64]]) -> dict[float, Values]:
     return {**by_share}
 
 
-def _scores(values: Values, measure: str) -> Scores:
-    return Scores({task: by_measure[measure] for task, by_measure in values.items()})
+def _scores(values: Values, measure: str) -> HeldOutScores:
+    return HeldOutScores({task: by_measure[measure] for task, by_measure in values.items()})
 
 
-def _best(by_share: Mapping[float, Values], measure: str) -> tuple[float, Scores]:
+def _best(by_share: Mapping[float, Values], measure: str) -> tuple[float, HeldOutScores]:
     """Return the interpolation factor with the lowest mean score, the largest of equals, and its scores."""
     scores = {share: _scores(by_share[share], measure) for share in sorted(by_share, reverse=True)}
     # `min` takes the first of equals: the largest factor, as they are sorted in reverse.
@@ -773,7 +773,7 @@ def _record(
     return record | ({} if chosen.views is None else {"views": chosen.views.model_dump()})
 
 
-def _numbers(name: str, scores: Scores, decision: Decision) -> dict[str, Any]:
+def _numbers(name: str, scores: HeldOutScores, decision: Decision) -> dict[str, Any]:
     """Return the score of a candidate, and by how much it is lower than the merged model's."""
     numbers = {"score": _finite(scores.mean), "n": sum(map(len, scores.by_task.values()))}
     if name == "merged":

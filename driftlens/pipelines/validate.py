@@ -21,13 +21,12 @@ from driftlens.engine.pool import require_same_parameters
 from driftlens.engine.sites import coverage, select_layers, select_sites
 from driftlens.experiment import loading as opening
 from driftlens.experiment.merging import merge_of, no_scores
-from driftlens.experiment.sanity_checks import Finding, companions, label, problem, suspicions
+from driftlens.experiment.sanity_checks import CheckResult, companions, label, problem, suspicions
 from driftlens.experiment.study import Study
 from driftlens.merging.method import READS, Merge, merge_methods
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import LayerChain
-from driftlens.models.heads import Head as ClipHead
-from driftlens.models.heads import LinearHead, ScoreMap
+from driftlens.models.heads import Head, LinearHead, ScoreMap
 from driftlens.models.own_heads import OwnHead
 from driftlens.pipelines.calibration_plan import calibrator_of
 from driftlens.pipelines.evaluation import scores_of
@@ -52,16 +51,16 @@ class Preflight:
         needs: memory and disk by job, `analyze` and `calibrate`; empty if there are problems.
     """
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[CheckResult] = field(default_factory=list)
     needs: Mapping[str, Needs] = field(default_factory=dict)
 
     def ok(self, subject: str, text: str, hint: str = "") -> None:
         """Record a passed check."""
-        self.findings.append(Finding("ok", subject, text, hint))
+        self.findings.append(CheckResult("ok", subject, text, hint))
 
     def notice(self, subject: str, *texts: str, hint: str = "") -> None:
         """Record something for the user to judge."""
-        self.findings += [Finding("notice", subject, text, hint) for text in texts]
+        self.findings += [CheckResult("notice", subject, text, hint) for text in texts]
 
     def problem(self, subject: str, error: DriftLensError) -> None:
         """Record an error that must be fixed first."""
@@ -89,7 +88,7 @@ class Preflight:
         return result
 
     @property
-    def problems(self) -> list[Finding]:
+    def problems(self) -> list[CheckResult]:
         """The errors that must be fixed first."""
         return [finding for finding in self.findings if finding.level == "problem"]
 
@@ -117,7 +116,7 @@ class Preflight:
         return "\n".join([*lines, f"{count} problem{'s' if count > 1 else ''}" if count else "ready"])
 
 
-def _lines(finding: Finding, width: int) -> list[str]:
+def _lines(finding: CheckResult, width: int) -> list[str]:
     level = "PROBLEM" if finding.level == "problem" else finding.level
     headline, *others = [*finding.text.splitlines(), *finding.hint.splitlines()]
     start = f"{level:<7}  {finding.subject:<{width}}  "
@@ -365,7 +364,7 @@ def _check_heads(
             if names is not None:
                 checks.ok(subject, f"{len(names)} class names in {len(entry.templates)} templates")
                 # Only shapes matter to the estimate of memory, so prompts need not be encoded.
-                valid[task] = ClipHead(tuple(names), torch.randn(len(names), width or 1), 1.0)
+                valid[task] = Head(tuple(names), torch.randn(len(names), width or 1), 1.0)
         else:
             alone = spec.model_copy(update={"heads": {task: entry}})
             heads = checks.attempt(subject, partial(opening.open_heads, alone, models, named))

@@ -20,8 +20,8 @@ from driftlens.results.measures import (
     DRIFT_CHANGE,
     RELATIVE,
     SCORE,
-    Finding,
     Measure,
+    MeasuredValue,
     change,
     common,
     level,
@@ -75,19 +75,19 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
     return frame
 
 
-def _changes_of(run: DriftRun, name: str, about: Measure) -> list[Finding]:
+def _changes_of(run: DriftRun, name: str, about: Measure) -> list[MeasuredValue]:
     """Return changes from the merged to the calibrated model by task; none if the run lacks one of them."""
     pair = ("merged", compared_variants(run, name)[-2])
     # Without a merged model there is nothing to compare with.
     return [change(run, about, task, pair) for task in run.tasks] if {*pair} <= {*run.variants} else []
 
 
-def score_changes(run: DriftRun, name: str) -> list[Finding]:
+def score_changes(run: DriftRun, name: str) -> list[MeasuredValue]:
     """Return the change on each task that was scored before and after, or whose answers are stored."""
     return [row for row in _changes_of(run, name, SCORE) if row.n or row.answers is not None]
 
 
-def final_drift_changes(run: DriftRun, name: str) -> list[tuple[Finding, Finding]]:
+def final_drift_changes(run: DriftRun, name: str) -> list[tuple[MeasuredValue, MeasuredValue]]:
     """Return the change of mean final drift on each task with stored samples, absolute and relative."""
     # A run that stopped early lists no layers, and asking for "final" would raise.
     if not run.manifest.layers:
@@ -130,7 +130,7 @@ def calibration_document(run: DriftRun, name: str) -> dict[str, Any]:
     return {"before_after": rows, "accuracy_changes": scores, "drift_changes": drifts, "means": means}
 
 
-def score_change_note(rows: Sequence[Finding]) -> str:
+def score_change_note(rows: Sequence[MeasuredValue]) -> str:
     """Return the note on the intervals of these changes."""
     is_counted = any(row.answered == "diagnosis" for row in rows)
     counted = "Answers that changed are counted on the diagnosis samples." if is_counted else ""
@@ -215,7 +215,7 @@ def _drifts(run: DriftRun, name: str) -> Table:
     )
 
 
-def _changes(name: str, changes: Sequence[Finding]) -> Table:
+def _changes(name: str, changes: Sequence[MeasuredValue]) -> Table:
     measured = [row for row in changes if row.n]
     score, is_share, says = _told(row.about.name for row in measured)
     kind: Kind = "points" if is_share else "number"
@@ -229,7 +229,7 @@ def _changes(name: str, changes: Sequence[Finding]) -> Table:
     )
 
 
-def _answers(name: str, changes: Sequence[Finding]) -> Table:
+def _answers(name: str, changes: Sequence[MeasuredValue]) -> Table:
     rows: list[tuple[Any, ...]] = [
         (
             row.task,
@@ -487,7 +487,7 @@ def _behind(run: DriftRun, leader: str, variant: str) -> dict[str, Any]:
     return _change("behind", mean_change(run, *scored[0], (leader, variant))) if scored else {}
 
 
-def _change(name: str, change: Finding) -> dict[str, Any]:
+def _change(name: str, change: MeasuredValue) -> dict[str, Any]:
     ends = {f"{name}_{end}": getattr(change, end) for end in ("low", "high", "paired")}
     return {name: change.value, **ends}
 

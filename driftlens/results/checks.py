@@ -27,7 +27,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, model_validator
 
-from driftlens.config.types import Name, Number, Part, Text, checked, problem
+from driftlens.config.types import Name, Number, SpecSection, Text, checked, problem
 from driftlens.config.yaml_text import read_mapping
 from driftlens.results.formatting import Kind, Table, number
 from driftlens.results.measures import changed_score, drift_changes, score_of
@@ -74,7 +74,7 @@ _Value = Annotated[int | str, BeforeValidator(_plain_value)]
 _Change = Annotated[dict[Literal["points", "relative"], tuple[Name, Name]], BeforeValidator(_both_ends)]
 
 
-class Check(Part):
+class Check(SpecSection):
     """One entry of `checks`: bounds on some rows of a table.
 
     `metric` is a numeric column of the table `home`. `where` selects rows (`layer` may be "final"); `per` splits them
@@ -171,7 +171,7 @@ class Check(Part):
             yield "where " + ", ".join(f"{key} is {value}" for key, value in where.items())
 
 
-class _Checks(Part):
+class _Checks(SpecSection):
     """The whole file."""
 
     checks: Annotated[tuple[Check, ...], Field(min_length=1)]

@@ -15,7 +15,7 @@ from driftlens.results.measures import (
     DRIFT,
     DRIFT_CHANGE,
     FLIPS,
-    Finding,
+    MeasuredValue,
     changed_score,
     changes_between,
     drift_changes,
@@ -230,7 +230,7 @@ def _ends(change: MeanChange | None) -> dict[str, Any]:
     return {**ends, "drift_n": change.difference.n, "drift_paired": change.is_paired}
 
 
-def _score_columns(change: Finding, start: float, end: float) -> dict[str, Any]:
+def _score_columns(change: MeasuredValue, start: float, end: float) -> dict[str, Any]:
     row = {
         "before": start,
         "after": end,

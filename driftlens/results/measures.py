@@ -49,7 +49,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Finding(Interval):
+class MeasuredValue(Interval):
     """The value of a `variant`, or its change `against` another one; NaN if it was not measured.
 
     Attributes:
@@ -92,7 +92,7 @@ def finding(
     against: str = "",
     *,
     paired: bool | None = None,
-) -> Finding:
+) -> MeasuredValue:
     """Return a finding with these numbers.
 
     Args:
@@ -103,7 +103,7 @@ def finding(
         against: the variant before, of a change.
         paired: True if the interval of a change is paired by sample.
     """
-    return Finding(
+    return MeasuredValue(
         *numbers.ends, numbers.n, about=about, task=task, variant=variant, against=against, paired=paired
     )
 
@@ -125,7 +125,7 @@ def pairing(paired: Mapping[str, bool | None]) -> str:
     )
 
 
-def paired_by_task(rows: Sequence[Finding]) -> dict[str, bool]:
+def paired_by_task(rows: Sequence[MeasuredValue]) -> dict[str, bool]:
     """Return by task whether all changes on it that have an interval are paired."""
     measured = [row for row in rows if is_measured(row.low)]
     return {row.task: all(other.paired for other in measured if other.task == row.task) for row in measured}
@@ -167,7 +167,7 @@ FLIPS = Measure("flipped decisions", "share", "higher", name="flips")
 SCORE = Measure("score", "share", "lower", "test", "score")
 
 
-def _feature_levels(run: DriftRun) -> Iterator[Finding]:
+def _feature_levels(run: DriftRun) -> Iterator[MeasuredValue]:
     """Yield means over diagnosis samples, with Student's interval; the expert's norm is taken as known."""
     rows = run.layers(layer="final") if run.manifest.layers else run.layers()
     numbers = rows[_COLUMNS[2:]].astype(float).to_numpy().tolist()
@@ -189,7 +189,7 @@ def _feature_levels(run: DriftRun) -> Iterator[Finding]:
 
 def _feature_changes(
     before: DriftRun, after: DriftRun, task: str, pair: tuple[str, str], scale: float
-) -> Iterator[Finding]:
+) -> Iterator[MeasuredValue]:
     """Yield changes between two variants, by Student's t; nothing if the samples of one are not stored.
 
     `scale` is relative drift by drift: the expert's norm, taken as known.
@@ -268,7 +268,7 @@ def _measure_of(metric: Metric) -> Measure:
     return Measure(metric.title, metric.kind, metric.worse, "test", metric.name)
 
 
-def _score_levels(run: DriftRun) -> Iterator[Finding]:
+def _score_levels(run: DriftRun) -> Iterator[MeasuredValue]:
     """Yield every variant's score by the task's main metric, with the table's interval."""
     metrics, rows = main_metrics(run), run.accuracy()
     rows = rows[rows["metric"] == rows["task"].map({task: metric.name for task, metric in metrics.items()})]
@@ -280,7 +280,7 @@ def _score_levels(run: DriftRun) -> Iterator[Finding]:
 
 def changed_score(
     before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str], metric: Metric
-) -> Finding:
+) -> MeasuredValue:
     """Return the change of a score, paired by test sample if single results are stored, else from counts.
 
     Without single results the interval of a share assumes independent samples and is too wide.
@@ -395,7 +395,7 @@ def main_metrics(run: DriftRun) -> Mapping[str, Metric]:
     return mains
 
 
-def _flips(run: DriftRun) -> Iterator[Finding]:
+def _flips(run: DriftRun) -> Iterator[MeasuredValue]:
     """Yield the share of diagnosis samples whose decision differs from the expert's, with Wilson's interval."""
     rows = run.outputs()
     rows = rows[rows["flipped"].notna()]
@@ -411,23 +411,25 @@ def share_true(column: pd.Series[Any]) -> Interval:
 
 def _score_changes(
     before: DriftRun, after: DriftRun, task: str, pair: tuple[str, str], _: float
-) -> Iterator[Finding]:
+) -> Iterator[MeasuredValue]:
     yield changed_score(before, after, task, pair, main_metrics(before).get(task, ACCURACY))
 
 
 @dataclass(frozen=True)
-class _Source:
+class _ValueSource:
     """Functions that yield values of some measures, and their changes on one task."""
 
     measures: tuple[Measure, ...]
-    levels: Callable[[DriftRun], Iterator[Finding]]
-    changes: Callable[[DriftRun, DriftRun, str, tuple[str, str], float], Iterator[Finding]] | None = None
+    levels: Callable[[DriftRun], Iterator[MeasuredValue]]
+    changes: Callable[[DriftRun, DriftRun, str, tuple[str, str], float], Iterator[MeasuredValue]] | None = (
+        None
+    )
 
 
 _SOURCES = (
-    _Source((DRIFT, DRIFT_CHANGE, RELATIVE, COSINE), _feature_levels, _feature_changes),
-    _Source((SCORE,), _score_levels, _score_changes),
-    _Source((FLIPS,), _flips),
+    _ValueSource((DRIFT, DRIFT_CHANGE, RELATIVE, COSINE), _feature_levels, _feature_changes),
+    _ValueSource((SCORE,), _score_levels, _score_changes),
+    _ValueSource((FLIPS,), _flips),
 )
 _BY_ROLE = {about.role: source for source in _SOURCES for about in source.measures}
 # Measures with a mean over any tasks; scores have one only if their metrics are of one kind.
@@ -435,11 +437,11 @@ _AVERAGED = (DRIFT, RELATIVE, COSINE)
 
 
 @remembered
-def _levels(run: DriftRun, source: _Source) -> Mapping[tuple[str, str, str], Finding]:
+def _levels(run: DriftRun, source: _ValueSource) -> Mapping[tuple[str, str, str], MeasuredValue]:
     return {(row.about.role, row.task, row.variant): row for row in source.levels(run)}
 
 
-def level(run: DriftRun, measure: Measure, task: str, variant: str) -> Finding:
+def level(run: DriftRun, measure: Measure, task: str, variant: str) -> MeasuredValue:
     """Return the value of a variant on a task; NaN if it was not measured.
 
     Args:
@@ -454,13 +456,15 @@ def level(run: DriftRun, measure: Measure, task: str, variant: str) -> Finding:
 
 
 @remembered
-def _changes(run: DriftRun, source: _Source, task: str, pair: tuple[str, str]) -> Mapping[str, Finding]:
+def _changes(
+    run: DriftRun, source: _ValueSource, task: str, pair: tuple[str, str]
+) -> Mapping[str, MeasuredValue]:
     return changes_between(run, run, source.measures[0], task, pair)
 
 
 def changes_between(
     before: DriftRun, after: DriftRun, measure: Measure, task: str, pair: tuple[str, str]
-) -> Mapping[str, Finding]:
+) -> Mapping[str, MeasuredValue]:
     """Return changes between variants of two runs, by `Measure.role`.
 
     Args:
@@ -478,7 +482,7 @@ def changes_between(
     return {row.about.role: row for row in source.changes(before, after, task, pair, scale)}
 
 
-def change(run: DriftRun, measure: Measure, task: str, pair: tuple[str, str]) -> Finding:
+def change(run: DriftRun, measure: Measure, task: str, pair: tuple[str, str]) -> MeasuredValue:
     """Return the change of a measure on a task; without interval if the samples of a variant are not stored.
 
     Args:
@@ -494,7 +498,7 @@ def change(run: DriftRun, measure: Measure, task: str, pair: tuple[str, str]) ->
     return finding(end.about, Interval(end.value - start.value), task, pair[1], pair[0], paired=False)
 
 
-def mean(run: DriftRun, measure: Measure, tasks: Sequence[str], variant: str) -> Finding:
+def mean(run: DriftRun, measure: Measure, tasks: Sequence[str], variant: str) -> MeasuredValue:
     """Return the mean of a variant over tasks.
 
     Args:
@@ -507,7 +511,9 @@ def mean(run: DriftRun, measure: Measure, tasks: Sequence[str], variant: str) ->
     return replace(finding(measure, over, "", variant), tasks=tuple(tasks))
 
 
-def mean_change(run: DriftRun, measure: Measure, tasks: Sequence[str], pair: tuple[str, str]) -> Finding:
+def mean_change(
+    run: DriftRun, measure: Measure, tasks: Sequence[str], pair: tuple[str, str]
+) -> MeasuredValue:
     """Return the change of the mean over tasks: the difference of both means, with the error of changes by task.
 
     Args:

@@ -25,7 +25,7 @@ from driftlens.config.requests import ProjectionRequest
 from driftlens.runs import layout
 from driftlens.runs.manifest import version_of
 from driftlens.runs.run import DriftRun, open_run, remembered
-from driftlens.runs.schema import LABEL, SAMPLE_ID, TASK, VARIANT, Column, Table
+from driftlens.runs.schema import LABEL, SAMPLE_ID, TASK, VARIANT, ColumnSchema, TableSchema
 from driftlens.runs.tables import DAMAGED, append_rows, conform, plain_rows, read_table
 from driftlens.runs.writer import attach
 from driftlens.utils.errors import NumericsError, RunError, SpecError
@@ -55,7 +55,7 @@ PARAMETERS: Mapping[Method, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProjectionSettings:
     """The resolved settings of one projection; the layer is an index."""
 
     task: str
@@ -75,7 +75,7 @@ class Settings:
         return {**asdict(self), "variants": list(self.variants), "fit_on": "all"}  # as earlier runs have it
 
 
-def settings_of(run: DriftRun, task: str, request: ProjectionRequest) -> Settings:
+def settings_of(run: DriftRun, task: str, request: ProjectionRequest) -> ProjectionSettings:
     """Return checked settings.
 
     Args:
@@ -91,7 +91,7 @@ def settings_of(run: DriftRun, task: str, request: ProjectionRequest) -> Setting
     # Every model needs at least one point.
     if not 1 + len(chosen) <= most <= MOST_POINTS:
         raise SpecError(f"max_points should be from {1 + len(chosen)} to {MOST_POINTS}, got {most}")
-    return Settings(task, run.layer_index(request.layer), method, request.seed, tuple(chosen), most)
+    return ProjectionSettings(task, run.layer_index(request.layer), method, request.seed, tuple(chosen), most)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Points:
     notes: tuple[str, ...]
 
 
-def load_points(run: DriftRun, settings: Settings) -> Points:
+def load_points(run: DriftRun, settings: ProjectionSettings) -> Points:
     """Return the rows that `settings` ask for, thinned evenly over classes if there are too many."""
     ids = run.sample_ids(settings.task)
     arrays = {role: run.features(settings.task, role, settings.layer) for role in settings.roles}
@@ -170,7 +170,7 @@ def labels_of(run: DriftRun, task: str) -> pd.Series[Any]:
 
 
 def _measure(
-    array: Stored, expert: Stored, role: str, settings: Settings, ids: Sequence[str]
+    array: Stored, expert: Stored, role: str, settings: ProjectionSettings, ids: Sequence[str]
 ) -> tuple[float, float]:
     """Return mean cosine to the expert and mean distance from it; NaN if no cosine exists, as a norm is 0."""
     cosines, drifts = [], []
@@ -345,7 +345,7 @@ _LIBRARIES: Mapping[Method, Sequence[str]] = {
 
 _FOLDER = "projections"
 _FORMAT = 1
-_POINTS = Table(
+_POINTS = TableSchema(
     "projection",
     ("task", "variant", "sample_id"),
     (
@@ -353,8 +353,8 @@ _POINTS = Table(
         VARIANT,
         SAMPLE_ID,
         LABEL,
-        Column("x", "float", "1", "First coordinate; distances are indicative only."),
-        Column("y", "float", "1", "Second coordinate."),
+        ColumnSchema("x", "float", "1", "First coordinate; distances are indicative only."),
+        ColumnSchema("y", "float", "1", "Second coordinate."),
     ),
 )
 _VERIFY = "Delete the file to recompute the projection. `driftlens check` lists damaged files."
@@ -389,7 +389,7 @@ class Projection:
         digest: the content key; `projections/<digest>.parquet` in the run, once stored.
     """
 
-    settings: Settings
+    settings: ProjectionSettings
     method: Method
     frame: pd.DataFrame = field(repr=False)
     quality: pd.DataFrame = field(repr=False)
@@ -493,7 +493,7 @@ def looked_at(run: DriftRun, task: str, request: ProjectionRequest = ProjectionR
     return stored_projection(run, task, request) or project(run, task, request, store_it=False)
 
 
-def _feature_digests(run: DriftRun, settings: Settings) -> dict[str, str]:
+def _feature_digests(run: DriftRun, settings: ProjectionSettings) -> dict[str, str]:
     """Return SHA-256 digests of the features of every role, which decide a layout."""
     digests = {}
     for role in settings.roles:
@@ -505,12 +505,14 @@ def _feature_digests(run: DriftRun, settings: Settings) -> dict[str, str]:
     return digests
 
 
-def _versions(settings: Settings) -> dict[str, str | None]:
+def _versions(settings: ProjectionSettings) -> dict[str, str | None]:
     """Return versions of the packages that make a layout; None for one that is not installed."""
     return {name: version_of(name) for name in _LIBRARIES[settings.method]}
 
 
-def _content_key(settings: Settings, features: Mapping[str, str], versions: Mapping[str, str | None]) -> str:
+def _content_key(
+    settings: ProjectionSettings, features: Mapping[str, str], versions: Mapping[str, str | None]
+) -> str:
     """Return the name of the layout that these features, settings and libraries give, in hexadecimal."""
     parts = {"settings": settings.as_dict(), "parameters": PARAMETERS[settings.method]}
     parts |= {"features": features, "versions": versions}
@@ -533,7 +535,7 @@ def _write(run: DriftRun, projection: Projection, features: Mapping[str, str]) -
         write_json_atomic(path, record)
 
 
-def _stored(run: DriftRun, settings: Settings, features: Mapping[str, str]) -> Projection | None:
+def _stored(run: DriftRun, settings: ProjectionSettings, features: Mapping[str, str]) -> Projection | None:
     """Return the newest stored projection of these features and settings, by any library versions."""
     # By time, so that the newest layout wins; names break ties of coarse clocks.
     paths = sorted((run.path / _FOLDER).glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
@@ -561,7 +563,7 @@ def _read(path: pathlib.Path, record: dict[str, Any]) -> Projection:
     try:
         # `fit_on` was a setting of earlier versions.
         stored_settings = {key: value for key, value in record["settings"].items() if key != "fit_on"}
-        settings = Settings(**{**stored_settings, "variants": tuple(stored_settings["variants"])})
+        settings = ProjectionSettings(**{**stored_settings, "variants": tuple(stored_settings["variants"])})
         x_and_y = record["explained_variance"]
         values = {name: record[name] for name in _AS_THEY_ARE} | {
             "explained_variance": None if x_and_y is None else (float(x_and_y[0]), float(x_and_y[1])),

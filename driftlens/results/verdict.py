@@ -119,7 +119,7 @@ _ROOM = (("all", True, 3), ("mixed", True, 3), ("mixed", False, 3), ("none", Fal
 
 
 @dataclass(frozen=True)
-class Gap:
+class ModelGap:
     """The difference between two models: `change` of the mean over tasks, with its 95 % interval.
 
     `side` is 1 if the model is clearly better, -1 if clearly worse, 0 if undecided; `better` and `worse` are the
@@ -137,7 +137,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Source:
+class DriftSource:
     """The layer with the largest share of a variant's final drift: mean over tasks, and smallest and largest task.
 
     The intervals of `rivals` overlap its own, so that they may have a larger share.
@@ -174,14 +174,14 @@ class Verdict:
     merged: str
     after: str
     means: Mapping[str, Interval]
-    gaps: tuple[Gap, ...]
+    gaps: tuple[ModelGap, ...]
     worst: str
     bad_experts: tuple[str, ...]
-    source: Source | None
+    source: DriftSource | None
     command: str
     sentences: tuple[str, ...]
 
-    def gap(self, variant: str, against: str) -> Gap | None:
+    def gap(self, variant: str, against: str) -> ModelGap | None:
         """Return how `variant` differs from `against`; None if that was not measured."""
         return next((gap for gap in self.gaps if (gap.variant, gap.against) == (variant, against)), None)
 
@@ -326,14 +326,14 @@ def shareable(run: DriftRun, text: str) -> str:
     return text.replace(shlex.quote(str(run.path)), shlex.quote(run.path.absolute().name))
 
 
-def _gap(run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str, str]) -> Gap:
+def _gap(run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str, str]) -> ModelGap:
     # `change` goes from the first to the second, a gap from `against` to `variant`.
     backwards = (pair[1], pair[0])
     by_task = {task: change(run, about, task, backwards) for task in tasks}
     over = mean_change(run, about, tasks, backwards)
     better, worse = (tuple(task for task, row in by_task.items() if row.side == way) for way in (1, -1))
     intervals = {task: row.interval for task, row in by_task.items()}
-    return Gap(*pair, over.interval, intervals, over.side, better, worse)
+    return ModelGap(*pair, over.interval, intervals, over.side, better, worse)
 
 
 def _of_means(judgement: Verdict) -> str:
@@ -362,7 +362,7 @@ def _of_gaps(judgement: Verdict, which: str, counting: str) -> Iterator[str]:
         yield f"{title(variant)}{which if part_of(variant) == 'calibrated' else ''}: {clauses}."
 
 
-def _of_gap(gap: Gap, judgement: Verdict, counting: str, *, is_first: bool) -> str:
+def _of_gap(gap: ModelGap, judgement: Verdict, counting: str, *, is_first: bool) -> str:
     change = change_of_gap(gap, judgement.measure.kind) + " points" * (
         judgement.measure.kind == "share" and is_first
     )
@@ -379,7 +379,7 @@ def _of_gap(gap: Gap, judgement: Verdict, counting: str, *, is_first: bool) -> s
     return f"{change} {way} than {_called(gap.against)}{f' ({counts})' if counts else ''}"
 
 
-def change_of_gap(gap: Gap, kind: Kind) -> str:
+def change_of_gap(gap: ModelGap, kind: Kind) -> str:
     """Format a change with the longer half of its interval, signed if its direction is undecided.
 
     Both ends replace that half if it would reach 0 although the interval doesn't.
@@ -396,7 +396,7 @@ def change_of_gap(gap: Gap, kind: Kind) -> str:
     return f"{value} +- {half}"
 
 
-def _counts(gap: Gap, num_tasks: int, *, is_first: bool) -> str:
+def _counts(gap: ModelGap, num_tasks: int, *, is_first: bool) -> str:
     """Return on how many tasks the change is clear, first those that agree with the mean."""
     sides = {"better": len(gap.better), "worse": len(gap.worse)}
     way, other = ("better", "worse") if gap.side >= 0 else ("worse", "better")
@@ -412,7 +412,7 @@ def _counts(gap: Gap, num_tasks: int, *, is_first: bool) -> str:
     return f"clear on {on}" + (f", {sides[other]} {other}" if sides[other] else "")
 
 
-def _source_of(run: DriftRun, variant: str) -> Source | None:
+def _source_of(run: DriftRun, variant: str) -> DriftSource | None:
     """Return the layer with the largest share of a variant's final drift; None if no share was measured."""
     by_layer = shares(run, variant)
     if not by_layer:
@@ -420,7 +420,7 @@ def _source_of(run: DriftRun, variant: str) -> Source | None:
     (layer, (share, by_task)), *others = by_layer.items()
     # Without an interval any other layer may carry as much.
     rivals = tuple(run.layer_name(rival) for rival, (other, _) in others if not other.high < share.low)
-    return Source(layer, run.layer_name(layer), share, min(by_task), max(by_task), rivals)
+    return DriftSource(layer, run.layer_name(layer), share, min(by_task), max(by_task), rivals)
 
 
 @remembered
@@ -448,7 +448,7 @@ def share_of(row: Mapping[Any, Any]) -> Interval:
     return Interval(share, low, high, plain(row["jacobian_samples"]) or 0)
 
 
-def _of_source(source: Source | None, variant: str, *, whole: bool = True) -> Iterator[str]:
+def _of_source(source: DriftSource | None, variant: str, *, whole: bool = True) -> Iterator[str]:
     if source is None:
         return
     if not whole:
@@ -552,7 +552,7 @@ def _headline_of(run: DriftRun, judged: Verdict, closed: Interval) -> tuple[str,
     return f"Repair {verb} {share} of the {target}{gain}", "mixed" if gain else "good"
 
 
-def _below_base(judged: Verdict, gap: Gap, still: str) -> str:
+def _below_base(judged: Verdict, gap: ModelGap, still: str) -> str:
     """Return the sentence on a model that is clearly worse than its base."""
     kind, num_tasks = judged.measure.kind, len(judged.tasks)
     if judged.measure.role == RELATIVE.role:
@@ -565,7 +565,9 @@ def _below_base(judged: Verdict, gap: Gap, still: str) -> str:
     return f"{still} {words}" if still else words[:1].upper() + words[1:]
 
 
-def _of_merge(run: DriftRun, judged: Verdict, over_base: Gap | None, behind: Gap | None) -> tuple[str, _Tone]:
+def _of_merge(
+    run: DriftRun, judged: Verdict, over_base: ModelGap | None, behind: ModelGap | None
+) -> tuple[str, _Tone]:
     """Return sentence and tone for a merge without a repair that isn't clearly worse than its base."""
     if not judged.merged:
         return "No merged model to compare with base and experts", "none"
@@ -681,7 +683,9 @@ def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
     return Table.of("tasks", heading, kinds, table, note)
 
 
-def _note_on_tasks(run: DriftRun, judgement: Verdict, gap: Gap | None, last: str, has_source: bool) -> str:
+def _note_on_tasks(
+    run: DriftRun, judgement: Verdict, gap: ModelGap | None, last: str, has_source: bool
+) -> str:
     """Return the note on the columns of `task_sheet` and on its intervals."""
     note = f"Relative drift is that of {title(last)} (pooled feature)"
     if judgement.source and has_source:

@@ -18,7 +18,7 @@ from driftlens.runs.layout import STATUS, begun_calibration
 from driftlens.runs.manifest import LATER, CalibrationInfo, Manifest, is_phase_of, read_manifest
 from driftlens.runs.status import Status, living_owner_of, read_status
 from driftlens.runs.tables import DAMAGED, empty, read_table, stored_table
-from driftlens.utils.diagnostic import Column
+from driftlens.utils.diagnostic import ColumnSchema
 from driftlens.utils.errors import DataError, LayerNotFoundError, RunError, concerning, did_you_mean, some_of
 from driftlens.utils.files import PathLike, from_json, plain_file
 from driftlens.utils.variants import calibrated, calibration_of
@@ -326,11 +326,11 @@ class DriftRun:
         )
         return f"<DriftRun {str(self.path)!r}:\n  tasks {tasks};\n  variants {variants}>"
 
-    def columns(self, table: str) -> tuple[Column, ...]:
+    def columns(self, table: str) -> tuple[ColumnSchema, ...]:
         """Return the columns of a table: those of the schema, then those that diagnostics added to this run's file."""
         return stored_table(self.path / layout.table_file(table), schema.TABLES[table]).columns
 
-    def _rows(self, table: schema.Table, **filters: Any) -> pd.DataFrame:
+    def _rows(self, table: schema.TableSchema, **filters: Any) -> pd.DataFrame:
         frame = self._frame(table)
         filters = {column: value for column, value in filters.items() if value is not None}
         places = np.arange(len(frame))
@@ -353,7 +353,7 @@ class DriftRun:
             places = places[(frame[column].take(places) == value).to_numpy(dtype=bool)]
         return (frame.take(places) if len(places) < len(frame) else frame).reset_index(drop=True)
 
-    def _frame(self, table: schema.Table) -> pd.DataFrame:
+    def _frame(self, table: schema.TableSchema) -> pd.DataFrame:
         if table.name not in self._frames:
             relative = layout.table_file(table.name)
             # Written tables are listed, so one that is neither listed nor present was never computed.

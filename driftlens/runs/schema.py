@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from driftlens.utils.diagnostic import ANY, Range, Worse
-from driftlens.utils.diagnostic import Column as Column
+from driftlens.utils.diagnostic import ColumnSchema as ColumnSchema
 from driftlens.utils.errors import RunError, SchemaTooNewError
 from driftlens.utils.metrics import METRICS
 
@@ -32,7 +32,7 @@ ATTRIBUTED = ("jacobian", "contributions", "prefix")
 
 
 @dataclass(frozen=True)
-class Table:
+class TableSchema:
     """One table: `key` columns come first and are never null; every other column may be null.
 
     `command` is the command that fills it in a run that lacks it.
@@ -40,7 +40,7 @@ class Table:
 
     name: str
     key: tuple[str, ...]
-    columns: tuple[Column, ...]
+    columns: tuple[ColumnSchema, ...]
     command: str = ANALYZE
 
     def __post_init__(self) -> None:
@@ -52,14 +52,14 @@ class Table:
         """The column names in the order of the file."""
         return tuple(column.name for column in self.columns)
 
-    def column(self, name: str) -> Column:
+    def column(self, name: str) -> ColumnSchema:
         """Return the column called `name`."""
         for column in self.columns:
             if column.name == name:
                 return column
         raise KeyError(name)
 
-    def only(self, *names: str) -> tuple[Column, ...]:
+    def only(self, *names: str) -> tuple[ColumnSchema, ...]:
         """Return the columns of these names."""
         return tuple(self.column(name) for name in names)
 
@@ -78,51 +78,51 @@ class Table:
         named = [name for name in options if is_explained or name not in ATTRIBUTED]
         return f"{EXPLAIN} --add {','.join(named)}" if named else EXPLAIN
 
-    def extended(self, columns: Iterable[Column]) -> Table:
+    def extended(self, columns: Iterable[ColumnSchema]) -> TableSchema:
         """Return the table with those of `columns` appended that it lacks."""
         new = {column.name: column for column in columns if column.name not in self.names}
         return replace(self, columns=(*self.columns, *new.values())) if new else self
 
 
-def _text(name: str, meaning: str) -> Column:
-    return Column(name, "str", "", meaning)
+def _text(name: str, meaning: str) -> ColumnSchema:
+    return ColumnSchema(name, "str", "", meaning)
 
 
-def _count(name: str, unit: str, meaning: str) -> Column:
-    return Column(name, "int", unit, meaning, None, NOT_NEGATIVE)
+def _count(name: str, unit: str, meaning: str) -> ColumnSchema:
+    return ColumnSchema(name, "int", unit, meaning, None, NOT_NEGATIVE)
 
 
-def _pure(name: str, meaning: str, worse: Worse = None, limits: Range = NOT_NEGATIVE) -> Column:
-    return Column(name, "float", "1", meaning, worse, limits)
+def _pure(name: str, meaning: str, worse: Worse = None, limits: Range = NOT_NEGATIVE) -> ColumnSchema:
+    return ColumnSchema(name, "float", "1", meaning, worse, limits)
 
 
-def _length(name: str, meaning: str) -> Column:
-    return Column(name, "float", "feature", meaning, "higher", NOT_NEGATIVE)
+def _length(name: str, meaning: str) -> ColumnSchema:
+    return ColumnSchema(name, "float", "feature", meaning, "higher", NOT_NEGATIVE)
 
 
-def _score(name: str, meaning: str, worse: Worse = "higher", unit: str = "score") -> Column:
-    return Column(name, "float", unit, meaning, worse, NOT_NEGATIVE)
+def _score(name: str, meaning: str, worse: Worse = "higher", unit: str = "score") -> ColumnSchema:
+    return ColumnSchema(name, "float", unit, meaning, worse, NOT_NEGATIVE)
 
 
-def _gain(name: str, meaning: str) -> Column:
+def _gain(name: str, meaning: str) -> ColumnSchema:
     return _score(name, meaning, unit="score/feature")
 
 
-def _optional(option: str, *columns: Column) -> tuple[Column, ...]:
+def _optional(option: str, *columns: ColumnSchema) -> tuple[ColumnSchema, ...]:
     return tuple(replace(column, option=option) for column in columns)
 
 
-def _shared(name: str, meaning: str, option: str) -> Column:
-    return Column(name, "float", "1", meaning, option=option)
+def _shared(name: str, meaning: str, option: str) -> ColumnSchema:
+    return ColumnSchema(name, "float", "1", meaning, option=option)
 
 
-def _ends(share: str, option: str = "", over: str = "jacobian_samples") -> tuple[Column, ...]:
+def _ends(share: str, option: str = "", over: str = "jacobian_samples") -> tuple[ColumnSchema, ...]:
     meaning = f"end of the 95 % interval of {share} over the {over} (bootstrap)."
     ends = (("low", "Lower"), ("high", "Upper"))
     return tuple(_shared(f"{share}_{end}", f"{words} {meaning}", option) for end, words in ends)
 
 
-def _drift_family() -> tuple[Column, ...]:
+def _drift_family() -> tuple[ColumnSchema, ...]:
     statistics = {
         "mean": "Mean",
         "std": "Standard deviation (divided by n; intervals divide by n - 1)",
@@ -138,14 +138,14 @@ def _drift_family() -> tuple[Column, ...]:
 
 TASK = _text("task", "Task: a data set and its expert.")
 VARIANT = _text("variant", "Measured model: base, expert, merged, calibrated:NAME or baseline:NAME.")
-LAYER = Column(
+LAYER = ColumnSchema(
     "layer", "int", "", "Layer in forward order: 1 the stem, the last one the head.", None, (1.0, None)
 )
 SAMPLE_ID = _text("sample_id", "The sample, as its data source names it.")
 METRIC = _text("metric", "Metric of the score, for example accuracy.")
 LABEL = _text("label", "Class of the sample in its data source.")
 
-LAYERS = Table(
+LAYERS = TableSchema(
     "layers",
     ("task", "variant", "layer"),
     (
@@ -236,7 +236,7 @@ LAYERS = Table(
     ),
 )
 
-SAMPLES = Table(
+SAMPLES = TableSchema(
     "samples",
     ("task", "variant", "layer", "sample_id"),
     (
@@ -254,7 +254,7 @@ SAMPLES = Table(
     ),
 )
 
-OUTPUTS = Table(
+OUTPUTS = TableSchema(
     "outputs",
     ("task", "variant", "sample_id"),
     (
@@ -264,7 +264,7 @@ OUTPUTS = Table(
         LABEL,
         _text("expert_pred", "Class that the expert predicts."),
         _text("pred", "Class that the variant predicts."),
-        Column("flipped", "bool", "", "True if the two differ.", "higher"),
+        ColumnSchema("flipped", "bool", "", "True if the two differ.", "higher"),
         _score("score_drift_l2", "Euclidean norm of the score drift."),
         _score("score_drift_inf", "Largest change of one score."),
         _gain("score_gain_secant", "Norm of the score drift against that of the final drift."),
@@ -277,21 +277,23 @@ OUTPUTS = Table(
         ),
         _score("score_map_mismatch", "Norm of the score change from different heads alone."),
         _score("margin", "Expert's best score minus its second best.", "lower"),
-        Column("certified", "bool", "", "True if the drift is too small to flip the prediction.", "lower"),
+        ColumnSchema(
+            "certified", "bool", "", "True if the drift is too small to flip the prediction.", "lower"
+        ),
         _score("ce", "Cross-entropy of the variant.", unit="nat"),
         _score("ce_expert", "Cross-entropy of the expert.", unit="nat"),
         _pure("confidence", "Largest class probability of the variant.", None, SHARE),
         _pure("confidence_expert", "Largest class probability of the expert.", None, SHARE),
         _score("kl", "Divergence of the variant's class probabilities from the expert's.", unit="nat"),
         _score("token_kl", "Divergence of the next token over the whole vocabulary.", unit="nat"),
-        Column("token_flipped", "bool", "", "True if the most likely next token differs.", "higher"),
-        Column("token_certified", "bool", "", "True if the drift is too small to change it.", "lower"),
+        ColumnSchema("token_flipped", "bool", "", "True if the most likely next token differs.", "higher"),
+        ColumnSchema("token_certified", "bool", "", "True if the drift is too small to change it.", "lower"),
         _pure("softmax_integral_error", "Self-check: error of the softmax integral identity.", "higher"),
         _score("ce_integral_error", "Self-check: error of the cross-entropy identity.", unit="nat"),
     ),
 )
 
-ADJOINT = Table(
+ADJOINT = TableSchema(
     "adjoint",
     ("task", "variant", "target", "layer", "sample_id"),
     (
@@ -302,14 +304,18 @@ ADJOINT = Table(
         SAMPLE_ID,
         *_optional(
             "adjoint",
-            Column("part", "float", "of the target", "Part of the change from the layer's local mismatch."),
-            Column("change", "float", "of the target", "Change of the target from expert to variant."),
-            Column("remainder", "float", "of the target", "Change no layer accounts for (head row only)."),
+            ColumnSchema(
+                "part", "float", "of the target", "Part of the change from the layer's local mismatch."
+            ),
+            ColumnSchema("change", "float", "of the target", "Change of the target from expert to variant."),
+            ColumnSchema(
+                "remainder", "float", "of the target", "Change no layer accounts for (head row only)."
+            ),
         ),
     ),
 )
 
-GROUP_CONTRIBUTIONS = Table(
+GROUP_CONTRIBUTIONS = TableSchema(
     "group_contributions",
     ("task", "variant", "layer", "group"),
     (
@@ -326,20 +332,20 @@ GROUP_CONTRIBUTIONS = Table(
     ),
 )
 
-ROUTING = Table(
+ROUTING = TableSchema(
     "routing",
     ("task", "variant", "layer", "expert"),
     (
         TASK,
         VARIANT,
         LAYER,
-        Column("expert", "int", "", "Number of the expert in its mixture, from 0.", None, NOT_NEGATIVE),
+        ColumnSchema("expert", "int", "", "Number of the expert in its mixture, from 0.", None, NOT_NEGATIVE),
         _count("tokens", "tokens", "Tokens of the diagnosis samples routed to it."),
         _pure("gate_mean", "Mean gate weight of the expert for them; empty without tokens."),
     ),
 )
 
-PARAMS = Table(
+PARAMS = TableSchema(
     "params",
     # A stem of one module shares its path with that module, so the scope is part of the key.
     ("variant", "task", "scope", "path"),
@@ -354,7 +360,7 @@ PARAMS = Table(
     ),
 )
 
-ACCURACY = Table(
+ACCURACY = TableSchema(
     "accuracy",
     ("task", "variant", "metric"),
     (
@@ -365,12 +371,12 @@ ACCURACY = Table(
         _count("n", "samples", "Test samples."),
         _pure("ci_low", "Lower end of the 95 % interval: Wilson's for shares, else bootstrap.", None, ANY),
         _pure("ci_high", "Upper end of that interval.", None, ANY),
-        Column("seed", "int", "", "Seed of the test samples."),
+        ColumnSchema("seed", "int", "", "Seed of the test samples."),
     ),
     "driftlens analyze RUN",
 )
 
-SCORES = Table(
+SCORES = TableSchema(
     "scores",
     ("task", "variant", "metric", "sample_id"),
     (
@@ -397,7 +403,7 @@ SCORES = Table(
     "driftlens analyze RUN",
 )
 
-CALIBRATION = Table(
+CALIBRATION = TableSchema(
     "calibration",
     ("name", "layer", "site"),
     (
@@ -410,7 +416,7 @@ CALIBRATION = Table(
         _pure("objective_after", "Objective at the calibrated parameters.", "higher"),
         _pure("weight_change", "|dW|_F / |W|_F."),
         _pure("condition_estimate", "Estimated condition of the system solved.", "higher", (1.0, None)),
-        Column("seconds", "float", "s", "Time spent on the site.", None, NOT_NEGATIVE),
+        ColumnSchema("seconds", "float", "s", "Time spent on the site.", None, NOT_NEGATIVE),
         _pure("smallest_eigenvalue", "Estimated smallest eigenvalue of the system solved.", "lower"),
         _pure("task_weight_sum", "Sum over tasks of the weights of their Gram matrices."),
         _pure(
@@ -438,7 +444,7 @@ CALIBRATION = Table(
     CALIBRATE,
 )
 
-SWEEPS = Table(
+SWEEPS = TableSchema(
     "sweeps",
     ("sweep", "point", "seed", "task"),
     (
@@ -447,8 +453,8 @@ SWEEPS = Table(
             "Varied factors (settings or n, samples per task) joined by `+`, `ablation`, or `control` (calibration "
             "at rho 1); after a method other than FeatCal, or layers, and `:`.",
         ),
-        Column("point", "int", "", "Place of the settings in the sweep, from 0.", None, (0.0, None)),
-        Column("seed", "int", "", "Seed of the calibration samples."),
+        ColumnSchema("point", "int", "", "Place of the settings in the sweep, from 0.", None, (0.0, None)),
+        ColumnSchema("seed", "int", "", "Seed of the calibration samples."),
         TASK,
         _pure("lam", "Ridge, relative to a Gram matrix of norm 1."),
         _pure("rho", "Position of the anchor from base (0) to merged (1); beyond, extrapolated.", None, ANY),
@@ -459,7 +465,7 @@ SWEEPS = Table(
         _pure("cos_mean", "Mean cosine of the final feature to the expert's.", "lower", COSINE),
         *(_pure(metric.name, metric.described, metric.worse, metric.range) for metric in METRICS.values()),
         _count("n_test", "samples", "Test samples of the scores."),
-        Column("seconds", "float", "s", "Time of the calibration.", None, NOT_NEGATIVE),
+        ColumnSchema("seconds", "float", "s", "Time of the calibration.", None, NOT_NEGATIVE),
         _text("method", "The calibrator."),
         _text("settings", "All its settings, as JSON."),
         _text(
@@ -471,15 +477,15 @@ SWEEPS = Table(
     "driftlens sweep RUN --param alpha=0,0.1,0.3,1",
 )
 
-RESOURCES = Table(
+RESOURCES = TableSchema(
     "resources",
     ("phase",),
     (
         _text("phase", "Phase of the work."),
-        Column("seconds", "float", "s", "Wall-clock time.", None, NOT_NEGATIVE),
+        ColumnSchema("seconds", "float", "s", "Wall-clock time.", None, NOT_NEGATIVE),
         _count("peak_rss_bytes", "B", "Peak resident memory of the process, until the end of the phase."),
         _count("peak_gpu_bytes", "B", "Peak accelerator memory during the phase."),
-        Column("energy_wh", "float", "Wh", "Energy used, if measurable.", None, NOT_NEGATIVE),
+        ColumnSchema("energy_wh", "float", "Wh", "Energy used, if measurable.", None, NOT_NEGATIVE),
     ),
 )
 

@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pandas.api.extensions import ExtensionDtype
 
-from driftlens.runs.schema import SCHEMA_VERSION, TABLES, Table, refuse_newer
-from driftlens.utils.diagnostic import Column, Kind
+from driftlens.runs.schema import SCHEMA_VERSION, TABLES, TableSchema, refuse_newer
+from driftlens.utils.diagnostic import ColumnSchema, Kind
 from driftlens.utils.errors import RunError
 from driftlens.utils.files import atomic_path, plain_file
 
@@ -37,12 +37,12 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 DAMAGED = "`driftlens check` on the run lists every file that is damaged."
 
 
-def empty(table: Table) -> pd.DataFrame:
+def empty(table: TableSchema) -> pd.DataFrame:
     """Return a frame without rows that has every column of `table` in its type."""
     return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _frame_types(table).items()})
 
 
-def conform(frame: pd.DataFrame, table: Table) -> pd.DataFrame:
+def conform(frame: pd.DataFrame, table: TableSchema) -> pd.DataFrame:
     """Return the rows of `frame` with all columns of `table`, in order and in their types; gaps are NaN or NA.
 
     Raises:
@@ -66,7 +66,7 @@ def conform(frame: pd.DataFrame, table: Table) -> pd.DataFrame:
     return rows
 
 
-def stored_table(path: pathlib.Path, table: Table) -> Table:
+def stored_table(path: pathlib.Path, table: TableSchema) -> TableSchema:
     """Return the declaration of `table`, extended by the columns that diagnostics added to the file."""
     if not path.exists():
         return table
@@ -82,7 +82,7 @@ def stored_columns(path: pathlib.Path) -> list[str]:
         return list(file.schema_arrow.names)
 
 
-def read_table(path: pathlib.Path, table: Table) -> pd.DataFrame:
+def read_table(path: pathlib.Path, table: TableSchema) -> pd.DataFrame:
     """Return a Parquet file as a frame; columns that an older schema lacks are null, those of diagnostics come last."""
     stored = _read(path, table)
     frame: pd.DataFrame = stored.to_pandas(types_mapper=_NULLABLE.get)
@@ -90,14 +90,18 @@ def read_table(path: pathlib.Path, table: Table) -> pd.DataFrame:
     return frame.astype({name: kind for name, kind in kinds.items() if is_already[name] != kind})
 
 
-def append_rows(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replace: bool = False) -> None:
+def append_rows(
+    path: pathlib.Path, table: TableSchema, frame: pd.DataFrame, *, replace: bool = False
+) -> None:
     """Replace a Parquet file by the rows of `appended`, atomically."""
     rows = appended(path, table, frame, replace=replace)
     with atomic_path(path) as written:
         pq.write_table(rows, written)
 
 
-def appended(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replace: bool = False) -> pa.Table:
+def appended(
+    path: pathlib.Path, table: TableSchema, frame: pd.DataFrame, *, replace: bool = False
+) -> pa.Table:
     """Return the rows of a Parquet file, if it exists, and those of a frame; earlier rows stay bit-identical.
 
     Args:
@@ -126,7 +130,7 @@ def appended(path: pathlib.Path, table: Table, frame: pd.DataFrame, *, replace: 
     return pa.concat_tables([earlier.filter(~clash), rows])
 
 
-def filled(path: pathlib.Path, table: Table, frame: pd.DataFrame) -> pa.Table:
+def filled(path: pathlib.Path, table: TableSchema, frame: pd.DataFrame) -> pa.Table:
     """Return the rows of a Parquet file with new values in some cells; all others stay bit-identical.
 
     Args:
@@ -148,7 +152,7 @@ def filled(path: pathlib.Path, table: Table, frame: pd.DataFrame) -> pa.Table:
     return earlier
 
 
-def without(path: pathlib.Path, table: Table, column: str, values: Collection[str]) -> pa.Table | None:
+def without(path: pathlib.Path, table: TableSchema, column: str, values: Collection[str]) -> pa.Table | None:
     """Return the rows of a Parquet file whose text `column` has none of `values`; None if that is all of them."""
     if not path.exists():
         return None
@@ -157,13 +161,13 @@ def without(path: pathlib.Path, table: Table, column: str, values: Collection[st
     return left if left.num_rows < rows.num_rows else None
 
 
-def _as_stored(frame: pd.DataFrame, table: Table) -> pa.Table:
+def _as_stored(frame: pd.DataFrame, table: TableSchema) -> pa.Table:
     schema, rows = _file_schema(table), conform(frame, table)
     columns = [pa.array(rows[field.name].array, field.type, from_pandas=True) for field in schema]
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _frame_types(table: Table) -> dict[str, ExtensionDtype | np.dtype[Any]]:
+def _frame_types(table: TableSchema) -> dict[str, ExtensionDtype | np.dtype[Any]]:
     # Integers of a key are never null, so they need no nullable type.
     return {
         column.name: np.dtype(np.int64)
@@ -173,7 +177,7 @@ def _frame_types(table: Table) -> dict[str, ExtensionDtype | np.dtype[Any]]:
     }
 
 
-def _cast(frame: pd.DataFrame, column: Column, kind: ExtensionDtype | np.dtype[Any]) -> Any:
+def _cast(frame: pd.DataFrame, column: ColumnSchema, kind: ExtensionDtype | np.dtype[Any]) -> Any:
     if column.name not in frame.columns:
         return pd.Series(None, index=frame.index, dtype=kind).array
     values = frame[column.name]
@@ -191,7 +195,7 @@ def _cast(frame: pd.DataFrame, column: Column, kind: ExtensionDtype | np.dtype[A
         raise ValueError(f"{expected}: {error}") from error
 
 
-def _file_schema(table: Table) -> pa.Schema:
+def _file_schema(table: TableSchema) -> pa.Schema:
     declared = TABLES.get(table.name, table).names
     fields = [
         pa.field(
@@ -209,16 +213,16 @@ def _file_schema(table: Table) -> pa.Schema:
     )
 
 
-def _declaration(column: Column) -> str:
+def _declaration(column: ColumnSchema) -> str:
     """Return a column's declaration as JSON."""
     # Without the option, which readers of schema 1.0 don't know.
     return json.dumps({name: value for name, value in dataclasses.asdict(column).items() if name != "option"})
 
 
-def _added(schema: pa.Schema) -> list[Column]:
+def _added(schema: pa.Schema) -> list[ColumnSchema]:
     """Return the columns that diagnostics added to a file, in order."""
     notes = [json.loads(field.metadata[_ADDED]) for field in schema if _ADDED in (field.metadata or {})]
-    return [Column(**{**column, "range": tuple(column["range"])}) for column in notes]
+    return [ColumnSchema(**{**column, "range": tuple(column["range"])}) for column in notes]
 
 
 @contextlib.contextmanager
@@ -234,7 +238,7 @@ def _opened(path: pathlib.Path) -> Iterator[pq.ParquetFile]:
         raise RunError(f"{path} can't be read: {reason}", hint=DAMAGED) from error
 
 
-def _read(path: pathlib.Path, table: Table) -> pa.Table:
+def _read(path: pathlib.Path, table: TableSchema) -> pa.Table:
     with _opened(path) as file:
         stored = file.read()
         # Reading doesn't decode text, so invalid text would fail much later.
@@ -244,7 +248,7 @@ def _read(path: pathlib.Path, table: Table) -> pa.Table:
     return _aligned(stored, table.extended(_added(stored.schema)), path)
 
 
-def _aligned(stored: pa.Table, table: Table, path: pathlib.Path) -> pa.Table:
+def _aligned(stored: pa.Table, table: TableSchema, path: pathlib.Path) -> pa.Table:
     """Return the columns of `table`; those that `stored` lacks are null, those of a newer minor version are dropped."""
     schema, names = _file_schema(table), {*stored.column_names}
     try:
@@ -259,11 +263,11 @@ def _aligned(stored: pa.Table, table: Table, path: pathlib.Path) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _keys(rows: pa.Table, table: Table) -> pd.MultiIndex:
+def _keys(rows: pa.Table, table: TableSchema) -> pd.MultiIndex:
     return pd.MultiIndex.from_frame(rows.select(list(table.key)).to_pandas())
 
 
-def _first_key(rows: pd.DataFrame, table: Table) -> str:
+def _first_key(rows: pd.DataFrame, table: TableSchema) -> str:
     return ", ".join(f"{name}={rows[name].tolist()[0]!r}" for name in table.key)
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 from driftlens.runs.layout import ENTRIES, MANIFEST, table_file
 from driftlens.runs.manifest import manifest_is_intact, read_manifest
 from driftlens.runs.run import DriftRun
-from driftlens.runs.schema import TABLES, Column
+from driftlens.runs.schema import TABLES, ColumnSchema
 from driftlens.runs.tables import stored_columns
 from driftlens.runs.writer import is_as_described, run_files, settled
 from driftlens.utils.errors import counted
@@ -131,7 +131,9 @@ def equality(a: DriftRun, b: DriftRun) -> Equality:
     return result
 
 
-def _compare(equality: Equality, label: str, column: Column, a: pd.Series[Any], b: pd.Series[Any]) -> None:
+def _compare(
+    equality: Equality, label: str, column: ColumnSchema, a: pd.Series[Any], b: pd.Series[Any]
+) -> None:
     """Add the comparison of one column, in rows of the same keys, to `equality`."""
     equality.num_values += len(a)
     unequal = (a.isna() != b.isna()).to_numpy(dtype=bool, copy=True)

@@ -43,7 +43,7 @@ from driftlens.runs.status import (
     write_status,
 )
 from driftlens.runs.tables import appended, filled, plain, without
-from driftlens.utils.diagnostic import Column
+from driftlens.utils.diagnostic import ColumnSchema
 from driftlens.utils.errors import Cancelled, RunError, SpecError
 from driftlens.utils.files import (
     PathLike,
@@ -268,7 +268,7 @@ class RunWriter:
         self.event("notice", text=text)
 
     def append(
-        self, table: str, frame: pd.DataFrame, *, replace: bool = False, columns: Sequence[Column] = ()
+        self, table: str, frame: pd.DataFrame, *, replace: bool = False, columns: Sequence[ColumnSchema] = ()
     ) -> None:
         """Add rows to a table; existing rows keep their exact values.
 
@@ -281,7 +281,7 @@ class RunWriter:
         path = self.folder / layout.table_file(table)
         self._write(path, appended(path, TABLES[table].extended(columns), frame, replace=replace))
 
-    def fill(self, table: str, frame: pd.DataFrame, columns: Sequence[Column] = ()) -> None:
+    def fill(self, table: str, frame: pd.DataFrame, columns: Sequence[ColumnSchema] = ()) -> None:
         """Set values in columns of existing rows, by key; all other values stay exact.
 
         Args:

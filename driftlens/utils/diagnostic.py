@@ -30,7 +30,7 @@ ANY: Range = (None, None)
 
 
 @dataclass(frozen=True)
-class Column:
+class ColumnSchema:
     """One column of a table.
 
     Attributes:
@@ -96,7 +96,7 @@ class Diagnostic:
 
     name: str
     table: str
-    columns: tuple[Column, ...]
+    columns: tuple[ColumnSchema, ...]
     needs: Needs
     option: str
     measure: Callable[..., Any]
@@ -109,7 +109,7 @@ diagnostics: Registry[Diagnostic] = Registry("diagnostic", "driftlens.diagnostic
 def diagnostic(
     name: str,
     *,
-    columns: Sequence[Column],
+    columns: Sequence[ColumnSchema],
     table: str = "layers",
     needs: Needs = "features",
     option: str | None = None,

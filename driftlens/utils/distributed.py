@@ -196,7 +196,7 @@ class Team:
         data: list[Any] = [None]
         with self._connection():
             torch.distributed.recv_object_list(data, src=source, device=torch.device("cpu"))
-            reader = _Reader(io.BytesIO(data[0]), self._device)
+            reader = _TensorUnpickler(io.BytesIO(data[0]), self._device)
             value = reader.load()
             for tensor in reader.tensors:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -225,7 +225,7 @@ class _Writer(pickle.Pickler):
         return value.shape, value.dtype, value.device.type
 
 
-class _Reader(pickle.Unpickler):
+class _TensorUnpickler(pickle.Unpickler):
     """Unpickles a value with empty tensors in it, on the host or on this process's device."""
 
     def __init__(self, file: io.BytesIO, device: torch.device | None) -> None:

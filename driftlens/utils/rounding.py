@@ -12,7 +12,7 @@ COARSE = 0.5
 
 
 @dataclass(frozen=True)
-class Change:
+class RoundingChange:
     """Counts of entries in which one model differs from another, before and after rounding.
 
     Attributes:
@@ -33,10 +33,10 @@ class Change:
     energy: float = 0.0
     start: float = 0.0
 
-    def __add__(self, other: Change) -> Change:
+    def __add__(self, other: RoundingChange) -> RoundingChange:
         counts = {name: value + getattr(other, name) for name, value in vars(self).items() if name != "dtype"}
         # Parts may be stored in different types; the one with more changed entries names the sum.
-        return Change(self.dtype if self.changed >= other.changed else other.dtype, **counts)
+        return RoundingChange(self.dtype if self.changed >= other.changed else other.dtype, **counts)
 
     @property
     def norm(self) -> float:
@@ -54,7 +54,7 @@ class Change:
         return self.lost / self.changed if self.changed else 0.0
 
 
-def lost_words(change: Change, subject: str, whose: str = "the base's") -> str:
+def lost_words(change: RoundingChange, subject: str, whose: str = "the base's") -> str:
     """Describe what rounding loses of a change; empty if that is negligible.
 
     Args:
@@ -68,7 +68,7 @@ def lost_words(change: Change, subject: str, whose: str = "the base's") -> str:
     return f"about {lost} of the entries that {subject} changes equal {whose} again in {change.dtype}"
 
 
-def saved_words(change: Change, subject: str, whose: str = "the base's") -> list[str]:
+def saved_words(change: RoundingChange, subject: str, whose: str = "the base's") -> list[str]:
     """Describe what saving in a narrower type loses of a change, and the option that keeps it; empty if negligible.
 
     Args:
@@ -81,7 +81,7 @@ def saved_words(change: Change, subject: str, whose: str = "the base's") -> list
     return [f"{text}, the dtype of the output; `--out-dtype float32` keeps them"]
 
 
-def coarse_words(change: Change, subject: str) -> str:
+def coarse_words(change: RoundingChange, subject: str) -> str:
     """Describe a change that is about as large as the steps of the number type both models are stored in; empty
     otherwise.
     """

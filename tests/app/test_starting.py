@@ -15,7 +15,7 @@ from driftlens.config.requests import CalibrationRequest
 from driftlens.runs.run import open_run
 from driftlens.utils.errors import RunError
 from driftlens_app import processes
-from driftlens_app.processes import Request, job_of, start
+from driftlens_app.processes import JobRequest, job_of, start
 from driftlens_app.requests import calibrate_request, demo_request
 from driftlens_app.settings import Settings
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.usefixtures("worker")
 
 
 @pytest.fixture
-def request_(root: Path) -> Request:
+def request_(root: Path) -> JobRequest:
     """A calibration that would go on until it is told otherwise."""
     return calibrate_request(open_run(root / "full"), CalibrationRequest(name="steady"))
 
 
 def test_a_job_whose_record_cannot_be_written_is_ended(
-    request_: Request, monkeypatch: pytest.MonkeyPatch
+    request_: JobRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -44,7 +44,7 @@ def test_a_job_whose_record_cannot_be_written_is_ended(
 
 
 def test_a_log_that_cannot_be_written_is_an_error_with_a_hint(
-    request_: Request, monkeypatch: pytest.MonkeyPatch
+    request_: JobRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -56,7 +56,7 @@ def test_a_log_that_cannot_be_written_is_an_error_with_a_hint(
 
 
 def test_a_start_that_takes_too_long_elsewhere_is_refused(
-    request_: Request, monkeypatch: pytest.MonkeyPatch
+    request_: JobRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "_START_SECONDS", 0.0)
     request_.folder.mkdir(exist_ok=True)

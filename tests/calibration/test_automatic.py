@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from driftlens.calibration.automatic import (
-    Scores,
+    HeldOutScores,
     decide,
     folds_of,
 )
@@ -23,9 +23,9 @@ NOISE = {
 }
 
 
-def scored(score: float, noise: float = 0.0) -> Scores:
+def scored(score: float, noise: float = 0.0) -> HeldOutScores:
     """Scores of an imagined model; the noise of a sample is the same for all."""
-    return Scores({task: score + noise * values for task, values in NOISE.items()})
+    return HeldOutScores({task: score + noise * values for task, values in NOISE.items()})
 
 
 def test_too_few_samples_are_refused_with_the_number_it_takes() -> None:
@@ -37,15 +37,15 @@ def test_the_advantage_is_that_of_paired_samples() -> None:
     rng = np.random.default_rng(5)
     before = {task: rng.normal(size=count) for task, count in (("cars", 12), ("signs", 30))}
     gaps = {task: 0.3 + 0.01 * rng.normal(size=len(values)) for task, values in before.items()}
-    after = Scores({task: values - gaps[task] for task, values in before.items()})
-    found = after.compared_with(Scores(before))
+    after = HeldOutScores({task: values - gaps[task] for task, values in before.items()})
+    found = after.compared_with(HeldOutScores(before))
     assert found.advantage == pytest.approx(np.mean([gap.mean() for gap in gaps.values()]))
     expected = math.sqrt(sum(gap.var(ddof=1) / len(gap) for gap in gaps.values())) / 2
     assert found.standard_error == pytest.approx(expected)
-    assert is_clear(after, Scores(before)) and not is_clear(Scores(before), after)
+    assert is_clear(after, HeldOutScores(before)) and not is_clear(HeldOutScores(before), after)
 
 
-def is_clear(one: Scores, other: Scores, among: int = 1) -> bool:
+def is_clear(one: HeldOutScores, other: HeldOutScores, among: int = 1) -> bool:
     return one.compared_with(other, among=among).is_clear
 
 
@@ -56,16 +56,16 @@ def test_few_samples_need_students_quantile_and_several_comparisons_more() -> No
     for among in (1, 2, 3):
         quantile = stats.t.ppf(1 - 0.025 / among, 3)
         for factor, expected in ((0.99, False), (1.01, True)):
-            after = Scores({"cars": gaps.mean() - gaps - factor * quantile * error})
-            assert is_clear(after, Scores({"cars": np.zeros(4)}), among) is expected
+            after = HeldOutScores({"cars": gaps.mean() - gaps - factor * quantile * error})
+            assert is_clear(after, HeldOutScores({"cars": np.zeros(4)}), among) is expected
     assert stats.t.ppf(0.975, 3) > 3
 
 
 def test_tasks_of_unequal_spread_have_satterthwaites_freedom() -> None:
     rng = np.random.default_rng(0)
     gaps = {"cars": rng.normal(0, 1, 8), "signs": rng.normal(0, 0.1, 30)}
-    found = Scores({task: -values for task, values in gaps.items()}).compared_with(
-        Scores({task: np.zeros(len(values)) for task, values in gaps.items()})
+    found = HeldOutScores({task: -values for task, values in gaps.items()}).compared_with(
+        HeldOutScores({task: np.zeros(len(values)) for task, values in gaps.items()})
     )
     welch = stats.ttest_ind(gaps["cars"], gaps["signs"], equal_var=False)
     assert found.freedom == pytest.approx(welch.df) and found.freedom < 8
@@ -79,7 +79,7 @@ def test_the_merged_model_stays_where_nothing_is_clearly_better() -> None:
 
 
 def test_the_base_is_chosen_and_the_merge_advised_against_where_nothing_beats_the_base() -> None:
-    def found(base: Scores, start: float) -> tuple[str, bool]:
+    def found(base: HeldOutScores, start: float) -> tuple[str, bool]:
         decision = decide({"merged": scored(1.0), "base": base, "start": scored(start)})
         assert decision.among == 2
         return decision.name, decision.base_stands
@@ -87,7 +87,7 @@ def test_the_base_is_chosen_and_the_merge_advised_against_where_nothing_beats_th
     assert found(scored(0.2), 0.5) == ("base", True)
     assert found(scored(0.2), 0.2) == ("base", True), "a tie goes to what is simpler"
     assert found(scored(1.0), 2.0) == ("merged", True)
-    spread = Scores({task: 3.0 + 50 * (values - values.mean()) for task, values in NOISE.items()})
+    spread = HeldOutScores({task: 3.0 + 50 * (values - values.mean()) for task, values in NOISE.items()})
     for base, expected in ((scored(3.0), "merged"), (scored(0.9), "base"), (spread, "merged")):
         assert found(base, 2.0) == (expected, expected == "base")
     assert found(scored(0.2), 0.1) == ("start", False)
@@ -95,7 +95,7 @@ def test_the_base_is_chosen_and_the_merge_advised_against_where_nothing_beats_th
 
 def test_comparisons_with_what_was_left_behind_count() -> None:
     gaps = np.random.default_rng(4).normal(0.8, 1, 20)
-    scores = {"merged": Scores({"cars": gaps}), "start": Scores({"cars": 0 * gaps})}
+    scores = {"merged": HeldOutScores({"cars": gaps}), "start": HeldOutScores({"cars": 0 * gaps})}
     few, many = decide(scores), decide(scores, among=1000)
     assert (few.name, many.name) == ("start", "merged")
     assert many.over_merged["start"].low < few.over_merged["start"].low
@@ -108,7 +108,7 @@ def test_of_equally_simple_candidates_the_last_within_a_standard_error_is_taken_
     by = {"merged": 2.0, "one": 1.0, "other": 0.99}
     noisy = {task: values - values.mean() for task, values in NOISE.items()}
     scores = {
-        name: Scores({task: mean + (noisy if name == "other" else flat)[task] for task in flat})
+        name: HeldOutScores({task: mean + (noisy if name == "other" else flat)[task] for task in flat})
         for name, mean in by.items()
     }
     assert not scores["other"].compared_with(scores["one"], among=2).is_clear
@@ -117,7 +117,7 @@ def test_of_equally_simple_candidates_the_last_within_a_standard_error_is_taken_
     error = scores["other"].compared_with(scores["one"]).standard_error
     for behind, name in ((0.9, "other"), (1.1, "one")):  # in standard errors, after .01 ahead
         later = {task: values + 0.01 + behind * error for task, values in scores["other"].by_task.items()}
-        assert decide(scores | {"other": Scores(later)}, [["one", "other"]]).name == name
+        assert decide(scores | {"other": HeldOutScores(later)}, [["one", "other"]]).name == name
 
 
 def test_what_is_chosen_is_never_worse_than_anything_beyond_its_interval() -> None:
@@ -131,17 +131,17 @@ def test_what_is_chosen_is_never_worse_than_anything_beyond_its_interval() -> No
             drawn = {task: sharing * at + rng.normal(middle, spread, len(at)) for task, at in shared.items()}
             if name != "merged" and rng.random() < 0.1:
                 drawn["cars"] = np.full(len(drawn["cars"]), np.inf)
-            scores[name] = Scores(drawn)
+            scores[name] = HeldOutScores(drawn)
         chosen = scores[decide(scores).name]
         assert math.isfinite(chosen.mean)
         assert not any(is_clear(other, chosen, among=4) for other in scores.values())
 
 
 def test_what_can_not_be_solved_for_is_never_chosen() -> None:
-    unsolved, as_is = Scores({"cars": np.full(9, np.inf)}), Scores({"cars": np.full(9, 5.0)})
+    unsolved, as_is = HeldOutScores({"cars": np.full(9, np.inf)}), HeldOutScores({"cars": np.full(9, 5.0)})
     decision = decide({"merged": as_is, "start": unsolved})
     assert decision.name == "merged" and not math.isfinite(decision.over_merged["start"].advantage)
-    other = Scores({"cars": np.zeros(9)})
+    other = HeldOutScores({"cars": np.zeros(9)})
     assert decide({"merged": as_is, "start": unsolved, "other": other}).name == "other"
 
 
@@ -150,6 +150,8 @@ def test_chance_alone_moves_away_from_the_merged_model_seldom() -> None:
     rng = np.random.default_rng(11)
     names, moved = ("merged", "base", "start", "found", "other", "another"), 0
     for _ in range(400):
-        drawn = {name: Scores({"cars": rng.normal(size=8), "signs": rng.normal(size=8)}) for name in names}
+        drawn = {
+            name: HeldOutScores({"cars": rng.normal(size=8), "signs": rng.normal(size=8)}) for name in names
+        }
         moved += decide(drawn).name != "merged"
     assert moved / 400 < 0.05

@@ -12,7 +12,7 @@ from torch import Tensor
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.tensor_sources import TensorsSource
 from driftlens.data.samples import Batch
-from driftlens.engine.calibrating import Step
+from driftlens.engine.calibrating import CalibrationProgress
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import InMemoryBatches
@@ -80,7 +80,7 @@ def test_features_on_disk_give_the_same(name: str, tmp_path: Path) -> None:
     """
     models, seen = subject(name), set()
 
-    def watch(now: Step) -> None:
+    def watch(now: CalibrationProgress) -> None:
         seen.update(file.name for file in (tmp_path / "spill").glob("*"))
 
     spilled = calibrated(models, FeatCal(), feature_budget=1, spill=tmp_path / "spill", on_step=watch)
@@ -163,7 +163,7 @@ def test_only_what_is_asked_for_is_updated(models: Subject) -> None:
 def test_a_calibration_goes_on_bitwise_where_it_was_interrupted(models: Subject, plain: Parameters) -> None:
     finished: dict[int, dict[str, Tensor]] = {}
 
-    def cancel(now: Step) -> None:
+    def cancel(now: CalibrationProgress) -> None:
         if now.layer == 4:
             raise Cancelled("stop")
 
@@ -181,7 +181,7 @@ def test_a_calibration_goes_on_bitwise_where_it_was_interrupted(models: Subject,
 def test_nothing_is_left_on_disk_by_a_walk_that_does_not_finish(
     models: Subject, tmp_path: Path, how: str
 ) -> None:
-    def cancel(now: Step) -> None:
+    def cancel(now: CalibrationProgress) -> None:
         if how == "cancelled" and now.layer == 3:
             raise Cancelled("stop")
 

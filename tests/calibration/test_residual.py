@@ -19,7 +19,7 @@ from driftlens.config.data import Views
 from driftlens.data.samples import Batch, SampleSet
 from driftlens.data.views import viewed
 from driftlens.engine import sequential as steps
-from driftlens.engine.calibrating import Step
+from driftlens.engine.calibrating import CalibrationProgress
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import InMemoryBatches
 from driftlens.linalg.gram import JointMoments
@@ -170,7 +170,7 @@ def test_output_metrics_beyond_the_budget_wait_on_disk_and_change_no_weight(tmp_
     held, entries = calibrated(models, settings), dict[str, int]()
     solved, left = list[int](), list[str]()
 
-    def look(step: Step) -> None:
+    def look(step: CalibrationProgress) -> None:
         for file in spill.glob("*moment*"):
             entries[file.name] = load_file(file)["moment"].numel()
         if step.layer > 0 and not step.task:  # a layer that is solved has no use for its own

@@ -13,7 +13,7 @@ from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.experiment.loading import OpenModels
 from driftlens.experiment.merging import merged_source
-from driftlens.experiment.study import Settings, Study, TaskSamples
+from driftlens.experiment.study import AnalysisSettings, Study, TaskSamples
 from driftlens.merging.method import MergeMethod, StateDict
 from driftlens.models.architecture import architecture_of
 from driftlens.models.heads import LinearHead
@@ -87,7 +87,7 @@ def study_of(models: OpenModels, *, count: int = 6) -> Study:
             task: TaskSamples(diagnosis=samples(task), calibration=samples(task), head=head_of(task))
             for task in tasks
         },
-        settings=Settings("cls", frozenset()),
+        settings=AnalysisSettings("cls", frozenset()),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from driftlens.config import load_spec
 from driftlens.config.requests import PreflightRequest
-from driftlens.experiment.sanity_checks import Finding
+from driftlens.experiment.sanity_checks import CheckResult
 from driftlens.pipelines.validate import Preflight, preflight
 from tests.zoo.world import Weights, World
 
@@ -20,7 +20,7 @@ def check(spec: Mapping[str, Any], **options: Any) -> Preflight:
     return preflight(load_spec(spec), PreflightRequest(**options))
 
 
-def found(result: Preflight, level: str, subject: str) -> Finding:
+def found(result: Preflight, level: str, subject: str) -> CheckResult:
     """The one finding of a level about a subject."""
     matching = [
         finding for finding in result.findings if (finding.level, finding.subject) == (level, subject)
@@ -29,7 +29,7 @@ def found(result: Preflight, level: str, subject: str) -> Finding:
     return matching[0]
 
 
-def notices(result: Preflight) -> list[Finding]:
+def notices(result: Preflight) -> list[CheckResult]:
     return [finding for finding in result.findings if finding.level == "notice"]
 
 

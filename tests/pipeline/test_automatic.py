@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.calibration.automatic import Scores, decide
+from driftlens.calibration.automatic import HeldOutScores, decide
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.tensor_sources import Between
 from driftlens.config.yaml_text import from_yaml
@@ -226,8 +226,8 @@ def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None
     def judged(model: str, part: int) -> dict[str, np.ndarray]:
         return {task: at["hellinger"] for task, at in HeldOutScorer(study, half(part)).of(model).items()}
 
-    def both(pieces: list[dict[str, np.ndarray]]) -> Scores:
-        return Scores({task: np.concatenate([piece[task] for piece in pieces]) for task in samples})
+    def both(pieces: list[dict[str, np.ndarray]]) -> HeldOutScores:
+        return HeldOutScores({task: np.concatenate([piece[task] for piece in pieces]) for task in samples})
 
     scores = {name: both([judged(name, part) for part in (0, 1)]) for name in ("merged", "base")}
     for name, calibrator in {
@@ -377,7 +377,7 @@ def test_the_judge_reads_every_model_by_its_own_score_map_and_compares_pairs(stu
     expert = f"expert:{task}"
     plain, found = (
         {
-            name: Scores({task: HeldOutScorer(one, samples).of(name)[task]["hellinger"]})
+            name: HeldOutScores({task: HeldOutScorer(one, samples).of(name)[task]["hellinger"]})
             for name in ("merged", "base", expert)
         }
         for one in (study, given)

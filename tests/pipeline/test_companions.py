@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from driftlens.checkpoints.tensor_sources import StateSource
 from driftlens.config import load_spec
 from driftlens.experiment.loading import open_models
-from driftlens.experiment.sanity_checks import Finding, companions, suspicions
+from driftlens.experiment.sanity_checks import CheckResult, companions, suspicions
 from driftlens.pipelines.validate import Preflight
 from tests.pipeline.checking import check, found, notices, saved, visual, with_expert
 from tests.zoo.towers import hf_folder
@@ -45,7 +45,7 @@ def spec_of(world: World, base: Path, expert: Path) -> dict[str, Any]:
     )
 
 
-def doubts(world: World, base: Path, expert: Path) -> list[Finding]:
+def doubts(world: World, base: Path, expert: Path) -> list[CheckResult]:
     return companions(open_models(load_spec(spec_of(world, base, expert))))
 
 
@@ -289,7 +289,7 @@ def test_a_merge_of_other_experts_is_doubted(world: World, tmp_path: Path) -> No
     assert share == pytest.approx(100, abs=5)  # its noise is orthogonal to both task vectors
 
 
-def found_merge(result: Preflight) -> Finding:
+def found_merge(result: Preflight) -> CheckResult:
     """The finding about what a merged model is made of."""
     matching = [finding for finding in result.findings if "task vectors" in finding.text]
     assert len(matching) == 1, result.text()

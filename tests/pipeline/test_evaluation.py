@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from driftlens.data.samples import SampleSet
-from driftlens.experiment.study import Settings, Study, TaskSamples
+from driftlens.experiment.study import AnalysisSettings, Study, TaskSamples
 from driftlens.models.heads import Head
 from driftlens.pipelines import evaluation
 from driftlens.pipelines.evaluation import scores_of
@@ -54,7 +54,7 @@ def prepared(case: str = "sequential") -> Prepared:
         pool=pool_of(CASES[case], modules),
         variants=("base", "merged"),
         tasks={task: task_samples(made, task) for task in COUNTS},
-        settings=Settings(pool="cls", stored_layers=frozenset()),
+        settings=AnalysisSettings(pool="cls", stored_layers=frozenset()),
         seed=7,
     )
     return made

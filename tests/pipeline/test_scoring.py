@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlens.experiment.sanity_checks import Finding
+from driftlens.experiment.sanity_checks import CheckResult
 from driftlens.pipelines.validate import Preflight, _check_ties
 from tests.pipeline.checking import check, saved, visual
 from tests.zoo.cases import CASES, family
@@ -54,7 +54,7 @@ def score(world: World, head: Tensor, folder: Path, **changes: Any) -> Preflight
     return check(world.spec(heads={"flowers": entry}, data=data, **changes), deep=True)
 
 
-def judged(result: Preflight) -> Finding:
+def judged(result: Preflight) -> CheckResult:
     """The finding that holds the expert's score."""
     matching = [finding for finding in result.findings if "scores" in finding.text]
     assert len(matching) == 1, result.text()

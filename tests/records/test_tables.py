@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driftlens.runs.schema import ACCURACY, LAYERS, RESOURCES, TABLES, Column, Table
+from driftlens.runs.schema import ACCURACY, LAYERS, RESOURCES, TABLES, ColumnSchema, TableSchema
 from driftlens.runs.tables import append_rows, conform, csv_text, empty, read_table
 from driftlens.utils.errors import RunError, SchemaTooNewError
 from tests.quick import few
@@ -25,8 +25,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def rows_of(table: Table) -> st.SearchStrategy[list[dict[str, Any]]]:
-    def value(column: Column) -> st.SearchStrategy[Any]:
+def rows_of(table: TableSchema) -> st.SearchStrategy[list[dict[str, Any]]]:
+    def value(column: ColumnSchema) -> st.SearchStrategy[Any]:
         plain = VALUES[column.dtype]
         return plain if column.name in table.key else st.none() | plain
 
@@ -34,7 +34,7 @@ def rows_of(table: Table) -> st.SearchStrategy[list[dict[str, Any]]]:
     return st.lists(row, max_size=3, unique_by=lambda row: tuple(row[name] for name in table.key))
 
 
-def frame_of(rows: list[dict[str, Any]], table: Table) -> pd.DataFrame:
+def frame_of(rows: list[dict[str, Any]], table: TableSchema) -> pd.DataFrame:
     """Columns of Python objects, so that no value is changed before `conform` sees it."""
     return pd.DataFrame({name: pd.Series([row[name] for row in rows], dtype=object) for name in table.names})
 

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from driftlens.results.verdict import (
-    Gap,
+    ModelGap,
     Verdict,
     change_of_gap,
     headline,
@@ -196,7 +196,7 @@ def test_half_of_an_interval_is_the_longer_and_reaches_zero_only_where_it_does(
     change: Interval, words: str
 ) -> None:
     side = (change.low > 0) - (change.high < 0)
-    gap = Gap("merged", "base", change, {}, side, (), ())
+    gap = ModelGap("merged", "base", change, {}, side, (), ())
     assert change_of_gap(gap, "share") == words
 
 

@@ -15,7 +15,7 @@ from driftlens.utils.files import entries, write_text_atomic
 from driftlens_app import requests
 from driftlens_app.calibration import methods
 from driftlens_app.live import show_new_runs
-from driftlens_app.processes import Request, ask, start
+from driftlens_app.processes import JobRequest, ask, start
 from driftlens_app.selection import lead
 from driftlens_app.settings import Settings, is_inside
 from driftlens_app.show import Page, coded, note, shown_errors
@@ -142,7 +142,7 @@ def _from_spec(settings: Settings) -> None:
         _begin(requests.analyze_request(settings, spec, name.strip()))
 
 
-def _begin(request: Request) -> None:
+def _begin(request: JobRequest) -> None:
     start(request)
     lead("runs")
 

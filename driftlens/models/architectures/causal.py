@@ -50,7 +50,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
     # A subclass of `nn.Linear` with another forward function may compute more than the product.
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         raise not_causal(whole, f"its head is a {type(head).__name__}; expected a linear map")
-    trace = _Trace(whole, head, list(of_blocks))
+    trace = _ForwardTrace(whole, head, list(of_blocks))
     final, after_head = trace.run(example)
     chain = sequential_chain(whole, example, blocks=path, final=final, reads_last=trace.reads_last)
     paths = {id(module): name for name, module in whole.named_modules()}
@@ -147,7 +147,7 @@ def slope(after_head: AfterHead, width: int) -> float:
 
 
 @dataclass(eq=False)
-class _Trace:
+class _ForwardTrace:
     """One forward pass of a model: the outputs of its modules up to the head."""
 
     whole: Any

@@ -405,7 +405,7 @@ def seq2seq_chain(whole: Any, example: Mapping[str, Tensor]) -> tuple[LayerChain
         raise _not_seq2seq(whole, "its blocks mix experts")
     parts = _EncoderDecoder(whole, example)
     head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
-    return parts.chain(), None if head is None else _Scores(whole, parts, head).traced()
+    return parts.chain(), None if head is None else _ScoreSteps(whole, parts, head).traced()
 
 
 def _not_seq2seq(whole: Any, reason: str) -> IncompatibleModelsError:
@@ -417,7 +417,7 @@ def _not_seq2seq(whole: Any, reason: str) -> IncompatibleModelsError:
 
 
 @dataclass(eq=False)
-class _Scores:
+class _ScoreSteps:
     """Finds the steps between the decoder's features and the scores, by passes without the stacks."""
 
     whole: Any

@@ -193,7 +193,7 @@ class ClipViT:
         if projects:
             inside, weight = self.projects_inside, f"{self.projection}.weight"
             slots[weight] = Slot(prefix + self.projection if inside else weight, transposed=inside)
-        head = _Head(pooling, norm_first)
+        head = _PoolingHead(pooling, norm_first)
         head.add_module(norm, tower.get_submodule(norm))
         sites = _sites(head, norm, "hidden", token_weights="patches" if norm_first else "pooled")
         if projects:
@@ -228,7 +228,7 @@ def _pooling(tower: Any) -> tuple[Pooling, bool]:
     return POOLINGS[kind], kind == "avg" and not tower.final_ln_after_pool
 
 
-class _Head(nn.Module):
+class _PoolingHead(nn.Module):
     """Pools tokens to one, [n, 1, d], and runs its children on it: the final norm, and a projection if there is one.
 
     With `norm_first` the norm runs on all tokens; for a single token the order makes no difference.

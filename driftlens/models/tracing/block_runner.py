@@ -45,7 +45,7 @@ from driftlens.models.tracing.hooks import (
     skip_blocks,
 )
 from driftlens.models.tracing.mixtures import assembled, mixing, mixture_of
-from driftlens.models.tracing.sites import BLOCK_ITSELF, Reader, readers, site_kind, slot_of, tapped
+from driftlens.models.tracing.sites import BLOCK_ITSELF, FeatureLayout, readers, site_kind, slot_of, tapped
 from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError
 
@@ -526,7 +526,7 @@ class BlockRunner:
         return recording
 
 
-def _lies_last(shape: torch.Size, reader: Reader | None, otherwise: bool) -> bool:
+def _lies_last(shape: torch.Size, reader: FeatureLayout | None, otherwise: bool) -> bool:
     """Return True if features of this shape have their channels last, according to the module that reads them next."""
     if reader is None:
         return otherwise

@@ -75,7 +75,7 @@ def _reads_channels(module: nn.Module) -> bool:
     return True
 
 
-class Reader(NamedTuple):
+class FeatureLayout(NamedTuple):
     """The layout that a module expects of features [n, c, h, w] or [n, h, w, c], and their shape per sample."""
 
     channels_last: bool
@@ -83,17 +83,17 @@ class Reader(NamedTuple):
 
 
 @contextlib.contextmanager
-def readers(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[list[Reader | None]]:
+def readers(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[list[FeatureLayout | None]]:
     """Watch one run of `module`; then the list holds the next reader after each boundary of its blocks, or None.
 
     Modules that read no features in space (a pooling) are skipped.
     """
-    upcoming_readers: list[Reader | None] = []
-    passed: list[Reader | None] = []  # None for a boundary
+    upcoming_readers: list[FeatureLayout | None] = []
+    passed: list[FeatureLayout | None] = []  # None for a boundary
 
     def read(channels_last: bool, x: Tensor) -> None:
         if x.dim() > 3:
-            passed.append(Reader(channels_last, x.shape[1:]))
+            passed.append(FeatureLayout(channels_last, x.shape[1:]))
 
     with contextlib.ExitStack() as hooks:
         for block in blocks:

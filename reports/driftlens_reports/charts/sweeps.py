@@ -27,22 +27,22 @@ _LOGARITHMIC = ("lam", "n")
 _PANEL = 200
 
 
-class _Measure(NamedTuple):
+class _SweepMeasure(NamedTuple):
     column: str
     title: str
     number: str = theme.NUMBER
     tick: str = theme.TICK_NUMBER
 
 
-def _measures(rows: pd.DataFrame, options: ChartOptions) -> list[_Measure]:
+def _measures(rows: pd.DataFrame, options: ChartOptions) -> list[_SweepMeasure]:
     """Return the measures that have numbers: drift, accuracy and other scores."""
     column = "drift_rel" if options.relative else "drift_l2_mean"
     quantity = "final drift / expert norm" if options.relative else "mean final drift"
-    drift = _Measure(column, panels.titled(quantity, "sweeps", column))
+    drift = _SweepMeasure(column, panels.titled(quantity, "sweeps", column))
     scores = [
-        _Measure(metric.name, f"{metric.title} (% of test samples)", theme.SHARE, theme.TICK_SHARE)
+        _SweepMeasure(metric.name, f"{metric.title} (% of test samples)", theme.SHARE, theme.TICK_SHARE)
         if metric.kind == "share"
-        else _Measure(metric.name, metric.title)
+        else _SweepMeasure(metric.name, metric.title)
         for metric in METRICS.values()
     ]
     return [measure for measure in (drift, *scores) if rows[measure.column].notna().any()]
@@ -122,7 +122,7 @@ def _x_axis_settings(rows: pd.DataFrame, setting: str) -> dict[str, Any]:
 
 
 def _traces(
-    points: pd.DataFrame, setting: str, measure: _Measure, dark: bool, *, legend: bool
+    points: pd.DataFrame, setting: str, measure: _SweepMeasure, dark: bool, *, legend: bool
 ) -> list[theme.Trace]:
     """Return thin lines of tasks, their mean with whiskers, and a ring around the default."""
     colours = theme.palette(dark)
@@ -148,7 +148,7 @@ def _traces(
     ]
 
 
-def _line(points: pd.DataFrame, setting: str, measure: _Measure) -> theme.Trace:
+def _line(points: pd.DataFrame, setting: str, measure: _SweepMeasure) -> theme.Trace:
     """Return one trace with a line per task, separated by gaps; a trace per task would be slow."""
     places: list[tuple[Any, Any, str]] = []
     for task, curve in points.groupby("task", sort=False):

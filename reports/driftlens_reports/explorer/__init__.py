@@ -29,7 +29,7 @@ from driftlens.results.formatting import printable, signs, unbroken
 from driftlens.results.measures import OUTCOMES, outcomes
 from driftlens.results.projection import (
     MOST_POINTS,
-    Settings,
+    ProjectionSettings,
     labels_of,
     lay_out,
     load_points,
@@ -183,7 +183,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownSamples:
     """The samples of one task on the page: their rows in the run, and their start among all samples."""
 
     task: str
@@ -262,7 +262,7 @@ def gathered(
     }
 
 
-def _shown(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[Shown]:
+def _shown(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[ShownSamples]:
     """Yield the samples of each task, thinned evenly over classes if there are too many."""
     sizes = {task: len(_ids(run, task)) for task in tasks}
     total, start = sum(sizes.values()), 0
@@ -273,7 +273,7 @@ def _shown(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[Shown]:
         limit = len(ids) if total <= most else max(1, most * len(ids) // total)
         rows = thinned(frame, limit, ["label"]).index.to_numpy()
         if len(rows):
-            yield Shown(task, rows, tuple(ids[row] for row in rows), start)
+            yield ShownSamples(task, rows, tuple(ids[row] for row in rows), start)
         start += len(rows)
 
 
@@ -285,7 +285,7 @@ def _ids(run: DriftRun, task: str) -> tuple[str, ...]:
 
 
 def _planes(
-    run: DriftRun, shown: Shown, layers: Sequence[int], stages: Sequence[str], request: ViewRequest
+    run: DriftRun, shown: ShownSamples, layers: Sequence[int], stages: Sequence[str], request: ViewRequest
 ) -> list[dict[str, Any] | None]:
     """Return joint coordinates and neighbours by layer; None for layers without stored features.
 
@@ -301,7 +301,7 @@ def _planes(
             continue
         variants = tuple(name for name in there if name != "expert")
         most = len(there) * len(run.sample_ids(shown.task))
-        points = load_points(run, Settings(shown.task, layer, "pca", 0, variants, most))
+        points = load_points(run, ProjectionSettings(shown.task, layer, "pca", 0, variants, most))
         rows = {name: points.directions[name][shown.rows] for name in there}
         places, method = _laid_out(run, shown, layer, rows, request)
         before = _turned(places, before)
@@ -325,7 +325,7 @@ def _is_stored(run: DriftRun, task: str, variant: str, layer: int) -> bool:
 
 
 def _laid_out(
-    run: DriftRun, shown: Shown, layer: int, rows: Mapping[str, Array], request: ViewRequest
+    run: DriftRun, shown: ShownSamples, layer: int, rows: Mapping[str, Array], request: ViewRequest
 ) -> tuple[dict[str, Array], str]:
     """Return coordinates `[n, 2]` by model and the method; NaN for samples that a stored layout has thinned out."""
     if request.method == "pca":
@@ -372,7 +372,7 @@ def _neighbours(rows: Array) -> Array:
 
 
 def _columns(
-    run: DriftRun, shown: Sequence[Shown], stages: Sequence[str], layers: Sequence[int]
+    run: DriftRun, shown: Sequence[ShownSamples], stages: Sequence[str], layers: Sequence[int]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the columns over all samples, and the words that columns of names index."""
     total = sum(len(part.ids) for part in shown)
@@ -424,7 +424,7 @@ def _repairs(stages: Sequence[str]) -> list[str]:
     return [name for name in reversed(stages) if part_of(name) == "calibrated"] or [""]
 
 
-def _fill(column: Array, shown: Shown, values: pd.Series[Any]) -> None:
+def _fill(column: Array, shown: ShownSamples, values: pd.Series[Any]) -> None:
     """Write the values, by sample id, into their places of a column over all samples."""
     places = shown.places
     values = values[values.index.isin(places) & values.notna()]
@@ -432,7 +432,7 @@ def _fill(column: Array, shown: Shown, values: pd.Series[Any]) -> None:
 
 
 def _fill_layers(
-    by_layer: Mapping[str, Array], stage: int, shown: Shown, rows: pd.DataFrame, layers: Sequence[int]
+    by_layer: Mapping[str, Array], stage: int, shown: ShownSamples, rows: pd.DataFrame, layers: Sequence[int]
 ) -> None:
     rows = rows[rows["sample_id"].isin(shown.places) & rows["layer"].isin(layers)]
     layer_places = rows["layer"].map({layer: place for place, layer in enumerate(layers)}).to_numpy(dtype=int)
@@ -445,13 +445,13 @@ def _packed(values: ArrayLike, kind: str) -> str:
     return base64.b64encode(np.ascontiguousarray(values, dtype=kind).tobytes()).decode()
 
 
-def _texts(run: DriftRun, shown: Shown, without: bool) -> Iterator[str]:
+def _texts(run: DriftRun, shown: ShownSamples, without: bool) -> Iterator[str]:
     stored = {} if without else run.texts(shown.task)
     for name in shown.ids:
         yield "\n".join(map(printable, stored.get(name, "").splitlines()))
 
 
-def _pictures(run: DriftRun, shown: Sequence[Shown], total: int) -> dict[str, Any]:
+def _pictures(run: DriftRun, shown: Sequence[ShownSamples], total: int) -> dict[str, Any]:
     """Return one image of all thumbnails in a grid, and each sample's cell; -1 without a thumbnail."""
     # Every task gets the same number of pictures.
     share = _MOST_PICTURES // max(1, len(shown))
@@ -484,7 +484,7 @@ def _pictures(run: DriftRun, shown: Sequence[Shown], total: int) -> dict[str, An
 
 
 def _notes(
-    run: DriftRun, shown: Sequence[Shown], planes: Sequence[Sequence[Any]], request: ViewRequest
+    run: DriftRun, shown: Sequence[ShownSamples], planes: Sequence[Sequence[Any]], request: ViewRequest
 ) -> Iterator[str]:
     """Yield notes on omitted samples and missing measurements."""
     every = sum(len(_ids(run, part.task)) for part in shown)

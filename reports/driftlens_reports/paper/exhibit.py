@@ -192,7 +192,7 @@ def spec_section(run: DriftRun, name: str) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class Gap:
+class MissingPart:
     """A part of an exhibit that the runs can't fill, and the command that adds it."""
 
     name: str
@@ -207,7 +207,7 @@ class Exhibited:
     caption: str
     figure: Figure | None = None
     latex: str | None = None
-    missing: tuple[Gap, ...] = ()
+    missing: tuple[MissingPart, ...] = ()
 
 
 Draw = Callable[[Sequence[DriftRun], ExhibitOptions], Exhibited]
@@ -265,7 +265,7 @@ def samples(rows: pd.DataFrame) -> str:
     return f"n = {between(counts)} samples of the diagnosis split{per_task}."
 
 
-def together(sentences: Iterable[str], gaps: Iterable[Gap] = ()) -> str:
+def together(sentences: Iterable[str], gaps: Iterable[MissingPart] = ()) -> str:
     """Join the sentences that are not empty, once each, and those about gaps, without control characters."""
     lacking = [f"Not shown: {gap.name} ({gap.missing})." for gap in gaps]
     return " ".join(printable(sentence) for sentence in dict.fromkeys([*sentences, *lacking]) if sentence)
@@ -375,7 +375,7 @@ class Exported:
 
     name: str
     files: tuple[pathlib.Path, ...]
-    missing: tuple[Gap, ...]
+    missing: tuple[MissingPart, ...]
 
 
 def export(

@@ -19,7 +19,7 @@ from driftlens.results.formatting import printable
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts.theme import look
 from driftlens_reports.charts.words import short
-from driftlens_reports.paper.exhibit import Exhibited, Gap, settle, together
+from driftlens_reports.paper.exhibit import Exhibited, MissingPart, settle, together
 
 # Columns of the plotted numbers; figures of sweeps also have the settings.
 COLUMNS = ("panel", "run", "task", "variant", "layer", "sample_id", "quantity", "value")
@@ -50,7 +50,7 @@ class Plate:
         self.figure = Figure(figsize=(width, height), layout="constrained")
         # The layout needs a canvas; pyplot would keep every figure in memory.
         FigureCanvasAgg(self.figure)
-        self.missing: list[Gap] = []
+        self.missing: list[MissingPart] = []
         self._rows: list[pd.DataFrame] = []
 
     def record(self, panel: str, run: DriftRun, quantity: str, value: ArrayLike, **key: Any) -> None:
@@ -98,7 +98,7 @@ class Plate:
 
     def lack(self, name: str, missing: str) -> None:
         """Record a gap that has no panel."""
-        gap = Gap(name, missing.removesuffix("."))
+        gap = MissingPart(name, missing.removesuffix("."))
         if gap not in self.missing:
             self.missing.append(gap)
 

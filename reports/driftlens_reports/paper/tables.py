@@ -21,7 +21,7 @@ from driftlens_reports.charts.words import between, called, title
 from driftlens_reports.paper.exhibit import (
     Exhibited,
     ExhibitOptions,
-    Gap,
+    MissingPart,
     origin,
     spec_section,
     table,
@@ -130,7 +130,9 @@ def _accuracy(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         metric.kind != "share" for run in used for metric in main_metrics(run).values() if metric.is_averaged
     ):
         notes.append("Correlations are times 100; averages mix them with accuracies.")
-    missing = [] if used else [Gap("Measured rows", "`driftlens analyze RUN` adds the scores of a run")]
+    missing = (
+        [] if used else [MissingPart("Measured rows", "`driftlens analyze RUN` adds the scores of a run")]
+    )
     caption = f"Scores (%) by task. {GAIN}: points of the average over the merged model."
     return _exhibited("accuracy", "Model", [*parts.values()], caption, used, notes if used else [], missing)
 
@@ -226,7 +228,7 @@ def _runtime(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         "Wall time of the calibration alone; peak resident memory of the process up to its end; energy where the "
         "machine reports it."
     )
-    missing = [] if lines else [Gap("Measured rows", f"`{CALIBRATE}` adds one")]
+    missing = [] if lines else [MissingPart("Measured rows", f"`{CALIBRATE}` adds one")]
     shown = [run for run in runs if run.manifest.calibrations]
     caption = f"Cost of calibrating a merged model.{over}"
     return _exhibited("runtime", "Calibration", [lines], caption, shown, [about] if lines else [], missing)
@@ -255,7 +257,7 @@ def _checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         if absent:
             names = f"self-checks of {', '.join(name for group in absent.values() for name in group)}"
             how = "; ".join(f"`{command}` measures {', '.join(group)}" for command, group in absent.items())
-            missing.append(Gap(f"{names}, {run.name}" if several else names, how))
+            missing.append(MissingPart(f"{names}, {run.name}" if several else names, how))
     caption = "Self-checks: claims that are exact in theory, and the largest error over all tasks, variants and layers."
     notes = ["A check that was not measured does not count as holding."]
     return _exhibited("self-checks", "Check", [lines], caption, runs, notes, missing)
@@ -268,7 +270,7 @@ def _exhibited(
     caption: str,
     runs: Sequence[DriftRun],
     notes: Sequence[str],
-    missing: Sequence[Gap],
+    missing: Sequence[MissingPart],
 ) -> Exhibited:
     """Return the exhibit of these tables, one LaTeX table per part; `label` is the head of the lines' names."""
     notes = [*notes, *origin(runs)]

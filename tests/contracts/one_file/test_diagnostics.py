@@ -18,7 +18,7 @@ from driftlens.pipelines.validate import preflight
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import LAYERS
 from driftlens.runs.tables import append_rows, read_table, stored_table
-from driftlens.utils.diagnostic import Column, diagnostics
+from driftlens.utils.diagnostic import ColumnSchema, diagnostics
 from driftlens.utils.errors import SpecError
 from driftlens_reports.charts.picking import ChartOptions, absent, lacking
 from tests.pipeline.fixtures import finished, light, world
@@ -101,7 +101,7 @@ def test_what_fills_no_column_is_refused_by_its_name(
 def test_a_column_that_another_one_fills_is_refused(toy: None, world: World, tmp_path: Path) -> None:
     """Or which of both is in the table would hang on their names."""
     entries, taken = vars(diagnostics)["_entries"], "drift_l2_mean"
-    column = Column(taken, "float", "feature", "Not the drift.")
+    column = ColumnSchema(taken, "float", "feature", "Not the drift.")
     entries["toy"] = dataclasses.replace(entries["toy"], columns=(column,), measure=lambda seen: {taken: 1.0})
     with pytest.raises(SpecError, match=f"diagnostic 'toy' returned {taken}; expected"):
         dl.analyze(load_spec(values(world), OVERRIDES), out=tmp_path / "run", progress="none")
@@ -134,7 +134,7 @@ def test_the_run_keeps_its_columns_and_what_they_mean(toy: None, world: World, t
     # One token leaves the head: its largest entry against its norm.
     assert (samples["toy_peak"] <= samples["drift_l2"] * (1 + 1e-6)).all() and samples["toy_peak"].gt(0).all()
     declared = {column.name: column for name in ("layers", "samples") for column in run.columns(name)}
-    assert declared["toy_gap"] == Column(
+    assert declared["toy_gap"] == ColumnSchema(
         "toy_gap", "float", "feature", "Distance of the mean features.", "higher", (0.0, None)
     )
     assert declared["toy_peak"].unit == "feature"
@@ -144,7 +144,7 @@ def test_the_run_keeps_its_columns_and_what_they_mean(toy: None, world: World, t
 
 def test_rows_that_are_added_without_it_leave_its_values(tmp_path: Path) -> None:
     path, key = tmp_path / "layers.parquet", {"task": "cars", "variant": "merged"}
-    added = LAYERS.extended([Column("toy_gap", "float", "feature", "A distance.")])
+    added = LAYERS.extended([ColumnSchema("toy_gap", "float", "feature", "A distance.")])
     append_rows(path, added, pd.DataFrame([key | {"layer": 1, "toy_gap": 0.1}]))
     append_rows(path, LAYERS, pd.DataFrame([key | {"layer": 2}]))
     rows = read_table(path, LAYERS)

@@ -26,7 +26,7 @@ from driftlens_app.show import pages
 from tests.browser.chromium import lacking, launch
 from tests.browser.reading import settled
 from tests.browser.server import serving
-from tests.records.full_run import Size, write_full_run
+from tests.runs.full_run import Size, write_full_run
 
 RUNS, LOADS = 80, 3
 WANTED = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from driftlens_reports.explorer import Explorer
 from tests.browser.chromium import lacking, launch
-from tests.records.full_run import Size, write_full_run
+from tests.runs.full_run import Size, write_full_run
 
 SIZE = Size(blocks=2, samples=20_000, width=32, classes=10, tests=400)
 REPEATS = 5

@@ -14,7 +14,7 @@ from driftlens_app.show import pages
 from tests.browser.chromium import lacking, launch
 from tests.browser.reading import settled
 from tests.browser.server import serving
-from tests.records.full_run import Size, write_full_run
+from tests.runs.full_run import Size, write_full_run
 
 TASKS, SIZE = 8, Size(12, 256, 64)
 VISITS = 5

@@ -8,7 +8,7 @@ import sys
 import tempfile
 
 from benchmarks.timing import seconds_of
-from tests.records.full_run import Size, write_full_run
+from tests.runs.full_run import Size, write_full_run
 
 TASKS, SIZE = 8, Size(12, 256, 32)
 WANTED = {"json": (2, 5), "html": (5, 8)}

@@ -26,9 +26,9 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.diagnostic import diagnostics
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
-from tests.pipeline.calibrating import copied
-from tests.pipeline.fixtures import light, world
-from tests.records.full_run import write_full_run
+from tests.pipelines.calibrating import copied
+from tests.pipelines.fixtures import light, world
+from tests.runs.full_run import write_full_run
 from tests.zoo.small import scrambled
 from tests.zoo.walking import chain_states, largest_difference
 from tests.zoo.world import World

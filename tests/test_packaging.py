@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import driftlens as dl
-from tests.pipeline.fixtures import world
+from tests.pipelines.fixtures import world
 from tests.zoo.world import World, write_spec
 
 __all__ = ["world"]

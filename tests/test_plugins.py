@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from driftlens.runs.manifest import read_manifest
-from tests.pipeline.fixtures import spec_file, world
-from tests.records.full_run import write_full_run
+from tests.pipelines.fixtures import spec_file, world
+from tests.runs.full_run import write_full_run
 from tests.zoo.world import World, write_spec
 
 __all__ = ["spec_file", "world"]

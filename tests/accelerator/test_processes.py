@@ -17,7 +17,7 @@ from driftlens.cli import main
 from driftlens.runs import layout
 from driftlens.utils import devices
 from tests.accelerator import NAME
-from tests.team.processes import ended, said, torchrun
+from tests.distributed.processes import ended, said, torchrun
 from tests.zoo.world import CLASSES, build, write_images
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from driftlens.cli import app
 from driftlens_app import calibration, processes
 from driftlens_app.settings import Settings
-from tests.records.full_run import write_full_run
+from tests.runs.full_run import write_full_run
 
 MAIN = Path(processes.__file__).with_name("main.py")
 Open = Callable[..., AppTest]

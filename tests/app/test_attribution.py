@@ -16,7 +16,7 @@ from driftlens_app.processes import watch
 from tests.app.conftest import Open, until
 from tests.app.pages import called, errors, finish, press, said, state, step
 from tests.quick import few
-from tests.records.full_run import write_full_run
+from tests.runs.full_run import write_full_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("worker")]
 BUTTON = "Attribute the drift to layers"

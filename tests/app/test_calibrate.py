@@ -32,7 +32,7 @@ from tests.app.pages import (
     state,
     step,
 )
-from tests.records.full_run import write_full_run
+from tests.runs.full_run import write_full_run
 
 pytestmark = pytest.mark.usefixtures("worker")
 

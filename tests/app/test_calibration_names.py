@@ -19,7 +19,7 @@ from driftlens_app.processes import job_of, start
 from driftlens_app.requests import calibrate_request
 from tests.app.conftest import Open, until
 from tests.app.pages import calibrate_as, errors, finish, press, said, state
-from tests.records.full_run import VARIANTS, write_full_run
+from tests.runs.full_run import VARIANTS, write_full_run
 
 pytestmark = pytest.mark.usefixtures("worker")
 

@@ -14,7 +14,7 @@ from driftlens_reports.charts.chart import SECTIONS, ChartOptions, charts, parts
 from tests.app.conftest import Open
 from tests.app.pages import said
 from tests.quick import few
-from tests.records.full_run import Size, write_full_run
+from tests.runs.full_run import Size, write_full_run
 
 PARTS = [
     (view, key, part, names)

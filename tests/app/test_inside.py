@@ -19,7 +19,7 @@ from driftlens_app.runs import listed_runs, opened
 from driftlens_app.settings import Settings, is_inside, require_links_inside
 from tests.app.conftest import Open, opened_drawers
 from tests.app.pages import errors, record_job, said
-from tests.records.full_run import write_full_run
+from tests.runs.full_run import write_full_run
 
 SECRET = "root:x:0:0:not to be shown"
 

@@ -25,7 +25,7 @@ from driftlens_app.settings import Settings, allowed_hosts, in_url, is_local, se
 from driftlens_app.show import pages
 from tests.app.conftest import MAIN
 from tests.browser.server import free_port, serving
-from tests.records.full_run import write_full_run
+from tests.runs.full_run import write_full_run
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from driftlens_app.show import pages
 from tests.app.conftest import Open, shown_data
 from tests.app.pages import OF_A_RUN, errors, said
 from tests.quick import few
-from tests.records.full_run import Size, write_full_run
+from tests.runs.full_run import Size, write_full_run
 
 VIEWS = [path.removeprefix("views/").removesuffix(".py") for path in pages()]
 

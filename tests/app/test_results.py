@@ -19,7 +19,7 @@ from driftlens_reports import build
 from tests.app.conftest import Open, shown_data
 from tests.app.pages import said
 from tests.quick import few
-from tests.records.full_run import Size, write_full_run
+from tests.runs.full_run import Size, write_full_run
 
 
 @pytest.mark.parametrize("table", few(["accuracy", "outputs", "calibration"], ["outputs"]))

@@ -14,7 +14,7 @@ from driftlens.runs.run import open_run
 from driftlens_reports.explorer import Explorer
 from tests.app.conftest import Open
 from tests.app.pages import errors, said
-from tests.records.full_run import write_full_run, write_run
+from tests.runs.full_run import write_full_run, write_run
 
 
 def embedded(app: AppTest) -> dict[str, Any]:

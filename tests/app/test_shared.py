@@ -18,8 +18,8 @@ from driftlens_app.settings import Settings
 from driftlens_app.show import plain
 from tests.app.conftest import Open, until
 from tests.app.pages import begin, errors, finish, record_job, said, state
-from tests.records.full_run import Size, write_full_run
 from tests.refusing import refusing
+from tests.runs.full_run import Size, write_full_run
 
 
 @pytest.mark.slow

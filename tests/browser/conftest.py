@@ -16,8 +16,8 @@ from driftlens.runs.layout import thumbs_file
 from driftlens.runs.run import DriftRun, open_run
 from tests.browser.chromium import lacking, launch
 from tests.browser.server import serving
-from tests.pipeline.fixtures import light, world
-from tests.records.full_run import write_full_run
+from tests.pipelines.fixtures import light, world
+from tests.runs.full_run import write_full_run
 
 __all__ = ["app_url", "browser", "light", "page", "runs_folder", "workshop", "world"]
 

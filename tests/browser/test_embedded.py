@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 from driftlens.results.measures import outcomes
 from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import choose, drawn, eventually, settled
-from tests.records.full_run import Size, write_full_run
+from tests.runs.full_run import Size, write_full_run
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.explorer import Explorer, gathered
 from driftlens_reports.explorer import page as explorer_page
 from tests.browser.reading import Opened, eventually
-from tests.records.full_run import Size, write_full_run
+from tests.runs.full_run import Size, write_full_run
 
 pytestmark = pytest.mark.slow
 

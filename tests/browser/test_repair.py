@@ -16,8 +16,8 @@ from driftlens.results.formatting import signs
 from driftlens.results.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import PATIENCE, choose, drawn, open_drawer, settled
-from tests.pipeline.calibrating import roomy_run
-from tests.records.full_run import write_full_run
+from tests.pipelines.calibrating import roomy_run
+from tests.runs.full_run import write_full_run
 from tests.zoo.world import World
 
 pytestmark = pytest.mark.slow

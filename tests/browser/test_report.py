@@ -11,7 +11,7 @@ from driftlens.utils.variants import is_control
 from driftlens_reports.build import Report
 from driftlens_reports.charts.theme import look
 from tests.browser.reading import Opened, eventually
-from tests.records.full_run import Size, write_full_run
+from tests.runs.full_run import Size, write_full_run
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from driftlens_app.show import pages
 from driftlens_reports.build import Report
 from driftlens_reports.explorer import Explorer
 from tests.browser.reading import drawn, eventually, settled, visit
-from tests.records.full_run import write_full_run
+from tests.runs.full_run import write_full_run
 
 pytestmark = pytest.mark.slow
 SEEN = {

@@ -22,7 +22,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens_app.show import pages
 from tests.browser.reading import choose, drawn, settled, visit
 from tests.browser.server import serving
-from tests.records.full_run import Size, write_full_run
+from tests.runs.full_run import Size, write_full_run
 
 pytestmark = pytest.mark.slow
 CELLS = ".st-key-chart-contributions-heatmap .yaxislayer-above .ytick text"
@@ -308,7 +308,7 @@ def told(page: Any, words: str) -> str:
 
 @pytest.mark.parametrize("screen", ["good", "below", "texts"], indirect=True)
 def test_the_first_screen_answers_the_questions(screen: tuple[Any, DriftRun]) -> None:
-    """The ten of tests/records/questions.md, by the findings; tasks stand in a table, whose worst are on the screen."""
+    """The ten of tests/runs/questions.md, by the findings; tasks stand in a table, whose worst are on the screen."""
     page, run = screen
     judged, rows = verdict(run), findings(run)
     means = rows[(rows["measure"] == "accuracy") & (rows["task"] == "")].set_index(["variant", "against"])

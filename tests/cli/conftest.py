@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from driftlens.cli import main
-from tests.pipeline.fixtures import finished, folder, light, spec_file, world
+from tests.pipelines.fixtures import finished, folder, light, spec_file, world
 
 __all__ = [
     "Cli",

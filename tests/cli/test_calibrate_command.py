@@ -21,7 +21,7 @@ from driftlens.runs.writer import RunWriter
 from driftlens_reports.build import Report
 from driftlens_reports.terminal import before_after_text
 from tests.cli.conftest import Cli
-from tests.pipeline.calibrating import (
+from tests.pipelines.calibrating import (
     NAME,
     VARIANT,
     copied,

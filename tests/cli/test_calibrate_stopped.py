@@ -26,7 +26,7 @@ from driftlens.runs.run import DriftRun, open_run
 from tests.cli.conftest import Cli
 from tests.cli.worker import Event, frozen
 from tests.forked import Forked
-from tests.pipeline.calibrating import (
+from tests.pipelines.calibrating import (
     NAME,
     calibrate_until,
     copied,

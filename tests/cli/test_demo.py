@@ -13,7 +13,7 @@ import pytest
 from driftlens.results.verdict import verdict
 from driftlens.runs.run import open_run
 from tests.cli.conftest import Cli
-from tests.pipeline.calibrating import CONTROL, VARIANT
+from tests.pipelines.calibrating import CONTROL, VARIANT
 from tests.published import has_published_numbers
 from tests.zoo.world import TASKS, World, write_spec
 

@@ -18,8 +18,8 @@ from driftlens.results.compare import compare
 from driftlens.runs.run import open_run
 from driftlens.runs.verify import verify
 from tests.cli.conftest import Cli
-from tests.records.full_run import Size, write_full_run
-from tests.records.spoiling import spoil
+from tests.runs.full_run import Size, write_full_run
+from tests.runs.spoiling import spoil
 
 SIZE = Size(blocks=1, samples=8, width=5, tests=200)
 

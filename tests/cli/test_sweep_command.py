@@ -9,7 +9,7 @@ import pytest
 
 from driftlens.runs.run import open_run
 from tests.cli.conftest import Cli
-from tests.pipeline.calibrating import files_of
+from tests.pipelines.calibrating import files_of
 
 QUIET = ("--progress", "none")
 

@@ -24,7 +24,7 @@ from driftlens.runs.run import DriftRun
 from tests.faults.essence import differences, essence
 from tests.faults.moments import FAULTS
 from tests.faults.worker import CAN_BE_ANYBODY, Ended, run
-from tests.pipeline.fixtures import light, world
+from tests.pipelines.fixtures import light, world
 from tests.quick import paced
 from tests.zoo.world import World
 

@@ -27,7 +27,7 @@ from driftlens.runs.layout import escape
 from driftlens.utils.errors import DataError, IncompatibleModelsError, SpecError
 from driftlens.utils.files import LONGEST_FILE_NAME
 from driftlens_app import requests
-from tests.pipeline.fixtures import world
+from tests.pipelines.fixtures import world
 from tests.reads.guard import MOST_GROWTH, SECONDS
 from tests.refusing import refusing
 from tests.zoo.world import World

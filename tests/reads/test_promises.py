@@ -20,7 +20,7 @@ from driftlens.runs.layout import begun_calibration
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import harmless
 from tests.cli.conftest import Result, run_cli
-from tests.pipeline.fixtures import light, world
+from tests.pipelines.fixtures import light, world
 from tests.quick import few
 from tests.reads.guard import within_bounds
 from tests.zoo.world import World

@@ -37,7 +37,7 @@ from driftlens.models.preprocessing import hf_text_preprocess
 from driftlens.runs.run import DriftRun
 from driftlens.utils.access import Access
 from driftlens.utils.errors import SpecError, harmless
-from tests.pipeline.fixtures import light, world
+from tests.pipelines.fixtures import light, world
 from tests.reads.guard import CANARY, MOST_GROWTH, peak, within_bounds
 from tests.reads.spoiling import NASTY, byte_spoils, places, spoiled_bytes, spoiled_tree, tree_spoils
 from tests.zoo.tokenizers import word_tokenizer

@@ -21,7 +21,7 @@ from driftlens.utils.errors import CheckpointError, DataError, SpecError, harmle
 from driftlens.utils.files import from_json
 from driftlens.utils.registry import model_of, read
 from tests.cli.conftest import Result, run_cli
-from tests.pipeline.fixtures import light, world
+from tests.pipelines.fixtures import light, world
 from tests.quick import few
 from tests.reads.guard import within_bounds
 from tests.zoo.world import World

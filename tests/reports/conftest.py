@@ -6,7 +6,7 @@ import pytest
 
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.build import Report
-from tests.records.full_run import Size, write_full_run, write_run
+from tests.runs.full_run import Size, write_full_run, write_run
 
 SMALL = Size(blocks=2, samples=8, width=4, classes=3, tests=50)
 HOSTILE = "<script>alert('drift')</script>"

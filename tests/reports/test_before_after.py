@@ -30,7 +30,7 @@ from driftlens.utils.errors import DataError
 from driftlens.utils.intervals import Interval, mcnemar, mean_over_tasks, p_of, unpaired_difference
 from driftlens_reports.build import Report
 from driftlens_reports.terminal import before_after_text, comparison_text
-from tests.records.full_run import Size, write_full_run
+from tests.runs.full_run import Size, write_full_run
 
 NAME, VARIANT, CONTROL = "featcal", "calibrated:featcal", "baseline:featcal-anchor"
 

@@ -15,7 +15,7 @@ from driftlens.results.verdict import headline
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError
 from driftlens_reports.card import put_beside, save_card
-from tests.records.full_run import write_run
+from tests.runs.full_run import write_run
 
 NAME = "$\\frac{a}{$ <b>&x</b>"
 

@@ -26,7 +26,7 @@ from driftlens.utils.errors import DataError
 from driftlens.utils.variants import is_control
 from driftlens_reports.explorer import NEIGHBOURS, Explorer, gathered
 from tests.quick import few
-from tests.records.full_run import Size, write_full_run, write_run
+from tests.runs.full_run import Size, write_full_run, write_run
 
 EVIL = (
     "</script><script>alert(1)</script>",

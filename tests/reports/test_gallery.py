@@ -6,8 +6,8 @@ import pytest
 from PIL import Image
 
 from driftlens.runs.run import open_run
-from tests.records.full_run import write_full_run
 from tests.reports.gallery import DOCS, write_docs
+from tests.runs.full_run import write_full_run
 
 
 @pytest.mark.slow

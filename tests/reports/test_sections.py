@@ -21,11 +21,11 @@ from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import ChartOptions, Drawn, Plots, charts
 from driftlens_reports.content import Change, ReportContent
 from driftlens_reports.sections import PRESETS, TITLES, charts_of
-from tests.records.full_run import write_full_run
-from tests.records.spoiling import spoil
 from tests.reports.charts.recording import with_rows
 from tests.reports.conftest import SMALL
 from tests.reports.paper.saved_runs import figure_run
+from tests.runs.full_run import write_full_run
+from tests.runs.spoiling import spoil
 
 ORDER = [
     *("verdict", "setup", "layers", "decomposition", "origins", "cosine", "parameters"),

@@ -22,8 +22,8 @@ from driftlens.utils.intervals import wilson
 from driftlens.utils.variants import title
 from driftlens_reports.facts import advice, advice_text
 from driftlens_reports.terminal import checks_text, comparison_text
-from tests.records.drawn_runs import CAL, SHARES, Right, interval, run_of, tables
-from tests.records.full_run import write_run
+from tests.runs.drawn_runs import CAL, SHARES, Right, interval, run_of, tables
+from tests.runs.full_run import write_run
 
 FEW = 8
 

@@ -24,7 +24,7 @@ from driftlens.utils.intervals import Interval, mean_over_tasks, wilson
 from driftlens_reports.build import Report
 from driftlens_reports.facts import check_sentence, decisions
 from driftlens_reports.terminal import accuracy_text, listing_text, summary, verification_text
-from tests.records.full_run import write_run
+from tests.runs.full_run import write_run
 
 
 def lines_of(text: str, title: str) -> list[str]:

@@ -31,8 +31,8 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens.utils.errors import ShapeError, SpecError
 from tests.contracts.one_file.toys import CLOSED, TRAINED
-from tests.pipeline.calibrating import copied, request, scored_again
-from tests.pipeline.fixtures import finished, light, world
+from tests.pipelines.calibrating import copied, request, scored_again
+from tests.pipelines.fixtures import finished, light, world
 from tests.zoo.world import TASKS, World
 
 __all__ = ["finished", "light", "world"]

@@ -21,7 +21,7 @@ from driftlens.runs.tables import append_rows, read_table, stored_table
 from driftlens.utils.diagnostic import ColumnSchema, diagnostics
 from driftlens.utils.errors import SpecError
 from driftlens_reports.charts.picking import ChartOptions, absent, lacking
-from tests.pipeline.fixtures import finished, light, world
+from tests.pipelines.fixtures import finished, light, world
 from tests.refusing import refusing
 from tests.zoo.world import World
 

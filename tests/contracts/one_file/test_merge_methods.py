@@ -22,8 +22,8 @@ from driftlens.runs.manifest import read_manifest
 from driftlens.utils.errors import SpecError
 from tests.cli.conftest import Cli, run_cli
 from tests.merging.applying import LAWS, apply, assert_same, states
-from tests.pipeline.checking import check, found
-from tests.pipeline.fixtures import spec_file, world
+from tests.pipelines.checking import check, found
+from tests.pipelines.fixtures import spec_file, world
 from tests.quick import few
 from tests.zoo.world import Weights, World, tower, write_spec
 

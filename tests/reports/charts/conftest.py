@@ -11,7 +11,7 @@ import pytest
 
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
-from tests.records.full_run import Size, write_full_run
+from tests.runs.full_run import Size, write_full_run
 
 HOSTILE = ("<script>alert(1)</script>", r"$\input{x}$ <b>bold</b>", "%{hostile} &amp; more")
 """Names that plotly would take for markup, a formula, a placeholder and an entity."""

@@ -7,8 +7,8 @@ import pytest
 
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.charts.chart import ChartOptions, charts
-from tests.records.full_run import Size, write_full_run
 from tests.reports.charts.recording import finite, with_rows
+from tests.runs.full_run import Size, write_full_run
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
 from driftlens_reports.charts.picking import thinned_samples
-from tests.records.full_run import layer_list
 from tests.reports.charts.recording import finite
+from tests.runs.full_run import layer_list
 
 CALIBRATED = "calibrated:featcal"
 CLOUDS = ("scatter", "sample-cosine", "bound")

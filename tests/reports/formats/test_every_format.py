@@ -32,8 +32,8 @@ from driftlens_reports.charts.theme import DARK, LIGHT
 from driftlens_reports.formats.page import interactive_page
 from driftlens_reports.paper.exhibit import ExhibitOptions, draw
 from tests.quick import few
-from tests.records.full_run import Size, write_full_run
 from tests.reports.conftest import HOSTILE, SMALL
+from tests.runs.full_run import Size, write_full_run
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from driftlens.runs.run import DriftRun
 from driftlens_reports.build import Report
 from driftlens_reports.content import VERSION, ReportContent
 from driftlens_reports.formats.texts import escape, fragments, markdown, prose
-from tests.records.full_run import Size, write_full_run
+from tests.runs.full_run import Size, write_full_run
 
 GOLDEN = Path(__file__).with_name("report-3.0.json")
 """Fields of version 3.0: within a major version they only ever grow."""

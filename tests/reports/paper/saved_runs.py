@@ -13,7 +13,7 @@ import pandas as pd
 from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
-from tests.records.full_run import VARIANTS, Size, layer_list, write_full_run
+from tests.runs.full_run import VARIANTS, Size, layer_list, write_full_run
 
 OWN = {"lam": 0.05, "rho": 2.0, "alpha": 0.3, "n": 256}
 """Settings of the calibration that the sweeps vary around."""

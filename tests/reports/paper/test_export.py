@@ -15,9 +15,9 @@ import driftlens as dl
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError, SpecError
 from driftlens_reports.paper.exhibit import FORMATS, ExhibitOptions, draw, exhibits, export
-from tests.records.full_run import Size, write_full_run, write_run
 from tests.reports.paper.drawn import code_of, words
 from tests.reports.paper.saved_runs import table_run
+from tests.runs.full_run import Size, write_full_run, write_run
 
 
 @pytest.fixture(scope="module")

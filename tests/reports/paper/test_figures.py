@@ -17,9 +17,9 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import RunError
 from driftlens_reports.paper.exhibit import PICTURES, encode, exhibits
 from tests.quick import few
-from tests.records.full_run import Size, write_full_run
 from tests.reports.paper.drawn import all_numbers, draw, lines, scattered, shows, texts, words
 from tests.reports.paper.saved_runs import HOSTILE, figure_run
+from tests.runs.full_run import Size, write_full_run
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,9 @@ from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import DataError
 from driftlens_reports.paper.exhibit import Exhibited
 from driftlens_reports.paper.features import MOST
-from tests.records.full_run import VARIANTS, Size, write_full_run
 from tests.reports.paper.drawn import draw, line_points, lines, segments, words
 from tests.reports.paper.saved_runs import POINTS, figure_run
+from tests.runs.full_run import VARIANTS, Size, write_full_run
 
 CONTROL, CALIBRATED = "baseline:featcal-anchor", "calibrated:featcal"
 

@@ -19,10 +19,10 @@ from driftlens.utils.errors import DataError
 from driftlens_reports.paper.exhibit import WIDTHS, ExhibitOptions, draw, exhibits
 from driftlens_reports.paper.tables import latex_table
 from tests.quick import few
-from tests.records.full_run import VARIANTS, Size
 from tests.reports.paper.drawn import bars, code_of, line_points, lines, segments, texts, typeset, words
 from tests.reports.paper.drawn import draw as drawn
 from tests.reports.paper.saved_runs import figure_run
+from tests.runs.full_run import VARIANTS, Size
 
 NAMES = {"mnist": "Digits_0 & 50 %", "merged": "Ours", "featcal": "Cal^1", "residual": "Rest"}
 TABLES = [name for name, entry in exhibits.items() if entry.kind == "table"]

@@ -15,9 +15,9 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.intervals import mean_over_tasks
 from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
 from driftlens_reports.paper.tables import AVERAGE, GAIN
-from tests.records.full_run import VARIANTS, write_full_run
 from tests.reports.paper.drawn import rows_of
 from tests.reports.paper.saved_runs import SMALL, scores_run, table_run
+from tests.runs.full_run import VARIANTS, write_full_run
 
 TABLES = [name for name, entry in exhibits.items() if entry.kind == "table"]
 ALL_MODELS = ("expert", *VARIANTS)

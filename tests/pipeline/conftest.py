@@ -1,5 +1,0 @@
-"""Fixtures of this folder."""
-
-from tests.pipeline.fixtures import finished, folder, light, roomy, spec_file, world
-
-__all__ = ["finished", "folder", "light", "roomy", "spec_file", "world"]

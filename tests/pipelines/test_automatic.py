@@ -1,0 +1,487 @@
+"""Settings chosen from calibration samples: what is looked at, what is kept, what is written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from safetensors.torch import load_file
+
+import driftlens as dl
+from driftlens.calibration.automatic import HeldOutScores, decide
+from driftlens.calibration.featcal import FeatCal
+from driftlens.checkpoints.tensor_sources import Between
+from driftlens.config.yaml_text import from_yaml
+from driftlens.data.samples import SampleSet, part_of
+from driftlens.engine.calibrating import CalibrationContext
+from driftlens.engine.sites import select_sites
+from driftlens.experiment.merging import merged_within
+from driftlens.experiment.resume import reopened
+from driftlens.experiment.study import Study, TaskSamples
+from driftlens.merging.method import merge_called
+from driftlens.models.heads import Head
+from driftlens.pipelines import calibrate as job
+from driftlens.pipelines import model_selection
+from driftlens.pipelines.calibrate import calibrate
+from driftlens.pipelines.calibration_plan import with_parameters
+from driftlens.pipelines.evaluation import final_drift
+from driftlens.pipelines.model_selection import (
+    CANDIDATE_MODEL,
+    Fitter,
+    HeldOutScorer,
+    ResultStore,
+    choose_settings,
+    distances,
+    divergences,
+    drift_scores,
+)
+from driftlens.results.calibration_summary import selection_sentences
+from driftlens.results.verdict import verdict
+from driftlens.runs.layout import CANDIDATE, EVENTS
+from driftlens.runs.run import DriftRun
+from driftlens.utils.access import Context
+from driftlens.utils.errors import Cancelled, DataError, SingularGramError
+from driftlens.utils.files import temporary_folder
+from driftlens.utils.progress import ProgressEvent, Reporter
+from tests.pipelines.calibrating import COUNT, NAME, copied, request, spoil_merged
+from tests.zoo.world import TASKS
+
+
+@pytest.fixture
+def study(roomy: DriftRun) -> Study:
+    return reopened(roomy.path)[0]
+
+
+def chosen(study: Study, start: FeatCal | None = None) -> tuple[FeatCal, dict[str, Any]]:
+    """What is chosen, while one bar runs from its beginning to its end."""
+    said: list[ProgressEvent] = []
+    sites = select_sites(study.pool.chain, layers=[2])
+    with temporary_folder() as folder:
+        store = ResultStore(folder / "tried")
+        found, record = choose_settings(study, start or FeatCal(), sites, Reporter(said.append), store)
+    assert isinstance(found, FeatCal)
+    done = [event.done for event in said]
+    assert done == sorted(done) and {event.phase for event in said} == {"choose"}
+    assert {event.total for event in said} == {done[-1]}
+    # Every candidate is told as soon as it is judged.
+    judged = [event for event in said if "score" in event.metrics]
+    made = {
+        at["title"] for at in record["compared"] if at["name"] not in ("merged", "base") and "score" in at
+    }
+    assert {event.label for event in judged} == made
+    return found, record
+
+
+Watch = Callable[[Any, frozenset[str], dict[str, Any]], dict[str, Any]]
+
+
+def watch_fits(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
+    """Let calibrated models score as `watch` says, given calibrator, ids that it was fitted to, and true scores."""
+    fit, of = Fitter.fit, HeldOutScorer.of
+    calibrator, seen = None, frozenset[str]()
+
+    def spied_fit(self: Fitter, made: Any, samples: Any, cache: Any = None) -> float:
+        nonlocal calibrator, seen
+        calibrator, seen = made, frozenset(name for drawn in samples.values() for name in drawn.ids)
+        return fit(self, made, samples, cache)
+
+    def spied_of(self: HeldOutScorer, model: str, *at: Any) -> dict[str, Any]:
+        found = of(self, model, *at)
+        return watch(calibrator, seen, found) if model == CANDIDATE_MODEL and found else found
+
+    monkeypatch.setattr(Fitter, "fit", spied_fit)
+    monkeypatch.setattr(HeldOutScorer, "of", spied_of)
+
+
+def score_by_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calibrations look as good as their ridge is small: few samples rarely tell settings apart."""
+    spoil_merged(monkeypatch)
+    watch_fits(monkeypatch, lambda at, _, found: all_at(found, lambda of: 0 * of + at.lam))
+
+
+def score_by_entrant(monkeypatch: pytest.MonkeyPatch, worse: Callable[[Any], float]) -> None:
+    """Let candidates score so much worse than they do."""
+    measure = model_selection._CrossFitting.measure
+
+    def changed(self: Any, entrant: Any) -> Any:
+        found = measure(self, entrant)
+        return {share: all_at(at, lambda of: of + worse(entrant)) for share, at in found.items()}
+
+    monkeypatch.setattr(model_selection._CrossFitting, "measure", changed)
+
+
+def all_at(found: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """What was measured, changed."""
+    return {task: {kind: change(of) for kind, of in by_kind.items()} for task, by_kind in found.items()}
+
+
+class Untouchable(tuple[str, ...]):
+    """Labels that nobody may look at."""
+
+    def __iter__(self) -> NoReturn:
+        raise AssertionError("a label was read")
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        raise AssertionError("a label was read")
+
+
+def guarded(task: str, at: TaskSamples) -> TaskSamples:
+    """The same task, whose labels, diagnosis and test samples raise when they are touched."""
+
+    def refuse(positions: Sequence[int]) -> NoReturn:
+        raise AssertionError("a sample was read that is not for calibration")
+
+    forbidden = SampleSet(task, "test", ("x",) * 20, Untouchable(("y",) * 20), refuse)
+    assert at.calibration is not None
+    labelled = dataclasses.replace(at.calibration, labels=Untouchable(at.calibration.labels or ()))
+    return dataclasses.replace(at, diagnosis=forbidden, test=forbidden, calibration=labelled)
+
+
+def blinded(study: Study) -> Study:
+    return dataclasses.replace(study, tasks={task: guarded(task, at) for task, at in study.tasks.items()})
+
+
+@pytest.mark.slow
+def test_neither_a_label_nor_another_sample_is_read(study: Study, tmp_path: Path) -> None:
+    """By all candidates of `--auto`; a calibrator or a judge that does look at one is caught."""
+    sites, blind = select_sites(study.pool.chain, layers=[2]), blinded(study)
+    found, record, again, same = (
+        at
+        for of, name in ((study, "plain"), (blind, "blind"))
+        for at in choose_settings(of, FeatCal(), sites, Reporter(), ResultStore(tmp_path / name), others=True)
+    )
+    names = {"start", "residual", "residual views=7", "shrunk", "merge tsv_m", "merge regmean_pp"}
+    assert names <= {entry["name"] for entry in record["compared"] if "score" in entry}
+    assert record["score"].startswith("Hellinger distance")
+    assert all(0 <= entry["score"] <= 1 for entry in record["compared"])
+    assert again.get_params() == found.get_params() and same["compared"] == record["compared"]
+
+
+@pytest.mark.parametrize("kind", ["calibration", "diagnosis", "test"])
+def test_a_calibrator_that_looks_at_a_label_or_another_sample_is_caught(study: Study, kind: str) -> None:
+    blind = blinded(study)
+
+    class Peeking(FeatCal):
+        def solve(self, problem: Any) -> Any:
+            samples = getattr(blind.tasks[TASKS[0]], kind)
+            assert samples.labels[0] if kind == "calibration" else samples.load([0])
+            return super().solve(problem)
+
+    with pytest.raises(AssertionError, match=r"a label was read|that is not for calibration"):
+        chosen(blind, Peeking())
+
+
+def test_all_samples_are_held_out_once_and_none_is_scored_that_was_fitted_to(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[tuple[frozenset[str], frozenset[str]]] = []
+    experts: list[str] = []
+    read = model_selection.final_features
+
+    def watch(at: Any, ids: frozenset[str], found: dict[str, Any]) -> dict[str, Any]:
+        scored[-1] = ids, scored[-1][1]
+        return found
+
+    def spied_read(pool: Any, model: str, task: str, samples: SampleSet, pooling: Any) -> torch.Tensor:
+        if model == CANDIDATE_MODEL:
+            scored.append((frozenset(), frozenset(samples.ids)))
+        elif model.startswith("expert"):
+            experts.extend(samples.ids)
+        return read(pool, model, task, samples, pooling)
+
+    watch_fits(monkeypatch, watch)
+    monkeypatch.setattr(model_selection, "final_features", spied_read)
+    # Ids of different tasks look alike (`train/3`); with one task they can be told apart.
+    task = TASKS[0]
+    at = study.tasks[task].calibration
+    assert at is not None
+    _, record = chosen(dataclasses.replace(study, tasks={task: study.tasks[task]}))
+    assert scored and all(not used & held and used | held == {*at.ids} for used, held in scored if used)
+    seen = {frozenset(used) for used, _ in scored}
+    assert {len(used) for used in seen} == {COUNT // 2} and record["num_calibrations"] == 4
+    assert sorted(experts) == sorted(at.ids), "experts are read once"
+
+
+def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None:
+    """Every candidate by hand: fitted to a half, judged on the other one at every share of the way from the base."""
+    found, record = chosen(study)
+    pool, sites = study.pool, select_sites(study.pool.chain, layers=[2])
+    samples = {
+        task: dataclasses.replace(at.calibration, labels=None)
+        for task, at in study.tasks.items()
+        if at.calibration is not None
+    }
+
+    def half(part: int) -> dict[str, SampleSet]:
+        return {task: part_of(drawn, range(part, COUNT, 2)) for task, drawn in samples.items()}
+
+    def judged(model: str, part: int) -> dict[str, np.ndarray]:
+        return {task: at["hellinger"] for task, at in HeldOutScorer(study, half(part)).of(model).items()}
+
+    def both(pieces: list[dict[str, np.ndarray]]) -> HeldOutScores:
+        return HeldOutScores({task: np.concatenate([piece[task] for piece in pieces]) for task in samples})
+
+    scores = {name: both([judged(name, part) for part in (0, 1)]) for name in ("merged", "base")}
+    for name, calibrator in {
+        "start": FeatCal(),
+        "featcal rho=3.0 alpha=0.5": FeatCal(rho=3.0, alpha=0.5),
+    }.items():
+        pieces: dict[float, list[dict[str, np.ndarray]]] = {}
+        for part in (0, 1):
+            updates = {
+                (layer.layer, parameter): value
+                for layer in calibrator.calibrate(CalibrationContext(pool, half(1 - part), sites))
+                for parameter, value in layer.updates.items()
+            }
+            made = with_parameters(pool.chain, pool.source("merged"), study.like, updates)
+            for share in (1.0, 0.8, 0.6, 0.4, 0.2):
+                pool.add("by hand", Between(pool.source("base"), made, share) if share < 1 else made)
+                pieces.setdefault(share, []).append(judged("by hand", part))
+        scores[name] = min((both(at) for at in pieces.values()), key=lambda of: of.mean)
+    by_name = {entry["name"]: entry for entry in record["compared"]}
+    assert {name: of.mean for name, of in scores.items()} == {
+        name: at["score"] for name, at in by_name.items()
+    }
+    decision = decide(scores, [["start", "featcal rho=3.0 alpha=0.5"]], among=3)
+    assert record["choice"] == decision.name and found.rho == (
+        3.0 if "rho" in decision.name else FeatCal().rho
+    )
+    for name, over in decision.over_merged.items():
+        assert (by_name[name]["advantage"], by_name[name]["low"]) == (over.advantage, over.low)
+
+
+def test_a_stopped_choice_resumes_with_the_candidates_that_are_missing(
+    study: Study, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sites, fitted = select_sites(study.pool.chain, layers=[2]), list[FeatCal]()
+    watch_fits(monkeypatch, lambda at, _, found: fitted.append(at) or found)
+
+    def stop(event: ProgressEvent) -> None:
+        if "rho 3.0" in event.label:
+            raise Cancelled("stopped")
+
+    def choose(name: str, hear: Any = None) -> Any:
+        return choose_settings(study, FeatCal(), sites, Reporter(hear), ResultStore(tmp_path / name))
+
+    with pytest.raises(Cancelled):
+        choose("stopped", stop)
+    assert {at.alpha for at in fitted} == {FeatCal().alpha}
+    fitted.clear()
+    _, record = choose("stopped")
+    assert {at.alpha for at in fitted} == {0.5}
+    assert record["compared"] == choose("straight")[1]["compared"]
+
+
+@pytest.mark.slow
+def test_the_run_says_how_its_settings_were_chosen(
+    roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_merged(monkeypatch)
+    folder = copied(roomy, tmp_path / "run")
+    run = dl.open_run(folder).calibrate(FeatCal(lam=3.0), name=NAME, auto=True, layers=[2])
+    told = [json.loads(line) for line in (folder / EVENTS).read_text().splitlines()]
+    told = [event for event in told if event["event"] == CANDIDATE]
+    assert {event["of"] for event in told} == {NAME} and all(event["score"] >= 0 for event in told)
+    config = from_yaml((folder / f"calibrations/{NAME}/config.yaml").read_text(), "config")
+    selection = config["selection"]
+    assert config["automatic"] and run.manifest.calibrations[NAME].automatic
+    assert {"lam": 3.0, "rho": 2.0, "alpha": 0.3}.items() <= selection["start"].items()
+    assert selection["chosen"] == config["settings"] and selection["seconds"] > 0
+    names = [entry["name"] for entry in selection["compared"]]
+    assert names[:3] == ["merged", "base", "start"] and selection["choice"] in names[2:]
+    assert {entry["n"] for entry in selection["compared"]} == {len(TASKS) * COUNT}
+    for entry in selection["compared"][1:]:
+        assert entry["low"] <= entry["advantage"] <= entry["high"]
+    assert selection["num_held_out"] == dict.fromkeys(TASKS, COUNT)
+    assert run.manifest.phases[f"calibrate:{NAME}:choose"].state == "done"
+    asked = request(parameters=selection["chosen"], layers=[2], shrink=selection["share"])
+    plain = calibrate(copied(roomy, tmp_path / "plain"), asked)
+    weights = [load_file(at.path / f"calibrations/{NAME}/weights.safetensors") for at in (run, plain)]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
+
+
+def test_too_few_samples_are_refused(light: DriftRun) -> None:
+    with pytest.raises(DataError, match="has 4 calibration samples"):
+        chosen(reopened(light.path)[0])
+
+
+def test_what_can_not_be_solved_for_is_out_and_the_others_stay(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solve = FeatCal.solve
+
+    def fragile(self: FeatCal, problem: Any) -> Any:
+        if self.alpha == fails:
+            raise SingularGramError("singular", hint="raise lam")
+        return solve(self, problem)
+
+    monkeypatch.setattr(FeatCal, "solve", fragile)
+    fails = 0.5
+    entry = next(entry for entry in chosen(study)[1]["compared"] if "alpha=0.5" in entry["name"])
+    assert entry["error"].endswith("singular") and "score" not in entry
+    fails = 0.3
+    with pytest.raises(SingularGramError):
+        chosen(study)
+
+
+def test_candidates_keep_every_other_setting(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FeatCal, "candidates", ({"lam": 0.2},))
+    score_by_ridge(monkeypatch)
+    start = FeatCal(lam=1.0, rho=4.0, update=("linear",), solve_dtype="float64", eps=1e-6)
+    found, record = chosen(study, start)
+    assert record["choice"] == "featcal lam=0.2" and found.lam == 0.2
+    assert found.get_params() == start.get_params() | {"lam": 0.2}
+
+
+def test_without_a_base_nothing_is_shrunk_and_candidates_that_take_one_are_out(study: Study) -> None:
+    bare = dataclasses.replace(study, variants=("merged",))
+    _, record = chosen(bare, FeatCal(rho=1.0))
+    assert [entry["name"] for entry in record["compared"]] == ["merged", "start"]
+    assert record["compared"][1]["share"] == 1.0 and "curve" not in record
+
+
+def test_the_score_is_the_divergence_of_class_probabilities_from_the_experts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    expert, found = torch.randn(2, 7, 5, generator=generator)
+    rows = F.normalize(torch.randn(3, 5, generator=generator), dim=1)
+    head = Head(("a", "b", "c"), rows, 10.0)
+    probabilities, others = (
+        torch.softmax(10.0 * F.normalize(x.double(), dim=1) @ rows.double().T, dim=1) for x in (expert, found)
+    )
+    expected = (probabilities * (probabilities / others).log()).sum(dim=1)
+    torch.testing.assert_close(divergences(found, head, expert, head), expected, rtol=1e-4, atol=1e-6)
+    overlap = (probabilities * others).sqrt().sum(dim=1)
+    torch.testing.assert_close(
+        distances(found, head, expert, head), (1 - overlap).sqrt(), rtol=1e-4, atol=1e-6
+    )
+    assert float(distances(2 * expert, head, expert, head).max()) < 1e-3
+    same = divergences(2 * expert, head, expert, head)
+    torch.testing.assert_close(same, torch.zeros(7).double(), rtol=0, atol=1e-6)
+
+
+def test_the_judge_reads_every_model_by_its_own_score_map_and_compares_pairs(study: Study) -> None:
+    task = TASKS[0]
+    at = study.tasks[task]
+    assert isinstance(at.head, Head) and at.calibration is not None
+    turned = Head(at.head.classes, at.head.embeddings.roll(1, dims=0), at.head.logit_scale)
+    samples = {task: dataclasses.replace(at.calibration, labels=None)}
+    given = dataclasses.replace(study, tasks={task: dataclasses.replace(at, own_heads={"base": turned})})
+    expert = f"expert:{task}"
+    plain, found = (
+        {
+            name: HeldOutScores({task: HeldOutScorer(one, samples).of(name)[task]["hellinger"]})
+            for name in ("merged", "base", expert)
+        }
+        for one in (study, given)
+    )
+    assert found["merged"].mean == plain["merged"].mean and found["base"].mean > plain["base"].mean
+    assert found[expert].mean == pytest.approx(0, abs=1e-6)
+    gap = found[expert].compared_with(found["base"])
+    assert gap.is_clear and gap.low > 0 and gap.high == pytest.approx(2 * gap.advantage - gap.low)
+
+
+def test_without_a_head_the_score_is_the_relative_drift() -> None:
+    generator = torch.Generator().manual_seed(0)
+    expert, found = torch.randn(2, 7, 5, generator=generator)
+    assert float(drift_scores(found, expert).mean()) == pytest.approx(
+        final_drift(found, expert)["drift_rel"], rel=1e-6
+    )
+
+
+@pytest.mark.slow
+def test_another_merge_is_kept_with_its_share_where_it_is_nearest(
+    roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a repair; going on after the choice makes the same merge again, and the card says what it is."""
+    watch_fits(monkeypatch, lambda _, __, found: all_at(found, lambda of: of + 1e3))
+    spoil_merged(monkeypatch)
+    monkeypatch.setattr(model_selection, "_MERGES", ("average",))
+    score_by_entrant(monkeypatch, lambda entrant: -2e3 if entrant.merge else 0.0)
+    folder, asked = copied(roomy, tmp_path / "run"), request(layers=[2], auto=True)
+
+    def stop(event: Any) -> None:
+        if event.phase == "analyze":
+            raise Cancelled("stopped")
+
+    with pytest.raises(Cancelled):
+        calibrate(folder, asked, Context(on_progress=stop))
+    run = calibrate(folder, asked.changed(resume=True))
+    info = run.manifest.calibrations[NAME]
+    assert info.selection["choice"] == "merge average" and info.kept == "merge" and not info.layers
+    share, study = info.shrink["share"], reopened(folder)[0]
+    made = Between(study.pool.source("base"), merged_within(study, merge_called("average")), share)
+    for key in made.headers:
+        found = study.pool.source(f"calibrated:{NAME}").read(key)
+        torch.testing.assert_close(found, made.read(key).to(found.dtype), rtol=1e-5, atol=1e-7)
+    assert "another merge of the same experts, by Simple Averaging" in info.unchanged
+    assert info.unchanged in (folder / f"calibrations/{NAME}/README.md").read_text()
+    assert any(info.unchanged in text for text in verdict(run, NAME).sentences)
+
+
+@pytest.mark.slow
+def test_the_base_is_exported_and_the_merge_advised_against_where_nothing_beats_the_base(
+    roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = HeldOutScorer.of
+
+    def good_base(self: HeldOutScorer, model: str, *at: Any) -> dict[str, Any]:
+        return all_at(measured(self, model, *at), lambda of: 0 * of - (model == "base"))
+
+    monkeypatch.setattr(HeldOutScorer, "of", good_base)
+    folder = copied(roomy, tmp_path / "run")
+    run = dl.open_run(folder).calibrate(FeatCal(), name=NAME, auto=True, layers=[2])
+    info = run.manifest.calibrations[NAME]
+    assert info.selection["kept"] == "base" and not info.layers and "don't use the merge" in info.notices[-1]
+    first, advice, _ = selection_sentences(run, NAME)
+    assert "the base was chosen" in first and advice.startswith("Advice: don't use the merge")
+    rows = run.layers(layer="final").set_index(["variant", "task"])["drift_l2_mean"]
+    assert rows[f"calibrated:{NAME}"].to_dict() == rows["base"].to_dict()
+    card = (folder / f"calibrations/{NAME}/README.md").read_text()
+    assert "This is the base, unchanged" in card and "in closed form" not in card and "| lam |" not in card
+    assert set(yaml.safe_load(card.split("---")[1])["tags"]) == {"driftlens"}
+    assert any("is the base, unchanged: don't use the merge" in text for text in verdict(run, NAME).sentences)
+
+
+@pytest.mark.slow
+def test_views_are_chosen_where_they_are_nearest_and_read_again_by_the_repair(
+    roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To its end: what is saved is the repair by hand with the views that the record says, bit for bit."""
+    spoil_merged(monkeypatch)
+    score_by_entrant(monkeypatch, lambda entrant: 0.0 if entrant.views else 1e3)
+    folder = copied(roomy, tmp_path / "run")
+    run = calibrate(folder, request(method="residual", layers=[2], attribution=False, auto=True))
+    info = run.manifest.calibrations[NAME]
+    assert info.selection["choice"] == "residual views=7" and info.views == dict.fromkeys(TASKS, "auto:7")
+    assert info.samples == dict.fromkeys(TASKS, COUNT) and info.settings["mu"] == 0.9
+    asked = request("hand", method="residual", parameters=info.selection["chosen"], views=7, layers=[2])
+    calibrate(folder, asked.changed(shrink=info.shrink["share"], attribution=False))
+    weights = [load_file(folder / f"calibrations/{name}/weights.safetensors") for name in (NAME, "hand")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
+    assert "auto:7" in (folder / f"calibrations/{NAME}/README.md").read_text()
+
+
+@pytest.mark.parametrize("is_surer", [True, False])
+def test_it_warns_where_experts_are_surer_of_these_samples(
+    study: Study, monkeypatch: pytest.MonkeyPatch, is_surer: bool
+) -> None:
+    """Of no label; experts that are as sure of the diagnosis samples were not trained on these."""
+    samples = {task: guarded(task, at).calibration for task, at in study.tasks.items()}
+    width = {task: study.head(task, f"expert:{task}").embeddings for task in TASKS}  # type: ignore[union-attr]
+
+    def features(_: Any, model: str, task: str, of: SampleSet, *__: Any) -> torch.Tensor:
+        rows = width[task][torch.arange(len(of)) % len(width[task])]
+        unsure = of.split != "calibration" and is_surer
+        return rows + (rows.roll(1, dims=0) if unsure else 0) + 1e-3 * torch.arange(len(of))[:, None]
+
+    monkeypatch.setattr(job, "final_features", features)
+    told = job._trained_on(samples, study)
+    assert [text.startswith("experts were probably trained on") for text in told] == [True] * is_surer

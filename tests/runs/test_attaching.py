@@ -1,0 +1,250 @@
+"""Results of other tools beside a run's own: what is taken over, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from driftlens.results.measures import findings
+from driftlens.runs.external_scores import attach, ungrouped
+from driftlens.runs.manifest import read_manifest, write_manifest
+from driftlens.runs.run import DriftRun, open_run
+from driftlens.runs.verify import verify
+from driftlens.utils.errors import DataError
+from driftlens.utils.intervals import wilson
+from driftlens.utils.metrics import metric_called
+from driftlens_reports.terminal import accuracy_text, summary
+from tests.runs.full_run import Size, write_full_run
+
+NEW = {
+    "results": {
+        "arc_easy": {"alias": "arc_easy", "acc,none": 0.75, "acc_stderr,none": 0.01, "acc_norm,none": 0.99},
+        "gsm8k": {"exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": "N/A"},
+        "wikitext": {"word_perplexity,none": 12.5, "word_perplexity_stderr,none": 1.0, "sample_len": 3},
+    },
+    "n-samples": {"arc_easy": {"original": 2376, "effective": 2000}},
+    "config": {"model": "hf", "model_args": "pretrained=merged"},
+    "lm_eval_version": "0.4.5",
+}
+OLD = {"results": {"arc_easy": {"acc": 0.8, "acc_stderr": 0.2}}, "versions": {"arc_easy": 0}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_full_run(tmp_path / "run", tasks=("cars",), size=Size(blocks=1, samples=8))
+
+
+def written(folder: Path, content: Any) -> Path:
+    file = folder.parent / "results.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return file
+
+
+def test_both_forms_of_the_file_become_rows_of_their_own(folder: Path) -> None:
+    own = open_run(folder).accuracy()
+    means = findings(open_run(folder))
+    file = written(folder, NEW)
+    run = attach(folder, "merged", file)
+    assert len(run.accuracy()) == len(own) + 4
+    rows = {(row["task"], row["metric"]): row for row in run.accuracy().to_dict("records")}
+    row = rows[("arc_easy", "harness:acc")]
+    assert (row["variant"], row["value"], row["n"]) == ("merged", 0.75, 2000)
+    assert (row["ci_low"], row["ci_high"]) == pytest.approx((0.75 - 0.0196, 0.75 + 0.0196), abs=1e-5)
+    strict = rows[("gsm8k", "harness:exact_match,strict-match")]
+    assert strict["value"] == 0.5 and math.isnan(strict["ci_low"])
+    assert rows[("wikitext", "harness:word_perplexity")]["ci_high"] > 14
+    told = run.manifest.attached["merged results.json"]
+    assert told["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest() and told["version"] == "0.4.5"
+    assert verify(folder).ok and findings(run).equals(means)  # nothing of it is averaged with own scores
+    text = summary(run, verbose=True)
+    assert text.index("Accuracy on test samples") < text.index("Scores attached") < text.index("arc_easy")
+    assert attach(folder, "merged", written(folder, OLD)).accuracy("cars").shape == own.shape
+    scores = open_run(folder).accuracy()
+    assert [*scores.ci_high[(scores.task == "arc_easy") & (scores.metric == "harness:acc")]] == [1]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "Expecting property name"),
+        ("[1]", "valid dictionary"),
+        ({"results": {"a": 1}}, "valid dictionary"),
+        ({"results": {"a": {"acc,none": "N/A"}}}, "no number"),
+        ({"results": {"a": {"acc,none": -0.5}}}, "acc of a is -0.5"),
+        ({"humaneval": 0.5, "config": {"model": "merged"}}, "valid dictionary"),
+        ({"humaneval": {"pass@1": float("nan")}, "config": {}}, "no number"),
+        ({"model": {"width": 64}, "data": {"n": 3}}, "'width' is no metric"),
+        ({"config": {"model": "merged"}}, "no number"),
+    ],
+)
+def test_other_files_are_refused_and_nothing_is_written(folder: Path, content: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        attach(folder, "merged", written(folder, content))
+    assert open_run(folder).manifest.attached == {}
+
+
+def rows_of(run: DriftRun) -> dict[tuple[str, str], dict[str, Any]]:
+    rows = run.accuracy()
+    kept = rows[rows["metric"].str.startswith("harness:")].to_dict("records")
+    return {(row["task"], row["metric"].removeprefix("harness:")): row for row in kept}
+
+
+def mean_lines(run: DriftRun) -> list[str]:
+    text = accuracy_text(run)
+    return [line.strip() for line in text.splitlines() if line.strip().lower().startswith("mean of")]
+
+
+GROUPED = {"mmlu": 0.5, "mmlu_stem": 0.4, "astronomy": 0.3, "physics": 0.5, "arc": 0.8}
+LISTED = {"mmlu": ["mmlu_stem"], "mmlu_stem": ["astronomy", "physics"], "arc": []}
+INDENTED = {"mmlu": "", "mmlu_stem": " - ", "astronomy": "  - ", "physics": "  - ", "arc": ""}
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_mean_is_over_leaves_and_says_which(folder: Path, *, is_listed: bool) -> None:
+    scores = {
+        task: {"acc,none": value, "acc_stderr,none": 0.01, "alias": f"{INDENTED[task]}{task}"}
+        for task, value in GROUPED.items()
+    }
+    content = {"results": scores} | ({"group_subtasks": LISTED} if is_listed else {"groups": {"mmlu": {}}})
+    run = attach(folder, "merged", written(folder, content))
+    leaves = [GROUPED[task] for task in ("astronomy", "physics", "arc")]
+    line, note = mean_lines(run)
+    assert line.startswith("mean of 3") and f"{100 * sum(leaves) / 3:.1f} %" in line
+    assert "astronomy, physics, arc; not mmlu, mmlu_stem" in note
+    # A group whose subtasks another file lacks is a leaf there.
+    assert ungrouped(run, ["mmlu", "arc"]) == ["mmlu", "arc"]
+
+
+def test_a_leaderboards_mean_of_all_is_no_task_beside_them(folder: Path) -> None:
+    scores = {"all": 0.5, "leaderboard|arc|0": 0.4, "leaderboard|mmlu|5": 0.6}
+    content = {"results": {task: {"acc": value, "acc_stderr": 0.01} for task, value in scores.items()}}
+    line, note = mean_lines(attach(folder, "merged", written(folder, content)))
+    assert line.startswith("mean of 2") and "50.0 %" in line and "not all" in note
+
+
+def test_a_mean_is_not_guessed_where_an_older_run_tells_of_no_groups(folder: Path) -> None:
+    run = attach(folder, "merged", written(folder, {"results": {"mmlu": {"acc": 0.5}, "law": {"acc": 0.1}}}))
+    assert len(mean_lines(run)) == 1
+    manifest = read_manifest(folder)
+    older = {name: {k: v for k, v in of.items() if k != "groups"} for name, of in manifest.attached.items()}
+    write_manifest(folder, dataclasses.replace(manifest, attached=older))
+    assert mean_lines(open_run(folder)) == []
+
+
+def test_code_by_bigcode_has_a_mean_and_no_intervals_as_the_file_tells_no_number(
+    folder: Path,
+) -> None:
+    content = {
+        "humanevalplus": {"pass@1": 0.25, "pass@10": 0.5},
+        "mbppplus": {"pass@1": 0.75, "pass@10": 0.875},
+        "config": {"model": "merged", "n_samples": 10, "limit": None, "use_auth_token": "secret"},
+    }
+    run = attach(folder, "merged", written(folder, content))
+    rows = rows_of(run)
+    assert {key: row["value"] for key, row in rows.items()} == {
+        (task, metric): value
+        for task, of in content.items()
+        if task != "config"
+        for metric, value in of.items()
+    }
+    assert all(math.isnan(row["ci_low"]) and pd.isna(row["n"]) for row in rows.values())
+    assert {metric_called(row["metric"]).described for row in rows.values()} == {
+        "Measured by another tool. 0 to 1, higher is better."
+    }
+    assert [line.split()[:5] for line in mean_lines(run)] == [
+        ["mean", "of", "2", "pass@1", "50.0"],
+        ["mean", "of", "2", "pass@10", "68.8"],
+    ]
+    (about,) = run.manifest.attached.values()
+    assert about["tool"] == "bigcode-evaluation-harness" and "secret" not in str(about)
+
+
+@pytest.mark.parametrize(
+    ("content", "lost"),
+    [
+        (
+            {"humaneval": {"pass@1": 0.5, "pass@10": math.nan}, "config": {"top_p": math.inf}},
+            "humaneval pass@10",
+        ),
+        (
+            {"harmbench": {"micro ASR (lower)": 0.5, "by_part": {"cyber": math.nan}}},
+            "harmbench by_part cyber",
+        ),
+        ({"results": {"a": {"acc,none": 0.5, "acc_stderr,none": math.nan}, "b": {"f1": math.inf}}}, "b f1"),
+        ({"results": {"a": {"acc,none": 0.5, "alias": "a"}, "b": {"acc,none": "NaN"}}}, "b acc,none"),
+        ({"humaneval": {"pass@1": 0.5, "pass@10": None}, "config": {"limit": None}}, "humaneval pass@10"),
+    ],
+)
+def test_what_is_no_finite_number_is_left_out_and_named(
+    folder: Path, content: Any, lost: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = attach(folder, "merged", written(folder, content))
+    (about,) = run.manifest.attached.values()
+    assert about["left_out"] == [lost] and f"no finite number: {lost}" in caplog.text
+    assert [row["value"] for row in rows_of(run).values()] == [0.5]
+
+
+HIGHER, LOWER, EITHER = "higher is better", "lower is better", "direction unknown"
+
+
+@pytest.mark.parametrize(
+    ("task", "scores", "metric", "way"),
+    [
+        ("wildguardtest", {"micro harm (lower)": 0.4}, "micro harm (lower)", LOWER),
+        (
+            "wildguardtest",
+            {"prompt_type harm (lower)": {"others": 0.4}},
+            "prompt_type harm (lower),others",
+            LOWER,
+        ),
+        ("harmbench", {"micro ASR (lower)": 0.4}, "micro ASR (lower)", LOWER),
+        ("harmbench", {"inverted_micro_asr_lower": 0.4}, "inverted_micro_asr_lower", HIGHER),
+        ("do_anything_now", {"macro ASR": 0.4}, "macro ASR", LOWER),
+        ("wildjailbreak:benign", {"macro ASR": 0.4}, "macro ASR,benign", HIGHER),
+        ("xstest", {"inverted_rta_all_safe": 0.4}, "inverted_rta_all_safe", HIGHER),
+        ("xstest", {"inverted_rta_contrast_homonyms": 0.4}, "inverted_rta_contrast_homonyms", LOWER),
+        ("xstest", {"rta_all_contrast": 0.4}, "rta_all_contrast", HIGHER),
+        ("xstest", {"rta_all_safe": 0.4}, "rta_all_safe", LOWER),
+        ("xstest", {"rta_harmfulness_all_contrast": 0.4}, "rta_harmfulness_all_contrast", LOWER),
+        ("xstest", {"refusal_prf": {"f1": 0.4}}, "refusal_prf,f1", HIGHER),
+        ("or_bench:toxic", {"accuracy": 0.5, "refusal_rate_mean": 0.4}, "refusal_rate_mean", EITHER),
+    ],
+)
+def test_of_safety_the_direction_is_said_and_nothing_that_is_worse_higher_is_averaged(
+    folder: Path, task: str, scores: dict[str, Any], metric: str, way: str
+) -> None:
+    run = attach(folder, "merged", written(folder, {task: scores, f"{task} again": scores}))
+    row = rows_of(run)[task, metric]
+    assert row["value"] == 0.4 and math.isnan(row["ci_low"])
+    assert way in metric_called(row["metric"]).described.lower()
+    assert metric_called(row["metric"]).is_averaged == (way == HIGHER)
+    assert next(iter(run.manifest.attached.values()))["tool"] == "safety-eval"
+
+
+def test_intervals_come_from_errors_or_counts_and_percent_is_a_share(folder: Path) -> None:
+    scores = {
+        "counted": {"acc,none": 0.25, "acc_stderr,none": "N/A"},
+        "certain": {"acc,none": 0.0, "acc_stderr,none": 0.0},
+        "unknown": {"acc,none": 0.0, "acc_stderr,none": 0.0},
+        "percent": {"f1,none": 88.5, "f1_stderr,none": 1.0},
+    }
+    counts = {task: {"effective": 40} for task in ("counted", "certain", "percent")}
+    rows = rows_of(attach(folder, "merged", written(folder, {"results": scores, "n-samples": counts})))
+    ends = {task: (row["ci_low"], row["ci_high"]) for (task, _), row in rows.items()}
+    assert ends["counted"] == wilson(10, 40) and ends["certain"] == wilson(0, 40)
+    assert all(map(math.isnan, ends["unknown"]))
+    assert rows["percent", "f1"]["value"] == pytest.approx(0.885)
+    assert ends["percent"] == pytest.approx((0.885 - 0.0196, 0.885 + 0.0196), abs=1e-5)
+
+
+def test_an_unknown_variant_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(DataError, match="calibrated:featcal"):
+        attach(folder, "calibrated:other", written(folder, OLD))
+    assert len(attach(folder, "expert:cars", written(folder, OLD)).accuracy())

@@ -1,0 +1,157 @@
+"""The headline against tables of every kind: its tone and its claims follow intervals taken another way."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given
+
+from driftlens.results.formatting import signs, unbroken
+from driftlens.results.verdict import headline, sentence
+from driftlens.runs.manifest import Manifest, read_manifest
+from driftlens.runs.run import open_run
+from driftlens.utils.intervals import Interval, ratio
+from driftlens_reports.content import Headline
+from driftlens_reports.formats.page import bar, block
+from tests.runs.drawn_runs import CAL, Right, interval, run_of, tables
+from tests.runs.full_run import write_run
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return read_manifest(write_run(tmp_path_factory.mktemp("headline") / "run"))
+
+
+@pytest.mark.slow
+@example(made=({("t0", "expert"): 5, ("t0", "merged"): 0, ("t0", CAL): 5}, 60))
+@given(made=tables())
+def test_no_tone_and_no_claim_goes_beyond_its_interval(manifest: Manifest, made: tuple[Right, int]) -> None:
+    right, n = made
+    run = run_of(manifest, right, n, {})
+    found, tasks = headline(run), run.tasks
+    models = {model for _, model in right}
+    last = CAL if CAL in models else "merged"
+
+    def side(variant: str, against: str, of: Sequence[str] = tasks) -> int:
+        if not {variant, against} <= models:
+            return 0
+        low, high = interval(right, n, (variant, against), of, stored=False)
+        assume(min(abs(low), abs(high)) > 1e-9)
+        return (low > 0) - (high < 0)
+
+    below = side(last, "base") < 0
+    assert ("worse than its base" in found.text.lower()) == below
+    if below:
+        assert found.tone == "bad"
+        better = [task for task in tasks if side(last, "base", [task]) > 0]
+        assert ("don't use it" in found.text) == (not better)
+        return
+    if CAL in models and "merged" in models:
+        moved = side(CAL, "merged")
+        is_behind = side("merged", "expert") < 0
+        assert (found.tone == "bad") == (moved < 0)
+        # Of a gap as uncertain as it is large no share can be told, though it is there.
+        is_told = is_behind
+        if is_behind:
+            low, high = interval(right, n, ("merged", "expert"), tasks, stored=False)
+            gap = float(np.mean([right[task, "expert"] - right[task, "merged"] for task in tasks])) / n
+            is_told = max(gap + high, -low - gap) < gap
+        assert ("Repair closes" in found.text) == (moved > 0 and is_told)
+        assert ("is unknown" in found.text) == (moved > 0 and is_behind and not is_told)
+        assert ("no clear part" in found.text) == (moved == 0)
+        if "Repair closes" in found.text and "base" in models:
+            assert ("no clear gain over the base" in found.text) == (side(last, "base") == 0)
+        if math.isfinite(found.closed.value) and math.isfinite(found.closed.low):
+            low, high = interval(right, n, (CAL, "merged"), tasks, stored=False)
+            assert (found.closed.low > 0, found.closed.high < 0) == (low > 0, high < 0)
+    else:
+        assert found.tone != "bad"
+    assert not re.search("nan|inf", sentence(found))
+
+
+RIGHT: Mapping[str, Mapping[str, int]] = {
+    "below": {"base": 320, "expert": 450, "merged": 150},
+    "repaired": {"base": 300, "expert": 450, "merged": 330, CAL: 400},
+    "no repair": {"base": 300, "expert": 450, "merged": 330, CAL: 331},
+    "no gain": {"base": 300, "expert": 450, "merged": 302},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tone", "says"),
+    [
+        (
+            "below",
+            "bad",
+            r"Worse than its base by 34\.0 \+- [\d.]+ points, clearly on 9 of 9 tasks: don't use it",
+        ),
+        ("repaired", "good", r"Repair closes 58 % \(\d+ to \d+ %\) of the gap to the experts"),
+        ("no repair", "mixed", r"closes no clear part of the gap to the experts: 1 % \(-\d+ to \d+ %\)"),
+        ("no gain", "mixed", "No clear gain over the base"),
+    ],
+)
+def test_a_merge_looks_like_what_it_is(manifest: Manifest, name: str, tone: str, says: str) -> None:
+    right = {(f"t{task}", model): k for task in range(9) for model, k in RIGHT[name].items()}
+    run = run_of(manifest, right, 500, {})
+    found = headline(run)
+    assert found.tone == tone and re.search(says, found.text), found
+    assert [*found.tiles] == [model for model in ("base", "merged", CAL, "expert") if model in RIGHT[name]]
+    html = str(block(Headline.model_validate(found)))
+    assert f'class="headline {tone}"' in html and html.count('class="tile"') == len(found.tiles)
+
+
+def test_tasks_that_are_still_to_come_are_counted(manifest: Manifest) -> None:
+    right = {(f"t{task}", model): k for task in range(4) for model, k in RIGHT["no gain"].items()}
+    run = run_of(manifest, right, 500, {})
+    rows = run.accuracy()
+    run._frames["accuracy"] = rows[rows["task"].isin(["t0", "t1"])]
+    assert headline(run).so_far == "2 of 4 tasks measured" and "(2 of 4 tasks measured)" in sentence(
+        headline(run)
+    )
+
+
+def test_without_scores_the_share_of_drift_is_told(tmp_path: Path) -> None:
+    run = open_run(write_run(tmp_path / "run", has_labels=False, variants=("base", "merged", CAL)))
+    found = headline(run)
+    assert found.measure == "relative drift" and "drift" in found.text and "accuracy" not in found.text
+
+
+@pytest.mark.parametrize(("repair", "gap"), [(0.05, 0.12), (0.0, 0.1), (-0.04, 0.2), (0.2, 0.15)])
+def test_a_ratio_covers_the_truth_as_often_as_it_says(repair: float, gap: float) -> None:
+    """Normal errors, drawn often: both ends miss about as often as 95 % promise."""
+    rng, error = np.random.default_rng(3), np.array([0.02, 0.015])
+    half = 1.959964 * error
+    hits = 0
+    for drawn in rng.normal([repair, gap], error, (2000, 2)):
+        change, whole = (Interval(v, v - h, v + h, 9) for v, h in zip(drawn, half, strict=True))
+        share = ratio(change, whole)
+        assert (share.low > 0) == (change.low > 0) and (share.high < 0) == (change.high < 0)
+        hits += share.low <= repair / gap <= share.high
+    assert 0.93 < hits / 2000 < 0.97
+
+
+def test_a_ratio_needs_a_whole_that_is_clear() -> None:
+    assert math.isnan(ratio(Interval(0.1, 0.05, 0.15), Interval(0.1, -0.01, 0.21)).value)
+    assert math.isnan(ratio(Interval(0.1, 0.05, 0.15), Interval(-0.1, -0.2, -0.01)).value)
+    assert ratio(Interval(0.1), Interval(0.2, 0.1, 0.3)).value == 0.5
+
+
+def test_signs_are_a_typesetters_and_nothing_breaks_between_number_and_unit() -> None:
+    said = signs("a-1 is -2.0 +- 1.5 points (-3.5 to -0.5 %), n = 8; `x --lam -1 +- 2` then")
+    assert said == "a-1 is −2.0 ± 1.5 points (−3.5 to −0.5 %), n = 8; `x --lam -1 +- 2` then"
+    breaks = re.split(" ", unbroken(said))
+    assert "−2.0 ± 1.5 points".replace(" ", "\N{NO-BREAK SPACE}") in breaks
+    assert "(−3.5 to −0.5 %),".replace(" ", "\N{NO-BREAK SPACE}") in breaks
+    assert {"--lam", "-1", "+-", "2`"} <= {*breaks}
+
+
+def test_whatever_a_run_is_called_stays_text(manifest: Manifest) -> None:
+    name = 'calibrated:<img src=x onerror="alert(1)">'
+    right = {("t0", model): k for model, k in {"base": 300, "merged": 330, name: 400, "expert": 450}.items()}
+    found = Headline.model_validate(headline(run_of(manifest, right, 500, {})))
+    assert "<img" not in str(block(found)) + str(bar(found)) and "&lt;img" in str(block(found))

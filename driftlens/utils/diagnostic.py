@@ -3,7 +3,7 @@
 One file of `driftlens.diagnostics` adds one diagnostic. Spec, validation, walk and run directory read the registry.
 This module does not need torch.
 
-    @diagnostic("norm_gap", columns=(Column("norm_gap", "float", "feature", "Difference of the mean norms."),))
+    @diagnostic("norm_gap", columns=(ColumnSchema("norm_gap", "float", "feature", "Difference of the mean norms."),))
     def norm_gap(seen: Seen) -> dict[str, float]:
         return {"norm_gap": float(norms(seen.variant).mean() - norms(seen.expert).mean())}
 """

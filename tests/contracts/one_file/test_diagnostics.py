@@ -30,10 +30,10 @@ __all__ = ["finished", "light", "world"]
 MODULE = "toy_gap_diagnostic"
 FILE = """
 import numpy as np
-from driftlens.utils.diagnostic import Column, diagnostic
+from driftlens.utils.diagnostic import ColumnSchema, diagnostic
 
-GAP = Column("toy_gap", "float", "feature", "Distance of the mean features.", "higher", (0.0, None))
-PEAK = Column("toy_peak", "float", "feature", "Largest entry of the drift.", "higher", (0.0, None))
+GAP = ColumnSchema("toy_gap", "float", "feature", "Distance of the mean features.", "higher", (0.0, None))
+PEAK = ColumnSchema("toy_peak", "float", "feature", "Largest entry of the drift.", "higher", (0.0, None))
 
 
 @diagnostic("toy", columns=[GAP])

@@ -216,7 +216,7 @@ def test_rows_that_are_too_long_are_counted_or_refused(tmp_path: Path) -> None:
     assert data.test.load(range(3))["input_ids"].shape == (3, 6)
     with pytest.raises(DataError, match="are longer than 6 tokens, such as"):
         text_data(**values, too_long="refuse")
-    with pytest.raises(SpecError, match=r"data\.t\.max_length is 17, .* 16 tokens only"):
+    with pytest.raises(SpecError, match=r"data\.t\.max_length is 17; .* 16 positions"):
         text_data(**both(file, max_length=17))
 
 

@@ -215,7 +215,7 @@ REFUSED: dict[str, tuple[Any, Callable[[], nn.Module], str]] = {
     "attention_pooling": (
         OPEN_CLIP_VIT,
         lambda: open_clip_tower(attentional_pool=True),
-        "attention-pooled",
+        "pools by attention",
     ),
     "no_pooling": (OPEN_CLIP_VIT, lambda: open_clip_tower(pool_type="none"), "pools by 'none'"),
     "norms_on_queries": (OPEN_CLIP_VIT, lambda: open_clip_tower(qk_norm=True), "attn.ln_q.weight"),

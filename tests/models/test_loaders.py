@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[Callable[[Path], tuple[str, str]], type[DriftLensError]
     "timm_by_name": (named("open-clip", "ViT-B-16-SigLIP"), IncompatibleModelsError, "timm trunk"),
     "eva_by_name": (named("open-clip", "EVA02-B-16"), IncompatibleModelsError, "timm trunk"),
     "resnet_by_name": (named("open-clip", "RN50"), IncompatibleModelsError, "ResNet"),
-    "coca_by_name": (named("open-clip", "coca_ViT-B-32"), IncompatibleModelsError, "attention-pooled"),
+    "coca_by_name": (named("open-clip", "coca_ViT-B-32"), IncompatibleModelsError, "pools by attention"),
     "no_vision_section": (open_clip_config(embed_dim=8), IncompatibleModelsError, "vision_cfg"),
     "unknown_option": (
         open_clip_config(**{**OPEN_CLIP_CONFIG, "vision_cfg": {"depth": 3}}),

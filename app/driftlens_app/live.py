@@ -277,8 +277,8 @@ def steps_of(run: DriftRun, found: Verdict) -> tuple[list[str], list[str]]:
     return steps, [text for text in found.sentences if not (is_answered and f"`{found.command}`" in text)]
 
 
-def show_steps(run: DriftRun, steps: Sequence[str], command: str, *others: str) -> None:
-    """Show buttons.
+def show_step_buttons(run: DriftRun, steps: Sequence[str], command: str, *others: str) -> None:
+    """Show buttons for the next steps.
 
     Args:
         run: the run.

@@ -284,17 +284,17 @@ def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, A
         )
     if folder is None or not (folder / file).is_file():
         return None
-    return _sane(read_json(folder / file), source)
+    return _require_sane_config(read_json(folder / file), source)
 
 
-def _sane(config: dict[str, Any], source: str) -> dict[str, Any]:
+def _require_sane_config(config: dict[str, Any], source: str) -> dict[str, Any]:
     """Refuse a configuration with NaN, or with sizes so large that building the model would not end."""
     for key, value in config.items():
         if value == {"__float__": "NaN"} or (isinstance(value, float) and math.isnan(value)):
             hint = "Restore the original configuration."
             raise IncompatibleModelsError(f"{source}: the configuration has NaN for {key}", hint=hint)
         if isinstance(value, dict):
-            _sane(value, source)
+            _require_sane_config(value, source)
         for kind, (most, names) in _MOST.items():
             if isinstance(value, int) and value > most and names.search(key):
                 raise IncompatibleModelsError(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from driftlens.utils.errors import CheckpointError, NumericsError
-from driftlens.utils.rounding import RoundingChange
+from driftlens.utils.rounding import ModelChange
 
 # Number types by their names in safetensors headers.
 DTYPES = {
@@ -401,7 +401,7 @@ LOOKED_AT = 1 << 12
 _ORDERED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def change_of(start: Tensor, end: Tensor, dtype: torch.dtype) -> RoundingChange:
+def change_of(start: Tensor, end: Tensor, dtype: torch.dtype) -> ModelChange:
     """Count the differences of two tensors of one shape, and those that `dtype` keeps.
 
     Args:
@@ -415,12 +415,12 @@ def change_of(start: Tensor, end: Tensor, dtype: torch.dtype) -> RoundingChange:
     differs = start != end
     norm = float(start.double().square().sum())
     if not (changed := int(differs.sum())):
-        return RoundingChange(name, start=norm)
+        return ModelChange(name, start=norm)
     # In steps of `dtype`: rounding removes a change of 0, and one of 1 is as small as the type allows.
     apart = (_ordinal(start.to(dtype)) - _ordinal(end.to(dtype)))[differs]
     steps = {count: int((apart.abs() == count).sum()) for count in (0, 1)}
     energy = float((end - start).double().square().sum())
-    return RoundingChange(name, start.numel(), changed, steps[0], steps[1], energy, norm)
+    return ModelChange(name, start.numel(), changed, steps[0], steps[1], energy, norm)
 
 
 def _ordinal(tensor: Tensor) -> Tensor:
@@ -436,7 +436,7 @@ Rows = tuple[int, int] | None
 
 def sampled(
     source: StateSource, key: str, other: Callable[[Rows], Tensor], dtype: torch.dtype, rows: Rows = None
-) -> RoundingChange:
+) -> ModelChange:
     """Estimate, from the first rows, how another tensor differs; norms are scaled up to all rows.
 
     Args:
@@ -458,7 +458,7 @@ def sampled(
 
 def written(
     source: StateSource, key: str, value: Tensor, dtype: torch.dtype, rows: Rows = None
-) -> RoundingChange:
+) -> ModelChange:
     """Count how values that are about to be stored in `dtype` differ from a source.
 
     Args:
@@ -478,12 +478,12 @@ def written(
     )
 
 
-def task_vector(base: StateSource, expert: StateSource) -> RoundingChange:
+def task_vector(base: StateSource, expert: StateSource) -> ModelChange:
     """Estimate how an expert differs from its base, from the first entries of every tensor.
 
     The number type is the coarser of both, or the expert's if they are equally coarse.
     """
-    total = RoundingChange("")
+    total = ModelChange("")
     for key, header in base.headers.items():
         own = expert.headers.get(key)
         if own is not None and own.shape == header.shape and header.dtype.is_floating_point:

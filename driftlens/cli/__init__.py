@@ -26,7 +26,7 @@ from driftlens.cli import looking, running  # noqa: F401  for their commands
 from driftlens.cli.app import app, expanding_home, interrupted_by_signals, manner, stopped
 from driftlens.utils.distributed import joined, world_size
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError, from_library, harmless
-from driftlens.utils.files import put_in_order
+from driftlens.utils.files import undo_unfinished
 
 # Commands that `torchrun` may start: they distribute tasks over processes.
 DISTRIBUTED = ("analyze", "calibrate", "sweep")
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with contextlib.suppress(KeyboardInterrupt), signals:
         code = run(flags + rest)
     # Finishes or removes files that an interrupt left half-written.
-    put_in_order()
+    undo_unfinished()
     # After an error, threads of torch.distributed may block on processes that no longer exist.
     if world_size() == 1 or not code:
         if arguments is not None:

@@ -40,7 +40,7 @@ def parts(text: str | Sequence[str]) -> list[str]:
     return [part.strip() for part in joined.split(",") if part.strip()]
 
 
-def _layer_named(text: str) -> int | str:
+def _index_or_pattern(text: str) -> int | str:
     """Return a layer's number, or a pattern for its path."""
     # More than nine digits cannot be an index, and could be a module name.
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else text
@@ -48,7 +48,7 @@ def _layer_named(text: str) -> int | str:
 
 def layers_named(text: str | Sequence[str]) -> list[int | str]:
     """Return the layers in comma-separated text."""
-    return [*map(_layer_named, parts(text))]
+    return [*map(_index_or_pattern, parts(text))]
 
 
 def _pair(text: str, option: str, example: str) -> tuple[str, str]:
@@ -411,7 +411,7 @@ class ProjectionRequest(Request, title="project"):
     """
 
     layer: int | str = option_field(
-        "Layer index, final, or module path.", "final", unset="final", read=_layer_named, is_list=False
+        "Layer index, final, or module path.", "final", unset="final", read=_index_or_pattern, is_list=False
     )
     method: Literal["pca", "umap", "tsne"] = option_field("Projection method.", "pca")
     seed: Annotated[Seed, Field(lt=2**32)] = option_field("Random seed.", 0)

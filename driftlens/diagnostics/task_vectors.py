@@ -69,7 +69,7 @@ def task_vector_cosine(variant: Tensor, expert: Tensor) -> float | None:
     "task_vectors", table="params", columns=PARAMS.columns[len(PARAMS.key) :], needs="weights", option=""
 )
 def alignment_rows(pool: ModelPool, task: str, variant: str) -> Iterator[dict[str, object]]:
-    """Yield the rows of the `params` table for one task and variant: modules, layers, groups and the backbone.
+    """Yield how a variant's task vector aligns with the expert's: by module, layer, group and backbone (`params` rows).
 
     A parameter counts once, in the first layer that lists it. A head outside all layers, as in language models, is a
     group and not part of the backbone.

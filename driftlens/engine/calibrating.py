@@ -42,7 +42,7 @@ from driftlens.utils.devices import exact_products, place_of_sums, room_for_sums
 from driftlens.utils.distributed import ALONE, Team
 from driftlens.utils.errors import NumericsError, ShapeError
 from driftlens.utils.progress import LayerSteps
-from driftlens.utils.rounding import RoundingChange
+from driftlens.utils.rounding import ModelChange
 from driftlens.utils.variants import expert_of
 
 EXPERT, MERGED = "expert", "merged"
@@ -509,7 +509,7 @@ class CalibrationWalk(ABC):
 
     def _rounded(self, layer: Layer, update: SiteUpdate) -> SiteUpdate:
         """Cast new parameters to the dtype of the saved model."""
-        source, parameters, change = self.pool.source("merged"), dict[str, Tensor](), RoundingChange("")
+        source, parameters, change = self.pool.source("merged"), dict[str, Tensor](), ModelChange("")
         saved = (self.context.like or self.pool.source(self.context.base or "merged")).headers
         for name, value in update.parameters.items():
             slot = layer.parameters[name]

@@ -698,7 +698,7 @@ class LibraryDrift:
         )
         # The library returned the states after layers 1..L.
         theirs = self._drift[variant][layer.index - 1]
-        error, limit, is_off = relative_gap(subtract(merged, expert), theirs, expert, self._dtype)
+        error, limit, is_off = check_gap(subtract(merged, expert), theirs, expert, self._dtype)
         self.error[variant, layer.index] = error
         if is_off:
             raise NumericsError(
@@ -715,7 +715,7 @@ class LibraryDrift:
             )
 
 
-def relative_gap(ours: State, theirs: State, features: State, dtype: str) -> tuple[float, float, bool]:
+def check_gap(ours: State, theirs: State, features: State, dtype: str) -> tuple[float, float, bool]:
     """Return the relative difference of two computations of one drift, its limit, and True if it exceeds rounding.
 
     Args:

@@ -48,7 +48,7 @@ from driftlens.utils.devices import computing_with, exact_products, to_float64
 from driftlens.utils.errors import ShapeError, SpecError
 from driftlens.utils.files import PathLike, scratch_beside
 from driftlens.utils.progress import Reporter
-from driftlens.utils.rounding import RoundingChange, saved_words
+from driftlens.utils.rounding import ModelChange, saved_words
 from driftlens.utils.variants import expert_of, task_of
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def save_merge(
 
     def rounding_notices() -> list[str]:
         # The change is known once everything is written.
-        change: RoundingChange | None = getattr(source, "change", None)
+        change: ModelChange | None = getattr(source, "change", None)
         record.update({} if change is None else {"change": vars(change)})
         return [*notices, *([] if change is None else saved_words(change, "the merge"))]
 
@@ -196,7 +196,7 @@ def save_merge(
 class Merged(TensorsSource):
     """A merged model with its change from the base; the change is None without a base."""
 
-    def __init__(self, name: str, tensors: Mapping[str, Tensor], change: RoundingChange | None) -> None:
+    def __init__(self, name: str, tensors: Mapping[str, Tensor], change: ModelChange | None) -> None:
         super().__init__(name, tensors)
         self.change = change
 
@@ -221,7 +221,7 @@ def merged_source(
     reporter = reporter or Reporter()
     inputs = _inputs(models, merge, study, reporter)
     tensors = _file_backed_like(inputs.start, beside, models.out_dtype)
-    change = RoundingChange("") if "base" in models.sources else None
+    change = ModelChange("") if "base" in models.sources else None
     missing = {key: tensors[key].numel() for key in inputs.base}
     total = len(missing)
     reporter.step(PHASE, 0, total)
@@ -258,7 +258,7 @@ class StreamedMerge:
         self._inputs, self._reporter = _inputs(models, merge, None, reporter), reporter
         self.name = self._inputs.name
         self.headers = in_dtype(self._inputs.start, models.out_dtype).headers
-        self.change = RoundingChange("") if "base" in models.sources else None
+        self.change = ModelChange("") if "base" in models.sources else None
         self._parts = defaultdict[str, list[_MethodCall]](list)
         for part in self._inputs.separate_parts():
             for key in dict.fromkeys(slot.key for slot in part.slots.values()):
@@ -415,8 +415,8 @@ class _MethodCall(NamedTuple):
 
 
 def _store(
-    inputs: _MergeInputs, slot: Slot, value: Tensor, place: Tensor, change: RoundingChange | None
-) -> tuple[int, RoundingChange | None]:
+    inputs: _MergeInputs, slot: Slot, value: Tensor, place: Tensor, change: ModelChange | None
+) -> tuple[int, ModelChange | None]:
     """Store a merged value; return its number of entries, and the change including rounding."""
     value = slot.stored(value).detach()
     if value.shape != place.shape:

@@ -117,11 +117,11 @@ def add_calibration(
     for variant in filter(None, (calibrated(name), control)):
         is_control = variant == control
         weights = open_checkpoint(folder / layout.calibration_weights(name, control=is_control))
-        attached = None if is_control else attached_by(folder, name, method)
+        attached = None if is_control else read_attachments(folder, name, method)
         study.pool.add(variant, models.architecture.align(weights), attached)
 
 
-def attached_by(run: pathlib.Path, name: str, method: str) -> Attachments:
+def read_attachments(run: pathlib.Path, name: str, method: str) -> Attachments:
     """Return the attachments of a finished calibration; empty for closed forms.
 
     Args:

@@ -32,7 +32,7 @@ from driftlens.models.architectures.vit import activation_name
 from driftlens.models.chain import LayerChain, Slot
 from driftlens.utils.errors import DriftLensError, IncompatibleModelsError, NumericsError, some_of
 from driftlens.utils.files import json_object
-from driftlens.utils.rounding import RoundingChange, coarse_words, lost_words
+from driftlens.utils.rounding import ModelChange, coarse_words, lost_words
 from driftlens.utils.variants import part_of, task_of
 
 # Relative distance of weights above which models hardly share a base. Matrices trained separately are
@@ -324,7 +324,7 @@ _FEW_READ = 1 << 16
 _Doubt = Iterator[tuple[str, str]]
 
 
-def companions(models: OpenModels, changes: Mapping[str, RoundingChange] | None = None) -> list[CheckResult]:
+def companions(models: OpenModels, changes: Mapping[str, ModelChange] | None = None) -> list[CheckResult]:
     """Check what comes with the weights: tokenizers, adapters, configurations, text towers.
 
     Args:
@@ -459,7 +459,7 @@ def _adapter(models: OpenModels, base_folder: Path | None, folder: Path, called:
         )
 
 
-def task_vectors(models: OpenModels) -> dict[str, RoundingChange]:
+def task_vectors(models: OpenModels) -> dict[str, ModelChange]:
     """Estimate every expert's change from the base, from some entries of every tensor; empty without a base."""
     base = models.sources.get("base")
     experts = {name: source for name, source in models.sources.items() if task_of(name) is not None}
@@ -473,7 +473,7 @@ def task_vectors(models: OpenModels) -> dict[str, RoundingChange]:
 LONG = 4.0
 
 
-def _rounded(change: RoundingChange, models: OpenModels, name: str, called: str) -> _Doubt:
+def _rounded(change: ModelChange, models: OpenModels, name: str, called: str) -> _Doubt:
     """Report how much of an expert's change is lost by its dtype, or by the base's."""
     start, end = (
         max(
@@ -497,14 +497,14 @@ def _rounded(change: RoundingChange, models: OpenModels, name: str, called: str)
         )
 
 
-def _long(changes: Mapping[str, RoundingChange], name: str, called: str) -> _Doubt:
+def _long(changes: Mapping[str, ModelChange], name: str, called: str) -> _Doubt:
     norms = [change.norm for other, change in changes.items() if other != name and change.changed]
     typical = statistics.median(norms) if norms else 0.0
     # A model of another base is reported as such.
     if (
         typical
         and (norm := changes[name].norm) >= LONG * typical
-        and changes[name].distance <= MAX_DISTANCE_FROM_BASE
+        and changes[name].relative_norm <= MAX_DISTANCE_FROM_BASE
     ):
         yield (
             f"the task vector of {called} is {norm / typical:.3g} times as long as the others' "

@@ -105,7 +105,7 @@ def log_likelihoods(
     was_training = module.training
     module.eval()
     try:
-        run = _encoded_once if reader.form == "encoder-decoder" else _continued
+        run = _encoded_once if reader.form == "encoder-decoder" else _answer_scores
         columns = list(zip(*answers, strict=True))
         results = list(run(module, reader, questions, columns))
     finally:
@@ -132,7 +132,7 @@ def _of_tokens(scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool)
     return wide.gather(2, to_device(ids, wide.device).long()[:, :, None])[:, :, 0], is_own
 
 
-def _continued(
+def _answer_scores(
     module: Any, reader: TextReader, questions: Sequence[Any], columns: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Run a decoder on rows of question and answer, padded on the left, so that few scores are computed."""

@@ -37,7 +37,7 @@ from driftlens.engine.sequential import Stepwise
 from driftlens.engine.sites import select_sites, updated_sites
 from driftlens.experiment.loading import OpenModels, head_files
 from driftlens.experiment.merging import merged_within
-from driftlens.experiment.resume import attached_by
+from driftlens.experiment.resume import read_attachments
 from driftlens.experiment.study import Study, model_info
 from driftlens.merging.method import merge_called
 from driftlens.models.architecture import Architecture
@@ -57,7 +57,7 @@ from driftlens.runs.schema import CALIBRATION
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import CheckpointError, DataError, DriftLensError, SpecError, counted, some_of
 from driftlens.utils.registry import resolve
-from driftlens.utils.rounding import RoundingChange, saved_words
+from driftlens.utils.rounding import ModelChange, saved_words
 from driftlens.utils.variants import calibrated, control_of, expert_of
 
 if TYPE_CHECKING:
@@ -410,8 +410,8 @@ def save_variants(
     ]
     if rows:
         writer.append("calibration", pd.DataFrame(rows), replace=True)
-    changes = [RoundingChange(**report.change) for _, report in solution.reports if report.change]
-    change = sum(changes, RoundingChange("")) if changes else None
+    changes = [ModelChange(**report.change) for _, report in solution.reports if report.change]
+    change = sum(changes, ModelChange("")) if changes else None
     config = {
         "name": plan.name,
         "variant": plan.variant,
@@ -576,7 +576,7 @@ class Export:
 
     @cached_property
     def _attached(self) -> Attachments:
-        return attached_by(self.run, self.name, self.method)
+        return read_attachments(self.run, self.name, self.method)
 
     @property
     def _weights(self) -> pathlib.Path:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.engine.pool import on_device
-from driftlens.engine.walk import LayerView, LibraryDrift, relative_gap, tolerance, waiting_bytes, walk
+from driftlens.engine.walk import LayerView, LibraryDrift, check_gap, tolerance, waiting_bytes, walk
 from driftlens.experiment.study import Study
 from driftlens.linalg.state import subtract
 from driftlens.models.chain import Pool, State
@@ -241,7 +241,7 @@ def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> str:
     # Relative to the adapters' change: relative to the features, a wrong scaling would hardly show.
     base, adapted = ({name: state[name] for name in expert} for state in theirs)
     dtype = str(study.pool.dtype).removeprefix("torch.")
-    error, limit, is_off = relative_gap(subtract(expert, base), subtract(adapted, base), expert, dtype)
+    error, limit, is_off = check_gap(subtract(expert, base), subtract(adapted, base), expert, dtype)
     if is_off:
         raise NumericsError(
             f"the final features of the expert of {task} differ from peft's: relative error {error:.2g} of the "

@@ -272,7 +272,7 @@ def _differences(a: DriftRun, b: DriftRun) -> Iterator[str]:
     if set(a.tasks) != set(b.tasks):
         yield f"tasks ({', '.join(a.tasks) or 'none'} against {', '.join(b.tasks) or 'none'})"
     if a.manifest.layers != b.manifest.layers:
-        yield f"layers ({_chain(a)} against {_chain(b)})"
+        yield f"layers ({_span_of_layers(a)} against {_span_of_layers(b)})"
     shared = [task for task in a.tasks if task in b.tasks]
     for split in ("diagnosis", "test"):
         ids, other_ids = (run.manifest.sample_id_digests.get(split, {}) for run in (a, b))
@@ -298,6 +298,6 @@ def _experts(run: DriftRun) -> Mapping[str, str]:
     return {task: models[expert_of(task)].digest for task in run.tasks if expert_of(task) in models}
 
 
-def _chain(run: DriftRun) -> str:
+def _span_of_layers(run: DriftRun) -> str:
     layers = run.manifest.layers
     return f"{len(layers)} layers, {layers[0].path} to {layers[-1].path}" if layers else "none"

@@ -294,7 +294,7 @@ def _sentences(
     # Counts of tasks are dropped first, to keep the source, or else the sentence on bad experts.
     for counting, whole, rank in _ROOM:
         parts = (
-            (0, [_of_means(judgement), *is_unchanged, *_of_gaps(judgement, which, counting)]),
+            (0, [_means_sentence(judgement), *is_unchanged, *_gaps_sentence(judgement, which, counting)]),
             (1, [*bad, *nearer]),
             (3, worst),
             (2, _of_source(judgement.source, judgement.merged, whole=whole)),
@@ -336,7 +336,7 @@ def _gap(run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str,
     return ModelGap(*pair, over.interval, intervals, over.side, better, worse)
 
 
-def _of_means(judgement: Verdict) -> str:
+def _means_sentence(judgement: Verdict) -> str:
     """Return every model's mean in a sentence."""
     name, n = judgement.measure.title, max(mean.n for mean in judgement.means.values())
     over = "" if len(judgement.tasks) > 1 else f" on {judgement.tasks[0]}"
@@ -353,7 +353,7 @@ def _called(variant: str) -> str:
     return "experts" if variant == "expert" else title(variant)
 
 
-def _of_gaps(judgement: Verdict, which: str, counting: str) -> Iterator[str]:
+def _gaps_sentence(judgement: Verdict, which: str, counting: str) -> Iterator[str]:
     """Yield a sentence per model on its differences to others; units and numbers of tasks appear once."""
     for variant, gaps in itertools.groupby(judgement.gaps, lambda gap: gap.variant):
         clauses = "; ".join(

@@ -79,7 +79,7 @@ class Chosen:
 
     @property
     def unchanged(self) -> str:
-        """A description of that model for readers; empty after a calibration."""
+        """Words for the model that was kept because no repair was better; empty after a calibration."""
         share = self.shrink.get("share", 1)
         way = "" if share == 1 else f", at {share:g} of its way from the base"
         none = "no repair was clearly better" if not way else "no repair was nearer to the experts"

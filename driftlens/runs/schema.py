@@ -79,7 +79,7 @@ class TableSchema:
         return f"{EXPLAIN} --add {','.join(named)}" if named else EXPLAIN
 
     def extended(self, columns: Iterable[ColumnSchema]) -> TableSchema:
-        """Return the table with those of `columns` appended that it lacks."""
+        """Return the schema with those of `columns` appended that it lacks."""
         new = {column.name: column for column in columns if column.name not in self.names}
         return replace(self, columns=(*self.columns, *new.values())) if new else self
 

@@ -245,10 +245,10 @@ def _read(path: pathlib.Path, table: TableSchema) -> pa.Table:
         stored.validate(full=True)
     version = (stored.schema.metadata or {}).get(_VERSION_KEY, b"")
     refuse_newer(version.decode(errors="replace"), path)
-    return _aligned(stored, table.extended(_added(stored.schema)), path)
+    return _in_schema(stored, table.extended(_added(stored.schema)), path)
 
 
-def _aligned(stored: pa.Table, table: TableSchema, path: pathlib.Path) -> pa.Table:
+def _in_schema(stored: pa.Table, table: TableSchema, path: pathlib.Path) -> pa.Table:
     """Return the columns of `table`; those that `stored` lacks are null, those of a newer minor version are dropped."""
     schema, names = _file_schema(table), {*stored.column_names}
     try:

@@ -257,8 +257,8 @@ def _is_unfinished(key: object) -> bool:
     return (os.getpid(), key) in _unfinished
 
 
-def put_in_order() -> None:
-    """Undo every step that this process has not ended, the last one first; what can't be undone is left."""
+def undo_unfinished() -> None:
+    """Undo all steps that this process began and did not end, the last one first; failures to undo are ignored."""
     for key in reversed([key for key in _unfinished if key[0] == os.getpid()]):
         undo = _unfinished.pop(key, None)
         if undo is not None:

@@ -12,7 +12,7 @@ COARSE = 0.5
 
 
 @dataclass(frozen=True)
-class RoundingChange:
+class ModelChange:
     """Counts of entries in which one model differs from another, before and after rounding.
 
     Attributes:
@@ -33,10 +33,10 @@ class RoundingChange:
     energy: float = 0.0
     start: float = 0.0
 
-    def __add__(self, other: RoundingChange) -> RoundingChange:
+    def __add__(self, other: ModelChange) -> ModelChange:
         counts = {name: value + getattr(other, name) for name, value in vars(self).items() if name != "dtype"}
         # Parts may be stored in different types; the one with more changed entries names the sum.
-        return RoundingChange(self.dtype if self.changed >= other.changed else other.dtype, **counts)
+        return ModelChange(self.dtype if self.changed >= other.changed else other.dtype, **counts)
 
     @property
     def norm(self) -> float:
@@ -44,7 +44,7 @@ class RoundingChange:
         return math.sqrt(self.energy)
 
     @property
-    def distance(self) -> float:
+    def relative_norm(self) -> float:
         """The length of the difference, relative to the unchanged model."""
         return math.sqrt(self.energy / self.start) if self.start else 0.0
 
@@ -54,7 +54,7 @@ class RoundingChange:
         return self.lost / self.changed if self.changed else 0.0
 
 
-def lost_words(change: RoundingChange, subject: str, whose: str = "the base's") -> str:
+def lost_words(change: ModelChange, subject: str, whose: str = "the base's") -> str:
     """Describe what rounding loses of a change; empty if that is negligible.
 
     Args:
@@ -68,7 +68,7 @@ def lost_words(change: RoundingChange, subject: str, whose: str = "the base's") 
     return f"about {lost} of the entries that {subject} changes equal {whose} again in {change.dtype}"
 
 
-def saved_words(change: RoundingChange, subject: str, whose: str = "the base's") -> list[str]:
+def saved_words(change: ModelChange, subject: str, whose: str = "the base's") -> list[str]:
     """Describe what saving in a narrower type loses of a change, and the option that keeps it; empty if negligible.
 
     Args:
@@ -81,7 +81,7 @@ def saved_words(change: RoundingChange, subject: str, whose: str = "the base's")
     return [f"{text}, the dtype of the output; `--out-dtype float32` keeps them"]
 
 
-def coarse_words(change: RoundingChange, subject: str) -> str:
+def coarse_words(change: ModelChange, subject: str) -> str:
     """Describe a change that is about as large as the steps of the number type both models are stored in; empty
     otherwise.
     """

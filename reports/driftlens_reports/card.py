@@ -90,22 +90,22 @@ def _picture(run: DriftRun, name: str) -> bytes:
             axes = figure.add_axes((_PAIR + 0.18 * place, 0.2, 0.165, 0.3), **shared)
             _draw_points(axes, variant, frame)
         for task in {task for _, task, _ in pair}:
-            _say(figure, _PAIR, 0.185, f"features of {short(task, 18)}", fontsize=11, color=LIGHT.quiet)
+            _put_text(figure, _PAIR, 0.185, f"features of {short(task, 18)}", fontsize=11, color=LIGHT.quiet)
             expert = {"color": LIGHT.roles["expert"][0], "ha": "right"}
-            _say(figure, 0.95, 0.185, "light blue: its expert", fontsize=11, **expert)
+            _put_text(figure, 0.95, 0.185, "light blue: its expert", fontsize=11, **expert)
         target = io.BytesIO()
         figure.savefig(target, format="png", dpi=100, metadata={})
     return target.getvalue()
 
 
-def _say(figure: Figure, x: float, y: float, text: str, **looks: Any) -> None:
+def _put_text(figure: Figure, x: float, y: float, text: str, **looks: Any) -> None:
     # Names are untrusted: parse no formulas in them.
     figure.text(x, y, printable(text), parse_math=False, **{"va": "top", "color": LIGHT.ink, **looks})
 
 
 def _write_words(figure: Figure, run: DriftRun, head: Headline) -> None:
     """Names above, the sentence in its colour, every model's number, and where all that is from."""
-    say = partial(_say, figure)
+    say = partial(_put_text, figure)
     say(0.05, 0.945, "DriftLens", fontsize=17, fontweight="bold", color=LIGHT.roles["expert"][0])
     say(0.95, 0.94, textwrap.shorten(printable(run.name), 60, placeholder="…"), fontsize=15, ha="right")
     sentence = "\n".join(textwrap.wrap(unbroken(signs(head.text)), _LINE)[:4])

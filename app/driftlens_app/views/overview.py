@@ -17,7 +17,7 @@ from driftlens.results.verdict import stamps as stamps_of
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import counted
 from driftlens.utils.variants import title
-from driftlens_app.live import offer_attribution, show_steps, steps_of
+from driftlens_app.live import offer_attribution, show_step_buttons, steps_of
 from driftlens_app.samples import explore, show_explorer
 from driftlens_app.selection import MEASURE, TASK, VARIANTS, Selection, choose, lead, selection
 from driftlens_app.show import (
@@ -96,7 +96,7 @@ def _show_verdict(run: DriftRun) -> None:
         sentences = [text for text in sentences if f"{_badge(checks)}." not in text]
         st.markdown("\n\n".join(with_command(run, text, judged.command) for text in sentences))
         with st.container(horizontal=True, vertical_alignment="center"):
-            show_steps(run, steps, judged.command, "Repair")
+            show_step_buttons(run, steps, judged.command, "Repair")
             _to_samples(run, judged)
             _self_checks(checks)
     if judged.means:

@@ -21,7 +21,7 @@ from driftlens.runs.status import require_unlocked
 from driftlens.utils.errors import RunLockedError, counted, listed, some_of
 from driftlens.utils.variants import calibrated, title
 from driftlens_app import calibration
-from driftlens_app.live import begin, show_bad_end, show_live, show_steps, steps_of
+from driftlens_app.live import begin, show_bad_end, show_live, show_step_buttons, steps_of
 from driftlens_app.processes import Job, View, is_at_work, running_drift, running_scores, watch
 from driftlens_app.requests import calibrate_request, methods_request, sweep_request
 from driftlens_app.runs import opened
@@ -90,7 +90,7 @@ def show() -> None:
         if pressed:
             begin(calibrate_request(run, request))
         if not (blocked or run.manifest.finished):
-            show_steps(run, *steps_of(run, verdict(run))[:1], verdict(run).command)
+            show_step_buttons(run, *steps_of(run, verdict(run))[:1], verdict(run).command)
     with right:
         if not show_live(run.path, functools.partial(_curve, run)) and at_work:
             # The job ended while the form was drawn.
@@ -213,7 +213,7 @@ def _show_result(run: DriftRun, name: str) -> None:
         for sentence in (*sentences, *selection_sentences(run, name)):
             st.markdown(f"- {with_command(run, sentence, judged.command)}")
         # This page has buttons for repairs and a link to reports already.
-        show_steps(
+        show_step_buttons(
             run, [label for label in steps if label not in ("Repair", "Write a report")], judged.command
         )
         drawer = st.expander("All numbers", key="all-numbers", on_change="rerun")

@@ -32,7 +32,7 @@ from driftlens.models.tracing.block_runner import (
     tied_weights,
 )
 from driftlens.models.tracing.hooks import buffers_on
-from driftlens.models.tracing.sites import no_sites, traced_sites
+from driftlens.models.tracing.sites import no_sites, sites_in_block
 from driftlens.utils.errors import NumericsError, SpecError, some_of
 
 NAME = "sequential"
@@ -231,7 +231,7 @@ class _Pieces(NamedTuple):
 
 
 def _traced(parts: BlockRunner, example: Any) -> _Pieces:
-    """Run a batch through a module layer by layer and record sites and weights."""
+    """Run a batch through a module layer by layer; record each block's sites, and what stem and head read."""
     # If the module is on meta, stem and head run with stand-ins for weights, because they may read numbers such as
     # token ids. Blocks, which are most of the cost, run on meta.
     module = parts.module
@@ -257,7 +257,7 @@ def _traced(parts: BlockRunner, example: Any) -> _Pieces:
                 }
                 alone = partial(parts.block, position, (), parameters, features, beside)
                 with parts.shapes_only():
-                    block_sites, features = traced_sites(block, slots, alone, features, streams)
+                    block_sites, features = sites_in_block(block, slots, alone, features, streams)
                 block_sites = (*block_sites, *parts.experts(position))
                 sites.append(_of_tokens(block_sites) if parts.computed or parts.streams > 1 else block_sites)
                 is_residual.append(side.calls[position].entered == side.calls[position].left)

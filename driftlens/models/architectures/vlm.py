@@ -59,7 +59,7 @@ from driftlens.models.tracing.hooks import (
     run_until,
     zeros_like_weights,
 )
-from driftlens.models.tracing.sites import no_sites, tapped, traced_sites
+from driftlens.models.tracing.sites import no_sites, sites_in_block, tapped
 from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
 
@@ -445,7 +445,7 @@ class _VisionLanguageRunner(BlockRunner):
         slots = {name.removeprefix(inside): Slot(name) for name in projected}
         names = [name.removeprefix(inside) for name in inner if name.startswith(inside)]
         count, rows = int(side[_IMAGE_TOKENS].sum()), dict[str, int]()
-        called, _ = traced_sites(module, names, run, {"hidden": torch.empty(count, 1)})
+        called, _ = sites_in_block(module, names, run, {"hidden": torch.empty(count, 1)})
 
         def note(name: str, x: Tensor) -> None:
             rows[name] = x.numel() // x.shape[-1]
@@ -495,7 +495,7 @@ class _VisionLanguageRunner(BlockRunner):
         tensors = {key: tensor.to(device) for key, tensor in side.tensors.items() if key != "hidden_mask"}
         alone = partial(super().block, position, (), parameters, features, replace(side, tensors=tensors))
         with buffers_on(self.module, device) if bare else contextlib.nullcontext(), self.shapes_only():
-            sites, after = traced_sites(block, self.slots[position], alone, features)
+            sites, after = sites_in_block(block, self.slots[position], alone, features)
         return (*sites, *self.experts(position)), state if is_tower else after
 
     def _observed(

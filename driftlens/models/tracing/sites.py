@@ -134,7 +134,7 @@ def slot_of(block: nn.Module, parameter: str, key: str) -> Slot:
     return Slot(key, transposed=leaf == "weight" and _is_transposed(module))
 
 
-def traced_sites(
+def sites_in_block(
     block: nn.Module,
     parameters: Collection[str],
     run: Callable[[], State],

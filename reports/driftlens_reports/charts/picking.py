@@ -94,7 +94,7 @@ def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -
 def rows_at(
     run: DriftRun, options: ChartOptions, table: Literal["layers", "samples"], *extra: str
 ) -> pd.DataFrame:
-    """Return rows at the layer of the options.
+    """Return a run's rows of the chosen layer, tasks and variants, in order.
 
     Args:
         run: the run.

@@ -118,13 +118,13 @@ class ExhibitOptions(ExhibitRequest):
     def tasks_of(self, run: DriftRun) -> tuple[str, ...]:
         """Return the tasks to show, in the order of the run. Raise DataError for one that the run lacks."""
         for task in self.tasks or ():
-            _check("task", task, run.tasks)
+            _require_known("task", task, run.tasks)
         return tuple(task for task in run.tasks if self.tasks is None or task in self.tasks)
 
     def task_of(self, run: DriftRun) -> str:
         """Return the task of a one-task exhibit; by default the one with the merged model's largest final drift."""
         if self.task is not None:
-            return _check("task", self.task, run.tasks)
+            return _require_known("task", self.task, run.tasks)
         tasks = self.tasks_of(run)
         if not tasks:
             raise DataError(f"run {run.id} has no task to show")
@@ -150,7 +150,7 @@ class ExhibitOptions(ExhibitRequest):
         names = self.calibrated.split(",") if isinstance(self.calibrated, str) else self.calibrated
         # Names are accepted with and without `calibrated:`.
         whole = (calibrated(name) if calibrated(name) in run.variants else name for name in names)
-        return tuple(_check("variant", name, run.variants) for name in dict.fromkeys(whole))
+        return tuple(_require_known("variant", name, run.variants) for name in dict.fromkeys(whole))
 
     def shows_calibrated(self, run: DriftRun, variant: str) -> bool:
         """Return True if tables show this calibrated variant: all of them, unless some were asked for."""
@@ -166,7 +166,7 @@ class ExhibitOptions(ExhibitRequest):
         valid = {name for run in runs for name in (*run.tasks, *run.variants, "expert")}
         valid |= {plain_title(name) for run in runs for name in run.variants}
         for name in self.names:
-            _check("task or variant", name, tuple(sorted(valid)))
+            _require_known("task or variant", name, tuple(sorted(valid)))
         in_specs = {str(k): str(v) for run in runs for k, v in spec_section(run, "names").items()}
         names = in_specs | self.names
         for run in runs:
@@ -176,7 +176,7 @@ class ExhibitOptions(ExhibitRequest):
         return names
 
 
-def _check(kind: str, name: str, valid: tuple[str, ...]) -> str:
+def _require_known(kind: str, name: str, valid: tuple[str, ...]) -> str:
     if name not in valid:
         raise DataError(f"the run has no {kind} {name!r}; it has {', '.join(valid) or 'none'}")
     return name

@@ -128,7 +128,7 @@ class Refitted:
                 raise IncompatibleModelsError(
                     f"{self.name}: {name!r} has shape {list(header.shape)}, but "
                     f"{names[0]!r} has {list(headers[0].shape)}",
-                    hint="Experts of a mixture need equal shapes; download or save the model again.",
+                    hint="MoE experts of a layer need equal shapes; download or save the model again.",
                     key=name,
                 )
         # Adapters on some experts make them wider than the others.
@@ -243,7 +243,7 @@ class Spellings:
                 raise IncompatibleModelsError(
                     f"{source.name} lacks {missing[0]!r}, but has {len(names) - len(missing)} tensors of its "
                     "group",
-                    hint="Experts must be numbered from 0 without gaps; download or save the model again.",
+                    hint="MoE experts must be numbered from 0 without gaps; download or save the model again.",
                     missing=missing,
                 )
             joints[key] = names

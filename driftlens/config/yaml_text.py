@@ -111,7 +111,11 @@ def from_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        hint = "Tags that start with ! are not followed." if "constructor" in str(error.problem) else ""
+        hint = (
+            "Custom YAML tags (`!name`) are not supported; remove the tag."
+            if "constructor" in str(error.problem)
+            else ""
+        )
         hint = hint or "Check indentation, colons and quotes at that place."
         raise SpecError(f"{where}{place}: {error.problem or error.context}", hint=hint) from error
     except (yaml.YAMLError, ValueError) as error:

@@ -85,8 +85,8 @@ def save_one(
     if method is None:
         if spec.merge is None:
             raise SpecError(
-                f"the spec of {spec.name!r} has no merge, but a merged model",
-                hint="Give --method, or add `merge:`.",
+                f"the spec {spec.name!r} names a merged model, so there is nothing to merge",
+                hint="Pass --method, or replace `merged:` by `merge:`.",
             )
         method, parameters = spec.merge.method, spec.merge.parameters
     with context() as opened:
@@ -499,7 +499,7 @@ def _file_backed_like(
 def no_scores(entry: MergeMethod, tasks: Sequence[str]) -> SpecError:
     """Build the error for a method that needs score maps where tasks have none."""
     return SpecError(
-        f"merge method {entry.name!r} needs a score map for every task; missing: {', '.join(tasks)}",
+        f"merge method {entry.name!r} needs a classification head for every task; missing: {', '.join(tasks)}",
         hint=f"Add heads.{tasks[0]}, or use a method without scores.",
     )
 

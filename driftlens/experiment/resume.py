@@ -141,9 +141,9 @@ def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
     """Refuse a run of live modules that are not passed again, since no spec names them."""
     if is_live(manifest):
         raise SpecError(
-            f"{folder} was made from live modules, so it can't be extended without them",
-            hint="Pass them again: `driftlens.open_run(...).calibrate(..., modules={...})`, or analyze a spec of "
-            "saved checkpoints.",
+            f"{folder} was made in Python from models in memory, so it can't be extended without them",
+            hint="Pass them again: `driftlens.open_run(...).calibrate(..., modules={...})`, or save the "
+            "models and analyze a spec.",
         )
 
 

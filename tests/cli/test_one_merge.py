@@ -52,8 +52,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "no merge": (
         {"out": "x"},
-        "the spec of 'tiny open_clip' has no merge, but a merged model",
-        "Give --method, or",
+        "the spec 'tiny open_clip' names a merged model, so there is nothing to merge",
+        "Pass --method, or",
     ),
 }
 

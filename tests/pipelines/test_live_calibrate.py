@@ -172,7 +172,7 @@ def changed(name: str) -> dict[str, Any]:
         (given() | {"pool": "mean"}, SpecError, "pool='mean', the run was made with pool=None"),
         ({"merged": given()["merged"]}, SpecError, "missing: experts, heads of a, heads of b, base"),
         (given() | {"expert": {}}, SpecError, "modules has no 'expert'; it takes merged, experts"),
-        (None, SpecError, "made from live modules"),
+        (None, SpecError, "made in Python from models in memory"),
     ],
     ids=[
         "weights",
@@ -199,7 +199,7 @@ def test_what_is_not_the_runs_own_is_refused_and_the_run_stays_as_it_is(
 @pytest.mark.slow
 def test_repairs_of_live_modules_compete_where_these_are_at_hand(analyzed: Any, tmp_path: Path) -> None:
     path = Path(shutil.copytree(analyzed.path, tmp_path / "run"))
-    with pytest.raises(SpecError, match="made from live modules"):
+    with pytest.raises(SpecError, match="made in Python from models in memory"):
         dl.sweep(path, methods=["featcal"], progress="none")
     run = dl.sweep(path, methods=["featcal", "residual"], modules=given(), data=others(), progress="none")
     assert {"featcal", "residual"} <= {*run.repairs().frame()["model"]}

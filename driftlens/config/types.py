@@ -70,8 +70,8 @@ def _checked_name(name: str) -> str:
         raise problem(f"the name {name!r} holds a control character", "Any other character may be in a name.")
     if (length := len(escape(name))) > LONGEST_FILE_NAME:
         raise problem(
-            f"the name {name[:20]!r}... of {len(name)} characters is {length} long as a file name, at most "
-            f"{LONGEST_FILE_NAME}",
+            f"the name {name[:20]!r}... of {len(name)} characters is {length} long as a file name; at most "
+            f"{LONGEST_FILE_NAME} fit",
             "Shorten it: a character outside A to Z, digits, -, _ and . counts as 3 to 12.",
         )
     return name

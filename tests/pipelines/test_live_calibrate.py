@@ -164,8 +164,8 @@ def changed(name: str) -> dict[str, Any]:
     ("modules", "error", "words"),
     [
         (changed("merged"), CheckpointError, "merged differs from the run's"),
-        (changed("data"), DataError, "diagnosis samples of task b differ from the run's"),
-        (changed("one sample"), DataError, "diagnosis samples of task b differ from the run's"),
+        (changed("data"), DataError, "diagnosis samples of task b are not those of the run"),
+        (changed("one sample"), DataError, "diagnosis samples of task b are not those of the run"),
         (changed("labels"), DataError, "diagnosis labels of task a are not those of the run"),
         (changed("heads"), DataError, "diagnosis labels of task a are not those of the run"),
         (changed("scores"), SpecError, "the head of a differs from the run's"),

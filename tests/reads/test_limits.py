@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 
 LIMITS: dict[str, tuple[str, str]] = {
     "any file": (
-        "no device, pipe or socket; a spec, and what is like one, may come from below `/dev`",
+        "no device, pipe or socket; a spec may also be read from below `/dev` (`/dev/stdin`)",
         "reads/test_refused_inputs.py::test_devices_and_pipes_are_no_data",
     ),
     "spec, `--set`": (
@@ -55,21 +55,21 @@ LIMITS: dict[str, tuple[str, str]] = {
         "reads/test_limits.py::test_paths",
     ),
     "seed": (
-        "64 bits; of a projection 32",
+        "below 2^63; of a projection below 2^32",
         "reads/test_promises.py::test_seeds_beyond_64_bits",
     ),
     "draws of a sweep": (f"{MOST_DRAWS:,}", "reads/test_promises.py::test_draws_without_end"),
-    "steps of a merge": (
-        f"{averages.MOST_STEPS:,} of a descent",
+    "gradient steps of a merge method": (
+        f"{averages.MOST_STEPS:,}",
         "merging/test_methods.py::test_settings_out_of_range_are_refused",
     ),
     "points of a projection": (
         f"{MOST_POINTS:,}",
-        "projection/test_layouts.py::test_what_makes_no_sense_is_refused",
+        "results/test_projection.py::test_what_makes_no_sense_is_refused",
     ),
     "name of a task": (
-        f"{LONGEST_FILE_NAME} characters as a file has it, where one outside A to Z, digits, `-`, `_` and `.` takes 3 "
-        "to 12; no control characters",
+        f"{LONGEST_FILE_NAME} characters as a file name; a character outside A to Z, digits, `-`, `_` and `.` counts "
+        "as 3 to 12; no control characters",
         "reads/test_limits.py::test_names_of_tasks",
     ),
     "JSON": (
@@ -94,7 +94,7 @@ LIMITS: dict[str, tuple[str, str]] = {
         "app/test_new_runs.py::test_a_file_that_is_larger_than_a_spec_may_be_is_not_offered",
     ),
     "reading any one of these": (
-        f"{SECONDS:g} seconds of the processor, {MOST_GROWTH >> 20} GiB",
+        f"{SECONDS:g} s of CPU time, {MOST_GROWTH >> 20} GiB",
         "reads/test_reads.py::test_command_lines",
     ),
 }

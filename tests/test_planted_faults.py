@@ -435,7 +435,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
             "row_weights",
             lambda weights: lambda *given: None if (w := weights(*given)) is None else w.square(),
         ),
-        "token_weights_for_keys_too": FEATCAL("wants", token_weights_for_keys_too),
+        "token_weights_for_keys_too": FEATCAL("target_spec", token_weights_for_keys_too),
     },
 }
 

@@ -136,7 +136,10 @@ def without_embeddings(state: Any) -> Any:
 @pytest.mark.parametrize(
     ("part", "fault"),
     [
-        ("given", lambda *call: carried.given(*call[:2], without_embeddings(call[2]), *call[3:])),
+        (
+            "set_arguments",
+            lambda *call: carried.set_arguments(*call[:2], without_embeddings(call[2]), *call[3:]),
+        ),
         ("apart", lambda hidden, count: carried.apart(hidden, count).flip(0)),
     ],
     ids=["embeddings per layer dropped", "streams in another order"],

@@ -155,8 +155,12 @@ def test_a_run_is_refused_whose_expert_is_not_that_of_peft(
 ) -> None:
     train(clip(world.state("base")).visual, tmp_path / "adapter", r=4, lora_alpha=6, target_modules=["c_fc"])
     spec = world.one_task(experts={"flowers": {"weights": str(tmp_path / "adapter")}}, metrics={})
-    delta = LoraSource._delta
-    monkeypatch.setattr(LoraSource, "_delta", lambda *given: alpha / 6 * delta(*given))
+    adapted = LoraSource._adapted
+
+    def scaled(source: LoraSource, key: str, update: Any, weight: torch.Tensor, *rows: Any) -> torch.Tensor:
+        return weight + alpha / 6 * (adapted(source, key, update, weight, *rows) - weight)
+
+    monkeypatch.setattr(LoraSource, "_adapted", scaled)
     request = AnalysisRequest(out=tmp_path / "run", attribution=False)
     with nullcontext() if alpha == 6 else pytest.raises(NumericsError, match="differ from peft's"):
         analyze(spec, request)

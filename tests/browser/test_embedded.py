@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.results.measures import outcomes
+from driftlens.results.measures import OUTCOMES, outcomes
 from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import choose, drawn, eventually, settled
 from tests.runs.full_run import Size, write_full_run
@@ -204,8 +204,10 @@ def test_the_repair_stands_beside_what_the_merge_broke(
     task = full.tasks[frame.evaluate("explorer.state.task")]
     became = outcomes(full, task, "merged", "calibrated:featcal")["outcome"]
     groups = frame.locator(".groups section")
+    names = {meaning.rstrip("."): name for name, meaning in OUTCOMES.items()}
     for group in groups.all():
-        name, _, rest = group.locator("h3").inner_text().partition(" (")
+        heading, _, rest = group.locator("h3").inner_text().rpartition(" (")
+        name = names[heading]
         shown = group.locator(".card").evaluate_all("cards => cards.map(card => card.dataset.sample)")
         assert int(rest.partition(")")[0]) == (became == name).sum() and shown
         assert {*shown} <= {*became.index[became == name]}

@@ -114,7 +114,7 @@ def test_an_encoder_is_measured_calibrated_and_reloaded(name: str, tmp_path: Pat
         solved=site_keys(load_architecture("hf-encoder", str(tmp_path / "base")), tmp_path / "base"),
     )
     notices = dl.open_run(tmp_path / "run").manifest.notices
-    assert any("is the task's own" in text and "classifier" in text for text in notices)
+    assert any("task-specific" in text and "classifier" in text for text in notices)
     accuracy = dl.open_run(tmp_path / "run").accuracy().set_index(["task", "variant"])["value"]
     for task in TASKS:
         used = used_with_head(tmp_path / "saved", task)

@@ -153,4 +153,4 @@ def test_the_cards_own_lines_attach_what_was_learnt_for_a_task_to_the_librarys_m
         torch.testing.assert_close(names["features"], wanted, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(wanted, own_features(run, "merged", task, [picture]), atol=1e-4)
     card = (out / "README.md").read_text()
-    assert f"{info.attached:,} numbers in addition to the weights" in card and "closed form" not in card
+    assert f"{info.attached:,} additional numbers" in card and "closed form" not in card

@@ -123,12 +123,12 @@ def test_modules_that_are_handed_in_again_are_calibrated_alike(analyzed: Any) ->
 def test_samples_that_serve_twice_are_stamped(analyzed: Any) -> None:
     told = calibrate(analyzed, "same").manifest.calibrations["same"].notices[:2]
     assert [text.partition(",")[0] for text in told] == [
-        f"10 of 10 diagnosis samples of task {task} are calibration samples" for task in TASKS
+        f"task {task}: 10 of 10 diagnosis samples are calibration samples" for task in TASKS
     ]
     few = {"a": analyzed_inputs(analyzed)[:3], "b": inputs(30)}
     text, *moved = calibrate(analyzed, "few", data=few).manifest.calibrations["few"].notices
     assert all("was not calibrated" in other or "anchor" in other for other in moved)
-    assert text.startswith("3 of 10 diagnosis samples of task a are calibration samples")
+    assert text.startswith("task a: 3 of 10 diagnosis samples are calibration samples")
     run = dl.open_run(analyzed.path)
     assert any(text in notice for notice in run.manifest.notices)
     assert text in before_after_text(run, "few") and text in run.before_after("few").attrs["notices"]

@@ -140,7 +140,7 @@ def test_a_map_per_task_is_refused_where_nobody_will_know_the_task(
     spec = folder / "spec.yaml"
     spec.write_text(spec.read_text().replace("task_id: known", "task_id: unknown"))
     assert "task_id: unknown" in spec.read_text()
-    with pytest.raises(SpecError, match="a map for every task"):
+    with pytest.raises(SpecError, match="surgery has one map per task, but task_id is unknown"):
         open_calibration(folder, CalibrationRequest(name="other", method="surgery"))
     asked = load_spec(world.one_task(calibration={"method": "surgery"}, task_id="unknown"))
     assert any("task_id is unknown" in finding.text for finding in preflight(asked).problems)

@@ -102,7 +102,7 @@ def test_all_tensors_keep_a_share_and_the_record_says_so(
     assert {"visual.proj", "visual.conv1.weight"} <= {*moved}  # not what was solved for alone
     info = run.manifest.calibrations["shrunk"]
     assert info.shrink == {"asked": 0.5, "share": 0.5}
-    assert "--shrink=0.5" in calibration_command("shrunk", info)
+    assert "--interpolate=0.5" in calibration_command("shrunk", info)
     assert any("base + 0.5" in sentence for sentence in selection_sentences(run, "shrunk"))
 
 

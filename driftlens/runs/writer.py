@@ -187,7 +187,7 @@ class RunWriter:
         try:
             yield used
         except BaseException as error:
-            error.add_note(f"in phase {name} of {self.folder}")
+            error.add_note(f"during phase {name} of {self.folder}")
             # The disk may have failed; report the first error.
             with suppress(OSError):
                 self._set_phase(name, PhaseInfo(final_state(error), self.clock() - clock, started))

@@ -70,7 +70,7 @@ def test_a_log_that_becomes_a_link_while_the_page_is_open_is_not_printed(
     job.log.unlink()
     job.log.symlink_to(outside / "secret.log")
     (log,) = opened_drawers(app, "Log")
-    assert not log.code and "empty so far" in log.caption[0].value
+    assert not log.code and "The log is empty." in log.caption[0].value
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,11 @@ def test_without_class_scores_the_output_page_says_what_gives_them(open_app: Ope
     write_full_run(tmp_path / "full", has_labels=False)
     write_run(tmp_path / "bare", has_labels=False, has_heads=False, name="bare")
     app = open_app(tmp_path, "samples", part="Decisions", run=open_run(tmp_path / "bare").id)
-    assert not app.error and "names a head" in said(app)
+    assert not app.error
+    told = said(app)
+    assert (
+        "The run has no class scores. Add `heads` to the spec" in told and "with heads of two classes" in told
+    )
 
 
 @pytest.mark.slow

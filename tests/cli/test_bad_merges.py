@@ -108,7 +108,7 @@ def test_bad_weights_and_settings_are_refused_and_nothing_is_written(merging: Me
     if entry.runs_models:
         data = plain["data"]
         some = {**plain, "data": {key: value for key, value in data.items() if key != SECOND}}
-        merging.refused(2, "calibration samples, and there are none of shapes", some)
+        merging.refused(2, f"merge method '{merging.name}' needs calibration samples; shapes has none", some)
         none = {**plain, "data": {**data, "defaults": {**data["defaults"], "n": 0}}}
         merging.refused(2, "data.defaults.n", none)
 

@@ -53,13 +53,12 @@ def test_attribution_is_left_out_and_added_later(
     assert run_cli("analyze", spec, "--out", out, "--no-attribution", "--progress", "none").code == 0
     assert open_run(out).layers()["final_share"].isna().all()
     done = run_cli("calibrate", out, "--name", "featcal", "--no-attribution", "--progress", "none")
-    first = next(line for line in done.err.splitlines() if line.startswith(world.tasks[0]))
-    drifts = [
-        open_run(out).layers(variant=variant, layer="final")["drift_l2_mean"].iloc[0]
-        for variant in ("merged", "calibrated:featcal")
-    ]
-    told = [number for number, _ in re.findall(r"([\d.]+) (\([^)]*\))", first)][:2]
-    assert told == [f"{drift:#.3g}" for drift in drifts], first
+    task, run = world.tasks[0], open_run(out)
+    first = next(line for line in done.err.splitlines() if line.startswith(task))
+    values = [run.accuracy(task, name)["value"].iloc[0] for name in ("base", "expert", "merged", VARIANT)]
+    drift = run.value("drift_rel", task=task, variant=VARIANT)
+    told = re.findall(r"([\d.]+) %", first)
+    assert told == [f"{100 * value:.1f}" for value in (*values, drift)], first
     assert open_run(out).layers()["final_share"].isna().all()
     shown = run_cli("analyze", out, "--json", "--progress", "none")
     assert shown.code == 0 and json.loads(shown.out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -14,7 +15,7 @@ from tests.cli.conftest import Cli
 from tests.zoo.world import CLASSES, TASKS, World, write_images, write_spec
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNS = ("runs/ta", "runs/ta8", "RUN", "driftlens-demo")
+RUNS = ("runs/ta", "runs/ta8", "runs/llama", "RUN", "driftlens-demo")
 """What pages call a run that the reader has."""
 NOT_HERE = {
     r"demo": "tests/cli/test_demo.py runs it",
@@ -22,6 +23,8 @@ NOT_HERE = {
     r"why ": "tests/cli/test_why.py runs it",
 }
 """Commands that can't run in a test, and why."""
+SCORES = "scores/model/results_2026-01-01T00-00-00.json"
+"""Where lm-evaluation-harness, which a page runs in between, leaves its results."""
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -55,6 +58,8 @@ def test_what_a_page_tells_to_type_runs(
     monkeypatch.chdir(tmp_path)
     for run in RUNS:
         shutil.copytree(light.path, tmp_path / run)
+    (tmp_path / SCORES).parent.mkdir(parents=True)
+    (tmp_path / SCORES).write_text(json.dumps({"results": {"arc_easy": {"acc,none": 0.75}}}))
     files = re.findall(
         r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
     )
@@ -81,7 +86,10 @@ def test_what_a_page_tells_to_type_runs(
             (tmp_path / "run.yaml").unlink()
         if words[0] == "analyze":
             shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)
-        done = run_cli(*words)
+        # A pattern stands for its files, as in a shell; the test is in `tmp_path`.
+        done = run_cli(
+            *(file for word in words for file in (sorted(Path().glob(word)) if "*" in word else [word]))
+        )
         assert done.code == 0, f"{page.name}: driftlens {line}\n{done.err}"
         if words[0] == "init":
             filled_in()  # as a reader would

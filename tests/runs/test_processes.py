@@ -160,7 +160,7 @@ def test_who_waits_for_a_machine_whose_clock_is_ahead_is_told_the_way_out(tmp_pa
         first.communicate()
     there = Owner(7, None, "another-machine", "2999-01-01T00:00:00Z")
     (tmp_path / "run" / LOCK).write_text(json.dumps(dataclasses.asdict(there)))
-    hint = ("2999-01-01", "that machine's clock", f"remove {tmp_path / 'run' / LOCK}")
+    hint = ("by its clock: 2999-01-01", f"remove {tmp_path / 'run' / LOCK}")
     with refusing(RunLockedError, "process 7 on another-machine", hint=hint):
         RunLock(tmp_path / "run").acquire()
     (tmp_path / "run" / LOCK).unlink()

@@ -77,7 +77,7 @@ def test_a_column_finds_its_table(metric: str, table: str) -> None:
         ),
         ({"metric": "path", "gte": 0}, "no table has a number called 'path'", ""),
         ({"metric": "kl", "table": "layers", "gte": 0}, "the table 'layers' has no number called 'kl'", ""),
-        ({"metric": "n", "gte": 0}, "'n' stands in the tables layers, accuracy", "`table: layers`"),
+        ({"metric": "n", "gte": 0}, "'n' is a column of layers, accuracy", "`table: layers`"),
         ({"metric": "cos_mean"}, "checks[0]: no bound", "gte, lte, gt, lt"),
         ({"metric": "cos_mean", "severty": 0}, "checks[0].severty: unknown key", "'severity'"),
         ({"metric": "cos_mean", "gte": 0, "where": {"vriant": "merged"}}, "where: no 'vriant'", "'variant'"),

@@ -283,7 +283,7 @@ def test_calibrations_stand_beside_one_another(light: DriftRun, folder: Path) ->
         ({"layers": ["*.resblock.*"]}, errors.LayerNotFoundError, "resblocks"),
         ({"sites": ["*.mlp.c_fo"]}, errors.LayerNotFoundError, "c_fc"),
         ({"layers": [99]}, errors.LayerNotFoundError, "no layer 99"),
-        ({"samples": 7}, errors.DataError, "holds 6"),
+        ({"samples": 7}, errors.DataError, "has 6"),
     ],
     ids=["lam below 0", "lam not a number", "alpha above 1", "unknown parameter", "unknown method", "unknown preset",
          "layer pattern", "site pattern", "layer number", "too many samples"],

@@ -86,7 +86,7 @@ def test_parents_on_the_hub_and_their_license_are_named(tmp_path: Path) -> None:
     Path(origins["expert:dogs"]).touch()
     mixed = ModelCard(card(origins=origins | {"expert:own": "/home/me/own.safetensors"}))
     assert mixed.data.license is None and mixed.data.license_name is None
-    assert "state base other, expert:dogs mit." in mixed.text and "/home/me" not in mixed.content
+    assert "have base other, expert:dogs mit." in mixed.text and "/home/me" not in mixed.content
 
     Path(origins["expert:dogs"]).with_name("README.md").write_text("---\n- a list: [\n---\n")
     assert ModelCard(card(origins=origins)).data.license == "other"

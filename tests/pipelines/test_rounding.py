@@ -75,7 +75,7 @@ CASES: dict[str, tuple[torch.dtype, torch.dtype, Callable[[Weights, Weights], We
         torch.bfloat16,
         torch.bfloat16,
         one_step,
-        "50.0 % of the same tensors' entries are the base's",
+        "50.0 % of these tensors' entries equal the base's",
     ),
     "long": (torch.float32, torch.float32, moved_by(4.3), "times as long as the others"),
 }

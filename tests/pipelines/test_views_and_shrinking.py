@@ -46,7 +46,8 @@ def test_views_change_weights_and_no_count(roomy: DriftRun, tmp_path: Path, meth
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"), [({"views": "words"}, "need texts"), ({"views": "mix", "samples": 1}, "one sample")]
+    ("asked", "says"),
+    [({"views": "words"}, "need texts"), ({"views": "mix", "samples": 1}, "but it has one")],
 )
 def test_views_that_can_not_be_made_are_refused_before_the_run_is_touched(
     roomy: DriftRun, asked: dict[str, Any], says: str

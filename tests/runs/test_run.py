@@ -264,7 +264,7 @@ def test_a_listing_keeps_unreadable_runs_with_their_reason(tmp_path: Path) -> No
     assert (spoilt.name, spoilt.state) == ("spoilt", "unreadable")
     assert "is damaged" in spoilt.problem
     assert find_runs(tmp_path / "good") == [good]
-    with pytest.raises(RunError, match="is no folder"):
+    with pytest.raises(RunError, match="is not a folder"):
         find_runs(tmp_path / "nowhere")
 
 

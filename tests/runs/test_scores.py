@@ -206,4 +206,4 @@ def test_only_like_scores_have_a_mean(tmp_path: Path) -> None:
     ],
 )
 def test_an_interval_is_called_paired_only_where_all_are(paired: dict[str, bool], words: str) -> None:
-    assert words in pairing(paired) and ("not paired" in words) == ("new analysis" in pairing(paired))
+    assert words in pairing(paired) and ("not paired" in words) == ("rerun the analysis" in pairing(paired))

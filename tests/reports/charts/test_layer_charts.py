@@ -93,7 +93,7 @@ def test_layers_without_rows_are_gaps(single: DriftRun) -> None:
     drawn = charts["contributions-heatmap"].draw(single, options)
     cells = drawn.figure.data[0]
     assert list(cells.x) == [1, 2, 3, 4] and list(np.isnan(cells.z[0])) == [True, True, False, False]
-    assert drawn.notes[-1].startswith("2 cells without a number")
+    assert drawn.notes[-1].startswith("2 cells in the background's colour")
 
 
 def test_compared_panels_have_one_scale(full: DriftRun) -> None:
@@ -114,7 +114,7 @@ def test_relative_drift_is_its_own_column_without_a_band(full: DriftRun) -> None
     drawn = charts["layer-drift"].draw(full, ChartOptions(relative=True))
     assert {"relative drift", "n"} <= set(drawn.data) and "mean drift" not in drawn.data
     assert sorted(finite(drawn.data["relative drift"])) == finite(table(full)["drift_rel"])
-    assert all(trace.fill is None for trace in drawn.figure.data) and "no band" in drawn.notes[-1]
+    assert all(trace.fill is None for trace in drawn.figure.data) and "without a band" in drawn.notes[-1]
     assert drawn.figure.layout.yaxis.title.text == "drift / expert norm (ratio)"
 
 

@@ -311,10 +311,9 @@ def why(
     from driftlens.runs.writer import refuse_occupied
 
     refuse_occupied(out, force=force)
-    made = out.with_name(f"{out.name}-merged")
-    if len(models) == 1:
-        refuse_occupied(made, force=force)
-    models = merge_recipe(models, made, offline=job.access.offline)
+    models = merge_recipe(
+        models, out.with_name(f"{out.name}-merged"), force=force, offline=job.access.offline
+    )
     drafted = draft(models_by_role(models), data or (), overrides or (), job.access)
     from driftlens.pipelines.analyze import analyze as run_analysis
 

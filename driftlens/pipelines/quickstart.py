@@ -33,6 +33,7 @@ from driftlens.config.yaml_text import read_mapping, to_yaml
 from driftlens.data.library import data_entry
 from driftlens.data.sources import SplitView, open_split
 from driftlens.demo import PROBES
+from driftlens.runs.writer import refuse_occupied
 from driftlens.utils.access import Access
 from driftlens.utils.errors import DataError, SpecError, counted
 from driftlens.utils.files import expanded
@@ -96,12 +97,13 @@ def _recipe_in(models: Sequence[str]) -> Recipe | None:
     return recipe_of(content)
 
 
-def merge_recipe(models: Sequence[str], out: Path, *, offline: bool) -> list[str]:
+def merge_recipe(models: Sequence[str], out: Path, *, force: bool, offline: bool) -> list[str]:
     """Merge a mergekit recipe that is given without its merged model, by `mergekit-yaml`.
 
     Args:
         models: the models on the command line.
         out: folder of the merged model, if it has to be made.
+        force: True to replace what is in that folder.
         offline: True to keep mergekit from asking the Hub.
 
     Returns:
@@ -112,6 +114,7 @@ def merge_recipe(models: Sequence[str], out: Path, *, offline: bool) -> list[str
     """
     if len(models) > 1 or _recipe_in(models) is None:
         return [*models]
+    refuse_occupied(out, force=force)
     recipe, file = models[0], shlex.quote(models[0])
     program = shutil.which("mergekit-yaml")
     if program is None:

@@ -35,6 +35,7 @@ from tests.pipelines.calibrating import (
     same_rows,
     spoil_merged,
 )
+from tests.quick import few
 from tests.zoo.world import TASKS, World
 
 PHASES = pytest.mark.parametrize("phase", ["calibrate", "analyze"])
@@ -140,7 +141,7 @@ def test_a_calibration_that_is_killed_again_and_again_ends_as_if_it_had_not_been
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sent", few([signal.SIGTERM, signal.SIGKILL], (), some=[signal.SIGKILL]))
 def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
     world: World, tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
 ) -> None:

@@ -20,6 +20,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import read_status
 from tests.distributed.processes import SECONDS, ended, exit_codes, said, started, torchrun
 from tests.pipelines.calibrating import TABLES, copied
+from tests.quick import few
 from tests.zoo.world import World, build
 
 # --- refused, or started otherwise ----------------------------------------------------------------------------------
@@ -109,7 +110,7 @@ def same_weights(found: Path, wanted: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])  # of four processes, one has nothing to do
+@pytest.mark.parametrize("size", few([2, 4], (), some=[2]))  # of four processes, one has nothing to do
 def test_calibrations_are_those_of_one_process(size: int) -> None:
     job = torchrun(size, module="tests.distributed.calibrations")
     assert job.returncode == 0, job.stderr

@@ -223,9 +223,7 @@ def test_progress_goes_by_tensor_and_a_merge_can_be_cancelled_on_its_way(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "name", few(merge_methods, (), some=["ties", "slerp", "tsv_m", "wudi", "regmean", "adamerging"])
-)
+@pytest.mark.parametrize("name", few(merge_methods, (), some=["ties", "slerp", "tsv_m", "regmean"]))
 def test_two_threads_give_bit_by_bit_what_one_gives(
     name: str, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

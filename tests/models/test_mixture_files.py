@@ -139,7 +139,9 @@ def rewrite_fused(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.shows("reloads", files="hf-decoder")
-@pytest.mark.parametrize("family", mixtures("Mixtral", "Qwen3-MoE"))
+@pytest.mark.parametrize(
+    "family", mixtures("Mixtral", "Qwen3-MoE", some=["LFM2-MoE", "Llama 4", "Granite MoE", "DeepSeek-V3"])
+)
 def test_a_merge_has_the_layout_of_its_base_whatever_that_of_its_experts(family: str, tmp_path: Path) -> None:
     for seed, name in enumerate(("base", "one", "two")):
         saved(MIXTURES[family], tmp_path / name, seed)

@@ -101,9 +101,7 @@ def marked(name: str) -> Any:
     loader = saved_families.FAMILIES[name].loader
     called = f"{name} (transformers)" if loader.startswith("hf") else f"{name.removeprefix('timm ')} (timm)"
     marks = [pytest.mark.family(called), pytest.mark.shows(files=loader)]
-    return pytest.param(
-        name, marks=[*marks, *paced(name, ["ViT"], ["ResNet", "Swin", "timm ConvNeXt", "timm NFNet"])]
-    )
+    return pytest.param(name, marks=[*marks, *paced(name, ["ViT"], ["ResNet", "timm NFNet"])])
 
 
 @pytest.mark.slow

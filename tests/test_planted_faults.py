@@ -29,7 +29,7 @@ from driftlens.merging.method import merge_methods
 from driftlens.models import chain as chains
 from driftlens.models import heads
 from driftlens.models import sentences as embeddings
-from driftlens.models.architectures import open_clip_vit, vit
+from driftlens.models.architectures import clip
 from driftlens.models.chain import adapters
 from driftlens.models.tracing import block_runner
 from tests.calibration import test_mixtures as mixed
@@ -303,7 +303,7 @@ def without_gates(weights: Any) -> Any:
     )
 
 
-VIT, STATE, ATTRIBUTION = partial(put, vit), partial(put, state), partial(put, attribution)
+VIT, STATE, ATTRIBUTION = partial(put, clip), partial(put, state), partial(put, attribution)
 WALK, SUMS, POOL = partial(put, walk), partial(put, calibrating), partial(put, pool_module)
 FEATCAL, ADVANCE = partial(put, FeatCal), partial(put, calibrating.SnapshotWalk, "advance")
 PLANTED: dict[Check, dict[str, Fault]] = {
@@ -311,7 +311,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
         "transposed_weight": VIT("call", transposed_weights),
         "forgotten_bias": VIT("call", forgotten_biases),
         "layer_off_by_one": layer_off_by_one,
-        "swapped_keys_and_values": put(open_clip_vit._UnpackedAttention, "forward", swapped_keys_and_values),
+        "swapped_keys_and_values": put(clip._UnpackedAttention, "forward", swapped_keys_and_values),
     },
     contributions_sum_to_the_drift: {
         "crossed_output_of_the_wrong_model": ATTRIBUTION("smooth_split", crossed_output_is("expert_out")),

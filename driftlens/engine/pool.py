@@ -20,9 +20,8 @@ from driftlens.checkpoints.tensor_sources import EmbeddingTable, StateSource, Te
 from driftlens.data.samples import SampleSet
 from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInputs, Slot, State, Tap
 from driftlens.models.heads import LmHead, ScoreMap
-from driftlens.models.tracing.block_call import features_of
-from driftlens.models.tracing.hooks import buffers_on, plain_experts
-from driftlens.models.tracing.mixtures import assembled
+from driftlens.models.tracing.block_call import buffers_on, features_of, plain_experts
+from driftlens.models.tracing.sites import assembled
 from driftlens.utils.devices import device_of, to_device
 from driftlens.utils.errors import DataError, IncompatibleModelsError, some_of
 

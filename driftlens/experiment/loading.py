@@ -32,7 +32,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_layers
 from driftlens.experiment.study import AnalysisSettings, Study, TaskSamples
 from driftlens.models.architecture import CAUSAL, HEADS, Architecture, load_architecture
-from driftlens.models.architectures.open_clip_vit import resolve_pretrained
+from driftlens.models.architectures.clip import resolve_pretrained
 from driftlens.models.chain import LayerChain
 from driftlens.models.generation import generate
 from driftlens.models.heads import (
@@ -51,7 +51,7 @@ from driftlens.models.heads import (
 from driftlens.models.own_heads import OwnHead
 from driftlens.models.sentences import EMBEDDED
 from driftlens.models.texts import PictureReader
-from driftlens.models.tracing.hooks import settle
+from driftlens.models.tracing.block_call import settle
 from driftlens.models.vocabularies import (
     own_head,
     require_same_tokenizer,

@@ -27,8 +27,7 @@ from driftlens.checkpoints.weight_files import folder_notices, is_lora_folder
 from driftlens.experiment.loading import OpenModels, model_folder
 from driftlens.models import vocabularies
 from driftlens.models.architecture import Architecture
-from driftlens.models.architectures.open_clip_vit import CONFIG_FILE
-from driftlens.models.architectures.vit import activation_name
+from driftlens.models.architectures.clip import CONFIG_FILE, activation_name
 from driftlens.models.chain import LayerChain, Slot
 from driftlens.utils.errors import DriftLensError, IncompatibleModelsError, NumericsError, some_of
 from driftlens.utils.files import json_object

@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 from driftlens.checkpoints.tensor_sources import StateSource, check_finite
 from driftlens.models.chain import Pool, pooled
 from driftlens.models.heads import class_names
-from driftlens.models.tracing.block_call import find_features, result
-from driftlens.models.tracing.hooks import call
+from driftlens.models.tracing.block_call import call, find_features, result
 from driftlens.utils.devices import to_match
 from driftlens.utils.errors import DataError
 

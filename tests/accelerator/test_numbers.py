@@ -29,7 +29,7 @@ from driftlens.merging.method import merge_methods
 from driftlens.models.architectures.causal import causal_chain
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import LayerChain, adapters
-from driftlens.models.tracing.hooks import settle
+from driftlens.models.tracing.block_call import settle
 from driftlens.utils.diagnostic import diagnostics
 from tests.accelerator import LACKED, turn
 from tests.accelerator.subjects import models, pool_on, same, small, tables

@@ -22,7 +22,7 @@ from driftlens.engine.pool import (
     streamed_weights,
 )
 from driftlens.engine.walk import forward, waiting_bytes, walk
-from driftlens.models.tracing.mixtures import assembled
+from driftlens.models.tracing.sites import assembled
 from driftlens.utils.errors import IncompatibleModelsError, NumericsError
 from tests.refusing import refusing
 from tests.zoo import mixtures

@@ -6,7 +6,6 @@ import json
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ from torch import Tensor
 import driftlens as dl
 from driftlens.models.architecture import load_architecture
 from driftlens.models.architectures.causal import causal_chain
-from driftlens.models.tracing import block_inputs as carried
 from driftlens.models.tracing import block_runner
+from driftlens.models.tracing.block_runner import LAYER_INPUT, apart_streams, set_inputs
 from driftlens.utils.errors import IncompatibleModelsError, NumericsError
 from tests.refusing import refusing
 from tests.zoo.cases import perturbed
@@ -129,7 +128,7 @@ def test_streams_at_padding_have_no_derivative() -> None:
 
 def without_embeddings(state: Any) -> Any:
     """A state in which embeddings per layer are zeros."""
-    return {name: 0 * leaf if name.startswith(carried.LAYER_INPUT) else leaf for name, leaf in state.items()}
+    return {name: 0 * leaf if name.startswith(LAYER_INPUT) else leaf for name, leaf in state.items()}
 
 
 @pytest.mark.slow
@@ -137,10 +136,10 @@ def without_embeddings(state: Any) -> Any:
     ("part", "fault"),
     [
         (
-            "set_arguments",
-            lambda *call: carried.set_arguments(*call[:2], without_embeddings(call[2]), *call[3:]),
+            "set_inputs",
+            lambda *call: set_inputs(*call[:2], without_embeddings(call[2]), *call[3:]),
         ),
-        ("apart", lambda hidden, count: carried.apart(hidden, count).flip(0)),
+        ("apart_streams", lambda hidden, count: apart_streams(hidden, count).flip(0)),
     ],
     ids=["embeddings per layer dropped", "streams in another order"],
 )
@@ -154,6 +153,6 @@ def test_what_gemma_3n_would_lose_is_found(
         dl.analyze, merged=models[0], experts={"a": models[1]}, data={"a": [BATCH]}, progress="none"
     )
     assert analyze(out=tmp_path / "run").layers()["closure_error"].max() < 1e-9
-    monkeypatch.setattr(block_runner, "carried", SimpleNamespace(**vars(carried) | {part: fault}))
+    monkeypatch.setattr(block_runner, part, fault)
     with pytest.raises(NumericsError, match="forward pass"):
         analyze(out=tmp_path / "planted")

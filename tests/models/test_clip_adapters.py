@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from driftlens.models.architectures.hf_clip_vit import HF_CLIP_VIT
-from driftlens.models.architectures.open_clip_vit import OPEN_CLIP_VIT
-from driftlens.models.architectures.vit import activation_name
+from driftlens.models.architectures.clip import HF_CLIP_VIT, OPEN_CLIP_VIT, activation_name
 from driftlens.utils.errors import IncompatibleModelsError
 from tests.refusing import refusing
 from tests.zoo.towers import (

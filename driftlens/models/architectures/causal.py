@@ -22,10 +22,8 @@ from driftlens.models.architectures.module_list import block_list, sequential_ch
 from driftlens.models.chain import TEXT, LayerChain, Parameters
 from driftlens.models.heads import LmScores
 from driftlens.models.own_heads import followed
-from driftlens.models.tracing.block_call import find_features
-from driftlens.models.tracing.block_inputs import num_streams
-from driftlens.models.tracing.block_runner import BlockRunner, is_view
-from driftlens.models.tracing.hooks import call, replaced_forwards
+from driftlens.models.tracing.block_call import call, find_features, replaced_forwards
+from driftlens.models.tracing.block_runner import BlockRunner, is_view, num_streams
 from driftlens.utils.errors import IncompatibleModelsError
 
 _WRAPPED = (

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from driftlens.models.chain import TENSOR, TEXT, Layer, LayerChain, Modality, Site, Slot
-from driftlens.models.tracing.block_call import Mask, mapped, raw_inputs, result
+from driftlens.models.tracing.block_call import Mask, buffers_on, mapped, raw_inputs, result
 from driftlens.models.tracing.block_runner import (
     BlockRunner,
     fitted,
@@ -31,7 +31,6 @@ from driftlens.models.tracing.block_runner import (
     same_values,
     tied_weights,
 )
-from driftlens.models.tracing.hooks import buffers_on
 from driftlens.models.tracing.sites import no_sites, sites_in_block
 from driftlens.utils.errors import NumericsError, SpecError, some_of
 

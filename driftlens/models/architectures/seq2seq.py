@@ -50,13 +50,15 @@ from driftlens.models.heads import LmScores
 from driftlens.models.preprocessing import hf_text_preprocess
 from driftlens.models.tracing.block_call import (
     Inputs,
+    call,
     find_features,
+    observe,
     raw_inputs,
     result,
+    run_until,
     without_padding,
 )
 from driftlens.models.tracing.block_runner import BlockRunner, is_view, own_weights, run, tied_weights
-from driftlens.models.tracing.hooks import call, observe, run_until
 from driftlens.models.tracing.sites import BLOCK_ITSELF, site_kind, tapped
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
 

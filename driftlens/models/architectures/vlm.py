@@ -47,17 +47,25 @@ from driftlens.models.preprocessing import (
     processed_example,
 )
 from driftlens.models.texts import as_the_library
-from driftlens.models.tracing import block_inputs as carried
-from driftlens.models.tracing.block_call import Inputs, padding_mask, raw_inputs
-from driftlens.models.tracing.block_runner import BlockRunner, forward_pass, own_weights, run
-from driftlens.models.tracing.hooks import (
+from driftlens.models.tracing.block_call import (
+    Inputs,
     Recording,
     buffers_on,
     call,
     observe,
+    padding_mask,
+    raw_inputs,
     replaced_forwards,
     run_until,
     zeros_like_weights,
+)
+from driftlens.models.tracing.block_runner import (
+    BlockRunner,
+    entering_inputs,
+    forward_pass,
+    own_weights,
+    run,
+    watched_inputs,
 )
 from driftlens.models.tracing.sites import no_sites, sites_in_block, tapped
 from driftlens.utils.devices import to_device
@@ -249,7 +257,7 @@ class _VisionLanguageRunner(BlockRunner):
         side = SideInputs(self._places(inputs) if sees else {})
         past, mask = module.get_submodule(self.final), padding_mask(named, None)
         blocks = [module.get_submodule(path) for path in self.paths[self.count :] if self.carries]
-        with _recorded_arguments(module.get_decoder()) as arguments, carried.watched(blocks, mask) as entered:  # type: ignore[operator]
+        with _recorded_arguments(module.get_decoder()) as arguments, watched_inputs(blocks, mask) as entered:  # type: ignore[operator]
             recording = self._observed(module, named, keep=True, past=past)
         tower, decoder = recording.features[: self.count + 1], recording.features[self.count + 1 :]
         entered = [*[{}] * self.count, *entered]
@@ -263,7 +271,7 @@ class _VisionLanguageRunner(BlockRunner):
         for boundary, hidden in enumerate(decoder):
             if boundary:
                 deep.pop(f"deepstack_{boundary - 1}", None)
-            beside = {**deep, **carried.entering(self.count + boundary, entered)}
+            beside = {**deep, **entering_inputs(self.count + boundary, entered)}
             states.append({**beside, "hidden": self._features(self.count + boundary, hidden, mask)})
         return [*states, {"hidden": self._output(recording.output, mask)}]
 

@@ -6,12 +6,12 @@ the head run alone, with the weights of any model of this structure, through `to
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
@@ -20,32 +20,39 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from driftlens.models.chain import Parameters, SideInputs, Site, Slot, State, Tap
-from driftlens.models.tracing import block_inputs as carried
 from driftlens.models.tracing.block_call import (
+    SHARED_STATES,
     BlockCall,
     Inputs,
     Mask,
-    features_of,
-    find_features,
-    mapped,
-    padding_mask,
-    raw_inputs,
-    result,
-    unflattened,
-    without_padding,
-)
-from driftlens.models.tracing.hooks import (
     Recording,
     call,
     evaluating,
+    features_of,
+    find_features,
+    mapped,
     meta_device_run,
     observe,
+    padding_mask,
+    raw_inputs,
     replaced_forwards,
+    result,
     run_until,
     skip_blocks,
+    unflattened,
+    without_padding,
 )
-from driftlens.models.tracing.mixtures import assembled, mixing, mixture_of
-from driftlens.models.tracing.sites import BLOCK_ITSELF, FeatureLayout, readers, site_kind, slot_of, tapped
+from driftlens.models.tracing.sites import (
+    BLOCK_ITSELF,
+    FeatureLayout,
+    assembled,
+    mixing,
+    mixture_of,
+    readers,
+    site_kind,
+    slot_of,
+    tapped,
+)
 from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError
 
@@ -90,7 +97,7 @@ def _computed_arguments(module: nn.Module, block: nn.Module) -> dict[str, Comput
         ("2", "compute_position_bias", ("relative_attention_bias",), lambda hidden: (hidden,)),
         ("2", "compute_bias", ("relative_attention_bias",), lambda hidden: (hidden.shape[1],) * 2),
     )
-    places = list(inspect.signature(block.forward).parameters)
+    places = list(signature(block.forward).parameters)
     tables = sum(hasattr(part, "relative_attention_bias") for part in module.modules())
     if tables != 1 or places[2:3] != ["position_bias"]:
         rules = rules[:1]
@@ -146,8 +153,8 @@ class BlockRunner:
         self.paths = list(blocks)
         self.blocks = list(blocks.values())
         self.computed = _computed_arguments(module, self.blocks[0])
-        self.carries = any(carried.is_given(block) for block in self.blocks)
-        self.streams = carried.num_streams(self.blocks[0])
+        self.carries = any(_takes_inputs(block) for block in self.blocks)
+        self.streams = num_streams(self.blocks[0])
         self.mixtures = [mixture_of(block) for block in self.blocks]
         self._calls: list[BlockCall] | None = None
         self.slots = [self._slots(position) for position in range(len(self.blocks))]
@@ -346,10 +353,10 @@ class BlockRunner:
             (block, lambda hidden, *_, block_call=block_call, **__: block_call.output(hidden))
             for block, block_call in zip(self.blocks[position:], calls, strict=True)
         ]
-        with replaced_forwards(passing), carried.watched(self.blocks[position:], mask) as entered:
+        with replaced_forwards(passing), watched_inputs(self.blocks[position:], mask) as entered:
             hidden = run_until(self.blocks[-1], whole, past=True)
         return {
-            **carried.entering(position, [*[{}] * position, *entered]),
+            **entering_inputs(position, [*[{}] * position, *entered]),
             "hidden": self._features(position, hidden, mask),
         }
 
@@ -382,7 +389,7 @@ class BlockRunner:
                 kwargs[name] = argument.value(parameters, state["hidden"])
             elif name.isdecimal() and args[int(name)] is not None:  # else the block has the weights itself
                 args[int(name)] = argument.value(parameters, state["hidden"])
-        shared = carried.set_arguments(block, position, state, args, kwargs) if self.carries else {}
+        shared = set_inputs(block, position, state, args, kwargs) if self.carries else {}
         path, slots = self.paths[position], self.slots[position]
         weights, stacks = dict[str, Tensor](), defaultdict[str, list[str]](list)
         for name, slot in slots.items():
@@ -396,7 +403,7 @@ class BlockRunner:
         with tapped(block, [site for site in sites if site.expert is None], tap), mixed:
             hidden = features_of(path, call(block, weights, tuple(args), kwargs))
         mask = side.mask("hidden")
-        beside = carried.remaining(position, self.blocks, state, shared, mask)
+        beside = _remaining_inputs(position, self.blocks, state, shared, mask)
         return {**beside, "hidden": self._features(position + 1, hidden, mask)}
 
     def head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
@@ -435,10 +442,10 @@ class BlockRunner:
         mask = padding_mask(named, self.mask)
         past = module.get_submodule(self.final) if self.final else None
         blocks = [module.get_submodule(path) for path in self.paths if self.carries]
-        with carried.watched(blocks, mask) as entered:
+        with watched_inputs(blocks, mask) as entered:
             recording = self._observed(module, named, keep=True, past=past)
         states = [
-            {**carried.entering(boundary, entered), "hidden": self._features(boundary, x, mask)}
+            {**entering_inputs(boundary, entered), "hidden": self._features(boundary, x, mask)}
             for boundary, x in enumerate(recording.features)
         ]
         return [*states, {"hidden": self._output(recording.output, mask)}]
@@ -476,12 +483,12 @@ class BlockRunner:
         """Return features as blocks read them; streams are zeroed at padding, where their derivatives are infinite."""
         if self.streams == 1:
             return hidden
-        return carried.apart(without_padding(self.paths[0], hidden, side.mask("hidden")), self.streams)
+        return apart_streams(without_padding(self.paths[0], hidden, side.mask("hidden")), self.streams)
 
     def _features(self, boundary: int, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """Return features as the state stores them: [n, h, w, c] as tokens, with zeros in the rows of padding."""
         if hidden.dim() > 3 and self.streams > 1:
-            hidden = carried.beside_each_other(hidden)
+            hidden = _joined_streams(hidden)
         if hidden.dim() > 3 and self.channels_last[boundary]:
             hidden = hidden.flatten(1, -2)
         return without_padding(self.paths[max(boundary - 1, 0)], hidden, mask)
@@ -522,7 +529,7 @@ class BlockRunner:
         """Remove arguments that are in the state from recorded calls."""
         if self.carries:
             pairs = zip(recording.calls, self.blocks, strict=False)
-            recording.calls = [carried.bare(block_call, block) for block_call, block in pairs]
+            recording.calls = [_without_inputs(block_call, block) for block_call, block in pairs]
         return recording
 
 
@@ -637,3 +644,148 @@ def tied_weights(module: nn.Module) -> dict[str, tuple[str, ...]]:
             place = id(value) if value.is_meta else value.data_ptr()
             names[place, value.shape, value.stride()].append(name)
     return {name: tuple(tied) for tied in names.values() if len(tied) > 1 for name in tied}
+
+
+# Arguments of blocks that differ from model to model, and so are part of the state next to the features.
+#
+# Gemma 4 passes each block an input of its own, which its stem computes from tokens (embeddings per layer), and lets
+# late blocks attend to keys and values of earlier ones. In the state, an input is `per_layer_input.<block>` [n, t, d]
+# until its block has run; keys and values are `shared_kv_states.<kind>.<0 or 1>` [n, heads, t, d] until the last has.
+#
+# Gemma 3n passes its blocks several features of each token, AltUp's streams [s, n, t, d]. The state stores them as one
+# feature [n, t, s d], so that drift is drift of all of them; the reshape changes no sum, norm or derivative.
+LAYER_INPUT = "per_layer_input"
+_NAMES = (LAYER_INPUT, SHARED_STATES)
+
+
+def num_streams(block: nn.Module) -> int:
+    """Return the number of features per token that a block reads at once."""
+    config = getattr(getattr(block, "altup", None), "config", None)
+    return int(getattr(config, "altup_num_inputs", 1))
+
+
+def _joined_streams(streams: Tensor) -> Tensor:
+    """Return streams [s, n, t, d] as one feature per token, [n, t, s d]."""
+    return streams.permute(1, 2, 0, 3).flatten(2)
+
+
+def apart_streams(hidden: Tensor, count: int) -> Tensor:
+    """Invert `_joined_streams`."""
+    return hidden.reshape(*hidden.shape[:2], count, -1).permute(2, 0, 1, 3).contiguous()
+
+
+def _takes_inputs(block: nn.Module) -> bool:
+    """Return True if a block takes any of these arguments."""
+    return not set(_NAMES).isdisjoint(signature(type(block).forward).parameters)
+
+
+def _without_inputs(block_call: BlockCall, block: nn.Module) -> BlockCall:
+    """Return the call of a block without the arguments that are in the state."""
+    args, kwargs = [*block_call.args], {**block_call.kwargs}
+    for name in _NAMES:
+        _put(block, name, None, args, kwargs)
+    return replace(block_call, args=tuple(args), kwargs=kwargs)
+
+
+def _place(block: nn.Module, name: str, args: Sequence[Any]) -> int | str:
+    """Return the position or keyword by which a block is given an argument."""
+    names = list(signature(type(block).forward).parameters)[1:]  # of the class, as `forward` may be replaced
+    index = names.index(name) if name in names else len(args)
+    return index if index < len(args) else name
+
+
+def _put(block: nn.Module, name: str, value: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+    place = _place(block, name, args)
+    if isinstance(place, int):
+        args[place] = value
+    elif place in kwargs:
+        kwargs[place] = value
+
+
+def set_inputs(
+    block: nn.Module, position: int, state: State, args: list[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Set a block's arguments from the state.
+
+    Args:
+        block: the block.
+        position: its number, counted from 0.
+        state: the state before the block.
+        args: positional arguments, which are changed in place.
+        kwargs: keyword arguments, which are changed in place.
+
+    Returns:
+        Keys and values by kind, to which the block may add.
+    """
+    shared: dict[str, Any] = {}
+    for name, leaf in state.items():
+        if name.startswith(f"{SHARED_STATES}."):
+            kind = name.removeprefix(f"{SHARED_STATES}.").rpartition(".")[0]
+            shared[kind] = (*shared.get(kind, ()), leaf)
+    _put(block, LAYER_INPUT, state.get(f"{LAYER_INPUT}.{position}"), args, kwargs)
+    _put(block, SHARED_STATES, shared, args, kwargs)
+    return shared
+
+
+def _remaining_inputs(
+    position: int, blocks: Sequence[nn.Module], state: State, shared: Mapping[str, Any], mask: Tensor | None
+) -> State:
+    """Return the state after a block without features: inputs of later blocks, and all keys and values so far.
+
+    Args:
+        position: the block's number, counted from 0.
+        blocks: all blocks.
+        state: the state before the block.
+        shared: keys and values by kind, the block's included.
+        mask: [n, t], true where a token counts; None means everywhere.
+    """
+    later = {f"{LAYER_INPUT}.{index}" for index in range(position + 1, len(blocks))}
+    inputs = {name: leaf for name, leaf in state.items() if name in later}
+    return inputs | _leaves(shared, blocks[position + 1 :], mask)
+
+
+def _leaves(shared: Mapping[str, Any], readers: Sequence[nn.Module], mask: Tensor | None) -> State:
+    # Blocks add their keys and values even if no later block reads them. In the state, these would be streams whose
+    # drift is measured.
+    if not any(getattr(part, "is_kv_shared_layer", False) for block in readers for part in block.modules()):
+        return {}
+    hidden = None if mask is None else mask[:, None, :, None]
+    return {
+        f"{SHARED_STATES}.{kind}.{index}": _masked(leaf, hidden)
+        for kind, pair in shared.items()
+        for index, leaf in enumerate(pair)
+    }
+
+
+def _masked(leaf: Tensor, mask: Tensor | None) -> Tensor:
+    return leaf if mask is None else leaf.masked_fill(~mask, 0)
+
+
+@contextmanager
+def watched_inputs(blocks: Sequence[nn.Module], mask: Tensor | None) -> Iterator[list[State]]:
+    """Yield a list to which each block's arguments are added when it is called."""
+    entered: list[State] = []
+
+    def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        places = [_place(block, name, args) for name in _NAMES]
+        value, shared = (args[place] if isinstance(place, int) else kwargs.get(place) for place in places)
+        inputs = {}
+        if value is not None:
+            inputs[LAYER_INPUT] = _masked(value, None if mask is None else mask[..., None])
+        entered.append(inputs | _leaves(shared or {}, blocks[len(entered) :], mask))
+
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.callback(block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
+        yield entered
+
+
+def entering_inputs(position: int, entered: Sequence[State]) -> State:
+    """Return the state before a block, features left out, from the list of `watched_inputs`."""
+    inputs = {
+        f"{LAYER_INPUT}.{index}": state[LAYER_INPUT]
+        for index, state in enumerate(entered)
+        if index >= position and LAYER_INPUT in state
+    }
+    now = entered[position] if position < len(entered) else {}
+    return inputs | {name: leaf for name, leaf in now.items() if name != LAYER_INPUT}

@@ -1,0 +1,822 @@
+"""CLIP's image towers as chains of layers. Entry point: `ClipViT`, the adapter of one library's towers.
+
+Blocks are the library's own modules, called with the weights of any model. Shapes: pixels [n, c, h, w]; hidden
+[n, t, d], token 0 being the class token (CLS) and the others the patches row by row; features [n, d].
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pathlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from driftlens.checkpoints.alignment import TowerKeyLayout
+from driftlens.checkpoints.loading import (
+    TOKENIZERS,
+    image_processor_config,
+    needed_config,
+    read_json,
+    tokenizer_in,
+)
+from driftlens.checkpoints.tensor_sources import StateSource
+from driftlens.checkpoints.unsupported import LIVE
+from driftlens.models.architecture import (
+    Architecture,
+    ArchitectureRequest,
+    FolderFormat,
+    loaders,
+    no_text_tower,
+    part_at,
+    read_text_side,
+    require_own_blocks,
+    weightless,
+)
+from driftlens.models.architectures.hf_auto import read_plain_config
+from driftlens.models.chain import (
+    IMAGE,
+    Layer,
+    LayerChain,
+    Parameters,
+    SideInputs,
+    Site,
+    Slot,
+    State,
+    Tap,
+    adapters,
+)
+from driftlens.models.heads import TextTower
+from driftlens.models.preprocessing import hf_preprocess, open_clip_preprocess
+from driftlens.models.tracing.block_call import buffers_on, call, evaluating, run_until
+from driftlens.models.tracing.sites import site_kind, tapped
+from driftlens.utils.errors import (
+    CheckpointError,
+    DataError,
+    IncompatibleModelsError,
+    SpecError,
+    did_you_mean,
+)
+from driftlens.utils.files import expanded
+
+log = logging.getLogger("driftlens")
+
+# Processors of transformers return a dict; other entries than the pixels (texts) are not read.
+PIXELS = "pixel_values"
+
+Pooling = Literal["cls", "patch_mean"]
+# The supported poolings by their names in open_clip.
+POOLINGS: Mapping[str, Pooling] = {"tok": "cls", "avg": "patch_mean"}
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
+    """Return the name of the function that `activation` computes, or None."""
+    # By values, because libraries have one function under many class names, and different functions under one.
+    probe = torch.linspace(-6, 6, 97, dtype=torch.float64)
+    with torch.no_grad():
+        values = activation(probe)
+    same = (name for name, other in _ACTIVATIONS.items() if torch.allclose(values, other(probe), 0, 1e-12))
+    return next(same, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipViT:
+    """The adapter of one library's CLIP image towers: the paths of their parts, and what is special.
+
+    Attributes:
+        inner: attribute of whole models that is the tower.
+        attention: path of a block's attention, which knows the number of heads.
+        activation: path of a block's activation.
+        image_size: path of the tower's height and width, or of one number for both.
+        entry: attribute of whole models that computes the feature of images.
+        projects_inside: True if the projection belongs to the tower, stored as [in, out], and not to the whole model.
+        holds: paths, one of which every tower or whole model of the library has.
+        embeddings: the tower's parameters for patches, class token and positions.
+        block_sites: the sites of a block in forward order: norm, q, k, v, out, norm, and both layers of the MLP.
+        block_arguments: positional arguments of a block after its features.
+        required: names of the parameters that every block has.
+        optional: names of parameters that a block may have in addition.
+        refusal: (whole model, tower) -> the reason why the tower is not supported, or None.
+        unpack: a block -> the module to run for it, and its parameters' slots in the checkpoint, relative to the block.
+    """
+
+    name: str
+    layout: TowerKeyLayout
+    library: str
+    supported: str
+    inner: str
+    blocks: str
+    attention: str
+    activation: str
+    image_size: str
+    entry: str
+    projects_inside: bool
+    holds: tuple[str, ...]
+    embeddings: tuple[str, str, str]
+    stem_norm: str
+    block_sites: tuple[str, ...]
+    head_norm: str
+    projection: str
+    required: frozenset[str]
+    optional: frozenset[str] = frozenset()
+    block_arguments: tuple[Any, ...] = ()
+    refusal: Callable[[nn.Module, Any], str | None]
+    unpack: Callable[[Any], tuple[nn.Module, dict[str, Slot]]]
+
+    def matches(self, module: nn.Module) -> bool:
+        """Return True if `module` is, or holds, an image tower that this adapter supports."""
+        return self._why_not(module) is None
+
+    def _why_not(self, module: nn.Module) -> str | None:
+        """Return the reason why a module is not supported, or None."""
+        tower, _ = self._tower(module)
+        parts = (*self.embeddings, self.stem_norm, self.blocks, self.head_norm)
+        missing = ", ".join(part for part in parts if part_at(tower, part) is None)
+        reason = self.refusal(module, tower)
+        if reason is None and missing:
+            return f"{type(module).__name__} is no CLIP image tower of {self.library} (missing: {missing})"
+        for index, block in enumerate(() if reason else tower.get_submodule(self.blocks)):
+            keys, activation = set(block.state_dict()), block.get_submodule(self.activation)
+            odd = sorted((keys - self.required - self.optional) | (self.required - keys))
+            if odd:
+                return f"block {index} is no plain pre-norm block (extra or missing: {', '.join(odd)})"
+            if activation_name(activation) is None:
+                return f"its activation is {activation}; expected {', '.join(_ACTIVATIONS)}"
+        return reason
+
+    def chain(self, module: nn.Module) -> LayerChain:
+        """Return the layers of a tower; keys are those of `module.state_dict()`."""
+        reason = self._why_not(module)
+        if reason is not None:
+            raise IncompatibleModelsError(
+                f"this model of {self.library} can't be split into layers: {reason}",
+                hint=f"Supported are {self.supported}. {LIVE}",
+            )
+        tower, prefix = self._tower(module)
+        blocks = [
+            self._block(block, number + 2, f"{prefix}{self.blocks}.{number}")
+            for number, block in enumerate(tower.get_submodule(self.blocks))
+        ]
+        projects = part_at(tower if self.projects_inside else module, self.projection) is not None
+        if self.projects_inside:
+            feature = prefix.removesuffix(".")
+        else:
+            feature = self.projection if projects else prefix + self.head_norm
+        paths = (f"{prefix}{self.stem_norm}", *(block.path for block in blocks), feature)
+        return LayerChain(
+            architecture=self.name,
+            layers=(
+                self._stem(tower, prefix),
+                *blocks,
+                self._head(tower, prefix, len(blocks) + 2, projects),
+            ),
+            start=partial(_start, shape=self._pixel_shape(tower)),
+            library_states=partial(_library_states, paths=paths, entry=self.entry),
+            token_weights=_token_weight_rules(tower.get_parameter(self.embeddings[2]).shape[0]),
+            settings=self._settings(tower),
+            modality=IMAGE,
+            final=feature,
+        )
+
+    def _tower(self, module: nn.Module) -> tuple[Any, str]:
+        """Return the inner transformer and the prefix of its keys."""
+        inner = getattr(module, self.inner, None)
+        return (module, "") if inner is None else (inner, f"{self.inner}.")
+
+    def _stem(self, tower: Any, prefix: str) -> Layer:
+        keys, sites = (
+            (*self.embeddings, *_affine(tower, self.stem_norm)),
+            _sites(tower, self.stem_norm, "tokens"),
+        )
+        first_block = tower.get_submodule(self.blocks)[0]
+
+        def run(parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
+            pixels = state["pixels"].to(parameters[self.embeddings[0]].dtype)
+            # Position ids follow the pixels: a pass in float64 may run on the CPU while the model is on the GPU.
+            with buffers_on(tower, pixels.device), tapped(tower, sites, tap):
+                return {"hidden": run_until(first_block, lambda: call(tower, parameters, (pixels,), {}))}
+
+        path = prefix + self.embeddings[0].partition(".")[0]
+        return Layer(1, "stem", path, {key: Slot(prefix + key) for key in keys}, run, sites)
+
+    def _block(self, block: nn.Module, index: int, path: str) -> Layer:
+        norm1, q, k, v, out, norm2, fc1, fc2 = self.block_sites
+        module, slots = self.unpack(block)
+        sites = (
+            *_sites(module, norm1, "hidden"),
+            *_sites(module, q, norm1),
+            *_sites(module, k, norm1, mixes_tokens=True),
+            *_sites(module, v, norm1, mixes_tokens=True),
+            *_sites(module, out, "attention"),
+            *_sites(module, norm2, "attended"),
+            *_sites(module, fc1, norm2),
+            *_sites(module, fc2, "activation"),
+        )
+        run = partial(_run, module, self.block_arguments, sites)
+        slots = {name: replace(slot, key=f"{path}.{slot.key}") for name, slot in slots.items()}
+        return Layer(index, "block", path, slots, run, sites, is_residual=True)
+
+    def _head(self, tower: Any, prefix: str, index: int, projects: bool) -> Layer:
+        norm, (pooling, norm_first) = self.head_norm, _pooling(tower)
+        slots = {key: Slot(prefix + key) for key in _affine(tower, norm)}
+        if projects:
+            inside, weight = self.projects_inside, f"{self.projection}.weight"
+            slots[weight] = Slot(prefix + self.projection if inside else weight, transposed=inside)
+        head = _PoolingHead(pooling, norm_first)
+        head.add_module(norm, tower.get_submodule(norm))
+        sites = _sites(head, norm, "hidden", token_weights="patches" if norm_first else "pooled")
+        if projects:
+            # Any size will do: the weight is replaced on every call.
+            head.add_module(self.projection, nn.Linear(1, 1, bias=False, device="meta"))
+            sites += _sites(head, self.projection, norm, token_weights="pooled")
+        return Layer(index, "head", prefix + norm, slots, partial(_run, head, (), sites), sites)
+
+    def _pixel_shape(self, tower: Any) -> tuple[int, int, int]:
+        size = part_at(tower, self.image_size)
+        height, width = [size] * 2 if isinstance(size, int) else size
+        return tower.get_parameter(self.embeddings[0]).shape[1], height, width
+
+    def _settings(self, tower: Any) -> dict[str, object]:
+        block, (pooling, norm_first) = tower.get_submodule(self.blocks)[0], _pooling(tower)
+        return {
+            "activation": activation_name(block.get_submodule(self.activation)),
+            "eps": block.get_submodule(self.block_sites[0]).eps,
+            "num_heads": block.get_submodule(self.attention).num_heads,
+            "patch_size": list(tower.get_parameter(self.embeddings[0]).shape[-2:]),
+            "image_size": list(self._pixel_shape(tower)[1:]),
+            "pooling": pooling,
+            "norm_before_pooling": norm_first,
+        }
+
+
+def _pooling(tower: Any) -> tuple[Pooling, bool]:
+    """Return how tokens are pooled, and True if the final norm runs on all tokens before that."""
+    # Towers of transformers always pool by the class token and have no such attribute.
+    kind = getattr(tower, "pool_type", "tok")
+    # For a single token the order of norm and pooling makes no difference.
+    return POOLINGS[kind], kind == "avg" and not tower.final_ln_after_pool
+
+
+class _PoolingHead(nn.Module):
+    """Pools tokens to one, [n, 1, d], and runs its children on it: the final norm, and a projection if there is one.
+
+    With `norm_first` the norm runs on all tokens; for a single token the order makes no difference.
+    """
+
+    def __init__(self, pooling: Pooling, norm_first: bool) -> None:
+        super().__init__()
+        self.pooling, self.norm_first = pooling, norm_first
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        norm, *projections = self.children()
+        if self.norm_first:
+            hidden = norm(hidden)
+        pooled = hidden[:, :1] if self.pooling == "cls" else hidden[:, 1:].mean(dim=1, keepdim=True)
+        if not self.norm_first:
+            pooled = norm(pooled)
+        for project in projections:
+            pooled = project(pooled)
+        return pooled.squeeze(1)
+
+
+def _run(
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    sites: tuple[Site, ...],
+    parameters: Parameters,
+    state: State,
+    side: SideInputs,
+    tap: Tap | None = None,
+) -> State:
+    with tapped(module, sites, tap):
+        return {"hidden": call(module, parameters, (state["hidden"], *arguments), {})}
+
+
+def _sites(parent: nn.Module, name: str, reads: str, **options: Any) -> tuple[Site, ...]:
+    """Return the site that a module is; none for a norm without scale and shift, which has nothing to calibrate."""
+    module = parent.get_submodule(name)
+    kind = site_kind(module)
+    return () if kind is None else (Site(name, kind, reads, eps=getattr(module, "eps", None), **options),)
+
+
+def _affine(parent: nn.Module, path: str) -> list[str]:
+    """Return the names of a norm's parameters, of which it may have none."""
+    return [f"{path}.{key}" for key in parent.get_submodule(path).state_dict()]
+
+
+def _pixels(inputs: Any) -> Tensor:
+    pixels: Tensor = inputs[PIXELS] if isinstance(inputs, Mapping) else inputs
+    return pixels
+
+
+def _start(inputs: Any, *, shape: tuple[int, int, int]) -> tuple[State, SideInputs]:
+    """Return the state at boundary 0; an image tower needs no side inputs."""
+    pixels = _pixels(inputs)
+    if tuple(pixels.shape[1:]) != shape:
+        raise DataError(
+            f"a batch of pixels is {list(pixels.shape)}; expected [n, {', '.join(map(str, shape))}]",
+            hint="Use the model's own image processor.",
+        )
+    return {"pixels": pixels}, SideInputs()
+
+
+def _library_states(module: nn.Module, inputs: Any, *, paths: Sequence[str], entry: str) -> list[State]:
+    """Return the outputs of the modules at `paths` in one pass in eval mode, of tuples the first entry."""
+    outputs: dict[str, Tensor] = {}
+
+    def keep(path: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        outputs[path] = output[0] if isinstance(output, tuple) else output
+
+    with ExitStack() as hooks, torch.no_grad(), evaluating(module):
+        for path in paths:
+            hooks.callback(module.get_submodule(path).register_forward_hook(partial(keep, path)).remove)
+        getattr(module, entry, module)(_pixels(inputs))
+    return [{"hidden": outputs[path]} for path in paths]
+
+
+def _token_weight_rules(num_tokens: int) -> dict[str, Callable[[State, SideInputs], Tensor]]:
+    """Return rules of token weights by name; each gives weights [n, t].
+
+    - `uniform`: every token counts 1.
+    - `cls_emphasis`: CLS counts 1, every other token 0.01. The FeatCal authors' code weighs the last block's
+      sites this way, k and v projections excepted: of that block only the CLS row reaches the feature,
+      through keys and values of all tokens.
+    - `patches`: every token but CLS, for a norm whose output is averaged over patches.
+    - `pooled`: the one token [n, 1] that is left after pooling.
+    """
+
+    def weigh(count: int, cls: float, others: float, state: State, side: SideInputs) -> Tensor:
+        entry = next(iter(state.values()))
+        weights = entry.new_full((len(entry), count), others)
+        weights[:, 0] = cls
+        return weights
+
+    return {
+        "uniform": partial(weigh, num_tokens, 1, 1),
+        "cls_emphasis": partial(weigh, num_tokens, 1, 0.01),
+        "patches": partial(weigh, num_tokens, 0, 1),
+        "pooled": partial(weigh, 1, 1, 1),
+    }
+
+
+_HF_LAYOUT = TowerKeyLayout(
+    loader="hf-clip",
+    anchor="embeddings.class_embedding",
+    tower="vision_model.",
+    projection="visual_projection.weight",
+)
+
+_HF_SITES = (
+    *("layer_norm1", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
+    *("layer_norm2", "mlp.fc1", "mlp.fc2"),
+)
+_HF_KEYS = tuple(f"{site}.{part}" for site in _HF_SITES for part in ("weight", "bias"))
+
+
+def _hf_refusal(module: nn.Module, tower: nn.Module) -> str | None:
+    """Return the reason why a model is not supported."""
+    return f"{type(module).__name__} ends in a classifier" if hasattr(module, "classifier") else None
+
+
+HF_CLIP_VIT = ClipViT(
+    name="hf_clip_vit",
+    layout=_HF_LAYOUT,
+    library="transformers",
+    supported="CLIPVisionModel, CLIPVisionModelWithProjection and CLIPModel",
+    inner="vision_model",
+    blocks="encoder.layers",
+    holds=("encoder.layers", "vision_model.encoder.layers"),
+    attention="self_attn",
+    activation="mlp.activation_fn",
+    image_size="embeddings.image_size",
+    # `CLIPModel.forward` requires texts as well.
+    entry="get_image_features",
+    projects_inside=False,
+    embeddings=(
+        "embeddings.patch_embedding.weight",
+        "embeddings.class_embedding",
+        "embeddings.position_embedding.weight",
+    ),
+    # Misspelled in the library.
+    stem_norm="pre_layrnorm",
+    block_sites=_HF_SITES,
+    block_arguments=(None,),  # no attention mask
+    head_norm="post_layernorm",
+    projection="visual_projection",
+    required=frozenset(_HF_KEYS),
+    refusal=_hf_refusal,
+    unpack=lambda block: (block, {key: Slot(key) for key in _HF_KEYS}),
+)
+adapters.register(HF_CLIP_VIT.name)(HF_CLIP_VIT)
+
+
+@loaders.register("hf-clip")
+def _load_hf_clip(request: ArchitectureRequest) -> Architecture:
+    """Return the architecture of a CLIP, or a CLIP image tower, of transformers; its source is a folder or Hub id."""
+    source, offline = request.source, request.access.offline
+    config = read_plain_config(request, "hf-clip")
+    skeleton = _hf_skeleton(config, source)
+    size = skeleton.config.image_size
+    preprocess = hf_preprocess(image_processor_config(source, offline=offline), (size, size), source)
+
+    return Architecture(
+        loader="hf-clip",
+        source=source,
+        skeleton=skeleton,
+        chain=HF_CLIP_VIT.chain(skeleton),
+        layout=_HF_LAYOUT,
+        preprocess=preprocess,
+        folder=FolderFormat(
+            "model.safetensors",
+            {"config.json": config, "preprocessor_config.json": preprocess.settings},
+            usage=partial(_hf_usage, type(skeleton).__name__),
+        ),
+        open_text=partial(_hf_text_tower, config, source, offline),
+    )
+
+
+_WHOLE = """\
+from PIL import Image
+from transformers import CLIPModel, CLIPProcessor
+
+folder = "."  # this one, or the model's id on the Hub
+model, processor = CLIPModel.from_pretrained(folder), CLIPProcessor.from_pretrained(folder)
+prompts = ["a photo of a cat.", "a photo of a dog."]
+inputs = processor(text=prompts, images=Image.open("image.png"), padding=True, return_tensors="pt")
+output = model(**inputs)
+features, scores = output.image_embeds, output.logits_per_image  # features of unit length
+"""
+_TOWER = """\
+from PIL import Image
+from transformers import CLIPImageProcessor, {tower}
+
+folder = "."  # this one, or the model's id on the Hub
+model, processor = {tower}.from_pretrained(folder), CLIPImageProcessor.from_pretrained(folder)
+features = model(**processor(images=Image.open("image.png"), return_tensors="pt")).{output}
+"""
+
+
+def _hf_usage(tower: str, keys: Collection[str], files: Collection[str]) -> str:
+    """Return Python that uses a saved folder: with texts if it has a tokenizer, or else the image tower alone."""
+    is_whole = any(key.startswith("text_model.") for key in keys)
+    if is_whole and not set(TOKENIZERS).isdisjoint(files):
+        return _WHOLE
+    if is_whole:
+        log.warning("the base has no tokenizer files, so the saved folder can't read prompts")
+    output = "pooler_output" if tower == "CLIPVisionModel" else "image_embeds"
+    return _TOWER.format(tower=tower, output=output)
+
+
+def _hf_skeleton(config: dict[str, Any], source: str) -> Any:
+    from transformers import CLIPVisionConfig, CLIPVisionModel, CLIPVisionModelWithProjection
+
+    vision, named = config, config.get("architectures") or []
+    if config["model_type"] == "clip":
+        # A whole CLIP projects to its own projection_dim; the copy inside vision_config may be stale.
+        vision = {**config.get("vision_config", {}), "projection_dim": config.get("projection_dim", 512)}
+    tower = CLIPVisionModel if "CLIPVisionModel" in named else CLIPVisionModelWithProjection
+
+    def build() -> Any:
+        tower_config = CLIPVisionConfig.from_dict(vision)
+        # Eager attention computes its softmax in float32, so a pass in float64 would be no more exact.
+        tower_config._attn_implementation = "sdpa"
+        return tower(tower_config)
+
+    return weightless(build, source)
+
+
+def _hf_text_tower(config: dict[str, Any], source: str, offline: bool, base: StateSource) -> TextTower:
+    from transformers import CLIPConfig, CLIPModel
+
+    if config["model_type"] != "clip":
+        raise no_text_tower(source)
+    model = weightless(lambda: CLIPModel(CLIPConfig.from_dict(config)), source)
+    read_text_side(model, base, _HF_LAYOUT)
+    tokenizer = _tokenizer(source, model.config.text_config, offline)
+    length = model.config.text_config.max_position_embeddings
+
+    @torch.no_grad()
+    def embed(prompts: Sequence[str]) -> Tensor:
+        tokens = tokenizer(
+            list(prompts), padding=True, truncation=True, max_length=length, return_tensors="pt"
+        )
+        # Not `get_text_features`, whose return type has changed between versions of transformers.
+        features: Tensor = model.text_projection(model.text_model(**tokens).pooler_output)
+        return features
+
+    return TextTower(embed, model.logit_scale.exp().item())
+
+
+def _tokenizer(source: str, text_config: Any, offline: bool) -> Any:
+    tokenizer = tokenizer_in(source, offline=offline, kind="CLIPTokenizer")
+    # The text feature is read at the end token. Old configurations have the id 2, but mean the last of the vocabulary.
+    end = text_config.eos_token_id if text_config.eos_token_id != 2 else text_config.vocab_size - 1
+    # transformers 5 makes an empty tokenizer where there are no files, rather than fail.
+    if tokenizer is None or tokenizer.eos_token_id != end:
+        raise SpecError(
+            f"{source} has no tokenizer for its text tower",
+            hint="Put the base's tokenizer files next to its config.json, or use `heads.<task>.file`.",
+        )
+    return tokenizer
+
+
+CONFIG_FILE = "open_clip_config.json"
+_OPEN_LAYOUT = TowerKeyLayout(
+    loader="open-clip",
+    anchor="class_embedding",
+    tower="visual.",
+    projection="proj",
+)
+_FOREIGN_TEXT = ("hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs")
+_OPEN_USAGE = """\
+import open_clip
+from PIL import Image
+
+name = "local-dir:."  # this folder; on the Hub, hf-hub: and the model's id
+model, preprocess = open_clip.create_model_from_pretrained(name)
+tokenizer = open_clip.get_tokenizer(name)
+model.eval()
+features = model.encode_image(preprocess(Image.open("image.png"))[None])
+texts = model.encode_text(tokenizer(["a photo of a cat.", "a photo of a dog."]))
+"""
+# Only the image tower of this model is used, and the constructor of open_clip requires a text tower.
+_SMALLEST_TEXT = {"context_length": 1, "vocab_size": 1, "width": 8, "heads": 1, "layers": 1}
+
+
+class _UnpackedAttention(nn.Module):
+    """Self-attention with three linear modules for the packed projection: queries, keys and values are sites."""
+
+    # Three products take as long as one with the packed weight: measured for the widths of ViT-B and ViT-L.
+    def __init__(self, packed: Any) -> None:
+        super().__init__()
+        self.num_heads, self.is_torchs = packed.num_heads, isinstance(packed, nn.MultiheadAttention)
+        width = packed.in_proj_weight.shape[1]
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(width, width, device="meta") for _ in range(4)
+        )
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Any:
+        """Return what the packed attention returns without a mask."""
+        queries, keys, values = (
+            project(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = F.scaled_dot_product_attention(queries, keys, values)
+        output = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        return (output,) if self.is_torchs else output
+
+
+_OPEN_SITES = (
+    *("ln_1", "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out_proj"),
+    *("ln_2", "mlp.c_fc", "mlp.c_proj"),
+)
+
+
+def _open_refusal(module: nn.Module, tower: Any) -> str | None:
+    """Return the reason why a tower is not supported."""
+    if hasattr(tower, "trunk"):
+        return "it is a timm trunk (SigLIP, EVA02, ConvNeXt, ...); expected a transformer of open_clip"
+    if hasattr(tower, "layer1") and hasattr(tower, "attnpool"):
+        return "it is a ResNet; expected a vision transformer"
+    if getattr(tower, "attn_pool", None) is not None:
+        return "it pools by attention (attn_pool), as CoCa"
+    if getattr(tower, "pool_type", "tok") not in POOLINGS:
+        return f"it pools by {tower.pool_type!r}, expected 'tok' or 'avg'"
+    return None
+
+
+def _open_unpack(block: Any) -> tuple[nn.Module, dict[str, Slot]]:
+    """Return a block with unpacked attention, and the slots of its parameters."""
+    width = block.attn.in_proj_weight.shape[1]
+    slots = {key: Slot(key) for key in block.state_dict() if ".in_proj_" not in key}
+    for part in ("weight", "bias"):
+        for position, site in enumerate(_OPEN_SITES[1:4]):
+            rows = (position * width, (position + 1) * width)
+            slots[f"{site}.{part}"] = Slot(f"attn.in_proj_{part}", rows=rows)
+    # A shallow copy: the model itself keeps its packed attention.
+    unpacked = copy.copy(block)
+    unpacked._modules = {**block._modules, "attn": _UnpackedAttention(block.attn)}
+    return unpacked, slots
+
+
+OPEN_CLIP_VIT = ClipViT(
+    name="open_clip_vit",
+    layout=_OPEN_LAYOUT,
+    library="open_clip",
+    supported="open_clip's vision transformers with class-token or average pooling",
+    inner="visual",
+    blocks="transformer.resblocks",
+    holds=("transformer.resblocks", "visual.transformer.resblocks"),
+    attention="attn",
+    activation="mlp.gelu",
+    image_size="image_size",
+    entry="visual",
+    projects_inside=True,
+    embeddings=("conv1.weight", "class_embedding", "positional_embedding"),
+    stem_norm="ln_pre",
+    block_sites=_OPEN_SITES,
+    head_norm="ln_post",
+    projection="proj",
+    required=frozenset(
+        (
+            *("attn.in_proj_weight", "attn.in_proj_bias", "attn.out_proj.weight", "attn.out_proj.bias"),
+            *("mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias"),
+        )
+    ),
+    optional=frozenset(("ls_1.gamma", "ls_2.gamma", "ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias")),
+    refusal=_open_refusal,
+    unpack=_open_unpack,
+)
+adapters.register(OPEN_CLIP_VIT.name)(OPEN_CLIP_VIT)
+
+
+@loaders.register("open-clip")
+def _load_open_clip(request: ArchitectureRequest) -> Architecture:
+    """Return the architecture of an open_clip model, given a name, configuration file, folder or Hub id."""
+    require_own_blocks(request, "open-clip")
+    source = request.source
+    stated = _open_config(source, request.access.offline)
+    config = stated.get("model_cfg", stated)
+    skeleton = _open_skeleton(config, source)
+    # Before preprocessing: trunks and ResNets have no `image_size`, and the adapter raises with the reason.
+    chain = OPEN_CLIP_VIT.chain(skeleton)
+    preprocess = open_clip_preprocess(stated.get("preprocess_cfg"), tuple(skeleton.image_size), source)
+    folder = {CONFIG_FILE: {"model_cfg": config, "preprocess_cfg": preprocess.settings}}
+
+    return Architecture(
+        loader="open-clip",
+        source=source,
+        skeleton=skeleton,
+        chain=chain,
+        layout=_OPEN_LAYOUT,
+        preprocess=preprocess,
+        folder=FolderFormat(
+            "open_clip_model.safetensors",
+            folder,
+            lambda: tuple(_open_whole(config, source).state_dict()),
+            lambda keys, files: _OPEN_USAGE,
+        ),
+        open_text=partial(_open_text_tower, config, source),
+    )
+
+
+def _open_config(source: str, offline: bool) -> dict[str, Any]:
+    """Return the configuration: a model section, or model and preprocessing sections as on the Hub."""
+    import open_clip
+
+    # open_clip accepts ViT-B/32 as a name of ViT-B-32.
+    name = source.replace("/", "-")
+    if name in open_clip.list_models():
+        return dict(open_clip.get_model_config(name))
+    path = expanded(source)
+    if path.is_file():
+        return read_json(path)
+    place = source.removeprefix("hf-hub:").removeprefix("local-dir:")
+    hint = (
+        "Use a name in open_clip.list_models() (-quickgelu for OpenAI's weights) or a model_config.json. Folders of "
+        "transformers need the loader hf-clip."
+    )
+    return needed_config(place, CONFIG_FILE, "a model of open_clip", offline=offline, hint=hint)
+
+
+def _open_skeleton(config: dict[str, Any], source: str) -> Any:
+    # Some text towers are downloaded when they are built, and the image tower does not depend on them.
+    alone = {**config, "text_cfg": _SMALLEST_TEXT, "custom_text": False}
+    return _open_whole(alone, source).visual
+
+
+def _open_whole(config: dict[str, Any], source: str) -> Any:
+    """Return the whole CLIP without weights."""
+    import open_clip
+
+    options = {key: value for key, value in config.items() if key not in ("custom_text", "multimodal_cfg")}
+    model = open_clip.CustomTextCLIP if config.get("custom_text") else open_clip.CLIP
+    return weightless(lambda: model(**options), source)
+
+
+def _open_text_tower(config: dict[str, Any], source: str, base: StateSource) -> TextTower:
+    from open_clip import SimpleTokenizer
+
+    text = config.get("text_cfg", {})
+    special = next((option for option in _FOREIGN_TEXT if option in text), None)
+    if special is not None:
+        raise SpecError(
+            f"the text tower of {source} has {special} = {text[special]!r}, which is not supported",
+            hint="Use precomputed class embeddings in `heads.<task>.file`.",
+        )
+    model = _open_whole(config, source)
+    read_text_side(model, base, _OPEN_LAYOUT)
+    tokenizer = SimpleTokenizer(context_length=model.context_length)
+
+    @torch.no_grad()
+    def embed(prompts: Sequence[str]) -> Tensor:
+        features: Tensor = model.encode_text(tokenizer(list(prompts)))
+        return features
+
+    return TextTower(embed, model.logit_scale.exp().item())
+
+
+_SCHEME = "pretrained:"
+
+
+def resolve_pretrained(place: str, architecture: Architecture, *, offline: bool = False) -> str:
+    """Return the file of `pretrained:TAG`, downloaded by open_clip if it is not cached; other places unchanged.
+
+    A download is logged. With `offline`, or `HF_HUB_OFFLINE` in the environment, only caches are searched.
+
+    Args:
+        place: the place of weights in the spec.
+        architecture: the architecture that the weights are for.
+        offline: True to forbid downloads.
+
+    Raises:
+        SpecError: open_clip has no model of this name, or no such tag.
+        IncompatibleModelsError: the weights were trained with another activation or preprocessing.
+        CheckpointError: the weights are in no cache and downloads are forbidden.
+    """
+    if not place.startswith(_SCHEME):
+        return place
+    import open_clip
+    from huggingface_hub import constants
+
+    model = architecture.source.replace("/", "-")
+    if architecture.loader != "open-clip" or model not in open_clip.list_models():
+        raise SpecError(
+            f"{place} requires a model name of open_clip as architecture, not {architecture.source}",
+            hint="Use architecture: {loader: open-clip, source: ViT-B-32-quickgelu}, or a weights file.",
+        )
+    tag, tags = place.removeprefix(_SCHEME), open_clip.list_pretrained_tags_by_model(model)
+    config = open_clip.get_pretrained_cfg(model, tag)
+    if not config:
+        raise SpecError(
+            f"open_clip has no weights {tag!r} for {model}; available: {', '.join(tags) or 'none'}",
+            hint=did_you_mean(tag, tags),
+        )
+    _require_fit(place, model, config, architecture)
+    if (file := _cached(config)) is not None:
+        return file
+    origin = config.get("hf_hub") or config.get("url")
+    if offline or constants.HF_HUB_OFFLINE:
+        raise CheckpointError(
+            f"{place} of {model} ({origin}) is not cached, and downloads are off",
+            hint="Run once without --offline and HF_HUB_OFFLINE, or use the path of the weights.",
+        )
+    # A warning, because it is shown where logging is not set up. The network must never be used silently.
+    log.warning("downloading %s of %s from %s", place, model, origin)
+    return str(open_clip.download_pretrained(config))
+
+
+def _require_fit(place: str, model: str, config: dict[str, Any], architecture: Architecture) -> None:
+    """Raise unless weights were trained with the activation and preprocessing of the architecture."""
+    import open_clip
+
+    # open_clip itself only warns.
+    is_quick = bool(config.get("quick_gelu", False))
+    if is_quick != bool(open_clip.get_model_config(model).get("quick_gelu", False)):
+        fitting = f"{model}-quickgelu" if is_quick else model.removesuffix("-quickgelu")
+        raise IncompatibleModelsError(
+            f"{place} was trained with {'QuickGELU' if is_quick else 'GELU'}; {model} has the other activation",
+            hint=f"Use architecture.source: {fitting}.",
+        )
+    settings = {} if architecture.preprocess is None else architecture.preprocess.settings
+    differing = [
+        f"{key} {config[key]} (here {settings[key]})"
+        for key in ("mean", "std", "interpolation", "resize_mode")
+        if key in config and key in settings and config[key] != settings[key]
+    ]
+    if differing:
+        raise IncompatibleModelsError(
+            f"{place} was trained with other preprocessing: {', '.join(differing)}",
+            hint="Use the path of the weights file, and as source an open_clip_config.json with this preprocess_cfg.",
+        )
+
+
+def _cached(config: dict[str, Any]) -> str | None:
+    """Return the path of the weights in the caches of open_clip and the Hub, or None."""
+    from huggingface_hub import try_to_load_from_cache
+    from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
+
+    repository, _, name = config.get("hf_hub", "").rpartition("/")
+    if repository:
+        name = name or HF_WEIGHTS_NAME
+        safe = HF_SAFE_WEIGHTS_NAME if name == HF_WEIGHTS_NAME else f"{name.rpartition('.')[0]}.safetensors"
+        paths = (try_to_load_from_cache(repository, file) for file in (safe, name))
+        return next((path for path in paths if isinstance(path, str)), None)
+    # open_clip's cache of weights that are not on the Hub.
+    file = pathlib.Path("~/.cache/clip").expanduser() / config.get("url", "").rpartition("/")[2]
+    return str(file) if file.is_file() else None

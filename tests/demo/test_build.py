@@ -8,6 +8,7 @@ import pytest
 
 from driftlens.config.requests import AnalysisRequest
 from driftlens.pipelines.analyze import analyze
+from tests.quick import few
 from tools.build_demo.__main__ import SUITES, write_spec
 from tools.build_demo.recipe import Recipe, Schedule, TextRecipe
 
@@ -31,7 +32,7 @@ TINY = {
 @pytest.mark.filterwarnings(
     "ignore:.*is_gradient_checkpointing:FutureWarning"
 )  # peft asks transformers for it
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", few(SUITES, (), some=["text"]))
 def test_a_tiny_suite_is_built_twice_the_same_and_a_run_has_its_accuracies(
     suite: str, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ from driftlens.utils.access import Access
 from driftlens.utils.errors import DataError, SpecError
 from driftlens_reports.charts.chart import ChartOptions, charts
 from tests.pipelines.calibrating import scored_again
+from tests.quick import few
 from tests.zoo.cases import perturbed
 from tests.zoo.decoders import NEW, llama, plain, t5
 from tests.zoo.suite import CLASSES, PAIRS, Suite, real_files_of, spec_of_folders
@@ -104,7 +105,7 @@ FORMS = ("decoder", "encoder-decoder")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", few(FORMS, (), some=["decoder"]))
 def test_maps_act_while_the_librarys_own_model_answers(form: str, tmp_path: Path) -> None:
     """Against generation and likelihoods by the plain model, whose last norm has the saved tensors hooked in."""
     suite = Suite(form, tmp_path, learns=False)

@@ -18,6 +18,7 @@ from driftlens.models.chain import pooled
 from driftlens.pipelines.analyze import analyze
 from driftlens.utils.errors import SpecError
 from tests.families import OPEN_CLIP, STACK, TRANSFORMERS_CLIP
+from tests.quick import few
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.suite import CLASSES, PAIRS, Suite
 from tests.zoo.world import MODEL, TRANSFORMERS
@@ -163,7 +164,7 @@ def suite_of(form: str, folder: Path) -> tuple[Suite, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["decoder", "encoder-decoder"])
+@pytest.mark.parametrize("form", few(["decoder", "encoder-decoder"], (), some=["decoder"]))
 def test_scores_are_those_of_the_same_models_in_files(form: str, tmp_path: Path) -> None:
     suite, modules = suite_of(form, tmp_path)
     data = {task: suite.data(task, ROWS[task], **RULES[task]) for task in ROWS}

@@ -115,9 +115,9 @@ def vit(models: Path, data: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "hub", "lay_out"),
     [
-        ("flan-t5", "google/flan-t5-base", t5),
+        pytest.param("flan-t5", "google/flan-t5-base", t5, marks=pytest.mark.every),
         ("llama", "meta-llama/Llama-3.2-3B-Instruct", llama),
-        ("bert", "google-bert/bert-base-uncased", bert),
+        pytest.param("bert", "google-bert/bert-base-uncased", bert, marks=pytest.mark.every),
         ("vit", "google/vit-base-patch16-224-in21k", vit),
     ],
 )

@@ -51,7 +51,7 @@ def drawn(suite: str, seed: int, device: str) -> Draw:
     from driftlens.config.requests import CalibrationRequest
     from driftlens.pipelines import model_selection
     from driftlens.pipelines.calibrate import calibrate
-    from driftlens.utils.access import Context
+    from driftlens.utils.distributed import Context
 
     models, seconds, metric = {}, {}, METRICS[suite]
     variants = {"base": "base", "merged": "merged"}

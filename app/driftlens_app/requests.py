@@ -13,8 +13,7 @@ from driftlens.config.requests import (
     CalibrationRequest,
     SweepRequest,
 )
-from driftlens.runs.layout import COMPARISON, MANIFEST, SPEC
-from driftlens.runs.manifest import read_manifest
+from driftlens.runs.manifest import COMPARISON, MANIFEST, SPEC, read_manifest
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import SpecError, listed
 from driftlens.utils.files import entries

@@ -11,7 +11,7 @@ import streamlit as st
 
 from driftlens.results.formatting import printable
 from driftlens.results.listing import RunSummary, find_runs
-from driftlens.runs.layout import LOCK, MANIFEST, STATUS, table_file
+from driftlens.runs.manifest import LOCK, MANIFEST, STATUS, table_file
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
 from driftlens.runs.status import living_owner_of

@@ -13,7 +13,7 @@ import streamlit as st
 
 from driftlens.results.measures import outcomes
 from driftlens.results.verdict import verdict
-from driftlens.runs.layout import texts_file, thumbs_file
+from driftlens.runs.manifest import texts_file, thumbs_file
 from driftlens.runs.run import DriftRun
 from driftlens.utils.variants import part_of
 from driftlens_app.runs import key_of

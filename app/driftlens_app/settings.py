@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from driftlens.runs.layout import MANIFEST
+from driftlens.runs.manifest import MANIFEST
 from driftlens.utils.errors import RunError
 
 _HERE = Path(__file__).parent

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from driftlens.utils.errors import CheckpointError, NumericsError
-from driftlens.utils.rounding import ModelChange
+from driftlens.utils.variants import ModelChange
 
 # Number types by their names in safetensors headers.
 DTYPES = {

@@ -29,8 +29,7 @@ from pydantic.fields import FieldInfo
 
 import driftlens
 from driftlens.config.requests import Option, Request
-from driftlens.utils.access import Access, Context
-from driftlens.utils.distributed import ALONE, Team
+from driftlens.utils.distributed import ALONE, Access, Context, Team
 from driftlens.utils.errors import Cancelled, harmless
 from driftlens.utils.files import expanded
 from driftlens.utils.progress import CancelToken

@@ -32,7 +32,7 @@ from driftlens.config.requests import (
     SweepRequest,
     parts,
 )
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import SpecError
 from driftlens.utils.progress import ProgressEvent, all_of
 

@@ -33,8 +33,8 @@ from driftlens.config.types import (
     problem,
     resolved,
 )
-from driftlens.utils.metrics import METRICS
 from driftlens.utils.registry import Registry
+from driftlens.utils.variants import METRICS
 
 
 class Views(SpecSection):

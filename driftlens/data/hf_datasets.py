@@ -24,7 +24,7 @@ from driftlens.data.sources import (
     named,
     require_column,
 )
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import DataError, did_you_mean
 from driftlens.utils.files import plain_file
 

@@ -22,7 +22,7 @@ from driftlens.data.sources import (
     names_of,
     refused,
 )
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import DataError
 from driftlens.utils.files import plain_file
 

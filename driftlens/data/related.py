@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from driftlens.data.sources import Related, SplitView, open_split, require_column
 from driftlens.models.texts import TextReader
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import DataError
 
 if TYPE_CHECKING:

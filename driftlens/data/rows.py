@@ -24,7 +24,7 @@ from driftlens.data.sources import (
     require_column,
 )
 from driftlens.models.texts import Form, Pictured, PictureReader, Text, TextReader
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import DataError, SpecError, did_you_mean
 from driftlens.utils.files import from_json
 

@@ -13,7 +13,7 @@ from driftlens.data.rows import as_texts
 from driftlens.data.samples import COUNT_KEYS, SampleSet, data_digest, draw
 from driftlens.data.sources import Picture, Split, SplitView, open_split
 from driftlens.models.texts import TextReader
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import DataError, concerning, some_of
 
 if TYPE_CHECKING:

@@ -42,8 +42,7 @@ from driftlens.utils.devices import exact_products, place_of_sums, room_for_sums
 from driftlens.utils.distributed import ALONE, Team
 from driftlens.utils.errors import NumericsError, ShapeError
 from driftlens.utils.progress import LayerSteps
-from driftlens.utils.rounding import ModelChange
-from driftlens.utils.variants import expert_of
+from driftlens.utils.variants import ModelChange, expert_of
 
 EXPERT, MERGED = "expert", "merged"
 
@@ -130,7 +129,7 @@ class SiteReport:
         stationarity_error: error of the solved equations, see `driftlens.linalg.ridge.stationarity_error`; None for
             iterations, or if nothing is solved.
         num_rows: number of rows of an expert of a mixture; None for sites that every token passes.
-        change: fields of a `driftlens.utils.rounding.Change`: the loss by rounding to the saved dtype.
+        change: fields of a `driftlens.utils.variants.ModelChange`: the loss by rounding to the saved dtype.
     """
 
     site: str

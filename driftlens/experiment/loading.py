@@ -59,19 +59,17 @@ from driftlens.models.vocabularies import (
     with_head,
     with_rows,
 )
-from driftlens.runs.layout import escape
-from driftlens.utils.access import Access
 from driftlens.utils.devices import require_dtype, resolve_device
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import (
     CheckpointError,
     DataError,
     DriftLensError,
     SpecError,
 )
-from driftlens.utils.files import expanded
-from driftlens.utils.metrics import METRICS
+from driftlens.utils.files import escape, expanded
 from driftlens.utils.registry import resolve
-from driftlens.utils.variants import baseline, expert_of, task_of
+from driftlens.utils.variants import METRICS, baseline, expert_of, task_of
 
 if TYPE_CHECKING:
     from driftlens.config.run import RunSpec

@@ -43,13 +43,12 @@ from driftlens.merging.method import Merge, MergeMethod, merge_called
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State
 from driftlens.models.saving import require_target, save_model
-from driftlens.utils.access import Context
 from driftlens.utils.devices import computing_with, exact_products, to_float64
+from driftlens.utils.distributed import Context
 from driftlens.utils.errors import ShapeError, SpecError
 from driftlens.utils.files import PathLike, scratch_beside
 from driftlens.utils.progress import Reporter
-from driftlens.utils.rounding import ModelChange, saved_words
-from driftlens.utils.variants import expert_of, task_of
+from driftlens.utils.variants import ModelChange, expert_of, saved_words, task_of
 
 if TYPE_CHECKING:
     from driftlens.config.run import RunSpec

@@ -22,13 +22,11 @@ from driftlens.config.requests import CalibrationRequest
 from driftlens.config.yaml_text import from_yaml
 from driftlens.models.sentences import EMBEDDED
 from driftlens.results.formatting import printable, setting_text, signs
-from driftlens.runs.layout import SPEC, calibration_folder
-from driftlens.runs.manifest import CalibrationInfo, versions
+from driftlens.runs.manifest import SPEC, CalibrationInfo, calibration_folder, versions
 from driftlens.runs.run import is_live
 from driftlens.utils.errors import counted
 from driftlens.utils.files import plain_file
-from driftlens.utils.metrics import ATTACHED
-from driftlens.utils.variants import calibrated, part_of, task_of, title
+from driftlens.utils.variants import ATTACHED, calibrated, part_of, task_of, title
 
 if TYPE_CHECKING:
     import jinja2

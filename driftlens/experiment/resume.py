@@ -22,12 +22,10 @@ from driftlens.data.samples import halving_batches
 from driftlens.engine.pool import Attachments, attachments_from
 from driftlens.experiment.loading import OpenModels, open_study
 from driftlens.experiment.study import Study
-from driftlens.runs import layout
-from driftlens.runs.manifest import Manifest, read_manifest
+from driftlens.runs.manifest import Manifest, calibration_attachments, calibration_weights, read_manifest
 from driftlens.runs.run import is_live
 from driftlens.runs.status import RunLock
 from driftlens.runs.writer import RunWriter
-from driftlens.utils.access import Access, Context
 from driftlens.utils.devices import (
     HOST,
     accelerator,
@@ -36,7 +34,7 @@ from driftlens.utils.devices import (
     peak_memory,
     reset_peak_memory,
 )
-from driftlens.utils.distributed import Team
+from driftlens.utils.distributed import Access, Context, Team
 from driftlens.utils.errors import Cancelled, CheckpointError, DataError, RunError, SpecError
 from driftlens.utils.files import PathLike
 from driftlens.utils.progress import Reporter
@@ -116,7 +114,7 @@ def add_calibration(
     """
     for variant in filter(None, (calibrated(name), control)):
         is_control = variant == control
-        weights = open_checkpoint(folder / layout.calibration_weights(name, control=is_control))
+        weights = open_checkpoint(folder / calibration_weights(name, control=is_control))
         attached = None if is_control else read_attachments(folder, name, method)
         study.pool.add(variant, models.architecture.align(weights), attached)
 
@@ -129,7 +127,7 @@ def read_attachments(run: pathlib.Path, name: str, method: str) -> Attachments:
         name: of the calibration.
         method: its method.
     """
-    file = run / layout.calibration_attachments(name)
+    file = run / calibration_attachments(name)
     if not file.exists():
         return {}
     kind: Any = calibrators[method]

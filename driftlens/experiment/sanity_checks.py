@@ -31,8 +31,7 @@ from driftlens.models.architectures.clip import CONFIG_FILE, activation_name
 from driftlens.models.chain import LayerChain, Slot
 from driftlens.utils.errors import DriftLensError, IncompatibleModelsError, NumericsError, some_of
 from driftlens.utils.files import json_object
-from driftlens.utils.rounding import ModelChange, coarse_words, lost_words
-from driftlens.utils.variants import part_of, task_of
+from driftlens.utils.variants import ModelChange, coarse_words, lost_words, part_of, task_of
 
 # Relative distance of weights above which models hardly share a base. Matrices trained separately are
 # uncorrelated, hence at least 1 apart, and sqrt(2) at equal norms. Fine-tuning moves weights by a few percent,

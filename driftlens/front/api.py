@@ -29,7 +29,7 @@ from driftlens.config.requests import (
 from driftlens.front.keywords import Around, Quietly, keywords
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, is_live
-from driftlens.utils.access import Context
+from driftlens.utils.distributed import Context
 from driftlens.utils.errors import SpecError
 from driftlens.utils.files import PathLike
 
@@ -164,7 +164,7 @@ class Run(DriftRun):
     def calibrated_state(self, name: str) -> dict[str, Tensor]:
         """Load the weights of the calibration `name` for `load_state_dict`, without correction modules."""
         from driftlens.checkpoints.loading import open_checkpoint
-        from driftlens.runs.layout import calibration_weights
+        from driftlens.runs.manifest import calibration_weights
 
         # Called for its error, which lists the calibrations; a missing file would name only its path.
         self.calibration_info(name)

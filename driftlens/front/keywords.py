@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from driftlens.config.requests import Request, refuse_unknown
-from driftlens.utils.access import Access, Context
+from driftlens.utils.distributed import Access, Context
 from driftlens.utils.progress import CancelToken, Mode, ProgressSink, all_of, sink_for
 
 T = TypeVar("T")

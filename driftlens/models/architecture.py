@@ -29,7 +29,7 @@ from driftlens.models.own_heads import HeadForm
 from driftlens.models.preprocessing import Preprocess, image_preprocess
 from driftlens.models.sentences import readout_of, with_embedding
 from driftlens.models.vocabularies import vocabulary_keys
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError
 from driftlens.utils.registry import Registry
 

@@ -41,15 +41,24 @@ from driftlens.models.heads import is_of_vocabulary
 from driftlens.pipelines.attribution import Explanation, attribution_of
 from driftlens.pipelines.drift import TaskDiagnosis, diagnose
 from driftlens.pipelines.evaluation import scores_of
-from driftlens.runs import layout
-from driftlens.runs.layout import LONGEST_TEXT, MOST_THUMBS, THUMB_SIDE, texts_file, thumbs_file
-from driftlens.runs.manifest import LayerInfo, read_manifest
+from driftlens.runs.manifest import (
+    LONGEST_TEXT,
+    MANIFEST,
+    MOST_THUMBS,
+    SCRATCH,
+    SPEC,
+    THUMB_SIDE,
+    LayerInfo,
+    read_manifest,
+    texts_file,
+    thumbs_file,
+)
 from driftlens.runs.run import DriftRun, command_to_resume, is_live, open_run, require_analyzed
 from driftlens.runs.schema import LAYERS, TABLES
 from driftlens.runs.writer import RunWriter
-from driftlens.utils.access import Context
 from driftlens.utils.devices import device_name, host_work
 from driftlens.utils.diagnostic import ColumnSchema, Diagnostic, chosen, diagnostics
+from driftlens.utils.distributed import Context
 from driftlens.utils.errors import SpecError, did_you_mean
 from driftlens.utils.files import PathLike, write_text_atomic
 from driftlens.utils.progress import Reporter
@@ -97,7 +106,7 @@ def analyze(
     layers = resolved.layers.model_copy(update={"pool": study.settings.pool})
     resolved = resolved.model_copy(update={"layers": layers})
     team = context.access.team
-    resumes = team.run_on_main(lambda: request.resume and (out / layout.MANIFEST).exists())
+    resumes = team.run_on_main(lambda: request.resume and (out / MANIFEST).exists())
     # Before the lock: a refusal must not turn a finished run into a failed one.
     if resumes:
         team.run_on_main(lambda: _require_same_inputs(resolved, out, study, context.reporter()))
@@ -107,14 +116,14 @@ def analyze(
     less = " --no-attribution" * (not request.attribution)
     again = f"`{command_to_resume(out)}{less}` resumes"
     opened = open_writer(team, partial(RunWriter.resume, out) if resumes else create)
-    with opened as writer, resumable(lambda: (out / layout.MANIFEST).is_file() and again):
+    with opened as writer, resumable(lambda: (out / MANIFEST).is_file() and again):
         reporter = context.reporter(writer.progress)
 
         # Before anything is computed, so that readers can name what is missing in an unfinished run.
         def _begin() -> None:
             # Missing if the run was killed right after its manifest was written.
-            if not (writer.folder / layout.SPEC).exists():
-                write_text_atomic(writer.folder / layout.SPEC, text)
+            if not (writer.folder / SPEC).exists():
+                write_text_atomic(writer.folder / SPEC, text)
             describe(writer, study, synthetic=request.synthetic or writer.manifest.synthetic)
             changes = task_vectors(models)
             writer.describe(changes={name: vars(change) for name, change in changes.items()})
@@ -139,7 +148,7 @@ def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Re
     manifest = read_manifest(folder)
     if manifest.spec_digest != spec.digest():
         # The digest of an earlier version includes keys that were removed since.
-        stored = spec if is_live(manifest) else load_spec(folder / layout.SPEC)
+        stored = spec if is_live(manifest) else load_spec(folder / SPEC)
         if is_live(manifest) or stored != spec:
             raise SpecError(
                 f"{folder} was begun with {difference(stored.as_dict(), spec.as_dict()) or 'another spec'}",
@@ -417,7 +426,7 @@ class Phases:
 
     def _attributed(self, study: Study, task: str, variants: Sequence[str]) -> Explanation | None:
         """Measure the attribution of variants and write the tables of options; None except in the main process."""
-        spill = self.writer.folder / layout.SCRATCH
+        spill = self.writer.folder / SCRATCH
         work = partial(attribution_of, study, task, variants, spill, self.reporter)
         explanation = study.of_task(task, work)
         if explanation is not None and explanation.adjoint:

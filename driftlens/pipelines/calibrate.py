@@ -54,8 +54,16 @@ from driftlens.pipelines.calibration_plan import (
     with_saved,
 )
 from driftlens.pipelines.evaluation import final_features
-from driftlens.runs import layout
-from driftlens.runs.manifest import CalibrationInfo, Manifest, read_manifest
+from driftlens.runs.manifest import (
+    CANDIDATE,
+    SPEC,
+    CalibrationInfo,
+    Manifest,
+    begun_calibration,
+    calibration_folder,
+    calibration_weights,
+    read_manifest,
+)
 from driftlens.runs.run import (
     COMMAND,
     DriftRun,
@@ -66,9 +74,8 @@ from driftlens.runs.run import (
     require_analyzed,
 )
 from driftlens.runs.writer import RunWriter, remove_tree
-from driftlens.utils.access import Context
 from driftlens.utils.devices import to_float64
-from driftlens.utils.distributed import ALONE
+from driftlens.utils.distributed import ALONE, Context
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.utils.files import PathLike, from_json, write_json_atomic
 from driftlens.utils.intervals import standard_error, student
@@ -142,7 +149,7 @@ def calibrate(
         # Drift and accuracy are stored; an interruption from here on only delays the attribution.
         is_live = context.live is not None
         more = how_to_resume(folder, plan.name, opened.manifest) if is_live else how_to_explain(folder)
-        weights = folder / layout.calibration_weights(plan.name)
+        weights = folder / calibration_weights(plan.name)
         with resumable(lambda: weights.is_file() and more):
             _complete(request, opened, writer, phases, export)
     return open_run(folder)
@@ -193,7 +200,7 @@ def open_calibration(
     )
     models = all_in(models, request.out_dtype)
     study = dataclasses.replace(study, out_dtype=models.out_dtype).viewing(request.views)
-    spec = load_spec(folder / layout.SPEC) if context.live is None else None
+    spec = load_spec(folder / SPEC) if context.live is None else None
     plan = plan_calibration(request, None if spec is None else spec.calibration, study)
     if spec is not None:
         require_task_id(spec.task_id, plan.method)
@@ -214,7 +221,7 @@ def _export_finished(folder: pathlib.Path, request: CalibrationRequest, context:
         _, models = context.live(None)
     else:
         reopening.require_spec(folder, manifest)
-        models = open_models(load_spec(folder / layout.SPEC), access)
+        models = open_models(load_spec(folder / SPEC), access)
     assert request.save_weights is not None
     info = manifest.calibrations[request.name]
     models = all_in(models, info.out_dtype)
@@ -367,7 +374,7 @@ def _with_choice(
                 ResultStore(scratch.tried, team),
                 others=request.method is None,
                 share=request.shrink,
-                on_score=partial(writer.event, layout.CANDIDATE, of=plan.name),
+                on_score=partial(writer.event, CANDIDATE, of=plan.name),
             )
             selection = {**record, "preset": preset_of(plan.calibrator), "asked": plan.starting_point}
         chosen = dataclasses.replace(opened, plan=plan.with_choice(calibrator, selection, study))
@@ -417,7 +424,7 @@ def _complete(
     def _describe() -> None:
         from driftlens.experiment.model_card import model_card
 
-        with writer.file(f"{layout.calibration_folder(plan.name)}/README.md") as file:
+        with writer.file(f"{calibration_folder(plan.name)}/README.md") as file:
             file.write_text(model_card(open_run(folder), plan.name), encoding="utf-8")
 
     on_main_process(study.team, writer, _describe)
@@ -578,7 +585,7 @@ class _Scratch:
     """The hidden folder of an unfinished calibration: its settings and the solved layers."""
 
     def __init__(self, run: pathlib.Path, name: str) -> None:
-        self._settings = run / layout.begun_calibration(name)
+        self._settings = run / begun_calibration(name)
         self._folder = self._settings.parent
         self.spill, self.tried = self._folder / "features", self._folder / "tried"
 

@@ -50,15 +50,22 @@ from driftlens.models.saving import (
     save_model,
     save_state_dict,
 )
-from driftlens.runs.layout import calibration_attachments, calibration_folder, calibration_weights
-from driftlens.runs.manifest import CalibrationInfo, Chosen, Manifest, ids_digest, versions
+from driftlens.runs.manifest import (
+    CalibrationInfo,
+    Chosen,
+    Manifest,
+    calibration_attachments,
+    calibration_folder,
+    calibration_weights,
+    ids_digest,
+    versions,
+)
 from driftlens.runs.run import open_run
 from driftlens.runs.schema import CALIBRATION
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import CheckpointError, DataError, DriftLensError, SpecError, counted, some_of
 from driftlens.utils.registry import resolve
-from driftlens.utils.rounding import ModelChange, saved_words
-from driftlens.utils.variants import calibrated, control_of, expert_of
+from driftlens.utils.variants import ModelChange, calibrated, control_of, expert_of, saved_words
 
 if TYPE_CHECKING:
     from driftlens.config.run import Calibration

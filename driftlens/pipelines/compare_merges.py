@@ -31,8 +31,8 @@ from driftlens.pipelines.model_selection import (
     require_any,
     unlabelled,
 )
-from driftlens.utils.access import Context
 from driftlens.utils.devices import exact_products
+from driftlens.utils.distributed import Context
 from driftlens.utils.errors import DriftLensError
 from driftlens.utils.files import temporary_folder
 from driftlens.utils.intervals import Interval, mean_over_tasks

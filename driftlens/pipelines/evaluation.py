@@ -31,9 +31,8 @@ from driftlens.models.texts import Text, TextReader
 from driftlens.results.measures import interval_of
 from driftlens.utils.devices import to_float64
 from driftlens.utils.errors import DataError
-from driftlens.utils.metrics import ACCURACY, METRICS, metric_called
 from driftlens.utils.progress import Reporter, TaskMeter
-from driftlens.utils.variants import expert_of
+from driftlens.utils.variants import ACCURACY, METRICS, expert_of, metric_called
 
 # Bytes of samples and features in memory while accuracy is measured.
 CHUNK_BYTES = 256 << 20

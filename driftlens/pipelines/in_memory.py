@@ -27,11 +27,10 @@ from driftlens.experiment.resume import (
 from driftlens.experiment.study import AnalysisSettings, Study
 from driftlens.models.architecture import Architecture
 from driftlens.pipelines.analyze import Phases, describe
-from driftlens.runs.layout import MANIFEST
-from driftlens.runs.manifest import ids_digest, read_manifest
+from driftlens.runs.manifest import MANIFEST, ids_digest, read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
-from driftlens.utils.access import Context
+from driftlens.utils.distributed import Context
 from driftlens.utils.errors import DataError, SpecError
 from driftlens.utils.variants import task_of
 

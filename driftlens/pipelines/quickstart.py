@@ -34,7 +34,7 @@ from driftlens.data.library import data_entry
 from driftlens.data.sources import SplitView, open_split
 from driftlens.demo import PROBES
 from driftlens.runs.writer import refuse_occupied
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import DataError, SpecError, counted
 from driftlens.utils.files import expanded
 

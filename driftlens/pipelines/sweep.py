@@ -43,16 +43,16 @@ from driftlens.pipelines.model_selection import (
     require_any,
 )
 from driftlens.results.sweep_results import ABLATION, settings_of, sweep_named
-from driftlens.runs import layout
+from driftlens.runs.manifest import SCRATCH, SPEC
 from driftlens.runs.run import DriftRun, is_live, open_run
 from driftlens.runs.schema import SWEEPS
 from driftlens.runs.writer import RunWriter
-from driftlens.utils.access import Access, Context
+from driftlens.utils.distributed import Access, Context
 from driftlens.utils.errors import Cancelled, DataError, DriftLensError, SpecError
 from driftlens.utils.files import PathLike
-from driftlens.utils.metrics import METRICS
 from driftlens.utils.progress import Reporter
 from driftlens.utils.registry import resolve
+from driftlens.utils.variants import METRICS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -153,8 +153,8 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
         # Again under the lock: another process may have written points meanwhile.
         points, outdated = _points(rows, sweeps, request)
         rows = rows[~rows["sweep"].isin(outdated)] if request.resume else rows[:0]
-        (folder / layout.SCRATCH).mkdir(exist_ok=True)
-        spill = folder / layout.SCRATCH / _PHASE
+        (folder / SCRATCH).mkdir(exist_ok=True)
+        spill = folder / SCRATCH / _PHASE
         scorer = HeldOutScorer(study, {task: data.diagnosis for task, data in tasks.items()})
 
         def _sites(update: Collection[str]) -> Mapping[int, Sequence[str]]:
@@ -213,7 +213,7 @@ def _open(
     section = None
     if context.live is None:
         reopening.require_spec(folder, open_run(folder).manifest)
-        spec = load_spec(folder / layout.SPEC)
+        spec = load_spec(folder / SPEC)
         section = spec.calibration
         count = count or min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
     largest = int(max(request.param.get("n", ()), default=0))
@@ -343,7 +343,7 @@ def _samples_by_seed(
             planned[task] = part_of(samples, order)
     by_seed, tasks, sources = {seeds[0]: planned}, dict(opened.study.tasks), {}
     for seed in seeds[1:]:
-        spec = load_spec(opened.folder / layout.SPEC)
+        spec = load_spec(opened.folder / SPEC)
         drawn = reopening.redrawn(spec, {task: len(samples) for task, samples in planned.items()}, seed)
         sources = {task: open_data(drawn, task, architecture, access=access) for task in planned}
         by_seed[seed] = {
@@ -485,7 +485,7 @@ def compare_methods(
     section = None
     if context.live is None:
         reopening.require_spec(pathlib.Path(run), open_run(run).manifest)
-        section = load_spec(pathlib.Path(run) / layout.SPEC).calibration
+        section = load_spec(pathlib.Path(run) / SPEC).calibration
 
     def _calibrated(method: NamedMethod) -> DriftRun:
         kind = calibrators[method.method]

@@ -32,12 +32,12 @@ from driftlens.pipelines.calibration_plan import calibrator_of
 from driftlens.pipelines.evaluation import scores_of
 from driftlens.pipelines.resource_estimates import Needs, needs_of
 from driftlens.results.formatting import estimate as with_interval
-from driftlens.utils.access import Access
 from driftlens.utils.devices import resolve_device
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import DataError, DriftLensError, from_library
 from driftlens.utils.intervals import Interval
-from driftlens.utils.metrics import Metric, metric_called
 from driftlens.utils.progress import Reporter
+from driftlens.utils.variants import Metric, metric_called
 
 T = TypeVar("T")
 

@@ -35,8 +35,7 @@ from driftlens.runs.run import DriftRun, remembered
 from driftlens.runs.tables import plain
 from driftlens.utils.errors import counted
 from driftlens.utils.intervals import Interval, mean_over_tasks, p_of
-from driftlens.utils.metrics import ACCURACY, descriptions_of, metric_called, title_of
-from driftlens.utils.variants import calibrated, title
+from driftlens.utils.variants import ACCURACY, calibrated, descriptions_of, metric_called, title, title_of
 
 _MOST_MOVES = 5
 

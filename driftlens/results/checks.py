@@ -36,8 +36,7 @@ from driftlens.runs.schema import TABLES
 from driftlens.utils.errors import ChecksFailedError, LayerNotFoundError, did_you_mean, harmless
 from driftlens.utils.files import PathLike
 from driftlens.utils.intervals import Interval
-from driftlens.utils.metrics import ATTACHED, METRICS, metric_called
-from driftlens.utils.variants import calibrated
+from driftlens.utils.variants import ATTACHED, METRICS, calibrated, metric_called
 
 _Relation = Literal[">=", "<=", ">", "<"]
 CHECKED_TABLES = ("layers", "outputs", "accuracy", "params", "calibration")

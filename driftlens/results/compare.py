@@ -29,8 +29,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError
 from driftlens.utils.files import PathLike
 from driftlens.utils.intervals import Interval, MeanChange, Paired, mean_over_tasks
-from driftlens.utils.metrics import ACCURACY, metric_called, title_of
-from driftlens.utils.variants import expert_of, part_of
+from driftlens.utils.variants import ACCURACY, expert_of, metric_called, part_of, title_of
 
 
 @dataclass(frozen=True)

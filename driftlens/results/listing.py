@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from driftlens.results.measures import DRIFT, RELATIVE, SCORE, common, level, main_metrics, mean
-from driftlens.runs.layout import LOCK, MANIFEST, STATUS
-from driftlens.runs.manifest import Manifest
+from driftlens.runs.manifest import LOCK, MANIFEST, STATUS, Manifest
 from driftlens.runs.run import DriftRun, current_state, is_live, left_undone, open_run
 from driftlens.utils.errors import DriftLensError, RunError
 from driftlens.utils.files import PathLike

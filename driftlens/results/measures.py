@@ -20,8 +20,7 @@ from driftlens.results.formatting import Kind, is_measured, percent_interval, po
 from driftlens.runs.run import DriftRun, remembered
 from driftlens.utils import intervals
 from driftlens.utils.intervals import Array, Interval, MeanChange, Paired, mean_over_tasks, share_of_samples
-from driftlens.utils.metrics import ACCURACY, METRICS, Metric, metric_called, title_of
-from driftlens.utils.variants import part_of
+from driftlens.utils.variants import ACCURACY, METRICS, Metric, metric_called, part_of, title_of
 
 
 @dataclass(frozen=True)

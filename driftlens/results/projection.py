@@ -22,8 +22,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from driftlens.config.requests import ProjectionRequest
-from driftlens.runs import layout
-from driftlens.runs.manifest import version_of
+from driftlens.runs.manifest import feature_file, version_of
 from driftlens.runs.run import DriftRun, open_run, remembered
 from driftlens.runs.schema import LABEL, SAMPLE_ID, TASK, VARIANT, ColumnSchema, TableSchema
 from driftlens.runs.tables import DAMAGED, append_rows, conform, plain_rows, read_table
@@ -498,7 +497,7 @@ def _feature_digests(run: DriftRun, settings: ProjectionSettings) -> dict[str, s
     digests = {}
     for role in settings.roles:
         run.features(settings.task, role, settings.layer)  # raises if they are not stored
-        relative = layout.feature_file(settings.task, role, settings.layer)
+        relative = feature_file(settings.task, role, settings.layer)
         # The manifest lists most digests, so features need not be hashed again.
         listed = run.manifest.files.get(relative)
         digests[role] = listed.sha256 if listed else sha256_of(run.path / relative)

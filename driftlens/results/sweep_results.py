@@ -15,8 +15,7 @@ from driftlens.runs.schema import SWEEPS
 from driftlens.utils.errors import counted
 from driftlens.utils.files import from_json
 from driftlens.utils.intervals import mean_over_tasks, over_draws, share_of_samples
-from driftlens.utils.metrics import METRICS
-from driftlens.utils.variants import title
+from driftlens.utils.variants import METRICS, title
 
 # Name of the sweep that removes one part of a method at a time; its first point is the whole method.
 ABLATION = "ablation"

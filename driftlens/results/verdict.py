@@ -35,15 +35,13 @@ from driftlens.results.measures import (
     pairing,
     share_true,
 )
-from driftlens.runs.layout import COMPARISON, MERGES
+from driftlens.runs.manifest import COMPARISON, MERGES
 from driftlens.runs.run import DriftRun, command_to_resume, is_live, last_work, remembered
 from driftlens.runs.tables import plain
 from driftlens.utils.errors import counted, some_of
 from driftlens.utils.files import from_json
 from driftlens.utils.intervals import Interval, mean_over_tasks, ratio, share_of_samples
-from driftlens.utils.metrics import ACCURACY
-from driftlens.utils.rounding import COARSE
-from driftlens.utils.variants import calibrated, calibration_of, is_control, part_of, title
+from driftlens.utils.variants import ACCURACY, COARSE, calibrated, calibration_of, is_control, part_of, title
 
 # Merges to compare, with and without a base.
 CONTENDERS = {True: "average,ties,iso_c,tsv_m", False: "average,regmean"}

@@ -18,15 +18,13 @@ from typing import Any
 import pandas as pd
 from pydantic import TypeAdapter
 
-from driftlens.runs.manifest import read_manifest
+from driftlens.runs.manifest import read_manifest, utc_now
 from driftlens.runs.run import DriftRun, command_to_resume, is_analyzed, open_run
-from driftlens.runs.status import utc_now
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import DataError, RunError, concerning, did_you_mean, some_of
 from driftlens.utils.files import PathLike, from_json, plain_file
 from driftlens.utils.intervals import share_of_samples
-from driftlens.utils.metrics import ATTACHED, metric_called
-from driftlens.utils.variants import expert_of
+from driftlens.utils.variants import ATTACHED, expert_of, metric_called
 
 _HARNESS, _BIGCODE, _SAFETY = "lm-evaluation-harness", "bigcode-evaluation-harness", "safety-eval"
 # Supported tools and their home pages.

@@ -1,4 +1,4 @@
-"""The manifest of a run: inputs, settings, versions, phases and files. Entry point: `read_manifest`."""
+"""File names in a run directory, and its manifest: inputs, settings, versions, phases. See `read_manifest`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,65 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from datetime import UTC, datetime
+from typing import Any, Literal, TypeVar
 
+import pydantic_core
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 import driftlens
-from driftlens.runs.layout import MANIFEST
 from driftlens.runs.schema import SCHEMA_VERSION, refuse_newer
-from driftlens.runs.status import as_declared, as_plain, utc_now
 from driftlens.utils.errors import RunError
-from driftlens.utils.files import from_json, plain_file, write_text_atomic
+from driftlens.utils.files import escape, from_json, plain_file, write_text_atomic
 from driftlens.utils.registry import installed, origin
 
+MANIFEST = "manifest.json"
+SPEC = "spec.yaml"
+COMPARISON = "merges.json"
+# The folder of a run that holds a comparison of other merges of its experts, where one was made.
+MERGES = "merges"
+STATUS = "status.json"
+EVENTS = "events.jsonl"
+# The event of a candidate that `--auto` has tried: `name`, `part`, `share` and held-out `score`.
+CANDIDATE = "candidate"
+LOCK = "run.lock"
+# Empty file that the operating system locks; `run.lock` names the owner.
+GUARD = "run.lock.guard"
+
+# State of an interrupted job, removed when the job is done.
+SCRATCH = "scratch"
+
+# Everything DriftLens puts directly into a run directory.
+ENTRIES = (
+    *(MANIFEST, SPEC, STATUS, EVENTS, LOCK, GUARD, SCRATCH),
+    *(
+        "tables",
+        "features",
+        "models",
+        "projections",
+        "calibrations",
+        "thumbs",
+        "figures",
+        "reports",
+        "logs",
+        MERGES,
+    ),
+)
+
+# Entries that the manifest does not list, because they change while results don't.
+VOLATILE = (MANIFEST, STATUS, EVENTS, LOCK, GUARD, SCRATCH, "logs", MERGES)
+
+# Height and width of a sample's picture, in pixels.
+THUMB_SIDE = 64
+
+# Largest number of pictures of one task.
+MOST_THUMBS = 2000
+
+# Characters of a sample's text that a run keeps; longer texts are cut in the middle.
+LONGEST_TEXT = 1000
+
+T = TypeVar("T")
 PhaseState = Literal["running", "done", "failed", "cancelled"]
 
 
@@ -117,7 +164,7 @@ class CalibrationInfo(Chosen):
             if the weights themselves are calibrated.
         out_dtype: requested number type of the saved weights; empty for the base's own.
         change: number of solved entries that differ from the merged model's, and how many the number type keeps (see
-            `driftlens.utils.rounding.Change`); empty if none were solved, and in older runs.
+            `ModelChange`); empty if none were solved, and in older runs.
         shrink: interpolation factor between base (0) and repair (1): as `asked` for and, if chosen automatically, the
             `curve` of held-out scores and drift over factors; empty without interpolation.
         found_out: share of test samples whose task was classified correctly, by task; empty if the task is known.
@@ -168,7 +215,7 @@ class Manifest:
             language models also the tokenizer's digest and how rows are cut.
         preprocessing: the code that made inputs of images or texts.
         models: by variant; experts as `expert:TASK`.
-        changes: by expert, the number of entries that differ from the base (see `driftlens.utils.rounding.Change`);
+        changes: by expert, the number of entries that differ from the base (see `ModelChange`);
             empty without a base, for live models and in older runs.
         merge: how the run made its merged model: method, title, source (paper), reads, parameters; empty if the model
             was given, and in older runs.
@@ -358,3 +405,100 @@ def _record(path: pathlib.Path) -> dict[str, Any]:
 
 def _damaged(path: pathlib.Path, reason: str) -> RunError:
     return RunError(f"{path} is damaged: {reason}", hint="Restore it from a copy, or run the analysis again.")
+
+
+_adapters: dict[type[Any], TypeAdapter[Any]] = {}
+
+
+def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
+    # Creating one takes longer than reading a manifest.
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
+
+
+def as_declared(kind: type[T], text: bytes) -> T:
+    """Return the dataclass that JSON text describes, without conversions between types; unknown keys are ignored.
+
+    Raises:
+        ValueError: a field is missing or has the wrong type, or the text is no JSON.
+    """
+    # Fields of type Any would accept NaN, which can't be written again.
+    pydantic_core.from_json(text, allow_inf_nan=False)
+    try:
+        declared: T = _adapter_of(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        details = error.errors(include_url=False)[0]
+        reason = "expected an object" if details["type"] == "dataclass_type" else details["msg"]
+        problem = f"{reason[:1].lower()}{reason[1:]}, got {details['input']!r:.80}"
+        raise ValueError(": ".join([*filter(None, [".".join(map(str, details["loc"]))]), problem])) from None
+    return declared
+
+
+def as_plain(record: object) -> dict[str, Any]:
+    """Return a dataclass as JSON values."""
+    return dict(_adapter_of(type(record)).dump_python(record, mode="json"))
+
+
+def utc_now() -> str:
+    """Return the time in UTC as ISO 8601 with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def table_file(name: str) -> str:
+    """Return the path of a table, relative to the run directory."""
+    return f"tables/{name}.parquet"
+
+
+def feature_file(task: str, variant: str, layer: int) -> str:
+    """Return the path of the features of one task, variant and layer, relative to the run directory.
+
+    Args:
+        task: name of the task.
+        variant: name of the variant, "expert" for the task's own.
+        layer: index of the layer, 1 the stem.
+    """
+    return f"{feature_folder(task, variant)}/{layer:03d}.npy"
+
+
+def feature_folder(task: str, variant: str) -> str:
+    """Return the folder of the features of one task and variant, relative to the run directory."""
+    return f"features/{escape(task)}/{escape(variant)}"
+
+
+def thumbs_file(task: str) -> str:
+    """Return the path of the pictures of a task's diagnosis samples, relative to the run directory."""
+    return f"thumbs/{escape(task)}.npz"
+
+
+def texts_file(task: str) -> str:
+    """Return the path of the texts of a task's diagnosis samples, relative to the run directory."""
+    return f"thumbs/{escape(task)}.json"
+
+
+def calibration_folder(name: str) -> str:
+    """Return the folder of a calibration, relative to the run directory."""
+    return f"calibrations/{escape(name)}"
+
+
+def calibration_weights(name: str, *, control: bool = False) -> str:
+    """Return the path of a calibrated model's weights, or of its control's, relative to the run directory."""
+    return f"{calibration_folder(name)}/{'anchor' if control else 'weights'}.safetensors"
+
+
+def calibration_attachments(name: str) -> str:
+    """Return the path of the modules that a trained calibration adds, relative to the run directory."""
+    return f"{calibration_folder(name)}/attachments.safetensors"
+
+
+def begun_calibration(name: str) -> str:
+    """Return the path of a file that exists while a calibration runs or is interrupted, relative to the run directory.
+
+    The same folder holds what the calibration needs to resume.
+    """
+    return f"{SCRATCH}/calibrate-{escape(name)}/settings.json"
+
+
+def sample_ids_file(task: str) -> str:
+    """Return the path of the sample ids that name the rows of a task's features, relative to the run directory."""
+    return f"features/{escape(task)}/sample_ids.json"

@@ -13,9 +13,21 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from driftlens.runs import layout, schema
-from driftlens.runs.layout import STATUS, begun_calibration
-from driftlens.runs.manifest import LATER, CalibrationInfo, Manifest, is_phase_of, read_manifest
+from driftlens.runs import schema
+from driftlens.runs.manifest import (
+    LATER,
+    STATUS,
+    THUMB_SIDE,
+    CalibrationInfo,
+    Manifest,
+    begun_calibration,
+    feature_file,
+    is_phase_of,
+    read_manifest,
+    table_file,
+    texts_file,
+    thumbs_file,
+)
 from driftlens.runs.status import Status, living_owner_of, read_status
 from driftlens.runs.tables import DAMAGED, empty, read_table, stored_table
 from driftlens.utils.diagnostic import ColumnSchema
@@ -230,7 +242,7 @@ class DriftRun:
         """
         self._check("task", task)
         self._check("variant", variant)
-        relative = layout.feature_file(task, variant, self.layer_index(layer))
+        relative = feature_file(task, variant, self.layer_index(layer))
         path = self.path / relative
         if not path.exists() and relative not in self.manifest.files:
             raise DataError(
@@ -246,17 +258,17 @@ class DriftRun:
 
     def thumbs(self, task: str) -> NDArray[np.uint8] | None:
         """Return pictures `[n, side, side, 3]` of a task's first diagnosis samples, in order; None without pictures."""
-        path = self.path / layout.thumbs_file(task)
+        path = self.path / thumbs_file(task)
         if not path.is_file():
             return None
-        side = layout.THUMB_SIDE
+        side = THUMB_SIDE
         with concerning(path), np.load(path, allow_pickle=False) as stored:
             pictures: NDArray[np.uint8] = stored["pictures"].reshape(-1, side, side, 3)
         return pictures
 
     def texts(self, task: str) -> dict[str, str]:
         """Return the input texts of a task's first diagnosis samples, by sample id; empty if they are no texts."""
-        path = self.path / layout.texts_file(task)
+        path = self.path / texts_file(task)
         if not path.is_file():
             return {}
         with concerning(path):
@@ -328,7 +340,7 @@ class DriftRun:
 
     def columns(self, table: str) -> tuple[ColumnSchema, ...]:
         """Return the columns of a table: those of the schema, then those that diagnostics added to this run's file."""
-        return stored_table(self.path / layout.table_file(table), schema.TABLES[table]).columns
+        return stored_table(self.path / table_file(table), schema.TABLES[table]).columns
 
     def _rows(self, table: schema.TableSchema, **filters: Any) -> pd.DataFrame:
         frame = self._frame(table)
@@ -355,7 +367,7 @@ class DriftRun:
 
     def _frame(self, table: schema.TableSchema) -> pd.DataFrame:
         if table.name not in self._frames:
-            relative = layout.table_file(table.name)
+            relative = table_file(table.name)
             # Written tables are listed, so one that is neither listed nor present was never computed.
             is_absent = relative not in self.manifest.files and not (self.path / relative).exists()
             rows = empty(table) if is_absent else read_table(self.path / relative, table)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from driftlens.utils.diagnostic import ANY, Range, Worse
 from driftlens.utils.diagnostic import ColumnSchema as ColumnSchema
 from driftlens.utils.errors import RunError, SchemaTooNewError
-from driftlens.utils.metrics import METRICS
+from driftlens.utils.variants import METRICS
 
 # Raise the minor version with each added column or table. Older versions then refuse to write to such runs, because
 # they would drop the columns; a new major version they refuse to read.

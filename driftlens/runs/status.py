@@ -12,13 +12,12 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Self
 
 import psutil
-import pydantic_core
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field
 
-from driftlens.runs.layout import ENTRIES, EVENTS, GUARD, LOCK, STATUS
+from driftlens.runs.manifest import ENTRIES, EVENTS, GUARD, LOCK, STATUS, as_declared, as_plain, utc_now
 from driftlens.utils.errors import Cancelled, RunError, RunLockedError, from_library
 from driftlens.utils.files import (
     PARTIAL,
@@ -37,18 +36,12 @@ _FRESH_SECONDS = 60.0
 _CLOCK_TOLERANCE = 2.0
 
 
-def utc_now() -> str:
-    """Return the time in UTC as ISO 8601 with milliseconds."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
 def _with_zone(moment: str) -> str:
     if moment and datetime.fromisoformat(moment).tzinfo is None:
         raise ValueError("a time without a time zone")
     return moment
 
 
-T = TypeVar("T")
 _Moment = Annotated[str, AfterValidator(_with_zone)]
 _Whole = Annotated[int, Field(lt=2**63)]
 
@@ -346,36 +339,3 @@ def append_event(folder: pathlib.Path, event: str, **details: object) -> None:
     except OSError as error:
         hint = f"{free_bytes(folder) / 1e6:,.1f} MB are free there."
         raise RunError(f"can't write {path}: {error.strerror}", hint=hint) from error
-
-
-_adapters: dict[type[Any], TypeAdapter[Any]] = {}
-
-
-def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
-    # Creating one takes longer than reading a manifest.
-    if kind not in _adapters:
-        _adapters[kind] = TypeAdapter(kind)
-    return _adapters[kind]
-
-
-def as_declared(kind: type[T], text: bytes) -> T:
-    """Return the dataclass that JSON text describes, without conversions between types; unknown keys are ignored.
-
-    Raises:
-        ValueError: a field is missing or has the wrong type, or the text is no JSON.
-    """
-    # Fields of type Any would accept NaN, which can't be written again.
-    pydantic_core.from_json(text, allow_inf_nan=False)
-    try:
-        declared: T = _adapter_of(kind).validate_json(text, strict=True)
-    except ValidationError as error:
-        details = error.errors(include_url=False)[0]
-        reason = "expected an object" if details["type"] == "dataclass_type" else details["msg"]
-        problem = f"{reason[:1].lower()}{reason[1:]}, got {details['input']!r:.80}"
-        raise ValueError(": ".join([*filter(None, [".".join(map(str, details["loc"]))]), problem])) from None
-    return declared
-
-
-def as_plain(record: object) -> dict[str, Any]:
-    """Return a dataclass as JSON values."""
-    return dict(_adapter_of(type(record)).dump_python(record, mode="json"))

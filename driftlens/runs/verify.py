@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from driftlens.runs.layout import ENTRIES, MANIFEST, table_file
-from driftlens.runs.manifest import manifest_is_intact, read_manifest
+from driftlens.runs.manifest import ENTRIES, MANIFEST, manifest_is_intact, read_manifest, table_file
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES, ColumnSchema
 from driftlens.runs.tables import stored_columns

@@ -18,15 +18,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from driftlens.runs import layout
 from driftlens.runs.manifest import (
+    ENTRIES,
+    GUARD,
+    LOCK,
+    MANIFEST,
+    SPEC,
+    VOLATILE,
     FileInfo,
     Manifest,
     PhaseInfo,
+    calibration_folder,
+    feature_file,
+    feature_folder,
     ids_digest,
     is_phase_of,
     new_manifest,
     read_manifest,
+    sample_ids_file,
+    table_file,
+    utc_now,
     versions,
     write_manifest,
 )
@@ -39,7 +50,6 @@ from driftlens.runs.status import (
     Status,
     append_event,
     final_state,
-    utc_now,
     write_status,
 )
 from driftlens.runs.tables import appended, filled, plain, without
@@ -103,18 +113,18 @@ class RunWriter:
             RunLockedError: another process writes to it.
         """
         folder = pathlib.Path(path)
-        if not (folder / layout.GUARD).exists():
+        if not (folder / GUARD).exists():
             # Before the lock, which leaves a file behind.
             refuse_occupied(folder, force=force)
         with _locked(folder) as (lock, previous):
             # Again under the lock: another process may have started a run in the folder meanwhile.
             refuse_occupied(folder, force=force)
-            for entry in layout.ENTRIES:
-                if entry not in (layout.LOCK, layout.GUARD):
+            for entry in ENTRIES:
+                if entry not in (LOCK, GUARD):
                     remove_tree(folder / entry)
             writer = cls(folder, new_manifest(name, spec_digest, live), lock)
             with writer._beginning("created", previous):
-                write_text_atomic(folder / layout.SPEC, spec_yaml)
+                write_text_atomic(folder / SPEC, spec_yaml)
         return writer
 
     @classmethod
@@ -125,7 +135,7 @@ class RunWriter:
         read_manifest(folder)
         with _locked(folder) as (lock, previous):
             manifest = read_manifest(folder)
-            refuse_newer(manifest.schema_version, folder / layout.MANIFEST, minor=True)
+            refuse_newer(manifest.schema_version, folder / MANIFEST, minor=True)
             current = dataclasses.replace(settled(folder, manifest), schema_version=SCHEMA_VERSION)
             writer = cls(folder, current, lock)
             with writer._beginning("resumed", previous):
@@ -278,7 +288,7 @@ class RunWriter:
             replace: replace rows that have the same key.
             columns: columns that a diagnostic adds to the schema; the file keeps their declaration.
         """
-        path = self.folder / layout.table_file(table)
+        path = self.folder / table_file(table)
         self._write(path, appended(path, TABLES[table].extended(columns), frame, replace=replace))
 
     def fill(self, table: str, frame: pd.DataFrame, columns: Sequence[ColumnSchema] = ()) -> None:
@@ -289,12 +299,12 @@ class RunWriter:
             frame: key columns and the columns to set.
             columns: columns that a diagnostic adds to the schema.
         """
-        path = self.folder / layout.table_file(table)
+        path = self.folder / table_file(table)
         self._write(path, filled(path, TABLES[table].extended(columns), frame))
 
     def drop(self, table: str, column: str, values: Collection[str]) -> None:
         """Remove the rows of a table whose text `column` has one of `values`."""
-        path = self.folder / layout.table_file(table)
+        path = self.folder / table_file(table)
         rows = without(path, TABLES[table], column, values)
         if rows is not None:
             self._write(path, rows)
@@ -316,7 +326,7 @@ class RunWriter:
             stored = array.astype(np.float32)
             where = f"task {task}, variant {variant}, layer {layer}"
             self.notice(f"features of {where} exceed float16 and are stored as float32")
-        with self.file(layout.feature_file(task, variant, layer)) as path, path.open("wb") as file:
+        with self.file(feature_file(task, variant, layer)) as path, path.open("wb") as file:
             np.save(file, stored, allow_pickle=False)
 
     def write_sample_ids(self, task: str, split: str, ids: Sequence[str], origin: str = "") -> None:
@@ -334,7 +344,7 @@ class RunWriter:
         before = {name: getattr(self.manifest, name).get(split, {}) for name in entries}
         self.describe(**{name: {split: {**before[name], task: value}} for name, value in entries.items()})
         if split == "diagnosis":
-            with self.file(layout.sample_ids_file(task)) as path:
+            with self.file(sample_ids_file(task)) as path:
                 write_json_atomic(path, list(ids))
 
     @contextmanager
@@ -391,8 +401,8 @@ class RunWriter:
         belonging = [("calibration", "name", [name]), ("resources", "phase", phases)]
         for table, column, values in (*by_variant, *belonging):
             self.drop(table, column, values)
-        folders = [layout.feature_folder(task, variant) for task in self.manifest.tasks for variant in gone]
-        folders.append(layout.calibration_folder(name))
+        folders = [feature_folder(task, variant) for task in self.manifest.tasks for variant in gone]
+        folders.append(calibration_folder(name))
         # Before the files go, so that an interruption leaves no entry without its file.
         starts = tuple(f"{folder}/" for folder in folders)
         kept = {path: file for path, file in self.manifest.files.items() if not path.startswith(starts)}
@@ -508,19 +518,19 @@ def refuse_occupied(folder: pathlib.Path, *, force: bool) -> None:
         return
     if not folder.is_dir():
         raise SpecError(f"{folder} is a file", hint="Choose a new or empty folder.")
-    names = {child.name for child in folder.iterdir()} - {layout.LOCK, layout.GUARD}
+    names = {child.name for child in folder.iterdir()} - {LOCK, GUARD}
     if not names:
         return
     if not force:
         holds, action = "", "write the run next to these files"
-        if layout.MANIFEST in names:
+        if MANIFEST in names:
             holds, action = ": it holds a run", "replace the run"
         raise SpecError(
             f"{folder} is not empty{holds}", hint=f"Choose another folder, or --force to {action}."
         )
-    conflicts = sorted(names.intersection(layout.ENTRIES))
+    conflicts = sorted(names.intersection(ENTRIES))
     # A guard without a manifest: creating or removing a run was interrupted here.
-    if not conflicts or ((folder / layout.GUARD).exists() and layout.MANIFEST not in names):
+    if not conflicts or ((folder / GUARD).exists() and MANIFEST not in names):
         return
     try:
         read_manifest(folder)
@@ -535,7 +545,7 @@ def run_files(folder: pathlib.Path) -> Iterator[str]:
     """Yield the paths, relative to the run and with forward slashes, of all files that a manifest lists."""
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
-        if relative.parts[0] not in layout.VOLATILE and path.is_file():
+        if relative.parts[0] not in VOLATILE and path.is_file():
             yield relative.as_posix()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from driftlens.results.formatting import Kind, Table, printable, with_ends
-from driftlens.runs.layout import COMPARISON
+from driftlens.runs.manifest import COMPARISON
 from driftlens.utils.errors import RunError, counted
 from driftlens.utils.files import from_json, write_json_atomic, write_text_atomic
 from driftlens_reports.charts import theme, words

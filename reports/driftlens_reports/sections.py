@@ -18,8 +18,7 @@ from driftlens.runs.schema import CALIBRATE
 from driftlens.runs.tables import plain
 from driftlens.utils.errors import SpecError, counted, did_you_mean
 from driftlens.utils.intervals import mean_over_tasks
-from driftlens.utils.metrics import ACCURACY, descriptions_of, metric_called
-from driftlens.utils.variants import control_of, part_of, title
+from driftlens.utils.variants import ACCURACY, control_of, descriptions_of, metric_called, part_of, title
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, by_rank, charts
 from driftlens_reports.content import Change, Figure, Headline, Outcome, Verdict

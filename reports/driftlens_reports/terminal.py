@@ -42,8 +42,7 @@ from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import TOLERANCE, Equality, VerifyResult
 from driftlens.utils.errors import counted, listed, some_of
 from driftlens.utils.intervals import Interval, mean_over_tasks, p_of
-from driftlens.utils.metrics import ACCURACY, METRICS, descriptions_of, metric_called
-from driftlens.utils.variants import title
+from driftlens.utils.variants import ACCURACY, METRICS, descriptions_of, metric_called, title
 from driftlens_reports import facts
 
 # How many of the differences between two runs are listed.

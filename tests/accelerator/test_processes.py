@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import driftlens as dl
 from driftlens.cli import main
-from driftlens.runs import layout
+from driftlens.runs.manifest import calibration_folder
 from driftlens.utils import devices
 from tests.accelerator import NAME
 from tests.distributed.processes import ended, said, torchrun
@@ -69,7 +69,7 @@ def test_a_job_of_processes_with_a_device_each(
     with pytest.raises(SystemExit) as leaving:
         main(["--progress", "none", "calibrate", str(alone), *repair])
     assert leaving.value.code == 0
-    weights = (next((of / layout.calibration_folder("one")).glob("*.safetensors")) for of in (shared, alone))
+    weights = (next((of / calibration_folder("one")).glob("*.safetensors")) for of in (shared, alone))
     ours, theirs = map(load_file, weights)
     assert ours.keys() == theirs.keys()
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []

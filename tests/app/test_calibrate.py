@@ -13,7 +13,7 @@ import pytest
 from driftlens.results.calibration_summary import calibration_sheets
 from driftlens.results.formatting import signs
 from driftlens.results.verdict import verdict
-from driftlens.runs.layout import CANDIDATE
+from driftlens.runs.manifest import CANDIDATE
 from driftlens.runs.run import open_run
 from driftlens.runs.status import append_event
 from driftlens.utils.errors import RunError

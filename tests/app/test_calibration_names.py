@@ -10,7 +10,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from driftlens.config.requests import CalibrationRequest
-from driftlens.runs.layout import begun_calibration
+from driftlens.runs.manifest import begun_calibration
 from driftlens.runs.run import open_run
 from driftlens.utils.errors import SpecError
 from driftlens_app import processes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.runs.layout import thumbs_file
+from driftlens.runs.manifest import thumbs_file
 from driftlens.runs.run import open_run
 from driftlens_reports.explorer import Explorer
 from tests.app.conftest import Open

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from driftlens.runs.layout import begun_calibration
+from driftlens.runs.manifest import begun_calibration
 from driftlens.runs.status import Failure, Owner, RunLock, Status, append_event, write_status
 
 STEPS = 3

@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import expect
 
 from driftlens.results.measures import OUTCOMES, outcomes
-from driftlens.runs.layout import THUMB_SIDE, texts_file, thumbs_file
+from driftlens.runs.manifest import THUMB_SIDE, texts_file, thumbs_file
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_reports.explorer import Explorer, gathered
 from driftlens_reports.explorer import page as explorer_page

@@ -17,7 +17,7 @@ from playwright.sync_api import expect
 from driftlens.results.formatting import signs
 from driftlens.results.measures import findings
 from driftlens.results.verdict import verdict
-from driftlens.runs.layout import texts_file
+from driftlens.runs.manifest import texts_file
 from driftlens.runs.run import DriftRun, open_run
 from driftlens_app.show import pages
 from tests.browser.reading import choose, drawn, settled, visit

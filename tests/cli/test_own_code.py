@@ -62,7 +62,7 @@ import own_net
 @loaders.register("toy-net")
 def load_toy(request):
     from dataclasses import replace
-    from driftlens.utils.access import Access
+    from driftlens.utils.distributed import Access
     found = load_architecture("python:own_net:load", request.source, access=Access(trust=True))
     return replace(found, loader="toy-net")
 

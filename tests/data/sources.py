@@ -14,7 +14,7 @@ from PIL import Image
 from driftlens.config import load_spec
 from driftlens.config.data import TaskData as TaskEntry
 from driftlens.data.sources import Split, SplitView, open_split
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 
 
 def entry_of(**values: Any) -> TaskEntry:

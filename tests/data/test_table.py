@@ -19,7 +19,7 @@ from driftlens.data.rows import open_table
 from driftlens.data.sources import Split, SplitView, open_split
 from driftlens.data.task_data import open_task_data
 from driftlens.models.texts import Text
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import DataError
 from tests.data.sources import entry_of, images, labels_of, opened, shades, write_images
 from tests.refusing import refusing

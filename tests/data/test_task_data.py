@@ -12,7 +12,7 @@ from torch import Tensor
 
 from driftlens.config.data import DataDefaults
 from driftlens.data.task_data import TaskData, open_task_data, require_same_classes
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import DataError
 from tests.data.sources import entry_of, write_images
 from tests.refusing import refusing

@@ -14,7 +14,7 @@ from torch import nn
 
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.zoo.towers import (

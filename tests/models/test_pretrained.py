@@ -15,7 +15,7 @@ from driftlens.config import load_spec
 from driftlens.experiment.loading import open_models
 from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.models.architectures.clip import resolve_pretrained
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError
 from tests.refusing import refusing
 from tests.specs import minimal

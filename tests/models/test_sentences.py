@@ -26,7 +26,7 @@ from driftlens.engine.walk import forward
 from driftlens.experiment.loading import open_models, settings_of
 from driftlens.experiment.merging import merge_experts
 from driftlens.models.architecture import load_architecture
-from driftlens.utils.access import Context
+from driftlens.utils.distributed import Context
 from driftlens.utils.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
 from tests.quick import few, paced
 from tests.refusing import refusing

@@ -15,7 +15,7 @@ from torch import nn
 import driftlens as dl
 from driftlens.checkpoints.tensor_sources import TensorsSource
 from driftlens.models.architecture import architecture_of, load_architecture
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import DriftLensError, IncompatibleModelsError
 from tests.refusing import refusing
 from tests.zoo.cases import perturbed, with_seed

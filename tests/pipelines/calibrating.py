@@ -17,7 +17,7 @@ from driftlens.config.requests import CalibrationRequest
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.pipelines.model_selection import HeldOutScorer
 from driftlens.runs.run import DriftRun
-from driftlens.utils.access import Context
+from driftlens.utils.distributed import Context
 from driftlens.utils.errors import Cancelled
 from driftlens.utils.progress import CancelToken, ProgressEvent
 from tests.zoo.world import CLASSES, World, write_images

@@ -22,7 +22,7 @@ from driftlens.diagnostics.drift import share_intervals
 from driftlens.pipelines.analyze import analyze
 from driftlens.results.listing import find_runs
 from driftlens.runs.run import DriftRun, command_to_resume
-from driftlens.utils.access import Context
+from driftlens.utils.distributed import Context
 from driftlens.utils.errors import Cancelled
 from driftlens.utils.progress import CancelToken, ProgressEvent
 from tests.quick import few

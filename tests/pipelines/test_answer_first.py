@@ -18,11 +18,11 @@ import driftlens as dl
 from driftlens.pipelines.analyze import add_to_run, thumb
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.results.listing import find_runs
-from driftlens.runs.layout import THUMB_SIDE as SIDE
+from driftlens.runs.manifest import THUMB_SIDE as SIDE
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
-from driftlens.utils.access import Context
 from driftlens.utils.diagnostic import diagnostics
+from driftlens.utils.distributed import Context
 from driftlens.utils.errors import Cancelled, SpecError
 from driftlens.utils.progress import CancelToken, ProgressEvent
 from tests.pipelines.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request

@@ -21,9 +21,9 @@ from driftlens.pipelines.analyze import analyze
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.pipelines.evaluation import SPARE_TOKENS
 from driftlens.results.calibration_summary import arena_rows
-from driftlens.runs.layout import LONGEST_TEXT
+from driftlens.runs.manifest import LONGEST_TEXT
 from driftlens.runs.run import DriftRun
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import DataError, SpecError
 from driftlens_reports.charts.chart import ChartOptions, charts
 from tests.pipelines.calibrating import scored_again

@@ -23,7 +23,7 @@ from driftlens.experiment.loading import open_study
 from driftlens.merging.method import merge_methods
 from driftlens.models.architecture import load_architecture
 from driftlens.models.heads import LinearHead, stated_classes
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
 from tests.quick import paced
 from tests.zoo import saved_families

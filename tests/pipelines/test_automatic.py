@@ -45,9 +45,9 @@ from driftlens.pipelines.model_selection import (
 )
 from driftlens.results.calibration_summary import selection_sentences
 from driftlens.results.verdict import verdict
-from driftlens.runs.layout import CANDIDATE, EVENTS
+from driftlens.runs.manifest import CANDIDATE, EVENTS
 from driftlens.runs.run import DriftRun
-from driftlens.utils.access import Context
+from driftlens.utils.distributed import Context
 from driftlens.utils.errors import Cancelled, DataError, SingularGramError
 from driftlens.utils.files import temporary_folder
 from driftlens.utils.progress import ProgressEvent, Reporter

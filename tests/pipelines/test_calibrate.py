@@ -26,7 +26,7 @@ from driftlens.pipelines.calibrate import _solve_layers, calibrate
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
-from driftlens.utils.access import Context
+from driftlens.utils.distributed import Context
 from driftlens.utils.errors import RunError, SpecError
 from driftlens.utils.progress import ProgressEvent
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
@@ -322,7 +322,7 @@ def test_a_run_that_goes_away_ends_its_calibration(
 
 KILLED = """
 import os, signal, sys
-from driftlens.utils.access import Context
+from driftlens.utils.distributed import Context
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.config.requests import CalibrationRequest
 

@@ -24,7 +24,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import read_status
 from driftlens.runs.verify import verify
 from driftlens.utils import errors
-from driftlens.utils.access import Context
+from driftlens.utils.distributed import Context
 from driftlens.utils.progress import ProgressEvent
 from tests.pipelines.calibrating import (
     CONTROL,

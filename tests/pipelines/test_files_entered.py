@@ -21,7 +21,7 @@ from driftlens.engine.walk import walk
 from driftlens.experiment.resume import reopened
 from driftlens.pipelines.drift import _Recorder, diagnose
 from driftlens.runs.run import DriftRun
-from driftlens.utils.access import Access, Context
+from driftlens.utils.distributed import Access, Context
 from driftlens.utils.progress import Reporter
 from tests.pipelines.calibrating import copied
 

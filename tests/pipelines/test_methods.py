@@ -19,7 +19,7 @@ from driftlens.pipelines.validate import preflight
 from driftlens.results.calibration_summary import arena_rows, arena_sheet
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
-from driftlens.utils.access import Context
+from driftlens.utils.distributed import Context
 from driftlens.utils.errors import Cancelled, DataError, SpecError
 from driftlens.utils.progress import CancelToken, ProgressEvent
 from tests.pipelines.calibrating import copied

@@ -39,7 +39,7 @@ from driftlens.pipelines.analyze import analyze
 from driftlens.pipelines.evaluation import scores_of
 from driftlens.pipelines.in_memory import live_study
 from driftlens.runs.run import DriftRun
-from driftlens.utils.access import Access, Context
+from driftlens.utils.distributed import Access, Context
 from driftlens.utils.progress import Reporter
 from tests.zoo.hand_made import TinyStack
 

@@ -22,7 +22,7 @@ from driftlens.experiment.merging import merge_experts
 from driftlens.experiment.sanity_checks import companions
 from driftlens.models.architecture import load_architecture
 from driftlens.models.saving import save_model
-from driftlens.utils.access import Context
+from driftlens.utils.distributed import Context
 from driftlens.utils.errors import CheckpointError, IncompatibleModelsError
 from tests.quick import few
 from tests.zoo.cases import with_seed

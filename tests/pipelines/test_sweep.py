@@ -26,7 +26,7 @@ from driftlens.pipelines.sweep import sweep
 from driftlens.results.sweep_results import ablation_sheets
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
-from driftlens.utils.access import Context
+from driftlens.utils.distributed import Context
 from driftlens.utils.errors import Cancelled, DataError, SingularGramError, SpecError
 from driftlens.utils.progress import CancelToken, ProgressEvent
 from driftlens_reports.terminal import sweep_text

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from driftlens.config import load_spec
 from driftlens.experiment.loading import OpenModels, open_models, open_pool
 from driftlens.pipelines.validate import preflight
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import IncompatibleModelsError
 from tests.zoo.decoders import llama, t5
 from tests.zoo.suite import spec_of_folders

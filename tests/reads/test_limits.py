@@ -23,9 +23,8 @@ from driftlens.data.images import read_image
 from driftlens.merging import averages
 from driftlens.models import architecture
 from driftlens.results.projection import MOST_POINTS
-from driftlens.runs.layout import escape
 from driftlens.utils.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.utils.files import LONGEST_FILE_NAME
+from driftlens.utils.files import LONGEST_FILE_NAME, escape
 from driftlens_app import requests
 from tests.pipelines.fixtures import world
 from tests.reads.guard import MOST_GROWTH, SECONDS

@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from driftlens.runs.layout import begun_calibration
+from driftlens.runs.manifest import begun_calibration
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import harmless
 from tests.cli.conftest import Result, run_cli

@@ -35,7 +35,7 @@ from driftlens.data.sources import open_split
 from driftlens.experiment.loading import open_architecture
 from driftlens.models.preprocessing import hf_text_preprocess
 from driftlens.runs.run import DriftRun
-from driftlens.utils.access import Access
+from driftlens.utils.distributed import Access
 from driftlens.utils.errors import SpecError, harmless
 from tests.pipelines.fixtures import light, world
 from tests.reads.guard import CANARY, MOST_GROWTH, peak, within_bounds

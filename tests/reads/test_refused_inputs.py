@@ -228,7 +228,7 @@ def test_devices_and_pipes_are_no_data(
     world: World, tmp_path: Path, pipe: Path, kind: str, device: str
 ) -> None:
     from driftlens.data.sources import open_split
-    from driftlens.utils.access import Access
+    from driftlens.utils.distributed import Access
 
     name, source, *key = kind.split()
     place = tmp_path / name

@@ -26,10 +26,10 @@ from driftlens.runs.manifest import (
     ModelInfo,
     ids_digest,
     read_manifest,
+    utc_now,
     write_manifest,
 )
 from driftlens.runs.schema import TABLES
-from driftlens.runs.status import utc_now
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.variants import control_of
 from tests.runs import full_rows

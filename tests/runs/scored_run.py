@@ -12,7 +12,7 @@ from driftlens.results.measures import interval_of
 from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
-from driftlens.utils.metrics import METRICS
+from driftlens.utils.variants import METRICS
 from tests.runs.full_run import Size, write_full_run
 
 NAME, VARIANT = "featcal", "calibrated:featcal"

@@ -19,7 +19,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens.utils.errors import DataError
 from driftlens.utils.intervals import wilson
-from driftlens.utils.metrics import metric_called
+from driftlens.utils.variants import metric_called
 from driftlens_reports.terminal import accuracy_text, summary
 from tests.runs.full_run import Size, write_full_run
 

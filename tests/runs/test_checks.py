@@ -16,7 +16,7 @@ from driftlens.results.measures import changed_score, drift_changes, score_of
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
 from driftlens.utils.errors import ChecksFailedError, RunError
-from driftlens.utils.metrics import ACCURACY
+from driftlens.utils.variants import ACCURACY
 from tests.quick import few
 from tests.runs.full_run import REMAINDER, write_full_run
 from tests.runs.judged import CALIBRATED, SIZE, judge, only

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from driftlens.results.listing import find_runs
-from driftlens.runs.layout import LOCK
+from driftlens.runs.manifest import LOCK
 from driftlens.runs.run import current_state, open_run
 from driftlens.runs.status import Owner, RunLock, living_owner_of, owner_of
 from driftlens.runs.writer import RunWriter

@@ -28,7 +28,7 @@ from driftlens.results.measures import (
 )
 from driftlens.runs.run import DriftRun
 from driftlens.utils.intervals import RESAMPLES, Interval, mcnemar, mean_over_tasks
-from driftlens.utils.metrics import METRICS, metric_called
+from driftlens.utils.variants import METRICS, metric_called
 from driftlens_reports import sections
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import ChartOptions, charts

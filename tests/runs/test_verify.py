@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from driftlens.runs.layout import escape, feature_file
-from driftlens.runs.manifest import read_manifest
+from driftlens.runs.manifest import feature_file, read_manifest
 from driftlens.runs.verify import verify
 from driftlens.runs.writer import RunWriter, attach
 from driftlens.utils.errors import RunError, RunLockedError
+from driftlens.utils.files import escape
 
 
 def flip_a_bit(path: pathlib.Path) -> None:

@@ -12,7 +12,7 @@ from driftlens.results.formatting import estimate, number, percent
 from driftlens.results.measures import main_metrics
 from driftlens.runs.run import DriftRun
 from driftlens.utils.intervals import Interval, mean_over_tasks
-from driftlens.utils.metrics import ACCURACY, descriptions_of, metric_called, title_of
+from driftlens.utils.variants import ACCURACY, descriptions_of, metric_called, title_of
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 

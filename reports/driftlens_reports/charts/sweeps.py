@@ -11,7 +11,7 @@ from driftlens.results.formatting import number
 from driftlens.results.sweep_results import over_seeds
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import SWEEPS
-from driftlens.utils.metrics import METRICS
+from driftlens.utils.variants import METRICS
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.per_task import AVERAGE

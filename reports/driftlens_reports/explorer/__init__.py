@@ -37,7 +37,7 @@ from driftlens.results.projection import (
     thinned,
 )
 from driftlens.results.verdict import headline, verdict
-from driftlens.runs.layout import THUMB_SIDE
+from driftlens.runs.manifest import THUMB_SIDE
 from driftlens.runs.run import DriftRun, current_state, open_run
 from driftlens.runs.schema import CALIBRATE
 from driftlens.utils.errors import DataError

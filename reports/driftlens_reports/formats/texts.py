@@ -10,10 +10,11 @@ import pandas as pd
 
 from driftlens.results.formatting import Table, printable, signs, unbroken, with_code
 from driftlens.results.verdict import sentence
-from driftlens.runs import layout, schema
+from driftlens.runs import schema
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
 from driftlens.utils.errors import counted
+from driftlens.utils.files import escape as file_name
 from driftlens_reports.content import ReportContent
 from driftlens_reports.paper.tables import escape as tex
 from driftlens_reports.paper.tables import latex_tables
@@ -48,8 +49,8 @@ def spreadsheets(run: DriftRun, content: ReportContent) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for name, rows, units in every:
         if len(rows):
-            files[f"csv/{layout.escape(name)}.csv"] = csv_text(rows).encode()
-            files[f"csv/{layout.escape(name)}.units.csv"] = csv_text(units).encode()
+            files[f"csv/{file_name(name)}.csv"] = csv_text(rows).encode()
+            files[f"csv/{file_name(name)}.units.csv"] = csv_text(units).encode()
     return files
 
 
@@ -136,7 +137,7 @@ _ROWS_PER_PAGE = 40
 def fragments(content: ReportContent) -> dict[str, bytes]:
     """Return LaTeX files by name, one per table of the report."""
     return {
-        f"latex/{layout.escape(table.name)}.tex": _fragment(content, table).encode()
+        f"latex/{file_name(table.name)}.tex": _fragment(content, table).encode()
         for table in content.tables
         if table.name not in _NOT_PRINTED
     }

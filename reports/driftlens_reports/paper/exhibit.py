@@ -22,8 +22,7 @@ from driftlens.config.requests import ExhibitRequest
 from driftlens.results.formatting import printable
 from driftlens.results.measures import RELATIVE, SCORE, change
 from driftlens.results.verdict import stamps
-from driftlens.runs import layout
-from driftlens.runs.manifest import versions
+from driftlens.runs.manifest import SPEC, versions
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
 from driftlens.utils.errors import DataError, SpecError
@@ -186,7 +185,7 @@ def spec_section(run: DriftRun, name: str) -> Mapping[str, Any]:
     """Return a section of the run's resolved spec; empty if it has none."""
     import yaml
 
-    path = run.path / layout.SPEC
+    path = run.path / SPEC
     spec = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
     return (spec or {}).get(name) or {}
 

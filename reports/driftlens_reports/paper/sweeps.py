@@ -18,7 +18,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 from driftlens.results.formatting import printable
 from driftlens.results.sweep_results import level, over_seeds, sweep_named, swept_methods, with_scores
 from driftlens.runs.run import DriftRun
-from driftlens.utils.metrics import ACCURACY
+from driftlens.utils.variants import ACCURACY
 from driftlens_reports.charts.words import between, short, spaced, title
 from driftlens_reports.paper.exhibit import ROUNDED, Exhibited, ExhibitOptions, figure, origin
 from driftlens_reports.paper.plate import GUIDE, Plate, legend, share_axis

@@ -15,8 +15,7 @@ from driftlens.results.measures import changed_score, main_metrics, score_of
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
 from driftlens.utils.intervals import Interval, mean_over_tasks
-from driftlens.utils.metrics import ACCURACY, Metric
-from driftlens.utils.variants import calibrated, control_of, is_control, part_of
+from driftlens.utils.variants import ACCURACY, Metric, calibrated, control_of, is_control, part_of
 from driftlens_reports.charts.words import between, called, title
 from driftlens_reports.paper.exhibit import (
     Exhibited,

@@ -21,7 +21,8 @@ import pytest
 
 from driftlens.results.formatting import INTERVAL, signs, written
 from driftlens.results.verdict import task_sheet, verdict
-from driftlens.runs import layout, schema, tables
+from driftlens.runs import schema, tables
+from driftlens.runs.manifest import table_file
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens.utils.errors import RunError, SpecError
@@ -270,7 +271,7 @@ def test_every_run_has_a_report_in_every_format_and_no_invented_number(name: str
 def test_columns_that_hold_nothing_are_said_to_be_missing(tmp_path: Path) -> None:
     folder = write_full_run(tmp_path / "run", size=TINY)
     for table in schema.TABLES.values():
-        path = folder / layout.table_file(table.name)
+        path = folder / table_file(table.name)
         if path.exists():
             rows = tables.read_table(path, table)
             numbers = [
@@ -288,7 +289,7 @@ def test_columns_that_hold_nothing_are_said_to_be_missing(tmp_path: Path) -> Non
 @pytest.mark.parametrize("harm", ["truncated", "removed"])
 def test_a_damaged_table_is_an_error_that_names_it(harm: str, tmp_path: Path) -> None:
     folder = write_full_run(tmp_path / "run", size=TINY)
-    path = folder / layout.table_file("layers")
+    path = folder / table_file("layers")
     path.write_bytes(path.read_bytes()[:200]) if harm == "truncated" else path.unlink()
     with pytest.raises(RunError, match=re.escape(str(path))):
         Report(folder).save(tmp_path / "out", formats())

@@ -28,7 +28,7 @@ from driftlens.checkpoints.tensor_sources import OnDemand
 from driftlens.config.requests import CalibrationRequest
 from driftlens.config.run import load_spec
 from driftlens.data.samples import SampleSet, part_of
-from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext, CalibrationProgress, SiteReport
+from driftlens.engine.calibrating import CalibratedLayer, CalibrationProgress, SiteReport
 from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.sites import coverage
 from driftlens.experiment import resume as reopening
@@ -42,12 +42,13 @@ from driftlens.experiment.resume import (
     seconds_in,
 )
 from driftlens.experiment.study import Study
-from driftlens.models.saving import save_state_dict
+from driftlens.models.saving import require_target, save_state_dict
 from driftlens.pipelines.analyze import Phases
 from driftlens.pipelines.calibration_plan import (
     CalibrationPlan,
     Export,
     Solution,
+    calibration_context,
     plan_calibration,
     preset_of,
     save_variants,
@@ -128,9 +129,10 @@ def calibrate(
     if request.resume:
         identity = plan.identity(opened.manifest, study) | {"automatic": request.auto}
         scratch.require_same(identity, start=plan.starting_point if request.auto else {})
-    export = _export_of(request, opened)
-    if export is not None:
-        team.run_on_main(export.require_place)
+    export, target = None, request.save_weights
+    if target is not None:
+        team.run_on_main(lambda: require_target(opened.models.architecture, target))
+        export = Export(folder, plan.name, plan.method, opened.models, target)
     if request.auto:
         _require_held_out_samples(plan)
     team.run_on_main(lambda: reopening.require_same_samples(opened.manifest, study))
@@ -225,20 +227,10 @@ def _export_finished(folder: pathlib.Path, request: CalibrationRequest, context:
     assert request.save_weights is not None
     info = manifest.calibrations[request.name]
     models = all_in(models, info.out_dtype)
+    require_target(models.architecture, request.save_weights)
     export = Export(folder, request.name, info.method, models, request.save_weights)
     export.require_kept(manifest)
-    export.require_place()
     export.save(info)
-
-
-def _export_of(request: CalibrationRequest, opened: OpenCalibration) -> Export | None:
-    """Return the requested export, if any."""
-    if request.save_weights is None:
-        return None
-    plan = opened.plan
-    # A calibration that is being replaced is no earlier part of the new one.
-    is_new = not request.resume or (request.replace and plan.name in opened.manifest.calibrations)
-    return Export(opened.folder, plan.name, plan.method, opened.models, request.save_weights, is_new)
 
 
 def _require_free_name(request: CalibrationRequest, opened: OpenCalibration, manifest: Manifest) -> None:
@@ -351,7 +343,7 @@ def _with_choice(
     request: CalibrationRequest, opened: OpenCalibration, writer: RunWriter, reporter: Reporter
 ) -> OpenCalibration:
     """Return the calibration with chosen settings; scores of candidates and the choice are stored."""
-    from driftlens.pipelines.model_selection import ResultStore, choose_settings
+    from driftlens.pipelines.model_selection import choose_settings
 
     plan, study, scratch, team = opened.plan, opened.study, opened.scratch, opened.study.team
     start = opened.identity | {"automatic": True, "selection": {}, COMMAND: list(opened.words)}
@@ -371,7 +363,6 @@ def _with_choice(
                 plan.calibrator,
                 plan.sites,
                 reporter,
-                ResultStore(scratch.tried, team),
                 others=request.method is None,
                 share=request.shrink,
                 on_score=partial(writer.event, CANDIDATE, of=plan.name),
@@ -452,19 +443,14 @@ def _solve_layers(
         reached = max(reached, parts * progress.done + place)
         reporter.step(_PHASE, reached, parts * progress.total, progress.label, **values)
 
-    context = CalibrationContext(
-        study.pool,
+    context = calibration_context(
+        study,
         plan.samples,
         plan.sites,
-        base="base" if study.has_base else None,
         done={index: earlier.updates for index, earlier in solution.layers.items()},
-        feature_budget=study.settings.feature_budget,
         spill=scratch.spill,
         on_step=_step,
-        pooling=study.settings.pool,
-        team=study.team,
         seed=plan.seed,
-        like=study.like,
     )
     for layer in plan.calibrator.calibrate(context):
         solution.attachments |= layer.attachments
@@ -587,7 +573,7 @@ class _Scratch:
     def __init__(self, run: pathlib.Path, name: str) -> None:
         self._settings = run / begun_calibration(name)
         self._folder = self._settings.parent
-        self.spill, self.tried = self._folder / "features", self._folder / "tried"
+        self.spill = self._folder / "features"
 
     @property
     def is_there(self) -> bool:
@@ -634,7 +620,6 @@ class _Scratch:
     def settle(self, settings: Mapping[str, Any]) -> None:
         """Replace the starting settings of an automatic choice by the chosen ones."""
         write_json_atomic(self._settings, settings)
-        remove_tree(self.tried)
 
     @contextmanager
     def hidden(self) -> Iterator[None]:

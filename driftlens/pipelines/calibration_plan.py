@@ -11,7 +11,7 @@ import pathlib
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,13 +25,12 @@ from driftlens.checkpoints.tensor_sources import (
     OnDemand,
     StateSource,
     TensorsSource,
-    content_digest,
 )
 from driftlens.config.data import Views
 from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.data.views import viewed
-from driftlens.engine.calibrating import CalibratedLayer, SiteReport
+from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext, SiteReport
 from driftlens.engine.pool import Attachment, Attachments, attachment_tensors, final_module
 from driftlens.engine.sequential import Stepwise
 from driftlens.engine.sites import select_sites, updated_sites
@@ -40,13 +39,10 @@ from driftlens.experiment.merging import merged_within
 from driftlens.experiment.resume import read_attachments
 from driftlens.experiment.study import Study, model_info
 from driftlens.merging.method import merge_called
-from driftlens.models.architecture import Architecture
 from driftlens.models.chain import LayerChain, ParameterKey, fused
 from driftlens.models.saving import (
     Patched,
     library_prefix,
-    require_target,
-    save_card,
     save_model,
     save_state_dict,
 )
@@ -63,7 +59,7 @@ from driftlens.runs.manifest import (
 from driftlens.runs.run import open_run
 from driftlens.runs.schema import CALIBRATION
 from driftlens.runs.writer import RunWriter
-from driftlens.utils.errors import CheckpointError, DataError, DriftLensError, SpecError, counted, some_of
+from driftlens.utils.errors import CheckpointError, DataError, SpecError, counted, some_of
 from driftlens.utils.registry import resolve
 from driftlens.utils.variants import ModelChange, calibrated, control_of, expert_of, saved_words
 
@@ -285,6 +281,23 @@ def plan_calibration(
         boundaries=(len(chain.layers),) if is_trained else (),
         out_dtype=request.out_dtype or "",
         shrink={} if shrink is None else {"asked": shrink, "share": shrink},
+    )
+
+
+def calibration_context(
+    study: Study, samples: Mapping[str, SampleSet], sites: Mapping[int, Sequence[str]], **options: Any
+) -> CalibrationContext:
+    """Return the context in which a study's merged model is calibrated; `options` are further fields of it."""
+    return CalibrationContext(
+        study.pool,
+        samples,
+        sites,
+        base="base" if study.has_base else None,
+        feature_budget=study.settings.feature_budget,
+        pooling=study.settings.pool,
+        team=study.team,
+        like=study.like,
+        **options,
     )
 
 
@@ -519,108 +532,60 @@ def _anchors(
     return OnDemand(keys, _anchor)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Export:
-    """A stored calibrated model, to be saved at `target` in the form of the base, with a model card.
-
-    `require_place` sets `is_saved` if an interrupted job has saved this model already; then only the card is written.
-    """
+    """A stored calibrated model, to be saved at `target` in the form of the base, with a model card."""
 
     run: pathlib.Path
     name: str
     method: str
     models: OpenModels
     target: pathlib.Path
-    is_new: bool = False
-    is_saved: bool = False
 
     def require_kept(self, manifest: Manifest) -> None:
         """Refuse weights that differ from the measured ones."""
         from driftlens.experiment.model_card import calibration_command
 
-        info, weights = manifest.calibrations[self.name], self._weights
-        again = calibration_command(self.name, info, str(self.run), replace=True, save_weights=self.target)
-        hint = f"Solve again: `{again}`" if again else "Choose again with --auto --replace."
-        measured = manifest.models.get(calibrated(self.name))
-        stored = model_info(self._architecture.chain, self._model(weights), self._attached, "")
+        info, measured = manifest.calibrations[self.name], manifest.models.get(calibrated(self.name))
+        stored = model_info(self.models.architecture.chain, self._model, self._attached, "")
         if measured is not None and stored.digest != measured.digest:
-            raise CheckpointError(f"{weights} has changed since it was measured", hint=hint)
-
-    def require_place(self) -> None:
-        """Refuse a target that can't be written, unless it holds this model."""
-        try:
-            is_there = not self.is_new and self.target.exists() and self._weights.is_file()
-            self.is_saved = is_there and self._is_same()
-        except DriftLensError:
-            # The target is no such checkpoint.
-            self.is_saved = False
-        if not self.is_saved:
-            require_target(self._architecture, self.target)
+            again = calibration_command(
+                self.name, info, str(self.run), replace=True, save_weights=self.target
+            )
+            hint = f"Solve again: `{again}`" if again else "Choose again with --auto --replace."
+            raise CheckpointError(f"{self._model.name} has changed since it was measured", hint=hint)
 
     @torch.no_grad()
     def save(self, info: CalibrationInfo) -> None:
-        """Write the model, its adapters and its card; only the card if the model is saved already."""
+        """Write the model, its adapters and its card."""
         from driftlens.experiment.model_card import model_card
 
-        run, heads = open_run(self.run), head_files(self.models)
-        card = _with_loader(lambda usage: model_card(run, self.name, usage), self._attached)
-        if self._attached and not self._is_file:
-            heads[_ATTACHED_FILE] = TensorsSource(_ATTACHED_FILE, self._portable)
-        if self.is_saved:
-            if not self._is_file:
-                save_card(self._architecture, self.models.own_form, self.target, card, heads)
-            return
-        metadata = _weights_metadata(calibrated(self.name), info)
-        if self._attached and self._is_file:
-            save_state_dict(self._attached_file, self._portable, metadata)
+        architecture, form, heads = self.models.architecture, self.models.own_form, head_files(self.models)
+        card = _with_loader(partial(model_card, open_run(self.run), self.name), self._attached)
+        metadata, prefix = _weights_metadata(calibrated(self.name), info), ""
+        is_file = self.target.suffix == ".safetensors"
+        if self._attached:
+            if not is_file:
+                first_key = next(iter(architecture.chain.blocks[0].parameters.values())).key
+                prefix = library_prefix(architecture, form, first_key)
+            # By the paths of the library's modules.
+            path = f"{prefix}{final_module(architecture.chain)}".rstrip(".")
+            portable = attachment_tensors(self._attached, path)
+            if is_file:
+                save_state_dict(self.target.with_suffix(f".{_ATTACHED_FILE}"), portable, metadata)
+            else:
+                heads[_ATTACHED_FILE] = TensorsSource(_ATTACHED_FILE, portable)
         # A copy of the stored weights in the form of the base: the model is not computed again.
-        model, form = self._model(self._weights), self.models.own_form
-        save_model(self._architecture, form, model, self.target, metadata=metadata, card=card, heads=heads)
-
-    @property
-    def _architecture(self) -> Architecture:
-        return self.models.architecture
+        save_model(architecture, form, self._model, self.target, metadata=metadata, card=card, heads=heads)
 
     @cached_property
     def _attached(self) -> Attachments:
         return read_attachments(self.run, self.name, self.method)
 
-    @property
-    def _weights(self) -> pathlib.Path:
-        return self.run / calibration_weights(self.name)
-
-    @property
-    def _is_file(self) -> bool:
-        return self.target.suffix == ".safetensors"
-
-    @property
-    def _attached_file(self) -> pathlib.Path:
-        return (
-            self.target.with_suffix(f".{_ATTACHED_FILE}") if self._is_file else self.target / _ATTACHED_FILE
-        )
-
-    def _model(self, place: pathlib.Path) -> StateSource:
-        return self._architecture.align(open_checkpoint(place))
-
-    def _is_same(self) -> bool:
-        keys, attached = self._architecture.chain.parameter_keys(), self._attached_file
-        # By content: a folder of the library splits the weights into other files than the run.
-        kept, saved = (content_digest(self._model(place), keys) for place in (self._weights, self.target))
-        if kept != saved or attached.exists() != bool(self._attached):
-            return False
-        portable = TensorsSource(_ATTACHED_FILE, self._portable)
-        return not self._attached or content_digest(open_checkpoint(attached)) == content_digest(portable)
-
-    @property
-    def _portable(self) -> dict[str, Tensor]:
-        """The adapters by the paths of the library's modules."""
-        architecture, prefix = self._architecture, ""
-        if not self._is_file:
-            first_key = next(iter(architecture.chain.blocks[0].parameters.values())).key
-            prefix = library_prefix(architecture, self.models.own_form, first_key)
-        if not self._attached:
-            return {}
-        return attachment_tensors(self._attached, f"{prefix}{final_module(architecture.chain)}".rstrip("."))
+    @cached_property
+    def _model(self) -> StateSource:
+        stored = open_checkpoint(self.run / calibration_weights(self.name))
+        return self.models.architecture.align(stored)
 
 
 def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callable[[str], str]:

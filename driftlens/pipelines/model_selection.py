@@ -7,7 +7,6 @@ Sweeps and comparisons of merges use `named_methods`, `HeldOutScorer` and `Fitte
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,26 +23,29 @@ from torch import Tensor
 
 from driftlens.calibration.automatic import LEVEL, Decision, HeldOutScores, decide, folds_of
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import Between, StateSource, TensorsSource
 from driftlens.config.data import Views
 from driftlens.data.samples import SampleSet, part_of
-from driftlens.engine.calibrating import CalibrationContext, CalibrationProgress, ExpertFeatures
+from driftlens.engine.calibrating import CalibrationProgress, ExpertFeatures
 from driftlens.engine.pool import Attachment
 from driftlens.engine.sites import updated_sites
 from driftlens.experiment.merging import merged_within
-from driftlens.experiment.resume import seconds_in
 from driftlens.experiment.study import Study
 from driftlens.linalg.state import lengths
 from driftlens.merging.method import Merge, merge_called
 from driftlens.models.chain import ParameterKey
 from driftlens.models.heads import ScoreMap
-from driftlens.models.saving import save_state_dict
-from driftlens.pipelines.calibration_plan import method_called, plain_settings, preset_of, with_parameters
+from driftlens.pipelines.calibration_plan import (
+    calibration_context,
+    method_called,
+    plain_settings,
+    preset_of,
+    with_parameters,
+)
 from driftlens.pipelines.evaluation import final_features
 from driftlens.utils.devices import memory, to_float64
 from driftlens.utils.distributed import ALONE, Team
-from driftlens.utils.errors import Cancelled, CheckpointError, DriftLensError, RunError, SpecError
+from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.utils.files import temporary_folder
 from driftlens.utils.intervals import Interval, mean_interval, mean_over_tasks
 from driftlens.utils.progress import Reporter
@@ -88,38 +90,35 @@ def named_methods(
     kind: str = "",
     shared: Collection[str] = (),
 ) -> list[NamedMethod]:
-    """Return the requested methods without repetition; no file is opened.
+    """Return the requested methods without repetition; `all` without settings means every method.
 
     Args:
-        requested: methods and settings; `all` without settings means every method.
+        requested: methods and settings.
         every: the names of all methods.
         owner_of: returns the callable whose parameters are a method's settings.
         name_of: returns a name for a method and its settings.
         kind: the word for these methods in messages.
         shared: names of settings that every method accepts, which are not resolved here.
     """
-    expanded = [
-        (method, settings)
-        for name, settings in requested
-        for method in (sorted(every) if name == "all" and not settings else (name,))
-    ]
     by_name: dict[str, NamedMethod] = {}
-    for method, settings in expanded:
-        values = {key: value for key, value in settings.items() if key not in shared}
-        resolved = {**settings, **resolve(owner_of(method), values, f"{kind} {method!r}" if kind else method)}
-        # YAML parses `off` as false; the name contains the value that the method receives.
-        named = {key: resolved[key] if isinstance(value, bool) else value for key, value in settings.items()}
-        name = name_of(method, named)
-        by_name[name] = NamedMethod(name, method, settings)
+    for requested_name, settings in requested:
+        for method in sorted(every) if requested_name == "all" and not settings else [requested_name]:
+            values = {key: value for key, value in settings.items() if key not in shared}
+            resolved = {
+                **settings,
+                **resolve(owner_of(method), values, f"{kind} {method!r}" if kind else method),
+            }
+            # YAML parses `off` as false; the name contains the value that the method receives.
+            named = {
+                key: resolved[key] if isinstance(value, bool) else value for key, value in settings.items()
+            }
+            name = name_of(method, named)
+            by_name[name] = NamedMethod(name, method, settings)
     return list(by_name.values())
 
 
 def attempt(work: Callable[[], T], team: Team = ALONE) -> T | DriftLensError:
-    """Return the result of `work`, or the error that excludes one candidate.
-
-    Errors that concern all candidates are raised: a cancelled job, a run that can't be written, and an error in only
-    one process of a team.
-    """
+    """Return the result of `work`, or the error that excludes one candidate; raise errors that concern all of them."""
     try:
         return work()
     except (Cancelled, RunError):
@@ -137,47 +136,6 @@ def require_any(results: Collection[object]) -> None:
         raise errors[0]
 
 
-class ResultStore:
-    """Arrays by candidate in a folder, one file each, read and written by the main process.
-
-    A failure is not stored, because its cause may be removed before the job is resumed.
-    """
-
-    def __init__(self, folder: Path, team: Team = ALONE) -> None:
-        """Use a folder, which is created with the first file, from the processes of a job."""
-        self._folder, self._team = folder, team
-        self._started = time.perf_counter() - team.run_on_main(lambda: seconds_in(folder))
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of work until now, including interrupted jobs."""
-        return time.perf_counter() - self._started
-
-    def read(self, name: str) -> dict[str, NDArray[np.float64]]:
-        """Return the stored arrays; none if there is no file, or if it is damaged."""
-
-        def _stored() -> dict[str, NDArray[np.float64]]:
-            try:
-                source = open_checkpoint(self._file(name))
-                return {key: source.read(key).clone().numpy() for key in source.headers}
-            except CheckpointError:
-                # The scores are computed again and replace this file.
-                return {}
-
-        return self._team.run_on_main(lambda: _stored() if self._file(name).is_file() else {})
-
-    def write(self, name: str, arrays: Mapping[str, NDArray[np.float64]]) -> None:
-        """Store arrays, and the seconds of all work until now."""
-        if self._team.is_main_process:
-            self._folder.mkdir(exist_ok=True)
-            tensors = {key: torch.from_numpy(array).contiguous() for key, array in arrays.items()}
-            save_state_dict(self._file(name), tensors, {"seconds": repr(self.seconds)})
-
-    def _file(self, name: str) -> Path:
-        # Hashed, because names contain all settings of a calibrator and are too long for a file name.
-        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.safetensors"
-
-
 @dataclass(frozen=True)
 class HeldOutScorer:
     """Scores of models by their distance from the experts on held-out samples; lower is better, no label is read.
@@ -188,12 +146,10 @@ class HeldOutScorer:
     Attributes:
         study: the models, by their names in its pool.
         samples: held-out samples by task.
-        watch: called with task and model before final features are computed.
     """
 
     study: Study
     samples: Mapping[str, SampleSet]
-    watch: Callable[[str, str], None] = lambda task, model: None
     _experts: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -276,50 +232,28 @@ class HeldOutScorer:
         return self._experts[task]
 
     def _features(self, model: str, samples: SampleSet) -> Tensor:
-        self.watch(samples.task, model)
         return final_features(self.study.pool, model, samples.task, samples, self.study.settings.pool)
 
 
 def drift_scores(features: Tensor, expert: Tensor) -> Tensor:
     """Return norms of final drift [n] over the mean norm of the expert's features; their mean is `drift_rel`."""
-    sizes = to_float64(lengths(expert))
-    return to_float64(lengths(features - expert)) / sizes.mean()
+    return to_float64(lengths(features - expert)) / to_float64(lengths(expert)).mean()
 
 
 def divergences(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
-    """Return KL(expert || model) of each sample's class probabilities.
-
-    Args:
-        features: final features of the model, [n, d].
-        head: the model's score map.
-        expert: final features of the expert, [n, d].
-        expert_head: the expert's score map.
-
-    Returns:
-        [n], in nats.
-    """
-    expert_log = F.log_softmax(to_float64(expert_head.scores(expert)), dim=1)
-    model_log = F.log_softmax(to_float64(head.scores(features)), dim=1)
+    """Return KL(expert || model) of each sample's class probabilities in nats, [n], from final features [n, d]."""
+    expert_log, model_log = _log_probabilities(expert_head, expert), _log_probabilities(head, features)
     return (expert_log.exp() * (expert_log - model_log)).sum(dim=1)
 
 
 def distances(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
-    """Return the Hellinger distance between model and expert of each sample's class probabilities.
+    """Return the Hellinger distance, 0 to 1, between model and expert of each sample's class probabilities, [n]."""
+    expert_log, model_log = _log_probabilities(expert_head, expert), _log_probabilities(head, features)
+    return (((expert_log / 2).exp() - (model_log / 2).exp()).square().sum(dim=1) / 2).sqrt()
 
-    Args:
-        features: final features of the model, [n, d].
-        head: the model's score map.
-        expert: final features of the expert, [n, d].
-        expert_head: the expert's score map.
 
-    Returns:
-        [n], between 0 and 1.
-    """
-    roots = [
-        (F.log_softmax(to_float64(score_map.scores(final)), dim=1) / 2).exp()
-        for score_map, final in ((expert_head, expert), (head, features))
-    ]
-    return ((roots[0] - roots[1]).square().sum(dim=1) / 2).sqrt()
+def _log_probabilities(head: ScoreMap, features: Tensor) -> Tensor:
+    return F.log_softmax(to_float64(head.scores(features)), dim=1)
 
 
 def over_samples(values: NDArray[np.float64]) -> Interval:
@@ -365,10 +299,7 @@ class Fitter:
     Attributes:
         study: the models; the result is added to its pool as `CANDIDATE_MODEL`.
         sites: returns the sites to calibrate for the kinds of parameters that a calibrator updates.
-        reporter: receives progress.
-        phase: name of the phase in progress events.
         spill: folder for features beyond the feature budget.
-        seed: random seed of the calibrators.
     """
 
     study: Study
@@ -388,25 +319,19 @@ class Fitter:
             samples: calibration samples by task.
             cache: the experts' features from earlier fits to the same samples; it is used and extended.
         """
-        pool, settings, updates = self.study.pool, self.study.settings, dict[ParameterKey, Tensor]()
-        attached: dict[str, Attachment] = {}
+        pool, updates, attached = self.study.pool, dict[ParameterKey, Tensor](), dict[str, Attachment]()
 
         def _step(progress: CalibrationProgress) -> None:
             metrics = {} if progress.loss is None else {"loss": progress.loss}
             self.reporter.step(self.phase, progress.done, progress.total, progress.label, **metrics)
 
-        context = CalibrationContext(
-            pool,
+        context = calibration_context(
+            self.study,
             samples,
             self.sites(calibrator.update) if calibrator.takes_sites else {},
-            base="base" if self.study.has_base else None,
             objectives=False,
-            feature_budget=settings.feature_budget,
             spill=self.spill,
-            pooling=settings.pool,
-            team=self.study.team,
             seed=self.seed,
-            like=self.study.like,
             on_step=_step,
             expert_features=cache or ExpertFeatures(),
         )
@@ -446,11 +371,6 @@ class _Candidate(NamedTuple):
         """The cost of making it from one part of the samples and scoring it on the other."""
         return self.cost / _NUM_PARTS + _SCORING_COST
 
-    @property
-    def key(self) -> str:
-        """The key of its stored scores: settings, because names repeat."""
-        return f"scores of {self.calibrator or self.name!r} {self.views}"
-
 
 @torch.no_grad()
 def choose_settings(
@@ -458,7 +378,6 @@ def choose_settings(
     start: Calibrator,
     sites: Mapping[int, Sequence[str]],
     reporter: Reporter,
-    store: ResultStore,
     *,
     others: bool = False,
     share: float | None = None,
@@ -475,7 +394,6 @@ def choose_settings(
         start: the requested calibrator.
         sites: names of its sites by layer.
         reporter: receives every candidate's score.
-        store: scores of candidates, perhaps with some of an interrupted job.
         others: include other merges and the candidates of other calibrators.
         share: the only interpolation factor to try; None tries several.
         on_score: called with `name`, `score` and `share` of every candidate.
@@ -487,6 +405,7 @@ def choose_settings(
     Raises:
         DriftLensError: the requested calibrator can't be solved.
     """
+    started = time.perf_counter()
     counts = {task: len(data.calibration or ()) for task, data in study.tasks.items()}
     flags = {"has_base": study.has_base, "has_views": study.is_told_views}
     candidates = _candidates(start, counts, others=others, **flags)
@@ -498,21 +417,14 @@ def choose_settings(
         trials = _CrossFitting(study, sites, shares, progress, folder)
         measure = trials.scorer.measure
         for candidate in candidates:
-            # By settings, so that an interrupted job resumes with the scores of finished candidates.
-            if stored := store.read(candidate.key):
-                progress.begin(_NUM_PARTS * candidate.cost_of_part, candidate.title)
-                by_share = _by_share(stored)
-            else:
-                result = attempt(partial(trials.measure, candidate), study.team)
-                if isinstance(result, DriftLensError):
-                    if candidate.name == "start":
-                        raise result
-                    failures[candidate.name] = result.message
-                    continue
-                by_share = result
-                store.write(candidate.key, _flat(by_share))
-            measured[candidate.name] = by_share
-            best, at_best = _best(by_share, measure)
+            result = attempt(partial(trials.measure, candidate), study.team)
+            if isinstance(result, DriftLensError):
+                if candidate.name == "start":
+                    raise result
+                failures[candidate.name] = result.message
+                continue
+            measured[candidate.name] = result
+            best, at_best = _best(result, measure)
             progress.step(_PHASE, 1, 1, score=at_best.mean, share=best)
             on_score(name=candidate.title, score=at_best.mean, share=best)
         progress.finish(_PHASE)
@@ -530,7 +442,7 @@ def choose_settings(
         "chosen": None if record["kept"] else plain_settings(chosen),
         "num_held_out": {task: len(samples) for task, samples in trials.samples.items()},
         "num_calibrations": _NUM_PARTS * len(candidates),
-        "seconds": round(store.seconds, 3),
+        "seconds": round(time.perf_counter() - started, 3),
     }
 
 
@@ -682,26 +594,6 @@ def _joined(parts: Sequence[Values]) -> Values:
         task: {name: np.concatenate([part[task][name] for part in parts]) for name in by_measure}
         for task, by_measure in parts[0].items()
     }
-
-
-def _flat(by_share: Mapping[float, Values]) -> dict[str, NDArray[np.float64]]:
-    """Return scores with flat keys, for `ResultStore`."""
-    return {
-        f"{share} {measure} {task}": values
-        for share, by_task in by_share.items()
-        for task, by_measure in by_task.items()
-        for measure, values in by_measure.items()
-    }
-
-
-def _by_share(flat: Mapping[str, NDArray[np.float64]]) -> dict[float, Values]:
-    """Return scores by interpolation factor, task and measure from flat keys (inverse of `_flat`)."""
-    by_share: dict[float, dict[str, dict[str, NDArray[np.float64]]]] = {}
-    for name, values in flat.items():
-        # The task comes last, because its name may contain spaces.
-        share, measure, task = name.split(" ", 2)
-        by_share.setdefault(float(share), {}).setdefault(task, {})[measure] = values
-    return {**by_share}
 
 
 def _scores(values: Values, measure: str) -> HeldOutScores:

@@ -140,59 +140,6 @@ def test_a_calibration_that_is_killed_again_and_again_ends_as_if_it_had_not_been
     assert checked.code == 0 and "not listed" not in checked.out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", few([signal.SIGTERM, signal.SIGKILL], (), some=[signal.SIGKILL]))
-def test_a_choice_that_is_stopped_goes_on_with_what_it_has_tried(
-    world: World, tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
-) -> None:
-    """By a signal to this process, or by one that no process hears."""
-    run = roomy_run(World(world.folder, TASKS[:1]), tmp_path, heads=None)
-    folder, whole = copied(run, tmp_path / "stopped"), copied(run, tmp_path / "whole")
-    choice = ("--auto", "--method", "featcal", "--layers", "2", "--no-attribution")
-    targets = [tmp_path / "saved", tmp_path / "saved_whole"]
-    flags, other = ((*choice, "--save-weights", str(target)) for target in targets)
-    quiet = ("--name", NAME, *flags, "--progress", "none")
-    tried = folder / f"scratch/calibrate-{NAME}/tried"
-    fit, fits, signals = Fitter.fit, list[str](), list[signal.Signals]()
-
-    def is_halfway(_event: Event | None = None) -> bool:
-        return tried.is_dir() and any(tried.glob("*.safetensors"))
-
-    def counted(self: Fitter, calibrator: Any, *given: Any) -> float:
-        if sent == signal.SIGTERM and not signals and is_halfway():
-            signals.append(sent)
-            signal.raise_signal(sent)
-        fits.append(repr(calibrator))
-        return fit(self, calibrator, *given)
-
-    monkeypatch.setattr(Fitter, "fit", counted)
-    if sent == signal.SIGKILL:
-        with calibrating(folder, is_halfway, *flags) as process:
-            process.kill()
-    else:
-        stopped = run_cli("calibrate", folder, *quiet)
-    kept = [*tried.glob("*.safetensors")]
-    assert not targets[0].exists()
-    (left,) = find_runs(folder)[0].left
-    command = left.split("`")[1]
-    assert f"`{command}` resumes it" in left and kept
-    if sent == signal.SIGTERM:
-        assert stopped.code == 130 and f"Finished work is kept: `{command}` resumes it" in stopped.err
-    signals.append(sent)
-    fits.clear()
-    assert run_cli(*shlex.split(command)[1:], "--progress", "none").code == 0
-    missing = len(fits)
-    assert run_cli("calibrate", whole, "--name", NAME, *other, "--progress", "none").code == 0
-    assert len(fits) - 2 * missing == 2 * len(kept), "what was finished was solved for again"
-    found, expected = (open_run(at).manifest.calibrations[NAME] for at in (folder, whole))
-    assert {**found.selection, "seconds": 0} == {**expected.selection, "seconds": 0}
-    weights = [load_file(at / f"calibrations/{NAME}/weights.safetensors") for at in (folder, whole)]
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
-    same_rows(open_run(folder), open_run(whole))
-    assert not (folder / f"scratch/calibrate-{NAME}").exists() and find_runs(folder)[0].left == ()
-    same_folders(*targets)
-
-
 def same_folders(found: Path, expected: Path) -> None:
     """Byte for byte, but for what cards say of times."""
     names = [

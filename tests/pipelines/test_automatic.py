@@ -37,7 +37,6 @@ from driftlens.pipelines.model_selection import (
     CANDIDATE_MODEL,
     Fitter,
     HeldOutScorer,
-    ResultStore,
     choose_settings,
     distances,
     divergences,
@@ -49,7 +48,6 @@ from driftlens.runs.manifest import CANDIDATE, EVENTS
 from driftlens.runs.run import DriftRun
 from driftlens.utils.distributed import Context
 from driftlens.utils.errors import Cancelled, DataError, SingularGramError
-from driftlens.utils.files import temporary_folder
 from driftlens.utils.progress import ProgressEvent, Reporter
 from tests.pipelines.calibrating import COUNT, NAME, copied, request, spoil_merged
 from tests.zoo.world import TASKS
@@ -64,9 +62,7 @@ def chosen(study: Study, start: FeatCal | None = None) -> tuple[FeatCal, dict[st
     """What is chosen, while one bar runs from its beginning to its end."""
     said: list[ProgressEvent] = []
     sites = select_sites(study.pool.chain, layers=[2])
-    with temporary_folder() as folder:
-        store = ResultStore(folder / "tried")
-        found, record = choose_settings(study, start or FeatCal(), sites, Reporter(said.append), store)
+    found, record = choose_settings(study, start or FeatCal(), sites, Reporter(said.append))
     assert isinstance(found, FeatCal)
     done = [event.done for event in said]
     assert done == sorted(done) and {event.phase for event in said} == {"choose"}
@@ -150,13 +146,11 @@ def blinded(study: Study) -> Study:
 
 
 @pytest.mark.slow
-def test_neither_a_label_nor_another_sample_is_read(study: Study, tmp_path: Path) -> None:
+def test_neither_a_label_nor_another_sample_is_read(study: Study) -> None:
     """By all candidates of `--auto`; a calibrator or a judge that does look at one is caught."""
     sites, blind = select_sites(study.pool.chain, layers=[2]), blinded(study)
     found, record, again, same = (
-        at
-        for of, name in ((study, "plain"), (blind, "blind"))
-        for at in choose_settings(of, FeatCal(), sites, Reporter(), ResultStore(tmp_path / name), others=True)
+        at for of in (study, blind) for at in choose_settings(of, FeatCal(), sites, Reporter(), others=True)
     )
     names = {"start", "residual", "residual views=7", "shrunk", "merge tsv_m", "merge regmean_pp"}
     assert names <= {entry["name"] for entry in record["compared"] if "score" in entry}
@@ -256,28 +250,6 @@ def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None
     )
     for name, over in decision.over_merged.items():
         assert (by_name[name]["advantage"], by_name[name]["low"]) == (over.advantage, over.low)
-
-
-def test_a_stopped_choice_resumes_with_the_candidates_that_are_missing(
-    study: Study, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    sites, fitted = select_sites(study.pool.chain, layers=[2]), list[FeatCal]()
-    watch_fits(monkeypatch, lambda at, _, found: fitted.append(at) or found)
-
-    def stop(event: ProgressEvent) -> None:
-        if "rho 3.0" in event.label:
-            raise Cancelled("stopped")
-
-    def choose(name: str, hear: Any = None) -> Any:
-        return choose_settings(study, FeatCal(), sites, Reporter(hear), ResultStore(tmp_path / name))
-
-    with pytest.raises(Cancelled):
-        choose("stopped", stop)
-    assert {at.alpha for at in fitted} == {FeatCal().alpha}
-    fitted.clear()
-    _, record = choose("stopped")
-    assert {at.alpha for at in fitted} == {0.5}
-    assert record["compared"] == choose("straight")[1]["compared"]
 
 
 @pytest.mark.slow

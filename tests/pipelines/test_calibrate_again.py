@@ -244,21 +244,6 @@ def test_what_the_run_does_not_keep_is_not_saved_as_if_it_were(
 
 
 @pytest.mark.slow
-def test_a_folder_that_holds_another_model_is_not_taken_for_what_was_saved(
-    folder: Path, tmp_path: Path
-) -> None:
-    target = tmp_path / "out"
-    calibrate(folder, request(save_weights=target))
-    (weights,) = target.glob("*.safetensors")
-    tensors = load_file(weights)
-    key = "visual.transformer.resblocks.1.mlp.c_fc.bias"
-    calibrate(folder, request(resume=True, save_weights=target))
-    save_file(tensors | {key: tensors[key] + 1e-6}, weights)
-    with pytest.raises(errors.RunError, match="exists already"):
-        calibrate(folder, request(resume=True, save_weights=target))
-
-
-@pytest.mark.slow
 def test_calibrations_stand_beside_one_another(light: DriftRun, folder: Path) -> None:
     first = calibrate(folder, request("one", parameters={"rho": 1.0}))
     second = calibrate(folder, request("two", parameters={"lam": 5.0}))

@@ -5,16 +5,12 @@ Entry points: `models_by_role` for the models on a command line, then `draft`.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from driftlens.checkpoints.loading import (
     fetched,
@@ -58,15 +54,10 @@ _OPEN_CLIP = "model_config.json"
 _CONFIGS = ("open_clip_config.json", "config.json")
 
 
-@dataclass(frozen=True)
-class ModelRoles:
-    """The models of an analysis.
+class ModelRoles(NamedTuple):
+    """The models of an analysis, experts by task, and notices on choices made for the user.
 
-    Attributes:
-        base: None if a recipe has none.
-        experts: by task.
-        merged: the merged model, or the settings of a merge.
-        chosen: notices on choices made for the user.
+    `base` is None if a recipe has none; `merged` may be the settings of a merge.
     """
 
     base: str | None
@@ -75,8 +66,7 @@ class ModelRoles:
     chosen: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Draft:
+class Draft(NamedTuple):
     """A spec, its text, and notices on choices made for the user."""
 
     spec: RunSpec
@@ -97,44 +87,6 @@ def _recipe_in(models: Sequence[str]) -> Recipe | None:
     return recipe_of(content)
 
 
-def merge_recipe(models: Sequence[str], out: Path, *, force: bool, offline: bool) -> list[str]:
-    """Merge a mergekit recipe that is given without its merged model, by `mergekit-yaml`.
-
-    Args:
-        models: the models on the command line.
-        out: folder of the merged model, if it has to be made.
-        force: True to replace what is in that folder.
-        offline: True to keep mergekit from asking the Hub.
-
-    Returns:
-        The models; of a recipe alone, the recipe and its merged model.
-
-    Raises:
-        SpecError: mergekit is not installed, or its run failed.
-    """
-    if len(models) > 1 or _recipe_in(models) is None:
-        return [*models]
-    refuse_occupied(out, force=force)
-    recipe, file = models[0], shlex.quote(models[0])
-    program = shutil.which("mergekit-yaml")
-    if program is None:
-        raise SpecError(
-            f"expected the merged model after {recipe}: mergekit-yaml is not installed",
-            hint=f"Make the merge first: mergekit-yaml {file} merged/, then: driftlens why {file} merged/",
-        )
-    # The card would ask the Hub.
-    command = [program, recipe, str(out), "--no-write-model-card"]
-    environment = {**os.environ, **({"HF_HUB_OFFLINE": "1"} if offline else {})}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-        raise SpecError(
-            f"mergekit-yaml could not merge {recipe}: {''.join(last) or f'exit status {done.returncode}'}",
-            hint=f"Run it alone to see its whole output: mergekit-yaml {file} {shlex.quote(str(out))}",
-        )
-    return [*models, str(out)]
-
-
 def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRoles:
     """Return base, experts and merged model.
 
@@ -150,6 +102,12 @@ def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRol
     merge: dict[str, Any] = {"method": "task_arithmetic", "scaling": 0.3}
     if not is_merged:
         models = [*models, ""]
+    if recipe is not None and len(models) < 2:
+        file = shlex.quote(models[0])
+        raise SpecError(
+            f"expected the merged model after {models[0]}",
+            hint=f"Make the merge first: mergekit-yaml {file} merged/, then: driftlens why {file} merged/",
+        )
     if recipe is not None:
         base, merged, experts, merge = recipe.base, models[-1], [*recipe.experts], dict(recipe.merge)
         if base is None:
@@ -196,8 +154,8 @@ def _tasks(experts: Sequence[str]) -> list[str]:
     """Name tasks after the experts' files, or after their folders if file names are generic."""
     names = list[str]()
     for place in experts:
-        parts = [Path(part) for part in reversed(Path(place.rpartition("+")[2]).parts)]
-        stems = [part.stem if part.suffix == ".safetensors" else part.name for part in parts]
+        parts = reversed(Path(place.rpartition("+")[2]).parts)
+        stems = [part.strip("/").removesuffix(".safetensors") for part in parts]
         stem = next((word for word in stems if not _GENERIC.fullmatch(word.lower())), stems[0])
         names.append(re.sub(r"[^\w.-]+", "-", stem) or "task")
     # "defaults" is a key of the spec's data section, so no task can have that name.
@@ -224,9 +182,8 @@ def draft(
     """
     # A loader given by the user wins: some models can't be detected.
     names_loader = any(text.startswith("architecture.loader=") for text in overrides)
-    architecture = (
-        {} if names_loader else _architecture(roles.base or next(iter(roles.experts.values())), access)
-    )
+    first = roles.base or next(iter(roles.experts.values()))
+    architecture = {} if names_loader else _architecture(first, access)
     loader = architecture.get("loader") or _override(overrides, "architecture.loader")
     source = architecture.get("source") or _override(overrides, "architecture.source")
     config = read_config(source, "config.json", offline=access.offline) if loader == "hf-auto" else None
@@ -341,10 +298,9 @@ def _entries(
 
 def _counts(calibration: SplitView, test: SplitView, task: str) -> dict[str, int]:
     """Return the numbers of samples; if all splits share one source, most are used for measurements."""
-    num_left = len(test)
     is_one = calibration.origin == test.origin
     drawn = min(CALIBRATION, len(calibration) // 4 if is_one else len(calibration))
-    num_left -= drawn if is_one else 0
+    num_left = len(test) - drawn * is_one
     if drawn < 1 or num_left < 2:
         raise DataError(
             f"task {task}: {test.origin} holds only {len(test)} samples",

@@ -35,7 +35,6 @@ from tests.pipelines.calibrating import (
     same_rows,
     spoil_merged,
 )
-from tests.quick import few
 from tests.zoo.world import TASKS, World
 
 PHASES = pytest.mark.parametrize("phase", ["calibrate", "analyze"])

@@ -40,7 +40,7 @@ _HOMES = {
     "open_checkpoint": "driftlens.checkpoints.loading",
     "open_run": "driftlens.front.api",
     "sweep": "driftlens.front.api",
-    "task_vector_cosine": "driftlens.diagnostics.task_vectors",
+    "task_vector_cosine": "driftlens.diagnostics.drift",
     "validate": "driftlens.front.api",
     "walk": "driftlens.engine.walk",
 }

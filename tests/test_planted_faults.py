@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from driftlens.calibration import featcal
 from driftlens.calibration.featcal import FeatCal
-from driftlens.diagnostics import attribution, output, task_vectors
+from driftlens.diagnostics import attribution, drift
 from driftlens.engine import calibrating, walk
 from driftlens.engine import pool as pool_module
 from driftlens.engine.pool import ModelPool
@@ -85,7 +85,7 @@ def a_certified_decision_never_flips() -> None:
     generator = torch.Generator().manual_seed(0)
     expert = torch.randn(4000, 7, generator=generator, dtype=torch.float64)
     variant = expert + 0.3 * torch.randn(4000, 7, generator=generator, dtype=torch.float64)
-    found = output.output_columns(head(), expert, variant, None)
+    found = drift.output_columns(head(), expert, variant, None)
     assert found["certified"].any()
     assert not (found["certified"] & found["flipped"]).any()
     assert (found["score_drift_l2"] <= found["score_bound"] * (1 + 1e-9)).all()
@@ -98,14 +98,12 @@ def task_arithmetic_of_one_expert_is_the_expert() -> None:
 
 
 def labels_meet_rows_by_name() -> None:
-    assert output.class_rows(head(classes=3), ["c2", "c0"]).tolist() == [2, 0]
+    assert drift.class_rows(head(classes=3), ["c2", "c0"]).tolist() == [2, 0]
 
 
 def alignment_of_parts_adds_up() -> None:
     left, right = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    parts = task_vectors.Alignment.between(left[:2], right[:2]) + task_vectors.Alignment.between(
-        left[2:], right[2:]
-    )
+    parts = drift.Alignment.between(left[:2], right[:2]) + drift.Alignment.between(left[2:], right[2:])
     assert parts.values()["cos"] == pytest.approx(float(F.cosine_similarity(left, right, dim=0)))
 
 
@@ -366,7 +364,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
     },
     a_certified_decision_never_flips: {
         "certificate_without_the_half": put(
-            output, "_margin", lambda margin: lambda scores: 4 * margin(scores)
+            drift, "_margin", lambda margin: lambda scores: 4 * margin(scores)
         ),
         "bound_from_the_longest_feature": put(
             heads.Head,
@@ -396,12 +394,12 @@ PLANTED: dict[Check, dict[str, Fault]] = {
     },
     labels_meet_rows_by_name: {
         "labels_by_position": put(
-            output, "class_rows", lambda _: lambda head, labels: torch.arange(len(labels))
+            drift, "class_rows", lambda _: lambda head, labels: torch.arange(len(labels))
         )
     },
     alignment_of_parts_adds_up: {
         "energy_of_one_vector_for_both": put(
-            task_vectors.Alignment,
+            drift.Alignment,
             "between",
             lambda between: lambda variant, expert: between(variant, variant),
         )

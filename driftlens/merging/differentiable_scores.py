@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from driftlens.merging.averages import MOST_STEPS, average
-from driftlens.merging.method import StateDict, merge_methods
+from driftlens.merging.method import MOST_STEPS, StateDict, average, merge_methods
 from driftlens.utils.devices import to_float64
 from driftlens.utils.errors import NumericsError, SpecError
 from driftlens.utils.registry import Bounds
@@ -48,15 +47,6 @@ def fisher(
 
     The information is that of the scores on the task's calibration samples, under the expert's own distribution over
     classes; labels are not read. Entries that no expert's scores depend on take the mean.
-
-    Args:
-        base: the base's tensors.
-        experts: the experts' tensors by task.
-        study: the opened experiment, with calibration samples.
-        estimator: "exact" diagonal, or "batch_sqrt", the squared gradients of whole batches as in published code.
-        batch_size: samples per gradient of "batch_sqrt".
-        normalize: True to normalize every expert's Fisher information.
-        eps: added to every entry of the Fisher information.
     """
     above: dict[str, Tensor] = {}
     below: dict[str, Tensor] = {}
@@ -156,17 +146,6 @@ def adamerging(
 
     The sum over tasks of the mean entropy is minimized on calibration samples, without labels; the authors' code uses
     the test samples. Tensors that scores do not depend on keep the initial coefficients.
-
-    Args:
-        base: the base's tensors.
-        experts: the experts' tensors by task.
-        study: the opened experiment, with calibration samples.
-        granularity: "layer" for one coefficient per parameter tensor and task, "task" for one per task.
-        initial: initial value of the coefficients.
-        steps: number of steps, each on one batch of every task.
-        learning_rate: of Adam.
-        batch_size: calibration samples per task and step.
-        seed: of the order of samples.
     """
     by_task = {task: study.asked(task) for task in experts}
     # All tasks are scored on one device, so any of them places the weights.

@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 from driftlens.linalg.ridge import polar, singular_parts, solve_in_range
-from driftlens.merging.averages import MATRIX, MOST_STEPS, StepScaling, average, stepped
-from driftlens.merging.method import StateDict, merge_methods
+from driftlens.merging.method import (
+    MATRIX,
+    MOST_STEPS,
+    StateDict,
+    StepScaling,
+    average,
+    merge_methods,
+    stepped,
+)
 from driftlens.utils.registry import Bounds
 
 # WUDI's learning rate for task vectors with a root mean square of 1; entries move at most 15 in 300 steps. The
@@ -41,12 +48,6 @@ def regmean(
 
     This is (sum W_i G_i) (sum G_i)^-1, with G_i shrunk towards its diagonal. In directions without inputs, and in all
     other parameters, it is the mean. In RegMean++ an expert's inputs are those after the layers merged before.
-
-    Args:
-        base: the base's tensors.
-        experts: the experts' tensors by task.
-        moments: E[x x'] of the module's inputs by task, [in, in].
-        off_diagonal: factor on the off-diagonal entries of the Gram matrices.
     """
     merged = average({name: value for name, value in base.items() if name != MATRIX}, experts)
     weights = {task: experts[task][MATRIX].double() for task in moments}
@@ -99,12 +100,6 @@ def wudi(
     steps * learning_rate. An absolute rate suits task vectors of one size only; with 0 the rate is a twentieth of the
     root mean square of a matrix's task vectors. Other parameters than matrices of linear modules take the mean task
     vector.
-
-    Args:
-        base: the base's tensors.
-        experts: the experts' tensors by task.
-        steps: number of steps of the descent.
-        learning_rate: of the descent; published: 1e-5 for CLIP; 0 scales it with the task vectors.
     """
     return stepped(base, experts, 1.0, partial(_descended, steps=steps, rate=learning_rate))
 
@@ -152,11 +147,6 @@ def iso_c(
 
     Singular directions with value zero are left out, also of the mean. Other parameters than matrices of linear
     modules take the mean task vector.
-
-    Args:
-        base: the base's tensors.
-        experts: the experts' tensors by task.
-        scaling: factor of the step.
     """
     return stepped(base, experts, scaling, _isotropic)
 
@@ -181,11 +171,6 @@ def tsv_m(
 
     Each of N experts contributes 1/N of a matrix's rank, at least one vector. Other parameters than matrices of linear
     modules take the mean task vector.
-
-    Args:
-        base: the base's tensors.
-        experts: the experts' tensors by task.
-        scaling: factor of the step.
     """
     return stepped(base, experts, scaling, _apart)
 

@@ -1,16 +1,17 @@
-"""Merge methods: their description, and the registry that finds them. Entry points: `MergeMethod`, `merge_called`."""
+"""Merge methods: description, registry, and those by means, sums and interpolation. Entry point: `merge_called`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from driftlens.utils.errors import SpecError
-from driftlens.utils.registry import Registry, resolve, settings_of
+from driftlens.utils.registry import Bounds, Registry, resolve, settings_of
 
 StateDict = Mapping[str, Tensor]
 """Tensors of one model by name, in float32; read-only."""
@@ -103,12 +104,7 @@ class Merge(NamedTuple):
     settings: Mapping[str, Any]
 
     def require(self, *, has_base: bool, without: Sequence[str]) -> None:
-        """Raise an error if the models lack an input of the method.
-
-        Args:
-            has_base: True if there is a base model.
-            without: tasks without calibration samples.
-        """
+        """Raise an error if there is no base, or `without` names tasks without samples, and the method needs them."""
         method = self.method
         if not has_base and (
             method.needs_base or (method.reads_sites and merge_methods[method.others].needs_base)
@@ -140,11 +136,7 @@ class Merge(NamedTuple):
 
 
 def merge_called(name: str, parameters: Mapping[str, object] = MappingProxyType({})) -> Merge:
-    """Return the merge by a registered method.
-
-    Raises:
-        SpecError: the method is unknown, or a setting is not allowed.
-    """
+    """Return the merge by a registered method; raise a SpecError if it or a setting is unknown."""
     return merge_methods[name].with_settings(parameters)
 
 
@@ -165,3 +157,155 @@ class _MergeMethods(Registry[MergeMethod]):
 
 
 merge_methods = _MergeMethods("merge method", "driftlens.merging", "driftlens.merge_methods")
+
+StepScaling = Annotated[float, Bounds(-100, 100), "factor on the merged step"]
+SumScaling = Annotated[float, Bounds(-100, 100), "factor on the sum of task vectors"]
+# Largest number of steps of a descent: a mistyped one is refused instead of run for days.
+MOST_STEPS = 1_000_000
+# Name of a linear module's matrix; no other tensor has this name.
+MATRIX = "weight"
+# Above this cosine SLERP takes a straight line, as is usual: the angle's sine is too small to divide by.
+PARALLEL = 0.9995
+
+
+def _vectors_of(base: StateDict, experts: Mapping[str, StateDict], name: str) -> list[Tensor]:
+    """Return the task vectors of one tensor."""
+    start = base[name]
+    return [expert[name] - start for expert in experts.values()]
+
+
+def stepped(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    scaling: float,
+    of_matrices: Callable[[list[Tensor]], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Return base + scaling * step: the mean task vector, or `of_matrices(task vectors)` for a matrix."""
+    merged = {}
+    for name, start in base.items():
+        vectors = _vectors_of(base, experts, name)
+        if of_matrices is not None and name == MATRIX and start.dim() == 2:
+            step = of_matrices(vectors)
+        else:
+            step = torch.stack(vectors).mean(dim=0)
+        merged[name] = start + scaling * step.to(start)
+    return merged
+
+
+@merge_methods.method(
+    "average",
+    title="Simple Averaging",
+    source="arXiv:2203.05482",
+    laws={"expert_order_free", "equal_experts_are_fixed"},
+    needs_base=False,
+)
+def average(base: StateDict, experts: Mapping[str, StateDict]) -> dict[str, Tensor]:
+    """Average the experts' parameters."""
+    return {
+        name: sum((expert[name] for expert in experts.values()), start=0 * base[name]) / len(experts)
+        for name in base
+    }
+
+
+@merge_methods.method(
+    "task_arithmetic",
+    title="Task Arithmetic",
+    source="arXiv:2212.04089",
+    laws={
+        "expert_order_free",
+        "zero_scaling_is_base",
+        "affine_in_scaling",
+        "one_expert_at_scaling_one",
+        "homogeneous",
+    },
+)
+def task_arithmetic(
+    base: StateDict, experts: Mapping[str, StateDict], *, scaling: SumScaling = 0.3
+) -> dict[str, Tensor]:
+    """Return base + scaling * sum over tasks of (expert - base)."""
+    return {
+        name: start + scaling * sum((expert[name] - start for expert in experts.values()), start=0 * start)
+        for name, start in base.items()
+    }
+
+
+@merge_methods.method(
+    "model_stock",
+    title="Model Stock",
+    source="arXiv:2403.19522",
+    laws={
+        "expert_order_free",
+        "equal_experts_are_fixed",
+        "one_expert_is_fixed",
+        "homogeneous",
+        "experts_at_base",
+    },
+    reads="tensor",
+)
+def model_stock(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    *,
+    filter_wise: Annotated[bool, "one ratio per row, not per tensor"] = False,
+) -> dict[str, Tensor]:
+    """Return base + t * the mean task vector, t = n c / (1 + (n - 1) c), with the cosine c between task vectors.
+
+    The paper has one angle between n experts; c is the mean over pairs, as in mergekit.
+    """
+    return {
+        name: start + _stock_step(_vectors_of(base, experts, name), filter_wise)
+        for name, start in base.items()
+    }
+
+
+def _stock_step(vectors: list[Tensor], filter_wise: bool) -> Tensor:
+    count, example = len(vectors), vectors[0]
+    if count == 1:
+        return example
+    rows = torch.stack(vectors).double()
+    rows = rows.reshape(count, *((-1, example.shape[-1]) if filter_wise and example.dim() > 1 else (1, -1)))
+    # A zero vector has no direction; its unit vector becomes 0, which is orthogonal to all others.
+    units = rows / rows.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+    # All ordered pairs, less each vector with itself.
+    pairs = units.sum(dim=0).square().sum(dim=-1) - units.square().sum(dim=(0, -1))
+    cosine = pairs / (count * (count - 1))
+    below = 1 + (count - 1) * cosine
+    # Where task vectors cancel there is no step, whatever its length.
+    ratio = torch.where(below > 1e-12, count * cosine / below, 0.0)
+    return (ratio[:, None] * rows.mean(dim=0)).view_as(example).to(example)
+
+
+@merge_methods.method(
+    "slerp",
+    title="SLERP",
+    source="doi:10.1145/325334.325242",
+    laws={"expert_order_free", "equal_experts_are_fixed", "experts_at_base"},
+    reads="tensor",
+    needs_base=False,
+)
+def slerp(
+    base: StateDict,
+    experts: Mapping[str, StateDict],
+    *,
+    t: Annotated[float, Bounds(0, 1), "0 is the first expert by task name, 1 the second"] = 0.5,
+) -> dict[str, Tensor]:
+    """Interpolate each tensor of two experts, sorted by task, on the great circle between them."""
+    if len(experts) != 2:
+        raise SpecError(
+            f"merge method 'slerp' needs exactly 2 experts, found {len(experts)}",
+            hint="Keep two experts in the spec, or use `average`.",
+        )
+    start, end = experts.values()
+    return {name: between(start[name], end[name], t) for name in base}
+
+
+def between(start: Tensor, end: Tensor, t: float) -> Tensor:
+    """Return (sin((1-t) a) start + sin(t a) end) / sin(a), with the angle a between the two vectors."""
+    a, b = start.double().flatten(), end.double().flatten()
+    # A zero tensor has no direction; its cosine becomes 0, so that the result stays finite.
+    cosine = a @ b / (a.norm() * b.norm()).clamp(min=torch.finfo(a.dtype).tiny)
+    if abs(cosine) > PARALLEL:
+        return (1 - t) * start + t * end
+    angle = cosine.arccos()
+    parts = [(share * angle).sin() / angle.sin() for share in (1 - t, t)]
+    return (parts[0] * start + parts[1] * end).to(start)

@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from driftlens.merging.averages import StepScaling, SumScaling
-from driftlens.merging.method import StateDict, merge_methods
+from driftlens.merging.method import StateDict, StepScaling, SumScaling, merge_methods
 from driftlens.utils.registry import Bounds
 
 MergeFunc = Literal["mean", "sum", "max"]
@@ -165,16 +164,6 @@ def ties(
 
     Published variants: `merge_func=sum` with scaling 0.3, and DARE-TIES with `drop_rate=0.5 merge_func=sum
     scaling=0.5`, which drops entries as `dare` does before it trims.
-
-    Args:
-        base: the base's tensors.
-        experts: the experts' tensors by task.
-        scaling: factor of the merged entries.
-        density: share of a task vector's entries that is kept.
-        merge_func: combines entries of the elected sign.
-        trim_scope: "global" trims over the whole model, "per_tensor" over each tensor.
-        drop_rate: share of entries that is dropped at random first.
-        seed: of the random drop.
     """
     drop = partial(_dropped_at_random, seed=seed, drop_rate=drop_rate)
     return _elected(base, experts, scaling, density, merge_func, trim_scope, drop)
@@ -199,13 +188,6 @@ def dare(
 
     An entry's mask depends on seed, task, tensor and position alone. Language models are published with drop_rate
     0.9.
-
-    Args:
-        base: the base's tensors.
-        experts: the experts' tensors by task.
-        scaling: factor of the sum.
-        drop_rate: share of entries that is dropped.
-        seed: of the random drop.
     """
     merged = {}
     for name, start in base.items():

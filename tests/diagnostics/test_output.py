@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from driftlens.diagnostics.output import output_columns, score_gains
+from driftlens.diagnostics.drift import output_columns, score_gains
 from driftlens.models.heads import Head, LinearHead
 from tests.diagnostics.heads import head
 

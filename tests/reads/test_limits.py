@@ -20,7 +20,7 @@ from driftlens.config import types, yaml_text
 from driftlens.config.requests import MOST_DRAWS, Modules
 from driftlens.config.run import load_spec
 from driftlens.data.images import read_image
-from driftlens.merging import averages
+from driftlens.merging import method
 from driftlens.models import architecture
 from driftlens.results.projection import MOST_POINTS
 from driftlens.utils.errors import DataError, IncompatibleModelsError, SpecError
@@ -59,7 +59,7 @@ LIMITS: dict[str, tuple[str, str]] = {
     ),
     "draws of a sweep": (f"{MOST_DRAWS:,}", "reads/test_promises.py::test_draws_without_end"),
     "gradient steps of a merge method": (
-        f"{averages.MOST_STEPS:,}",
+        f"{method.MOST_STEPS:,}",
         "merging/test_methods.py::test_settings_out_of_range_are_refused",
     ),
     "points of a projection": (

@@ -29,7 +29,6 @@ from driftlens.config.yaml_text import read_mapping, to_yaml
 from driftlens.data.library import data_entry
 from driftlens.data.sources import SplitView, open_split
 from driftlens.demo import PROBES
-from driftlens.runs.writer import refuse_occupied
 from driftlens.utils.distributed import Access
 from driftlens.utils.errors import DataError, SpecError, counted
 from driftlens.utils.files import expanded

@@ -329,7 +329,7 @@ class ModelPool:
 
         A hook applies the attachment of `task`. See `require_room`.
         """
-        module = self._modules[model] if model in self._modules else self.copied(model)
+        module = self._modules[model] if model in self._modules else self._copied(model)
         attachment = self._models[model].attachments.get(task)
         with ExitStack() as stack:
             if self.dtype == torch.float64:
@@ -340,7 +340,7 @@ class ModelPool:
                 stack.callback(module.get_submodule(path).register_forward_hook(hook).remove)
             yield module
 
-    def copied(self, model: str) -> nn.Module:
+    def _copied(self, model: str) -> nn.Module:
         """Return a copy of the library's module with the weights of one model; see `require_room`.
 
         Parameters that no layer reads and the file lacks stay on the meta device.

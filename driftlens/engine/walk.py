@@ -648,7 +648,6 @@ class LibraryDrift:
 
     Attributes:
         batch: the samples: one batch, fewer if its features at all boundaries exceed the budget, and at most `most`.
-        expert: the expert's final features.
         error: |e - e_library| / |e| by variant and layer; NaN without drift.
     """
 
@@ -671,7 +670,6 @@ class LibraryDrift:
         self._dtype = str(pool.dtype).removeprefix("torch.")
         inputs = on_device(self.batch.inputs, pool.device, pool.dtype)
         expert = pool.library_states(expert_of(task), inputs)
-        self.expert = expert[-1]
         self._drift: dict[str, list[State]] = {
             variant: [
                 subtract(*pair)
@@ -698,7 +696,7 @@ class LibraryDrift:
         )
         # The library returned the states after layers 1..L.
         theirs = self._drift[variant][layer.index - 1]
-        error, limit, is_off = check_gap(subtract(merged, expert), theirs, expert, self._dtype)
+        error, limit, is_off = _gap(subtract(merged, expert), theirs, expert, self._dtype)
         self.error[variant, layer.index] = error
         if is_off:
             raise NumericsError(
@@ -715,7 +713,7 @@ class LibraryDrift:
             )
 
 
-def check_gap(ours: State, theirs: State, features: State, dtype: str) -> tuple[float, float, bool]:
+def _gap(ours: State, theirs: State, features: State, dtype: str) -> tuple[float, float, bool]:
     """Return the relative difference of two computations of one drift, its limit, and True if it exceeds rounding.
 
     Args:

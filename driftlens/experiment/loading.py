@@ -159,7 +159,6 @@ def study_of(
         },
         preprocessing="" if preprocess is None else preprocess.backend,
         team=access.team,
-        adapters={name: stored for name, stored in models.stored.items() if isinstance(stored, LoraSource)},
     )
 
 

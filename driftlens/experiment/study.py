@@ -24,7 +24,6 @@ from driftlens.utils.distributed import ALONE, Team
 from driftlens.utils.variants import expert_of, is_explained
 
 if TYPE_CHECKING:
-    from driftlens.checkpoints.lora import LoraSource
     from driftlens.config.data import Views
     from driftlens.data.sources import Picture
     from driftlens.diagnostics.attribution import JacobianSettings
@@ -92,7 +91,6 @@ class Study:
         architecture: entries of the manifest in addition to the chain's settings.
         head_marks: numbers that identify a live head.
         out_dtype: dtype of saved tensors, if one was requested.
-        adapters: the experts that are LoRA adapters, by their names in the pool.
     """
 
     name: str
@@ -108,7 +106,6 @@ class Study:
     head_marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
     team: Team = ALONE
     out_dtype: torch.dtype | None = None
-    adapters: Mapping[str, LoraSource] = field(default_factory=dict)
 
     def of_task(self, task: str, work: Callable[[], T]) -> T | None:
         """Run work in the process that owns the task; return the result in the main process, None elsewhere."""

@@ -382,7 +382,7 @@ class Phases:
             writer.append("routing", pd.DataFrame(diagnosis.routing), replace=True)
         for name, frame in _frames(diagnosis).items():
             writer.append(name, frame, replace=True, columns=_columns(chosen(study.settings.options), name))
-        self._log(diagnosis.notices, diagnosis.warnings)
+        self._log((), diagnosis.warnings)
         if not math.isnan(diagnosis.precision_error):
             writer.describe(precision={task: diagnosis.precision_error})
         for (variant, layer), array in diagnosis.features.items():

@@ -6,10 +6,8 @@ stops the job, because numbers of a wrongly split model or of low-precision prod
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftlens.checkpoints.lora import LoraSource
-from driftlens.engine.pool import on_device
-from driftlens.engine.walk import LayerView, LibraryDrift, check_gap, tolerance, waiting_bytes, walk
+from driftlens.engine.walk import LayerView, LibraryDrift, tolerance, waiting_bytes, walk
 from driftlens.experiment.study import Study
-from driftlens.linalg.state import subtract
 from driftlens.models.chain import Pool, State
 from driftlens.utils.diagnostic import Diagnostic, Seen
 from driftlens.utils.errors import NumericsError, SpecError
@@ -49,7 +44,6 @@ class TaskDiagnosis:
     routing: list[Row] = field(default_factory=list)
     features: dict[tuple[str, int], NDArray[np.float32]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
     precision_error: float = float("nan")
 
 
@@ -73,11 +67,8 @@ def diagnose(
     budget = study.settings.feature_budget
     # The models run in their own library first, on one batch, to compare the drift of every layer with.
     library = LibraryDrift(study.pool, task, study.variants, samples, budget)
-    inputs = on_device(library.batch.inputs, study.pool.device, study.pool.dtype)
-    notice = require_as_peft(study, task, inputs, library.expert)
     recorder = _recorded(study, task, library, reporter)
     diagnosis.features = recorder.features()
-    diagnosis.notices += filter(None, [notice])
     # One task suffices: what lowers the precision is the same for all.
     if task == next(iter(study.tasks)):
         _check_precision(study, task, diagnosis)
@@ -215,90 +206,6 @@ def _measured(study: Study, table: str, seen: Seen) -> dict[str, Any]:
                 )
             columns |= values
     return columns
-
-
-def require_as_peft(study: Study, task: str, inputs: Any, expert: State) -> str:
-    """Refuse an expert whose final features differ from those of its LoRA adapters in peft.
-
-    Args:
-        study: the opened models and samples.
-        task: whose expert is compared; one without adapters is accepted.
-        inputs: one batch of model inputs.
-        expert: the expert's final state on that batch.
-
-    Returns:
-        A notice if peft can't run the adapters; else empty.
-
-    Raises:
-        NumericsError: the features differ by more than rounding.
-    """
-    adapters = study.adapters.get(expert_of(task))
-    if adapters is None:
-        return ""
-    theirs = unmerged(study, adapters, inputs)
-    if isinstance(theirs, str):
-        return f"the features of the expert of {task} were not compared with peft's: {theirs}"
-    # Relative to the adapters' change: relative to the features, a wrong scaling would hardly show.
-    base, adapted = ({name: state[name] for name in expert} for state in theirs)
-    dtype = str(study.pool.dtype).removeprefix("torch.")
-    error, limit, is_off = check_gap(subtract(expert, base), subtract(adapted, base), expert, dtype)
-    if is_off:
-        raise NumericsError(
-            f"the final features of the expert of {task} differ from peft's: relative error {error:.2g} of the "
-            f"adapters' change, at most {limit:.1g} is rounding",
-            hint="Merge them with peft and use that folder: PeftModel.from_pretrained(model, FOLDER)"
-            ".merge_and_unload().save_pretrained(OUT).",
-            task=task,
-            closure_error=error,
-            tolerance=limit,
-        )
-    return ""
-
-
-def unmerged_bytes(study: Study) -> int:
-    """Return the bytes of the module that `unmerged` loads; 0 if it loads none."""
-    return study.pool.weight_bytes("base") if study.adapters and not _peft_obstacle(study) else 0
-
-
-def _peft_obstacle(study: Study) -> str:
-    """Return the reason why peft can't run adapters; empty if it can."""
-    if importlib.util.find_spec("peft") is None:
-        return "peft is not installed"
-    needed, budget = study.pool.weight_bytes("base") / 1e6, study.pool.budget / 1e6
-    too_large = f"the base takes {needed:,.1f} MB, more than compute.feature_budget, {budget:,.1f} MB"
-    return too_large if needed > budget else ""
-
-
-@torch.no_grad()
-def unmerged(study: Study, adapters: LoraSource, inputs: Any) -> tuple[State, State] | str:
-    """Return the final states of the base and of the base with adapters in peft; else the reason why not.
-
-    Args:
-        study: the opened models.
-        adapters: the LoRA adapters of an expert.
-        inputs: one batch of model inputs.
-    """
-    if reason := _peft_obstacle(study):
-        return reason
-    pool = study.pool
-    module = pool.copied("base")
-    base = pool.chain.library_states(module, inputs)[-1]
-    fitting = adapters.for_modules({name for name, _ in module.named_modules()})
-    unlike = "peft finds no such modules in the model"
-    if fitting is None:
-        return unlike
-    settings, tensors = fitting
-    from peft import LoraConfig, PeftModel, set_peft_model_state_dict
-
-    # Peft initializes adapters from the process's random generator, whose state must not change.
-    with warnings.catch_warnings(), torch.random.fork_rng():
-        warnings.simplefilter("ignore")
-        try:
-            wrapped = PeftModel(module, LoraConfig(**settings)).eval()
-            unexpected = set_peft_model_state_dict(wrapped, tensors).unexpected_keys
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
-            return unlike
-    return unlike if unexpected else (base, pool.chain.library_states(wrapped.base_model.model, inputs)[-1])
 
 
 def precision_error(

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from driftlens.calibration.calibrator import Calibrator
+from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.tensor_sources import KEPT_OPEN, StateSource
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import waiting_bytes
@@ -23,7 +24,6 @@ from driftlens.experiment.study import Study
 from driftlens.linalg.gram import solve_bytes
 from driftlens.merging.method import MergeMethod
 from driftlens.models.chain import Layer
-from driftlens.pipelines.drift import unmerged_bytes
 from driftlens.results.formatting import size
 from driftlens.utils.variants import expert_of
 
@@ -108,16 +108,14 @@ def needs_of(
     files = [
         sum(header.nbytes for header in pool.source(name).headers.values())
         for name in pool.names
-        if name not in study.adapters
+        if not isinstance(models.stored.get(name), LoraSource)
     ]
     resident = {
         "libraries": psutil.Process().memory_info().rss,
         "small files": sum(count for count in files if count <= KEPT_OPEN),
     }
     model_bytes = sum(header.nbytes for header in models.own_form.headers.values())
-    measuring = _measuring(study, sizes, len(study.variants)) | {
-        "base as peft runs it": unmerged_bytes(study)
-    }
+    measuring = _measuring(study, sizes, len(study.variants))
     disk = {"features": _stored_features(study, sizes, 1 + len(study.variants)), "weights": 0}
     merging = {}
     if merge is not None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +11,10 @@ import torch
 import transformers
 from torch import nn
 
-from driftlens.checkpoints.lora import LoraSource
 from driftlens.config import RunSpec, load_spec
-from driftlens.config.requests import AnalysisRequest
 from driftlens.experiment.loading import open_models, study_of
 from driftlens.experiment.study import Study
-from driftlens.pipelines.analyze import analyze
-from driftlens.pipelines.drift import require_as_peft, unmerged
-from driftlens.utils.errors import NumericsError
-from tests.models.writing import train
-from tests.quick import few
 from tests.zoo.decoders import CONFIGS, saved
-from tests.zoo.world import World, clip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
@@ -115,52 +103,3 @@ def test_features_of_an_expert_are_those_that_peft_computes(
     states = study.pool.library_states("expert:a", INPUTS)[-1]
     found = states[study.pool.chain.layers[-1].stream]
     assert float((found - expected).norm() / (expected - plain).norm()) < 1e-4
-    theirs = unmerged(study, study.adapters["expert:a"], INPUTS)
-    assert theirs is not None
-    for state, wanted in zip(theirs, (plain, expected), strict=True):
-        torch.testing.assert_close(state[study.pool.chain.layers[-1].stream], wanted, rtol=0, atol=2e-5)
-    require_as_peft(study, "a", INPUTS, states)
-
-
-def wrong_alpha(source: LoraSource) -> None:
-    key = next(iter(source._updates))
-    source._updates[key] = dataclasses.replace(
-        source._updates[key], scaling=1.01 * source._updates[key].scaling
-    )
-
-
-def left_out(source: LoraSource) -> None:
-    del source._updates[next(reversed(source._updates))]
-
-
-@pytest.mark.parametrize("name", few(["plain", "dora", "rslora"], ["dora"]))
-@pytest.mark.parametrize("spoil", [wrong_alpha, left_out])
-def test_an_adapter_that_is_read_otherwise_is_found(
-    spoil: Callable[[LoraSource], None], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, options = OPTIONS[name]
-    with_adapters(config, options, tmp_path)
-    study = study_of_adapters(config, tmp_path)
-    spoil(study.adapters["expert:a"])
-    states = study.pool.library_states("expert:a", INPUTS)
-    with pytest.raises(NumericsError, match="differ from peft's"):
-        require_as_peft(study, "a", INPUTS, states[-1])
-    monkeypatch.setitem(sys.modules, "peft", None)
-    require_as_peft(study, "a", INPUTS, states[-1])  # nothing is claimed
-
-
-@pytest.mark.parametrize("alpha", few([6, 6.1], [6]))
-def test_a_run_is_refused_whose_expert_is_not_that_of_peft(
-    alpha: float, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train(clip(world.state("base")).visual, tmp_path / "adapter", r=4, lora_alpha=6, target_modules=["c_fc"])
-    spec = world.one_task(experts={"flowers": {"weights": str(tmp_path / "adapter")}}, metrics={})
-    adapted = LoraSource._adapted
-
-    def scaled(source: LoraSource, key: str, update: Any, weight: torch.Tensor, *rows: Any) -> torch.Tensor:
-        return weight + alpha / 6 * (adapted(source, key, update, weight, *rows) - weight)
-
-    monkeypatch.setattr(LoraSource, "_adapted", scaled)
-    request = AnalysisRequest(out=tmp_path / "run", attribution=False)
-    with nullcontext() if alpha == 6 else pytest.raises(NumericsError, match="differ from peft's"):
-        analyze(spec, request)

@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -38,32 +38,31 @@ _UNSUPPORTED = (
     "velora_config",
     "monteclora_config",
     "kasa_config",
+    "trainable_token_indices",
 )
-_TOKENS = ".token_adapter.trainable_tokens_delta"
-_OF_ADAPTERS = re.compile(r"\.lora_|\.original_module\.|\.trainable_tokens_delta$")
+_OF_ADAPTERS = re.compile(r"\.lora_|\.original_module\.")
 _PART = re.compile(
     r"(?P<module>.+)\.lora_(?:embedding_)?(?P<part>[AB]|magnitude_vector)(?:\.default)?(?:\.weight)?"
 )
 # Infixes of peft in the names of tensors that are saved whole.
-_COPIES = re.compile(r"(\.(modules_to_save|base_layer|token_adapter))+\.")
-_PATTERNS = ("rank_pattern", "alpha_pattern")
-# Options of `LoraConfig` that say how adapters are run. Where they are is known from their names.
-_SETTINGS = (
-    *("r", "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "bias", "modules_to_save"),
-    *("trainable_token_indices", "ensure_weight_tying", *_PATTERNS),
-)
+_COPIES = re.compile(r"(\.(modules_to_save|base_layer))+\.")
 # Values of `init_lora_weights` that leave the base unchanged; PiSSA, OLoRA and LoftQ rewrite its weights.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 def named_base(folder: pathlib.Path) -> tuple[str, str]:
-    """Return the base model that an adapter's configuration names, and its revision; empty if it names none."""
+    """Return the base model that an adapter's configuration names, and its revision; empty without."""
     config = _config(folder)
     return str(config.get("base_model_name_or_path") or ""), str(config.get("revision") or "")
 
 
 # A rank or alpha; larger values would overflow.
 _Number = Annotated[float, Field(gt=-1e9, lt=1e9)]
+
+
+def _ends(name: str, end: str) -> bool:
+    """Return True if a dotted name ends with another one."""
+    return f".{name}".endswith(f".{end}")
 
 
 class _AdapterSettings(BaseModel):
@@ -100,11 +99,10 @@ class _Update:
 class LoraSource:
     """LoRA adapters merged into a base on read: base + scaling * B @ A.
 
-    `scaling` is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`; `rank_pattern` and `alpha_pattern` apply.
-    With `use_dora`, rows of the sum are scaled to their trained lengths. An adapter's weight is found by the end of
-    its name, so wrapper prefixes of the base do not matter.
-    `modules_to_save`, biases and extended embeddings replace the base's tensors, as do the rows of
-    `trainable_token_indices`. Sources: LoRA (arXiv:2106.09685), Section 4.1; DoRA (arXiv:2402.09353), Eq. 5.
+    `scaling` is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`. With `use_dora`, rows of the sum are scaled
+    to their trained lengths. An adapter's weight is found by the end of its name, so wrapper prefixes of the base do
+    not matter. `modules_to_save`, biases and extended embeddings replace the base's tensors. Sources: LoRA
+    (arXiv:2106.09685), Section 4.1; DoRA (arXiv:2402.09353), Eq. 5.
     """
 
     def __init__(self, base: StateSource, place: str | os.PathLike[str]) -> None:
@@ -123,11 +121,10 @@ class LoraSource:
         self._base: StateSource = Composed(base.name, places)
         self._updates = self._matched()
         self._require_biases()
-        self._rows = self._token_rows()
         # Sums are not rounded to the base's dtype: a model with unmerged adapters does not round them either.
         self.headers: Mapping[str, TensorHeader] = {
             key: replace(header, dtype=promoted(header.dtype, torch.float32))
-            if key in self._updates or key in self._rows
+            if key in self._updates
             else header
             for key, header in self._base.headers.items()
         }
@@ -136,58 +133,13 @@ class LoraSource:
         """Read a tensor, or its rows [start, stop), with its adapter added."""
         require_key(self, key)
         weight = self._base.read(key, rows).to(self.headers[key].dtype)
-        if (update := self._updates.get(key)) is not None:
-            weight = self._adapted(key, update, weight, rows)
-        if key in self._rows:
-            numbers, stored = self._rows[key]
-            start, stop = rows or (0, self.headers[key].shape[0])
-            inside = [place for place, number in enumerate(numbers) if start <= number < stop]
-            places = torch.tensor([numbers[place] - start for place in inside], dtype=torch.long)
-            weight = weight.index_copy(0, places, self._adapters.read(stored)[inside].to(weight.dtype))
-        return weight
+        update = self._updates.get(key)
+        return weight if update is None else self._adapted(key, update, weight, rows)
 
     def unties(self, table: str, head: str) -> bool:
         """Return True if the adapters change a head but not the embedding table it is tied to."""
         changed = self._updates.keys() | self._saved.keys()
         return head in changed or (table in changed and not self._config.get("ensure_weight_tying"))
-
-    def for_modules(self, names: Collection[str]) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Return the settings of peft's `LoraConfig` and its tensors for a model with modules of these names.
-
-        Every adapted module is named by its full path, so no pattern is needed. A head that the model lacks is left
-        out. None if an adapted module is missing, or a pattern may match its other name.
-        """
-        modules = self._pairs()
-        shortest = min(modules, key=len, default="")
-        ends = [name for name in names if name and (_ends(shortest, name) or _ends(name, shortest))]
-        is_other = shortest not in names and (len(ends) != 1 or any(map(self._config.get, _PATTERNS)))
-        if is_other:
-            return None
-        stripped, added = (
-            ("", "")
-            if shortest in names
-            else (shortest.removesuffix(ends[0]), ends[0].removesuffix(shortest))
-        )
-        places = {
-            key: f"{added}{key.removeprefix(_WRAPPER).removeprefix(stripped)}"
-            for key in self._adapters.headers
-        }
-        targets = [f"{added}{module.removeprefix(stripped)}" for module in modules]
-        if not {*names} >= {*targets}:
-            return None
-        settings = {key: self._config[key] for key in _SETTINGS if self._config.get(key) is not None}
-        saved = [
-            module_name
-            for module_name in settings.get("modules_to_save", ())
-            if any(_ends(name, module_name) for name in names)
-        ]
-        settings |= {"target_modules": targets, "modules_to_save": saved or None}
-        tensors = {
-            f"{_WRAPPER}{place}": self._adapters.read(key)
-            for key, place in places.items()
-            if any(place[: match.start()] in names for match in re.finditer(r"\.", place))
-        }
-        return settings, tensors
 
     @property
     def rank_stabilised(self) -> dict[int, float]:
@@ -204,15 +156,14 @@ class LoraSource:
             # Lengths belong to whole columns, so all rows are needed.
             return self.read(key)[slice(*rows)]
         down, up = (self._adapters.read(part).to(weight.dtype) for part in (update.down, update.up))
-        if rows is not None:
-            down, up = (down[:, slice(*rows)], up) if update.is_transposed else (down, up[slice(*rows)])
+        within = slice(*rows) if rows is not None else slice(None)
+        down, up = (down[:, within], up) if update.is_transposed else (down, up[within])
         delta = update.scaling * (up @ down)
         weight = weight + (delta.T if update.is_transposed else delta)
         if not update.magnitude:
             return weight
         lengths, axis = self._adapters.read(update.magnitude).to(weight.dtype), int(not update.is_transposed)
-        lengths = lengths if rows is None else lengths[slice(*rows)]
-        return weight * (lengths / torch.linalg.vector_norm(weight, dim=axis)).unsqueeze(axis)
+        return weight * (lengths[within] / torch.linalg.vector_norm(weight, dim=axis)).unsqueeze(axis)
 
     def _saved_whole(self, base: StateSource) -> dict[str, str]:
         """Map tensors that were saved completely, by the base's names or their own, to the adapter's keys."""
@@ -223,36 +174,12 @@ class LoraSource:
             if _OF_ADAPTERS.search(key):
                 continue
             name = _COPIES.sub(".", key.removeprefix(_WRAPPER))
-            there = [
-                base_key
-                for base_key in base.headers
-                if base_key == name or base_key.endswith(f".{name}") or name.endswith(f".{base_key}")
-            ]
+            there = [base_key for base_key in base.headers if _ends(base_key, name) or _ends(name, base_key)]
             if len(there) == 1 or any(module in name.split(".") for module in modules):
                 places[there[0] if len(there) == 1 else name] = key
             else:
                 raise _refusal(self._folder, f"{key!r} is neither an adapter nor a weight of {base.name}")
         return places
-
-    def _token_rows(self) -> dict[str, tuple[Sequence[int], str]]:
-        """Return, by embedding table, the trained rows and the adapter's key of their new values."""
-        indices = self._config.get("trainable_token_indices")
-        tables: dict[str, tuple[Sequence[int], str]] = {}
-        for key in (key for key in self._adapters.headers if key.endswith(_TOKENS)):
-            module = key.removeprefix(_WRAPPER).removesuffix(_TOKENS)
-            by_module = indices if isinstance(indices, dict) else {module: indices}
-            ends = (rows for name, rows in by_module.items() if f".{module}".endswith(f".{name}"))
-            numbers, header = next(ends, None), self._adapters.headers[key]
-            reason = f"trainable_token_indices are {str(indices)[:80]!r}, and {key!r} is {list(header.shape)}"
-            # By `type`, because `True` is an instance of int.
-            if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
-                raise _refusal(self._folder, reason, _RESTORE)
-            table = self._weight_key(f"{module}.weight", (None, *header.shape[1:]))
-            size = self._base.headers[table].shape[0]
-            if (len(numbers),) != header.shape[:1] or not all(0 <= number < size for number in numbers):
-                raise _refusal(self._folder, reason, _RESTORE)
-            tables[table] = numbers, key
-        return tables
 
     def _require_biases(self) -> None:
         """Refuse adapters whose biases were trained and not saved."""
@@ -325,25 +252,13 @@ class LoraSource:
             module: (keys["A"], keys["B"], keys.get("magnitude_vector", "")) for module, keys in parts.items()
         }
 
-    def _weight_key(self, expected_key: str, shape: tuple[int | None, ...]) -> str:
-        """Find the one key of the base with this shape that ends like `expected_key`, or the reverse.
-
-        None in a shape is any size.
-        """
+    def _weight_key(self, expected_key: str, shape: tuple[int, int]) -> str:
+        """Find the one key of the base with this shape that ends like `expected_key`, or the reverse."""
         headers = self._base.headers
         candidates = [
-            key
-            for key in headers
-            if key == expected_key
-            or key.endswith(f".{expected_key}")
-            or ("." in key and expected_key.endswith(f".{key}"))
+            key for key in headers if _ends(key, expected_key) or ("." in key and _ends(expected_key, key))
         ]
-        fitting = [
-            key
-            for key in candidates
-            if len(headers[key].shape) == len(shape)
-            and all(size in (None, there) for size, there in zip(shape, headers[key].shape, strict=True))
-        ]
+        fitting = [key for key in candidates if headers[key].shape == shape]
         if expected_key in fitting:
             return expected_key
         if len(fitting) == 1:
@@ -356,11 +271,6 @@ class LoraSource:
         named = self._config.get("base_model_name_or_path")
         hint = "Give the base of these adapters" + (f": {named}." if named else ".")
         raise _refusal(self._folder, reason, hint)
-
-
-def _ends(name: str, end: str) -> bool:
-    """Return True if a module path ends with another one."""
-    return f".{name}".endswith(f".{end}")
 
 
 def _numbers(default: float, by_pattern: Mapping[str, float], modules: Collection[str]) -> dict[str, float]:

@@ -10,14 +10,13 @@ import pathlib
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import ModelCardData, metadata_load
+from huggingface_hub import ModelCardData
 from markupsafe import Markup
 
 from driftlens.calibration.calibrator import calibrators
-from driftlens.checkpoints.loading import is_hub_id, library_folder, repository_and_revision
+from driftlens.checkpoints.loading import is_hub_id, repository_and_revision
 from driftlens.config.requests import CalibrationRequest
 from driftlens.config.yaml_text import from_yaml
 from driftlens.models.sentences import EMBEDDED
@@ -62,16 +61,8 @@ _BY_CLASS = {
 
 
 def model_card(run: DriftRun, name: str, usage: str = "") -> str:
-    """Render a calibrated model's card, Markdown with the Hub's front matter, from the run's tables and manifest.
-
-    User-chosen names are escaped; of local paths only the last part is shown.
-
-    Args:
-        run: the run.
-        name: of the calibration.
-        usage: Python code that loads the model.
-    """
-    # Tables are read with pandas, which who merges doesn't need.
+    """Render the card of a calibration `name`: Markdown with the Hub's front matter; `usage` loads the model."""
+    # Merging needs none of the tables, which pandas reads.
     from driftlens.results.calibration_summary import (
         calibration_sheets,
         compared_variants,
@@ -136,7 +127,7 @@ def merge_card(
     Args:
         merge: the manifest's record of the merge.
         architecture: the manifest's description of the architecture.
-        origins: where each model of the pool came from.
+        origins: the place of each model in the pool.
         notices: sentences for the card.
         usage: Python code that loads the model.
     """
@@ -147,11 +138,10 @@ def merge_card(
     settings.append(("Source", merge["source"]))
     if "samples" in merge:
         settings.append(("Calibration samples", merge["samples"]))
-    unmeasured = "Not measured; `driftlens analyze` measures its drift."
     return _rendered(
         architecture,
         parents,
-        [unmeasured, *notices],
+        ["Not measured; `driftlens analyze` measures its drift.", *notices],
         heading=name,
         about=f"One model merged from {counted(len(tasks), 'expert')}. Same architecture, no added modules.",
         usage=Markup(usage),
@@ -178,7 +168,7 @@ def escaped(text: str) -> str:
 
 
 def calibration_command(name: str, info: CalibrationInfo, run: str = "RUN", **more: Any) -> str:
-    """Return `driftlens calibrate RUN ...` with every setting written out, so that presets and specs don't matter.
+    """Return `driftlens calibrate RUN ...` with every setting written out, independent of presets and spec.
 
     Empty if an older run did not record its sites, or if no layer was calibrated.
 
@@ -231,8 +221,8 @@ def _rendered(
     is_merge: bool = True,
     **shown: Any,
 ) -> str:
-    """Render a card; only models of the Hub become its parents, and of paths only the last part is shown."""
-    (library, pipeline), (license_said, left_out) = _hub_terms(architecture), _licenses(origins)
+    """Render a card; only models of the Hub become its parents, and only the last part of a path is shown."""
+    library, pipeline = _hub_terms(architecture)
     hub = list(dict.fromkeys(filter(None, map(_hub_id, origins.values()))))
     front = ModelCardData(
         tags=[*(["merge", "model-merging"] if is_merge else []), *tags, "driftlens"],
@@ -240,9 +230,7 @@ def _rendered(
         pipeline_tag=pipeline,
         base_model=hub or None,
         base_model_relation="merge" if hub and is_merge else None,
-        **license_said,
     )
-    notices = [*notices, *left_out]
     # The longest first: one path may begin with another.
     for place in sorted(
         {str(architecture.get("source", "")), *origins.values()} - {""}, key=len, reverse=True
@@ -252,7 +240,7 @@ def _rendered(
 
 
 def _hub_terms(architecture: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the library and the pipeline tag of a saved folder, by its class or else its loader."""
+    """Return library and pipeline tag of a saved folder, by its class or else its loader."""
     loader, saved_as = str(architecture.get("loader")), str(architecture.get("saved_as", ""))
     if EMBEDDED in architecture:
         return "sentence-transformers", "sentence-similarity"
@@ -279,27 +267,6 @@ def _about(run: DriftRun, info: CalibrationInfo) -> str:
     is_trained = info.method in calibrators and not calibrators[info.method].takes_sites
     how = "by gradients" if is_trained else "in closed form, layer by layer,"
     return f"{text} calibrated {how} to the experts' features. Same architecture, no added modules."
-
-
-def _licenses(origins: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the base's license unless an expert states another one, and a sentence on those left out."""
-    stated = {model: terms for model, origin in origins.items() if (terms := _license(origin))}
-    base = stated.get("base", {})
-    if all(terms == base for terms in stated.values()):
-        return base, []
-    listed = ", ".join(f"{model} {terms['license']}" for model, terms in stated.items())
-    return {}, [f"No license is stated: the source models have {listed}."]
-
-
-def _license(origin: str) -> dict[str, Any]:
-    folder, stated = library_folder(origin), None
-    if folder is not None and (card := folder / "README.md").is_file():
-        # An untrusted file may be broken in any way.
-        with suppress(Exception):
-            stated = metadata_load(card)
-    stated = stated or {}
-    terms = {key: stated[key] for key in ("license", "license_name", "license_link") if key in stated}
-    return terms if "license" in terms and all(isinstance(value, str) for value in terms.values()) else {}
 
 
 def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:

@@ -24,8 +24,17 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from driftlens.config.data import ViewsSetting
-from driftlens.config.types import Count, Flag, Seed, SpecSection, Text, problem, require_name, spec_error
-from driftlens.config.yaml_text import from_yaml
+from driftlens.config.types import (
+    Count,
+    Flag,
+    Seed,
+    SpecSection,
+    Text,
+    from_yaml,
+    problem,
+    require_name,
+    spec_error,
+)
 from driftlens.utils.errors import SpecError, did_you_mean
 
 # The calibrator if neither a request nor the spec of the run names one.

@@ -43,10 +43,12 @@ from driftlens.config.types import (
     Text,
     Texts,
     checked,
+    from_yaml,
     problem,
+    read_mapping,
+    to_yaml,
     unknown_keys,
 )
-from driftlens.config.yaml_text import from_yaml, read_mapping, to_yaml
 from driftlens.utils.diagnostic import diagnostics
 from driftlens.utils.errors import SpecError, did_you_mean
 

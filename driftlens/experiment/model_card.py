@@ -18,7 +18,7 @@ from markupsafe import Markup
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import is_hub_id, repository_and_revision
 from driftlens.config.requests import CalibrationRequest
-from driftlens.config.yaml_text import from_yaml
+from driftlens.config.types import from_yaml
 from driftlens.models.sentences import EMBEDDED
 from driftlens.results.formatting import printable, setting_text, signs
 from driftlens.runs.manifest import SPEC, CalibrationInfo, calibration_folder, versions

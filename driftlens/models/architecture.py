@@ -12,14 +12,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from driftlens.checkpoints.alignment import Layout, Spellings, TowerKeyLayout
-from driftlens.checkpoints.loading import library_folder
-from driftlens.checkpoints.lora import LoraSource
-from driftlens.checkpoints.sentences import (
+from driftlens.checkpoints.loading import (
     embedding_folder,
+    library_folder,
     prompts_of,
     reading_notices,
     require_followed,
 )
+from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.tensor_sources import Composed, StateSource, renamed
 from driftlens.checkpoints.unsupported import LIVE, running
 from driftlens.models.architectures.module_list import sequential_chain

@@ -14,8 +14,14 @@ from typing import Any, cast
 from torch import Tensor
 
 from driftlens.checkpoints.alignment import Stored
-from driftlens.checkpoints.loading import NEVER_WRITTEN, companion_files, library_folder, read_json
-from driftlens.checkpoints.sentences import MODULES, flat
+from driftlens.checkpoints.loading import (
+    MODULES,
+    NEVER_WRITTEN,
+    companion_files,
+    flat,
+    library_folder,
+    read_json,
+)
 from driftlens.checkpoints.tensor_sources import (
     DTYPES,
     Composed,

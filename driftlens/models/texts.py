@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from driftlens.checkpoints.sentences import Prompts
+from driftlens.checkpoints.loading import Prompts
 from driftlens.utils.errors import DataError, SpecError
 
 # An encoder has no answer, a decoder's follows the question, an encoder-decoder's is a row of its own.

@@ -449,7 +449,7 @@ def save_variants(
         "versions": versions(),
     }
     # Live modules are fitted without the library of yaml.
-    from driftlens.config.yaml_text import to_yaml
+    from driftlens.config.types import to_yaml
 
     with writer.file(_config_file(plan.name)) as path:
         path.write_text(to_yaml(config), encoding="utf-8")
@@ -463,7 +463,7 @@ def with_saved(info: CalibrationInfo, run: pathlib.Path, name: str) -> Calibrati
         run: the run directory.
         name: of the calibration.
     """
-    from driftlens.config.yaml_text import from_yaml
+    from driftlens.config.types import from_yaml
 
     file = run / _config_file(name)
     saved = from_yaml(file.read_text(encoding="utf-8"), file.name)

@@ -25,7 +25,7 @@ from driftlens.checkpoints.unsupported import family_of_keys, loader_of, reads_i
 from driftlens.checkpoints.weight_files import is_lora_folder
 from driftlens.config.mergekit import Recipe, recipe_of
 from driftlens.config.run import RunSpec, is_recipe, load_spec, override
-from driftlens.config.yaml_text import read_mapping, to_yaml
+from driftlens.config.types import read_mapping, to_yaml
 from driftlens.data.library import data_entry
 from driftlens.data.sources import SplitView, open_split
 from driftlens.demo import PROBES

@@ -27,8 +27,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, model_validator
 
-from driftlens.config.types import Name, Number, SpecSection, Text, checked, problem
-from driftlens.config.yaml_text import read_mapping
+from driftlens.config.types import Name, Number, SpecSection, Text, checked, problem, read_mapping
 from driftlens.results.formatting import Kind, Table, number
 from driftlens.results.measures import changed_score, drift_changes, score_of
 from driftlens.runs.run import DriftRun, open_run, remembered

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.config.yaml_text import from_yaml
+from driftlens.config.types import from_yaml
 from driftlens.runs.status import Status, write_status
 from driftlens.utils.errors import RunError
 from driftlens_app import processes

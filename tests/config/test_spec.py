@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from driftlens.config import json_schema, load_spec
 from driftlens.config.data import ImageFolderData
 from driftlens.config.templates import template_names, template_text
-from driftlens.config.yaml_text import from_yaml, to_yaml
+from driftlens.config.types import from_yaml, to_yaml
 from driftlens.data.sources import data_sources
 from driftlens.models.architecture import loaders
 from driftlens.utils.errors import SpecError

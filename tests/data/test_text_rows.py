@@ -12,7 +12,7 @@ from PIL import Image
 
 from driftlens.config import load_spec
 from driftlens.config.data import DataDefaults, fields_of, filled
-from driftlens.config.yaml_text import to_yaml
+from driftlens.config.types import to_yaml
 from driftlens.data.samples import data_digest
 from driftlens.data.task_data import TaskData, open_task_data
 from driftlens.models.texts import TextReader

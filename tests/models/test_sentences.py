@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import driftlens as dl
-from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.sentences import modules_of, pooling_of
+from driftlens.checkpoints.loading import modules_of, open_checkpoint, pooling_of
 from driftlens.config import load_spec
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool

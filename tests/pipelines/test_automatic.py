@@ -19,7 +19,7 @@ import driftlens as dl
 from driftlens.calibration.automatic import HeldOutScores, decide
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.tensor_sources import Between
-from driftlens.config.yaml_text import from_yaml
+from driftlens.config.types import from_yaml
 from driftlens.data.samples import SampleSet, part_of
 from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.sites import select_sites

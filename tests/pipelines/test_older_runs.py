@@ -13,7 +13,7 @@ import pytest
 
 import driftlens as dl
 from driftlens.config.requests import AnalysisRequest
-from driftlens.config.yaml_text import from_yaml, to_yaml
+from driftlens.config.types import from_yaml, to_yaml
 from driftlens.experiment.resume import reopened
 from driftlens.pipelines.analyze import analyze
 from driftlens.pipelines.calibrate import calibrate

@@ -16,7 +16,7 @@ import driftlens.cli as cli
 from driftlens.checkpoints import loading
 from driftlens.checkpoints.loading import read_config
 from driftlens.config import run as spec_run
-from driftlens.config import types, yaml_text
+from driftlens.config import types
 from driftlens.config.requests import MOST_DRAWS, Modules
 from driftlens.config.run import load_spec
 from driftlens.data.images import read_image
@@ -41,7 +41,7 @@ LIMITS: dict[str, tuple[str, str]] = {
         "reads/test_refused_inputs.py::test_devices_and_pipes_are_no_data",
     ),
     "spec, `--set`": (
-        f"{yaml_text.MOST_CHARACTERS:,} characters, {yaml_text.MOST_NODES:,} values with aliases counted in full, "
+        f"{types.MOST_CHARACTERS:,} characters, {types.MOST_NODES:,} values with aliases counted in full, "
         f"whole numbers of 64 bits",
         "reads/test_refused_inputs.py::test_values_that_are_none_are_refused_with_their_place",
     ),

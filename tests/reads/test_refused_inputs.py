@@ -16,7 +16,7 @@ import driftlens.cli as cli
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.config.mergekit import recipe_of
 from driftlens.config.run import load_spec
-from driftlens.config.yaml_text import MOST_CHARACTERS, from_yaml
+from driftlens.config.types import MOST_CHARACTERS, from_yaml
 from driftlens.utils.errors import CheckpointError, DataError, SpecError, harmless
 from driftlens.utils.files import from_json
 from driftlens.utils.registry import model_of, read

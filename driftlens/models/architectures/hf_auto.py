@@ -19,8 +19,14 @@ import torch
 from torch import nn
 
 from driftlens.checkpoints.alignment import Spellings, joint_name
-from driftlens.checkpoints.loading import TOKENIZERS, library_folder, needed_config, with_floats
-from driftlens.checkpoints.sentences import MODULES, embedding_folder
+from driftlens.checkpoints.loading import (
+    MODULES,
+    TOKENIZERS,
+    embedding_folder,
+    library_folder,
+    needed_config,
+    with_floats,
+)
 from driftlens.checkpoints.unsupported import (
     LIVE,
     MODEL_TYPES,

@@ -49,7 +49,7 @@ from driftlens_app.show import (
 )
 from driftlens_app.views import compare
 from driftlens_reports.charts.chart import ChartOptions
-from driftlens_reports.charts.page_curves import left_curves, running_curve
+from driftlens_reports.charts.page_curves import mean_curves, running_curve
 
 PAGE = Page(
     "Repair",
@@ -193,13 +193,9 @@ def _show_result(run: DriftRun, name: str) -> None:
     with shown_errors():
         _headline(run, verdict(run, name))
     with shown_errors():
-        drawn = kept("drift-left", run, left_curves, name, ChartOptions(dark=is_dark()))
-        st.header(
-            "Remaining share of the merged model's drift, by layer",
-            anchor=False,
-            help="100 % = no improvement over the merged model. See Overview and Layers for drift.",
-        )
-        show_drawn("drift-left", run.id, drawn)
+        options = ChartOptions(variants=("merged", calibrated(name)), relative=True, dark=is_dark())
+        st.header("Relative drift by layer, before and after", anchor=False, help="Layers has every task.")
+        show_drawn("before-after", run.id, kept("before-after", run, mean_curves, options))
     with shown_errors():
         st.header("Broken by the merge, and fixed by the repair", anchor=False)
         show_explorer(run, "wall", urlencode({"as": "groups", "repair": calibrated(name)}))

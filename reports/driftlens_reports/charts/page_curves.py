@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pandas as pd
-import plotly.graph_objects as go
 
-from driftlens.results.calibration_summary import compared_variants
 from driftlens.results.compare import Comparison
-from driftlens.results.formatting import number, percent
+from driftlens.results.formatting import number
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import LAYERS
 from driftlens.utils.errors import DataError
@@ -21,7 +19,7 @@ from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn
 from driftlens_reports.charts.layer_curves import Curves, draw_curves
 
-_MEAN, _LEFT, _CHANGE = "mean drift", "drift left", "change of mean drift"
+_MEAN, _CHANGE = "mean drift", "change of mean drift"
 
 
 def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
@@ -35,7 +33,14 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
         )
     quantity = "drift / expert norm" if options.relative else "mean L2 drift"
     kind = Curves(_MEAN, panels.titled(quantity, "layers", column), panels.value_axis(options))
-    figure, means = _over_tasks(run, rows, column, kind, options)
+    by_task = rows.pivot_table(index=["variant", "layer"], columns="task", values=column, sort=False)
+    # A mean over fewer tasks would jump.
+    means = by_task.mean(axis=1, skipna=False).rename(_MEAN).reset_index()
+    means = picking.ordered(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
+    means = _placed(run, means)
+    where = {layer: words.literal(place) for layer, place in zip(rows["layer"], rows["where"], strict=True)}
+    thin = _thin_lines(run, by_task, where, options)
+    figure = draw_curves(run, means, kind, dark=options.dark, below=thin, titles=[""])
     # Zoom is kept when tasks or theme change, not when the unit does.
     figure.layout.uirevision = f"{run.id} mean {options.relative}"
     alt = (
@@ -45,74 +50,36 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
     return Drawn(figure, alt, means[["variant", "layer", "role", "path", _MEAN]], (note,))
 
 
-def left_curves(run: DriftRun, name: str, options: ChartOptions) -> Drawn:
-    """Draw the share of the merged model's drift that a calibration leaves, by layer.
-
-    Args:
-        run: the run.
-        name: the calibration.
-        options: only the theme is used.
-    """
-    options = ChartOptions(variants=("merged", compared_variants(run, name)[-2]), dark=options.dark)
-    rows, drift = picking.layer_rows(run, options), "drift_l2_mean"
-    before = rows[rows["variant"] == "merged"].set_index(["task", "layer"])[drift].astype(float)
-    there = pd.MultiIndex.from_frame(rows[["task", "layer"]])
-    # A drift of 0 has no share.
-    before = before.where(before > 0).reindex(there).to_numpy()
-    rows = rows.assign(**{_LEFT: rows[drift].astype(float) / before})[rows["variant"] != "merged"]
-    if not rows[_LEFT].notna().any():
-        raise DataError(f"no drift of {name!r} was measured next to the merged model's")
-    axis = {"tickformat": theme.TICK_SHARE, "rangemode": "tozero", "autorangeoptions": {"include": [1.0]}}
-    kind = Curves(_LEFT, f"{_LEFT} (% of the merged model's)", axis, number=theme.SHARE, line=1.0)
-    figure, means = _over_tasks(run, rows, _LEFT, kind, options)
-    figure.layout.uirevision = f"{run.id} left {name}"
-    final = means[(means["variant"] == calibrated(name)) & means[_LEFT].notna()].tail(1)
-    shares = [f"At {row['where']}: {percent(float(row[_LEFT]))}." for _, row in final.iterrows()]
-    return Drawn(
-        figure,
-        alt=" ".join(["Share of the merged model's drift that is left, by layer, mean over tasks.", *shares]),
-        data=means[["variant", "layer", "role", "path", _LEFT]],
-        notes=("100 % = no improvement over the merged model. Thick: mean over tasks; thin: each task.",),
-    )
-
-
-def _over_tasks(
-    run: DriftRun, rows: pd.DataFrame, column: str, kind: Curves, options: ChartOptions
-) -> tuple[go.Figure, pd.DataFrame]:
-    """Draw thin lines per task and a thick one for their mean. Return the figure and the means."""
-    by_task = rows.pivot_table(index=["variant", "layer"], columns="task", values=column, sort=False)
-    # A mean over fewer tasks would jump.
-    means = by_task.mean(axis=1, skipna=False).rename(kind.column).reset_index()
-    means = picking.ordered(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
-    means = _placed(run, means)
+def _thin_lines(
+    run: DriftRun, by_task: pd.DataFrame, where: Mapping[int, str], options: ChartOptions
+) -> list[theme.Trace]:
+    """Return a line per task, those of chosen tasks emphasised."""
     selected = set(options.tasks or ())
-    chosen = {
-        is_chosen: [task for task in by_task if (task in selected) == is_chosen]
-        for is_chosen in (False, True)
-    }
     brush = theme.Brush(run.variants, options.dark)
-    where = {layer: words.literal(place) for layer, place in zip(rows["layer"], rows["where"], strict=True)}
-    lines, thin = by_task.reset_index("layer"), list[theme.Trace]()
-    by_variant = lines.groupby("variant", sort=False)
-    for (variant, values), (is_chosen, tasks) in itertools.product(by_variant, chosen.items()):
-        if not (parts := len(tasks)):
+    thin = []
+    for (variant, values), is_chosen in itertools.product(
+        by_task.reset_index("layer").groupby("variant", sort=False), (False, True)
+    ):
+        tasks = [task for task in by_task if (task in selected) == is_chosen]
+        if not tasks:
             continue
         thin.append(
             brush.line(
                 str(variant),
-                [*values["layer"], None] * parts,  # one trace for all, as each has its price
+                # One trace for all tasks, as each has its price.
+                [*values["layer"], None] * len(tasks),
                 pd.Series([value for task in tasks for value in (*values[task], math.nan)]),
                 mode="lines",
                 line={"width": 1.5 if is_chosen else 0.75, "dash": None},
                 opacity=1.0 if is_chosen else 0.45,
                 showlegend=False,
-                text=[*map(where.get, values["layer"]), ""] * parts,
+                text=[*map(where.get, values["layer"]), ""] * len(tasks),
                 customdata=[label for label in map(words.label, tasks) for _ in range(len(values) + 1)],
-                hovertemplate=f"%{{customdata}}, {words.shown(str(variant))}: %{{y:{kind.number}}}, %{{text}}"
+                hovertemplate=f"%{{customdata}}, {words.shown(str(variant))}: %{{y:{theme.NUMBER}}}, %{{text}}"
                 "<extra></extra>",
             )
         )
-    return draw_curves(run, means, kind, dark=options.dark, below=thin, titles=[""]), means
+    return thin
 
 
 def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark: bool) -> Drawn:

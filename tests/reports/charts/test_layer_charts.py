@@ -16,7 +16,7 @@ from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import panels
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.charts.layer_curves import Curves, band, draw_curves
-from driftlens_reports.charts.page_curves import left_curves, mean_curves, running_curve
+from driftlens_reports.charts.page_curves import mean_curves, running_curve
 from driftlens_reports.charts.theme import Brush
 from tests.reports.charts.recording import axis_titles, data_values, drawn_values, finite, leaves, with_rows
 
@@ -272,18 +272,6 @@ def test_the_mean_over_tasks_is_thick_each_task_thin_and_the_control_hides(full:
     assert drawn_of.keys() == {*itertools.product(thick, full.tasks)}
     for (variant, name), (*points, end) in drawn_of.items():
         assert points == pytest.approx(values.loc[variant][name].tolist()) and end is None
-
-
-def test_what_a_repair_leaves_is_a_share_of_the_merged_models_drift(full: DriftRun) -> None:
-    drawn = left_curves(full, "featcal", ChartOptions())
-    rows = full.layers().pivot_table(index=["layer", "task"], columns="variant", values="drift_l2_mean")
-    shares = (rows["calibrated:featcal"] / rows["merged"]).groupby("layer").mean()
-    (line,) = (t for t in drawn.figure.data if t.showlegend and t.legendgroup == "calibrated:featcal")
-    assert [*line.y] == pytest.approx(shares.tolist())
-    assert (
-        "% of the merged model's" in axis_titles(drawn.figure, "y")[0]
-        and "100 % = no improvement" in drawn.notes[0]
-    )
 
 
 ONE = ChartOptions(tasks=["mnist"], variants=["merged"])

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import math
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from types import MappingProxyType
@@ -41,8 +41,6 @@ _ERROR = "_stderr"
 _NO_NUMBERS = ("nan", "inf", "-inf", "infinity", "none")
 # Numbers among the metrics of a task that are counts.
 _COUNTS = ("sample_len", "sample_count")
-# The task in leaderboards' files that is the mean of all others.
-_ALL = "all"
 # Prefixes of metrics over all samples of a task, which come before those of a part.
 _WHOLE = ("overall", "micro", "macro")
 
@@ -54,7 +52,6 @@ class _Results:
     tool: str
     scores: Mapping[str, Mapping[str, tuple[float, float]]]
     counts: Mapping[str, int] = field(default_factory=dict)
-    groups: Mapping[str, list[str]] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -67,7 +64,7 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
     The tool is lm-evaluation-harness (0.3 or 0.4), bigcode-evaluation-harness or safety-eval. Scores go into the
     accuracy table under the tool's names, `harness:acc` for example. Intervals come from standard errors or counts in
     the file. Percentages become shares in [0, 1]. Values that are not finite are left out and logged. The manifest
-    records the file's digest and its groups of tasks. Attaching again replaces earlier results of the same tasks.
+    records the file's digest. Attaching again replaces earlier results of the same tasks.
 
     Args:
         run: folder of a finished run.
@@ -99,28 +96,13 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
         log.warning("notice: %s: left out, no finite number: %s", file, some_of(lost, 5))
     about = {
         **{"variant": variant, "file": file.name, "sha256": hashlib.sha256(content).hexdigest()},
-        **{"tool": measured.tool, **measured.about, "groups": measured.groups, "left_out": lost},
+        **{"tool": measured.tool, **measured.about, "left_out": lost},
         **{"tasks": list(dict.fromkeys(row["task"] for row in rows)), "attached": utc_now()},
     }
     with RunWriter.resume(folder) as writer:
         writer.append("accuracy", pd.DataFrame(rows), replace=True)
         writer.describe(attached={f"{variant} {file.name}": about})
     return open_run(folder)
-
-
-def ungrouped(run: DriftRun, tasks: Iterable[str]) -> list[str]:
-    """Return the tasks that are no group of other tasks in the list.
-
-    Empty for runs that attached scores before groups were recorded.
-    """
-    names, subtasks = [*dict.fromkeys(tasks)], dict[str, set[str]]()
-    for about in run.manifest.attached.values():
-        if "groups" not in about:
-            return []
-        for group, members in about["groups"].items():
-            subtasks.setdefault(group, set()).update(members)
-
-    return [name for name in names if not subtasks.get(name, set()) & {*names}]
 
 
 def _measured(document: dict[str, Any]) -> _Results:
@@ -168,29 +150,7 @@ def _of_harness(document: Mapping[str, Any]) -> _Results:
     settings = _part(document, "config")
     about = {"version": document.get("lm_eval_version"), "date": document.get("date")}
     about |= {name: settings.get(name) for name in ("model", "model_args", "limit")}
-    return _Results(_HARNESS, scores, counts, _groups(document), about)
-
-
-def _groups(document: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the members of each group."""
-    listed = {
-        group: [str(name) for name in members]
-        for group, members in _part(document, "group_subtasks").items()
-        if isinstance(members, list) and members
-    }
-    # Older files list no members; they indent the names of subtasks below their group.
-    groups: list[tuple[int, str]] = []
-    for task, scores in document["results"].items() if "group_subtasks" not in document else ():
-        name = str(scores.get("alias", ""))
-        depth = len(name) - len(name.lstrip(" -"))
-        groups = [(indent, group) for indent, group in groups if indent < depth]
-        for _, group in groups:
-            listed.setdefault(group, []).append(task)
-        groups.append((depth, task))
-    # Leaderboards list no members: it is the mean of all others.
-    if _ALL in document["results"]:
-        listed.setdefault(_ALL, [task for task in document["results"] if task != _ALL])
-    return listed
+    return _Results(_HARNESS, scores, counts, about)
 
 
 def _flat(

@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from driftlens.results.checks import CheckResult
 from driftlens.results.formatting import (
     NOT_MEASURED,
     Kind,
+    Table,
     error,
     estimate,
     is_measured,
@@ -25,7 +27,7 @@ from driftlens.results.verdict import shares as shares_of
 from driftlens.runs.run import DriftRun, remembered
 from driftlens.utils.errors import counted
 from driftlens.utils.intervals import Interval
-from driftlens.utils.variants import title
+from driftlens.utils.variants import ACCURACY, descriptions_of, metric_called, title
 
 # Columns that explain the final drift, the better one first, with their meaning.
 _ORIGINS: tuple[tuple[str, str, Kind], ...] = (
@@ -89,6 +91,29 @@ def decisions(outputs: pd.DataFrame, variant: str) -> Iterator[str]:
     if not math.isnan(used):
         text += f". The score drift is {percent(float(used))} of its bound (median)"
     yield f"{text}."
+
+
+def accuracy_table(run: DriftRun) -> Table:
+    """Return the scores of every variant on every task, with intervals; below them those attached from other tools."""
+    names = ("task", "variant", "metric", "value", "ci_low", "ci_high", "n")
+    columns = run.accuracy()[[*names]]
+    metrics = {name: metric_called(name) for name in columns["metric"].unique()}
+    is_attached = [metrics[name].is_attached for name in columns["metric"]]
+    # Stable, so that both groups keep their order.
+    columns = columns.iloc[np.argsort(is_attached, kind="stable")]
+    kind: Kind = "share" if all(metric.kind == "share" for metric in metrics.values()) else "number"
+    kinds: dict[str, Kind] = {
+        **dict.fromkeys(("task", "model", "metric"), "text"),
+        **dict.fromkeys(("value", "95 % low", "95 % high"), kind),
+        "samples": "count",
+    }
+    rows = [columns[name] if name != "variant" else columns[name].map(title) for name in names]
+    others = {name: metric for name, metric in metrics.items() if metric != ACCURACY}
+    intervals = "95 % intervals" if others else "Wilson intervals"
+    notes = [f"{intervals}. Each expert is scored on its own task."]
+    notes += descriptions_of(others.values())
+    heading = f"{'Scores' if others else 'Accuracy'} on test samples"
+    return Table.of("accuracy", heading, kinds, [*zip(*rows, strict=True)], " ".join(notes))
 
 
 def advice(run: DriftRun) -> dict[str, Any]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-import numpy as np
-
 from driftlens.results.calibration_summary import arena_sheet, calibration_sheets, selection_sentences
 from driftlens.results.checks import CheckReport, Status, self_checks
 from driftlens.results.formatting import Kind, Table, brief, estimate, percent, setting_text
@@ -18,7 +16,7 @@ from driftlens.runs.schema import CALIBRATE
 from driftlens.runs.tables import plain
 from driftlens.utils.errors import SpecError, counted, did_you_mean
 from driftlens.utils.intervals import mean_over_tasks
-from driftlens.utils.variants import ACCURACY, control_of, descriptions_of, metric_called, part_of, title
+from driftlens.utils.variants import control_of, part_of, title
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import Chart, by_rank, charts
 from driftlens_reports.content import Change, Figure, Headline, Outcome, Verdict
@@ -142,7 +140,7 @@ def section_parts(
         "setup": (_setup_sentences, _setup_tables),
         "origins": (lambda run: [f"{text}." for text in facts.origins(run).values()], None),
         "cosine": (_cosine_sentences, None),
-        "outputs": (facts.decision_sentences, lambda run: [accuracy_table(run)]),
+        "outputs": (facts.decision_sentences, lambda run: [facts.accuracy_table(run)]),
         "glossary": (None, lambda run: [_glossary()]),
         "environment": (None, _environment_tables),
     }.get(name, (None, None))
@@ -218,29 +216,6 @@ def _cosine_sentences(run: DriftRun) -> Iterator[str]:
                 f"{title(variant)}: mean cosine {estimate(over, 'number', counted=True)} over "
                 f"{counted(len(rows), 'task')}, lowest on {lowest.task}, {estimate(lowest, 'number')}."
             )
-
-
-def accuracy_table(run: DriftRun) -> Table:
-    """Scores of every variant on every task, with intervals; below them those that another tool has measured."""
-    names = ("task", "variant", "metric", "value", "ci_low", "ci_high", "n")
-    columns = run.accuracy()[[*names]]
-    metrics = {name: metric_called(name) for name in columns["metric"].unique()}
-    is_attached = [metrics[name].is_attached for name in columns["metric"]]
-    # Stable, so that both groups keep their order.
-    columns = columns.iloc[np.argsort(is_attached, kind="stable")]
-    kind: Kind = "share" if all(metric.kind == "share" for metric in metrics.values()) else "number"
-    kinds: dict[str, Kind] = {
-        **dict.fromkeys(("task", "model", "metric"), "text"),
-        **dict.fromkeys(("value", "95 % low", "95 % high"), kind),
-        "samples": "count",
-    }
-    rows = [columns[name] if name != "variant" else columns[name].map(title) for name in names]
-    others = {name: metric for name, metric in metrics.items() if metric != ACCURACY}
-    intervals = "95 % intervals" if others else "Wilson intervals"
-    notes = [f"{intervals}. Each expert is scored on its own task."]
-    notes += descriptions_of(others.values())
-    heading = f"{'Scores' if others else 'Accuracy'} on test samples"
-    return Table.of("accuracy", heading, kinds, [*zip(*rows, strict=True)], " ".join(notes))
 
 
 def _calibration_sentences(run: DriftRun) -> Iterator[str]:

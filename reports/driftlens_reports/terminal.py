@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
@@ -37,12 +35,11 @@ from driftlens.results.verdict import (
     task_sheet,
     verdict,
 )
-from driftlens.runs.external_scores import ungrouped
 from driftlens.runs.run import DriftRun
 from driftlens.runs.verify import TOLERANCE, Equality, VerifyResult
-from driftlens.utils.errors import counted, listed, some_of
-from driftlens.utils.intervals import Interval, mean_over_tasks, p_of
-from driftlens.utils.variants import ACCURACY, METRICS, descriptions_of, metric_called, title
+from driftlens.utils.errors import counted, listed
+from driftlens.utils.intervals import p_of
+from driftlens.utils.variants import ACCURACY, METRICS, metric_called, title
 from driftlens_reports import facts
 
 # How many of the differences between two runs are listed.
@@ -87,11 +84,11 @@ def summary(run: DriftRun, *, verbose: bool = False, everyone: bool = False) -> 
     ]
     path = shlex.quote(str(run.path))
     if verbose:
-        final, routing = final_sheet(run), routing_sheet(run)
+        final, routing, scores = final_sheet(run), routing_sheet(run), facts.accuracy_table(run)
         parts += [
             _section(final.title, _sheet_lines(final)[1:] if final.rows else []),
             *([_section(routing.title, _sheet_lines(routing)[1:])] if routing.rows else []),
-            *(_section(*part) for part in _score_sections(run)),
+            _section(scores.title, _sheet_lines(scores)[1:] if scores.rows else []),
             _section("Where the final drift comes from", [*facts.origins(run).values()]),
             _section("Decisions", [*facts.decision_sentences(run)]),
             _section("Self-checks", [facts.check_sentence(check) for check in self_checks(run).results]),
@@ -118,13 +115,6 @@ def _verdict_parts(
     for sheet in (task_sheet(run, judgement), others):
         if sheet.rows:
             yield _sheet_lines(sheet)
-
-
-def accuracy_text(run: DriftRun) -> str:
-    """Return the scores of every variant on every task with intervals, and their means."""
-    (_, own), *attached = _score_sections(run)
-    lines = [*(own or [NOT_MEASURED]), *(line for part in attached for line in ("", *_section(*part)))]
-    return "\n".join(map(printable, lines))
 
 
 def listing_text(runs: Sequence[RunSummary]) -> str:
@@ -167,58 +157,6 @@ def _sheet_lines(sheet: Table) -> list[str]:
     names = [shown for shown in sheet.shown() if shown.kind == "text"]
     rows = aligned(sheet.texts(ascii_only=not shows_signs(), gap="-"), num_names=len(names))
     return [*filter(None, [sheet.title, *rows, sheet.notes()])]
-
-
-def _score_sections(run: DriftRun) -> Iterator[tuple[str, list[str]]]:
-    """Yield own scores, then those attached from other tools."""
-    rows = run.accuracy()
-    rows = rows[rows["value"].notna()]
-    is_attached = rows["metric"].map(lambda name: metric_called(name).is_attached).astype(bool)
-    own = rows[~is_attached]
-    is_accuracy = own["metric"].nunique() == 0 or set(own["metric"]) == {ACCURACY.name}
-    yield f"{'Accuracy' if is_accuracy else 'Scores'} on test samples", _score_lines(own)
-    if is_attached.any():
-        yield "Scores attached from other tools", _score_lines(rows[is_attached], run)
-
-
-def _score_lines(rows: pd.DataFrame, attached_to: DriftRun | None = None) -> list[str]:
-    """Return a line per task and metric, then means."""
-    order = ("base", "expert", "merged")
-    variants = sorted(
-        rows["variant"].unique(), key=lambda name: order.index(name) if name in order else len(order)
-    )
-    metrics = {name: metric_called(name) for name in rows["metric"].unique()}
-    is_accuracy = [*metrics] == [ACCURACY.name]
-    scores: dict[tuple[str, str], dict[str, Interval]] = {}
-    for row in rows.astype({"value": float, "ci_low": float, "ci_high": float}).to_dict("records"):
-        by_variant = scores.setdefault((row["metric"], row["task"]), {})
-        by_variant[row["variant"]] = Interval(row["value"], row["ci_low"], row["ci_high"])
-    counts = rows.groupby(["metric", "task"], sort=False)["n"].max().fillna(0)
-
-    def line(task: str, name: str, by_variant: Mapping[str, Interval], count: Any) -> list[str]:
-        unknown, named = Interval(math.nan), [task] if is_accuracy else [task, metrics[name].title]
-        cells = [estimate(by_variant.get(variant, unknown), metrics[name].kind) for variant in variants]
-        return [*named, *cells, str(count) if count else ""]
-
-    groups = rows.groupby(["task", "metric"], sort=False).groups
-    lines = [line(task, name, scores[name, task], counts[name, task]) for task, name in groups]
-    notes = []
-    for name in (name for name, metric in metrics.items() if metric.is_averaged):
-        tasks = every = [task for metric, task in scores if metric == name]
-        if attached_to is not None:
-            # A group and its subtasks would count the same samples twice.
-            tasks = ungrouped(attached_to, every)
-        of_tasks = [scores[name, task] for task in tasks]
-        shared = [variant for variant in variants if all(variant in scored for scored in of_tasks)]
-        means = {variant: mean_over_tasks([scored[variant] for scored in of_tasks]) for variant in shared}
-        if len(of_tasks) > 1:
-            lines.append(line(f"mean of {len(of_tasks)}", name, means, counts[name][tasks].sum()))
-            left = [task for task in every if task not in tasks]
-            over = f"Mean of {len(tasks)} {metrics[name].title}: {some_of(tasks)}"
-            notes += [f"{over}; not {some_of(left)}, which their subtasks replace."] * bool(left)
-    header = ["task", *([] if is_accuracy else ["metric"]), *map(title, variants), "samples"]
-    says = [] if is_accuracy else descriptions_of(metrics.values())
-    return [*aligned([header, *lines], num_names=1 if is_accuracy else 2), *notes, *says] if lines else []
 
 
 def checks_text(report: CheckReport) -> str:

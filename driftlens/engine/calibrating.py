@@ -1,11 +1,4 @@
-"""Calibration layer by layer: problems and solutions of a layer, the loop over layers, solves from one snapshot.
-
-`CalibrationWalk` is the loop in forward order. `Layerwise` calibrators, FeatCal for instance, solve all sites of a
-layer from one snapshot of its features, see `SnapshotWalk`. `driftlens.engine.sequential` solves them in steps.
-
-In memory at a time: one layer of an expert, the merged model and the base, the sums of one layer, and cached features
-up to a budget.
-"""
+"""Calibration layer by layer: the loop in forward order, and solves of all sites of a layer from one snapshot."""
 
 from __future__ import annotations
 
@@ -41,7 +34,6 @@ from driftlens.models.chain import Layer, Parameters, Pool, Site, SiteKind, Stat
 from driftlens.utils.devices import exact_products, place_of_sums, room_for_sums, summing, to_float64
 from driftlens.utils.distributed import ALONE, Team
 from driftlens.utils.errors import NumericsError, ShapeError
-from driftlens.utils.progress import LayerSteps
 from driftlens.utils.variants import ModelChange, expert_of
 
 EXPERT, MERGED = "expert", "merged"
@@ -53,11 +45,11 @@ class LinearProblem:
 
     Attributes:
         sites: in the order in which their outputs are stacked in `moments`.
-        moments: of all tasks together, each counting its task weight; outputs are those of `sites`, stacked.
+        moments: of all tasks together, each counting its task weight.
         expert_bias: by site, the average of the experts' biases over tasks, each counting its task weight.
         merged: the sites' parameters in the merged model, by the layer's own names.
         base: the same in the base, or None without one.
-        num_rows: of an expert of a mixture, over how many rows that count anything the moments are; one number.
+        num_rows: of an expert of a mixture, the number of rows that count anything; else empty.
     """
 
     sites: tuple[Site, ...]
@@ -80,7 +72,7 @@ class NormProblem:
 
 @dataclass(frozen=True)
 class StepProblem:
-    """Linear sites of one layer that read the same rows, their inputs taken after all sites before them were solved.
+    """Linear sites that read the same rows, their inputs taken after all sites before them were solved.
 
     Attributes:
         sites: in the order in which their outputs are stacked.
@@ -116,19 +108,16 @@ class SiteReport:
         lam: ridge, relative to a Gram matrix of Frobenius norm 1; 0 without an anchor.
         objective_before: objective (Eq. 15 or 57) at the merged parameters; None if not computed.
         objective_after: objective at the calibrated parameters; never more than before.
-        weight_change: |dW|_F / |W|_F against the merged weight, scale and shift together for a norm; None if that is
-            zero.
-        condition_estimate: estimated condition number of the inverted matrix; None if it is two by two or a number.
-        smallest_eigenvalue: estimated smallest eigenvalue of that matrix.
+        weight_change: |dW|_F / |W|_F against the merged weight, scale and shift together; None if that is zero.
+        condition_estimate: of the inverted matrix; None if it is two by two or a number.
+        smallest_eigenvalue: of that matrix, estimated.
         task_weight_sum: sum over tasks of the task weights omega; the number of tasks for a norm.
-        task_weight_share: task_weight_sum / (task_weight_sum + lam), the share of a bias that comes from the tasks
-            and not from the anchor; None without a bias.
+        task_weight_share: task_weight_sum / (task_weight_sum + lam), the share of a bias that is not the anchor's.
         seconds: time of the solve.
-        upstream_ridge: ridge of the repair of upstream errors; None for calibrators without it.
+        upstream_ridge: ridge of the repair of upstream errors.
         upstream_share: share in [0, 1] of that repair, chosen on held-out samples.
-        stationarity_error: error of the solved equations, see `driftlens.linalg.ridge.stationarity_error`; None for
-            iterations, or if nothing is solved.
-        num_rows: number of rows of an expert of a mixture; None for sites that every token passes.
+        stationarity_error: see `driftlens.linalg.ridge.stationarity_error`; None for iterations.
+        num_rows: number of rows of an expert of a mixture.
         change: fields of a `driftlens.utils.variants.ModelChange`: the loss by rounding to the saved dtype.
     """
 
@@ -177,11 +166,9 @@ class CalibratedLayer:
 
     Attributes:
         layer: its index; 1 is the stem.
-        updates: calibrated parameters by the layer's names, in the pool's dtype and on its device, rounded to the
-            checkpoint's dtype.
+        updates: parameters by the layer's names, in the pool's dtype, rounded to the checkpoint's.
         reports: one per site.
-        drift_l2_mean: by task, the mean over samples of the norm of the pooled drift after the layer; empty for the
-            last layer, which is not run again.
+        drift_l2_mean: by task, the mean norm of the pooled drift after the layer; empty for the last layer.
         attachments: corrections of the last layer's output, by task.
     """
 
@@ -199,11 +186,9 @@ _Key = tuple[str, int, int, frozenset[str], frozenset[str], bool]
 
 @dataclass
 class ExpertFeatures:
-    """A cache of the experts' features: inputs and outputs of sites, and outputs of layers. A budget of 0 caches
-    nothing.
+    """A cache of inputs and outputs of the experts' sites and layers, up to a budget in bytes.
 
-    An expert's features don't depend on the merged model or on a calibrator's settings. A later calibration on the
-    same samples and sites reads them from here, and gets bit-identical weights.
+    They don't depend on the merged model or on settings, so a later calibration gets bit-identical weights from them.
     """
 
     budget: int = 0
@@ -221,17 +206,7 @@ class ExpertFeatures:
         *,
         stops: bool,
     ) -> tuple[SiteRows, State]:
-        """Return the result of `rows_and_output` on an expert's layer, from the cache if it was computed before.
-
-        Args:
-            batch: samples of the task; a cache is asked for the same batches every time.
-            layer: the layer to run.
-            expert: the expert's parameters of the layer.
-            state: the expert's features before the layer.
-            inputs: sites whose inputs are returned.
-            outputs: sites whose outputs are returned.
-            stops: True to stop the layer after the last of these sites.
-        """
+        """Return the result of `rows_and_output` on an expert's layer, from the cache if it was computed before."""
         # The start of a batch identifies it: caches are asked for the same batches every time.
         key = batch.task, batch.start, layer.index, frozenset(inputs), frozenset(outputs), stops
         if key in self._passes:
@@ -253,7 +228,7 @@ class CalibrationProgress:
     """The progress of a calibration, reported before every batch and during training.
 
     Attributes:
-        layer: its index; 0 or less while token weights are computed.
+        layer: its index; 0 while token weights are computed.
         task: the task, or an empty string after a layer.
         done: finished steps.
         total: all steps.
@@ -279,16 +254,15 @@ class CalibrationContext:
         sites: layer index -> names of its sites, see `select_sites`; empty for trained corrections.
         base: the pool's name of the base; None without one.
         done: layers calibrated before an interruption -> their updates, which are applied and not recomputed.
-        feature_budget: bytes of cached features in memory, and about as many for sums over experts of a mixture;
-            further experts are summed and solved in further passes.
+        feature_budget: bytes of cached features in memory, and about as many for sums over experts of a mixture.
         spill: folder for features beyond the budget, emptied at the end; None keeps all in memory.
         on_step: called at every step; it may raise, `Cancelled` for instance.
         pooling: the pooling of features for `drift_l2_mean`; None takes the modality's default.
         team: the processes of a distributed calibration. Each has tasks of its own; all get all layers.
         objectives: if True, reports hold the objectives of linear sites, for about a tenth of the time on CPUs.
-        seed: the seed of trained corrections; every task has a generator of its own.
+        seed: the seed of trained corrections.
         like: the model in whose dtypes the result is saved; None for the base, or without one the merged model.
-        expert_features: cache of the experts' features on these samples; by default nothing is cached.
+        expert_features: cache of the experts' features on these samples.
     """
 
     pool: ModelPool
@@ -335,8 +309,8 @@ class ClosedForm:
     Attributes:
         solve_dtype: `float32` or `float64`, the dtype of sums and solves.
         update: kinds of parameters that are solved for: `linear`, `bias`, `norm`.
-        inputs: the features that a layer reads while its moments are summed: `deployed` from the calibrated layers
-            before it, `merged` from the merged model, `expert` from the experts.
+        inputs: features that a layer reads while its moments are summed: `deployed` from the calibrated layers before
+            it, or `merged` or `expert` from that model.
     """
 
     solve_dtype: str = "float64"
@@ -355,8 +329,7 @@ class ClosedForm:
 class CalibrationWalk(ABC):
     """Calibrate every layer that has chosen sites, in forward order, and pass the features through the others.
 
-    A subclass adds `calibrate`. `parts` holds the samples of this process's tasks. Each task's sums go to the main
-    process, which adds them in the order of the tasks and solves.
+    `parts` holds the samples of this process's tasks. The main process adds the sums of all tasks in their order.
     """
 
     def __init__(self, context: CalibrationContext, calibrator: ClosedForm) -> None:
@@ -372,7 +345,6 @@ class CalibrationWalk(ABC):
         }
         # Layers after the last solve are never run.
         self.last = max(self.sites, default=0)
-        self.steps = LayerSteps(self.last)
         self.stream = FeatureStream(
             self.pool,
             self.parts,
@@ -392,26 +364,17 @@ class CalibrationWalk(ABC):
                     continue
                 yield self.calibrate(layer, self.sites[layer.index], is_last=layer.index == self.last)
                 # A step after the solve, so that an interruption here finds the layer stored.
-                num_done, label = self.steps.at(layer.index + 1), f"layer {layer.index} of {self.last}"
-                self.context.on_step(CalibrationProgress(layer.index, "", num_done, self.steps.total, label))
+                label = f"layer {layer.index} of {self.last}"
+                self.context.on_step(CalibrationProgress(layer.index, "", layer.index, self.last, label))
 
     @abstractmethod
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
-        """Solve the sites of one layer. Unless it is the last one, pass all features to the next boundary.
-
-        Args:
-            layer: the layer.
-            names: its sites to calibrate.
-            is_last: True for the last layer with chosen sites.
-        """
+        """Solve the sites `names` of one layer. Unless it `is_last`, pass all features to the next boundary."""
 
     def tell(self, layer: int, task: str) -> None:
-        """Report a step; a layer of 0 or less counts the steps before the first layer."""
-        doing = f"layer {layer} of {self.last}" if layer > 0 else "weighing tokens"
-        done = self.steps.at(layer)
-        self.context.on_step(
-            CalibrationProgress(layer, task, done, self.steps.total, f"{doing}, task {task}")
-        )
+        """Report a step in a layer, or in layer 0 while token weights are computed."""
+        label = f"layer {layer} of {self.last}, task {task}" if layer else f"weighing tokens, task {task}"
+        self.context.on_step(CalibrationProgress(layer, task, max(0, layer - 1), self.last, label))
 
     @torch.no_grad()
     @exact_products()
@@ -434,13 +397,7 @@ class CalibrationWalk(ABC):
     def advance(self, layer: Layer, merged: Parameters, updates: dict[str, Tensor]) -> dict[str, float]:
         """Run the merged features through the calibrated layer; return the mean drift after it by task.
 
-        Args:
-            layer: the layer.
-            merged: its merged parameters.
-            updates: its calibrated parameters; they become views of the layer's new parameters, see `replaced`.
-
-        Returns:
-            By task, the mean over samples of the norm of the pooled drift.
+        `updates` become views of the layer's new parameters, see `replaced`.
         """
         calibrated_layer = LayerMap(layer, replaced(layer, merged, updates))
         means: dict[str, Tensor] = {}
@@ -463,8 +420,7 @@ class CalibrationWalk(ABC):
     def solved(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> _Solved:
         """Solve problems of one snapshot in the main process; return new parameters and a report per site.
 
-        Parameters are rounded to the dtype in which the calibrated model is saved, so that later layers are fitted to
-        what the saved model computes. They are on the pool's device in its dtype. Reports state the rounding loss.
+        Parameters are rounded to the dtype of the saved model, so that later layers are fitted to what it computes.
         """
         # One process solves, so that all continue with the same bits.
         return self.team.run_on_main(partial(self._solve_all, layer, problems))
@@ -524,17 +480,14 @@ class CalibrationWalk(ABC):
 
 
 class Layerwise(ClosedForm):
-    """A calibrator that solves all sites of a layer from one snapshot of its features.
-
-    The defaults take the experts' own outputs as target and weigh every task alike. A subclass adds `solve`.
-    """
+    """A calibrator that solves all sites of a layer from one snapshot, by default towards the experts' own outputs."""
 
     def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
-        """Yield calibrated layers, each solved from one snapshot of its features."""
+        """Yield calibrated layers."""
         return SnapshotWalk(context, self).walked()
 
     def target_spec(self, site: Site, *, in_last_block: bool) -> TargetSpec:
-        """Return the regression target of a site; by default the expert's output, with the adapter's token weights."""
+        """Return the regression target of a site."""
         return TargetSpec(1.0, site.token_weights)
 
     def task_weight(self, gram_norm: Tensor) -> Tensor:
@@ -545,8 +498,7 @@ class Layerwise(ClosedForm):
     def solve(self, problem: Problem) -> Sequence[SiteUpdate]:
         """Return new parameters of the problem's sites; nothing in the problem is modified.
 
-        The Gram matrix of a linear problem is valid during this call only: its memory is used again for the next
-        layer.
+        The Gram matrix of a linear problem is valid during this call only: the next layer uses its memory.
 
         Raises:
             NumericsError: the moments hold NaN or infinite entries.
@@ -555,10 +507,7 @@ class Layerwise(ClosedForm):
 
 
 class _InputSums(NamedTuple):
-    """Sums over the rows of one task that belong to inputs alone: Gram matrix [k, k], inputs [k], weights [].
-
-    `num_rows` [] are those that count anything.
-    """
+    """Sums over rows of one task: Gram matrix [k, k], inputs [k], weights [], and rows that count anything []."""
 
     gram: GramSum
     rows: Tensor
@@ -583,13 +532,7 @@ class _InputSums(NamedTuple):
 
 @dataclass(frozen=True)
 class _TaskSums:
-    """Sums over the rows of one task, as processes exchange them.
-
-    Attributes:
-        inputs: sums of the inputs.
-        outputs: sums of target outputs with inputs.
-        biases: the expert's biases by site.
-    """
+    """Sums over the rows of one task, as processes exchange them: inputs, outputs, the expert's biases by site."""
 
     inputs: _InputSums
     outputs: OutputSums
@@ -600,8 +543,7 @@ class _TaskSums:
 class _LinearSums:
     """Sums over rows of sites that read the same rows: one Gram matrix, and the target outputs of all sites, stacked.
 
-    Sums are in `dtype`, products in the dtype of the rows. Sums over tasks are of each task's mean, times its
-    `task_weight`.
+    Sums over tasks are of each task's mean, times its `task_weight`.
     """
 
     sites: Sequence[Site]
@@ -682,7 +624,7 @@ class _LinearSums:
             self._bias[name] = self._bias.get(name, 0.0) + omega * bias.to(self._rows)
 
     def problem(self, merged: Parameters, base: Parameters | None) -> LinearProblem:
-        """Return the problem to solve; `merged` and `base` are the whole layer's parameters."""
+        """Return the problem to solve."""
         assert self._total is not None
         place = self._total.device
         return LinearProblem(
@@ -711,10 +653,7 @@ def _stacked_bias(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
 
 @dataclass(eq=False)
 class _NormSums:
-    """Sums over normalised rows of the merged model; the target is the expert's affine map of the same rows.
-
-    Tokens are weighed as `target` states, tasks all alike.
-    """
+    """Sums over normalised rows of the merged model; the target is the expert's affine map of the same rows."""
 
     sites: tuple[Site]
     target: TargetSpec
@@ -723,9 +662,7 @@ class _NormSums:
     _total: NormMoments | None = field(default=None, init=False)
 
     def add(self, rows: Tensor, weights: Tensor | None) -> None:
-        """Add one batch of the current task: inputs of the norm in the merged model, [T, k], and the weights of the
-        rows.
-        """
+        """Add inputs of the norm in the merged model, [T, k], and the weights of the rows."""
         unit = normalised(self.sites[0], rows)
         if weights is None:
             count = torch.full((), len(rows), dtype=self.dtype, device=place_of_sums(self.dtype, rows.device))
@@ -759,7 +696,7 @@ class _NormSums:
         self._total = task if self._total is None else self._total + task
 
     def problem(self, merged: Parameters, base: Parameters | None) -> NormProblem:
-        """Return the problem to solve; `merged` and `base` are the whole layer's parameters."""
+        """Return the problem to solve."""
         total = self._total
         assert total is not None
         place = total.mean.device
@@ -768,7 +705,6 @@ class _NormSums:
 
 
 def _of_sites(parameters: Parameters, sites: Sequence[Site], place: torch.device) -> dict[str, Tensor]:
-    """Return the parameters of some sites on the device of the sums."""
     names = (f"{site.name}.{part}" for site in sites for part in ("weight", "bias"))
     return {name: parameters[name].to(place) for name in names if name in parameters}
 
@@ -798,13 +734,7 @@ class SnapshotWalk(CalibrationWalk):
     @torch.no_grad()
     @exact_products()
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
-        """Solve the sites of one layer. Unless it is the last one, pass all features to the next boundary.
-
-        Args:
-            layer: the layer.
-            names: its sites to calibrate.
-            is_last: True for the last layer with chosen sites.
-        """
+        """Solve the sites of one layer."""
         merged = self.pool.parameters("merged", layer)
         updates: dict[str, Tensor] = {}
         reports: list[SiteReport] = []

@@ -1,15 +1,11 @@
 """Residual calibration of a layer in steps: q, k and v, then out, fc1 and fc2, each on the outputs of the last step.
 
 The target of a site is the expert's output. If the output is added to a residual stream, the target also contains the
-difference between the expert's stream and the calibrated model's, so that the sum matches the expert's. One forward
-pass finds that stream: h, where a later module or the boundary reads h + y. Both pre-norm and post-norm blocks have
-it. If an output is scaled or normalised before it is added (LayerScale, Gemma's second norms, batch norms of
-ResNets), there is no such sum and the term is left out.
+difference between the two models' streams, so that the sum matches the expert's.
 
 Tokens and tasks are weighed by random backward passes of the experts, without labels. With v ~ N(0, I) and f a
 sample's final feature, g = d<v, f / |f|> / dy at the output y of a site; the energy of a token is the mean of |g|^2
-over two such v. Features run forward and gradients back layer by layer, each layer recomputed alone: one layer of one
-expert and the features of one task are in memory at a time, those beyond the store's budget on disk.
+over two such v. Gradients go back layer by layer, each layer recomputed alone.
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import (
     EXPERT,
     MERGED,
@@ -66,15 +61,7 @@ _LEAST_ENERGY, _FLOOR = 1e-4, 0.02
 
 @dataclass
 class _Sums:
-    """Sums of one group of sites, by fold and by task.
-
-    Attributes:
-        folds: sums of each fold.
-        tasks: output metric and sums of each task, if there is a metric.
-        norms: Frobenius norm of each task's Gram matrix.
-        factors: weight of each task.
-        num_rows: rows of each fold.
-    """
+    """Sums of one group of sites by fold, and by task the output metric with its sums, Gram norm and weight."""
 
     folds: list[JointSums]
     tasks: dict[str, tuple[Tensor, JointSums]]
@@ -134,7 +121,7 @@ class Stepwise(ClosedForm):
         """The number of folds of the samples; 1 if nothing is held out."""
 
     def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
-        """Yield calibrated layers, each solved in several steps."""
+        """Yield calibrated layers."""
         return _StepWalk(context, self).walked()
 
     def waiting_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
@@ -159,29 +146,23 @@ class Stepwise(ClosedForm):
 
 
 class _StepWalk(CalibrationWalk):
-    """Solve the sites of a layer in steps.
-
-    Every expert runs once per layer; the outputs of its sites are cached until the layer is solved.
-    """
+    """Solve the sites of a layer in steps; the outputs of the experts' sites are cached until then."""
 
     calibrator: Stepwise
 
     def __init__(self, context: CalibrationContext, calibrator: Stepwise) -> None:
         super().__init__(context, calibrator)
         self.groups: dict[int, list[_Group]] = {}
-        self.seen: dict[str, dict[_Key, _GradientSums]] = {}
         self.weighted: dict[str, dict[_Key, _TokenWeights]] = {}
         self.energies: dict[str, dict[_Key, float]] = {}
         self.folds: dict[str, dict[str, int]] = {}
-        self.digests: dict[CachedBatch, tuple[str, ...]] = {}
-        self.originals: dict[CachedBatch, tuple[str, ...]] = {}
         self.chosen: dict[CachedBatch, Routes] = {}
-        self.stream.on_read = self._add_digests
+        self.stream.hashes = True
 
     @torch.no_grad()
     @exact_products()
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
-        """Solve the sites of one layer. Unless it is the last one, pass all features to the next boundary."""
+        """Solve the sites of one layer."""
         if not self.groups:
             self._begin(layer)
         groups, merged = self.groups[layer.index], self.pool.parameters("merged", layer)
@@ -229,66 +210,40 @@ class _StepWalk(CalibrationWalk):
                     require_rule(self.pool.chain, group.sites[0].token_weights)
         self.folds = {task: self._folds_of(task, first_layer) for task in self.parts}
         if self.calibrator.weights == "gradient":
-            self._weigh()
-            self._compute_weights()
+            for task in self.parts:
+                self.weighted[task] = self._gradient_weights(task)
+            self._gather_energies()
 
-    def _add_digests(self, batch: Batch, waiting: CachedBatch) -> None:
-        self.digests[waiting] = batch.digests
-        self.originals[waiting] = batch.copied or batch.digests
-
-    def _compute_weights(self) -> None:
-        """Compute token weights of this process's tasks, and gather the energies of all tasks."""
-        self.weighted = {
-            task: {key: entry.weighted() for key, entry in groups.items()}
-            for task, groups in self.seen.items()
-        }
-        self.seen = {}
+    def _gather_energies(self) -> None:
         own = {
             task: {key: entry.energy for key, entry in groups.items()}
             for task, groups in self.weighted.items()
         }
         self.energies = {task: by_key for part in self.team.gather(own) for task, by_key in part.items()}
 
-    @property
-    def _num_early_steps(self) -> int:
-        """The steps of token weights: about half of the layers', or 0 for uniform weights."""
-        return -(-len(self.pool.chain.layers) // 2) if self.calibrator.weights == "gradient" else 0
-
     def _folds_of(self, task: str, first_layer: Layer) -> dict[str, int]:
         """Read a task's samples; return the fold of every original by digest, so that equal samples share one."""
-        step, num_folds = -self._num_early_steps or first_layer.index, self.calibrator.num_folds
-        batches = self.stream.batches(first_layer, task, tell=partial(self.tell, step, task))
+        batches = self.stream.batches(first_layer, task, tell=partial(self.tell, 0, task))
         # Sorted digests assign folds independently of the order of samples.
-        different = sorted({digest for batch in batches for digest in self.originals[batch]})
+        different = sorted({digest for batch in batches for digest in batch.originals})
         self.calibrator.require_samples(len(different), task)
-        return {digest: place % num_folds for place, digest in enumerate(different)}
+        return {digest: place % self.calibrator.num_folds for place, digest in enumerate(different)}
 
-    def _weigh(self) -> None:
-        """Collect the gradients of this process's samples, task by task."""
-        for task in self.parts:
-            self.seen[task] = self._gradient_sums(task)
-            self.stream.check()
-            for (layer, _), entry in self.seen[task].items():
-                if entry.energies and not bool(torch.isfinite(torch.cat(entry.energies)).all()):
-                    raise NumericsError(
-                        f"gradients of the expert of {task!r} are NaN or infinite at layer {layer}",
-                        hint="Set compute.dtype to float32, or weights to uniform.",
-                    )
-
-    def _tell_back(self, layer: int, task: str) -> None:
-        """Report a step of the backward pass of a task."""
-        number, last, num_steps = (
-            [*self.parts].index(task),
-            len(self.pool.chain.layers),
-            self._num_early_steps,
-        )
-        self.tell(int(num_steps * (number + 1 - layer / last) / len(self.parts)) - num_steps, task)
+    def _gradient_weights(self, task: str) -> dict[_Key, _TokenWeights]:
+        sums = self._gradient_sums(task)
+        self.stream.check()
+        for (layer, _), entry in sums.items():
+            if entry.energies and not bool(torch.isfinite(torch.cat(entry.energies)).all()):
+                raise NumericsError(
+                    f"gradients of the expert of {task!r} are NaN or infinite at layer {layer}",
+                    hint="Set compute.dtype to float32, or weights to uniform.",
+                )
+        return {key: entry.weighted() for key, entry in sums.items()}
 
     def _gradient_sums(self, task: str) -> dict[_Key, _GradientSums]:
         """Run a task's expert forward and back; return the data of token weights of every group.
 
-        The gradients' second moments are cached with the task's first batch: those of all layers may be larger than the
-        model.
+        The gradients' second moments are cached with the task's first batch: they may be larger than the model.
         """
         # Gradients are not needed before the first chosen layer.
         layers = self.pool.chain.layers[min(self.groups) - 1 :]
@@ -302,8 +257,7 @@ class _StepWalk(CalibrationWalk):
             counts: list[list[Tensor]] = [[] for _ in groups]
             energies: list[list[Tensor]] = [[] for _ in groups]
             moments: list[GramSum | None] = [None for _ in groups]
-            tell = partial(self._tell_back, layer.index, task)
-            for batch in self.stream.batches(layer, task, tell=tell):
+            for batch in self.stream.batches(layer, task, tell=partial(self.tell, 0, task)):
                 side = batch.side.along(Routes()) if layer.num_experts else batch.side
                 gradients_of = self._back(layer, groups, parameters, batch, side, entered)
                 for number, group in enumerate(groups):
@@ -338,11 +292,10 @@ class _StepWalk(CalibrationWalk):
 
     def _record(self, task: str, layers: Sequence[Layer]) -> None:
         """Run the expert forward and cache its features at every boundary."""
-        tell = partial(self._tell_back, layers[-1].index, task)
         entered = EXPERT
         for layer in layers[:-1]:
             expert = self.pool.layer_map(expert_of(task), layer, task)
-            for batch in self.stream.batches(layer, task, tell=tell):
+            for batch in self.stream.batches(layer, task, tell=partial(self.tell, 0, task)):
                 left = expert(batch.get(entered), batch.side)
                 self.stream.keep(layer, batch, _recorded(layer.index), left, named="the expert")
             entered = _recorded(layer.index)
@@ -376,7 +329,7 @@ class _StepWalk(CalibrationWalk):
             if layer.role == "head":
                 # Normalised features: scores of CLIP and embeddings are cosines.
                 f = torch.nn.functional.normalize(layer.vectors(out, batch.side, self.pooling), dim=-1)
-                heads = [[(f * v.to(f)).sum()] for v in self._draw(self.digests[batch], f.shape[-1])]
+                heads = [[(f * v.to(f)).sum()] for v in self._draw(batch.digests, f.shape[-1])]
                 arriving: list[list[Tensor | None]] = [[None]] * num_passes
             else:
                 # Both passes share one forward computation of the layer.
@@ -446,15 +399,17 @@ class _StepWalk(CalibrationWalk):
                 if needs_output:
                     self.stream.keep(layer, batch, EXPERT, left, named="the expert")
             if self.calibrator.weights == "uniform" and counts[0]:
-                entries = enumerate(counts)
-                self.seen[task] = {(layer.index, number): _GradientSums(rows) for number, rows in entries}
+                self.weighted[task] = {
+                    (layer.index, number): _GradientSums(rows).weighted()
+                    for number, rows in enumerate(counts)
+                }
         self.stream.check()
         # One copy per layer brings the routes to the host; a copy per batch would synchronize each time.
         if chosen := [routes.chosen for routes in self.chosen.values() if routes.chosen is not None]:
             parts = torch.split(torch.cat(chosen).cpu(), [*map(len, chosen)])
             self.chosen = {batch: Routes(part) for batch, part in zip(self.chosen, parts, strict=True)}
         if self.calibrator.weights == "uniform":
-            self._compute_weights()
+            self._gather_energies()
         answers = [entry for entry in self.team.gather((first_task, streams)) if entry[0]]
         return min(answers, key=lambda entry: entry[0])[1] or {}
 
@@ -581,14 +536,12 @@ class _StepWalk(CalibrationWalk):
         task: str,
         weighted: _TokenWeights,
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, list[int]]]:
-        """Yield x~ [T, k], y1 [T, o] and roots of weights [T, 1] of some batches, ordered by fold, and the rows per
-        fold.
-        """
+        """Yield x~ [T, k], y1 [T, o], roots of weights [T, 1], ordered by fold, and the rows per fold."""
         chunk: list[tuple[Tensor, ...]] = []
         fold_of, num_batches = self.folds[task], len(weighted.rows)
         batches = zip(self.stream.batches(layer, task), weighted.rows, strict=True)
         for number, (batch, count) in enumerate(batches, start=1):
-            of_samples = [fold_of[digest] for digest in self.originals[batch]]
+            of_samples = [fold_of[digest] for digest in batch.originals]
             x, targets, tokens = self._rows(layer, student, group, streams, batch)
             # On the CPU, so that counting rows per fold doesn't synchronize with the device.
             fold = torch.tensor(of_samples)
@@ -630,7 +583,6 @@ class _StepWalk(CalibrationWalk):
         return x, torch.cat([y.reshape(len(x), y.shape[-1]) for y in targets], dim=1), tokens
 
     def _metric(self, task: str, key: _Key, like: Tensor) -> Tensor:
-        """Return a task's output metric."""
         # Read once, then dropped: the moments of all layers may be larger than the model.
         first_batch, name = self.stream.cached[task][0], _moment_name(key)
         moment, mu = first_batch.get(name)["moment"].to(like), self.calibrator.mu
@@ -675,13 +627,7 @@ def groups_of(layer: Layer, names: Collection[str]) -> list[_Group]:
 
 @dataclass
 class _TokenWeights:
-    """Token weights of one group and task.
-
-    Attributes:
-        rows: weights by batch, which sum to 1 over the task.
-        trace: trace of the gradients' second moment, if requested.
-        energy: the weight of the task relative to others.
-    """
+    """Weights by batch, which sum to 1 over the task, trace of the second moment, and weight of the task."""
 
     rows: list[Tensor]
     trace: float
@@ -690,13 +636,7 @@ class _TokenWeights:
 
 @dataclass
 class _GradientSums:
-    """The data of token weights of one group and task.
-
-    Attributes:
-        counts: weights of the rows by rule and mask, by batch.
-        energies: gradient energies of the rows; None for uniform weights.
-        traces: trace of the gradients' second moment, if requested.
-    """
+    """Weights of rows by rule and mask, gradient energies of rows (None for uniform weights), and traces."""
 
     counts: list[Tensor]
     energies: list[Tensor] | None = None

@@ -1,8 +1,7 @@
 """The forward order: features of several models pass the layers together, one layer after the other.
 
 Entry points: `walk` compares variants with the expert, `forward` returns final features, `capture` reads one module.
-A `FeatureStream` holds the features of several models at one boundary; calibrations run their own loops over it. Only
-the features of one boundary are cached at any time, those beyond a budget on disk.
+Only the features of one boundary are cached at any time, those beyond a budget on disk.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,7 +71,7 @@ class FeatureStream:
         models: cache names of the features; all start with the same inputs.
         store: where features are cached.
         on_step: called before every batch with layer index and task.
-        on_read: called with every batch that is read, and with its features.
+        hashes: True to record the digests of samples.
         file_prefix: prefix of file names, different from other streams in one store.
         cached: task -> its batches, once read.
     """
@@ -83,7 +81,7 @@ class FeatureStream:
     models: Sequence[str]
     store: FeatureStore = field(default_factory=lambda: FeatureStore())
     on_step: OnStep = lambda layer, task: None
-    on_read: Callable[[Batch, CachedBatch], None] = lambda batch, cached: None
+    hashes: bool = False
     file_prefix: str = ""
     cached: dict[str, list[CachedBatch]] = field(default_factory=dict, init=False)
     _sums: list[tuple[Layer, CachedBatch, str, Tensor]] = field(default_factory=list, init=False)
@@ -91,13 +89,7 @@ class FeatureStream:
     def batches(
         self, layer: Layer, task: str, *, tell: Callable[[], None] | None = None
     ) -> Iterator[CachedBatch]:
-        """Yield the batches of a task at the boundary before the layer.
-
-        Args:
-            layer: the layer.
-            task: the task.
-            tell: called before each batch instead of `on_step`.
-        """
+        """Yield the batches of a task before the layer; `tell` is called before each instead of `on_step`."""
         for batch in self.cached[task] if task in self.cached else self._read(task):
             if tell is None:
                 self.on_step(layer.index, task)
@@ -113,9 +105,10 @@ class FeatureStream:
             # The pool computes boundary 0 once: it is the same for all models.
             state, side = self.pool.begun(batch.inputs)
             cached = CachedBatch(self.store, task, f"{name}-{number}", side, batch.start, batch.stop)
+            if self.hashes:
+                cached.digests, cached.originals = batch.digests, batch.copied or batch.digests
             for model in self.models:
                 cached.put(model, state)
-            self.on_read(batch, cached)
             batches.append(cached)
             yield cached
         # Only a complete pass is cached; after an exception the samples are read again.
@@ -136,41 +129,18 @@ class FeatureStream:
         *,
         named: str = "",
     ) -> State:
-        """Run a model's features through a layer, cache the result and return it.
-
-        Args:
-            layer: the layer.
-            batch: the cached batch.
-            model: the features' name in the cache.
-            through: (state, side inputs) -> next state.
-            named: the model's name in messages.
-        """
+        """Run a model's features through a layer, cache the result and return it; `named` is for messages."""
         left = through(batch.get(model), batch.side)
         self.keep(layer, batch, model, left, named=named)
         return left
 
     def keep(self, layer: Layer, batch: CachedBatch, model: str, left: State, *, named: str = "") -> None:
-        """Replace a model's features before the layer by those after it.
-
-        Args:
-            layer: the layer.
-            batch: the cached batch.
-            model: the features' name in the cache.
-            left: the features after the layer.
-            named: the model's name in messages.
-        """
+        """Replace a model's features before the layer by those after it."""
         self.watch(layer, batch, named or model, left)
         batch.put(model, left)
 
     def watch(self, layer: Layer, batch: CachedBatch, model: str, left: State) -> None:
-        """Record one number per sample of a layer's output for the next `check`.
-
-        Args:
-            layer: the layer.
-            batch: the batch.
-            model: the model's name in messages.
-            left: the features after the layer.
-        """
+        """Record one number per sample of a layer's output for the next `check`."""
         features = left[layer.stream]
         # A sum is NaN or infinite as soon as one entry is, and is cheaper than looking at each. Not in float64: on the
         # CPU that takes forty times as long as in float32.
@@ -178,11 +148,7 @@ class FeatureStream:
         self._sums.append((layer, batch, model, features.flatten(1).sum(dim=1, dtype=dtype)))
 
     def check(self) -> None:
-        """Raise if features since the last check are NaN or infinite; this synchronizes with the device once.
-
-        Raises:
-            NumericsError: names the layer, the task and the first sample.
-        """
+        """Raise a `NumericsError` if features since the last check are NaN or infinite; synchronizes once."""
         sums, self._sums = self._sums, []
         # The usual case costs one read of the device; only a failure looks at each batch.
         if not sums or bool(torch.isfinite(torch.cat([total for *_, total in sums])).all()):
@@ -205,10 +171,11 @@ class FeatureStream:
 
 @dataclass(frozen=True)
 class _CachedState:
-    """A state in memory or in a file, and the device that each tensor came from."""
+    """A state in memory or in a file, the device that each tensor came from, and its part of the budget in bytes."""
 
     state: State | Path
     devices: Mapping[str, torch.device]
+    num_bytes: int
 
 
 @dataclass
@@ -221,8 +188,8 @@ class FeatureStore:
 
     budget: int = 0
     folder: Path | None = None
-    _held: Counter[torch.device] = field(default_factory=Counter, init=False)
-    _limits: dict[torch.device, float] = field(default_factory=dict, init=False)
+    _held: int = field(default=0, init=False)
+    _room: int | None = field(default=None, init=False)
     _files: set[Path] = field(default_factory=set, init=False)
     _made_folder: bool = field(default=False, init=False)
 
@@ -239,16 +206,16 @@ class FeatureStore:
     def cache(self, name: str, state: State) -> _CachedState:
         """Store a state, in a file called `name` beyond the budget."""
         devices = {key: value.device for key, value in state.items()}
-        sizes = Counter[torch.device]()
-        for value in state.values():
-            sizes[value.device] += value.nbytes
-        if self.folder is not None and self._held.total() + sizes.total() > self.budget:
-            return _CachedState(self._write(self.folder, f"{name}.safetensors", state), devices)
-        # Checked per device: a state may have token ids on the host and features on an accelerator.
-        full = {device for device in sizes if self._held[device] + sizes[device] > self._limit(device)}
-        kept = {key: value.cpu() if value.device in full else value for key, value in state.items()}
-        self._count(kept, 1)
-        return _CachedState(kept, devices)
+        num_bytes = sum(value.nbytes for value in state.values())
+        if self.folder is not None and self._held + num_bytes > self.budget:
+            return _CachedState(self._write(self.folder, f"{name}.safetensors", state), devices, 0)
+        self._held += num_bytes
+        if self._room is None:
+            free = [memory(device) for device in {*devices.values()} if device.type != "cpu"]
+            self._room = fitting_batch(min((sizes[0] // 2 for sizes in free if sizes), default=1 << 62))
+        if self._held > self._room:
+            state = {key: value.cpu() for key, value in state.items()}
+        return _CachedState(state, devices, num_bytes)
 
     def load(self, cached: _CachedState) -> State:
         """Return a state on its original devices."""
@@ -259,22 +226,10 @@ class FeatureStore:
 
     def free(self, cached: _CachedState) -> None:
         """Remove a cached state."""
+        self._held -= cached.num_bytes
         if isinstance(cached.state, Path):
             cached.state.unlink(missing_ok=True)
             self._files.discard(cached.state)
-        else:
-            self._count(cached.state, -1)
-
-    def _count(self, state: State, sign: int) -> None:
-        for value in state.values():
-            self._held[value.device] += sign * value.nbytes
-
-    def _limit(self, device: torch.device) -> float:
-        """Return the bytes that states may take on a device: half of the free memory before the first."""
-        if device not in self._limits:
-            free = None if device.type == "cpu" else memory(device)
-            self._limits[device] = math.inf if free is None else fitting_batch(free[0] // 2)
-        return self._limits[device]
 
     def _write(self, folder: Path, name: str, state: State) -> Path:
         from safetensors.torch import save_file
@@ -290,10 +245,7 @@ class FeatureStore:
 
 @dataclass(eq=False)
 class CachedBatch:
-    """One batch of one task at one boundary, with a state per model.
-
-    `side` holds the side inputs, the same for every model; `name` is the prefix of file names.
-    """
+    """One batch of one task at one boundary, with a state per model; `name` is the prefix of file names."""
 
     store: FeatureStore
     task: str
@@ -301,6 +253,8 @@ class CachedBatch:
     side: SideInputs
     start: int
     stop: int
+    digests: Sequence[str] = ()
+    originals: Sequence[str] = ()
     _states: dict[str, _CachedState] = field(default_factory=dict, init=False)
 
     def put(self, model: str, state: State) -> None:
@@ -323,7 +277,7 @@ class CachedBatch:
 class LayerView:
     """The states of one layer on one batch, for one variant and the task's expert.
 
-    Fields named "merged" are of the variant, whatever its name. All states are of the same samples.
+    Fields named "merged" are of the variant, whatever its name.
 
     Attributes:
         crossed_out: the output of the variant's layer on the expert's features.
@@ -348,9 +302,9 @@ class LayerView:
     variant_along: Callable[..., State] | None = None
 
     def rerouted(self, by: str) -> State:
-        """Return the variant's output minus its output with the routes of another pass.
+        """Return the variant's output minus its output with the routes of another pass; empty if it is no mixture.
 
-        The difference is exactly zero if both choose the same experts. The state is empty if the layer is no mixture.
+        It is exactly zero if both choose the same experts.
         """
         if self.variant_along is None:
             return {}
@@ -459,8 +413,7 @@ def walk(
 ) -> Iterator[LayerView]:
     """Yield layer views in forward order: for each layer, for each batch, for each variant.
 
-    Nothing is modified. In memory at a time: one layer of the expert and of each variant, and the features at one
-    boundary, (1 + variants) * samples * state.
+    In memory at a time: one layer of the expert and of each variant, and the features at one boundary.
 
     Args:
         pool: the models.
@@ -522,7 +475,6 @@ def walk(
 
 
 def _through(layer_map: LayerMap, state: State, side: SideInputs, *, routes: Routes | None) -> State:
-    """Run the map with routes, which it records, or follows if they are given."""
     return layer_map(state, side.along(routes))
 
 
@@ -533,16 +485,7 @@ def layer_states(
     *,
     task: str = "",
 ) -> Iterator[tuple[Layer, list[tuple[int, State, SideInputs]]]]:
-    """Run one model forward; yield each layer with (first sample, state, side inputs) of every batch.
-
-    Layers are read one at a time while the features of all batches are cached.
-
-    Args:
-        pool: the models.
-        model: the model's name.
-        batches: the samples.
-        task: the task of the attachment.
-    """
+    """Run one model forward, one layer at a time; yield it with (first sample, state, side inputs) of every batch."""
     stream = FeatureStream(pool, {task: InMemoryBatches(lambda: batches)}, [model])
 
     for layer in pool.chain.layers:
@@ -562,15 +505,7 @@ def forward(
     task: str = "",
     pooling: Pool | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield final features of one model, batch by batch: (position of the first sample, [n, d]).
-
-    Args:
-        pool: the models.
-        model: the model's name.
-        batches: the samples.
-        task: the task of the attachment.
-        pooling: the pooling to one vector per sample; None returns features as they are.
-    """
+    """Yield final features, pooled if there is a `pooling`: (position of the first sample, [n, d]) by batch."""
     for layer, states in layer_states(pool, model, batches, task=task):
         if layer.role == "head":
             for start, state, side in states:
@@ -578,14 +513,7 @@ def forward(
 
 
 def waiting_bytes(pool: ModelPool, model: str, inputs: object, num_models: int = 1) -> int:
-    """Return the cached bytes of one sample at a boundary.
-
-    Args:
-        pool: the models.
-        model: any model's name.
-        inputs: raw inputs of one sample.
-        num_models: the number of models whose features are cached.
-    """
+    """Return the cached bytes of one sample at a boundary, for the features of `num_models`."""
     state, side = pool.begun(inputs)
     stem = pool.chain.layers[0]
     out = pool.layer_map(model, stem, "")(state, side)
@@ -596,8 +524,7 @@ def waiting_bytes(pool: ModelPool, model: str, inputs: object, num_models: int =
 def capture(
     module: nn.Module, inputs: Iterable[Any], *, pool: Pool | None = None
 ) -> Iterator[tuple[Layer, Tensor]]:
-    """Yield each layer with its pooled features [n, d], in forward order; one boundary of features is in memory at a
-    time.
+    """Yield each layer with its pooled features [n, d], in forward order; one boundary of features is in memory.
 
     Args:
         module: any supported module; run in eval mode, not modified.
@@ -647,7 +574,7 @@ class LibraryDrift:
     """The drift of a task's first samples by the models' own library, to verify the walk.
 
     Attributes:
-        batch: the samples: one batch, fewer if its features at all boundaries exceed the budget, and at most `most`.
+        batch: the samples: one batch, fewer if its features exceed the budget, and at most `most`.
         error: |e - e_library| / |e| by variant and layer; NaN without drift.
     """
 
@@ -680,17 +607,7 @@ class LibraryDrift:
         self.error: dict[tuple[str, int], float] = {}
 
     def compare(self, layer: Layer, variant: str, merged: State, expert: State) -> None:
-        """Record the closure error of the first samples after a layer.
-
-        Args:
-            layer: the layer.
-            variant: the variant.
-            merged: its state after the layer.
-            expert: the expert's state after the layer.
-
-        Raises:
-            NumericsError: the drift differs from that of the models' own library.
-        """
+        """Record the closure error of the first samples after a layer; raise a `NumericsError` if it is no rounding."""
         merged, expert = (
             {name: leaf[: self.batch.stop] for name, leaf in state.items()} for state in (merged, expert)
         )
@@ -714,14 +631,7 @@ class LibraryDrift:
 
 
 def _gap(ours: State, theirs: State, features: State, dtype: str) -> tuple[float, float, bool]:
-    """Return the relative difference of two computations of one drift, its limit, and True if it exceeds rounding.
-
-    Args:
-        ours: the drift.
-        theirs: the same drift, computed in another way.
-        features: the expert's features.
-        dtype: the dtype of the features.
-    """
+    """Return the relative difference of two computations of one drift, its limit, and True if it is no rounding."""
     sizes = torch.stack([norm(state).sum() for state in (ours, subtract(ours, theirs), features)])
     size, apart, scale = sizes.tolist()
     # Without drift a relative error is undefined, which tables show as missing.

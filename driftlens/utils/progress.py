@@ -84,29 +84,6 @@ class CancelToken:
             )
 
 
-@dataclass
-class LayerSteps:
-    """The progress of a walk through layers up to `last`, which begins with `before` steps ahead of the first layer.
-
-    The walk counts the first steps up to 0: a negative layer is the number of steps left.
-    """
-
-    last: int
-    before: int = 0
-    done: int = 0
-
-    @property
-    def total(self) -> int:
-        """The number of steps, as far as known."""
-        return self.before + self.last
-
-    def at(self, layer: int) -> int:
-        """Return how many steps are done at the start of a layer; a negative layer counts steps before the first."""
-        self.before = max(self.before, -layer)
-        self.done = max(self.done, self.before + (layer if layer < 0 else max(0, layer - 1)))
-        return self.done
-
-
 class Reporter:
     """Hands events to a sink and polls the cancel token; every long loop goes through `track` or `step`."""
 

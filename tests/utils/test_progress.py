@@ -7,7 +7,7 @@ import json
 import pytest
 
 from driftlens.utils.errors import Cancelled
-from driftlens.utils.progress import CancelToken, LayerSteps, ProgressEvent, Reporter, sink_for
+from driftlens.utils.progress import CancelToken, ProgressEvent, Reporter, sink_for
 
 
 class Clock:
@@ -140,14 +140,6 @@ def test_tracking_reports_before_each_item_and_at_the_end() -> None:
         (1, 2, "B"),
         (2, 2, ""),
     ]
-
-
-def test_steps_before_the_first_layer_are_counted_with_the_layers() -> None:
-    steps = LayerSteps(4)
-    told = [(steps.at(layer), steps.total) for layer in (1, -3, -1, 2, 1, 3, 5)]
-    assert told == [(0, 4), (0, 7), (2, 7), (4, 7), (4, 7), (5, 7), (7, 7)]
-    plain = LayerSteps(4)
-    assert [plain.at(layer) for layer in (1, 2, 5)] == [0, 1, 4] and plain.total == 4
 
 
 def test_a_cancelled_token_stops_the_work_at_the_next_step() -> None:

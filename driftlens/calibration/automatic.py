@@ -1,8 +1,7 @@
 """Choice of a calibration by its scores on held-out samples. Entry point: `decide`.
 
-Samples fall into folds. Whole samples are held out, never tokens: tokens of one image are not independent. All
-candidates are compared in pairs, with Bonferroni's correction for their number. The result is the simplest candidate
-that no other clearly beats; of equally simple ones the last within one standard error of the best.
+All candidates are compared in pairs, with Bonferroni's correction for their number. The result is the simplest
+candidate that no other clearly beats; of equally simple ones the last within one standard error of the best.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class HeldOutScores:
-    """The held-out scores of a candidate; lower is better.
-
-    `by_task` has one value per sample, with the same samples in the same order for every candidate.
-    """
+    """The held-out scores of a candidate by task, one per sample in one order for all candidates; lower is better."""
 
     by_task: Mapping[str, NDArray[np.float64]]
 
@@ -37,12 +33,11 @@ class HeldOutScores:
         return float(np.mean([values.mean() for values in self.by_task.values()]))
 
     def compared_with(self, other: HeldOutScores, *, among: int = 1) -> ScoreDifference:
-        """Compare the mean with another candidate's.
+        """Compare the mean with another candidate's; the allowed error is shared `among` comparisons.
 
-        Samples are paired, and tasks are strata with variances of their own: Student's t with the degrees of freedom
-        of Welch and Satterthwaite. The allowed error is shared among `among` comparisons. Samples of different folds
-        were scored by different fits. These fits share samples, so scores are correlated, which the error ignores:
-        the interval is slightly too narrow.
+        Samples are paired, and tasks are strata: Student's t with the degrees of freedom of Welch and Satterthwaite.
+        Scores of different folds come from fits that share samples, which the error ignores: intervals are slightly too
+        narrow.
         """
         pairs = [(other.by_task[task], values) for task, values in self.by_task.items()]
         # A candidate that could not be solved has infinite scores and never wins.
@@ -110,8 +105,7 @@ def decide(
     Args:
         scores: scores by model, from the simplest to the most complex; one is `merged`.
         alike: sets of names that are equally simple.
-        among: the number of comparisons that share the allowed error, including those with models rejected earlier;
-            None takes the number of other models.
+        among: the number of comparisons that share the allowed error; None takes the number of other models.
     """
     among = max(1, len(scores) - 1) if among is None else among
 
@@ -142,17 +136,7 @@ def decide(
 def folds_of(
     num_samples: int, task: str, purpose: str = "choosing settings", *, parts: int = NUM_FOLDS
 ) -> list[range]:
-    """Return the positions of every fold's samples of a task, folds being interleaved and of nearly equal size.
-
-    Args:
-        num_samples: the number of samples.
-        task: the task, for messages.
-        purpose: the purpose of holding out, for messages.
-        parts: the number of folds.
-
-    Raises:
-        DataError: there are too few samples.
-    """
+    """Return the positions of every fold's samples; raise a `DataError` if a task has too few for `purpose`."""
     if num_samples < 2 * NUM_FOLDS:
         raise DataError(
             f"task {task} has {num_samples} calibration samples; {purpose} takes at least {2 * NUM_FOLDS}",

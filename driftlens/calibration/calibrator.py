@@ -1,8 +1,7 @@
 """Base classes of calibrators, and their registry: one file each in this package.
 
 A calibrator owns its settings: the parameters of its constructor, with types, defaults, bounds and help in their
-annotations (see `driftlens.utils.registry`). Spec, command line, dashboard and model card read them there. The method
-`calibrated` solves or trains; no other code depends on the kind of a calibrator.
+annotations (see `driftlens.utils.registry`). Spec, command line, dashboard and model card read them there.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Calibrator:
     update: Sequence[str] = ()
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return the constructor's arguments and their values; `deep` has no effect, as nothing is nested."""
+        """Return the constructor's arguments and their values; `deep` has no effect."""
         return {name: getattr(self, name) for name in settings_of(type(self)).model_fields}
 
     def changed(self, **settings: Any) -> Self:
@@ -138,10 +137,7 @@ class FinalFeatures:
     def rows(self, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the merged model's and the expert's vectors, [T, d] each, of every unmasked token.
 
-        `chosen` are positions of samples, [m]; None takes all.
-
-        Raises:
-            IncompatibleModelsError: features are channels before space, as in convolutions, not tokens.
+        `chosen` are positions of samples, [m]; None takes all. Channels before space, as in convolutions, are refused.
         """
         # A map of tokens has no meaning for channels of a convolution.
         if self.merged.dim() > 3:
@@ -156,7 +152,7 @@ class FinalFeatures:
 
 
 def _token_rows(features: Tensor, mask: Tensor | None) -> Tensor:
-    """Return unmasked tokens, [T, d]. A mask of another shape is ignored: a head may return tokens of its own."""
+    """Return unmasked tokens, [T, d]; a mask of another shape is ignored: a head may return its own tokens."""
     is_masked = mask is not None and features.dim() == 3 and mask.shape == features.shape[:2]
     return features[mask.bool()] if mask is not None and is_masked else features.flatten(0, -2)
 
@@ -198,12 +194,7 @@ def _joined(parts: Sequence[Tensor], length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Course:
-    """The random numbers and the progress callback of one training.
-
-    Attributes:
-        generator: the generator of all random numbers.
-        told: called with (step from 1, number of steps, loss); it may raise, `Cancelled` for instance.
-    """
+    """The random numbers of one training, and a callback (step from 1, number of steps, loss) that may raise."""
 
     generator: torch.Generator
     told: Callable[[int, int, float], None]
@@ -227,11 +218,7 @@ class Trained(Calibrator):
         raise NotImplementedError
 
     def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
-        """Yield the correction of every task; each task is trained by one process.
-
-        Raises:
-            NumericsError: weights or features are NaN or infinite.
-        """
+        """Yield the correction of every task; each task is trained by one process."""
         team, last = context.team, len(context.pool.chain.layers)
         # One task per process and round, so that results arrive in the order of tasks.
         rounds = range(0, len(context.tasks), team.size)
@@ -265,16 +252,7 @@ class Trained(Calibrator):
 
 
 def over_preset(method: str, preset: str | None, settings: Mapping[str, object]) -> dict[str, Any]:
-    """Return a method's settings on top of one of its presets; `resolve` checks them.
-
-    Args:
-        method: the name of a calibrator.
-        preset: the name of a preset; None for none.
-        settings: the settings, which override the preset's.
-
-    Raises:
-        SpecError: the method has no such preset.
-    """
+    """Return a method's settings on top of one of its presets; raise a `SpecError` if there is no such preset."""
     kind = calibrators[method]
     if preset is not None and preset not in kind.presets:
         raise SpecError(

@@ -148,13 +148,7 @@ def _layer_norm_closed_form(
 
 
 def module_inputs(model: nn.Module, block: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Run a model; return the inputs of each module of a block, [n, d] in float64, one row per token.
-
-    Args:
-        model: the model, in eval mode.
-        block: one of its blocks.
-        inputs: keyword arguments of the forward call.
-    """
+    """Run a model; return the inputs of each module of one of its blocks, [n, d] in float64, one row per token."""
     rows: dict[str, Tensor] = {}
 
     def record(name: str, args: tuple[Any, ...]) -> None:
@@ -244,7 +238,7 @@ def relative_change(new: Tensor, old: Tensor) -> float | None:
 
 
 def _solve_norm(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, lam: float) -> SiteUpdate:
-    """Solve for the scale and, where the norm has one, the shift (Eq. 59); arguments as for `_solve_linear`."""
+    """Solve for the scale and, where the norm has one, the shift (Eq. 59)."""
     moments, pull = problem.moments, anchor or {}
     (site,) = problem.sites
     scale_name, shift_name = f"{site.name}.weight", f"{site.name}.bias"
@@ -307,8 +301,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 class FeatCal(ClosedFormBase):
     """Closed-form feature calibration of a merged model (arXiv:2605.13030): its settings and its solves.
 
-    The defaults follow the paper's text for CLIP; `PRESETS` has the others. Arguments are stored as they are and
-    checked when they are used.
+    The defaults follow the paper's text for CLIP; `PRESETS` has the others.
 
     Args:
         lam: ridge lambda >= 0, relative to a Gram matrix of Frobenius norm 1 (Eq. 15).
@@ -318,10 +311,9 @@ class FeatCal(ClosedFormBase):
             determinants above it; here it doesn't, so that Eq. 16 and 59 hold exactly.
         update: kinds of parameters to solve for: `linear` weights, `bias` of linear modules, `norm` scale and shift.
         anchor: `merged` for Eq. 11, `none` to drop the pull towards the anchor.
-        last_block_tokens: token-weight rule of the last block's sites, except keys and values, instead of the
-            adapter's own; the authors' script has `cls_emphasis` here, the paper's text weighs every token alike.
-        solve_dtype: `float64` or `float32`, for sums and solves; at lam = 1e-5 float32 is accurate to about 1e-3
-            only.
+        last_block_tokens: token-weight rule of the last block's sites, except keys and values; the authors' script has
+            `cls_emphasis` here, the paper's text weighs every token alike.
+        solve_dtype: `float64` or `float32`, for sums and solves; at lam = 1e-5 float32 is accurate to about 1e-3.
         inputs: the features that a layer reads while it is fitted: `deployed` from the calibrated layers before it,
             as in the paper, or `merged` or `expert` from that model, for ablations.
     """

@@ -1,7 +1,4 @@
-"""Residual calibration: linear modules also correct the errors of the modules before them.
-
-`residual_blocks` is the method as one function, `ResidualCal` the same for the streamed engine.
-"""
+"""Residual calibration: linear modules also correct the errors of the modules before them."""
 
 from __future__ import annotations
 

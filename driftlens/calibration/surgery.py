@@ -43,19 +43,13 @@ class LowRank:
         return f - (f @ self.down.to(f).mT).relu() @ self.up.to(f).mT
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the tensors to save; a third one marks maps that normalize features."""
+        """Return the tensors to save."""
         flag = {"normalize": torch.ones(())} if self.normalize else {}
         return {"down": self.down, "up": self.up, **flag}
 
 
 def uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Sample a matrix as `nn.Linear` initializes it: uniform within 1 / sqrt(columns), Kaiming's bound with a = sqrt 5.
-
-    Args:
-        rows: number of rows.
-        columns: number of columns.
-        generator: the random generator.
-    """
+    """Sample a matrix as `nn.Linear` initializes it: uniform within 1 / sqrt(columns)."""
     bound = 1 / math.sqrt(columns)
     return (2 * torch.rand(rows, columns, generator=generator) - 1) * bound
 
@@ -90,10 +84,7 @@ class _LowRankTrained(Trained):
         """Return the loss of the merged model's and the expert's vectors, [T, d] each."""
 
     def train(self, features: FinalFeatures, course: Course) -> LowRank:
-        """Fit the correction of one task; batches are sampled without replacement, epoch after epoch.
-
-        The number of steps is fixed: there is no validation and no choice among steps.
-        """
+        """Fit the correction of one task; there is no validation and no choice among steps."""
         parameters = [leaf.requires_grad_() for leaf in self.start(features.merged, course.generator)]
         # Samples are taken without replacement, so that each is seen equally often.
         descent, order = torch.optim.Adam(parameters, lr=self.lr), torch.empty(0, dtype=torch.long)
@@ -114,8 +105,7 @@ class _LowRankTrained(Trained):
 class Surgery(_LowRankTrained):
     """A low-rank correction of the final feature per task, f' = f - U relu(D f), trained on the mean |f' - f_expert|.
 
-    The authors train on test images. For texts, f is what the score map reads, token by token, for which no other way
-    is published.
+    The authors train on test images. For texts, f is what the score map reads, token by token.
     """
 
     title = "Surgery"
@@ -142,14 +132,7 @@ class Surgery(_LowRankTrained):
     def loss(
         self, merged: Tensor, expert: Tensor, parameters: Sequence[Tensor], generator: torch.Generator
     ) -> Tensor:
-        """Return the mean distance of the corrected features from the expert's.
-
-        Args:
-            merged: vectors of the merged model, [T, d].
-            expert: vectors of the expert, [T, d].
-            parameters: D and U.
-            generator: not used.
-        """
+        """Return the mean distance of the corrected features from the expert's."""
         down, up = parameters
         target = F.normalize(expert, dim=-1) if self.normalize else expert
         return (LowRank(down, up, self.normalize)(merged) - target).abs().mean()
@@ -186,14 +169,7 @@ class ProbSurgery(_LowRankTrained):
     def loss(
         self, merged: Tensor, expert: Tensor, parameters: Sequence[Tensor], generator: torch.Generator
     ) -> Tensor:
-        """Return the loss with one sample of z per vector.
-
-        Args:
-            merged: vectors of the merged model, [T, d].
-            expert: vectors of the expert, [T, d].
-            parameters: D, M and V.
-            generator: the generator of z.
-        """
+        """Return the loss with one sample of z per vector; parameters are D, M and V."""
         noise = to_match(merged, torch.randn(merged.shape, generator=generator))
         return _prob_surgery_loss(merged, expert, noise, parameters, self.weight)
 

@@ -1,7 +1,4 @@
-"""All models of a study, read layer by layer from one skeleton. Entry point: `ModelPool`.
-
-A variant is weights plus corrections of their final feature. Everything that compares models goes through `LayerMap`.
-"""
+"""All models of a study, read layer by layer from one skeleton; a variant is weights plus feature corrections."""
 
 from __future__ import annotations
 
@@ -27,13 +24,7 @@ from driftlens.utils.errors import DataError, IncompatibleModelsError, some_of
 
 
 def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
-    """Return raw inputs on a device, with floating tensors in `dtype`; lists become tuples and mappings dicts.
-
-    Args:
-        inputs: tensors, nested in lists, tuples and mappings.
-        device: the target device.
-        dtype: the dtype of floating tensors.
-    """
+    """Return raw inputs on a device, with floating tensors in `dtype`; lists become tuples and mappings dicts."""
     if isinstance(inputs, Tensor):
         return to_device(inputs, device, dtype if inputs.is_floating_point() else None)
     if isinstance(inputs, Mapping):
@@ -53,15 +44,9 @@ def input_bytes(inputs: object) -> int:
 
 
 def replaced(layer: Layer, parameters: Parameters, updates: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a layer's parameters with some of them updated.
+    """Return a layer's parameters with some of them updated; updates of a fused tensor become views of it.
 
-    If a fused tensor of a mixture changes, its experts are copied into one tensor; otherwise every pass would do
-    that.
-
-    Args:
-        layer: the layer.
-        parameters: all of its parameters.
-        updates: the new ones; those of a fused tensor become views of it.
+    If a fused tensor of a mixture changes, its experts are copied into one tensor; otherwise every pass would do that.
     """
     new = {**parameters, **updates}
     for slots in _stacks(layer).values():
@@ -119,13 +104,7 @@ class LayerMap:
     attachment: Attachment | None = None
 
     def __call__(self, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        """Return the features at the next boundary.
-
-        Args:
-            state: features before the layer.
-            side: the batch's side inputs.
-            tap: called with the inputs of the layer's sites.
-        """
+        """Return the features at the next boundary; `tap` is called with the inputs of the layer's sites."""
         out, stream = self.layer.call(self.parameters, state, side, tap), self.layer.stream
         return out if self.attachment is None else {**out, stream: self.attachment(out[stream])}
 
@@ -139,8 +118,7 @@ class ModelPool:
         models: weights by name (`base`, `merged`, `expert:<task>`, ...) in the skeleton's key names.
         device: the device of parameters.
         dtype: the floating dtype of all computations.
-        modules: live modules by the same names, for models that were given as such; the library's forward pass runs
-            them.
+        modules: live modules by the same names; their own forward pass runs.
         budget: bytes that a whole model may take where one has to be in memory.
     """
 
@@ -195,13 +173,7 @@ class ModelPool:
         return self._heads[key]
 
     def add(self, model: str, source: StateSource, attachments: Attachments | None = None) -> None:
-        """Add or replace a model; raise if its parameters differ from the architecture's.
-
-        Args:
-            model: its name.
-            source: its weights.
-            attachments: corrections of its final feature by task.
-        """
+        """Add or replace a model; raise if its parameters differ from the architecture's."""
         require_same_parameters(self._skeleton, self.chain, source)
         self._models[model] = Variant(source, dict(attachments or {}))
 
@@ -215,13 +187,7 @@ class ModelPool:
         return wide
 
     def parameters(self, model: str, layer: Layer, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return parameters of a layer of one model by the layer's names, on `device` in `dtype`.
-
-        Args:
-            model: the model's name.
-            layer: the layer.
-            names: the parameters to read; None reads all.
-        """
+        """Return parameters of a layer by its names, on `device` in `dtype`; `names` None reads all."""
         if names is not None:
             return {name: self._parameter(model, layer.parameters[name]) for name in names}
         read = self._table if layer.role == "stem" else self._parameter
@@ -259,13 +225,7 @@ class ModelPool:
         return self.chain.start(on_device(inputs, self.device, self.dtype))
 
     def layer_map(self, model: str, layer: Layer, task: str) -> LayerMap:
-        """Read one layer of one model for one task; the last layer includes the task's attachment.
-
-        Args:
-            model: the model's name.
-            layer: the layer.
-            task: the task of the attachment.
-        """
+        """Read one layer of one model; the last layer includes the attachment of `task`."""
         # Attachments correct the final feature, which the last layer returns.
         is_last = layer.index == len(self.chain.layers)
         attachment = self._models[model].attachments.get(task) if is_last else None
@@ -274,13 +234,7 @@ class ModelPool:
     def library_states(self, model: str, inputs: Any, task: str = "") -> list[State]:
         """Return the states at boundaries 1..L from one forward pass of the library's module with these weights.
 
-        The last state includes the attachment of `task`. One block's weights are in memory at a time, in addition to
-        those of the stem and the head.
-
-        Args:
-            model: the model's name.
-            inputs: raw inputs.
-            task: the task of the attachment.
+        The last state includes the attachment of `task`. One block's weights are in memory at a time.
         """
         if model in self._modules:
             states = self.chain.library_states(self._modules[model], inputs)
@@ -325,10 +279,7 @@ class ModelPool:
 
     @contextmanager
     def loaded(self, model: str, task: str = "") -> Iterator[nn.Module]:
-        """Load the library's whole module with the weights of one model, for generation of text, inside the context.
-
-        A hook applies the attachment of `task`. See `require_room`.
-        """
+        """Load the library's whole module with one model's weights and attachment, for generation of text."""
         module = self._modules[model] if model in self._modules else self._copied(model)
         attachment = self._models[model].attachments.get(task)
         with ExitStack() as stack:
@@ -341,7 +292,7 @@ class ModelPool:
             yield module
 
     def _copied(self, model: str) -> nn.Module:
-        """Return a copy of the library's module with the weights of one model; see `require_room`.
+        """Return a copy of the library's module with the weights of one model.
 
         Parameters that no layer reads and the file lacks stay on the meta device.
         """
@@ -372,11 +323,6 @@ class ModelPool:
 
 def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: StateSource) -> None:
     """Raise if keys are missing or unknown, shapes differ, or integers are stored in the place of floats.
-
-    Args:
-        skeleton: the library's module.
-        chain: its layers.
-        source: the weights to check.
 
     Raises:
         IncompatibleModelsError: names the keys.
@@ -427,11 +373,10 @@ def streamed_weights(
 ) -> Iterator[None]:
     """Run ordinary forward passes of `module` with the weights that `read` returns, inside the context.
 
-    A block's parameters are read before it runs and dropped after it; all others stay in memory. The module is
-    restored at the end, also after an exception.
+    A block's parameters are read before it runs and dropped after it; all others stay in memory.
 
     Args:
-        module: the library's module.
+        module: the library's module, restored at the end.
         block_paths: paths of its blocks.
         read: full name of a weight -> its values.
         device: the device of the weights.
@@ -497,7 +442,7 @@ def _put(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor])
 
 
 def _places(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str, bool]]:
-    """Return, for each name, the module's dictionary of parameters or buffers, the key in it, and True for a buffer."""
+    """Return the dictionary of parameters or buffers that holds each name, the key in it, and True for a buffer."""
     owners = [
         (module.get_submodule(path), leaf) for path, _, leaf in (name.rpartition(".") for name in names)
     ]
@@ -509,10 +454,7 @@ def _places(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any
 
 
 def attachment_tensors(attachments: Attachments, prefix: str | int) -> dict[str, Tensor]:
-    """Return all tensors by their names in files, `prefix/tensor/task`.
-
-    The prefix is the last layer's index in a run, and the path of `final_module` in a saved model.
-    """
+    """Return all tensors by name, `prefix/tensor/task`; a prefix is the last layer's index or `final_module`."""
     return {
         f"{prefix}/{name}/{task}": value.detach()
         for task, attachment in sorted(attachments.items())
@@ -532,11 +474,7 @@ def attachments_from(
 
 
 def final_module(chain: LayerChain) -> str:
-    """Return the path of the library's module whose output is the final feature.
-
-    Raises:
-        IncompatibleModelsError: no module returns it.
-    """
+    """Return the path of the library's module whose output is the final feature; raise if there is none."""
     last = chain.layers[-1]
     path = last.path if last.role == "block" else chain.final
     if path is None:
@@ -589,12 +527,7 @@ class ScoredSamples:
         return weight.to(self._pool.device, self._pool.dtype)
 
     def log_probabilities(self, rows: Sequence[int], weights: Mapping[str, Tensor]) -> Tensor:
-        """Return log-probabilities [n, classes] of some samples.
-
-        Args:
-            rows: positions of the samples.
-            weights: weights as stored, by their keys.
-        """
+        """Return log-probabilities [n, classes] of the samples at positions `rows`, with weights as stored."""
         state, side = self._pool.begun(self._samples.load(rows))
         held = _WeightSource(weights)
         for layer in self._pool.chain.layers:

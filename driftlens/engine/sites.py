@@ -1,7 +1,4 @@
-"""Selection of sites to calibrate, their inputs and outputs, and the weights of their rows.
-
-Entry points: `select_sites`, `coverage`, `rows_and_output`.
-"""
+"""Selection of sites to calibrate, their inputs and outputs, and the weights of their rows."""
 
 from __future__ import annotations
 
@@ -83,9 +80,8 @@ def select_sites(
     Args:
         chain: the model as layers.
         layers: the layers, as for `select_layers`; None means all.
-        sites: globs on module paths (`*.attn.*`), or `GROUPS`; None means every linear and norm module inside blocks.
-            Stem, final norm and projection are calibrated only if a pattern names them. Modules whose weight is tied
-            to another place are left out, see `tied_sites`.
+        sites: globs on module paths (`*.attn.*`), or `GROUPS`; None means every linear and norm module inside blocks
+            whose weight is not tied to another place.
         update: kinds of parameters to solve for; sites without any are left out.
 
     Raises:
@@ -138,10 +134,7 @@ def select_sites(
 
 
 def tied_sites(chain: LayerChain) -> dict[str, tuple[str, ...]]:
-    """Return the paths of sites whose weight or bias is used elsewhere too, and the other keys.
-
-    Each place would be solved alone and the last one win, so such sites have no solution of their own.
-    """
+    """Return the paths of sites whose weight or bias is used elsewhere too, and the other keys."""
     by_path: dict[str, tuple[str, ...]] = {}
     for layer in chain.layers:
         for site in layer.sites:
@@ -156,14 +149,7 @@ def tied_sites(chain: LayerChain) -> dict[str, tuple[str, ...]]:
 def coverage(
     chain: LayerChain, source: StateSource, sites: Mapping[int, Collection[str]], update: Collection[str]
 ) -> tuple[float, str]:
-    """Return the share of the blocks' parameters that is solved for, and a sentence about it.
-
-    Args:
-        chain: the model as layers.
-        source: any model of the architecture; only headers are read.
-        sites: names of the sites by layer index.
-        update: kinds of parameters that are solved for: `linear` for weights, `bias`, `norm`.
-    """
+    """Return the share of the blocks' parameters that is solved for, and a sentence about it."""
     total, solved, left = (
         Counter[bool](),
         Counter[bool](),
@@ -234,13 +220,7 @@ def _matching(kind: str, pattern: str, paths: Sequence[str], hint: str) -> list[
 def updated_sites(
     chain: LayerChain, sites: Mapping[int, Sequence[str]], update: Collection[str]
 ) -> dict[int, tuple[str, ...]]:
-    """Return the sites at which a calibrator changes anything.
-
-    Args:
-        chain: the model as layers.
-        sites: names of the sites by layer index.
-        update: the calibrator's kinds of parameters.
-    """
+    """Return the sites by layer index at which a calibrator with these kinds of parameters changes anything."""
     updated = {}
     for index, names in sites.items():
         by_name = {site.name: site for site in chain.layers[index - 1].sites}
@@ -270,13 +250,7 @@ _ROWS = 64
 
 @dataclass(frozen=True)
 class SiteRows:
-    """Inputs and outputs of sites by name, [n, t, k] or [n, k] each, those of experts of a mixture [m, k].
-
-    Attributes:
-        side: side inputs, with the routes of tokens to experts.
-        inputs: inputs by site.
-        outputs: outputs by site.
-    """
+    """Side inputs with routes; inputs and outputs of sites, [n, t, k] or [n, k], of experts of a mixture [m, k]."""
 
     side: SideInputs
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -299,7 +273,7 @@ def rows_and_output(
 ) -> tuple[SiteRows, State]:
     """Return inputs and outputs of some sites, and the state after the layer.
 
-    Layers are pure functions, so one can be stopped in the middle. An expert that receives no token has no rows.
+    An expert that receives no token has no rows.
 
     Args:
         layer: the layer to run.
@@ -419,21 +393,10 @@ def stacked(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
 def added_to(
     layer: Layer, parameters: Parameters, state: State, side: SideInputs, names: Collection[str]
 ) -> dict[str, str]:
-    """Find the residual stream of sites: the module whose input h their output y is added to, `""` for the layer's
-    input.
+    """Find the residual stream of sites: the module whose input h their output y is added to, `""` for the layer's.
 
-    The layer runs once; a later module reads h + y, or the layer returns it. Sites without such a sum are left out;
-    the others are in forward order.
-
-    Args:
-        layer: the layer.
-        parameters: its parameters.
-        state: features before it.
-        side: the batch's side inputs.
-        names: the sites.
-
-    Returns:
-        Site -> module.
+    The layer runs once; a later module reads h + y, or the layer returns it. Sites without such a sum are left out, for
+    instance where an output is scaled or normalised before it is added.
     """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, tuple[Tensor, int]] = {}  # with the number of inputs read before
@@ -465,14 +428,7 @@ def added_to(
 
 
 def stream_of(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the residual stream called `name` by `added_to`.
-
-    Args:
-        layer: the layer.
-        name: a module, or `""` for the layer's input.
-        entered: features before the layer.
-        inputs: inputs of its modules.
-    """
+    """Return the residual stream called `name` by `added_to`."""
     return entered[layer.stream] if name == ENTERED else inputs[name]
 
 

@@ -1,8 +1,6 @@
-"""Python interface: the commands as functions, some also for modules in memory. Entry points: `analyze`, `calibrate`.
+"""Python interface: the commands as functions, some also for modules in memory.
 
-Keyword arguments are the fields of the requests in `driftlens.config.requests` and of
-`driftlens.front.keywords.Around` (progress, device, cancel ...). Errors are `DriftLensError`s, see
-`driftlens.utils.errors`.
+Keyword arguments are the fields of the requests in `driftlens.config.requests` and of `Around` (progress, device ...).
 """
 
 from __future__ import annotations
@@ -56,11 +54,7 @@ class Run(DriftRun):
 
     @property
     def plot(self) -> Plots:
-        """Every chart by name, as in reports and the dashboard: `run.plot.layer_drift(tasks=["cars"])`.
-
-        Names complete with the tab key, and notebooks show the chart. `figure` is the plotly figure, `data` every
-        plotted number.
-        """
+        """Every chart by name, as in reports and the dashboard: `run.plot.layer_drift(tasks=["cars"])`."""
         from driftlens_reports.charts.chart import Plots
 
         return Plots(self)
@@ -84,16 +78,13 @@ class Run(DriftRun):
             run = run.calibrate(dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3), name="featcal")
             merged.load_state_dict(run.calibrated_state("featcal"))
 
-        Keyword arguments are those of `driftlens.calibrate`; no progress is shown by default.
-
         Args:
             calibrator: a calibrator of a registered class, with settings.
             request: by keywords, name and other fields of `CalibrationRequest`.
             around: by keywords, progress, device and other fields of `Around`.
             modules: modules of a run of live modules, as passed to `analyze`. Required if the run was reopened. Other
                 settings, weights, samples, labels or heads are refused.
-            data: calibration samples per task for a run of live modules; labels are ignored. By default the samples
-                of the analysis are used, and the calibration reports that.
+            data: calibration samples per task for a run of live modules; by default those of the analysis.
             on_measured: called with the run once drift and accuracy are measured.
         """
         from driftlens.pipelines.calibration_plan import method_called
@@ -131,10 +122,7 @@ class Run(DriftRun):
 
     @keywords(request=ViewRequest)
     def view(self, request: ViewRequest) -> Explorer:
-        """Create the interactive page of samples across models. Notebooks show it; `save` writes it.
-
-        Keyword arguments are the fields of `ViewRequest`: tasks, method, samples, and `out` to write it at once.
-        """
+        """Create the interactive page of samples across models, by the fields of `ViewRequest`; `out` writes it."""
         from driftlens_reports.explorer import Explorer
 
         made = Explorer(self, request)
@@ -154,8 +142,7 @@ class Run(DriftRun):
     def before_after(self, name: str) -> pd.DataFrame:
         """Return final drift and accuracy before and after a calibration, with intervals: one row per task and model.
 
-        The models are the merged one, the anchor-only control if there is one, the calibrated one and, for accuracy,
-        the expert. `attrs["notices"]` has the notices of the calibration.
+        `attrs["notices"]` has the notices of the calibration.
         """
         from driftlens.results.calibration_summary import before_after
 
@@ -245,9 +232,6 @@ def analyze(
         settings: by keywords, fields of `LiveSettings`: metrics and sample counts of live modules.
         around: by keywords, fields of `Around`: progress, device, cancel, ...
 
-    Returns:
-        The run.
-
     Raises:
         SpecError: a setting is unknown or not allowed, or belongs to the other kind of run.
     """
@@ -299,9 +283,6 @@ def calibrate(
         modules: for a run of live modules, see `Run.calibrate`.
         data: for a run of live modules, see `Run.calibrate`.
         on_measured: called with the run once drift and accuracy are measured.
-
-    Returns:
-        The run with the calibration.
     """
     with around.context(_live_study(run, modules, data, around.device)) as context:
         return calibrated(run, request, context, on_measured=on_measured)
@@ -359,9 +340,6 @@ def merge(spec: SpecLike, request: MergeRequest, around: Around) -> Path:
         spec: a spec, or the path of one.
         request: by keywords, fields of `MergeRequest`: method, out, parameters, ...
         around: by keywords, fields of `Around`.
-
-    Returns:
-        The path of the saved model.
     """
     from driftlens.experiment.merging import save_one
 
@@ -382,9 +360,6 @@ def compare_merges(spec: SpecLike, request: ComparisonRequest, around: Around) -
         spec: a spec, or the path of one.
         request: by keywords, fields of `ComparisonRequest`: merges, out, ...
         around: by keywords, fields of `Around`.
-
-    Returns:
-        The ranking with intervals as a table; `frame()` has its numbers, `notes()` its notices.
     """
     from driftlens.config.run import load_spec
     from driftlens.pipelines.compare_merges import compare_merges as compared
@@ -410,15 +385,11 @@ def validate(spec: SpecLike, request: PreflightRequest, around: Around) -> Prefl
 
         checks = dl.validate("run.yaml")
         print(checks.text())
-        assert not checks.problems
 
     Args:
         spec: a spec, or the path of one.
         request: by keywords, fields of `PreflightRequest`.
         around: by keywords, fields of `Around`.
-
-    Returns:
-        Problems, and the memory and disk that each job needs.
     """
     from driftlens.config.run import load_spec
     from driftlens.pipelines.validate import preflight

@@ -46,7 +46,7 @@ class Fitting(Calibrator):
         request: FitRequest,
         around: Around,
     ) -> Self:
-        """Calibrate a copy of a merged module and return the estimator. Nothing is modified, read or written.
+        """Calibrate a copy of a merged model and return the estimator. Nothing is modified, read or written.
 
         Args:
             merged: the merged model.
@@ -55,9 +55,6 @@ class Fitting(Calibrator):
             data: calibration inputs per task: a tensor, Dataset, DataLoader or iterable of batches; labels are ignored.
             request: by keywords, the fields of `driftlens.config.requests.FitRequest`: layers, sites, n, seed, ...
             around: by keywords, the fields of `driftlens.front.keywords.Around`: device, on_progress, cancel, ...
-
-        Returns:
-            The estimator, with `model_`, `history_`, `modules_` and `notices_`.
 
         Raises:
             SpecError: a setting is not allowed, or tasks of `experts` and `data` differ.
@@ -117,7 +114,4 @@ class FeatCal(featcal.FeatCal, Fitting):
 
 
 class ResidualCal(residual.ResidualCal, Fitting):
-    """Calibration that also repairs errors inherited from earlier modules, as far as held-out samples support it.
-
-    Settings as in the base class, and used like `FeatCal`.
-    """
+    """Calibration that also repairs errors inherited from earlier modules, as far as held-out samples support it."""

@@ -65,11 +65,7 @@ class Quietly(Around):
 
 
 def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Return a decorator that replaces request parameters, and `around`, by keyword arguments for their fields.
-
-    The first field of the first request may also be passed by position. Unknown keywords raise a SpecError that names
-    the most similar one.
-    """
+    """Return a decorator that replaces request parameters, and `around`, by keyword arguments for their fields."""
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         own = dict(inspect.signature(function).parameters)

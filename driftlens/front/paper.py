@@ -1,10 +1,4 @@
-"""Figures and tables for a paper, plotted from saved runs.
-
-    dl.paper.figure("intro", run).save("fig1.pdf")
-    dl.paper.table("accuracy", runs).save("tab1.tex")
-
-`driftlens export RUN` writes all of them. This module does not need torch.
-"""
+"""Figures and tables for a paper, plotted from saved runs: `dl.paper.figure("intro", run).save("fig1.pdf")`."""
 
 from __future__ import annotations
 

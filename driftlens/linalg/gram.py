@@ -1,4 +1,4 @@
-"""Running sums of float32 products, kept in float64; of X'X only the lower triangle is computed."""
+"""Running sums of solves: Gram matrices by tiles, and products of target outputs with inputs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _Tile = tuple[slice, slice]
 def add_scaled(total: Tensor, part: Tensor, scale: float | Tensor = 1.0) -> None:
     """Add `scale * part` to `total` in place.
 
-    A mixed sum converts `part` first. A converted copy of a large matrix takes ten times longer than the sum, because
-    of its memory, so only some rows are converted at a time.
+    A mixed sum converts some rows of `part` at a time: a converted copy of a large matrix takes ten times longer.
 
     Args:
         total: the sum.
@@ -44,13 +43,7 @@ def _add(total: Tensor, part: Tensor, scale: float | Tensor) -> None:
 
 
 def grown(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a sum plus one part: in the part's dtype while it is the only one, then in `dtype`.
-
-    Args:
-        total: the sum, which may be modified; None for an empty one.
-        part: the part, not modified.
-        dtype: the dtype of sums.
-    """
+    """Return a sum plus one part: in the part's dtype while it is the only one, then in `dtype`."""
     if total is None:
         return part
     # One part needs no float64, which takes twice the memory.
@@ -68,9 +61,9 @@ def single(rows: Tensor) -> Tensor:
 class GramSum:
     """A running sum of rows' outer products, [k, k], lower triangle only.
 
-    Products are computed in the dtype of the rows, at least in float32, sums in `dtype`. Float32 products of some
-    thousand rows are accurate to about 1e-6, and summing many of them in float64 loses nothing more. The sum is on
-    the rows' `device`, unless that has no such dtype or no room: then products are copied to the host, tile by tile.
+    Products are computed in the dtype of the rows, at least in float32, sums in `dtype`: products of some thousand rows
+    are accurate to about 1e-6, and summing them in float64 loses nothing more. The sum is on the rows' `device`, unless
+    that has no such dtype or no room: then products are copied to the host, tile by tile.
     """
 
     def __init__(self, k: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -151,7 +144,7 @@ class GramSum:
 
 
 def _tiles(start: int, stop: int) -> Iterator[_Tile]:
-    """Yield rows and columns of tiles that cover the lower triangle: squares on the diagonal, rectangles below it.
+    """Yield tiles that cover the lower triangle: squares on the diagonal, rectangles below it.
 
     Repeated halving keeps products nearly square, which run fastest.
     """
@@ -180,8 +173,7 @@ class OutputCross:
     + b are known. With T rows, W x of every row costs T O k operations and the product of W t with the input T O k
     more; the sum of t x' alone costs T k^2, and the product with W O k^2 once at the end.
 
-    The second way sums C = t x' and multiplies by W at the end. For the energies, the expert's outputs replace a Gram
-    matrix of t: for each row w of W, with G the sum of x x',
+    The second way sums C = t x' and multiplies by W at the end. For each row w of W, with G the sum of x x',
 
         sum (w t)^2 = alpha^2 sum (y - b)^2 + (1 - alpha) w' (C + C' - (1 - alpha) G) w.
 
@@ -330,13 +322,7 @@ class JointSums:
         self._gram.add(product, 1.0)
 
     def add(self, x: Tensor, targets: Tensor, *others: JointSums) -> None:
-        """Add products of rows with their targets, to other sums as well.
-
-        Args:
-            x: rows, [T, k].
-            targets: local and upstream targets side by side, [T, 2 o].
-            others: sums that the same product is added to.
-        """
+        """Add products of rows [T, k] with local and upstream targets side by side [T, 2 o], to other sums as well."""
         x, targets = single(x), single(targets)
         # Rows of whole cache lines: other widths take up to twice as long.
         lines = x.new_empty(len(self._cross), -(-x.shape[1] // _LINE) * _LINE)

@@ -15,11 +15,9 @@ def linear_cka(left: Tensor, right: Tensor) -> Tensor:
 
     It is 1 for features equal up to rotation and scale, 0 on average for unrelated ones. With K = left left' and M =
     right right', both with zero diagonals, it is HSIC(K, M) / sqrt(HSIC(K, K) HSIC(M, M)), where HSIC is the unbiased
-    estimator [tr(K M) + 1'K1 1'M1 / ((n-1)(n-2)) - 2 1'K M 1 / (n-2)] / (n (n-3)). Rotations, scale, shifts and a
-    common order of the samples leave it unchanged; other linear maps of the features do not.
+    estimator [tr(K M) + 1'K1 1'M1 / ((n-1)(n-2)) - 2 1'K M 1 / (n-2)] / (n (n-3)).
 
-    Source: Kornblith et al., "Similarity of Neural Network Representations Revisited" (arXiv:1905.00414), with the
-    unbiased HSIC estimator of Song et al. (JMLR 2012), as used by Nguyen et al. (arXiv:2010.15327).
+    Source: Kornblith et al. (arXiv:1905.00414), with the HSIC estimator of Song et al. (JMLR 2012).
 
     Args:
         left: [n, d].

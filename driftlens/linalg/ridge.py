@@ -1,8 +1,4 @@
-"""Ridge regression in closed form: Cholesky factors, linear maps with their biases, and scales and shifts of norms.
-
-`factorize` refuses a matrix that is singular to working precision. `solve_ridge`, `solve_bias`, `solve_layer_norm` and
-`solve_rms_norm` solve from moments.
-"""
+"""Ridge regression in closed form: Cholesky factors, linear maps with their biases, and scales and shifts of norms."""
 
 from __future__ import annotations
 
@@ -31,8 +27,8 @@ class Factor:
 
     Attributes:
         lower: L, [k, k]; entries above the diagonal are uninitialized.
-        smallest_eigenvalue: of the matrix, estimated by inverse-power steps on L, so at least the true one.
-        largest_eigenvalue: of the matrix, estimated by power steps on L, so at most the true one.
+        smallest_eigenvalue: of the matrix, estimated by inverse-power steps, so at least the true one.
+        largest_eigenvalue: of the matrix, estimated by power steps, so at most the true one.
     """
 
     lower: Tensor
@@ -62,8 +58,7 @@ class Factor:
 def factorize(matrix: Tensor, *, name: str, scale: float | Tensor = 1.0, shift: float = 0.0) -> Factor:
     """Return the Cholesky factor of S = scale * matrix + shift * I, [k, k].
 
-    An S whose smallest eigenvalue is at most k * machine epsilon * its largest is refused: a factorisation that went
-    through is no proof of full rank. Nothing is damped, clipped or pseudo-inverted instead.
+    An S whose smallest eigenvalue is at most k * machine epsilon * its largest is refused; nothing is damped instead.
 
     Args:
         matrix: symmetric, of which the lower triangle is read; it is not modified.
@@ -105,13 +100,7 @@ def factorize(matrix: Tensor, *, name: str, scale: float | Tensor = 1.0, shift: 
 
 
 def stationarity_error(solution: Tensor, image: Tensor, right: Tensor) -> float:
-    """Return the error of a solution X [o, k] of X S = R, |X S v - R v| / (|X S v| + |R v|) along one direction v.
-
-    Args:
-        solution: X.
-        image: S v, [k], of `probe(k)`.
-        right: R v, [o].
-    """
+    """Return |X S v - R v| / (|X S v| + |R v|) of a solution X [o, k] of X S = R; image S v [k], right R v [o]."""
     gradient = solution @ image
     size = float(torch.linalg.vector_norm(gradient) + torch.linalg.vector_norm(right))
     return float(torch.linalg.vector_norm(gradient - right)) / size if size else 0.0
@@ -223,11 +212,6 @@ def ridge_factor(gram: Tensor, lam: float, *, scale: float | Tensor = 1.0) -> Fa
     """Return the Cholesky factor of scale * gram + lam * I; see `factorize`.
 
     The authors of FeatCal also add their eps to the diagonal; it is left out here, so that Eq. 16 holds exactly.
-
-    Args:
-        gram: [k, k].
-        lam: lambda >= 0.
-        scale: positive.
     """
     return factorize(gram, name=f"gram + {lam:g} I" if lam else "gram", scale=scale, shift=lam)
 
@@ -250,9 +234,6 @@ def solve_bias(
         weight_sum: the sum of the task weights omega.
         anchor: [o]; None drops both terms with `lam`.
         lam: lambda >= 0.
-
-    Returns:
-        [o], in the dtype of `target`.
     """
     missing = weight_sum * (target - output)
     return missing / weight_sum if anchor is None else (missing + lam * anchor) / (weight_sum + lam)
@@ -262,10 +243,7 @@ def solve_bias(
 class _RidgeSolution:
     """The weight [o, k] that minimises weight_sum * E |W x - y|^2 + lam * |W - anchor|_F^2.
 
-    Attributes:
-        weight: the solution.
-        factor: of the inverted matrix, weight_sum * E[x x'] + lam * I.
-        objective: by output, [o]; None if the moments lack the energy of y.
+    `objective` is by output, [o], or None if the moments lack the energy of y.
     """
 
     weight: Tensor
@@ -273,10 +251,7 @@ class _RidgeSolution:
     objective: Tensor | None
 
     def excess(self, other: Tensor) -> Tensor:
-        """Return the increase of the objective at another weight, by output, [o], in the dtype of `other`.
-
-        It is exactly tr(D H D') with D the difference of the weights and H the inverted matrix.
-        """
+        """Return the increase of the objective at another weight by output, tr(D H D') with D their difference."""
         return self.factor.energy((other - self.weight).to(other.dtype))
 
 
@@ -294,15 +269,10 @@ def solve_ridge(
     Source: FeatCal (arXiv:2605.13030), Eq. 17.
 
     Args:
-        moments: of one site, or of several stacked ones; `weight_sum` is the sum of the task weights. Use float64: a
-            half-precision Cholesky factor is noise, and at lam = 1e-5 float32 is accurate to about 1e-3 only.
+        moments: of one site, or of several stacked ones. Use float64: at lam = 1e-5 float32 is accurate to 1e-3 only.
         anchor: [o, k], in the unit of the weight; None drops both terms with `lam`.
         lam: lambda >= 0, relative to a Gram matrix of Frobenius norm 1.
         factor: `ridge_factor(gram, lam, scale=weight_sum)` (lam 0 without an anchor), if known already.
-
-    Raises:
-        NumericsError: a moment holds NaN or infinite entries.
-        SingularGramError: not positive definite. Nothing is damped or pseudo-inverted instead.
     """
     cross = moments.output_cross * moments.weight_sum
     if factor is None:
@@ -344,15 +314,7 @@ class NormMoments:
     def of_affine(
         cls, mean: Tensor, second: Tensor, scale: Tensor, shift: Tensor | None, weight_sum: Tensor
     ) -> NormMoments:
-        """Return moments with target output y = scale * z + shift.
-
-        Args:
-            mean: E[z], [k].
-            second: E[z * z], [k].
-            scale: [k].
-            shift: [k]; None means 0.
-            weight_sum: the sum of the weights of all rows.
-        """
+        """Return moments with target output y = scale * z + shift, from mean E[z] and second E[z * z]."""
         if shift is None:
             shift = scale.new_zeros(scale.shape)
         return cls(
@@ -397,12 +359,11 @@ def solve_layer_norm(
 
         sum_i E (gamma z + beta - gamma_i z - beta_i)^2 + lam (gamma - anchor)^2 + lam (beta - anchor)^2,
 
-    whose normal equations are two by two.  Source: FeatCal (arXiv:2605.13030), Eq. 57-59.
+    whose normal equations are two by two. Source: FeatCal (arXiv:2605.13030), Eq. 57-59.
 
-    The closed form is computed as a step from the merged model's parameters. If a coordinate hardly varies and `lam`
-    is tiny, the determinant is mostly rounding, which then changes the length of the step and not the parameters
-    themselves. The authors' code clamps the determinant instead, which leaves the minimiser of Eq. 57 and can end
-    above the objective it started from.
+    It is computed as a step from the merged model's parameters: if a coordinate hardly varies and `lam` is tiny, the
+    determinant is mostly rounding, which then changes the length of the step only. The authors' code clamps the
+    determinant instead, which can end above the objective it started from.
 
     Args:
         moments: of all tasks together, so that `weight_sum` is their number.
@@ -411,9 +372,6 @@ def solve_layer_norm(
         anchor_scale: [k]; None drops the terms with `lam`.
         anchor_shift: [k]; None drops the terms with `lam`.
         lam: lambda >= 0.
-
-    Returns:
-        scale and shift, each [k].
 
     Raises:
         SingularGramError: a coordinate's equations are singular to working precision.
@@ -445,16 +403,12 @@ def solve_rms_norm(moments: NormMoments, anchor_scale: Tensor | None, *, lam: fl
         sum_i E (gamma z - gamma_i z)^2 + lam (gamma - anchor)^2
             = sum_i q_i (gamma - gamma_i)^2 + lam (gamma - anchor)^2,     q_i = E[z^2] on task i,
 
-    is minimal at (sum_i q_i gamma_i + lam anchor) / (sum_i q_i + lam), an average of the experts' scales with the
-    weights q_i. An average needs no least denominator.
+    is minimal at (sum_i q_i gamma_i + lam anchor) / (sum_i q_i + lam), an average of the experts' scales.
 
     Args:
         moments: of all tasks together, so that `weight_sum` is their number; z = x / rms(x).
         anchor_scale: [k]; None drops the terms with `lam`.
         lam: lambda >= 0.
-
-    Returns:
-        The scale, [k].
 
     Raises:
         SingularGramError: a coordinate is zero in every task, and there is no anchor.
@@ -500,10 +454,7 @@ def solve_in_range(gram: Tensor, rows: Tensor) -> Tensor:
 
 
 def singular_parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return U [m, r], s [r] and V' [r, k] of the part of a matrix [m, k] above the rounding of float32.
-
-    Computed in float64. The rank r of a zero matrix is 0.
-    """
+    """Return U [m, r], s [r] and V' [r, k] of the part of a matrix [m, k] above the rounding of float32."""
     # float64, so that singular values at the rounding of float32 are accurate.
     left, values, right = torch.linalg.svd(near_factors(to_float64(matrix)), full_matrices=False)
     rank = int((values > max(matrix.shape) * SINGLE * values[:1]).sum())
@@ -555,7 +506,7 @@ def choose_ridges(
 
     Misfits are against the residual target; with `most` 0 that is the local one. One eigendecomposition per fold
     serves the whole grid. With more than `WIDEST` inputs, maps are compared in the span of a random sketch of the
-    Gram matrix; that affects the choice only, not the solve. All is computed in the dtype of the moments.
+    Gram matrix; that affects the choice only, not the solve.
 
     Args:
         folds: moments of every fold.
@@ -629,15 +580,13 @@ def solve_joint(
 
     With output metrics S_i, the system is sum_i S_i D A_i + l0 D0 + l1 D1 = sum_i S_i C_i, with D = D0 + D1 and C_i =
     C0_i + t Cd_i. A few preconditioned conjugate-gradient steps start at the solution without metric. Their change
-    has the ridge l1 (l0 if t is 0), as most of it is upstream repair; steps for D0 and D1 apart took twice as long.
-    The preconditioner is V (A + l I)^-1, or two-sided S^-1 V (A + l I)^-1 with S the mean of all S_i, which must be
-    positive definite.
+    has the ridge l1 (l0 if t is 0), as most of it is upstream repair. The preconditioner is V (A + l I)^-1, or
+    two-sided S^-1 V (A + l I)^-1 with S the mean of all S_i, which must be positive definite.
 
     Args:
         moments: of all folds.
         ridges: the ridges and the share t.
-        tasks: output metric S_i and moments of every task, whose sum is `moments`, possibly of a narrower dtype;
-            empty without metrics.
+        tasks: output metric S_i and moments of every task, whose sum is `moments`; empty without metrics.
         is_two_sided: True for the two-sided preconditioner.
     """
     _require_finite(moments)

@@ -1,11 +1,6 @@
 """States as one vector per sample, path-averaged Jacobians, and integrals along lines of scores.
 
-A state is a dict of tensors whose first axis is the sample. Samples do not interact, so one product with a Jacobian
-serves every sample of a batch. Only floating leaves are differentiated, the others are held fixed.
-
-Integrals are Gauss-Legendre sums: of a layer's Jacobian between two inputs (`PathJacobian`), and of softmax and
-cross-entropy along a straight line of scores. The latter two have closed forms, so they check the machinery. Scores
-of CLIP are scaled by about 100, so that line is cut into panels short enough for eight nodes each.
+A state is a dict of tensors whose first axis is the sample. Only floating leaves are differentiated.
 """
 
 from __future__ import annotations
@@ -125,7 +120,7 @@ class PathJacobian:
     Source: FeatCal (arXiv:2605.13030), Eq. 19; for a residual layer A = I + R with R of Eq. 31.
 
     Attributes:
-        layer_call: the map, state to state; it modifies nothing.
+        layer_call: the map, state to state.
         start: state at t = 0, the expert's input for reference "expert".
         end: state at t = 1, the merged model's input.
         nodes: quadrature nodes; the products cost that many derivative passes.
@@ -147,7 +142,7 @@ class PathJacobian:
     def products(self, vectors: State, covectors: State) -> tuple[State, State]:
         """Return A v for several vectors and A' u for several covectors, each stacked along a new first axis.
 
-        All products share the undifferentiated pass at each node. Either stack may be empty.
+        All share the undifferentiated pass at each node. Either stack may be empty.
         """
         nbytes = sum(leaf.nbytes for stack in (vectors, covectors) for leaf in stack.values())
         nodes = gauss_legendre(self.nodes)
@@ -165,11 +160,7 @@ class PathJacobian:
         return totals
 
     def closure(self) -> Tensor:
-        """Return |A (end - start) - (layer(end) - layer(start))| / |layer(end) - layer(start)|, a ratio of sums over
-        samples.
-
-        It is NaN if the layer's outputs do not differ.
-        """
+        """Return |A (end - start) - change| / |change| of the layer's output, a ratio of sums over samples."""
         exact = subtract(self.layer_call(self.end), self.layer_call(self.start))
         change = self.jvp(subtract(self.end, self.start))
         return relative_error(change, exact)
@@ -197,11 +188,7 @@ class PathJacobian:
 
 @contextmanager
 def forward_mode_attention() -> Iterator[None]:
-    """Use attention kernels that have forward-mode derivatives, inside the context.
-
-    Raises:
-        NotDifferentiableError: an operation has no such derivative.
-    """
+    """Use attention kernels with forward-mode derivatives; raise a `NotDifferentiableError` where one lacks."""
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         # On first use torch.func.jvp scripts its decompositions and warns that scripting is deprecated.
         warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
@@ -237,7 +224,7 @@ def _add(total: State, part: State, weight: float) -> None:
 
 
 def softmax_change(scores: Tensor, change: Tensor) -> Tensor:
-    """Return p(z + d) - p(z) as the integral of (diag p - p p') d along the line, [n, classes], up to quadrature error.
+    """Return p(z + d) - p(z), [n, classes], as the integral of (diag p - p p') d along the line.
 
     Source: FeatCal (arXiv:2605.13030), appendix on the output-drift bridge, softmax probability bridge.
     """
@@ -288,9 +275,8 @@ def composite_nodes(change: Tensor, panels: int | None = None) -> Iterator[tuple
 class FixedWeights(TorchFunctionMode):
     """Hold weights and biases of `linear` and `layer_norm` fixed in forward-mode derivatives, inside the context.
 
-    Under `vmap(jvp(...))`, torch's own rules treat weights as inputs and compute, for every vector, what depends on
-    the point alone. Here, pushing many vectors through a block costs about as much as that many forward passes.
-    Products with a plain number and the slope of `gelu` have rules as well, for the same reason.
+    Under `vmap(jvp(...))`, torch's own rules compute, for every vector, what depends on the point alone. Here, pushing
+    many vectors through a block costs about as much as that many forward passes.
     """
 
     def __torch_function__(

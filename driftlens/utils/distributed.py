@@ -26,7 +26,6 @@ from driftlens.utils.progress import CancelToken, ProgressSink, Reporter, all_of
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 log = logging.getLogger("driftlens")
 T = TypeVar("T")
@@ -186,12 +185,10 @@ class Team:
     def _send(self, value: object, to: int) -> None:
         import torch
 
-        writer = _Writer(file := io.BytesIO())
-        writer.dump(value)
+        file = io.BytesIO()
+        torch.save(value, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)
         with self._connection():
             torch.distributed.send_object_list([file.getvalue()], dst=to, device=torch.device("cpu"))
-            for tensor in writer.tensors:
-                torch.distributed.send(tensor.contiguous().cpu(), dst=to)
 
     def _received(self, source: int) -> Any:
         import torch
@@ -199,50 +196,17 @@ class Team:
         data: list[Any] = [None]
         with self._connection():
             torch.distributed.recv_object_list(data, src=source, device=torch.device("cpu"))
-            reader = _TensorUnpickler(io.BytesIO(data[0]), self._device)
-            value = reader.load()
-            for tensor in reader.tensors:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
-                torch.distributed.recv(buffer, src=source)
-                tensor.copy_(buffer)
-        return value
+        return torch.load(io.BytesIO(data[0]), map_location=self._place, weights_only=False)
+
+    def _place(self, storage: Any, location: str) -> Any:
+        """Place a received tensor on this process's accelerator if it comes from another one."""
+        from torch.serialization import default_restore_location
+
+        return default_restore_location(storage, location if location == "cpu" else str(self._device))
 
 
 # A job of one process.
 ALONE = Team()
-
-
-class _Writer(pickle.Pickler):
-    """Pickles a value, and collects its tensors, which are sent separately."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[Tensor] = []
-
-    def persistent_id(self, value: object) -> object:
-        import torch
-
-        if not isinstance(value, torch.Tensor):
-            return None
-        self.tensors.append(value.detach())
-        return value.shape, value.dtype, value.device.type
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Unpickles a value with empty tensors in it, on the host or on this process's device."""
-
-    def __init__(self, file: io.BytesIO, device: torch.device | None) -> None:
-        super().__init__(file)
-        self.tensors: list[Tensor] = []
-        self._device = device
-
-    def persistent_load(self, described: Any) -> Tensor:
-        import torch
-
-        shape, dtype, kind = described
-        device = self._device if self._device is not None and self._device.type == kind else kind
-        self.tensors.append(torch.empty(shape, dtype=dtype, device=device))
-        return self.tensors[-1]
 
 
 def _outcome(work: Callable[[], T]) -> tuple[T | None, DriftLensError | None]:

@@ -29,7 +29,7 @@ from driftlens.runs.manifest import (
     thumbs_file,
 )
 from driftlens.runs.status import Status, living_owner_of, read_status
-from driftlens.runs.tables import DAMAGED, empty, read_table, stored_table
+from driftlens.runs.tables import DAMAGED, empty, read_table, stored_columns
 from driftlens.utils.diagnostic import ColumnSchema
 from driftlens.utils.errors import DataError, LayerNotFoundError, RunError, concerning, did_you_mean, some_of
 from driftlens.utils.files import PathLike, from_json, plain_file
@@ -340,7 +340,8 @@ class DriftRun:
 
     def columns(self, table: str) -> tuple[ColumnSchema, ...]:
         """Return the columns of a table: those of the schema, then those that diagnostics added to this run's file."""
-        return stored_table(self.path / table_file(table), schema.TABLES[table]).columns
+        declared = schema.TABLES[table]
+        return declared.extended(stored_columns(self.path / table_file(table), declared)).columns
 
     def _rows(self, table: schema.TableSchema, **filters: Any) -> pd.DataFrame:
         frame = self._frame(table)

@@ -1,4 +1,4 @@
-"""Conversion of run tables between pandas and Parquet; existing rows of a file keep their exact values."""
+"""Run tables in pandas and Parquet; existing rows of a file keep their exact values."""
 
 from __future__ import annotations
 
@@ -15,31 +15,25 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pandas.api.extensions import ExtensionDtype
 
 from driftlens.runs.schema import SCHEMA_VERSION, TABLES, TableSchema, refuse_newer
-from driftlens.utils.diagnostic import ColumnSchema, Kind
+from driftlens.utils.diagnostic import ColumnSchema
 from driftlens.utils.errors import RunError
 from driftlens.utils.files import atomic_path, plain_file
 
-_FRAME_TYPES: dict[Kind, ExtensionDtype | np.dtype[Any]] = {
-    "str": pd.StringDtype(),
-    "int": pd.Int64Dtype(),
-    "float": np.dtype(np.float64),
-    "bool": pd.BooleanDtype(),
-}
 _FILE_TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
-_NULLABLE = {_FILE_TYPES[kind]: _FRAME_TYPES[kind] for kind in ("str", "int", "bool")}
+_NULLABLE = {pa.string(): pd.StringDtype(), pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
 _VERSION_KEY = b"driftlens.schema_version"
 # Marks columns that a diagnostic added to the schema, so that a reader without that diagnostic knows them.
 _ADDED = b"driftlens.added"
+# Spreadsheets run cells that begin with such a character; the text may come from an untrusted run.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 DAMAGED = "`driftlens check` on the run lists every file that is damaged."
 
 
 def empty(table: TableSchema) -> pd.DataFrame:
     """Return a frame without rows that has every column of `table` in its type."""
-    return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _frame_types(table).items()})
+    return _as_frame(_file_schema(table).empty_table(), table)
 
 
 def conform(frame: pd.DataFrame, table: TableSchema) -> pd.DataFrame:
@@ -48,46 +42,21 @@ def conform(frame: pd.DataFrame, table: TableSchema) -> pd.DataFrame:
     Raises:
         ValueError: the rows don't fit the table, a mistake of the calling code.
     """
-    unknown = [name for name in frame.columns if name not in table.names]
-    if unknown:
-        raise ValueError(f"table {table.name!r} has no column {unknown[0]!r}")
-    for name in table.key:
-        if name not in frame.columns:
-            raise ValueError(f"rows for table {table.name!r} lack the key column {name!r}")
-        if frame[name].isna().any():
-            raise ValueError(f"rows for table {table.name!r} have a null in the key column {name!r}")
-    kinds = _frame_types(table)
-    # Arrays, because pandas would compare the indexes of series.
-    columns = {column.name: _cast(frame, column, kinds[column.name]) for column in table.columns}
-    rows = pd.DataFrame(columns, index=frame.index)
-    twice = rows.duplicated(list(table.key))
-    if twice.any():
-        raise ValueError(f"rows for table {table.name!r} repeat the key {_first_key(rows[twice], table)}")
-    return rows
+    return _as_frame(_as_stored(frame, table), table).set_axis(frame.index)
 
 
-def stored_table(path: pathlib.Path, table: TableSchema) -> TableSchema:
-    """Return the declaration of `table`, extended by the columns that diagnostics added to the file."""
-    if not path.exists():
-        return table
-    with _opened(path) as file:
-        return table.extended(_added(file.schema_arrow))
-
-
-def stored_columns(path: pathlib.Path) -> list[str]:
-    """Return the columns of a table's file, in order; none without a file."""
+def stored_columns(path: pathlib.Path, table: TableSchema) -> list[ColumnSchema]:
+    """Return the columns in the file of a table, those that diagnostics added last; none without a file."""
     if not path.exists():
         return []
     with _opened(path) as file:
-        return list(file.schema_arrow.names)
+        known = table.extended(_added(file.schema_arrow))
+        return [column for column in known.columns if column.name in file.schema_arrow.names]
 
 
 def read_table(path: pathlib.Path, table: TableSchema) -> pd.DataFrame:
     """Return a Parquet file as a frame; columns that an older schema lacks are null, those of diagnostics come last."""
-    stored = _read(path, table)
-    frame: pd.DataFrame = stored.to_pandas(types_mapper=_NULLABLE.get)
-    kinds, is_already = _frame_types(table.extended(_added(stored.schema))), frame.dtypes
-    return frame.astype({name: kind for name, kind in kinds.items() if is_already[name] != kind})
+    return _as_frame(_read(path, table), table)
 
 
 def append_rows(
@@ -104,11 +73,7 @@ def appended(
 ) -> pa.Table:
     """Return the rows of a Parquet file, if it exists, and those of a frame; earlier rows stay bit-identical.
 
-    Args:
-        path: the file.
-        table: its declaration.
-        frame: the new rows.
-        replace: replace earlier rows that have the same key; otherwise such rows are a ValueError.
+    Earlier rows that have the key of a new one are replaced; without `replace` they are a ValueError.
     """
     if not path.exists():
         return _as_stored(frame, table)
@@ -131,12 +96,9 @@ def appended(
 
 
 def filled(path: pathlib.Path, table: TableSchema, frame: pd.DataFrame) -> pa.Table:
-    """Return the rows of a Parquet file with new values in some cells; all others stay bit-identical.
+    """Return the rows of a Parquet file with the values of `frame`, matched by key; all other cells stay bit-identical.
 
-    Args:
-        path: the file.
-        table: its declaration.
-        frame: key columns and the columns to set; a missing value changes nothing.
+    A missing value changes nothing.
     """
     earlier = _read(path, table)
     table = table.extended(_added(earlier.schema))
@@ -161,38 +123,33 @@ def without(path: pathlib.Path, table: TableSchema, column: str, values: Collect
     return left if left.num_rows < rows.num_rows else None
 
 
-def _as_stored(frame: pd.DataFrame, table: TableSchema) -> pa.Table:
-    schema, rows = _file_schema(table), conform(frame, table)
-    columns = [pa.array(rows[field.name].array, field.type, from_pandas=True) for field in schema]
-    return pa.Table.from_arrays(columns, schema=schema)
-
-
-def _frame_types(table: TableSchema) -> dict[str, ExtensionDtype | np.dtype[Any]]:
+def _as_frame(stored: pa.Table, table: TableSchema) -> pd.DataFrame:
+    frame: pd.DataFrame = stored.to_pandas(types_mapper=_NULLABLE.get)
     # Integers of a key are never null, so they need no nullable type.
-    return {
-        column.name: np.dtype(np.int64)
-        if column.dtype == "int" and column.name in table.key
-        else _FRAME_TYPES[column.dtype]
-        for column in table.columns
-    }
+    return frame.astype({name: np.int64 for name in table.key if table.column(name).dtype == "int"})
 
 
-def _cast(frame: pd.DataFrame, column: ColumnSchema, kind: ExtensionDtype | np.dtype[Any]) -> Any:
-    if column.name not in frame.columns:
-        return pd.Series(None, index=frame.index, dtype=kind).array
-    values = frame[column.name]
-    if values.dtype == kind:
-        return values.array
-    expected = f"column {column.name!r} holds {column.dtype}"
-    if column.dtype == "str":
-        # Pandas would convert a number to text here, and the row could not be found by its key any more.
-        odd = [value for value in values.dropna() if not isinstance(value, str)]
-        if odd:
-            raise ValueError(f"{expected}, got {odd[0]!r}")
-    try:
-        return values.astype(kind).array
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{expected}: {error}") from error
+def _as_stored(frame: pd.DataFrame, table: TableSchema) -> pa.Table:
+    """Return the rows in the types of the file; a ValueError if they don't fit the table."""
+    unknown = [name for name in frame.columns if name not in table.names]
+    if unknown:
+        raise ValueError(f"table {table.name!r} has no column {unknown[0]!r}")
+    schema, columns = _file_schema(table), []
+    for column, field in zip(table.columns, schema, strict=True):
+        try:
+            cells = frame[column.name] if column.name in frame.columns else pd.Series(None, index=frame.index)
+            columns.append(pa.array(cells, field.type, from_pandas=True))
+        except pa.ArrowException as error:
+            raise ValueError(f"column {column.name!r} holds {column.dtype}: {error}") from error
+    rows = pa.Table.from_arrays(columns, schema=schema)
+    for name in table.key:
+        if rows[name].null_count:
+            raise ValueError(f"rows for table {table.name!r} have a null in the key column {name!r}")
+    keys = rows.select(list(table.key)).to_pandas()
+    if keys.duplicated().any():
+        key = _first_key(keys[keys.duplicated()], table)
+        raise ValueError(f"rows for table {table.name!r} repeat the key {key}")
+    return rows
 
 
 def _file_schema(table: TableSchema) -> pa.Schema:
@@ -214,13 +171,11 @@ def _file_schema(table: TableSchema) -> pa.Schema:
 
 
 def _declaration(column: ColumnSchema) -> str:
-    """Return a column's declaration as JSON."""
     # Without the option, which readers of schema 1.0 don't know.
     return json.dumps({name: value for name, value in dataclasses.asdict(column).items() if name != "option"})
 
 
 def _added(schema: pa.Schema) -> list[ColumnSchema]:
-    """Return the columns that diagnostics added to a file, in order."""
     notes = [json.loads(field.metadata[_ADDED]) for field in schema if _ADDED in (field.metadata or {})]
     return [ColumnSchema(**{**column, "range": tuple(column["range"])}) for column in notes]
 
@@ -289,7 +244,6 @@ def plain(value: Any) -> Any:
 
 def csv_text(data: pd.DataFrame) -> str:
     """Return the rows as CSV with every digit; text that a spreadsheet would run as a formula is quoted."""
-    # Cells that begin with such a character are run as formulas, and may come from an untrusted run.
     shown = data.copy()
     for name in shown.columns:
         if not pd.api.types.is_numeric_dtype(shown[name]):

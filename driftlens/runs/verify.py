@@ -116,12 +116,10 @@ def equality(a: DriftRun, b: DriftRun) -> Equality:
                     result.unequal.append(f"{table.name}: {rows}")
             shared = first.index.intersection(second.index)
             first, second = first.reindex(shared), second.reindex(shared)
-        files = [stored_columns(run.path / table_file(table.name)) for run in (a, b)]
+        files = [{*stored_columns(run.path / table_file(table.name), table)} for run in (a, b)]
         # A column that an older schema lacked is no difference between the results.
-        lacking = {*files[0]} ^ {*files[1]} if all(files) else set()
-        result.lacking += [
-            f"{table.name}.{column.name}" for column in table.columns if column.name in lacking
-        ]
+        lacking = {column.name for column in files[0] ^ files[1]} if all(files) else set()
+        result.lacking += [f"{table.name}.{name}" for name in table.names if name in lacking]
         for column in table.columns:
             if column.name not in (*table.key, *_SKIPPED_COLUMNS, *lacking):
                 label = f"{table.name}.{column.name}"

@@ -104,10 +104,10 @@ def test_keys_of_several_columns_clash_only_as_a_whole(tmp_path: Path) -> None:
     ("rows", "complaint"),
     [
         ({"phase": ["load"], "speed": [1.0]}, "no column 'speed'"),
-        ({"seconds": [1.0]}, "lack the key column 'phase'"),
+        ({"seconds": [1.0]}, "null in the key column 'phase'"),
         ({"phase": ["load", None]}, "null in the key column 'phase'"),
         ({"phase": ["load", "load"]}, "repeat the key phase='load'"),
-        ({"phase": [17]}, "'phase' holds str, got 17"),
+        ({"phase": [17]}, "'phase' holds str"),
         ({"phase": ["load"], "peak_rss_bytes": [0.5]}, "'peak_rss_bytes' holds int"),
         ({"phase": ["load"], "seconds": ["long"]}, "'seconds' holds float"),
     ],

@@ -17,7 +17,7 @@ from driftlens.config import load_spec
 from driftlens.pipelines.validate import preflight
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import LAYERS
-from driftlens.runs.tables import append_rows, read_table, stored_table
+from driftlens.runs.tables import append_rows, read_table, stored_columns
 from driftlens.utils.diagnostic import ColumnSchema, diagnostics
 from driftlens.utils.errors import SpecError
 from driftlens_reports.charts.picking import ChartOptions, absent, lacking
@@ -149,7 +149,7 @@ def test_rows_that_are_added_without_it_leave_its_values(tmp_path: Path) -> None
     append_rows(path, LAYERS, pd.DataFrame([key | {"layer": 2}]))
     rows = read_table(path, LAYERS)
     assert rows["toy_gap"].iloc[0] == 0.1 and np.isnan(rows["toy_gap"].iloc[1])
-    assert stored_table(path, LAYERS).column("toy_gap").unit == "feature"
+    assert {column.name: column.unit for column in stored_columns(path, LAYERS)}["toy_gap"] == "feature"
 
 
 def test_a_chart_of_it_says_which_command_measures_it(light: DriftRun) -> None:

@@ -140,17 +140,14 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def beat(self) -> None:
-        """Write the note, with a new heartbeat."""
+    def beat(self) -> Owner:
+        """Write the note, with a new heartbeat, and return it."""
         self.require_own()
         self._has_note = True
-        owner = dataclasses.asdict(Owner.this_process())
-        write_json_atomic(
-            self._folder / LOCK,
-            owner,
-            is_lasting=False,
-            # Only the guard must survive a power cut.
-        )
+        owner = Owner.this_process()
+        # Only the guard must survive a power cut.
+        write_json_atomic(self._folder / LOCK, dataclasses.asdict(owner), is_lasting=False)
+        return owner
 
     @property
     def is_own(self) -> bool:

@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -44,7 +43,6 @@ from driftlens.runs.manifest import (
 from driftlens.runs.schema import SCHEMA_VERSION, TABLES, refuse_newer
 from driftlens.runs.status import (
     Failure,
-    Owner,
     RunLock,
     State,
     Status,
@@ -73,13 +71,11 @@ _STATUS_SECONDS = 0.5
 class RunWriter:
     """The one process that writes to a run directory; every file is complete or absent. Use it as a context manager.
 
-    Leaving the block finishes the run: every file is listed with its digest, and the state becomes "done".
-    After an exception the state is "failed" or "cancelled", and finished files stay. Either way the lock
-    is released.
+    Leaving the block lists every file with its digest, sets the state to "done" and releases the lock. After an
+    exception the state is "failed" or "cancelled", and finished files stay.
     """
 
     def __init__(self, folder: pathlib.Path, manifest: Manifest, lock: RunLock) -> None:
-        """Use `create` or `resume`."""
         self.folder = folder
         self.manifest = manifest
         self.clock: Callable[[], float] = time.monotonic
@@ -98,34 +94,25 @@ class RunWriter:
         live: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> RunWriter:
-        """Return a writer for a new run.
+        """Return a writer for a new run in a new or empty folder; with `force`, replace a run that is in it.
 
-        Args:
-            path: a folder that is new or empty; files that DriftLens did not write stay.
-            spec_yaml: text of the run's spec.yaml.
-            spec_digest: digest of the spec.
-            name: the run's name.
-            live: the manifest's entry of that name.
-            force: replace a run that is in the folder.
-
-        Raises:
-            SpecError: the folder is occupied.
-            RunLockedError: another process writes to it.
+        Files that DriftLens did not write stay. `live` is the manifest's entry of that name.
         """
         folder = pathlib.Path(path)
         if not (folder / GUARD).exists():
             # Before the lock, which leaves a file behind.
             refuse_occupied(folder, force=force)
-        with _locked(folder) as (lock, previous):
+
+        def emptied() -> Manifest:
             # Again under the lock: another process may have started a run in the folder meanwhile.
             refuse_occupied(folder, force=force)
             for entry in ENTRIES:
                 if entry not in (LOCK, GUARD):
                     remove_tree(folder / entry)
-            writer = cls(folder, new_manifest(name, spec_digest, live), lock)
-            with writer._beginning("created", previous):
-                write_text_atomic(folder / SPEC, spec_yaml)
-        return writer
+            write_text_atomic(folder / SPEC, spec_yaml)
+            return new_manifest(name, spec_digest, live)
+
+        return cls._begin(folder, "created", emptied)
 
     @classmethod
     def resume(cls, path: PathLike) -> RunWriter:
@@ -133,33 +120,53 @@ class RunWriter:
         folder = pathlib.Path(path)
         # Before the lock, which would leave a file in a folder that is no run.
         read_manifest(folder)
-        with _locked(folder) as (lock, previous):
+
+        def current() -> Manifest:
             manifest = read_manifest(folder)
             refuse_newer(manifest.schema_version, folder / MANIFEST, minor=True)
-            current = dataclasses.replace(settled(folder, manifest), schema_version=SCHEMA_VERSION)
-            writer = cls(folder, current, lock)
-            with writer._beginning("resumed", previous):
-                now, before = versions(), manifest.versions
-                changed = [name for name in before if name in now and now[name] != before[name]]
-                if changed:
-                    listed = ", ".join(f"{name} {now[name]} (before: {before[name]})" for name in changed)
-                    writer.notice(f"resumed with {listed}")
+            return dataclasses.replace(settled(folder, manifest), schema_version=SCHEMA_VERSION)
+
+        return cls._begin(folder, "resumed", current)
+
+    @classmethod
+    def _begin(cls, folder: pathlib.Path, event: str, manifest: Callable[[], Manifest]) -> RunWriter:
+        """Take the lock, read or make the manifest under it, and record the beginning; an error ends the run."""
+        lock = RunLock(folder)
+        previous = lock.acquire()
+        try:
+            writer = cls(folder, manifest(), lock)
+        except BaseException:
+            lock.release()
+            raise
+        undo_if_stopped(writer, lambda: writer._abandon(KeyboardInterrupt()))
+        try:
+            writer._save()
+            writer.status("running")
+            append_event(folder, event)
+            if previous is not None:
+                writer.notice(f"took over from {previous}, which ended without releasing the run")
+            now, before = versions(), writer.manifest.versions
+            changed = [name for name in before if name in now and now[name] != before[name]]
+            if changed:
+                listed = ", ".join(f"{name} {now[name]} (before: {before[name]})" for name in changed)
+                writer.notice(f"resumed with {listed}")
+        except BaseException as error:
+            writer._abandon(error)
+            raise
         return writer
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            if error is not None:
+            if error is None:
+                self._finish()
+            else:
                 self._end(error)
                 if isinstance(error, Exception) and not isinstance(error, Cancelled):
                     # A missing folder explains the error that it caused.
                     self._lock.require_own()
-            else:
-                self.finish()
         except BaseException as late:
             self._end(late)
             raise
@@ -168,10 +175,9 @@ class RunWriter:
 
     def status(self, state: State, **fields: Any) -> None:
         """Write the state of the run to its status.json; see `Status` for the fields."""
-        owner = Owner.this_process()
-        process = {"heartbeat": owner.heartbeat, "pid": owner.pid, "process_started": owner.process_started}
-        self._status = Status(state, **fields, **process)  # type: ignore[arg-type]
-        self._lock.beat()
+        owner = self._lock.beat()
+        times = {"heartbeat": owner.heartbeat, "process_started": owner.process_started}
+        self._status = Status(state, **fields, pid=owner.pid, **times)  # type: ignore[arg-type]
         # The folder may have been removed while the heartbeat was written.
         self._lock.require_own()
         write_status(self.folder, self._status)
@@ -214,8 +220,7 @@ class RunWriter:
         """Return True if the phase was finished, now or before the run was interrupted."""
         return phase in self.manifest.phases and self.manifest.phases[phase].state == "done"
 
-    def finish(self) -> None:
-        """List every file with its digest, size and rows, and set the state to "done"."""
+    def _finish(self) -> None:
         # These keep their entries: nothing was written to them since.
         listed = dict(self.manifest.files)
         new = [relative for relative in run_files(self.folder) if relative not in listed]
@@ -223,21 +228,6 @@ class RunWriter:
         self._save(files=dict(sorted(listed.items())), finished=utc_now())
         append_event(self.folder, "finished")
         self.status("done")
-
-    @contextmanager
-    def _beginning(self, event: str, previous: Owner | None) -> Iterator[None]:
-        """Begin the run; an error in the block ends it."""
-        undo_if_stopped(self, lambda: self._abandon(KeyboardInterrupt()))
-        try:
-            self._save()
-            self.status("running")
-            append_event(self.folder, event)
-            if previous is not None:
-                self.notice(f"took over from {previous}, which ended without releasing the run")
-            yield
-        except BaseException as error:
-            self._abandon(error)
-            raise
 
     def _abandon(self, error: BaseException) -> None:
         self._end(error)
@@ -282,23 +272,13 @@ class RunWriter:
     ) -> None:
         """Add rows to a table; existing rows keep their exact values.
 
-        Args:
-            table: the table's name.
-            frame: the new rows.
-            replace: replace rows that have the same key.
-            columns: columns that a diagnostic adds to the schema; the file keeps their declaration.
+        With `replace`, rows that have the key of a new one go. `columns` extend the schema; the file keeps them.
         """
         path = self.folder / table_file(table)
         self._write(path, appended(path, TABLES[table].extended(columns), frame, replace=replace))
 
     def fill(self, table: str, frame: pd.DataFrame, columns: Sequence[ColumnSchema] = ()) -> None:
-        """Set values in columns of existing rows, by key; all other values stay exact.
-
-        Args:
-            table: the table's name.
-            frame: key columns and the columns to set.
-            columns: columns that a diagnostic adds to the schema.
-        """
+        """Set values in columns of existing rows, by the key columns in `frame`; all other values stay exact."""
         path = self.folder / table_file(table)
         self._write(path, filled(path, TABLES[table].extended(columns), frame))
 
@@ -310,15 +290,10 @@ class RunWriter:
             self._write(path, rows)
 
     def write_features(self, task: str, variant: str, layer: int, array: NDArray[np.floating[Any]]) -> None:
-        """Store features as float16, or with a notice as float32 if they exceed float16.
+        """Store features `[n, d]` as float16, or with a notice as float32 if they exceed float16.
 
-        Args:
-            task: the samples' task.
-            variant: the model that made the features.
-            layer: index of the layer, 1 the stem.
-            array: features `[n, d]`, rows in the order of the task's diagnosis samples.
+        Rows are in the order of the task's diagnosis samples.
         """
-        assert array.ndim == 2, array.shape
         with np.errstate(over="ignore"):
             stored: NDArray[np.floating[Any]] = array.astype(np.float16)
         # Float16 ends at 65,504, which features of large language models exceed.
@@ -330,13 +305,9 @@ class RunWriter:
             np.save(file, stored, allow_pickle=False)
 
     def write_sample_ids(self, task: str, split: str, ids: Sequence[str], origin: str = "") -> None:
-        """Record the samples of a split.
+        """Record the samples of a split: calibration, diagnosis (which names the rows of the features) or test.
 
-        Args:
-            task: the samples' task.
-            split: calibration, diagnosis or test; "diagnosis" names the rows of the features.
-            ids: sample ids, in order.
-            origin: digest of the data; without it the samples of two runs can't be matched.
+        `origin` is a digest of the data; without it the samples of two runs can't be matched.
         """
         entries: dict[str, Any] = {"sample_ids": list(ids), "sample_id_digests": ids_digest(ids)}
         if origin:
@@ -383,11 +354,7 @@ class RunWriter:
         )
 
     def remove_calibration(self, name: str) -> None:
-        """Remove a calibration and its control: entries, rows, then files.
-
-        Readers stop seeing it first. The manifest never lists a missing file, also if the removal is interrupted; the
-        next removal completes it.
-        """
+        """Remove a calibration and its control; the next removal completes an interrupted one."""
         gone = (control_of(name), calibrated(name))
         phases = [phase for phase in self.manifest.phases if is_phase_of(name, phase)]
         self.begin_variants(gone)
@@ -445,17 +412,6 @@ def _merged(old: Any, new: Any) -> Any:
     if isinstance(old, Sequence) and not isinstance(old, str):
         return [*old, *(item for item in new if item not in old)]
     return new
-
-
-@contextmanager
-def _locked(folder: pathlib.Path) -> Iterator[tuple[RunLock, Owner | None]]:
-    """Yield the run's lock, taken, and the owner that died holding it; an error in the block releases it."""
-    lock = RunLock(folder)
-    try:
-        yield lock, lock.acquire()
-    except BaseException:
-        lock.release()
-        raise
 
 
 @contextmanager
@@ -555,7 +511,7 @@ def _describe_file(path: pathlib.Path) -> FileInfo:
 
 
 def is_as_described(path: pathlib.Path, described: FileInfo) -> bool:
-    """Return True if a file has the size and digest of its entry in the manifest."""
+    """Return True if a file has the size and digest in its entry of the manifest."""
     try:
         return path.stat().st_size == described.bytes and sha256_of(path) == described.sha256
     except OSError as error:

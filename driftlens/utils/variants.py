@@ -17,7 +17,7 @@ _ANCHOR = "-anchor"
 
 
 def part_of(variant: str) -> Part:
-    """Return the part of a variant: base, expert, merged, calibrated or baseline."""
+    """Return the part of a variant."""
     part = variant.partition(":")[0]
     assert part in ("base", "expert", "merged", "calibrated", "baseline"), variant
     return part  # type: ignore[return-value]
@@ -51,10 +51,7 @@ def calibration_of(variant: str) -> str | None:
 
 
 def control_of(name: str) -> str:
-    """Return the variant that measures the anchor of the calibration `name` alone.
-
-    With rho != 1 the anchor is another merge of the same experts.
-    """
+    """Return the variant that measures the anchor of the calibration `name` alone."""
     return baseline(f"{name}{_ANCHOR}")
 
 
@@ -84,8 +81,7 @@ class Metric:
     """One way to score a variant on a task.
 
     A `share` of correctly answered samples has Wilson's interval and paired changes; a `number` has bootstrap
-    intervals. `needs` names the required input: class scores (`head`), answer choices, target texts, numbers, passages
-    to rank, or one score for each text of a `pair`.
+    intervals. `needs` names the required input. `is_directed` is False if `worse` is a guess.
     """
 
     name: str
@@ -95,9 +91,7 @@ class Metric:
     worse: Literal["higher", "lower"] = "lower"
     kind: Literal["share", "number"] = "share"
     needs: Literal["head", "choices", "target", "number", "passages", "pair", ""] = ""
-    hub: str = ""
     is_directed: bool = True
-    """True if `worse` is known; for metrics of other tools it may not be."""
 
     @property
     def is_averaged(self) -> bool:
@@ -126,14 +120,12 @@ _ALL = (
         "accuracy",
         "Share of test samples whose highest score is that of the true class.",
         needs="head",
-        hub="accuracy",
     ),
     Metric(
         "exact_match",
         "exact match",
         "Share of greedily generated answers equal to the target, ignoring case and spaces.",
         needs="target",
-        hub="exact_match",
     ),
     Metric(
         "choice",
@@ -141,7 +133,6 @@ _ALL = (
         "Share of test samples whose target has the largest log-likelihood of all choices, summed over tokens "
         "(for encoder-decoders including the end token).",
         needs="choices",
-        hub="accuracy",
     ),
     Metric(
         "spearman",
@@ -151,14 +142,12 @@ _ALL = (
         range=(-1.0, 1.0),
         kind="number",
         needs="number",
-        hub="spearmanr",
     ),
     Metric(
         "preference",
         "preference accuracy",
         "Share of pairs whose preferred text (input) scores above the other one (target).",
         needs="pair",
-        hub="accuracy",
     ),
     Metric(
         "perplexity",
@@ -168,7 +157,6 @@ _ALL = (
         worse="higher",
         kind="number",
         needs="target",
-        hub="perplexity",
     ),
     Metric(
         "ndcg@10",
@@ -176,14 +164,12 @@ _ALL = (
         "Normalized discounted cumulative gain of the first 10 passages, averaged over queries.",
         kind="number",
         needs="passages",
-        hub="ndcg_at_10",
     ),
     Metric(
         "accuracy@1",
         "accuracy@1",
         "Share of queries whose most similar passage is relevant.",
         needs="passages",
-        hub="accuracy_at_1",
     ),
     Metric(
         "precision@5",
@@ -191,7 +177,6 @@ _ALL = (
         "Share of relevant passages among the 5 most similar ones, averaged over queries.",
         kind="number",
         needs="passages",
-        hub="precision_at_5",
     ),
     Metric(
         "mrr@10",
@@ -199,7 +184,6 @@ _ALL = (
         "Reciprocal rank of the first relevant passage (0 beyond rank 10), averaged over queries.",
         kind="number",
         needs="passages",
-        hub="mrr_at_10",
     ),
 )
 # By name, in the order in which tables show them.
@@ -228,15 +212,15 @@ def metric_called(name: str) -> Metric:
     if name in METRICS:
         return METRICS[name]
     if not name.startswith(ATTACHED):
-        return Metric(name, name, hub=name)
+        return Metric(name, name)
     title = name.removeprefix(ATTACHED)
-    hub, _, part = title.partition(",")
+    whole, _, part = title.partition(",")
     # Parts of a task have the task's metric, except that benign prompts should be answered.
-    told = f"{hub},benign" if part == "benign" else hub
-    way = next((way for pattern, way in _BY_NAME if re.search(pattern, told.lower())), None)
+    searched = f"{whole},benign" if part == "benign" else whole
+    way = next((way for pattern, way in _BY_NAME if re.search(pattern, searched.lower())), None)
     kind, worse = way or ("number", "lower")
     ends: Range = (0.0, 1.0) if kind == "share" else (0.0, None) if worse == "higher" else ANY
-    return Metric(name, title, "", ends, worse, kind, hub=hub, is_directed=way is not None)
+    return Metric(name, title, "", ends, worse, kind, is_directed=way is not None)
 
 
 def title_of(metrics: Iterable[Metric]) -> str:
@@ -249,25 +233,23 @@ def descriptions_of(metrics: Iterable[Metric]) -> list[str]:
     """Describe metrics with range and direction; metrics with one description share a line."""
     names: dict[str, dict[str, None]] = {}
     for metric in metrics:
-        name = metric.hub if metric.is_attached else metric.title
-        names.setdefault(metric.described, {})[
-            f"{name[:1].upper()}{name[1:]}" if metric.description else name
-        ] = None
+        name = metric.title.partition(",")[0] if metric.is_attached else metric.title
+        name = f"{name[:1].upper()}{name[1:]}" if metric.description else name
+        names.setdefault(metric.described, {})[name] = None
     return [f"{', '.join(named)}: {text}" for text, named in names.items()]
 
 
 # Smallest share of a change lost to rounding that is reported.
-SAID = 0.01
+_SAID = 0.01
 # Share of changed entries at one rounding step from which on rounding is as large as the change.
 COARSE = 0.5
 
 
 @dataclass(frozen=True)
 class ModelChange:
-    """Counts of entries in which one model differs from another, before and after rounding.
+    """Counts of entries in which one model differs from another, before and after rounding to `dtype`.
 
     Attributes:
-        dtype: both models are rounded to it.
         entries: number of entries of the tensors that differ.
         changed: entries that differ before rounding.
         lost: changed entries that are equal in `dtype`.
@@ -306,36 +288,21 @@ class ModelChange:
 
 
 def lost_words(change: ModelChange, subject: str, whose: str = "the base's") -> str:
-    """Describe what rounding loses of a change; empty if that is negligible.
-
-    Args:
-        change: counts of the change.
-        subject: the subject that changes entries.
-        whose: the owner of the unchanged entries.
-    """
-    if change.lost_share < SAID:
+    """Describe what rounding loses of the change by `subject`; empty if that is negligible."""
+    if change.lost_share < _SAID:
         return ""
     lost = f"{100 * change.lost_share:.1f} %"
     return f"about {lost} of the entries that {subject} changes equal {whose} again in {change.dtype}"
 
 
 def saved_words(change: ModelChange, subject: str, whose: str = "the base's") -> list[str]:
-    """Describe what saving in a narrower type loses of a change, and the option that keeps it; empty if negligible.
-
-    Args:
-        change: counts of the change.
-        subject: the subject that changes entries.
-        whose: the owner of the unchanged entries.
-    """
-    if not (text := lost_words(change, subject, whose)):
-        return []
-    return [f"{text}, the dtype of the output; `--out-dtype float32` keeps them"]
+    """Describe what saving in a narrower type loses of a change, and the option that keeps it; empty if negligible."""
+    text = lost_words(change, subject, whose)
+    return [f"{text}, the dtype of the output; `--out-dtype float32` keeps them"] if text else []
 
 
 def coarse_words(change: ModelChange, subject: str) -> str:
-    """Describe a change that is about as large as the steps of the number type both models are stored in; empty
-    otherwise.
-    """
+    """Describe a change about as large as the steps of the number type both models are stored in, or return ""."""
     if not change.changed or change.steps / change.changed < COARSE:
         return ""
     steps, kept = change.steps / change.changed, 1 - change.changed / change.entries

@@ -1,7 +1,4 @@
-"""Analysis of a spec: measures all variants, phase by phase, and writes a run directory that can be resumed.
-
-Entry points: `analyze`, and `add_to_run` for more diagnostics of a finished run.
-"""
+"""Analysis of a spec in phases that can be resumed. Entry points: `analyze`, and `add_to_run` for more diagnostics."""
 
 from __future__ import annotations
 
@@ -81,17 +78,8 @@ def analyze(
 ) -> DriftRun:
     """Measure the drift of every variant of a spec and write a run directory.
 
-    Args:
-        spec: a spec, its content, or its file.
-        request: output folder, overrides, and what to measure.
-        context: device, progress and cancellation.
-
-    Returns:
-        The finished run.
-
     Raises:
         SpecError: the spec is invalid, or an unfinished run has another one.
-        DataError: samples can't be read.
         CheckpointError: a model can't be read, or it changed since the run was started.
         NumericsError: the drift differs from that of the models' own library, or of float64.
     """
@@ -176,19 +164,9 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
 
 
 def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] = ()) -> DriftRun:
-    """Measure missing parts of a run: scores, the attribution of drift to layers, optional diagnostics.
+    """Measure missing parts of a run: scores, the attribution of drift to layers, and the optional diagnostics `add`.
 
-    Args:
-        path: the run directory.
-        context: device, progress and cancellation.
-        add: options of optional diagnostics, such as `cka`; variants that have them are left unchanged.
-
-    Returns:
-        The run, reopened.
-
-    Raises:
-        RunError: the analysis of the run is unfinished.
-        SpecError: there is no such diagnostic, or the run was made from live modules.
+    Variants that have a diagnostic are left unchanged.
     """
     folder = Path(path)
     require_analyzed(folder, scored=True)
@@ -221,14 +199,7 @@ def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] 
 
 @dataclass(frozen=True)
 class Phases:
-    """The phases that measure variants of the study's pool and write to a run.
-
-    Attributes:
-        writer: of the run.
-        study: the opened models and samples.
-        reporter: receives progress.
-        prefix: of the phases' names.
-    """
+    """The phases that measure variants of the study's pool and write to a run; `prefix` begins their names."""
 
     writer: RunWriter
     study: Study
@@ -457,13 +428,7 @@ def _are_alike(features: NDArray[np.floating[Any]]) -> bool:
 
 
 def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
-    """Record models, layers, samples and classes before anything is computed.
-
-    Args:
-        writer: of the run.
-        study: the opened models and samples.
-        synthetic: True if the data is generated, as in the demo.
-    """
+    """Record models, layers, samples and classes before anything is computed; `synthetic` means generated data."""
     pool = study.pool
     writer.describe(
         synthetic=synthetic,

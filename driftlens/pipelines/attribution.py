@@ -1,7 +1,6 @@
 """Attribution of one task's drift: path-averaged Jacobians, shares of the final drift and prefix swaps, as table rows.
 
-One forward pass stores the features at every layer boundary; one backward pass serves all variants. Entry point:
-`attribution_of`.
+One forward pass stores the features at every layer boundary; one backward pass serves all variants.
 """
 
 from __future__ import annotations
@@ -57,18 +56,7 @@ class Explanation:
 def attribution_of(
     study: Study, task: str, variants: Sequence[str], spill: Path, reporter: Reporter
 ) -> Explanation:
-    """Compute the attribution of variants' drift to layers.
-
-    Args:
-        study: models, samples and settings.
-        task: the task whose first diagnosis samples are read.
-        variants: names in the study's pool.
-        spill: folder for features beyond the feature budget.
-        reporter: receives progress.
-
-    Returns:
-        Rows of tables, warnings and notices.
-    """
+    """Compute the attribution of variants' drift to layers; features beyond the budget go to the folder `spill`."""
     settings, samples, explanation = study.settings.jacobian, study.tasks[task].diagnosis, Explanation()
     assert settings is not None
     if not variants:

@@ -1,6 +1,6 @@
-"""Calibration of a finished run: plan, solve layer by layer, save, and measure like any other variant.
+"""Calibration of a finished run: plan, solve layer by layer, save, and measure. Entry point: `calibrate`.
 
-Entry point: `calibrate`. Solved layers are kept in a scratch folder of the run until the variant is complete.
+Solved layers are kept in a scratch folder of the run until the variant is complete.
 """
 
 from __future__ import annotations
@@ -100,16 +100,7 @@ def calibrate(
     """Calibrate the merged model of a finished run, which gains the variant `calibrated:NAME` and its control.
 
     Existing rows keep their exact values. The variant becomes visible to readers once its drift and accuracy are
-    measured; the attribution of its drift to layers follows.
-
-    Args:
-        path: the run directory.
-        request: method, settings and samples.
-        context: device, progress and cancellation.
-        on_measured: called with the run once drift and accuracy are measured.
-
-    Returns:
-        The run, reopened.
+    measured, when `on_measured` is called with the run; the attribution of its drift to layers follows.
 
     Raises:
         SpecError: a setting is invalid, or the name is taken.
@@ -182,16 +173,7 @@ class OpenCalibration:
 def open_calibration(
     folder: pathlib.Path, request: CalibrationRequest, context: Context = Context()
 ) -> OpenCalibration:
-    """Open a run's models and samples and plan the requested calibration; nothing is written.
-
-    Args:
-        folder: the run directory.
-        request: method, settings and samples.
-        context: device, and how live modules are passed in again.
-
-    Raises:
-        SpecError: a setting is invalid, or the run was made from live modules that are missing.
-    """
+    """Open a run's models and samples and plan the requested calibration; nothing is written."""
     require_analyzed(folder, scored=True)
     run = open_run(folder)
     if context.live is None:
@@ -532,8 +514,7 @@ def _diagnosed_too(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
 def _trained_on(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
     """Return a notice if the experts were probably trained on these samples: if they are more confident there.
 
-    The mean probability of the predicted class is compared with that on diagnosis samples by Welch's t test, one-sided
-    at 1 %, for the mean over tasks.
+    Confidences are compared with those on diagnosis samples by Welch's t test, one-sided at 1 %, over all tasks.
     """
     # On two image suites (docs/benchmarks.md), the test warned of 50 to 100 % of draws of 64 training samples, and of
     # 0.6 to 1.6 % of other draws.

@@ -1,4 +1,4 @@
-"""Calibration plans, whose settings are resolved before anything is computed, and the saving of calibrated models.
+"""Calibration plans, resolved before anything is computed, and the saving of calibrated models.
 
 Entry points: `plan_calibration`, `save_variants`, and `Export` for a copy that the original library loads.
 """
@@ -99,10 +99,8 @@ class CalibrationPlan(Chosen):
         sites: names of the modules to solve, by layer.
         samples: calibration samples by task.
         control: variant of the anchor alone; empty without anchor, or if it is the merged model.
-        automatic: True if settings were chosen by `--auto`.
-        selection: how they were chosen.
+        automatic: True if settings were chosen by `--auto`; `selection` is how.
         patterns: requested patterns of sites; empty means linear and norm modules inside blocks.
-        seed: random seed of the calibrator.
         boundaries: layers after which a trained calibrator attaches an adapter; it has no sites.
         out_dtype: dtype of the saved model; empty for the base's.
         shrink: see `CalibrationInfo.shrink`.
@@ -125,13 +123,7 @@ class CalibrationPlan(Chosen):
     def with_choice(
         self, calibrator: Calibrator, selection: Mapping[str, Any], study: Study
     ) -> CalibrationPlan:
-        """Return the plan with the choice of `choose_settings`; a chosen merge is added to the pool.
-
-        Args:
-            calibrator: the chosen calibrator.
-            selection: the record of the choice.
-            study: the opened models and samples.
-        """
+        """Return the plan with the choice of `choose_settings`; a chosen merge is added to the pool."""
         calibrator.check(has_base=study.has_base)
         shrink = dict(self.shrink)
         if "share" in selection:
@@ -224,17 +216,7 @@ class CalibrationPlan(Chosen):
 def plan_calibration(
     request: CalibrationRequest, section: Calibration | None, study: Study
 ) -> CalibrationPlan:
-    """Resolve a request to a plan.
-
-    Args:
-        request: the requested calibration.
-        section: the `calibration` section of the run's spec, whose settings the request overrides; None without one.
-        study: the opened models and samples.
-
-    Raises:
-        SpecError: a setting doesn't fit the method or the run.
-        DataError: there are too few samples.
-    """
+    """Resolve a request to a plan; it overrides the `calibration` section of the run's spec."""
     calibrator = calibrator_of(request, section, has_views=study.has_views)
     calibrator.check(has_base=study.has_base)
     method, is_trained = _method_of(request, section), not calibrator.takes_sites
@@ -364,10 +346,7 @@ def preset_of(calibrator: Calibrator) -> str:
 
 @dataclass
 class Solution:
-    """Solved layers by index, and adapters after the last layer by task.
-
-    `seconds` includes the time of interrupted jobs.
-    """
+    """Solved layers by index, adapters by task, and the seconds of all jobs, also interrupted ones."""
 
     layers: dict[int, CalibratedLayer] = field(default_factory=dict)
     attachments: dict[str, Attachment] = field(default_factory=dict)
@@ -389,17 +368,7 @@ def save_variants(
     info: CalibrationInfo,
     identity: Mapping[str, Any],
 ) -> None:
-    """Write the calibrated model and its control, with the base's keys and dtypes, `config.yaml`, and site reports.
-
-    Args:
-        writer: the run.
-        models: the checkpoints, which determine the form of the saved model.
-        study: the opened models and samples.
-        plan: the plan.
-        solution: its solution.
-        info: the entry of the manifest before anything is measured.
-        identity: the inputs of the solution, see `CalibrationPlan.identity`.
-    """
+    """Write the calibrated model and its control, in the base's keys and dtypes, `config.yaml`, and site reports."""
     import pandas as pd
 
     pool = study.pool
@@ -456,13 +425,7 @@ def save_variants(
 
 
 def with_saved(info: CalibrationInfo, run: pathlib.Path, name: str) -> CalibrationInfo:
-    """Return the entry of the manifest with seconds, notices and changes from `config.yaml`.
-
-    Args:
-        info: the entry.
-        run: the run directory.
-        name: of the calibration.
-    """
+    """Return the manifest's entry of a calibration with seconds, notices and changes from its `config.yaml`."""
     from driftlens.config.types import from_yaml
 
     file = run / _config_file(name)
@@ -507,11 +470,7 @@ def with_parameters(
 ) -> StateSource:
     """Return the merged model with some parameters replaced, in the dtypes of `like`.
 
-    Args:
-        chain: the layers of the model.
-        merged: the merged model.
-        like: the model with the dtypes of the result, usually the base.
-        parameters: (layer index, parameter name in the layer) -> value, in the layer's layout.
+    `parameters` are in the layer's layout, by layer index and name in the layer.
     """
     # A merged model stored in fewer bits must not round the solution.
     start = InDtypes(merged, {key: header.dtype for key, header in like.headers.items()})

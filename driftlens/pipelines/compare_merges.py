@@ -1,7 +1,4 @@
-"""Comparison of merge methods: merges of the same experts, ranked by their distance from them on held-out samples.
-
-Entry points: `resolve_merges`, then `compare_merges`.
-"""
+"""Ranking of merges of the same experts. Entry points: `resolve_merges`, then `compare_merges`."""
 
 from __future__ import annotations
 
@@ -72,18 +69,10 @@ def compare_merges(
     No label is read. If a method reads calibration samples, methods get three quarters of them and are scored on the
     last quarter; otherwise all are scored on all samples. The base and the merge of the spec are compared, too.
 
-    Args:
-        spec: the experts and their data.
-        merges: the merges to compare, see `resolve_merges`.
-        context: device, progress and cancellation.
-
     Returns:
         Plain values. `merges` has a row per model, best first: `behind` is the difference from the first model and
         `nearer` the gain over the `present` merge, both with intervals that hold for all pairs together (Bonferroni).
         A merge that failed has a `reason` instead of numbers.
-
-    Raises:
-        DriftLensError: all merges failed.
     """
     study, models = open_study(spec, access=context.access)
     merges, present = _with_present(spec, merges)

@@ -1,7 +1,6 @@
-"""Drift of one task: rows of the layer, sample and output tables, and the pooled features.
+"""Drift of one task: rows of the layer, sample and output tables, and the pooled features. Entry point: `diagnose`.
 
-The first samples are compared with the models' own forward pass and with a float64 pass. A larger error than rounding
-stops the job, because numbers of a wrongly split model or of low-precision products mislead. Entry point: `diagnose`.
+The first samples are compared with the models' own forward pass and with a float64 pass.
 """
 
 from __future__ import annotations
@@ -212,8 +211,6 @@ def precision_error(
     study: Study, task: str, features: Mapping[tuple[str, int], NDArray[np.float32]]
 ) -> float:
     """Return the largest relative error of the first samples' pooled drift, compared with a float64 pass.
-
-    The float64 pass reads the same weights and reuses no result, so it detects low-precision products of any cause.
 
     Args:
         study: the opened models and samples.

@@ -1,7 +1,4 @@
-"""TaskScores of every variant on the test samples: accuracy by classes, and metrics of a language model's answers.
-
-A model that generates answers is loaded as a whole, one variant at a time and once per task. Entry point: `scores_of`.
-"""
+"""Scores of every variant on the test samples: accuracy by classes, and metrics of answers. Entry: `scores_of`."""
 
 from __future__ import annotations
 
@@ -59,14 +56,7 @@ class TaskScores:
 
 
 def scores_of(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> TaskScores:
-    """Score variants on a task's test samples by all its metrics.
-
-    Args:
-        study: the opened models and samples.
-        task: the task.
-        variants: names in the study's pool; `expert` means the task's expert.
-        reporter: receives progress.
-    """
+    """Score variants on a task's test samples by all its metrics; `expert` means the task's expert."""
     scores, samples = TaskScores(), study.tasks[task].test
     if samples is None:
         return scores
@@ -108,17 +98,7 @@ def metrics_of(study: Study, task: str) -> tuple[str, ...]:
 
 @torch.no_grad()
 def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> _Results:
-    """Return for each variant whether its predictions on a task's test samples are right.
-
-    Args:
-        study: the opened models and samples.
-        task: the task.
-        variants: names in the study's pool; `expert` means the task's expert.
-        reporter: receives progress.
-
-    Returns:
-        Rows by variant and metric; empty without labels.
-    """
+    """Return for each variant whether its predictions on a task's labelled test samples are right."""
     samples = study.tasks[task].test
     if samples is None or samples.labels is None or ACCURACY.name not in metrics_of(study, task):
         return {}
@@ -157,18 +137,7 @@ def _model(variant: str, task: str) -> str:
 
 @torch.no_grad()
 def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, pooling: Pool) -> Tensor:
-    """Return the features of one model after the last layer.
-
-    Args:
-        pool: the models.
-        model: name in the pool.
-        task: the task, whose adapters are attached.
-        samples: the samples to read.
-        pooling: how tokens are pooled.
-
-    Returns:
-        [n, d], one vector per sample.
-    """
+    """Return the features of one model after the last layer, [n, d]; a task's adapters are attached."""
     length = samples.fitting(waiting_bytes(pool, model, samples.load([0])), CHUNK_BYTES)
     parts = ((start, min(start + length, len(samples))) for start in range(0, len(samples), length))
     chunks = (forward(pool, model, samples.batches(*part), task=task, pooling=pooling) for part in parts)

@@ -1,6 +1,6 @@
-"""Analysis of live modules and in-memory data, and later additions to such runs.
+"""Analysis of live modules and in-memory data. Entry points: `live_study`, then `analyze_study`.
 
-Entry points: `live_study`, then `analyze_study`; `live_again` to reopen a run with the modules passed in again.
+`live_again` reopens a run with the modules passed in again.
 """
 
 from __future__ import annotations
@@ -74,22 +74,13 @@ def live_again(
     calibration: Mapping[str, Any] | None,
     num_calibration: int | None,
 ) -> tuple[Study, OpenModels]:
-    """Reopen a run of live modules, which are passed in again with their samples.
-
-    Settings, samples, labels and heads are compared with the run's; the caller compares weights.
+    """Reopen a run of live modules; refuse settings, samples, labels and heads that differ. The caller compares weights.
 
     Args:
         folder: the run directory.
         passed: fields of `Modules` and `LiveSettings`; the run's settings replace missing ones.
         calibration: calibration samples by task, also used as `data` if that is missing.
         num_calibration: calibration samples per task; None takes the run's.
-
-    Returns:
-        The study and its models.
-
-    Raises:
-        SpecError: a module, setting or head is missing or differs.
-        DataError: samples or labels differ.
     """
     of_modules = {field.name: None for field in dataclasses.fields(Modules)}
     refuse_unknown("modules", passed, {**of_modules, **LiveSettings.keywords()})
@@ -139,17 +130,7 @@ def _require_complete(
 def analyze_study(
     study: Study, request: AnalysisRequest, settings: LiveSettings, context: Context = Context()
 ) -> DriftRun:
-    """Measure the drift of a study of live modules and write a run directory.
-
-    Args:
-        study: the modules and samples, see `live_study`.
-        request: output folder, and whether to resume or replace a run.
-        settings: the settings, which are stored in the run.
-        context: device, progress and cancellation.
-
-    Raises:
-        SpecError: an unfinished run has other settings.
-    """
+    """Measure the drift of a study of live modules and write a run directory, which stores the settings."""
     out = request.out or pathlib.Path("runs", study.name)
     live = {"settings": _recorded(settings), "contents": _contents(study)}
     # Stands in for the digest of a spec, which live modules don't have.

@@ -1,8 +1,4 @@
-"""Model selection on held-out samples: scores, repeated calibrations, and the choice of `calibrate --auto`.
-
-Sweeps and comparisons of merges use `named_methods`, `HeldOutScorer` and `Fitter`. Entry point of the choice:
-`choose_settings`.
-"""
+"""Model selection on held-out samples, for `calibrate --auto` (`choose_settings`), sweeps and comparisons of merges."""
 
 from __future__ import annotations
 
@@ -138,14 +134,10 @@ def require_any(results: Collection[object]) -> None:
 
 @dataclass(frozen=True)
 class HeldOutScorer:
-    """Scores of models by their distance from the experts on held-out samples; lower is better, no label is read.
+    """Scores of models of a study's pool by their distance from the experts; lower is better, no label is read.
 
     The score is the Hellinger distance of the model's class probabilities from the expert's. If any task has no score
     map, relative final drift is the score of all tasks.
-
-    Attributes:
-        study: the models, by their names in its pool.
-        samples: held-out samples by task.
     """
 
     study: Study
@@ -209,15 +201,7 @@ class HeldOutScorer:
         features: Tensor,
         expert: Tensor,
     ) -> Tensor:
-        """Return a measure of class probabilities, [n].
-
-        Args:
-            measure: `distances` or `divergences`.
-            model: the model whose score map is applied.
-            task: a task with a score map.
-            features: final features of the model, [n, d].
-            expert: final features of the expert, [n, d].
-        """
+        """Return a measure of class probabilities [n], `distances` or `divergences`, of final features [n, d]."""
         data = self.study.tasks[task]
         # A candidate of a classifier with its own head is scored like the merged model.
         head = data.own_heads.get("merged" if model == CANDIDATE_MODEL else model, data.head)
@@ -294,13 +278,7 @@ class CombinedProgress(Reporter):
 
 @dataclass(frozen=True)
 class Fitter:
-    """Calibrates a study's merged model repeatedly; each result replaces the last one in the pool.
-
-    Attributes:
-        study: the models; the result is added to its pool as `CANDIDATE_MODEL`.
-        sites: returns the sites to calibrate for the kinds of parameters that a calibrator updates.
-        spill: folder for features beyond the feature budget.
-    """
+    """Calibrates a study's merged model repeatedly; each result replaces the last one in the pool."""
 
     study: Study
     sites: Callable[[Collection[str]], Mapping[int, Sequence[str]]]
@@ -314,10 +292,7 @@ class Fitter:
     ) -> float:
         """Calibrate, add the model to the pool as `CANDIDATE_MODEL`, and return the seconds that the fit took.
 
-        Args:
-            calibrator: the calibrator with its settings.
-            samples: calibration samples by task.
-            cache: the experts' features from earlier fits to the same samples; it is used and extended.
+        `cache` is used and extended: the experts' features from earlier fits to the same samples.
         """
         pool, updates, attached = self.study.pool, dict[ParameterKey, Tensor](), dict[str, Attachment]()
 
@@ -401,9 +376,6 @@ def choose_settings(
     Returns:
         The calibrator, and a record of the choice as plain values. If its `kept` is not empty, that model is kept and
         no layer is solved.
-
-    Raises:
-        DriftLensError: the requested calibrator can't be solved.
     """
     started = time.perf_counter()
     counts = {task: len(data.calibration or ()) for task, data in study.tasks.items()}

@@ -1,4 +1,4 @@
-"""Quick diagnosis: builds the spec of a small analysis from models alone, and from data if there is some.
+"""Quick diagnosis: the spec of a small analysis from models alone, and from data if there is some.
 
 Entry points: `models_by_role` for the models on a command line, then `draft`.
 """
@@ -87,14 +87,9 @@ def _recipe_in(models: Sequence[str]) -> Recipe | None:
 
 
 def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRoles:
-    """Return base, experts and merged model.
+    """Return base, experts and merged model, given in this order, or as a mergekit recipe and the merged model.
 
-    Args:
-        models: base, experts and merged model in this order; or a mergekit recipe and the merged model.
-        is_merged: False if there is no merged model yet.
-
-    Raises:
-        SpecError: there are too few models, one is repeated, or one does not exist.
+    `is_merged` is False if there is no merged model yet.
     """
     recipe = _recipe_in(models)
     base, experts, names, chosen = None, list[str](), dict[str, str](), tuple[str, ...]()
@@ -175,9 +170,6 @@ def draft(
         data: paths: one for all tasks, one per expert in their order, or TASK=PATH.
         overrides: `a.b=value` each.
         access: network access and trust in code.
-
-    Raises:
-        DriftLensError: the family of the models can't be detected, or data can't be read.
     """
     # A loader given by the user wins: some models can't be detected.
     names_loader = any(text.startswith("architecture.loader=") for text in overrides)

@@ -1,6 +1,6 @@
-"""Estimates of the memory and disk of jobs, from file headers, layer shapes and sample counts.
+"""Estimates of the memory and disk of jobs, from headers, layer shapes and sample counts. Entry point: `needs_of`.
 
-Only the stem runs, on one sample, to measure the size of features at a layer boundary. Entry point: `needs_of`.
+Only the stem runs, on one sample, to measure the size of features at a layer boundary.
 """
 
 from __future__ import annotations
@@ -91,18 +91,7 @@ def needs_of(
     calibrator: Calibrator | None = None,
     patterns: Collection[str] | None = None,
 ) -> dict[str, Needs]:
-    """Estimate the needs of `analyze` and, with a calibrator and samples, of `calibrate`.
-
-    Args:
-        study: the opened models and samples.
-        models: the checkpoints, which determine the size of a saved model.
-        merge: the merge method of the analysis; None if the merged model is stored.
-        calibrator: the calibrator; None leaves the calibration out.
-        patterns: the sites to calibrate, as in `select_sites`.
-
-    Returns:
-        Needs by job.
-    """
+    """Estimate the needs of `analyze`, with a merge if there is one, and of `calibrate` if there is a calibrator."""
     sizes, pool = _sizes(study), study.pool
     # Larger files are memory-mapped only while a tensor is read.
     files = [

@@ -1,6 +1,6 @@
 """Sweeps: many calibrations of one run over methods, settings and samples, measured as rows of one table.
 
-Entry points: `sweep` for settings; `resolve_methods`, then `compare_methods`, for a comparison of methods.
+Entry points: `sweep` for settings; `resolve_methods`, then `compare_methods`, for methods.
 """
 
 from __future__ import annotations
@@ -111,18 +111,6 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
 
     Each point is the calibration that `calibrate` makes of its settings; the weights are not kept. A setting that a
     sweep of the run already has is measured again and keeps its number.
-
-    Args:
-        path: the run directory.
-        request: the values to vary.
-        context: device, progress and cancellation.
-
-    Returns:
-        The run, reopened.
-
-    Raises:
-        SpecError: a value is invalid, or the points don't fit earlier ones of the same sweep.
-        DataError: there are too few samples.
     """
     folder = pathlib.Path(path)
     for count in request.param.get("n", ()):
@@ -468,17 +456,8 @@ def compare_methods(
     A method's own settings override the spec's `calibration` section for the same method, or else the preset published
     for models of the run's kind.
 
-    Args:
-        run: the run, which gains one calibration per method.
-        methods: the methods to compare, see `resolve_methods`.
-        context: device, progress and cancellation; an interrupted calibration is resumed.
-        samples: calibration samples per task; None takes the spec's.
-
     Returns:
         The error messages of methods that failed, by name.
-
-    Raises:
-        DriftLensError: all methods failed.
     """
     # Published presets differ by the kind of model that they were tuned on.
     loader = str(open_run(run).manifest.architecture.get("loader"))

@@ -44,12 +44,7 @@ T = TypeVar("T")
 
 @dataclass
 class Preflight:
-    """The results of all checks of one spec; errors are collected as findings.
-
-    Attributes:
-        findings: the results in order.
-        needs: memory and disk by job, `analyze` and `calibrate`; empty if there are problems.
-    """
+    """The results of all checks of one spec; `needs` is memory and disk by job, empty if there are problems."""
 
     findings: list[CheckResult] = field(default_factory=list)
     needs: Mapping[str, Needs] = field(default_factory=dict)
@@ -69,13 +64,7 @@ class Preflight:
     def attempt(
         self, subject: str, work: Callable[[], T], describe: Callable[[T], str] | None = None
     ) -> T | None:
-        """Return the result of `work`, or None after recording its error.
-
-        Args:
-            subject: name of the check.
-            work: performs the check.
-            describe: returns the text to record for a result.
-        """
+        """Return the result of `work`, recorded as `describe` returns it; or None after recording its error."""
         try:
             result = work()
         except Exception as error:
@@ -126,15 +115,9 @@ def _lines(finding: CheckResult, width: int) -> list[str]:
 def preflight(
     spec: RunSpec, request: PreflightRequest = PreflightRequest(), access: Access = Access()
 ) -> Preflight:
-    """Check a spec, its checkpoints and its data, and estimate memory and disk.
+    """Check a spec, its checkpoints and its data, and estimate memory and disk; errors become findings.
 
-    Errors become findings, so that all are reported at once. Only headers and a few matrices of checkpoints are read,
-    unless experts are scored.
-
-    Args:
-        spec: the spec.
-        request: whether to score experts, too (`deep`).
-        access: device, network access and trust in code.
+    Only headers and a few matrices of checkpoints are read, unless experts are scored (`deep`).
     """
     checks = Preflight()
     checks.attempt(

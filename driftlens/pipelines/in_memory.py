@@ -74,7 +74,7 @@ def live_again(
     calibration: Mapping[str, Any] | None,
     num_calibration: int | None,
 ) -> tuple[Study, OpenModels]:
-    """Reopen a run of live modules; refuse settings, samples, labels and heads that differ. The caller compares weights.
+    """Reopen a run of live modules; refuse settings, samples and heads that differ. The caller compares weights.
 
     Args:
         folder: the run directory.

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from driftlens.config import RunSpec, load_spec
+from driftlens.config import load_spec
 from driftlens.experiment.loading import open_models, study_of
 from driftlens.experiment.study import Study
 from tests.zoo.decoders import CONFIGS, saved
@@ -72,16 +72,12 @@ def with_adapters(
 
 def study_of_adapters(config: Any, folder: Path) -> Study:
     """A study of that expert, without samples."""
-    spec = spec_of_adapters(folder, "hf-auto" if config is GPT2 else "hf-decoder")
-    return study_of(spec, open_models(spec), {}, {})
-
-
-def spec_of_adapters(folder: Path, loader: str = "hf-decoder") -> RunSpec:
-    """An expert that is adapters, and its base."""
+    loader = "hf-auto" if config is GPT2 else "hf-decoder"
     described: dict[str, Any] = {"version": 1, "merge": {"method": "average"}}
     described["architecture"] = {"loader": loader, "source": str(folder / "base")}
     described |= {"base": {"weights": str(folder / "base")}}
-    return load_spec(described | {"experts": {"a": {"weights": str(folder / "expert")}}})
+    spec = load_spec(described | {"experts": {"a": {"weights": str(folder / "expert")}}})
+    return study_of(spec, open_models(spec), {}, {})
 
 
 TOKENS = torch.randint(4, 40, (2, 7), generator=torch.Generator().manual_seed(0))

@@ -1,22 +1,31 @@
 """Weights, configurations and tokenizers in files, in folders, on the Hugging Face Hub or in its local cache.
 
-Checkpoints are opened without reading them, and no code in them is run.
+Checkpoints are opened without reading them, and no code in them is run. Entry point: `open_checkpoint`.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import math
 import os
 import pathlib
+import pickle
 import re
+import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from driftlens.checkpoints.unsupported import conversion, require_unquantised, wrong_family
-from driftlens.checkpoints.weight_files import WEIGHT_FILES, is_lora_folder, open_file, open_folder
-from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError, concerning
+from driftlens.checkpoints.unsupported import (
+    STATE_DICT_KEYS,
+    conversion,
+    refuse_pointer,
+    require_unquantised,
+    wrong_family,
+)
+from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError, concerning, some_of
 from driftlens.utils.files import expanded, from_json, json_object, plain_file
 
 # Torch is imported only to open a file, so that missing files are refused sooner.
@@ -28,22 +37,23 @@ _PICKLES = (".pkl", ".pickle")
 _OTHERS = (".npz", ".gguf", ".onnx", ".msgpack", ".h5")
 # Extensions of weights in formats that are never written.
 NEVER_WRITTEN = (*_READABLE[1:], *_PICKLES, *_OTHERS)
+# Weight files of a folder in order of preference: safetensors can be read without building objects.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.bin",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+ADAPTER = "adapter_config.json"
 
 # Weight files to download, best format first: a repository often holds the same weights twice.
 _FORMS = (["*.safetensors", "*.safetensors.index.json"], ["*.bin", "*.bin.index.json"])
 _BESIDE = [
-    "*.json",
-    "*.txt",
-    "*.model",
-    "*.jinja",
-    "*.codes",
-    "*.tiktoken",
-    "*.tokenizer",
-    "README.md",
-    "LICENSE*",
-    "NOTICE",
+    *("*.json", "*.txt", "*.model", "*.jinja", "*.codes", "*.tiktoken", "*.tokenizer"),
+    *("README.md", "LICENSE*", "NOTICE"),
 ]
-
 # Files used with a model in addition to weights and configuration. Code is never copied.
 _COMPANIONS = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt"),
@@ -91,7 +101,7 @@ def open_checkpoint(
         place = place if place.exists() else expanded(place)
         with concerning(place):
             if place.is_dir():
-                return _open_folder(place, base)
+                return _open_any_folder(place, base)
             _require_readable(place)
             return open_file(place)
     except OSError as error:
@@ -109,7 +119,7 @@ def fetched(path: str, *, offline: bool = False) -> str:
     return str(_hub_folder(path, offline=offline))
 
 
-def _open_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
+def _open_any_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
     if not is_lora_folder(folder):
         folder = transformer_folder(folder)
         _require_plain_folder(folder)
@@ -130,9 +140,8 @@ def _require_plain_folder(folder: pathlib.Path) -> None:
     with contextlib.suppress(CheckpointError):
         config = folder / "config.json"
         require_unquantised(read_json(config) if config.is_file() else {}, str(folder))
-    files = sorted(
-        entry for entry in folder.iterdir() if entry.suffix.lower() in (*_READABLE, *_OTHERS, *_PICKLES)
-    )
+    suffixes = (*_READABLE, *_OTHERS, *_PICKLES)
+    files = sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in suffixes)
     if files and not any(file.suffix.lower() in _READABLE for file in files):
         _require_readable(files[0])
 
@@ -143,11 +152,208 @@ def _require_readable(path: pathlib.Path) -> None:
             f"there is no file {path}",
             hint="Check the path; paths in a spec are relative to its folder.",
         )
-    if path.suffix.lower() in _READABLE:
-        return
-    hint = "Save the weights as safetensors, or give their folder."
-    hint = conversion(path) if path.suffix.lower() in _PICKLES else hint
-    raise CheckpointError(f"{path}: expected a file of type {', '.join(_READABLE)}", hint=hint)
+    if path.suffix.lower() not in _READABLE:
+        hint = "Save the weights as safetensors, or give their folder."
+        raise CheckpointError(
+            f"{path}: expected a file of type {', '.join(_READABLE)}",
+            hint=conversion(path) if path.suffix.lower() in _PICKLES else hint,
+        )
+
+
+def is_lora_folder(folder: pathlib.Path) -> bool:
+    """Return True if a folder contains peft adapters instead of a whole model."""
+    return (folder / ADAPTER).is_file()
+
+
+def open_folder(folder: pathlib.Path) -> StateSource:
+    """Open the weights in a folder of `save_pretrained`, open_clip or the Hub."""
+    path = _weights_in(folder)
+    return _open_shards(path) if path.suffix == ".json" else open_file(path)
+
+
+def _weights_in(folder: pathlib.Path) -> pathlib.Path:
+    """Return the file of a folder that its weights are read from, or the index of their shards."""
+    for name in WEIGHT_FILES:
+        if (folder / name).is_file():
+            return folder / name
+        # Copies of a Hub cache contain links to its blobs.
+        if (folder / name).is_symlink():
+            raise CheckpointError(
+                f"{folder / name} is a broken link to {(folder / name).readlink()}",
+                hint="Copy or download the folder again, following links (cp -rL).",
+            )
+    there = some_of(sorted(entry.name for entry in folder.iterdir())) or "nothing"
+    raise CheckpointError(
+        f"{folder} holds no weights; found {there}",
+        hint=f"Expected one of {', '.join(WEIGHT_FILES)}; give other files by path.",
+    )
+
+
+def _open_shards(index: pathlib.Path) -> StateSource:
+    """Open the shards of an index as one source and read all headers."""
+    from driftlens.checkpoints.tensor_sources import Composed
+
+    listed = _weight_map(index)
+    sources = {shard: open_file(path) for shard, path in _shards(index, listed).items()}
+    there = {
+        key: (sources[shard], key)
+        for key, shard in listed.items()
+        if shard in sources and key in sources[shard].headers
+    }
+    # A few tensors that only the index lists are left out, and code that needs one reports it; with most of
+    # them missing, the files belong to another model.
+    if 2 * len(there) < len(listed):
+        missing = next(key for key in listed if key not in there)
+        raise CheckpointError(
+            f"{index} lists {missing!r} in {listed[missing]}, which lacks it",
+            hint="Index and shards do not match; download or save the folder again.",
+        )
+    return Composed(str(index.parent), there)
+
+
+def _weight_map(index: pathlib.Path) -> Mapping[str, str]:
+    """Read the file name of each tensor's shard from an index."""
+    try:
+        shards = from_json(plain_file(index).read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError):
+        shards = None
+    if (
+        not isinstance(shards, dict)
+        or not shards
+        or not all(isinstance(name, str) for name in shards.values())
+    ):
+        raise CheckpointError(
+            f"{index} is not an index of shards",
+            hint="Expected JSON with a `weight_map` from tensor names to files; download it again.",
+        )
+    return shards
+
+
+def _shards(index: pathlib.Path, listed: Mapping[str, str]) -> dict[str, pathlib.Path]:
+    """Return the files that an index lists, by name, without those that the model does not need."""
+    files = {name: index.parent / name for name in sorted({*listed.values()})}
+    there = {key.partition(".")[0] for key, name in listed.items() if files[name].is_file()}
+    # Published folders may leave out shards of parts that only training uses. A missing head is never one of
+    # these: the model could not answer without it.
+    needed = {name for key, name in listed.items() if key.partition(".")[0] in there or "head" in key}
+    files = {name: path for name, path in files.items() if not there or name in needed}
+    for name, path in files.items():
+        # An untrusted index must not point out of its folder.
+        if path.name != name:
+            raise CheckpointError(
+                f"{index} names a shard outside its folder: {name}", hint="Don't use this folder."
+            )
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} is missing, but {index.name} lists it", hint="Download or copy the missing shard."
+            )
+    return files
+
+
+def shards_of(source: StateSource) -> Mapping[str, str]:
+    """Return the file name of each tensor's shard for a source that `open_folder` made; empty for others."""
+    folder = pathlib.Path(source.name)
+    index = next((path for name in WEIGHT_FILES if (path := folder / name).is_file()), None)
+    return _weight_map(index) if index is not None and index.suffix == ".json" else {}
+
+
+def folder_notices(source: StateSource) -> list[str]:
+    """Report adapters next to a whole model, and tensors that only the index lists."""
+    place = pathlib.Path(source.name)
+    folder = place.parent if place.name in WEIGHT_FILES else place
+    if is_lora_folder(folder):
+        whole = [name for name in WEIGHT_FILES if (folder / name).is_file()]
+        return [f"{folder} holds adapters and {whole[0]}; the adapters are used"] if whole else []
+    ghosts = [key for key in shards_of(source) if key not in source.headers]
+    named = some_of([*map(repr, ghosts)], 1)
+    return [f"{folder}: its index lists {named}, missing from all files and unused"] if ghosts else []
+
+
+def open_file(path: pathlib.Path) -> StateSource:
+    """Open the weights in one `.safetensors` or PyTorch file."""
+    from driftlens.checkpoints.tensor_sources import SafetensorsSource
+
+    refuse_pointer(path)
+    return SafetensorsSource(path) if path.suffix.lower() == ".safetensors" else _open_torch_file(path)
+
+
+# The first version whose `weights_only` reader has no known vulnerability.
+SAFE_TORCH = (2, 10)
+# Types that `torch.load` may build in addition to its own: training scripts save their command line.
+SAFE_TYPES: list[Any] = [argparse.Namespace]
+
+
+def _open_torch_file(path: pathlib.Path) -> StateSource:
+    """Open a PyTorch checkpoint, memory-mapped where its format allows that.
+
+    Training checkpoints may keep the weights under `state_dict`, `model` or `model_state_dict`.
+    """
+    import torch
+    from torch import Tensor
+
+    from driftlens.checkpoints.tensor_sources import TensorsSource
+
+    content, tensors = _load(path), dict[str, Tensor]()
+    if isinstance(content, Mapping):
+        inner = (content[key] for key in STATE_DICT_KEYS if isinstance(content.get(key), Mapping))
+        content = next(inner, content)
+        tensors = {
+            key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)
+        }
+    if not tensors:
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__} without tensors, expected weights",
+            hint=f"Save `model.state_dict()` as safetensors, or under {', '.join(STATE_DICT_KEYS)}.",
+        )
+    # Half of a model must not pass for all of it.
+    nested = [key for key, value in content.items() if key not in tensors and _holds_weights(value)]
+    if nested:
+        raise CheckpointError(
+            f"{path}: the entry {str(nested[0])[:40]!r} also holds weights, which would be ignored",
+            hint=f"Save all weights as safetensors, or under {', '.join(STATE_DICT_KEYS)}.",
+        )
+    for key, value in tensors.items():
+        if value.layout != torch.strided or value.is_quantized:
+            raise CheckpointError(f"{path}: tensor {key!r} is sparse or quantised", hint="Save it dense.")
+    # DistributedDataParallel holds the model as its submodule `module`.
+    prefix = "module." if all(key.startswith("module.") for key in tensors) else ""
+    return TensorsSource(str(path), {key.removeprefix(prefix): value for key, value in tensors.items()})
+
+
+def _holds_weights(value: Any) -> bool:
+    """Return True if a value is a mapping with tensors at names, however deep."""
+    from torch import Tensor
+
+    entries = value.values() if isinstance(value, Mapping) else ()
+    return any(isinstance(entry, Tensor) or _holds_weights(entry) for entry in entries)
+
+
+def _load(path: pathlib.Path) -> Any:
+    """Return what `torch.load` builds from a file without running code of the file."""
+    import torch
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE_TORCH:
+        raise CheckpointError(
+            f"{path} can run code when torch {torch.__version__} reads it (CVE-2026-24747)",
+            hint=f"Install torch {SAFE_TORCH[0]}.{SAFE_TORCH[1]} or newer, or convert the file to safetensors.",
+        )
+    try:
+        with warnings.catch_warnings(), torch.serialization.safe_globals(SAFE_TYPES):
+            warnings.simplefilter("ignore")
+            # Only the zip format, which PyTorch writes since 1.6, can be mapped.
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # a damaged file can raise anything
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
+        # PyTorch goes from the cause to the advice to allow the type, which would run the file's code.
+        reason = reason.splitlines()[0].partition(". ")[0].partition(" was not an allowed global")[0]
+        if isinstance(error, pickle.UnpicklingError) or "TorchScript" in reason:
+            raise CheckpointError(
+                f"{path} holds objects other than tensors ({reason})", hint=conversion(path)
+            ) from error
+        raise CheckpointError(
+            f"{path} is not a complete PyTorch checkpoint ({reason})",
+            hint="It may be truncated; copy or download it again.",
+        ) from error
 
 
 def is_hub_id(text: str) -> bool:
@@ -155,17 +361,8 @@ def is_hub_id(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w./-]*)?", text) is not None
 
 
-def repository_and_revision(place: str) -> tuple[str, str | None]:
-    """Split a Hub id into repository and revision (a branch, tag or commit; None for the newest)."""
-    repository, _, revision = place.partition("@")
-    return repository, revision or None
-
-
 def _hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
-    """Return the cache folder of a repository's weights and settings; download it if necessary.
-
-    Downloads are logged. With `offline`, or `HF_HUB_OFFLINE` in the environment, the network is not used.
-    """
+    """Return the cache folder of a repository's weights and settings; download it, with a log entry, if necessary."""
     from huggingface_hub import constants
 
     if offline or constants.HF_HUB_OFFLINE:
@@ -185,7 +382,7 @@ def _hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
 def files_beside_weights(place: str, *, offline: bool = False) -> pathlib.Path | None:
     """Return the folder with settings and tokenizer of a folder or Hub repository; None without.
 
-    Files that are not cached are downloaded as in `_hub_folder`.
+    Files that are not cached are downloaded, with a log entry.
     """
     from huggingface_hub import constants
 
@@ -202,24 +399,24 @@ def files_beside_weights(place: str, *, offline: bool = False) -> pathlib.Path |
     return transformer_folder(_snapshot(place, [], local=False))
 
 
-def _snapshot(repository: str, patterns: list[str], *, local: bool) -> pathlib.Path:
+def _snapshot(place: str, patterns: list[str], *, local: bool) -> pathlib.Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    name, revision = repository_and_revision(repository)
-    flag = f" --revision {revision}" if revision else ""
+    name, _, revision = place.partition("@")
     try:
         folder = snapshot_download(
-            name, revision=revision, allow_patterns=patterns + _BESIDE, local_files_only=local
+            name, revision=revision or None, allow_patterns=patterns + _BESIDE, local_files_only=local
         )
     except Exception as error:  # network, access, disk: the library's own errors and its HTTP client's
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         # The library raises this for any failure to reach the Hub.
         if isinstance(error, LocalEntryNotFoundError):
             cause = "it is unreachable"
-        reason = "offline, and not cached" if local else cause
+        flag = f" --revision {revision}" if revision else ""
         raise CheckpointError(
-            f"no file or folder {repository!r}, and the Hub can't provide it ({reason})",
+            f"no file or folder {place!r}, and the Hub can't provide it "
+            f"({'offline, and not cached' if local else cause})",
             hint=f"Check the path, or run once online: hf download {name}{flag}",
         ) from error
     return pathlib.Path(folder)
@@ -250,7 +447,7 @@ def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
     if inside[0].parent.name == "snapshots":
         inside.append(inside[0].parents[1] / "blobs")
     beside = [path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()]
-    paths = {path.relative_to(folder).as_posix(): path for path in beside} | sentence_files(folder)
+    paths = {path.relative_to(folder).as_posix(): path for path in beside} | _sentence_files(folder)
     return {
         name: paths[name] for name in sorted(paths) if any(map(paths[name].resolve().is_relative_to, inside))
     }
@@ -345,21 +542,16 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def tokenizer_in(source: str, *, offline: bool, kind: str = "AutoTokenizer") -> Any:
-    """Load the tokenizer of a folder or Hub repository; return None if it is missing or damaged.
-
-    Args:
-        source: the folder or Hub id.
-        offline: True to use only the local cache.
-        kind: the class of transformers that loads it.
-    """
+    """Load the tokenizer of a folder or Hub repository by a class of transformers; None if missing or damaged."""
     folder = files_beside_weights(source, offline=offline)
     if folder is None:
         return None
     import transformers
 
-    tokenizers = getattr(transformers, kind)
     try:
-        return tokenizers.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return getattr(transformers, kind).from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception:  # a missing or broken file: the tokenizers library raises nothing more precise
         return None
 
@@ -381,18 +573,18 @@ _POOLS = {
 }
 
 
-class Module(NamedTuple):
+class _Module(NamedTuple):
     """The class name of a module and its folder; empty for the root."""
 
     kind: str
     place: str
 
 
-def modules_of(folder: pathlib.Path) -> tuple[Module, ...]:
+def modules_of(folder: pathlib.Path) -> tuple[_Module, ...]:
     """List the modules of a folder of sentence-transformers; empty for other folders."""
     try:
         stated = from_json(plain_file(folder / MODULES).read_bytes())
-        modules = tuple(Module(entry["type"].rpartition(".")[2], entry["path"]) for entry in stated)
+        modules = tuple(_Module(entry["type"].rpartition(".")[2], entry["path"]) for entry in stated)
         places = [(folder / module.place).resolve() for module in modules]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return ()
@@ -404,7 +596,7 @@ def modules_of(folder: pathlib.Path) -> tuple[Module, ...]:
 
 def transformer_folder(folder: pathlib.Path) -> pathlib.Path:
     """Return the transformer's folder in a folder of sentence-transformers; other folders are returned unchanged."""
-    leading = next(iter(modules_of(folder)), Module("", ""))
+    leading = next(iter(modules_of(folder)), _Module("", ""))
     return folder / leading.place if leading.kind == "Transformer" else folder
 
 
@@ -439,11 +631,7 @@ class Pooling(NamedTuple):
 
 
 def pooling_of(folder: pathlib.Path) -> Pooling:
-    """Read a folder's Pooling module; the default is the mean.
-
-    Raises:
-        IncompatibleModelsError: the library has no such mode.
-    """
+    """Read a folder's Pooling module; the default is the mean. Refuse modes that the library does not have."""
     place = next((module.place for module in modules_of(folder) if module.kind == "Pooling"), None)
     stated = {} if place is None else json_object(folder / place, "config.json")
     modes = stated.get("pooling_mode") or [mode for key, mode in _POOLS.items() if stated.get(key)] or "mean"
@@ -472,11 +660,8 @@ def prompts_of(folder: pathlib.Path) -> Prompts:
     """Read `config_sentence_transformers.json`."""
     settings = json_object(folder, _WHOLE)
     prompts, similarity = settings.get("prompts"), settings.get("similarity_fn_name") or "cosine"
-    by_name = (
-        {name: text for name, text in prompts.items() if isinstance(text, str)}
-        if isinstance(prompts, dict)
-        else {}
-    )
+    named = prompts.items() if isinstance(prompts, dict) else ()
+    by_name = {name: text for name, text in named if isinstance(text, str)}
     return Prompts(by_name, by_name.get(str(settings.get("default_prompt_name")), ""), str(similarity))
 
 
@@ -506,37 +691,36 @@ def reading_notices(folder: pathlib.Path) -> Iterator[str]:
 
 
 def require_same_reading(base: pathlib.Path | None, other: pathlib.Path | None) -> str:
-    """Refuse a model whose tokens become another embedding than the base's; what else differs is returned."""
-    roots = [embedding_folder(folder) for folder in (base, other)]
-    if roots[1] is None:
+    """Refuse a model whose tokens become another embedding than the base's; return a notice on other differences."""
+    home, root = embedding_folder(base), embedding_folder(other)
+    if root is None:
         return ""
-    hint = f"Train it with the base's modules, or give its transformer without {MODULES}."
-    of_base, later = ([] if root is None else _weights_behind(root) for root in roots)
+    of_base, later = ([] if place is None else _weights_behind(place) for place in (home, root))
     if later != of_base:
         place = (later or of_base)[0][0]
         raise IncompatibleModelsError(
-            f"{roots[1]}: the weights of {place} differ from the base's, and only transformers are merged",
+            f"{root}: the weights of {place} differ from the base's, and only transformers are merged",
             hint=f"Freeze {place} in training, or give its transformer without {MODULES}.",
         )
-    if roots[0] is None:
+    if home is None:
         return ""
-    of_base_pool, pool = (pooling_of(root) for root in roots if root is not None)
-    if pool[:2] != of_base_pool[:2]:
+    of_base_pool, pool = pooling_of(home), pooling_of(root)
+    if pool != of_base_pool:
         prompt = "" if pool.modes != of_base_pool.modes else ", one without its prompt"
         raise IncompatibleModelsError(
-            f"{roots[1]} pools by {pool.said}, the base by {of_base_pool.said}{prompt}",
-            hint=hint,
+            f"{root} pools by {pool.said}, the base by {of_base_pool.said}{prompt}",
+            hint=f"Train it with the base's modules, or give its transformer without {MODULES}.",
         )
-    ends = [[module.kind == "Normalize" for module in modules_of(root)].count(True) for root in roots if root]
+    ends = [[module.kind for module in modules_of(place)].count("Normalize") for place in (home, root)]
     if ends[0] != ends[1]:
-        return f"only one of {roots[1]} and the base normalizes embeddings; the base's setting is used"
+        return f"only one of {root} and the base normalizes embeddings; the base's setting is used"
     return ""
 
 
-def sentence_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
+def _sentence_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """List the files of sentence-transformers around a transformer, by their place in a saved folder."""
     root = sentence_folder(folder)
-    if root is None or folder is None:
+    if root is None:
         return {}
     paths = {path.name: path for place in (folder, root) for name in _SETTINGS for path in place.glob(name)}
     for module in modules_of(root)[1:]:

@@ -18,10 +18,15 @@ import torch
 
 from driftlens.calibration.calibrator import calibrators, over_preset, require_task_id
 from driftlens.checkpoints.alignment import Refitted, Spellings
-from driftlens.checkpoints.loading import fetched, library_folder, open_checkpoint, require_same_reading
+from driftlens.checkpoints.loading import (
+    fetched,
+    is_lora_folder,
+    library_folder,
+    open_checkpoint,
+    require_same_reading,
+)
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.tensor_sources import Composed, StateSource, in_dtype
-from driftlens.checkpoints.weight_files import is_lora_folder
 from driftlens.config.published import PublishedTask, published_task
 from driftlens.config.run import FileHead, Head, LinearHeadSpec
 from driftlens.data.samples import SampleSet, unequal_counts

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCardData
 from markupsafe import Markup
 
 from driftlens.calibration.calibrator import calibrators
-from driftlens.checkpoints.loading import is_hub_id, repository_and_revision
+from driftlens.checkpoints.loading import is_hub_id
 from driftlens.config.requests import CalibrationRequest
 from driftlens.config.types import from_yaml
 from driftlens.models.sentences import EMBEDDED
@@ -346,7 +346,7 @@ def _hub_id(origin: str) -> str:
     parts = pathlib.PurePath(origin).parts
     cached = next((part for part in parts if part.startswith("models--")), "")
     name = cached.removeprefix("models--").replace("--", "/", 1) or origin.removeprefix("hf-hub:")
-    return repository_and_revision(name)[0] if is_hub_id(name) else ""
+    return name.partition("@")[0] if is_hub_id(name) else ""
 
 
 def _ranges(layers: Sequence[int]) -> str:

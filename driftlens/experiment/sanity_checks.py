@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from driftlens.checkpoints.alignment import TEXT_SIDE, Spellings, TowerKeyLayout
-from driftlens.checkpoints.loading import read_json, with_floats
+from driftlens.checkpoints.loading import folder_notices, is_lora_folder, read_json, with_floats
 from driftlens.checkpoints.lora import LoraSource, named_base
 from driftlens.checkpoints.tensor_sources import StateSource, check_finite, task_vector
 from driftlens.checkpoints.unsupported import foreign_code, running
-from driftlens.checkpoints.weight_files import folder_notices, is_lora_folder
 from driftlens.experiment.loading import OpenModels, model_folder
 from driftlens.models import vocabularies
 from driftlens.models.architecture import Architecture

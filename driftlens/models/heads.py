@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.checkpoints.loading import library_folder, open_checkpoint, read_json
+from driftlens.checkpoints.loading import WEIGHT_FILES, library_folder, open_checkpoint, read_json
 from driftlens.checkpoints.tensor_sources import StateSource, check_finite, require_key
-from driftlens.checkpoints.weight_files import WEIGHT_FILES
 from driftlens.utils.devices import to_device, to_match
 from driftlens.utils.errors import CheckpointError, DataError, SpecError
 from driftlens.utils.files import from_json, plain_file

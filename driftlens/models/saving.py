@@ -17,10 +17,12 @@ from driftlens.checkpoints.alignment import Stored
 from driftlens.checkpoints.loading import (
     MODULES,
     NEVER_WRITTEN,
+    WEIGHT_FILES,
     companion_files,
     flat,
     library_folder,
     read_json,
+    shards_of,
 )
 from driftlens.checkpoints.tensor_sources import (
     DTYPES,
@@ -33,7 +35,6 @@ from driftlens.checkpoints.tensor_sources import (
     renamed,
     require_key,
 )
-from driftlens.checkpoints.weight_files import WEIGHT_FILES, shards_of
 from driftlens.models.architecture import Architecture, FolderFormat
 from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, ShapeError, SpecError
 from driftlens.utils.files import (

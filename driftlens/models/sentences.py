@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import activation
 
-from driftlens.checkpoints.loading import Pooling, modules_of, pooling_of
+from driftlens.checkpoints.loading import Pooling, modules_of, open_folder, pooling_of
 from driftlens.checkpoints.tensor_sources import check_finite
-from driftlens.checkpoints.weight_files import open_folder
 from driftlens.models.chain import LayerChain, Pool, SideInputs, State
 from driftlens.utils.errors import IncompatibleModelsError
 from driftlens.utils.files import json_object

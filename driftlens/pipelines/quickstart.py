@@ -16,13 +16,13 @@ from driftlens.checkpoints.loading import (
     fetched,
     files_beside_weights,
     is_hub_id,
+    is_lora_folder,
     library_folder,
     open_checkpoint,
     read_config,
     read_json,
 )
 from driftlens.checkpoints.unsupported import family_of_keys, loader_of, reads_images, route
-from driftlens.checkpoints.weight_files import is_lora_folder
 from driftlens.config.mergekit import Recipe, recipe_of
 from driftlens.config.run import RunSpec, is_recipe, load_spec, override
 from driftlens.config.types import read_mapping, to_yaml

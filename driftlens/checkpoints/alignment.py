@@ -45,9 +45,9 @@ def whole(key: str) -> str:
 
 
 def joint_name(names: Sequence[str]) -> str:
-    """Return one name for tensors in files that are concatenated in memory, as in `experts.*.{w1,w3}.weight`.
+    """Return one name for tensors that are concatenated in memory, as in `experts.*.{w1,w3}.weight`; empty without.
 
-    A star is a number that counts from 0, braces list alternatives. Empty if the names have no such form.
+    A star is a number that counts from 0, braces list alternatives.
     """
     parts = []
     for column in zip(*(name.split(".") for name in names), strict=False):
@@ -152,11 +152,9 @@ class Refitted:
 
 
 class Stored:
-    """Tensors as a model has them in memory, as files hold them: the way back from `Refitted`, a part at a time.
+    """Tensors under the names of a `Refitted` checkpoint as files hold them, a part at a time.
 
-    Args:
-        source: under the names of a `Refitted` checkpoint, with its headers.
-        wrapper: what its files have before these names.
+    `wrapper` is the prefix of its files' names.
     """
 
     def __init__(self, source: StateSource, wrapper: str = "") -> None:
@@ -215,11 +213,7 @@ class Spellings:
     is_lenient: bool = False
 
     def refitted(self, source: StateSource) -> StateSource:
-        """Return the checkpoint with its tensors split and concatenated as in memory.
-
-        Raises:
-            IncompatibleModelsError: some of several numbered tensors are missing, such as experts of a mixture.
-        """
+        """Return the checkpoint with its tensors split and concatenated as in memory."""
         named = {
             name
             for names in self.names
@@ -253,15 +247,7 @@ class Spellings:
     def key_map(
         self, headers: Mapping[str, TensorHeader], model_keys: Collection[str], name: str
     ) -> dict[str, str]:
-        """Map the model's keys to those of a checkpoint, by the spelling that finds most of the model.
-
-        Tensors that belong to no layer are left out.
-
-        Args:
-            headers: the checkpoint's tensors.
-            model_keys: the model's keys.
-            name: the checkpoint's name in messages.
-        """
+        """Map the model's keys to those of a checkpoint, by the spelling that finds most of the model."""
         stored, wrapper = self._best(headers)
         used, beside = set(stored.values()), tuple(wrapper + part for part in self.left_out)
         # Kept, so that a comparison of keys reports them.
@@ -276,9 +262,7 @@ class Spellings:
         return stored | unknown
 
     def passed_over(self, headers: Collection[str], name: str) -> dict[str, str]:
-        """Map the keys that the library does not use, buffers excepted, without the wrapper's prefix, to the file's
-        keys.
-        """
+        """Map keys that the library does not use, except buffers and the wrapper's prefix, to the file's keys."""
         stored, wrapper = self._best(headers)
         used, beside = set(stored.values()), (*TEXT_SIDE, *self.left_out)
         named = {key.removeprefix(wrapper): key for key in headers if key not in used}
@@ -291,10 +275,7 @@ class Spellings:
         }
 
     def _is_passed_over(self, key: str) -> bool:
-        """Return True if the library loads the model without this tensor.
-
-        It matches `ignored`, or belongs to a module outside all modules of the model.
-        """
+        """Return True if the library loads the model without this tensor, by pattern or for lack of its module."""
         if any(re.search(pattern, key) for pattern in self.ignored):
             return True
         parts = key.split(".")
@@ -321,13 +302,7 @@ class Spellings:
     def align(
         self, source: StateSource, model_keys: Collection[str], fallback: StateSource | None
     ) -> StateSource:
-        """Return the checkpoint under the model's keys.
-
-        Args:
-            source: the checkpoint.
-            model_keys: the model's keys.
-            fallback: unused.
-        """
+        """Return the checkpoint under the model's keys; no fallback is needed."""
         source = self.refitted(source)
         stored = self.key_map(source.headers, model_keys, source.name)
         count = sum(key in stored for key in model_keys)
@@ -407,13 +382,7 @@ class TowerKeyLayout:
     def key_map(
         self, headers: Mapping[str, TensorHeader], model_keys: Collection[str], name: str
     ) -> dict[str, str]:
-        """Map the tower's keys; text tower, logit scale and index buffers of older versions are left out.
-
-        Args:
-            headers: the checkpoint's tensors.
-            model_keys: the model's keys.
-            name: the checkpoint's name in messages.
-        """
+        """Map the tower's keys; text tower, logit scale and index buffers of older versions are left out."""
         prefix, canonical = self.prefix(headers, name), self.prefix(model_keys, "the architecture")
         projection, target = self._projection(headers, prefix), self._projection(model_keys, canonical)
         stored = {}
@@ -431,13 +400,7 @@ class TowerKeyLayout:
     def align(
         self, source: StateSource, model_keys: Collection[str], fallback: StateSource | None
     ) -> StateSource:
-        """Return the checkpoint under the model's keys.
-
-        Args:
-            source: the checkpoint.
-            model_keys: the model's keys.
-            fallback: the base, which supplies a missing projection.
-        """
+        """Return the checkpoint under the model's keys; `fallback`, the base, supplies a missing projection."""
         mapping = self.key_map(source.headers, model_keys, source.name)
         projection = self._projection(model_keys, self.prefix(model_keys, "the architecture"))
         if projection is None or projection in mapping:

@@ -284,10 +284,7 @@ SAFE_TYPES: list[Any] = [argparse.Namespace]
 
 
 def _open_torch_file(path: pathlib.Path) -> StateSource:
-    """Open a PyTorch checkpoint, memory-mapped where its format allows that.
-
-    Training checkpoints may keep the weights under `state_dict`, `model` or `model_state_dict`.
-    """
+    """Open a PyTorch checkpoint, whose weights may be under a key as in training; memory-mapped if possible."""
     import torch
     from torch import Tensor
 
@@ -463,13 +460,7 @@ def image_processor_config(source: str, *, offline: bool = False) -> dict[str, A
 
 
 def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, Any] | None:
-    """Read the JSON object in a file of a folder or Hub repository; None if there is no such file.
-
-    Args:
-        source: the folder or Hub id.
-        file: the file's name.
-        offline: True to use only the local cache.
-    """
+    """Read the JSON object in a file of a folder or Hub repository; None if there is no such file."""
     folder = files_beside_weights(source, offline=offline)
     if folder is None and not is_hub_id(source):
         raise SpecError(
@@ -499,15 +490,7 @@ def _require_sane_config(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def needed_config(source: str, file: str, expected: str, *, offline: bool, hint: str) -> dict[str, Any]:
-    """Read the configuration file that a loader needs; refuse a source without it and name its family.
-
-    Args:
-        source: the folder or Hub id.
-        file: the file's name.
-        expected: the expected family, for messages.
-        offline: True to use only the local cache.
-        hint: the remedy in messages.
-    """
+    """Read a loader's configuration; of a source without it, name the family instead of the expected one."""
     config = read_config(source, file, offline=offline)
     if config is not None:
         return config

@@ -84,10 +84,7 @@ class _AdapterSettings(BaseModel):
 
 @dataclass(frozen=True)
 class _Update:
-    """The change of one weight [out, in]: scaling * up @ down, transposed if the weight is stored as [in, out].
-
-    With DoRA, `magnitude` names the row lengths of the sum.
-    """
+    """The change of one weight [out, in]: scaling * up @ down; `magnitude` names DoRA's row lengths of the sum."""
 
     down: str
     up: str

@@ -97,14 +97,9 @@ class StateSource(Protocol):
         ...
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """Read a tensor to the CPU in its stored dtype; do not write to it, since it may share memory with the source.
+        """Read a tensor, or its rows [start, stop), to the CPU in its stored dtype.
 
-        Args:
-            key: the tensor's name.
-            rows: reads only [start, stop) of the first axis.
-
-        Raises:
-            CheckpointError: there is no such key, or the file can no longer be read.
+        Do not write to it, since it may share memory with the source.
         """
         ...
 
@@ -248,12 +243,10 @@ def promoted(*dtypes: torch.dtype) -> torch.dtype:
 
 
 class EmbeddingTable(Tensor):
-    """A stored matrix that acts as if it had the dtype of the computation: the embeddings of a vocabulary.
+    """A stored embedding matrix that acts as if it had the dtype of the computation.
 
     In float32, the embeddings of 128,000 tokens take more memory than the rest of a small language model, while a
-    batch
-    looks up a few thousand rows. `embedding` converts only these rows; any other operation converts the whole matrix.
-    Converting before or after the lookup gives the same numbers.
+    batch looks up a few thousand rows. `embedding` converts only these, with the same numbers; others convert all.
     """
 
     _wide: torch.dtype
@@ -370,14 +363,7 @@ BROKEN = "It is damaged, or overflowed in a cast; save it again from the origina
 
 
 def check_finite(name: str, key: str, tensor: Tensor, hint: str = BROKEN) -> None:
-    """Refuse NaN and infinity in floating-point tensors.
-
-    Args:
-        name: the source's name.
-        key: the tensor's name.
-        tensor: its values.
-        hint: what to do.
-    """
+    """Refuse NaN and infinity in the floating-point tensor `key` of the source `name`."""
     if not tensor.is_floating_point():
         return
     # One-byte floats know neither sums nor `isfinite`; float32 holds all their values.
@@ -402,13 +388,7 @@ _ORDERED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def change_of(start: Tensor, end: Tensor, dtype: torch.dtype) -> ModelChange:
-    """Count the differences of two tensors of one shape, and those that `dtype` keeps.
-
-    Args:
-        start: the unchanged tensor.
-        end: the changed tensor.
-        dtype: the number type.
-    """
+    """Count the differences of two tensors of one shape, and those that `dtype` keeps."""
     name = str(dtype).removeprefix("torch.")
     wide = promoted(start.dtype, end.dtype, torch.float32)
     start, end = start.to(wide), end.to(wide)
@@ -439,12 +419,7 @@ def sampled(
 ) -> ModelChange:
     """Estimate, from the first rows, how another tensor differs; norms are scaled up to all rows.
 
-    Args:
-        source: the unchanged model.
-        key: the tensor's name.
-        other: rows -> the changed values.
-        dtype: the number type.
-        rows: the rows to compare; all if None.
+    `other` returns the changed values of some rows; `rows` are those to compare, all if None.
     """
     shape, few = source.headers[key].shape, None
     if shape:
@@ -459,15 +434,7 @@ def sampled(
 def written(
     source: StateSource, key: str, value: Tensor, dtype: torch.dtype, rows: Rows = None
 ) -> ModelChange:
-    """Count how values that are about to be stored in `dtype` differ from a source.
-
-    Args:
-        source: the unchanged model.
-        key: the tensor's name.
-        value: the changed values.
-        dtype: the number type.
-        rows: the rows that `value` replaces; all if None.
-    """
+    """Count how values that are about to be stored in `dtype`, at these rows, differ from a source."""
     start_row = 0 if rows is None else rows[0]
     return sampled(
         source,
@@ -479,10 +446,7 @@ def written(
 
 
 def task_vector(base: StateSource, expert: StateSource) -> ModelChange:
-    """Estimate how an expert differs from its base, from the first entries of every tensor.
-
-    The number type is the coarser of both, or the expert's if they are equally coarse.
-    """
+    """Estimate how an expert differs from its base, in the coarser dtype, from the first entries of every tensor."""
     total = ModelChange("")
     for key, header in base.headers.items():
         own = expert.headers.get(key)

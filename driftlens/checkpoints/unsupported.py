@@ -95,13 +95,7 @@ def family_of_keys(keys: Collection[str]) -> Family | None:
 
 
 def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> IncompatibleModelsError:
-    """Build the error for a configuration of another family; it names the family and its loader.
-
-    Args:
-        config: the configuration.
-        source: its place.
-        expected: the expected family.
-    """
+    """Build the error for a configuration of another family than `expected`; it names family and loader."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind, named = config.get("model_type"), ", ".join(config.get("architectures") or [])

@@ -36,11 +36,7 @@ class Recipe:
 
 
 def recipe_of(content: Settings) -> Recipe:
-    """Read a recipe of mergekit.
-
-    Raises:
-        SpecError: The recipe names no method, no models, or a model that is no path or Hub id.
-    """
+    """Read a recipe of mergekit."""
     method = content.get("merge_method")
     if not isinstance(method, str):
         raise _refused(f"merge_method is {method!r}", "Recipes for mergekit-yaml need a `merge_method`.")

@@ -204,13 +204,7 @@ class Request(SpecSection, title="calibrate"):
 
 
 def refuse_unknown(command: str, keywords: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
-    """Refuse a keyword that a command does not take.
-
-    Args:
-        command: name of the command.
-        keywords: the keywords of the call.
-        allowed: the keywords of the command.
-    """
+    """Refuse a keyword that a command does not take."""
     for name in keywords:
         if name not in allowed:
             raise SpecError(

@@ -102,16 +102,7 @@ def _of_spec(
 def add_calibration(
     study: Study, models: OpenModels, folder: pathlib.Path, name: str, method: str, control: str
 ) -> None:
-    """Add a calibrated variant with its attachments and its control to the study's pool.
-
-    Args:
-        study: models and samples.
-        models: the checkpoints.
-        folder: the run directory.
-        name: of the calibration.
-        method: its method.
-        control: the control's variant name; empty without.
-    """
+    """Add a calibrated variant with its attachments, and its control if it has one, to the study's pool."""
     for variant in filter(None, (calibrated(name), control)):
         is_control = variant == control
         weights = open_checkpoint(folder / calibration_weights(name, control=is_control))
@@ -120,13 +111,7 @@ def add_calibration(
 
 
 def read_attachments(run: pathlib.Path, name: str, method: str) -> Attachments:
-    """Return the attachments of a finished calibration; empty for closed forms.
-
-    Args:
-        run: the run directory.
-        name: of the calibration.
-        method: its method.
-    """
+    """Return the attachments of a finished calibration; empty for closed forms."""
     file = run / calibration_attachments(name)
     if not file.exists():
         return {}
@@ -146,13 +131,7 @@ def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
 
 
 def redrawn(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -> RunSpec:
-    """Return the spec with other numbers of calibration samples.
-
-    Args:
-        spec: the spec.
-        counts: samples by task.
-        seed: another sampling seed; None keeps it.
-    """
+    """Return the spec with other numbers of calibration samples by task, and another sampling seed if given."""
     values = spec.as_dict()
     if seed is not None:
         values["data"]["defaults"]["seed"] = seed
@@ -162,13 +141,7 @@ def redrawn(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -
 
 
 def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) -> None:
-    """Refuse models that changed since the run hashed them; their files are read again.
-
-    Args:
-        manifest: the run's manifest.
-        study: models and samples.
-        reporter: shows progress.
-    """
+    """Refuse models that changed since the run hashed them; their files are read again."""
     names = [name for name in manifest.models if name in study.pool]
     for name in reporter.track(names, "check", lambda name: f"is {name} unchanged?"):
         recorded = manifest.models[name]
@@ -226,13 +199,7 @@ def resumable(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
 
 
 def on_main_process(team: Team, writer: RunWriter, work: Callable[[], object]) -> None:
-    """Run work that writes in the main process alone, then share the manifest with all processes.
-
-    Args:
-        team: the processes.
-        writer: the run's writer.
-        work: writes to the run.
-    """
+    """Run work that writes in the main process alone, then share the manifest with all processes."""
 
     def _done() -> Manifest:
         work()

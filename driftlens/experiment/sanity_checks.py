@@ -322,12 +322,7 @@ _Doubt = Iterator[tuple[str, str]]
 
 
 def companions(models: OpenModels, changes: Mapping[str, ModelChange] | None = None) -> list[CheckResult]:
-    """Check what comes with the weights: tokenizers, adapters, configurations, text towers.
-
-    Args:
-        models: the checkpoints.
-        changes: the experts' task vectors, if known already.
-    """
+    """Check what comes with the weights: tokenizers, adapters, configurations, text towers."""
     changes = task_vectors(models) if changes is None else changes
     folders = {name: model_folder(models.origins[name], source) for name, source in models.stored.items()}
     home = folders.get("base") or Path(models.architecture.source)

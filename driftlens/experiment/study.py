@@ -164,7 +164,7 @@ class Study:
         return tuple(filter(is_explained, self.variants))
 
     def model_info(self, name: str) -> ModelInfo:
-        """Return digest, number of parameters with attachments, and origin; all tensors are read once."""
+        """Return digest, size and origin of a model with its attachments; all tensors are read once."""
         variant, source = self.pool.variant(name), self.pool.source(name)
         return model_info(
             self.pool.chain, source, variant.attachments, self.provenance.get(name, source.name)

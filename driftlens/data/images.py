@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,19 +38,11 @@ _LEFT_BEHIND = frozenset(["$RECYCLE.BIN", "@eaDir", "__MACOSX", "__pycache__", "
 
 
 @data_sources.register("imagefolder")
-def open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> SplitView:
+def _open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> SplitView:
     """Open the images of a split's folder, sorted by class and path; ids are paths relative to the folder.
 
-    As in torchvision's ImageFolder, a class is a direct sub-folder with images at any depth. Hidden files and system
-    files
-    are skipped. A class of calibration may have no test images. Images without class folders, or with class folders
-    that
-    the entry calls unlabelled, make a split without labels.
-
-    Args:
-        entry: the spec's entry.
-        split: the split.
-        access: permissions.
+    As in torchvision's ImageFolder, a class is a direct sub-folder with images at any depth. A class of calibration may
+    have no test images. Images without class folders, or with those that the entry calls unlabelled, have no labels.
     """
     folder = Path(getattr(entry, split))
     images = sorted(_walk(folder))
@@ -110,12 +101,7 @@ def _is_image(name: str) -> bool:
 
 
 def read_image(source: Path | BinaryIO, where: str = "") -> Image:
-    """Return the image in a file, decoded, upright as its EXIF orientation says, in RGB without its alpha channel.
-
-    Args:
-        source: a path, or an open file.
-        where: what messages call an open file.
-    """
+    """Return the image in a file, decoded, upright as its EXIF orientation says, in RGB without its alpha channel."""
     from PIL import Image
     from PIL.ImageOps import exif_transpose
 
@@ -131,54 +117,38 @@ def read_image(source: Path | BinaryIO, where: str = "") -> Image:
 
 
 @data_sources.register("npz")
-def open_npz(entry: NpzData, split: Split, access: Access) -> SplitView:
+def _open_npz(entry: NpzData, split: Split, access: Access) -> SplitView:
     """Open the images of one split: array `x_train` gives the ids `train/0`, `train/1` ...; `x` serves all splits.
 
-    Pixels are read when the first image is requested. Labels are class names, or numbers that index the array
-    `class_names`; without it, the numbers are the names.
-
-    Args:
-        entry: the spec's entry.
-        split: the split.
-        access: permissions.
+    Labels are class names, or numbers that index the array `class_names`; without it, the numbers are the names.
     """
     arrays: NpzArrays | None = getattr(entry, split)
     file = Path((arrays and arrays.file) or entry.file or "")
-    with _opened(file) as archive:
+    # Its stub wants an open file, which nothing would close where it is no archive.
+    opened = np.lib.npyio.NpzFile(plain_file(file), allow_pickle=False)  # type: ignore[arg-type]
+    with opened as archive:
         images, labels = (arrays.x, arrays.y) if arrays else _arrays(archive.files, split)
-        where = f"{file}, array {images}"
-        shape, dtype = _header(archive, images)
-        check_pixels(shape[1:], dtype, where)
-        names: list[str | None] = [None] * shape[0]
+        pixels = archive[images]
+        check_pixels(pixels.shape[1:], pixels.dtype, f"{file}, array {images}")
+        names: list[str | None] = [None] * len(pixels)
         class_names = None
         if labels is not None:
             numbers = archive[labels]
-            if numbers.shape != (shape[0],):
-                raise DataError(f"{file}, array {labels}: shape {list(numbers.shape)} for {shape[0]} images")
+            if numbers.shape != (len(pixels),):
+                raise DataError(
+                    f"{file}, array {labels}: shape {list(numbers.shape)} for {len(pixels)} images"
+                )
             has_names = "class_names" in archive.files
             listed_names = tuple(_decoded_values(archive["class_names"])) if has_names else None
             names, class_names = named(_decoded_values(numbers), listed_names, f"{file}, array {labels}")
     prefix = images.removeprefix("x_")
-
-    # NumPy decompresses an array whole, so it is read once and kept.
-    @functools.cache
-    def pixels() -> np.ndarray[Any, np.dtype[Any]]:
-        with _opened(file) as archive:
-            return np.asarray(archive[images])
-
     return SplitView(
         origin=f"{file.resolve()}[{images}]",
-        ids=tuple(f"{prefix}/{row}" for row in range(shape[0])),
+        ids=tuple(f"{prefix}/{row}" for row in range(len(pixels))),
         class_names=class_names,
         label=names.__getitem__,
-        read=lambda position: pixels()[position],
+        read=pixels.__getitem__,
     )
-
-
-def _opened(file: Path) -> Any:
-    """Open an `.npz` file lazily and without pickles."""
-    # Its stub wants an open file, which nothing would close where it is no archive.
-    return np.lib.npyio.NpzFile(plain_file(file), allow_pickle=False)  # type: ignore[arg-type]
 
 
 def _arrays(keys: Sequence[str], split: Split) -> tuple[str, str | None]:
@@ -189,34 +159,17 @@ def _arrays(keys: Sequence[str], split: Split) -> tuple[str, str | None]:
     return f"x{end}", f"y{end}" if f"y{end}" in keys else None
 
 
-def _header(archive: Any, key: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return shape and dtype of an array, without its contents."""
-    form = np.lib.format
-    with archive.zip.open(f"{key}.npy") as stream:
-        # Version (1, 0) counts the header's bytes in two bytes, later ones in four.
-        is_first = form.read_magic(stream) == (1, 0)
-        read = form.read_array_header_1_0 if is_first else form.read_array_header_2_0
-        shape, _, dtype = read(stream)
-        return shape, dtype
-
-
 def _decoded_values(array: np.ndarray[Any, np.dtype[Any]]) -> list[Any]:
     """Return an array's values, bytes as text."""
     return [*(np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array).tolist()]
 
 
 @data_sources.register("python")
-def open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
+def _open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
     """Open the data that `package.module:function` returns for a split: (image, label) pairs with length and index.
 
-    A torchvision data set qualifies. Images are PIL images or uint8 arrays. Labels are class names, numbers that
-    index the
-    attribute `class_names` or `classes`, or None. Ids are positions.
-
-    Args:
-        entry: the spec's entry.
-        split: the split.
-        access: permissions.
+    Images are PIL images or uint8 arrays. Labels are class names, numbers that index the attribute `class_names` or
+    `classes`, or None. Ids are positions.
     """
     items, where = access.function(entry.target, "data source")(split), f"{entry.target}({split!r})"
     names = names_of(items)

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from driftlens.data.related import related_columns
-from driftlens.data.rows import as_texts, text_view
+from driftlens.data.rows import related_columns, text_view
 from driftlens.data.samples import SampleSet, draw, mask_beside, shuffled
 from driftlens.data.sources import Split, class_name, names_of
-from driftlens.data.task_data import TaskData, require_same_classes, sample_set
+from driftlens.data.task_data import TaskData, as_texts, require_same_classes, sample_set
 from driftlens.models.texts import TextReader
 from driftlens.utils.errors import DataError, SpecError
 
@@ -167,10 +166,8 @@ def live_texts(
         )
         drawn = draw(view, "all" if n is None or n >= len(ids) else n, seed, task=task, split=split)
         sample_texts = sample_set(task, split, view, drawn, view.class_names, list, batch_size)
-        sample_texts = as_texts(
-            sample_texts, [view.read(position) for position in drawn], entry, reader, list
-        )
-        sets[split] = replace(sample_texts, source=None)
+        texts = [view.read(position) for position in drawn]
+        sets[split] = replace(as_texts(sample_texts, texts, entry, reader), source=None)
     notices = tuple(dict.fromkeys(notice for samples in sets.values() for notice in samples.notices))
     shown = replace(sets["diagnosis"], notices=notices)
     kept = (sets.get("calibration", shown), shown, shown)

@@ -1,20 +1,22 @@
-"""Rows of tables and of JSON lines: images by path, or columns that become questions and answers."""
+"""Rows of data sets, tables and JSON lines: images, or columns that become questions and answers."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from driftlens.data.images import read_image
-from driftlens.data.library import UTF8, read_rows, read_table
-from driftlens.data.related import SimilarityTask, related_columns, related_in
-from driftlens.data.samples import SampleSet, Shown, Texts
 from driftlens.data.sources import (
+    Picture,
+    Related,
     Split,
     SplitView,
     data_sources,
@@ -23,16 +25,23 @@ from driftlens.data.sources import (
     refused,
     require_column,
 )
-from driftlens.models.texts import Form, Pictured, PictureReader, Text, TextReader
+from driftlens.models.texts import Pictured, Text
 from driftlens.utils.distributed import Access
-from driftlens.utils.errors import DataError, SpecError, did_you_mean
-from driftlens.utils.files import from_json
+from driftlens.utils.errors import DataError, did_you_mean
+from driftlens.utils.files import from_json, plain_file
 
 if TYPE_CHECKING:
-    from driftlens.config.data import JsonlData, TableData, TextEntry
+    from driftlens.config.data import HfData, JsonlData, TableData, TextEntry
+
+log = logging.getLogger(__name__)
+
+# UTF-8, with or without a byte order mark.
+UTF8 = "utf-8-sig"
+# Position of a row -> readers of its images.
+_Beside = Callable[[int], Sequence[Callable[[], Picture]]]
 
 
-def columns_asked(entry: TextEntry) -> dict[str, str]:
+def _columns_asked(entry: TextEntry) -> dict[str, str]:
     """Map the names in a prompt to their columns."""
     from driftlens.config.data import fields_of
 
@@ -49,13 +58,10 @@ def text_view(
     *,
     where: str,
     origin: str,
-    unit: str = "row",
     names: Sequence[str] | None = None,
-    beside: Callable[[int], Sequence[Callable[[], Any]]] | None = None,
+    beside: _Beside | None = None,
 ) -> SplitView:
-    """Build the split of rows that are texts.
-
-    A split without scores may lack answers; in the test split all rows have one if the spec names the column.
+    """Build the split of rows that are texts; in the test split all have an answer if the spec names its column.
 
     Args:
         entry: the spec's entry.
@@ -65,16 +71,14 @@ def text_view(
         row: position -> values by column.
         where: the place in messages.
         origin: the origin of the samples.
-        unit: what an id counts.
         names: meaning of integers among the targets.
         beside: position -> readers of the row's images.
     """
     from driftlens.config.data import filled
 
-    prompt_columns = columns_asked(entry)
-    for name, column in prompt_columns.items():
-        key = name if name == "input" else "prompt"
-        require_column(column, columns, key, where)
+    asked = _columns_asked(entry)
+    for name, column in asked.items():
+        require_column(column, columns, name if name == "input" else "prompt", where)
     if split == "test" and entry.target is not None:
         require_column(entry.target, columns, "target", where)
     classes = listed_classes(entry.classes)
@@ -82,148 +86,35 @@ def text_view(
         classes = tuple(dict.fromkeys(entry.words.values()))
     elif classes is None and entry.classes is True and names is not None:
         classes = tuple(names)
+    are_classes = entry.classes not in (None, False) or entry.words is not None
+
+    def place(position: int) -> str:
+        return f"{where}, {'line' if entry.kind == 'jsonl' else 'row'} {ids[position]}"
 
     def target(position: int) -> str:
-        return _target(
-            entry, row(position).get(entry.answers), names, classes, f"{where}, {unit} {ids[position]}"
-        )
+        return _target(entry, row(position).get(entry.answers), names, classes, place(position))
+
+    def label(position: int) -> str | None:
+        return (target(position) or None) if are_classes else None
 
     def read(position: int) -> Text | Pictured:
-        values, place = row(position), f"{where}, {unit} {ids[position]}"
-        fields = {name: _text(values, column, place) for name, column in prompt_columns.items()}
+        values = row(position)
+        fields = {name: _text(values, column, place(position)) for name, column in asked.items()}
         if not any(text.strip() for text in fields.values()):
             raise DataError(
-                f"{place}: the text is empty ({', '.join(map(repr, prompt_columns.values()))})",
+                f"{place(position)}: the text is empty ({', '.join(map(repr, asked.values()))})",
                 hint="Remove such rows, or set `input` to the text column.",
             )
         question = filled(entry.prompt or "{input}", fields)
-        if beside is not None:
-            images = tuple(beside(position))
-            if not images:
-                raise DataError(f"{place}: no image", hint="Add one, or remove the row.")
-            return Pictured(question, target(position), images)
-        return Text(question, target(position))
+        if beside is None:
+            return Text(question, target(position))
+        images = tuple(beside(position))
+        if not images:
+            raise DataError(f"{place(position)}: no image", hint="Add one, or remove the row.")
+        return Pictured(question, target(position), images)
 
-    def place(position: int) -> str:
-        return f"{where}, {unit} {ids[position]}"
-
-    def label(position: int) -> str | None:
-        are_classes = entry.classes not in (None, False) or entry.words is not None
-        return (target(position) or None) if are_classes else None
-
-    related = related_in(entry, columns, row, place) if ids and split == "test" else None
+    related = _related_in(entry, columns, row, place, where) if split == "test" else None
     return SplitView(origin, tuple(ids), classes, label, read, holds="text", related=related)
-
-
-def as_texts(
-    samples: SampleSet,
-    rows: Sequence[Text],
-    entry: TextEntry,
-    reader: TextReader | None,
-    preprocess: Callable[[list[Text]], Any],
-    compared: SimilarityTask | None = None,
-) -> SampleSet:
-    """Turn samples into text samples, read by the task's rules; without a `reader`, by the model's code.
-
-    Calibration samples may show their answers; all others are measured on the question alone.
-
-    Args:
-        samples: the samples.
-        rows: question and answer of each.
-        entry: the spec's entry.
-        reader: the tokenizer and its rules.
-        preprocess: converts texts to raw inputs without a reader.
-        compared: the comparison of test samples.
-    """
-    task, split = samples.task, samples.split
-    have = [bool(row.target) for row in rows]
-    if any(have) and not all(have):
-        raise DataError(
-            f"task {task}: {split} sample {samples.ids[have.index(False)]} has no target, others do",
-            hint="Give all rows a target, or none.",
-        )
-    form = None if reader is None else reader.form
-    reads_images = isinstance(reader, PictureReader)
-    if reader is not None and any(isinstance(row, Pictured) != reads_images for row in rows):
-        content, reads = ("no images", "images and texts") if reads_images else ("images", "texts alone")
-        raise DataError(
-            f"task {task}: {split} samples have {content}, but the model reads {reads}",
-            hint="For images with texts use the loader hf-vlm and `image: COLUMN`.",
-        )
-    if reader is not None and entry.max_length is not None:
-        reader = reader.limited(entry.max_length, f"data.{task}.max_length")
-    if reader is not None and entry.prompt is not None:
-        # The task's prompt replaces the model's.
-        reader = replace(reader, lead="")
-    if reader is not None and entry.chat:
-        questions = reader.chats([reader.message(row) for row in rows])
-        rows = [row._replace(input=question) for question, row in zip(questions, rows, strict=True)]
-    answer = entry.answer or (" {target}" if form == "decoder" and not entry.chat else "{target}")
-    shows = split == "calibration" and not related_columns(entry)
-    shown = _shown(task, entry, form, any(have)) if shows else "none"
-    texts = Texts(rows.__getitem__, reader, answer, shown, compared)
-    rows = [row._replace(target=texts.answered(row.target) if row.target else "") for row in rows]
-    shown_rows = [row if shown == "target" else row._replace(target="") for row in rows]
-    on_answers = (f"{task}: calibration uses the expert's greedy answers",) if shown == "expert" else ()
-    read = reader or preprocess
-    return replace(
-        samples,
-        load=lambda positions: read([shown_rows[position] for position in positions]),
-        preprocess=read,
-        notices=samples.notices
-        + on_answers
-        + (() if reader is None else _too_long(samples, shown_rows, entry, reader)),
-        texts=replace(texts, read=rows.__getitem__),
-    )
-
-
-def _beside(
-    entry: TextEntry, rows: Sequence[Mapping[str, Any]], file: Path, where: str
-) -> Callable[[int], Sequence[Callable[[], Any]]] | None:
-    """Return a function from a row to readers of its images; None if the entry names no image column."""
-    column = entry.pictures
-    if column is None:
-        return None
-    cells = [cell if isinstance(cell := row.get(column), list) else [cell] for row in rows]
-    _require_there([path for listed in cells for path in listed], file.parent, where)
-    return lambda position: [partial(read_image, file.parent / str(path)) for path in cells[position]]
-
-
-def _too_long(
-    samples: SampleSet, texts: Sequence[Text], entry: TextEntry, reader: TextReader
-) -> tuple[str, ...]:
-    """Return a notice of how many rows are cut, if any; rows with images are only estimated from one."""
-    # Counting the tokens of an image means decoding it.
-    if isinstance(reader, PictureReader):
-        reader(texts[:1])
-        return ()
-    long = [place for place, length in enumerate(reader.lengths(texts)) if length > reader.max_length]
-    if not long:
-        return ()
-    task = samples.task
-    count = f"{len(long)} of {len(texts)} {samples.split} samples are longer than {reader.max_length} tokens"
-    if entry.too_long == "refuse":
-        raise DataError(
-            f"task {task}: {count}, such as {samples.ids[long[0]]}",
-            hint=f"Remove them, set data.{task}.too_long: cut, or raise max_length.",
-        )
-    return (f"{task}: {count}; {reader.rule}",)
-
-
-def _shown(task: str, entry: TextEntry, form: Form | None, has_targets: bool) -> Shown:
-    """Return which answers calibration shows, by the entry or the data and model."""
-    if form == "encoder":
-        if entry.decoder_inputs is not None:
-            raise SpecError(f"data.{task}.decoder_inputs: the model has no decoder", hint="Remove it.")
-        return "none"
-    if entry.decoder_inputs == "target" and not has_targets:
-        raise DataError(
-            f"task {task}: decoder_inputs is target, but calibration has no targets",
-            hint=f"Set data.{task}.target, or decoder_inputs: expert.",
-        )
-    # Without answers a decoder still reads its question; the decoder of an encoder-decoder would read nothing.
-    unlabelled: Shown = "expert" if form == "encoder-decoder" else "none"
-    return entry.decoder_inputs or ("target" if has_targets else unlabelled)
 
 
 def _text(values: Mapping[str, Any], column: str, where: str) -> str:
@@ -247,124 +138,206 @@ def _target(
     if names is not None and isinstance(value, int) and 0 <= value < len(names):
         spelled.append(names[value])
     if entry.words is not None:
-        allowed: Sequence[str] = tuple(entry.words)
+        key, allowed = "words", list(entry.words)
         answer = next((entry.words[text] for text in spelled if text in entry.words), None)
     else:
-        allowed = spelled[-1:] if classes is None else classes
+        key, allowed = "classes", spelled[-1:] if classes is None else list(classes)
         answer = spelled[-1] if spelled[-1] in allowed else None
     if answer is not None:
         return answer
-    key = "classes" if entry.words is None else "words"
     raise DataError(
         f"{where}: target {spelled[-1]!r} is not in the {key}: {', '.join(allowed)}",
         hint=f"{did_you_mean(spelled[-1], allowed)} Add it, or remove the row.".lstrip(),
     )
 
 
-@data_sources.register("jsonl")
-def open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
-    """Open the rows of a split's file; ids are line numbers from 1. Blank lines are skipped.
+def related_columns(entry: TextEntry) -> dict[str, str]:
+    """Map the entry's keys for related texts to their columns."""
+    keys = ("pair", "positive", "negative")
+    return {key: column for key in keys if (column := getattr(entry, key)) is not None}
 
-    Args:
-        entry: the spec's entry.
-        split: the split.
-        access: permissions.
-    """
+
+def _related_in(
+    entry: TextEntry,
+    columns: Collection[str],
+    row: Callable[[int], Mapping[str, Any]],
+    place: Callable[[int], str],
+    where: str,
+) -> Callable[[int], Related] | None:
+    """Return a function from a position to its related texts; None if the entry names none."""
+    from driftlens.config.data import fields_of, filled
+
+    related = related_columns(entry)
+    for key, column in related.items():
+        require_column(column, columns, key, where)
+    if not related:
+        return None
+
+    def read(position: int) -> Related:
+        values = row(position)
+        shown = {
+            key: _several(values.get(column), column, place(position)) for key, column in related.items()
+        }
+        if "pair" in shown and len(shown["pair"]) != 1:
+            raise DataError(f"{place(position)}: {entry.pair!r} has {len(shown['pair'])} texts, expected one")
+        if not shown.get("positive", ("",)):
+            raise DataError(
+                f"{place(position)}: {entry.positive!r} is empty, expected an answer",
+                hint="Add one, or remove the row.",
+            )
+        pair = "".join(shown.get("pair", ()))
+        if pair and entry.prompt is not None:
+            # The second text takes the first one's place in the prompt.
+            names = fields_of(entry.prompt)
+            replaced = names if len(names) == 1 else ("input", entry.input)
+            fields = {name: pair if name in replaced else str(values.get(name)) for name in names}
+            pair = filled(entry.prompt, fields)
+        return Related(pair, shown.get("positive", ()), shown.get("negative", ()))
+
+    return read
+
+
+def _several(value: Any, column: str, place: str) -> tuple[str, ...]:
+    values = value if isinstance(value, list | tuple) else [] if value is None or value == "" else [value]
+    if odd := [one for one in values if isinstance(one, bool) or not isinstance(one, str | int | float)]:
+        raise DataError(
+            f"{place}: {column!r} holds {odd[0]!r}, expected text",
+            hint="Give a text or a list of texts; in CSV files one text per row.",
+        )
+    return tuple(str(one) for one in values)
+
+
+@data_sources.register("jsonl")
+def _open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
+    """Open the rows of a split's file; ids are line numbers from 1. Blank lines are skipped."""
     file = Path(getattr(entry, split))
-    # Read as lines and parsed here: the JSON reader of `datasets` would turn some texts into dates, and a 1 in
-    # a column with 2.5 into 1.0.
     rows: dict[str, dict[str, Any]] = {}
-    for number, line in enumerate(read_rows("text", file, encoding=UTF8)[:].get("text", []), start=1):
-        if line.strip():
-            with refused(f"{file}, line {number}"):
-                rows[str(number)] = {**from_json(line)}
-    ids, values = list(rows), list(rows.values())
+    with plain_file(file).open(encoding=UTF8) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                with refused(f"{file}, line {number}"):
+                    rows[str(number)] = {**from_json(line)}
+    values = list(rows.values())
     keys = dict.fromkeys(key for row in values for key in row)
-    if entry.pictures is not None:
-        require_column(entry.pictures, keys, "image", str(file))
-    beside = _beside(entry, values, file, str(file))
-    named = {"where": str(file), "origin": str(file.resolve()), "unit": "line"}
-    return text_view(entry, split, ids, keys, values.__getitem__, **named, beside=beside)
+    where, beside = str(file), _beside(entry, keys, values, file, str(file))
+    origin = str(file.resolve())
+    return text_view(
+        entry, split, list(rows), keys, values.__getitem__, where=where, origin=origin, beside=beside
+    )
+
+
+def _beside(
+    entry: TextEntry, columns: Collection[str], rows: Sequence[Mapping[str, Any]], file: Path, where: str
+) -> _Beside | None:
+    """Return a function from a row to readers of its images; None if the entry names no image column."""
+    column = entry.pictures
+    if column is None:
+        return None
+    require_column(column, columns, "image", where)
+    cells = [cell if isinstance(cell := row.get(column), list) else [cell] for row in rows]
+    _require_there([path for listed in cells for path in listed], file.parent, where)
+    return lambda position: [partial(read_image, file.parent / str(path)) for path in cells[position]]
 
 
 @data_sources.register("table")
 def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
     """Open the images or texts of a split's rows; ids of images are their paths as written, ids of texts row numbers.
 
-    Relative paths start at the file's folder. Labels are text, or numbers that index `classes`; only the test split
-    needs them.
+    Relative paths start at the file's folder. Only the test split needs labels.
 
     Args:
         entry: the spec's entry.
         split: the split.
         access: permissions.
     """
+    wanted = {entry.paths, entry.label, entry.pictures, entry.answers}
     if entry.holds_texts:
-        return _open_texts(entry, split)
-    column_of = {"image": entry.paths, "label": entry.label}
-    file, where, origin, _, columns = _rows(entry, split, column_of)
+        wanted |= {*_columns_asked(entry).values(), *related_columns(entry).values()}
+    file, where, origin, numbers, columns = _table_rows(entry, split, wanted)
+    if entry.holds_texts:
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        beside, ids = _beside(entry, columns, rows, file, where), list(map(str, numbers))
+        return text_view(
+            entry, split, ids, columns, rows.__getitem__, where=where, origin=origin, beside=beside
+        )
+    require_column(entry.paths, columns, "image", str(file))
+    if entry.label is not None and split == "test":
+        require_column(entry.label, columns, "label", str(file))
     paths = columns[entry.paths]
     _require_there(paths, file.parent, where)
-    if twice := [path for path, count in Counter(_places(paths, file.parent)).items() if count > 1]:
+    places = _places(paths, file.parent)
+    if twice := [path for path, count in Counter(places).items() if count > 1]:
         raise DataError(f"{where}: {twice[0]} occurs more than once", hint="List every image once.")
     labels = [None if label == "" else label for label in columns.get(entry.label or "", [None] * len(paths))]
     names, class_names = named(labels, listed_classes(entry.classes), where)
     if split != "calibration" and getattr(entry, split) != entry.calibration:
-        _require_apart(entry, _places(paths, file.parent), where, origin)
+        _require_apart(entry, places, where, origin)
     return SplitView(
         origin=origin,
         ids=tuple(paths),
         class_names=class_names,
-        label=lambda position: names[position],
+        label=names.__getitem__,
         read=lambda position: read_image(file.parent / paths[position]),
     )
 
 
-def _open_texts(entry: TableData, split: Split) -> SplitView:
-    column_of = {
-        **{f"{{{name}}}": column for name, column in columns_asked(entry).items()},
-        "target": entry.answers,
-        "image": entry.pictures,
-        **related_columns(entry),
-    }
-    file, where, origin, rows, columns = _rows(entry, split, column_of)
-
-    def row(position: int) -> dict[str, Any]:
-        return {name: values[position] for name, values in columns.items()}
-
-    beside = _beside(entry, [*map(row, range(len(rows)))], file, where)
-    ids = list(map(str, rows))
-    return text_view(entry, split, ids, columns, row, where=where, origin=origin, beside=beside)
-
-
-def _rows(
-    entry: TableData, split: Split, column_of: Mapping[str, str | None]
+def _table_rows(
+    entry: TableData, split: Split, wanted: Collection[str | None]
 ) -> tuple[Path, str, str, Sequence[int], dict[str, list[Any]]]:
-    """Return a split's file, the name of its rows in messages, their place, their numbers and the requested columns."""
+    """Return a split's file, its name in messages, its origin, the numbers of its rows and the wanted columns."""
     value = getattr(entry, split)
     file, where = Path(entry.file or value), f"{entry.file}, {entry.split} {value}" if entry.file else value
-    column_of = {**column_of, "split": entry.split if entry.file else None}
-    columns = read_table(file, column_of.values(), entry.encoding, entry.separator)
-    # Splits without scores need neither labels nor answers.
-    optional = {"target"} if entry.target is None else set()
-    optional |= {"label", "target", *related_columns(entry)} if split != "test" else set()
-    column_of = {key: column for key, column in column_of.items() if key not in optional or column in columns}
-    for key, column in column_of.items():
-        if column is not None:
-            require_column(column, columns, key, str(file))
+    columns = _read_table(file, {*wanted, entry.split}, entry.encoding, entry.separator)
     rows: Sequence[int] = range(max(map(len, columns.values()), default=0))
+    origin = str(file.resolve())
     if entry.file:
-        splits = [str(chosen) for chosen in columns[entry.split]]
-        rows = [row for row in rows if splits[row] == value]
-    origin = f"{file.resolve()}[{entry.split}={value}]" if entry.file else str(file.resolve())
-    chosen = {column: [columns[column][row] for row in rows] for column in column_of.values() if column}
-    return file, where, origin, rows, chosen
+        require_column(entry.split, columns, "split", str(file))
+        rows = [row for row in rows if str(columns[entry.split][row]) == value]
+        origin = f"{origin}[{entry.split}={value}]"
+    return file, where, origin, rows, {name: [cells[row] for row in rows] for name, cells in columns.items()}
+
+
+def column_names(file: Path) -> list[str]:
+    """List the column names of a CSV, TSV or Parquet file, or the keys of the first JSON line."""
+    if file.suffix.lower() == ".jsonl":
+        with plain_file(file).open(encoding=UTF8) as lines:
+            return [*from_json(lines.readline())]
+    return [*_read_table(file, ())]
+
+
+def _read_table(
+    file: Path, wanted: Collection[str | None], encoding: str | None = None, separator: str | None = None
+) -> dict[str, list[Any]]:
+    """Read a CSV, TSV or Parquet file by column; cells of Parquet files in other than the wanted columns are None."""
+    if file.suffix.lower() in (".parquet", ".pq"):
+        from pyarrow.parquet import ParquetFile
+
+        table = ParquetFile(plain_file(file))
+        names, count = table.schema_arrow.names, table.metadata.num_rows
+        read = table.read([name for name in names if name in wanted])
+        return {name: read[name].to_pylist() if name in wanted else [None] * count for name in names}
+    import pandas
+
+    # Cells stay text: pandas would turn 007 into 7, and NA into a missing value. With the header among the rows, a row
+    # that is longer is refused, and two columns of one name are seen.
+    rows = pandas.read_csv(
+        plain_file(file),
+        header=None,
+        dtype=str,
+        na_filter=False,
+        encoding=encoding or UTF8,
+        sep=separator or ("\t" if file.suffix.lower() == ".tsv" else ","),
+    )
+    names = [name or f"column {place}" for place, name in enumerate(rows.iloc[0])]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"{file}: several columns named {twice[0]!r}", hint="Rename all but one.")
+    return {name: rows[place][1:].tolist() for place, name in enumerate(names)}
 
 
 def _require_apart(entry: TableData, places: Iterable[str], where: str, origin: str) -> None:
     """Refuse images that are calibration samples too, unless one list serves both: then drawing keeps them apart."""
-    file, _, calibration, _, columns = _rows(entry, "calibration", {"image": entry.paths})
-    listed = [path for path in columns[entry.paths] if isinstance(path, str)]
+    file, _, calibration, _, columns = _table_rows(entry, "calibration", {entry.paths})
+    listed = [path for path in columns.get(entry.paths, ()) if isinstance(path, str)]
     shared = sorted(set(places).intersection(_places(listed, file.parent)))
     if shared and calibration != origin:
         raise DataError(
@@ -380,10 +353,141 @@ def _places(paths: Iterable[str], folder: Path) -> list[str]:
 
 
 def _require_there(paths: Sequence[Any], folder: Path, where: str) -> None:
-    """Refuse paths of images that are not there."""
     missing = [path for path in paths if not (folder / path).is_file()]
     if missing:
         raise DataError(
             f"{where}: {len(missing)} of {len(paths)} images are missing, such as {missing[0]}",
             hint=f"Paths are relative to {folder}.",
         )
+
+
+@data_sources.register("hf")
+def _open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
+    """Open the rows of one split of a Hugging Face data set; ids are row numbers."""
+    from datasets import ClassLabel
+
+    splits, name = _load(entry, access), getattr(entry, split)
+    if name not in splits:
+        raise DataError(
+            f"{entry.path}: no split {name!r}, expected {', '.join(splits)}", hint=did_you_mean(name, splits)
+        )
+    # A saved data set may have a format, such as torch, which would change the values of cells.
+    rows, where = splits[name].with_format(None), f"{entry.path}, split {name}"
+    ids, origin = tuple(map(str, range(len(rows)))), f"{entry.path}[{entry.config or ''}]:{name}"
+    column = entry.pictures if entry.holds_texts else entry.image or "image"
+    beside = None if column is None else _pictures(entry, rows, column, where)
+    label = entry.answers if entry.holds_texts else entry.label
+    feature = rows.features.get(label)
+    classes = tuple(feature.names) if isinstance(feature, ClassLabel) else None
+    if entry.holds_texts:
+        columns = rows.column_names
+        wanted = (*_columns_asked(entry).values(), entry.answers, *related_columns(entry).values())
+        present = [name for name in dict.fromkeys(wanted) if name in columns]
+        read = rows.select_columns(present).__getitem__ if present else lambda _: {}
+        about = {"where": where, "origin": origin}
+        return text_view(entry, split, ids, columns, read, **about, names=classes, beside=beside)
+    assert beside is not None
+    labels: list[str | None] = [None] * len(rows)
+    if label:
+        require_column(label, rows.column_names, "label", where)
+        labels, classes = named(rows[label][:], classes, where)
+    return SplitView(origin, ids, classes, labels.__getitem__, lambda position: beside(position)[0]())
+
+
+def _pictures(entry: HfData, rows: Any, column: str, where: str) -> _Beside:
+    """Return a function from a row to readers of its images."""
+    from datasets import Image
+
+    require_column(column, rows.column_names, "image", where)
+    feature = rows.features[column]
+    are_lists = entry.holds_texts and isinstance(getattr(feature, "feature", None), Image)
+    # `datasets` would read texts as paths.
+    if not are_lists and not isinstance(feature, Image):
+        images = [name for name, kind in rows.features.items() if isinstance(kind, Image)]
+        raise DataError(
+            f"{where}: the column {column!r} holds no images; image columns are {', '.join(images) or 'none'}",
+            hint="Set `image: COLUMN`, or use cast_column(name, datasets.Image()).",
+        )
+    # Not decoded by `datasets`, which would download any address and let Pillow start Ghostscript for PostScript.
+    mode, encoded = (feature.feature if are_lists else feature).mode, Image(decode=False)
+    images = rows.select_columns([column]).cast_column(
+        column, type(feature)(encoded) if are_lists else encoded
+    )
+    folders = _folders(entry)
+
+    def read(row: int, position: int) -> Picture:
+        cell, place = images[row][column], f"{where}, row {row}"
+        content = (cell[position] if are_lists else cell) or {"bytes": None, "path": None}
+        source: Any = None if content["bytes"] is None else io.BytesIO(content["bytes"])
+        if source is None:
+            source = Path(content["path"] or "").resolve()
+            if not any(source.is_relative_to(folder.resolve()) for folder in folders):
+                raise DataError(
+                    f"{place}: no image, and the path {content['path']!r} is outside the data set",
+                    hint="Save it with save_to_disk, which copies local files.",
+                )
+        picture = read_image(source, place)
+        return picture.convert(mode) if mode else picture
+
+    def readers_of(row: int) -> Sequence[Callable[[], Picture]]:
+        count = len(images[row][column] or ()) if are_lists else 1
+        return [partial(read, row, position) for position in range(count)]
+
+    return readers_of
+
+
+def _folders(entry: HfData) -> list[Path]:
+    """List the folders that rows may refer to: the data set's own, or the caches it is loaded into."""
+    if Path(entry.path).is_dir():
+        return [Path(entry.path)]
+    from datasets import config
+    from huggingface_hub import constants
+
+    return [config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH, Path(constants.HF_HUB_CACHE)]
+
+
+def _load(entry: HfData, access: Access) -> Any:
+    import datasets
+
+    if Path(entry.path).is_dir():
+        # Devices and pipes may be endless, and the library would read them.
+        for file in Path(entry.path).rglob("*"):
+            plain_file(file)
+        loaded = datasets.load_from_disk(entry.path)
+        if not isinstance(loaded, datasets.DatasetDict):
+            raise DataError(
+                f"{entry.path}: one data set without splits",
+                hint="Save its splits: DatasetDict(train=..., test=...).save_to_disk(path).",
+            )
+        return loaded
+    if access.offline or datasets.config.HF_HUB_OFFLINE:
+        return _cached(entry)
+    log.info("loading data set %s from the Hugging Face Hub", entry.path)
+    return datasets.load_dataset(entry.path, entry.config, revision=entry.revision)
+
+
+def _cached(entry: HfData) -> Any:
+    """Load a Hub data set from the local cache: as loaded before, or from its downloaded repository."""
+    import datasets
+    from huggingface_hub import constants, snapshot_download
+
+    with (
+        mock.patch.object(constants, "HF_HUB_OFFLINE", True),
+        mock.patch.object(datasets.config, "HF_HUB_OFFLINE", True),
+    ):
+        # The cache of earlier loads has no revisions, so it serves only where none is requested.
+        # The downloaded repository may still be in the cache.
+        with contextlib.suppress(Exception):
+            if entry.revision is None:
+                return datasets.load_dataset(entry.path, entry.config)
+        try:
+            folder = snapshot_download(
+                entry.path, repo_type="dataset", revision=entry.revision, local_files_only=True
+            )
+        except Exception as error:  # the library's own errors
+            flag = f" --revision {entry.revision}" if entry.revision else ""
+            raise DataError(
+                f"{entry.path}: no such folder, not in the local cache, and offline",
+                hint=f"Run once online: hf download --repo-type dataset {entry.path}{flag}",
+            ) from error
+        return datasets.load_dataset(folder, entry.config)

@@ -19,7 +19,7 @@ from driftlens.utils.errors import DataError
 
 if TYPE_CHECKING:
     from driftlens.config.data import Views
-    from driftlens.data.related import SimilarityTask
+    from driftlens.data.task_data import SimilarityTask
 
 # Keys of the spec for the number of samples per split.
 COUNT_KEYS: Mapping[Split, str] = {"calibration": "n", "diagnosis": "n_diagnosis", "test": "n_test"}

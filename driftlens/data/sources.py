@@ -1,7 +1,6 @@
-"""Interface of data sources: a split as a list of samples that are read one at a time. Entry point: `open_split`.
+"""Interface of data sources: functions, registered under a `kind`, that list the samples of a split unread.
 
-A source is a function registered under its `kind`. It lists the samples of a split without reading them. Images are
-PIL images or uint8 arrays, texts are pairs (input, target).
+Images are PIL images or uint8 arrays, texts are pairs (input, target). Entry point: `open_split`.
 """
 
 from __future__ import annotations
@@ -97,14 +96,8 @@ def refused(where: str) -> Iterator[None]:
 def open_split(entry: Any, split: Split, access: Access) -> SplitView:
     """Open one split of a task's data.
 
-    Args:
-        entry: the spec's entry.
-        split: the split.
-        access: permissions.
-
     Raises:
-        DataError: the source or a library can't read the data, now or later; there are no samples, or two of one
-            name.
+        DataError: it can't be read, now or later; there are no samples, or two of one name.
     """
     places = (getattr(entry, name, None) for name in ("path", "file", "target", split))
     place = ", ".join(value for value in places if isinstance(value, str)) or entry.kind
@@ -130,13 +123,7 @@ def open_split(entry: Any, split: Split, access: Access) -> SplitView:
 
 
 def check_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> None:
-    """Refuse anything but a grey [h, w] or colour [h, w, 3] image of bytes.
-
-    Args:
-        shape: of the array.
-        dtype: of the array.
-        where: the place in messages.
-    """
+    """Refuse anything but a grey [h, w] or colour [h, w, 3] image of bytes."""
     if dtype != np.uint8:
         raise DataError(f"{where}: pixels are {dtype}, expected uint8", hint=BYTES_REMEDY)
     if len(shape) != 2 and not (len(shape) == 3 and shape[2] == 3):
@@ -168,13 +155,7 @@ def as_picture(value: Any, where: str) -> Picture:
 
 
 def class_name(label: int | str, classes: Sequence[str] | None, where: str) -> str:
-    """Return a class name from a name or an index into the known names.
-
-    Args:
-        label: name or index.
-        classes: known names, or None.
-        where: the place in messages.
-    """
+    """Return a class name from a name or an index into the known names."""
     if isinstance(label, str):
         return label
     if classes is None:
@@ -193,11 +174,6 @@ def named(
     """Return the class name of every sample, and all class names: the known ones, or those that occur, sorted.
 
     Numbers may be written as text. They index the known names, unless they are all names themselves.
-
-    Args:
-        labels: one per sample.
-        classes: known names, or None.
-        where: the place in messages.
     """
     odd = [label for label in labels if not isinstance(label, int | str | None)]
     if odd:
@@ -236,16 +212,9 @@ def names_of(samples: Any) -> Any:
 
 
 def require_column(column: str, columns: Collection[str], key: str, where: str) -> None:
-    """Refuse a missing column.
-
-    Args:
-        column: its name.
-        columns: existing columns.
-        key: the spec's key that names it.
-        where: the place in messages.
-    """
+    """Refuse a missing column that the spec's `key` names."""
     if column not in columns:
-        way = "In `prompt`, write {COLUMN}." if key.startswith("{") else f"Set `{key}: COLUMN`."
+        way = "In `prompt`, write {COLUMN}." if key == "prompt" else f"Set `{key}: COLUMN`."
         raise DataError(
             f"{where}: no column {column!r}; columns are {', '.join(columns)}",
             hint=f"{did_you_mean(column, columns)} {way}".lstrip(),

@@ -1,29 +1,75 @@
-"""The samples of one task, opened, compared with its head and drawn."""
+"""The samples of one task: opened, compared with its head, drawn, and read as images or as questions and answers."""
 
 from __future__ import annotations
 
 import functools
+import math
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from driftlens.data.related import comparison
-from driftlens.data.rows import as_texts
-from driftlens.data.samples import COUNT_KEYS, SampleSet, data_digest, draw
-from driftlens.data.sources import Picture, Split, SplitView, open_split
-from driftlens.models.texts import TextReader
+from driftlens.data.rows import related_columns
+from driftlens.data.samples import COUNT_KEYS, SampleSet, Shown, Texts, data_digest, draw
+from driftlens.data.sources import Picture, Related, Split, SplitView, open_split
+from driftlens.models.texts import Form, Pictured, PictureReader, Text, TextReader
 from driftlens.utils.distributed import Access
-from driftlens.utils.errors import DataError, concerning, some_of
+from driftlens.utils.errors import DataError, SpecError, concerning, some_of
 
 if TYPE_CHECKING:
-    from driftlens.config.data import DataDefaults
+    from driftlens.config.data import DataDefaults, TextEntry
     from driftlens.config.data import TaskData as TaskEntry
 
 # Images (or pairs of texts) of a batch -> the model's raw inputs, stacked.
 Preprocess = Callable[[list[Any]], Any]
-# Names that a message lists of a long difference.
-SHOWN = 10
+
+
+@dataclass(frozen=True)
+class _Passages:
+    """The passages that queries search.
+
+    Attributes:
+        texts: each once.
+        keys: names used by queries -> positions; several passages may share a name.
+        is_whole: True if every query searches all of them; otherwise each has its own.
+    """
+
+    texts: tuple[str, ...]
+    keys: Mapping[str, tuple[int, ...]]
+    is_whole: bool = True
+
+    def candidates(self, row: Related) -> list[int]:
+        """List the positions of the passages that a query searches, its own positives last."""
+        # Positives come last, so that a tie counts as wrong: a model that scores all alike gets nothing right.
+        if self.is_whole:
+            return list(range(len(self.texts)))
+        return [place for name in (*row.negative, *row.positive) for place in self.keys.get(name, ())]
+
+    def answers(self, row: Related) -> frozenset[int]:
+        """Return the positions of the passages that answer a query."""
+        return frozenset(place for name in row.positive for place in self.keys.get(name, ()))
+
+
+@dataclass(frozen=True)
+class SimilarityTask:
+    """The comparison of a task's test samples with their counterparts, by position; pairs have no `passages`.
+
+    `reader` tokenizes the other texts.
+    """
+
+    of: Callable[[int], Related]
+    reader: TextReader | None
+    passages: _Passages | None = None
+
+    @property
+    def similarity(self) -> str:
+        """The similarity of embeddings, as the model's folder defines it."""
+        prompts = None if self.reader is None else self.reader.prompts
+        return "cosine" if prompts is None else prompts.similarity
+
+    def at(self, chosen: Sequence[int]) -> SimilarityTask:
+        """Select samples."""
+        return replace(self, of=lambda position: self.of(chosen[position]))
 
 
 @dataclass(frozen=True)
@@ -63,12 +109,8 @@ class TaskData:
             for samples in (self.test, self.diagnosis, self.calibration)
             for label in samples.labels or ()
         }
-        texts = self.test.texts
-        return (
-            {}
-            if texts is None
-            else {name: texts.answered(name) for name in self.class_names or sorted(labels)}
-        )
+        texts, names = self.test.texts, self.class_names or sorted(labels)
+        return {} if texts is None else {name: texts.answered(name) for name in names}
 
     def picture(self, split: Split, sample_id: str) -> Picture:
         """Return a sample's original image."""
@@ -127,18 +169,16 @@ def open_task_data(
         samples = sample_set(task, split, view, positions, class_names, preprocess, defaults.batch_size)
         if holds != "text":
             return samples
-        read_by, compared = reader, None
         rows = [view.read(position) for position in positions]
-        if split == "test":
-            compared = comparison(task, rules, view, positions, reader, access)
-            if (
-                compared is not None
-                and compared.passages is not None
-                and reader is not None
-                and reader.prompts
-            ):
-                read_by = replace(reader, lead=reader.prompts.before("query"))
-        return as_texts(samples, rows, rules, read_by, preprocess, compared)
+        if split != "test":
+            return as_texts(samples, rows, rules, reader)
+        compared = _comparison(task, rules, view, positions, reader, access)
+        searches = compared is not None and compared.passages is not None
+        if searches and reader is not None and reader.prompts:
+            return as_texts(
+                samples, rows, rules, replace(reader, lead=reader.prompts.before("query")), compared
+            )
+        return as_texts(samples, rows, rules, reader, compared)
 
     requested_views = defaults.views if entry.views is None else entry.views
     calibration = replace(drawn("calibration"), views=requested_views)
@@ -183,17 +223,7 @@ def sample_set(
     preprocess: Preprocess,
     batch_size: int,
 ) -> SampleSet:
-    """Return the samples at some positions of a split, with labels compared to the classes.
-
-    Args:
-        task: the task's name.
-        split: the split.
-        view: its samples.
-        drawn: positions.
-        class_names: known classes.
-        preprocess: images of a batch -> raw inputs.
-        batch_size: samples per batch.
-    """
+    """Return the samples at the drawn positions of a split, with labels compared to the classes."""
     where = f"task {task}, {split} split {view.origin}"
     ids = tuple(view.ids[position] for position in drawn)
     drawn_labels = [view.label(position) for position in drawn]
@@ -210,8 +240,184 @@ def sample_set(
         return preprocess([read(position) for position in positions])
 
     digest = functools.partial(data_digest, view.ids, view.read)
-    samples = SampleSet(task, split, ids, labels, load, batch_size, source=digest)
-    return replace(samples, picture=read, preprocess=preprocess) if view.holds == "image" else samples
+    picture = read if view.holds == "image" else None
+    return SampleSet(
+        task, split, ids, labels, load, batch_size, source=digest, picture=picture, preprocess=preprocess
+    )
+
+
+def as_texts(
+    samples: SampleSet,
+    rows: Sequence[Text],
+    entry: TextEntry,
+    reader: TextReader | None,
+    compared: SimilarityTask | None = None,
+) -> SampleSet:
+    """Turn samples into text samples, read by the task's rules; without a `reader`, by the model's code.
+
+    Calibration samples may show their answers; all others are measured on the question alone.
+    """
+    task, split = samples.task, samples.split
+    have = [bool(row.target) for row in rows]
+    if any(have) and not all(have):
+        raise DataError(
+            f"task {task}: {split} sample {samples.ids[have.index(False)]} has no target, others do",
+            hint="Give all rows a target, or none.",
+        )
+    form = None if reader is None else reader.form
+    reads_images = isinstance(reader, PictureReader)
+    if reader is not None and any(isinstance(row, Pictured) != reads_images for row in rows):
+        content, reads = ("no images", "images and texts") if reads_images else ("images", "texts alone")
+        raise DataError(
+            f"task {task}: {split} samples have {content}, but the model reads {reads}",
+            hint="For images with texts use the loader hf-vlm and `image: COLUMN`.",
+        )
+    if reader is not None and entry.max_length is not None:
+        reader = reader.limited(entry.max_length, f"data.{task}.max_length")
+    if reader is not None and entry.prompt is not None:
+        # The task's prompt replaces the model's.
+        reader = replace(reader, lead="")
+    if reader is not None and entry.chat:
+        questions = reader.chats([reader.message(row) for row in rows])
+        rows = [row._replace(input=question) for question, row in zip(questions, rows, strict=True)]
+    answer = entry.answer or (" {target}" if form == "decoder" and not entry.chat else "{target}")
+    shows = split == "calibration" and not related_columns(entry)
+    shown = _shown(task, entry, form, any(have)) if shows else "none"
+    texts = Texts(rows.__getitem__, reader, answer, shown, compared)
+    rows = [row._replace(target=texts.answered(row.target) if row.target else "") for row in rows]
+    shown_rows = [row if shown == "target" else row._replace(target="") for row in rows]
+    on_answers = (f"{task}: calibration uses the expert's greedy answers",) if shown == "expert" else ()
+    read: Any = reader or samples.preprocess
+    return replace(
+        samples,
+        load=lambda positions: read([shown_rows[position] for position in positions]),
+        preprocess=read,
+        notices=samples.notices + on_answers + _too_long(samples, shown_rows, entry, reader),
+        texts=replace(texts, read=rows.__getitem__),
+    )
+
+
+def _too_long(
+    samples: SampleSet, texts: Sequence[Text], entry: TextEntry, reader: TextReader | None
+) -> tuple[str, ...]:
+    """Return a notice of how many rows are cut, if any; rows with images are only estimated from one."""
+    if reader is None:
+        return ()
+    # Counting the tokens of an image means decoding it.
+    if isinstance(reader, PictureReader):
+        reader(texts[:1])
+        return ()
+    long = [place for place, length in enumerate(reader.lengths(texts)) if length > reader.max_length]
+    if not long:
+        return ()
+    task = samples.task
+    count = f"{len(long)} of {len(texts)} {samples.split} samples are longer than {reader.max_length} tokens"
+    if entry.too_long == "refuse":
+        raise DataError(
+            f"task {task}: {count}, such as {samples.ids[long[0]]}",
+            hint=f"Remove them, set data.{task}.too_long: cut, or raise max_length.",
+        )
+    return (f"{task}: {count}; {reader.rule}",)
+
+
+def _shown(task: str, entry: TextEntry, form: Form | None, has_targets: bool) -> Shown:
+    """Return which answers calibration shows, by the entry or the data and model."""
+    if form == "encoder":
+        if entry.decoder_inputs is not None:
+            raise SpecError(f"data.{task}.decoder_inputs: the model has no decoder", hint="Remove it.")
+        return "none"
+    if entry.decoder_inputs == "target" and not has_targets:
+        raise DataError(
+            f"task {task}: decoder_inputs is target, but calibration has no targets",
+            hint=f"Set data.{task}.target, or decoder_inputs: expert.",
+        )
+    # Without answers a decoder still reads its question; the decoder of an encoder-decoder would read nothing.
+    unlabelled: Shown = "expert" if form == "encoder-decoder" else "none"
+    return entry.decoder_inputs or ("target" if has_targets else unlabelled)
+
+
+def _comparison(
+    task: str,
+    entry: TextEntry,
+    view: SplitView,
+    drawn: Sequence[int],
+    reader: TextReader | None,
+    access: Access,
+) -> SimilarityTask | None:
+    """Return the comparison of a task's sampled test samples; None if the entry has none."""
+    if view.related is None or not related_columns(entry):
+        return None
+    rows = [view.related(position) for position in drawn]
+    if reader is not None:
+        if entry.max_length is not None:
+            reader = reader.limited(entry.max_length, f"data.{task}.max_length")
+        # A prompt in the spec replaces that of the model's folder.
+        if entry.prompt is not None or (entry.corpus is not None and entry.corpus.prompt is not None):
+            reader = replace(reader, lead="")
+        elif reader.prompts is not None and entry.pair is None:
+            reader = replace(reader, lead=reader.prompts.before(*_PASSAGE))
+    if entry.pair is None:
+        passages = _passages(entry, rows, access)
+        if lost := [number for number, row in enumerate(rows) if not passages.answers(row)]:
+            raise DataError(
+                f"task {task}: test: {len(lost)} of {len(rows)} queries have no positive in the corpus, such as "
+                f"sample {view.ids[drawn[lost[0]]]}, whose {entry.positive!r} is "
+                f"{', '.join(rows[lost[0]].positive)[:80]!r}",
+                hint="Add these positives to the corpus (as texts, or in its `key` column), or remove the queries.",
+            )
+        return SimilarityTask(rows.__getitem__, reader, passages)
+    for position in drawn:
+        if math.isnan(number_of(target := view.read(position).target)):
+            raise DataError(
+                f"task {task}: test sample {view.ids[position]} has the similarity {target!r}, "
+                "expected a number",
+                hint="Set `target` to the column of numbers.",
+            )
+    return SimilarityTask(rows.__getitem__, reader)
+
+
+# Prompt names that sentence-transformers uses for passages.
+_PASSAGE = ("document", "passage", "corpus")
+
+
+def number_of(text: str) -> float:
+    """Parse a finite number; NaN for others."""
+    try:
+        number = float(text)
+    except ValueError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def _passages(entry: TextEntry, rows: Sequence[Related], access: Access) -> _Passages:
+    """Read an entry's corpus; without one, collect what its queries name."""
+    corpus = entry.corpus
+    if corpus is None:
+        named = dict.fromkeys(name for row in rows for name in (*row.positive, *row.negative))
+        return _Passages(
+            tuple(named), {name: (row,) for row, name in enumerate(named)}, is_whole=entry.negative is None
+        )
+    fields = {
+        "input": corpus.text,
+        "prompt": corpus.prompt,
+        "target": corpus.key,
+        "test": corpus.split or corpus.file,
+    }
+    fields |= (
+        dict.fromkeys(("pair", "positive", "negative"))
+        | {"corpus": None}
+        | ({"file": None} if corpus.file else {})
+    )
+    # Kinds of data have different fields; the corpus is read as a test split of the same kind.
+    own_fields = {name: value for name, value in fields.items() if name in type(entry).model_fields}
+    view = open_split(entry.model_copy(update=own_fields), "test", access)
+    texts: dict[str, int] = {}
+    keys: dict[str, dict[int, None]] = {}
+    for position in range(len(view)):
+        passage = view.read(position)
+        place = texts.setdefault(passage.input, len(texts))
+        keys.setdefault(passage.target if corpus.key else passage.input, {})[place] = None
+    return _Passages(tuple(texts), {key: tuple(places) for key, places in keys.items()})
 
 
 def _notices(
@@ -244,14 +450,7 @@ def _notices(
 def require_same_classes(
     data: Iterable[str], head: Iterable[str], *, where: str, all_of_head: bool = True
 ) -> None:
-    """Refuse data whose classes differ from the head's, in any order.
-
-    Args:
-        data: classes of the data.
-        head: classes of the head.
-        where: the place in messages.
-        all_of_head: True if the data must have every class; only the test split must.
-    """
+    """Refuse data whose classes differ from the head's, in any order; with `all_of_head`, data that lack one, too."""
     only_data = sorted(set(data) - set(head))
     only_head = sorted(set(head) - set(data))
     if not only_data and not (only_head and all_of_head):
@@ -278,4 +477,4 @@ def plain_form(name: str) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return some_of([*map(repr, names)], SHOWN)
+    return some_of([*map(repr, names)], 10)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from driftlens.data.related import number_of
 from driftlens.data.samples import SampleSet
+from driftlens.data.task_data import number_of
 from driftlens.engine.pool import ModelPool, input_bytes
 from driftlens.engine.walk import forward, waiting_bytes
 from driftlens.experiment.study import Study

@@ -13,7 +13,7 @@ import yaml
 
 from driftlens.config import load_spec
 from driftlens.config.mergekit import recipe_of
-from driftlens.data.library import data_entry
+from driftlens.data.entries import data_entry
 from driftlens.demo import PROBES
 from driftlens.pipelines.quickstart import draft, models_by_role
 from driftlens.runs.run import open_run

@@ -23,7 +23,6 @@ from tests.data.sources import (
     labels_of,
     opened,
     shades,
-    shard,
     write_images,
 )
 from tests.refusing import refusing
@@ -292,7 +291,7 @@ def test_grey_images_are_accepted_as_they_are(tmp_path: Path) -> None:
         pytest.param({"x_test": np.zeros((3, 3, 4, 4), np.uint8)}, "[3, 4, 4]", "", id="channels first"),
         pytest.param({"x_test": np.zeros((3, 4, 4, 4), np.uint8)}, "[4, 4, 4]", "others", id="alpha channel"),
         pytest.param({"x_test": np.zeros((3, 16), np.uint8)}, "[16]", "", id="flat rows"),
-        pytest.param({"x_test": None}, "no item named 'x_test.npy'", "", id="no pixels"),
+        pytest.param({"x_test": None}, "x_test is not a file in the archive", "", id="no pixels"),
         pytest.param(
             {"y_test": np.array([0, 3, 1])}, "sample 1: label 3 is outside 0 to 2", "", id="label too high"
         ),
@@ -306,7 +305,7 @@ def test_grey_images_are_accepted_as_they_are(tmp_path: Path) -> None:
             "",
             id="names as a pickle",
         ),
-        pytest.param({"x_test": np.array([b"1"] * 3, dtype=object)}, "object", "", id="images as a pickle"),
+        pytest.param({"x_test": np.array([b"1"] * 3, dtype=object)}, "Object", "", id="images as a pickle"),
     ],
 )
 def test_arrays_that_mean_something_else_are_refused(
@@ -335,9 +334,8 @@ def test_flipped_pixels_are_noticed_when_they_are_read(tmp_path: Path) -> None:
     file = tmp_path / "data.npz"
     damaged = file.read_bytes().replace(pixels[1].tobytes(), bytes(pixels[1].nbytes))
     file.write_bytes(damaged)
-    view = images("test", **entry)
     with pytest.raises(DataError, match="can't be read: BadZipFile"):
-        view.read(0)
+        images("test", **entry)
 
 
 def _in_folder(folder: Path, content: bytes) -> dict[str, Any]:
@@ -351,11 +349,6 @@ def _in_table(folder: Path, content: bytes) -> dict[str, Any]:
     return {"kind": "table", **dict.fromkeys(("calibration", "test"), str(folder / "rows.csv"))}
 
 
-def _in_shard(folder: Path, content: bytes) -> dict[str, Any]:
-    file = shard(folder / "0.tar", {"x.tiff": content, "x.cls": b"0"})
-    return {"kind": "webdataset", "calibration": file, "test": file}
-
-
 def _in_rows(folder: Path, content: bytes) -> dict[str, Any]:
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
     rows = datasets.Dataset.from_dict({"image": [{"bytes": content}], "label": ["a"]}, features=features)
@@ -364,9 +357,7 @@ def _in_rows(folder: Path, content: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "form"), DEEP, ids=str)
-@pytest.mark.parametrize(
-    "source", [_in_folder, _in_table, _in_shard, _in_rows], ids=lambda made: made.__name__
-)
+@pytest.mark.parametrize("source", [_in_folder, _in_table, _in_rows], ids=lambda made: made.__name__)
 def test_samples_beyond_a_byte_are_refused_by_name(tmp_path: Path, source: Any, kind: str, form: str) -> None:
     """`convert("RGB")` takes all of 255 and more for white, and floats for black: images would all be one."""
     view = images(**source(tmp_path, deep(kind, form)))
@@ -374,9 +365,7 @@ def test_samples_beyond_a_byte_are_refused_by_name(tmp_path: Path, source: Any, 
         view.read(0)
 
 
-@pytest.mark.parametrize(
-    "source", [_in_folder, _in_table, _in_shard, _in_rows], ids=lambda made: made.__name__
-)
+@pytest.mark.parametrize("source", [_in_folder, _in_table, _in_rows], ids=lambda made: made.__name__)
 def test_pictures_are_upright_and_without_alpha_wherever_they_come_from(tmp_path: Path, source: Any) -> None:
     from PIL import Image
 

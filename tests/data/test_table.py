@@ -144,14 +144,14 @@ def test_calibration_needs_no_labels_and_one_list_serves_two_splits(folder: Path
         ),
         pytest.param(
             "path,label\nimages 花/1.png,a, b\n",
-            "Length of header or names does not match",
+            "Expected 2 fields in line 2, saw 3",
             id="comma in a label",
         ),
-        pytest.param("path,label\n", "no data", id="only a header"),
+        pytest.param("path,label\n", "no samples", id="only a header"),
         pytest.param("path,label\n,a\n", "1 of 1 images are missing", id="no path"),
         pytest.param("path,path\nx,a\n", "several columns named 'path'", id="twice a column"),
         pytest.param("Path,label\nx,a\n", "no column 'path'; columns are Path, label", id="another column"),
-        pytest.param("", "no column 'path'", id="empty"),
+        pytest.param("", "No columns to parse", id="empty"),
         pytest.param('path,label\n"x,a\n', "EOF inside string", id="open quote"),
     ],
 )

@@ -217,7 +217,6 @@ DATA = (
     "a.jsonl jsonl",
     "a.csv table",
     "a.parquet table",
-    "a.tar webdataset",
     "a imagefolder",
 )
 

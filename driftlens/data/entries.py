@@ -1,0 +1,93 @@
+"""Spec entries inferred from the names of files, folders and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from driftlens.data.images import SUFFIXES
+from driftlens.data.rows import column_names
+from driftlens.utils.errors import SpecError
+from driftlens.utils.files import entries, from_json, plain_file
+
+# Kinds of data by file extension.
+_ROWS = {".npz": "npz", ".jsonl": "jsonl", ".csv": "table", ".tsv": "table", ".parquet": "table"}
+# Common names of the splits for calibration and measurement.
+_SPLITS = (("train", "calibration"), ("test", "val", "validation"))
+
+_TEXTS = ("input", "text", "prompt", "question", "instruction", "sentence", "query", "content")
+_ANSWERS = ("target", "label", "answer", "output", "response", "completion")
+
+
+def data_entry(place: Path, *, reads: str) -> dict[str, str]:
+    """Infer the spec entry of the data at a place, for a model that `reads` text or image.
+
+    One file, or one folder of images, serves all splits; sampling keeps them disjoint.
+
+    Raises:
+        SpecError: there is no known data.
+    """
+    if not place.exists():
+        raise SpecError(f"--data: no file or folder {place}", hint="Check the path.")
+    path = str(place.resolve())
+    entry = _split_entry(place, path)
+    if entry is None and place.is_file() and place.suffix.lower() in _ROWS:
+        entry = {"kind": _ROWS[place.suffix.lower()], "calibration": path, "test": path}
+    files = (file for pattern in ("*", "*/*") for file in place.glob(pattern))
+    if entry is None and place.is_dir() and any(file.suffix.lower() in SUFFIXES for file in files):
+        entry = {"kind": "imagefolder", "calibration": path, "test": path}
+    if entry is None:
+        raise SpecError(
+            f"--data: unrecognized data format of {place}",
+            hint=f"Give a file ({', '.join(_ROWS)}), an image folder, or a folder with train and test. For other "
+            "kinds write a spec: `driftlens init`, docs/data.md.",
+        )
+    is_rows = entry["kind"] in ("jsonl", "table", "hf")
+    return {**entry, **_columns(place, entry)} if reads == "text" and is_rows else entry
+
+
+def _columns(place: Path, entry: dict[str, str]) -> dict[str, str]:
+    """Find the columns of texts and answers by common names."""
+    is_saved = entry["kind"] == "hf"
+    file = place / entry["test"] / "dataset_info.json" if is_saved else Path(entry["test"])
+    names: list[str] = []
+    # The reader of the file reports that it is empty or broken.
+    with suppress(OSError, ValueError, AttributeError, LookupError):
+        names = [*from_json(plain_file(file).read_bytes())["features"]] if is_saved else column_names(file)
+    if not names:
+        return {"input": _TEXTS[0]}
+    text = next((name for name in _TEXTS if name in names), None)
+    if text is None:
+        raise SpecError(
+            f"--data: no text column found in {place}; its columns are {', '.join(names)}",
+            hint=f"Rename the text column to one of {', '.join(_TEXTS)}.",
+        )
+    answer = next((name for name in _ANSWERS if name in names), None)
+    return {"input": text} | ({"target": answer} if answer else {})
+
+
+def _split_entry(place: Path, name: str) -> dict[str, str] | None:
+    """Infer the entry of a folder with splits, or of an archive of arrays, called `name`; None for others."""
+    if place.suffix.lower() == ".npz":
+        return {"kind": "npz", "file": name}
+    splits = [_split(place, names) for names in _SPLITS]
+    if not place.is_dir() or None in splits:
+        return None
+    if (place / "dataset_dict.json").is_file():
+        return {"kind": "hf", "path": name, "calibration": splits[0].name, "test": splits[1].name}
+    kinds = {"imagefolder" if split.is_dir() else _ROWS.get(split.suffix.lower(), "") for split in splits}
+    kind = kinds.pop()
+    if kinds or not kind:
+        return None
+    return {
+        "kind": kind,
+        **{key: f"{name}/{path.name}" for key, path in zip(("calibration", "test"), splits, strict=True)},
+    }
+
+
+def _split(folder: Path, names: Sequence[str]) -> Any:
+    """Return the first entry of a folder with one of these names, ignoring extensions; None without."""
+    there = {entry.stem.lower(): entry for entry in sorted(entries(folder), reverse=True)}
+    return next((there[name] for name in names if name in there), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -54,7 +55,7 @@ def _columns(place: Path, entry: dict[str, str]) -> dict[str, str]:
     file = place / entry["test"] / "dataset_info.json" if is_saved else Path(entry["test"])
     names: list[str] = []
     # The reader of the file reports that it is empty or broken.
-    with suppress(OSError, ValueError, AttributeError, LookupError):
+    with suppress(OSError, ValueError, AttributeError, LookupError, csv.Error):
         names = [*from_json(plain_file(file).read_bytes())["features"]] if is_saved else column_names(file)
     if not names:
         return {"input": _TEXTS[0]}

@@ -312,7 +312,7 @@ class SweepRequest(Request, title="sweep"):
 
     Attributes:
         param: a setting of every method, `n`, the calibration samples per task, or `corruption` of their pictures (see
-            `driftlens.data.corruption`) -> the values to visit.
+            `driftlens.data.altered`) -> the values to visit.
     """
 
     param: dict[str, list[Any]] = option_field(

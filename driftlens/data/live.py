@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,22 +79,20 @@ def live_samples(
 ) -> SampleSet:
     """Sample `n` samples of a source at random and copy them to memory; ids are positions in the source.
 
-    The data set of a shuffling loader is read in its own order. Of iterables of unknown length, the first `n` samples
-    are taken. Sequences of different lengths are padded at the end if there is an attention mask. Notices report this
-    and all dropped entries.
+    Of iterables of unknown length, the first `n` samples are taken. Sequences of different lengths are padded at the
+    end if there is an attention mask. Notices report this and all dropped entries.
 
     Args:
         task: with `seed` and `split`, determines the random samples.
         source: a tensor [n, ...]; a torch Dataset or DataLoader; a Hugging Face Dataset; or an iterable of batches. A
             batch is a tensor, a mapping to tensors, or a tuple of one of these, labels [n] (integers or names) and
-            other values, which are dropped. Entries `labels` and `label` of a mapping are labels, never inputs; text
-            is dropped.
+            other values, which are dropped. Entries `labels` and `label` of a mapping are labels; text is dropped.
         n: number of samples; None keeps all, in their order.
         seed: see `task`.
         split: see `task`.
         batch_size: samples per batch of the result.
         class_names: the rows of the head. Labels match them by name: their own, or the data set's name of their
-            number; other numbers index the rows. None takes the existing names, or the numbers as names.
+            number; other numbers index the rows.
     """
     where = f"data[{task!r}]"
     opened = _opened(source, batch_size, where)
@@ -138,14 +135,8 @@ def live_texts(
 ) -> TaskData:
     """Sample texts in memory, read and validated like those of files.
 
-    Args:
-        task: the task's name.
-        sources: per split (diagnosis, perhaps calibration) the rows and how many to keep (None: all). A row maps
-            columns to values, or is a question, or a pair of question and answer.
-        entry: the rules of a spec entry.
-        reader: the tokenizer and its rules.
-        seed: of the sampling.
-        batch_size: samples per batch.
+    `sources` has the rows per split (diagnosis, perhaps calibration), and how many to keep (None: all). A row maps
+    columns to values, or is a question, or a pair of question and answer.
     """
     if related := related_columns(entry):
         raise SpecError(
@@ -157,10 +148,7 @@ def live_texts(
         pairs = [[row] if isinstance(row, str) else row for row in rows]
         values = [row if isinstance(row, Mapping) else dict(zip(names, row, strict=False)) for row in pairs]
         class_names = getattr((getattr(rows, "features", None) or {}).get(entry.answers), "names", None)
-        columns, ids = (
-            dict.fromkeys(itertools.chain(*values)),
-            [str(position) for position in range(len(values))],
-        )
+        columns, ids = dict.fromkeys(itertools.chain(*values)), [*map(str, range(len(values)))]
         view = text_view(
             entry, split, ids, columns, values.__getitem__, where=where, origin=where, names=class_names
         )
@@ -261,15 +249,9 @@ def _as_tensors(rows: Any, where: str) -> Any:
 
 def _in_memory(batches: Sequence[Any], where: str) -> _LiveSource:
     parts = [_parsed(batch, where) for batch in batches]
-    ends = list(itertools.accumulate(len(part) for part in parts))
-
-    def locate(position: int) -> _LiveBatch:
-        index = bisect.bisect_right(ends, position)
-        # The index is negative: it counts from the part's end.
-        return parts[index].pick([position - ends[index]])
-
+    whole = [_together(parts, where)] if parts else []
     return _LiveSource(
-        lambda chosen: iter(parts) if chosen is None else map(locate, chosen), sum(map(len, parts))
+        lambda chosen: (part if chosen is None else part.pick(chosen) for part in whole), sum(map(len, whole))
     )
 
 
@@ -337,11 +319,12 @@ def _read(
 
 
 def _same(one: Inputs, other: Inputs) -> bool:
-    """Return True if two batches are bit-identical, NaN included."""
-    # NaN differs from itself, so `torch.equal` would reject equal batches that contain it.
-    return one.keys() == other.keys() and all(
-        a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
-        for a, b in ((one[name], other[name]) for name in one)
+    """Return True if two batches are equal, NaN included."""
+    import torch
+
+    forms = [{name: (value.shape, value.dtype) for name, value in batch.items()} for batch in (one, other)]
+    return forms[0] == forms[1] and all(
+        torch.allclose(one[name], other[name], rtol=0, atol=0, equal_nan=True) for name in one
     )
 
 

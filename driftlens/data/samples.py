@@ -43,15 +43,9 @@ def halving_batches(
 ) -> Iterator[Callable[[Callable[[], object]], None]]:
     """Yield a function that runs work, and repeats it with smaller batches when memory runs out.
 
-    Batches are halved down to one sample. If `sums` did not fit, or nothing else helps, they move to the host. Work
-    must start from the beginning whenever it is called.
-
-    Args:
-        size: samples of the largest batch.
-        tell: reports the new batch size.
-        sums: True if the work accumulates moments.
+    Batches are halved down from `size` to one sample. If `sums` did not fit, or nothing else helps, they move to the
+    host. Work must start from the beginning whenever it is called.
     """
-
     import torch
 
     from driftlens.utils.devices import SumsTooLarge, free_cached, sums_moving
@@ -126,15 +120,13 @@ Shown = Literal["target", "expert", "none"]
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of a set of samples.
+    """The texts of a set of samples; without a `reader`, the model's own code reads them.
 
     Attributes:
         read: position -> question and answer.
-        reader: tokenizes them; None if the model is unknown.
         answer: format of an answer, with `{target}`.
         shown: answers that `SampleSet.load` shows the model after the questions.
         answers: questions -> the expert's answers, formatted; None if it cannot be asked.
-        compared: the comparison of test samples; None without.
     """
 
     read: Callable[[int], Text]
@@ -162,7 +154,7 @@ class SampleSet:
         texts: the samples as text; None for others.
         picture: position -> the source's image; None without images of a data source.
         preprocess: converts images or texts to raw inputs, if there are any.
-        views: copies that calibrations read in addition, see `driftlens.data.views`; None for none.
+        views: copies that calibrations read in addition, see `driftlens.data.altered`; None for none.
         original: the samples that copies were made from, repeated in order; None without copies.
     """
 
@@ -360,19 +352,7 @@ def draw(
 ) -> tuple[int, ...]:
     """Sample positions at random, in random order; `all` keeps the split's order.
 
-    Equal arguments give equal samples on every machine, and a smaller `n` gives a prefix of a larger one. Tasks with
-    different names on the same data get different samples.
-
-    Args:
-        view: the split.
-        n: number of samples, or `all`.
-        seed: of the sampling.
-        task: the task's name.
-        split: the split's name.
-        exclude_ids: samples that must not be chosen.
-
-    Raises:
-        DataError: fewer than `n` samples are left.
+    Equal arguments give equal samples on every machine, and a smaller `n` gives a prefix of a larger one.
     """
     excluded = frozenset(exclude_ids)
     left = [position for position, sample in enumerate(view.ids) if sample not in excluded]
@@ -393,14 +373,7 @@ def draw(
 
 
 def shuffled(count: int, seed: int, *, task: str, split: Split) -> list[int]:
-    """Return the numbers 0 to count - 1 in the random order that `draw` uses.
-
-    Args:
-        count: of numbers.
-        seed: of the sampling.
-        task: the task's name.
-        split: the split's name.
-    """
+    """Return the numbers 0 to count - 1 in the random order that `draw` uses."""
     return [int(index) for index in drawing(seed, f"{split}/{task}").permutation(count)]
 
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.checkpoints.tensor_sources import StateSource, written
+from driftlens.data.altered import viewed
 from driftlens.data.samples import SampleSet
-from driftlens.data.views import viewed
 from driftlens.engine.pool import Attachment, LayerMap, ModelPool, replaced
 from driftlens.engine.sites import SiteRows, require_rule, row_weights, rows_and_output, site_path, stacked
 from driftlens.engine.walk import CachedBatch, FeatureStore, FeatureStream, Parts

@@ -29,8 +29,8 @@ from driftlens.checkpoints.tensor_sources import (
 )
 from driftlens.config.requests import MergeRequest
 from driftlens.config.run import load_spec
+from driftlens.data.altered import viewed
 from driftlens.data.samples import SampleSet
-from driftlens.data.views import viewed
 from driftlens.engine.pool import LayerMap
 from driftlens.engine.sites import parameter_groups, row_weights, rows_and_output
 from driftlens.engine.walk import FeatureStream

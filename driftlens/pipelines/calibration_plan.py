@@ -28,8 +28,8 @@ from driftlens.checkpoints.tensor_sources import (
 )
 from driftlens.config.data import Views
 from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest
+from driftlens.data.altered import viewed
 from driftlens.data.samples import SampleSet, part_of
-from driftlens.data.views import viewed
 from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext, SiteReport
 from driftlens.engine.pool import Attachment, Attachments, attachment_tensors, final_module
 from driftlens.engine.sequential import Stepwise

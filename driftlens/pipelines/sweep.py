@@ -20,7 +20,7 @@ from torch import Tensor
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.config.requests import CalibrationRequest, SweepRequest
 from driftlens.config.run import load_spec
-from driftlens.data.corruption import CLEAN, corrupted, written
+from driftlens.data.altered import CLEAN, corrupted, written
 from driftlens.data.samples import SampleSet, part_of, shuffled
 from driftlens.engine.calibrating import ExpertFeatures
 from driftlens.engine.sites import select_sites

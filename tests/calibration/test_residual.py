@@ -16,8 +16,8 @@ from torch import Tensor
 from driftlens.calibration.residual import ResidualCal
 from driftlens.checkpoints.tensor_sources import TensorsSource
 from driftlens.config.data import Views
+from driftlens.data.altered import viewed
 from driftlens.data.samples import Batch, SampleSet
-from driftlens.data.views import viewed
 from driftlens.engine import sequential as steps
 from driftlens.engine.calibrating import CalibrationProgress
 from driftlens.engine.sites import select_sites

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from driftlens.data.corruption import CORRUPTIONS, corrupt, corrupted, parse, written
+from driftlens.data.altered import CORRUPTIONS, corrupt, corrupted, parse, written
 from driftlens.data.samples import SampleSet
 from driftlens.utils.errors import DataError, SpecError
 

@@ -15,9 +15,9 @@ from driftlens.calibration.residual import ResidualCal
 from driftlens.config import load_spec
 from driftlens.config.data import Views
 from driftlens.config.requests import CalibrationRequest
-from driftlens.data import views as views_of
+from driftlens.data import altered as views_of
+from driftlens.data.altered import viewed
 from driftlens.data.samples import SampleSet, Texts, part_of
-from driftlens.data.views import viewed
 from driftlens.models.texts import Text, TextReader
 from driftlens.utils.errors import DataError, SpecError
 from tests.calibration.helpers import TASKS, calibrated, subject

@@ -15,7 +15,7 @@ import driftlens as dl
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.config.requests import SweepRequest
-from driftlens.data.corruption import corrupt
+from driftlens.data.altered import corrupt
 from driftlens.engine import calibrating
 from driftlens.engine.calibrating import CalibrationContext, ExpertFeatures
 from driftlens.engine.sites import rows_and_output, select_sites

@@ -1,21 +1,27 @@
-"""Views: altered copies of calibration samples, made from a seed whenever they are read, never stored.
+"""Altered samples, made whenever they are read and never stored: views for calibration, and corrupted images.
 
-Expert and merged model read the same copy, so a copy need not keep its original's label. A copy depends on the seed,
-its original
-and, for some kinds, the task's other samples, but not on their order.
+A view is a copy that expert and merged model both read, so it need not keep its original's label. It depends on the
+seed, its original and, for some kinds, the task's other samples, but not on their order. Corruptions are Gaussian
+noise, motion blur and fog of ImageNet-C (arXiv:1903.12261), at severity 3 in FeatCal's table.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from driftlens.data.samples import SampleSet, drawing
-from driftlens.utils.errors import DataError
+from driftlens.data.sources import Picture
+from driftlens.utils.errors import DataError, SpecError, did_you_mean
 
 if TYPE_CHECKING:
     from numpy.random import Generator
@@ -24,21 +30,29 @@ if TYPE_CHECKING:
 # Largest shift relative to an image's side; borders are mirrored.
 _MARGIN = 3 / 32
 _LIGHT = 0.2
+# What the inputs of each kind of views must be.
+_NEEDED = {"words": "texts", "crop": "images [n, c, h, w]", "mix": "floating-point inputs"}
 # Share of a prompt's words replaced by words of other prompts.
 _REPLACED = 0.3
 
 
 def viewed(samples: SampleSet) -> SampleSet:
-    """Append the first copies, second copies, ... to samples; return them unchanged without views.
-
-    Raises:
-        DataError: the kind of views does not fit the samples.
-    """
+    """Append the first copies, second copies, ... to samples; return them unchanged without views."""
     views = samples.views
     if views is None or not views.count:
         return samples
     original = replace(samples, views=None)
-    count, kind = len(original), views.kind if views.kind != "auto" else _suitable(original)
+    count, kind, dims = len(original), views.kind, list[int]()
+    if original.texts is None:
+        _changed(lambda x: dims.append(x.dim()) if x.is_floating_point() else None, original.load([0]))
+    if kind == "auto":
+        kind = "words" if original.texts is not None else "crop" if 4 in dims else "mix"
+    fits = {"words": original.texts is not None, "crop": 4 in dims, "mix": bool(dims)}
+    if not fits[kind]:
+        raise DataError(
+            f"task {samples.task}: views of kind {kind} need {_NEEDED[kind]}",
+            hint="Set another kind of views, or none.",
+        )
     if kind != "crop" and count < 2:
         raise DataError(
             f"task {samples.task}: views of kind {kind} combine several samples, but it has one",
@@ -65,15 +79,6 @@ def viewed(samples: SampleSet) -> SampleSet:
     return every
 
 
-def _suitable(samples: SampleSet) -> str:
-    """Return the kind of views that fits the samples."""
-    if samples.texts is not None:
-        return "words"
-    sizes: list[int] = []
-    _changed(lambda value: sizes.append(value.dim() if value.is_floating_point() else 0), samples.load([0]))
-    return "crop" if 4 in sizes else "mix"
-
-
 def _changed(change: Callable[..., Any], *inputs: Any) -> Any:
     """Apply `change` to the tensors of raw inputs of one structure."""
     sample = inputs[0]
@@ -91,22 +96,13 @@ def _cropped(original: SampleSet, random: Callable[[int], Generator]) -> Callabl
     count = len(original)
 
     def load(positions: Sequence[int]) -> Any:
-        are_images = False
-
         def images(value: Tensor) -> Tensor:
-            nonlocal are_images
             if value.dim() != 4 or not value.is_floating_point():
                 return value
-            are_images = True
-            rows = [
-                row if row_index < count else _moved(row, random(row_index))
-                for row_index, row in zip(positions, value, strict=True)
-            ]
-            return torch.stack(rows)
+            pairs = zip(positions, value, strict=True)
+            return torch.stack([row if place < count else _moved(row, random(place)) for place, row in pairs])
 
-        inputs = _changed(images, original.load([view % count for view in positions]))
-        _require(are_images, original, "crop", "images [n, c, h, w]")
-        return inputs
+        return _changed(images, original.load([view % count for view in positions]))
 
     return load
 
@@ -133,7 +129,6 @@ def _mixed(original: SampleSet, random: Callable[[int], Generator]) -> Callable[
     def load(positions: Sequence[int]) -> Any:
         import torch
 
-        are_floats = False
         others, shares = list[int](), list[float]()
         for position in positions:
             source = position % count
@@ -147,7 +142,6 @@ def _mixed(original: SampleSet, random: Callable[[int], Generator]) -> Callable[
         is_copy = torch.tensor([position >= count for position in positions])
 
         def mixture(value: Tensor, other: Tensor) -> Tensor:
-            nonlocal are_floats
             if not value.is_floating_point():
                 return value
             if value.shape != other.shape:
@@ -156,24 +150,14 @@ def _mixed(original: SampleSet, random: Callable[[int], Generator]) -> Callable[
                     "can't be mixed",
                     hint="Set another kind of views, or none.",
                 )
-            are_floats, side_by_side = True, (-1, *[1] * (value.dim() - 1))
+            side_by_side = (-1, *[1] * (value.dim() - 1))
             share = torch.tensor(shares, dtype=value.dtype).reshape(side_by_side)
             # Originals stay bit-identical; 1 * x + 0 * y would turn an infinite y into NaN.
             return torch.where(is_copy.reshape(side_by_side), share * value + (1 - share) * other, value)
 
-        inputs = _changed(mixture, original.load([view % count for view in positions]), original.load(others))
-        _require(are_floats, original, "mix", "floating-point inputs")
-        return inputs
+        return _changed(mixture, original.load([view % count for view in positions]), original.load(others))
 
     return load
-
-
-def _require(holds: bool, samples: SampleSet, kind: str, needed: str) -> None:
-    if not holds:
-        raise DataError(
-            f"task {samples.task}: views of kind {kind} need {needed}",
-            hint="Set another kind of views, or none.",
-        )
 
 
 def _beginning(texts: Sequence[str]) -> str:
@@ -190,12 +174,7 @@ def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet
     What all prompts of the task begin and end with, and special tokens of the tokenizer, stay.
     """
     original, texts, read = every.original, every.texts, every.preprocess
-    assert original is not None
-    if texts is None or read is None:
-        raise DataError(
-            f"task {every.task}: views of kind words need texts",
-            hint="Set another kind of views, or none.",
-        )
+    assert original is not None and texts is not None and read is not None
     rows = [texts.read(position) for position in range(len(original))]
     questions = [row.input for row in rows]
     special = () if texts.reader is None else texts.reader.marks
@@ -245,3 +224,132 @@ def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet
         load=lambda positions: read([shown_rows()[position] for position in positions]),
         texts=replace(texts, read=rows.__getitem__),
     )
+
+
+# [h, w, 3], from 0 to 1.
+Pixels = NDArray[np.float64]
+# image, severity from 0 (slight) to 4, random generator -> corrupted image.
+Change = Callable[[Pixels, int, np.random.Generator], Pixels]
+
+CLEAN = "none"
+# The severity in FeatCal's table.
+SEVERITY = 3
+# Side in pixels of ImageNet-C's images. Lengths scale with the shorter side, so that severities look alike at any size.
+_SIDE = 224
+
+
+def parse(word: str) -> tuple[str, int]:
+    """Parse `fog` (severity 3), `fog:5` or `none` (0) into kind and severity."""
+    kind, colon, severity = str(word).partition(":")
+    if kind == CLEAN and not colon:
+        return CLEAN, 0
+    if kind not in CORRUPTIONS:
+        raise SpecError(
+            f"unknown corruption {kind!r}, expected {', '.join((CLEAN, *CORRUPTIONS))}",
+            hint=did_you_mean(kind, CORRUPTIONS) or "Add a severity after a colon: fog:5.",
+        )
+    if colon and severity not in set("12345"):
+        raise SpecError(f"corruption {word!r}: severity {severity!r}, expected 1 to 5")
+    return kind, int(severity or SEVERITY)
+
+
+def written(word: str) -> str:
+    """Format a corruption as in tables: `none`, or the kind with its severity. Errors as for `parse`."""
+    kind, severity = parse(word)
+    return f"{kind}:{severity}" if severity else CLEAN
+
+
+def corrupted(samples: SampleSet, corruption: str, seed: int) -> SampleSet:
+    """Return samples whose images are corrupted when read. The noise depends only on seed, kind and sample id."""
+    kind, severity = parse(corruption)
+    if kind == CLEAN:
+        return samples
+    picture, preprocess = samples.picture, samples.preprocess
+    if picture is None or preprocess is None:
+        raise DataError(
+            f"task {samples.task}: only images of a data source can be corrupted",
+            hint="Use image data, or remove `corruption`.",
+        )
+
+    def load(positions: Sequence[int]) -> Any:
+        return preprocess(
+            [
+                corrupt(picture(position), kind, severity, (seed, f"{samples.task}/{samples.ids[position]}"))
+                for position in positions
+            ]
+        )
+
+    return replace(samples, load=load, picture=None)
+
+
+def corrupt(picture: Picture, kind: str, severity: int, drawn: tuple[int, str]) -> NDArray[np.uint8]:
+    """Return a corrupted image [h, w, 3]; equal seeds and names (`drawn`) give equal results on every machine."""
+    from PIL import Image
+
+    image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
+    pixels = np.asarray(image.convert("RGB"), dtype=np.float64) / 255
+    seed, name = drawn
+    # The kind is part of the seed, so that kinds do not share their noise.
+    corrupted_pixels = CORRUPTIONS[kind](pixels, severity - 1, drawing(seed, f"{kind}/{name}"))
+    # The cast truncates; half a level more rounds to nearest.
+    return np.asarray(np.clip(corrupted_pixels, 0, 1) * 255 + 0.5, dtype=np.uint8)
+
+
+def _gaussian_noise(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
+    return pixels + random.normal(scale=(0.08, 0.12, 0.18, 0.26, 0.38)[severity], size=pixels.shape)
+
+
+def _motion_blur(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
+    """Compute the average along a line from each pixel, with half a Gaussian as weights; borders are extended."""
+    radius, sigma = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))[severity]
+    scale = min(pixels.shape[:2]) / _SIDE
+    angle = math.radians(random.uniform(-45, 45))
+    # Steps of at most a pixel, so that small pictures are sampled as finely as large ones.
+    steps = np.arange(0, (2 * radius + 1) * scale, min(scale, 1.0))
+    weights = np.exp(-((steps / scale) ** 2) / (2 * sigma**2))
+    rows, columns = (np.arange(size) for size in pixels.shape[:2])
+    blurred = np.zeros_like(pixels)
+    for step, weight in zip(steps, weights / weights.sum(), strict=True):
+        down = np.clip(rows + round(step * math.sin(angle)), 0, len(rows) - 1)
+        right = np.clip(columns + round(step * math.cos(angle)), 0, len(columns) - 1)
+        blurred += weight * pixels[down][:, right]
+    return blurred
+
+
+def _fog(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
+    strength, decay = ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))[severity]
+    height, width = pixels.shape[:2]
+    fog = _plasma(max(height, width), decay, random)[:height, :width, None]
+    top = pixels.max()
+    # As in ImageNet-C, black stays black.
+    return np.asarray((pixels + strength * fog) * top / (top + strength))
+
+
+def _plasma(side: int, decay: float, random: np.random.Generator) -> Pixels:
+    """Generate a fractal map from 0 to 1 by the diamond-square algorithm on a torus."""
+    # Halving the step needs a power of two; the caller crops.
+    size = 2 ** math.ceil(math.log2(max(side, 2)))
+    heights, step, wibble = np.zeros((size, size)), size, 100.0
+    while step >= 2:
+        half = step // 2
+        corners = heights[::step, ::step]
+        square = corners + np.roll(corners, -1, 0)
+        square = square + np.roll(square, -1, 1)
+        heights[half::step, half::step] = square / 4 + random.uniform(-wibble, wibble, square.shape)
+        middle = heights[half::step, half::step]
+        across, down = middle + np.roll(middle, 1, 0), middle + np.roll(middle, 1, 1)
+        ends = corners + np.roll(corners, -1, 1), corners + np.roll(corners, -1, 0)
+        heights[::step, half::step] = (across + ends[0]) / 4 + random.uniform(-wibble, wibble, across.shape)
+        heights[half::step, ::step] = (down + ends[1]) / 4 + random.uniform(-wibble, wibble, down.shape)
+        step, wibble = half, wibble / decay
+    heights -= heights.min()
+    return np.asarray(heights / max(heights.max(), 1e-12), dtype=np.float64)
+
+
+CORRUPTIONS: Mapping[str, Change] = MappingProxyType(
+    {
+        "gaussian_noise": _gaussian_noise,
+        "motion_blur": _motion_blur,
+        "fog": _fog,
+    }
+)

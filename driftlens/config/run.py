@@ -87,7 +87,7 @@ class ArchitectureSpec(SpecSection):
 
 
 class WeightsSpec(SpecSection):
-    """The parameters of one variant: a file, a folder, a Hub id, or `pretrained:TAG` of open_clip."""
+    """The parameters of one variant: a file, a folder or a Hub id."""
 
     weights: Source
 

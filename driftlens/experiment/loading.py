@@ -36,7 +36,6 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_layers
 from driftlens.experiment.study import AnalysisSettings, Study, TaskSamples
 from driftlens.models.architecture import CAUSAL, HEADS, Architecture, load_architecture
-from driftlens.models.architectures.clip import resolve_pretrained
 from driftlens.models.chain import LayerChain
 from driftlens.models.generation import generate
 from driftlens.models.heads import (
@@ -240,10 +239,7 @@ def _opened(place: str, architecture: Architecture, base: StateSource | None, ac
     """Open a model under its own key names; adapters are added to `base`, or to the model of `MODEL+ADAPTER`."""
     model, _, adapter = place.partition("+")
     parts = [model, adapter] if model and adapter and not expanded(place).exists() else [place]
-    *whole, file = (
-        fetched(resolve_pretrained(part, architecture, offline=access.offline), offline=access.offline)
-        for part in parts
-    )
+    *whole, file = (fetched(part, offline=access.offline) for part in parts)
     if whole:
         base = open_checkpoint(whole[0], offline=access.offline)
     if base is not None and is_lora_folder(pathlib.Path(file)):

@@ -1,9 +1,8 @@
-"""Split causal language models of transformers into layers, by what runs in them and not by family.
+"""Split causal language models of transformers into layers, by what runs in them. Entry point: `causal_chain`.
 
-The stem is everything before the first block; the head is the one module between the last block and the language-model
-head. The latter belongs to no layer: its input is the final feature, and `LmScores` describes it. If not exactly one
-module computes that feature (no norm, or a factor after it) the head is everything after the blocks. One forward pass
-of the library's own model, on meta if need be, finds all of this.
+The head of the chain is the one module between the last block and the language-model head, whose input is the final
+feature; the latter belongs to no layer. If not exactly one module computes that feature (no norm, or a factor after
+it), the chain's head is everything after the blocks.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from driftlens.models.tracing.block_call import call, find_features, replaced_fo
 from driftlens.models.tracing.block_runner import BlockRunner, is_view, num_streams
 from driftlens.utils.errors import IncompatibleModelsError
 
+NOT_ELEMENTWISE = "its scores are not an elementwise function of its head's outputs"
 _WRAPPED = (
     "No loader supports it yet. Use live modules that pass only features from block to block; answers are not "
     "measured then."
@@ -48,10 +48,11 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
     # A subclass of `nn.Linear` with another forward function may compute more than the product.
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         raise not_causal(whole, f"its head is a {type(head).__name__}; expected a linear map")
-    trace = _ForwardTrace(whole, head, list(of_blocks))
-    final, after_head = trace.run(example)
-    chain = sequential_chain(whole, example, blocks=path, final=final, reads_last=trace.reads_last)
     paths = {id(module): name for name, module in whole.named_modules()}
+    trace = ForwardTrace(whole, list(of_blocks))
+    read, after_head = _pass(trace, head, example)
+    final = trace.final(read) or paths[id(head)]
+    chain = sequential_chain(whole, example, blocks=path, final=final, reads_last=trace.reads_last)
     weight = f"{paths[id(head)]}.weight"
     keys = (f"{paths[id(table)]}.weight", weight)
     # The library ties weights when it loads them, so two tensors on meta do not show it; the configuration does.
@@ -77,17 +78,20 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
     )
 
 
-def not_causal(whole: Any, reason: str, hint: str = "") -> IncompatibleModelsError:
+def not_causal(
+    whole: Any, reason: str, hint: str = _WRAPPED, kind: str = "a causal language model"
+) -> IncompatibleModelsError:
     """Return the error for a language model that can't be split into layers.
 
     Args:
         whole: the library's model with its head.
         reason: what was found, without a final period.
-        hint: what to do; "" for the general advice.
+        hint: what to do.
+        kind: the kind of model that was expected.
     """
-    kind = f"a {whole.config.model_type} model ({type(whole).__name__})"
     return IncompatibleModelsError(
-        f"{kind} can't be split into layers as a causal language model: {reason}", hint=hint or _WRAPPED
+        f"a {whole.config.model_type} model ({type(whole).__name__}) can't be split into layers as {kind}: {reason}",
+        hint=hint,
     )
 
 
@@ -113,6 +117,12 @@ class AfterHead:
         # Classes stand for tokens of one position; the features do not matter, as the head is replaced.
         features = torch.zeros(len(scores), 1, 1, dtype=scores.dtype, device=scores.device)
         return self.scores(features, lambda *_: scores[:, None])[:, 0]
+
+    def computes(self, outputs: Tensor, scores: Tensor) -> bool:
+        """Return True if `scores` [n, classes] are computed from the head's `outputs`, each from its own."""
+        # A part of the vocabulary shows steps that mix scores, such as a softmax over all of them.
+        parts = (slice(None), slice(1, 4))
+        return all(torch.equal(self(outputs[:, part]), scores[:, part]) for part in parts)
 
     def scores(
         self, features: Tensor, head: Callable[..., Tensor], weights: Parameters = MappingProxyType({})
@@ -144,44 +154,63 @@ def slope(after_head: AfterHead, width: int) -> float:
     return float(followed(after_head, torch.zeros(1, width, dtype=torch.float64)))
 
 
+def _pass(trace: ForwardTrace, head: nn.Module, example: Any) -> tuple[Tensor, AfterHead | None]:
+    """Return the features that the head reads in one pass, and the steps after the head, if any."""
+    whole = trace.whole
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+    # Random outputs of the head, because equal ones would hide steps that depend on their order.
+    numbers = torch.Generator().manual_seed(0)
+
+    def score(features: Tensor) -> Tensor:
+        shape = (*features.shape[:-1], head.out_features)
+        inputs.append(features)
+        outputs.append(torch.randn(shape, generator=numbers, dtype=torch.float64).to(features.device))
+        return outputs[-1]
+
+    blocks = {path: whole.get_submodule(path) for path in trace.paths}
+    with replaced_forwards([(head, score)]), trace.watching():
+        logits: Tensor = BlockRunner(whole, blocks).whole(example).logits
+    cores = [(module, kind) for module, kind in trace.answers if module is not head]
+    after_head = AfterHead(whole, tuple(cores), head)
+    output, scores = outputs[-1][:, -1], logits[:, -1]
+    if not after_head.computes(output, scores):
+        raise not_causal(whole, NOT_ELEMENTWISE)
+    is_same = scores.dtype == output.dtype and torch.equal(scores, output)
+    return inputs[-1], None if is_same else after_head
+
+
 @dataclass(eq=False)
-class _ForwardTrace:
-    """One forward pass of a model: the outputs of its modules up to the head."""
+class ForwardTrace:
+    """The modules outside the blocks that return in one forward pass of a model.
+
+    Attributes:
+        whole: the model.
+        paths: the paths of its blocks.
+        steps: path, features read and output of each module, blocks included.
+        answers: the outermost module that contains the blocks and those that run after it, with the class of the
+            former's output.
+        reads_last: True if the module of `final` reads the last block's output.
+    """
 
     whole: Any
-    head: nn.Module
     paths: list[str]
     steps: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
-    reads_last: bool = True
     answers: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    reads_last: bool = True
 
-    def run(self, example: Any) -> tuple[str, AfterHead | None]:
-        """Return the path of the module whose output the head reads, and the steps after the head, if any."""
-        blocks = {path: self.whole.get_submodule(path) for path in self.paths}
-        inputs: list[Tensor] = []
-        outputs: list[Tensor] = []
-        # Random outputs of the head, because equal ones would hide steps that depend on their order.
-        numbers = torch.Generator().manual_seed(0)
+    @property
+    def last(self) -> Tensor:
+        """The output of the last block."""
+        return next(output for path, _, output in self.steps if path == self.paths[-1])
 
-        def score(features: Tensor) -> Tensor:
-            shape = (*features.shape[:-1], self.head.out_features)
-            inputs.append(features)
-            outputs.append(torch.randn(shape, generator=numbers, dtype=torch.float64).to(features.device))
-            return outputs[-1]
-
-        with replaced_forwards([(self.head, score)]), self._watching():
-            scores: Tensor = BlockRunner(self.whole, blocks).whole(example).logits
-        after_head = AfterHead(self.whole, tuple(self.answers), self.head)
-        return self._final(inputs[-1]), self._checked(after_head, outputs[-1][:, -1], scores[:, -1])
-
-    def _final(self, read: Tensor) -> str:
-        """Return the path of the one module after the last block whose output this is, or else of the head."""
-        order = [step[0] for step in self.steps]
-        last = self.steps[order.index(self.paths[-1])][2]
+    def final(self, read: Tensor) -> str:
+        """Return the path of the one module after the last block whose output `read` is, or ""."""
+        order = [path for path, *_ in self.steps]
         outputs = [step for step in self.steps if step[0] not in self.paths and is_view(read, step[2])]
         if outputs:
             path, entered, _ = outputs[0]
-            self.reads_last = is_view(entered, last)
+            self.reads_last = is_view(entered, self.last)
             is_after = order.index(path) > order.index(self.paths[-1])
             # With several streams, the final feature is computed from their mix.
             mixes = is_after and num_streams(self.whole.get_submodule(self.paths[-1])) > 1
@@ -189,19 +218,11 @@ class _ForwardTrace:
             if order.count(path) == 1 and (self.reads_last or mixes):
                 return path
         self.reads_last = False
-        return next(path for path, module in self.whole.named_modules() if module is self.head)
-
-    def _checked(self, after_head: AfterHead, outputs: Tensor, scores: Tensor) -> AfterHead | None:
-        """Return `after_head`, or None if it changes nothing; raise if it does not reproduce scores."""
-        # A part of the vocabulary shows steps that mix scores, such as a softmax over all of them.
-        parts = (slice(None), slice(1, 4))
-        if not all(torch.equal(after_head(outputs[:, part]), scores[:, part]) for part in parts):
-            raise not_causal(self.whole, "its scores are not an elementwise function of its head's outputs")
-        return None if scores.dtype == outputs.dtype and torch.equal(scores, outputs) else after_head
+        return ""
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Record inputs and outputs of the modules outside the blocks."""
+    def watching(self) -> Iterator[None]:
+        """Record the modules outside the blocks during a pass."""
         inside = tuple(f"{path}." for path in self.paths)
 
         def leave(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -209,7 +230,7 @@ class _ForwardTrace:
             if path and self.paths[0].startswith(f"{path}."):
                 self.answers = [(module, type(output))]
             elif any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
-                if self.answers and path and module is not self.head:
+                if self.answers and path:
                     self.answers.append((module, None))
                 output = output[0] if isinstance(output, tuple | list) else output
                 if isinstance(output, Tensor):

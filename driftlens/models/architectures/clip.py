@@ -1,4 +1,4 @@
-"""CLIP's image towers as chains of layers. Entry point: `ClipViT`, the adapter of one library's towers.
+"""Image towers of CLIP in transformers and open_clip: adapters (`ClipViT`) and loaders.
 
 Blocks are the library's own modules, called with the weights of any model. Shapes: pixels [n, c, h, w]; hidden
 [n, t, d], token 0 being the class token (CLS) and the others the patches row by row; features [n, d].
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import copy
 import logging
-import pathlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,11 +57,9 @@ from driftlens.models.preprocessing import hf_preprocess, open_clip_preprocess
 from driftlens.models.tracing.block_call import buffers_on, call, evaluating, run_until
 from driftlens.models.tracing.sites import site_kind, tapped
 from driftlens.utils.errors import (
-    CheckpointError,
     DataError,
     IncompatibleModelsError,
     SpecError,
-    did_you_mean,
 )
 from driftlens.utils.files import expanded
 
@@ -71,9 +68,8 @@ log = logging.getLogger("driftlens")
 # Processors of transformers return a dict; other entries than the pixels (texts) are not read.
 PIXELS = "pixel_values"
 
-Pooling = Literal["cls", "patch_mean"]
 # The supported poolings by their names in open_clip.
-POOLINGS: Mapping[str, Pooling] = {"tok": "cls", "avg": "patch_mean"}
+_POOLINGS = {"tok": "cls", "avg": "patch_mean"}
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
@@ -100,18 +96,13 @@ class ClipViT:
 
     Attributes:
         inner: attribute of whole models that is the tower.
-        attention: path of a block's attention, which knows the number of heads.
-        activation: path of a block's activation.
         image_size: path of the tower's height and width, or of one number for both.
         entry: attribute of whole models that computes the feature of images.
         projects_inside: True if the projection belongs to the tower, stored as [in, out], and not to the whole model.
-        holds: paths, one of which every tower or whole model of the library has.
         embeddings: the tower's parameters for patches, class token and positions.
         block_sites: the sites of a block in forward order: norm, q, k, v, out, norm, and both layers of the MLP.
-        block_arguments: positional arguments of a block after its features.
         required: names of the parameters that every block has.
         optional: names of parameters that a block may have in addition.
-        refusal: (whole model, tower) -> the reason why the tower is not supported, or None.
         unpack: a block -> the module to run for it, and its parameters' slots in the checkpoint, relative to the block.
     """
 
@@ -126,7 +117,6 @@ class ClipViT:
     image_size: str
     entry: str
     projects_inside: bool
-    holds: tuple[str, ...]
     embeddings: tuple[str, str, str]
     stem_norm: str
     block_sites: tuple[str, ...]
@@ -134,9 +124,12 @@ class ClipViT:
     projection: str
     required: frozenset[str]
     optional: frozenset[str] = frozenset()
-    block_arguments: tuple[Any, ...] = ()
-    refusal: Callable[[nn.Module, Any], str | None]
     unpack: Callable[[Any], tuple[nn.Module, dict[str, Slot]]]
+
+    @property
+    def holds(self) -> tuple[str, str]:
+        """Paths, one of which every tower or whole model of the library has."""
+        return self.blocks, f"{self.inner}.{self.blocks}"
 
     def matches(self, module: nn.Module) -> bool:
         """Return True if `module` is, or holds, an image tower that this adapter supports."""
@@ -147,7 +140,7 @@ class ClipViT:
         tower, _ = self._tower(module)
         parts = (*self.embeddings, self.stem_norm, self.blocks, self.head_norm)
         missing = ", ".join(part for part in parts if part_at(tower, part) is None)
-        reason = self.refusal(module, tower)
+        reason = _refusal(module, tower)
         if reason is None and missing:
             return f"{type(module).__name__} is no CLIP image tower of {self.library} (missing: {missing})"
         for index, block in enumerate(() if reason else tower.get_submodule(self.blocks)):
@@ -180,11 +173,7 @@ class ClipViT:
         paths = (f"{prefix}{self.stem_norm}", *(block.path for block in blocks), feature)
         return LayerChain(
             architecture=self.name,
-            layers=(
-                self._stem(tower, prefix),
-                *blocks,
-                self._head(tower, prefix, len(blocks) + 2, projects),
-            ),
+            layers=(self._stem(tower, prefix), *blocks, self._head(tower, prefix, len(blocks) + 2, projects)),
             start=partial(_start, shape=self._pixel_shape(tower)),
             library_states=partial(_library_states, paths=paths, entry=self.entry),
             token_weights=_token_weight_rules(tower.get_parameter(self.embeddings[2]).shape[0]),
@@ -199,10 +188,8 @@ class ClipViT:
         return (module, "") if inner is None else (inner, f"{self.inner}.")
 
     def _stem(self, tower: Any, prefix: str) -> Layer:
-        keys, sites = (
-            (*self.embeddings, *_affine(tower, self.stem_norm)),
-            _sites(tower, self.stem_norm, "tokens"),
-        )
+        keys = (*self.embeddings, *_affine(tower, self.stem_norm))
+        sites = _sites(tower, self.stem_norm, "tokens")
         first_block = tower.get_submodule(self.blocks)[0]
 
         def run(parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
@@ -227,7 +214,7 @@ class ClipViT:
             *_sites(module, fc1, norm2),
             *_sites(module, fc2, "activation"),
         )
-        run = partial(_run, module, self.block_arguments, sites)
+        run = partial(_run, module, sites)
         slots = {name: replace(slot, key=f"{path}.{slot.key}") for name, slot in slots.items()}
         return Layer(index, "block", path, slots, run, sites, is_residual=True)
 
@@ -244,7 +231,7 @@ class ClipViT:
             # Any size will do: the weight is replaced on every call.
             head.add_module(self.projection, nn.Linear(1, 1, bias=False, device="meta"))
             sites += _sites(head, self.projection, norm, token_weights="pooled")
-        return Layer(index, "head", prefix + norm, slots, partial(_run, head, (), sites), sites)
+        return Layer(index, "head", prefix + norm, slots, partial(_run, head, sites), sites)
 
     def _pixel_shape(self, tower: Any) -> tuple[int, int, int]:
         size = part_at(tower, self.image_size)
@@ -264,12 +251,27 @@ class ClipViT:
         }
 
 
-def _pooling(tower: Any) -> tuple[Pooling, bool]:
+def _refusal(module: nn.Module, tower: Any) -> str | None:
+    """Return the reason why a tower that has all parts, or a known one that lacks some, is not supported."""
+    if hasattr(module, "classifier"):
+        return f"{type(module).__name__} ends in a classifier"
+    if hasattr(tower, "trunk"):
+        return "it is a timm trunk (SigLIP, EVA02, ConvNeXt, ...); expected a transformer of open_clip"
+    if hasattr(tower, "layer1") and hasattr(tower, "attnpool"):
+        return "it is a ResNet; expected a vision transformer"
+    if getattr(tower, "attn_pool", None) is not None:
+        return "it pools by attention (attn_pool), as CoCa"
+    if getattr(tower, "pool_type", "tok") not in _POOLINGS:
+        return f"it pools by {tower.pool_type!r}, expected 'tok' or 'avg'"
+    return None
+
+
+def _pooling(tower: Any) -> tuple[str, bool]:
     """Return how tokens are pooled, and True if the final norm runs on all tokens before that."""
     # Towers of transformers always pool by the class token and have no such attribute.
     kind = getattr(tower, "pool_type", "tok")
     # For a single token the order of norm and pooling makes no difference.
-    return POOLINGS[kind], kind == "avg" and not tower.final_ln_after_pool
+    return _POOLINGS[kind], kind == "avg" and not tower.final_ln_after_pool
 
 
 class _PoolingHead(nn.Module):
@@ -278,11 +280,11 @@ class _PoolingHead(nn.Module):
     With `norm_first` the norm runs on all tokens; for a single token the order makes no difference.
     """
 
-    def __init__(self, pooling: Pooling, norm_first: bool) -> None:
+    def __init__(self, pooling: str, norm_first: bool) -> None:
         super().__init__()
         self.pooling, self.norm_first = pooling, norm_first
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, _mask: None = None) -> Tensor:
         norm, *projections = self.children()
         if self.norm_first:
             hidden = norm(hidden)
@@ -296,15 +298,15 @@ class _PoolingHead(nn.Module):
 
 def _run(
     module: nn.Module,
-    arguments: tuple[Any, ...],
     sites: tuple[Site, ...],
     parameters: Parameters,
     state: State,
     side: SideInputs,
     tap: Tap | None = None,
 ) -> State:
+    # None is the attention mask of transformers; open_clip takes keys of its own there.
     with tapped(module, sites, tap):
-        return {"hidden": call(module, parameters, (state["hidden"], *arguments), {})}
+        return {"hidden": call(module, parameters, (state["hidden"], None), {})}
 
 
 def _sites(parent: nn.Module, name: str, reads: str, **options: Any) -> tuple[Site, ...]:
@@ -388,11 +390,6 @@ _HF_SITES = (
 _HF_KEYS = tuple(f"{site}.{part}" for site in _HF_SITES for part in ("weight", "bias"))
 
 
-def _hf_refusal(module: nn.Module, tower: nn.Module) -> str | None:
-    """Return the reason why a model is not supported."""
-    return f"{type(module).__name__} ends in a classifier" if hasattr(module, "classifier") else None
-
-
 HF_CLIP_VIT = ClipViT(
     name="hf_clip_vit",
     layout=_HF_LAYOUT,
@@ -400,7 +397,6 @@ HF_CLIP_VIT = ClipViT(
     supported="CLIPVisionModel, CLIPVisionModelWithProjection and CLIPModel",
     inner="vision_model",
     blocks="encoder.layers",
-    holds=("encoder.layers", "vision_model.encoder.layers"),
     attention="self_attn",
     activation="mlp.activation_fn",
     image_size="embeddings.image_size",
@@ -415,11 +411,9 @@ HF_CLIP_VIT = ClipViT(
     # Misspelled in the library.
     stem_norm="pre_layrnorm",
     block_sites=_HF_SITES,
-    block_arguments=(None,),  # no attention mask
     head_norm="post_layernorm",
     projection="visual_projection",
     required=frozenset(_HF_KEYS),
-    refusal=_hf_refusal,
     unpack=lambda block: (block, {key: Slot(key) for key in _HF_KEYS}),
 )
 adapters.register(HF_CLIP_VIT.name)(HF_CLIP_VIT)
@@ -537,10 +531,7 @@ def _tokenizer(source: str, text_config: Any, offline: bool) -> Any:
 
 CONFIG_FILE = "open_clip_config.json"
 _OPEN_LAYOUT = TowerKeyLayout(
-    loader="open-clip",
-    anchor="class_embedding",
-    tower="visual.",
-    projection="proj",
+    loader="open-clip", anchor="class_embedding", tower="visual.", projection="proj"
 )
 _FOREIGN_TEXT = ("hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs")
 _OPEN_USAGE = """\
@@ -587,19 +578,6 @@ _OPEN_SITES = (
 )
 
 
-def _open_refusal(module: nn.Module, tower: Any) -> str | None:
-    """Return the reason why a tower is not supported."""
-    if hasattr(tower, "trunk"):
-        return "it is a timm trunk (SigLIP, EVA02, ConvNeXt, ...); expected a transformer of open_clip"
-    if hasattr(tower, "layer1") and hasattr(tower, "attnpool"):
-        return "it is a ResNet; expected a vision transformer"
-    if getattr(tower, "attn_pool", None) is not None:
-        return "it pools by attention (attn_pool), as CoCa"
-    if getattr(tower, "pool_type", "tok") not in POOLINGS:
-        return f"it pools by {tower.pool_type!r}, expected 'tok' or 'avg'"
-    return None
-
-
 def _open_unpack(block: Any) -> tuple[nn.Module, dict[str, Slot]]:
     """Return a block with unpacked attention, and the slots of its parameters."""
     width = block.attn.in_proj_weight.shape[1]
@@ -621,7 +599,6 @@ OPEN_CLIP_VIT = ClipViT(
     supported="open_clip's vision transformers with class-token or average pooling",
     inner="visual",
     blocks="transformer.resblocks",
-    holds=("transformer.resblocks", "visual.transformer.resblocks"),
     attention="attn",
     activation="mlp.gelu",
     image_size="image_size",
@@ -639,7 +616,6 @@ OPEN_CLIP_VIT = ClipViT(
         )
     ),
     optional=frozenset(("ls_1.gamma", "ls_2.gamma", "ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias")),
-    refusal=_open_refusal,
     unpack=_open_unpack,
 )
 adapters.register(OPEN_CLIP_VIT.name)(OPEN_CLIP_VIT)
@@ -729,94 +705,3 @@ def _open_text_tower(config: dict[str, Any], source: str, base: StateSource) -> 
         return features
 
     return TextTower(embed, model.logit_scale.exp().item())
-
-
-_SCHEME = "pretrained:"
-
-
-def resolve_pretrained(place: str, architecture: Architecture, *, offline: bool = False) -> str:
-    """Return the file of `pretrained:TAG`, downloaded by open_clip if it is not cached; other places unchanged.
-
-    A download is logged. With `offline`, or `HF_HUB_OFFLINE` in the environment, only caches are searched.
-
-    Args:
-        place: the place of weights in the spec.
-        architecture: the architecture that the weights are for.
-        offline: True to forbid downloads.
-
-    Raises:
-        SpecError: open_clip has no model of this name, or no such tag.
-        IncompatibleModelsError: the weights were trained with another activation or preprocessing.
-        CheckpointError: the weights are in no cache and downloads are forbidden.
-    """
-    if not place.startswith(_SCHEME):
-        return place
-    import open_clip
-    from huggingface_hub import constants
-
-    model = architecture.source.replace("/", "-")
-    if architecture.loader != "open-clip" or model not in open_clip.list_models():
-        raise SpecError(
-            f"{place} requires a model name of open_clip as architecture, not {architecture.source}",
-            hint="Use architecture: {loader: open-clip, source: ViT-B-32-quickgelu}, or a weights file.",
-        )
-    tag, tags = place.removeprefix(_SCHEME), open_clip.list_pretrained_tags_by_model(model)
-    config = open_clip.get_pretrained_cfg(model, tag)
-    if not config:
-        raise SpecError(
-            f"open_clip has no weights {tag!r} for {model}; available: {', '.join(tags) or 'none'}",
-            hint=did_you_mean(tag, tags),
-        )
-    _require_fit(place, model, config, architecture)
-    if (file := _cached(config)) is not None:
-        return file
-    origin = config.get("hf_hub") or config.get("url")
-    if offline or constants.HF_HUB_OFFLINE:
-        raise CheckpointError(
-            f"{place} of {model} ({origin}) is not cached, and downloads are off",
-            hint="Run once without --offline and HF_HUB_OFFLINE, or use the path of the weights.",
-        )
-    # A warning, because it is shown where logging is not set up. The network must never be used silently.
-    log.warning("downloading %s of %s from %s", place, model, origin)
-    return str(open_clip.download_pretrained(config))
-
-
-def _require_fit(place: str, model: str, config: dict[str, Any], architecture: Architecture) -> None:
-    """Raise unless weights were trained with the activation and preprocessing of the architecture."""
-    import open_clip
-
-    # open_clip itself only warns.
-    is_quick = bool(config.get("quick_gelu", False))
-    if is_quick != bool(open_clip.get_model_config(model).get("quick_gelu", False)):
-        fitting = f"{model}-quickgelu" if is_quick else model.removesuffix("-quickgelu")
-        raise IncompatibleModelsError(
-            f"{place} was trained with {'QuickGELU' if is_quick else 'GELU'}; {model} has the other activation",
-            hint=f"Use architecture.source: {fitting}.",
-        )
-    settings = {} if architecture.preprocess is None else architecture.preprocess.settings
-    differing = [
-        f"{key} {config[key]} (here {settings[key]})"
-        for key in ("mean", "std", "interpolation", "resize_mode")
-        if key in config and key in settings and config[key] != settings[key]
-    ]
-    if differing:
-        raise IncompatibleModelsError(
-            f"{place} was trained with other preprocessing: {', '.join(differing)}",
-            hint="Use the path of the weights file, and as source an open_clip_config.json with this preprocess_cfg.",
-        )
-
-
-def _cached(config: dict[str, Any]) -> str | None:
-    """Return the path of the weights in the caches of open_clip and the Hub, or None."""
-    from huggingface_hub import try_to_load_from_cache
-    from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
-
-    repository, _, name = config.get("hf_hub", "").rpartition("/")
-    if repository:
-        name = name or HF_WEIGHTS_NAME
-        safe = HF_SAFE_WEIGHTS_NAME if name == HF_WEIGHTS_NAME else f"{name.rpartition('.')[0]}.safetensors"
-        paths = (try_to_load_from_cache(repository, file) for file in (safe, name))
-        return next((path for path in paths if isinstance(path, str)), None)
-    # open_clip's cache of weights that are not on the Hub.
-    file = pathlib.Path("~/.cache/clip").expanduser() / config.get("url", "").rpartition("/")[2]
-    return str(file) if file.is_file() else None

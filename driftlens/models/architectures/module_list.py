@@ -31,7 +31,7 @@ from driftlens.models.tracing.block_runner import (
     same_values,
     tied_weights,
 )
-from driftlens.models.tracing.sites import no_sites, sites_in_block
+from driftlens.models.tracing.sites import no_sites
 from driftlens.utils.errors import NumericsError, SpecError, some_of
 
 NAME = "sequential"
@@ -249,15 +249,8 @@ def _traced(parts: BlockRunner, example: Any) -> _Pieces:
         with buffers_on(module, bare) if parts.is_on_meta else nullcontext():
             features, beside = {name: x.to(bare) for name, x in features.items()}, side.to(bare)
             streams = {stream: beside[f"inputs.{name}"] for name, stream in parts.beside.items()}
-            for position, (block, slots) in enumerate(zip(parts.blocks, parts.slots, strict=True)):
-                parameters = {
-                    name: slot.own(slot.of(weights[slot.key].detach()).to(bare))
-                    for name, slot in parts.parameters(position).items()
-                }
-                alone = partial(parts.block, position, (), parameters, features, beside)
-                with parts.shapes_only():
-                    block_sites, features = sites_in_block(block, slots, alone, features, streams)
-                block_sites = (*block_sites, *parts.experts(position))
+            for position in range(len(parts.blocks)):
+                block_sites, features = parts.sites(position, weights, features, beside, streams)
                 sites.append(_of_tokens(block_sites) if parts.computed or parts.streams > 1 else block_sites)
                 is_residual.append(side.calls[position].entered == side.calls[position].left)
         if parts.is_on_meta:

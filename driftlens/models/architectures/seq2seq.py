@@ -1,20 +1,14 @@
-"""Encoder-decoders of transformers as chains of layers, found by running them and not by the name of their family.
+"""Encoder-decoders of transformers as chains of layers, found by running them. Entry point: `seq2seq_chain`.
 
-Both stacks are one chain. `encoder` [n, t, d] passes through the encoder's blocks and the module after them, which is a
-layer; `hidden` [n, u, d] passes through the decoder's blocks, each of which reads the finished `encoder`. The head is
-the module after the decoder's blocks, if any. `sequential_chain` splits each stack; a forward pass of the library's own
-model, with shapes only if need be, shows how both are called.
-
-The language-model head, which belongs to no layer, maps the final features to scores. A forward pass without the stacks
-shows further steps, such as a scale or a bias. Entry point: `seq2seq_chain`.
+`encoder` [n, t, d] passes through the encoder's blocks and the module after them, which is a layer; then `hidden`
+[n, u, d] passes through the decoder's blocks, each of which reads the finished `encoder`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +18,7 @@ from torch import Tensor, nn
 from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.unsupported import LIVE, is_seq2seq
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
-from driftlens.models.architectures.causal import AfterHead, slope
+from driftlens.models.architectures.causal import NOT_ELEMENTWISE, AfterHead, ForwardTrace, not_causal, slope
 from driftlens.models.architectures.hf_auto import (
     SEQ2SEQ,
     file_names,
@@ -40,7 +34,6 @@ from driftlens.models.chain import (
     LayerChain,
     Parameters,
     SideInputs,
-    Site,
     Slot,
     State,
     Tap,
@@ -50,8 +43,6 @@ from driftlens.models.heads import LmScores
 from driftlens.models.preprocessing import hf_text_preprocess
 from driftlens.models.tracing.block_call import (
     Inputs,
-    call,
-    find_features,
     observe,
     raw_inputs,
     result,
@@ -59,8 +50,7 @@ from driftlens.models.tracing.block_call import (
     without_padding,
 )
 from driftlens.models.tracing.block_runner import BlockRunner, is_view, own_weights, run, tied_weights
-from driftlens.models.tracing.sites import BLOCK_ITSELF, site_kind, tapped
-from driftlens.utils.errors import IncompatibleModelsError, SpecError
+from driftlens.utils.errors import SpecError
 
 _ENCODER_FEATURES = "encoder_hidden_states"
 _MASKS = ("attention_mask", "decoder_attention_mask")
@@ -75,7 +65,6 @@ class _Stack:
         stream: the name of its features in the state.
         path: its path in the whole model.
         chain: its stem, blocks and head.
-        tail: path in the stack of the one module after its blocks; "" without one.
         answer: the class of its output.
     """
 
@@ -83,13 +72,12 @@ class _Stack:
     stream: str
     path: str
     chain: LayerChain
-    tail: str
     answer: Any
 
     @property
     def left(self) -> str:
         """The path in the whole model of the module whose output are the finished features."""
-        return f"{self.path}.{self.tail}" if self.tail else f"{self.path}.{self.chain.blocks[-1].path}"
+        return f"{self.path}.{self.chain.final or self.chain.blocks[-1].path}"
 
     def side(self, whole: SideInputs) -> SideInputs:
         """Return the stack's part of the side inputs of both."""
@@ -127,9 +115,18 @@ class _EncoderDecoder:
         if not path or not beside.keys() <= inputs.keys():
             raise SpecError(f"its {name} is no separate module")
         listed, blocks = block_list(module, None)
-        tail, answer = _after_blocks(name, BlockRunner(module, blocks, beside=beside), inputs)
+        trace = ForwardTrace(module, list(blocks))
+        with trace.watching():
+            output = BlockRunner(module, blocks, beside=beside).whole(inputs)
+        finished = result(output)
+        is_bare = is_view(finished, trace.last)
+        tail = "" if is_bare else trace.final(finished)
+        if not (is_bare or (tail and trace.reads_last)):
+            raise SpecError(
+                f"the output of its {name} is not computed by one module from its last block's features"
+            )
         chain = sequential_chain(module, inputs, blocks=listed, final=tail, beside=beside)
-        return _Stack(name, stream, path, chain, tail, answer)
+        return _Stack(name, stream, path, chain, type(output))
 
     def batch(self, inputs: Any) -> dict[str, Tensor]:
         """Return the library's inputs of both stacks; a batch without input of the decoder gets its start token."""
@@ -192,10 +189,10 @@ class _EncoderDecoder:
         path = next(iter(stem)).rpartition(".")[0]
         layers = [
             Layer(1, "stem", path, stem, partial(self._stem, names), stream="encoder", pool="mean"),
-            *(self._block(self.encoder, block) for block in self.encoder.chain.blocks),
-            *([self._tail(self.encoder)] if self.encoder.tail else []),
-            *(self._block(self.decoder, block) for block in self.decoder.chain.blocks),
-            self._tail(self.decoder),
+            *(self._layer(self.encoder, block) for block in self.encoder.chain.blocks),
+            *([self._layer(self.encoder, self.encoder.chain.layers[-1])] if self.encoder.chain.final else []),
+            *(self._layer(self.decoder, block) for block in self.decoder.chain.blocks),
+            self._layer(self.decoder, self.decoder.chain.layers[-1]),
         ]
         return LayerChain(
             architecture=f"hf_{self.whole.config.model_type}",
@@ -230,93 +227,51 @@ class _EncoderDecoder:
             outputs[stack.stream] = stack.chain.layers[0].call(weights, entered, stack.side(side))["hidden"]
         return outputs
 
-    def _block(self, stack: _Stack, block: Layer) -> Layer:
-        """Return a stack's block as a layer of both stacks."""
+    def _layer(self, stack: _Stack, layer: Layer) -> Layer:
+        """Return a layer of a stack as a layer of both; the head of the encoder is a block."""
+        is_head, is_encoder = layer.role == "head", stack is self.encoder
+        has_weights = not is_head or stack.chain.final
         return replace(
-            block,
-            path=f"{stack.path}.{block.path}",
+            layer,
+            role="head" if is_head and not is_encoder else "block",
+            path=f"{stack.path}.{layer.path}" if has_weights else stack.path,
             parameters={
-                name: replace(slot, key=self.key(stack, slot.key)) for name, slot in block.parameters.items()
+                name: replace(slot, key=self.key(stack, slot.key))
+                for name, slot in layer.parameters.items()
+                if has_weights
             },
-            call=partial(self._run_block, stack, block),
+            call=partial(self._run, stack, layer),
             # The paper calibrates no norms of language models.
-            sites=tuple(replace(site, only_named=site.kind != "linear") for site in block.sites),
+            sites=tuple(replace(site, only_named=site.kind != "linear") for site in layer.sites),
             stream=stack.stream,
-            pool="mean" if stack is self.encoder else None,
+            pool="mean" if is_encoder else None,
         )
 
-    def _run_block(
+    def _run(
         self,
         stack: _Stack,
-        block: Layer,
+        layer: Layer,
         parameters: Parameters,
         state: State,
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        own_side = stack.side(side)
+        own_side, features = stack.side(side), {"hidden": state[stack.stream]}
+        if layer.role == "head" and stack is self.decoder:
+            return layer.call(parameters, features, own_side) if stack.chain.final else features
         if stack is self.decoder:
-            own_side = replace(
-                own_side, tensors={**own_side.tensors, f"inputs.{_ENCODER_FEATURES}": state["encoder"]}
-            )
-        output = block.call(parameters, {"hidden": state[stack.stream]}, own_side, tap)
-        return {**state, stack.stream: output["hidden"]}
-
-    def _tail(self, stack: _Stack) -> Layer:
-        """Return the layer after a stack's blocks: a block of the chain for the encoder, the head for the decoder."""
-        is_head = stack is self.decoder
-        head = stack.chain.layers[-1]
-        module = self.whole.get_submodule(stack.left)
-        sites: tuple[Site, ...] = ()
-        slots = {
-            name.removeprefix(f"{stack.tail}."): Slot(self.key(stack, slot.key))
-            for name, slot in head.parameters.items()
-            if stack.tail
-        }
-        if stack.tail and (kind := site_kind(module)) is not None:
-            eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
-            sites = (Site(BLOCK_ITSELF, kind, stack.stream, eps=eps, only_named=True),)
-            slots = {f"{BLOCK_ITSELF}.{name}": slot for name, slot in slots.items()}
-        return Layer(
-            0,
-            "head" if is_head else "block",
-            stack.left if stack.tail else stack.path,
-            slots,
-            partial(self._run_tail, stack, module, sites),
-            sites,
-            stack.stream,
-            None if is_head else "mean",
-        )
-
-    def _run_tail(
-        self,
-        stack: _Stack,
-        module: nn.Module,
-        sites: tuple[Site, ...],
-        parameters: Parameters,
-        state: State,
-        side: SideInputs,
-        tap: Tap | None = None,
-    ) -> State:
-        hidden = state[stack.stream]
-        if stack.tail:
-            weights = {
-                name.removeprefix(f"{BLOCK_ITSELF}." if sites else ""): x for name, x in parameters.items()
-            }
-            with tapped(module, sites, tap):
-                hidden = call(module, weights, (hidden,), {})
-            hidden = without_padding(stack.left, hidden, side.mask(stack.stream))
-        return {"hidden": hidden} if stack is self.decoder else {**state, stack.stream: hidden}
+            tensors = {**own_side.tensors, f"inputs.{_ENCODER_FEATURES}": state["encoder"]}
+            own_side = replace(own_side, tensors=tensors)
+        return {**state, stack.stream: layer.call(parameters, features, own_side, tap)["hidden"]}
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
         """Return the states at boundaries 1..L of one ordinary pass of `module`, which computes no scores."""
         batch, finished = self.batch(inputs), list[Tensor]()
         last = module.get_submodule(self.decoder.left)
         blocks = {
-            stack.name: {
-                block.path: module.get_submodule(f"{stack.path}.{block.path}") for block in stack.chain.blocks
-            }
+            f"{stack.path}.{block.path}": module.get_submodule(f"{stack.path}.{block.path}")
             for stack in self.stacks
+            for block in stack.chain.blocks
         }
 
         def forward() -> Tensor:
@@ -327,23 +282,22 @@ class _EncoderDecoder:
             finally:
                 hook.remove()
 
-        encoded = observe(
-            blocks["encoder"], lambda: observe(blocks["decoder"], forward, keep=True), keep=True
-        )
-        decoded = encoded.output
+        count = len(self.encoder.chain.blocks)
+        recording = observe(blocks, forward, keep=True, starts=(0, count))
+        encoded, decoded = recording.features[: count + 1], recording.features[count + 1 :]
         _, side = self.start(batch)
 
         def unpadded(stack: _Stack, hidden: Tensor) -> Tensor:
             return without_padding(stack.path, hidden, side.mask(stack.stream))
 
-        encoder_features = [unpadded(self.encoder, hidden) for hidden in encoded.features]
-        encoder_features += [unpadded(self.encoder, finished[0])] if self.encoder.tail else []
-        embedded, *decoder_features = (unpadded(self.decoder, hidden) for hidden in decoded.features)
+        encoder_features = [unpadded(self.encoder, hidden) for hidden in encoded]
+        encoder_features += [unpadded(self.encoder, finished[0])] if self.encoder.chain.final else []
+        embedded, *decoder_features = (unpadded(self.decoder, hidden) for hidden in decoded)
         # While the encoder runs, the decoder's features are those of its stem.
         return [
             *({"encoder": hidden, "hidden": embedded} for hidden in encoder_features),
             *({"encoder": encoder_features[-1], "hidden": hidden} for hidden in decoder_features),
-            {"hidden": unpadded(self.decoder, decoded.output)},
+            {"hidden": unpadded(self.decoder, recording.output)},
         ]
 
     def require_shared(self, models: Any, inputs: Any) -> None:
@@ -360,34 +314,6 @@ def _accepted(module: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]
     """Return the inputs that a module's forward function has parameters for."""
     parameters = inspect.signature(module.forward).parameters
     return {name: value for name, value in inputs.items() if name in parameters}
-
-
-def _after_blocks(name: str, parts: BlockRunner, inputs: Mapping[str, Tensor]) -> tuple[str, Any]:
-    """Return the path of the one module after a stack's last block ("" without one), and the class of the output."""
-    finals: list[Tensor] = []
-    later: list[tuple[str, Tensor]] = []
-
-    def leave(path: str, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        output = output[0] if isinstance(output, tuple | list) else output
-        if path == parts.paths[-1]:
-            finals.append(output)
-        elif finals and path and is_view(find_features(path, args, kwargs)[1], finals[0]):
-            later.extend([] if is_view(output, finals[0]) else [(path, output)])
-
-    inside = tuple(f"{path}." for path in parts.paths)
-    with contextlib.ExitStack() as hooks:
-        for path, module in parts.module.named_modules():
-            if not path.startswith(inside):
-                hooks.callback(module.register_forward_hook(partial(leave, path), with_kwargs=True).remove)
-        output = parts.whole(dict(inputs))
-    finished = result(output)
-    if is_view(finished, finals[0]):
-        return "", type(output)
-    if len(later) != 1 or not is_view(finished, later[0][1]):
-        raise SpecError(
-            f"the output of its {name} is not computed by one module from its last block's features"
-        )
-    return later[0][0], type(output)
 
 
 NAME = "seq2seq"
@@ -407,77 +333,56 @@ def seq2seq_chain(whole: Any, example: Mapping[str, Tensor]) -> tuple[LayerChain
         raise _not_seq2seq(whole, "its blocks mix experts")
     parts = _EncoderDecoder(whole, example)
     head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
-    return parts.chain(), None if head is None else _ScoreSteps(whole, parts, head).traced()
+    return parts.chain(), None if head is None else _lm_scores(whole, parts, head)
 
 
-def _not_seq2seq(whole: Any, reason: str) -> IncompatibleModelsError:
-    """Return the error for an encoder-decoder that can't be split into layers."""
-    kind = f"a {whole.config.model_type} model ({type(whole).__name__})"
-    return IncompatibleModelsError(
-        f"{kind} can't be split into layers as an encoder-decoder: {reason}", hint=LIVE
-    )
+_not_seq2seq = partial(not_causal, hint=LIVE, kind="an encoder-decoder")
 
 
-@dataclass(eq=False)
-class _ScoreSteps:
-    """Finds the steps between the decoder's features and the scores, by passes without the stacks."""
+def _lm_scores(whole: Any, parts: _EncoderDecoder, head: Any) -> LmScores:
+    """Return the head, its scale, bias and further steps, found by passes without the stacks."""
+    if getattr(type(head), "forward", None) is not nn.Linear.forward:
+        raise _not_seq2seq(whole, f"its head is a {type(head).__name__}; expected a linear map")
+    place = next(path for path, module in whole.named_modules() if module is head)
+    cores = tuple((whole.get_submodule(stack.path), stack.answer) for stack in parts.stacks)
+    after_head = AfterHead(whole, cores, head, (parts.reads, "decoder_input_ids"))
+    numbers = torch.Generator().manual_seed(0)
 
-    whole: Any
-    parts: _EncoderDecoder
-    head: Any
-    numbers: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    def random(width: int) -> Tensor:
+        return torch.randn(2, 1, width, generator=numbers, dtype=torch.float64)
 
-    def traced(self) -> LmScores:
-        """Return the head, its scale, bias and further steps; raise unless each score is computed separately."""
-        if getattr(type(self.head), "forward", None) is not nn.Linear.forward:
-            raise _not_seq2seq(self.whole, f"its head is a {type(self.head).__name__}; expected a linear map")
-        place = next(path for path, module in self.whole.named_modules() if module is self.head)
-        cores = tuple((self.whole.get_submodule(stack.path), stack.answer) for stack in self.parts.stacks)
-        after_head = AfterHead(self.whole, cores, self.head, (self.parts.reads, "decoder_input_ids"))
-        features, outputs = self._random(self.head.in_features), self._random(self.head.out_features)
-        inputs: list[Tensor] = []
+    features, outputs = random(head.in_features), random(head.out_features)
+    inputs: list[Tensor] = []
 
-        def score(entered: Tensor) -> Tensor:
-            inputs.append(entered)
-            return outputs
+    def score(entered: Tensor) -> Tensor:
+        inputs.append(entered)
+        return outputs
 
-        scores = after_head.scores(features, score)
-        # T5 scales features before a tied head; the ratio of random features shows by how much.
-        scale = float((inputs[0] / features).median())
-        if not torch.allclose(inputs[0], features * scale, rtol=1e-12, atol=0):
-            raise _not_seq2seq(self.whole, "its head does not read a multiple of its decoder's output")
-        bias = "" if self.head.bias is None else f"{place}.bias"
-        # A weight that shifts every score is a bias, such as final_logits_bias of BART.
-        for key, value in self._outer_weights(place).items():
-            shift = self._random(value.numel())[0]
-            shifted = after_head.scores(features, score, {key: shift.reshape(value.shape)})
-            if torch.equal(shifted, scores):
-                continue
-            if bias or value.numel() != self.head.out_features or not torch.equal(shifted, outputs + shift):
-                raise _not_seq2seq(self.whole, f"its scores depend on {key!r}, which is no bias")
-            bias, scores = key, outputs
-        key = self.parts.tied.get(f"{place}.weight", (f"{place}.weight",))[0]
-        lm = LmScores(key=key, head=f"{place}.weight", bias=bias, scale=scale)
-        if torch.equal(scores, outputs):
-            return lm
-        for part in (slice(None), slice(1, 4)):
-            if not torch.equal(after_head(outputs[:, 0, part]), scores[:, 0, part]):
-                raise _not_seq2seq(
-                    self.whole, "its scores are not an elementwise function of its head's outputs"
-                )
-        return replace(lm, after_head=after_head, slope=slope(after_head, self.head.out_features))
-
-    def _random(self, width: int) -> Tensor:
-        return torch.randn(2, 1, width, generator=self.numbers, dtype=torch.float64)
-
-    def _outer_weights(self, place: str) -> dict[str, Tensor]:
-        """Return the weights outside the stacks and the head, whose path is `place`."""
-        inside = tuple(f"{path}." for path in (*(stack.path for stack in self.parts.stacks), place))
-        return {
-            key: value
-            for key, value in own_weights(self.whole).items()
-            if not key.startswith(inside) and key not in self.parts.tied
-        }
+    scores = after_head.scores(features, score)
+    # T5 scales features before a tied head; the ratio of random features shows by how much.
+    scale = float((inputs[0] / features).median())
+    if not torch.allclose(inputs[0], features * scale, rtol=1e-12, atol=0):
+        raise _not_seq2seq(whole, "its head does not read a multiple of its decoder's output")
+    bias = "" if head.bias is None else f"{place}.bias"
+    inside = tuple(f"{path}." for path in (*(stack.path for stack in parts.stacks), place))
+    # A weight outside the stacks that shifts every score is a bias, such as final_logits_bias of BART.
+    for key, value in own_weights(whole).items():
+        if key.startswith(inside) or key in parts.tied:
+            continue
+        shift = random(value.numel())[0]
+        shifted = after_head.scores(features, score, {key: shift.reshape(value.shape)})
+        if torch.equal(shifted, scores):
+            continue
+        if bias or value.numel() != head.out_features or not torch.equal(shifted, outputs + shift):
+            raise _not_seq2seq(whole, f"its scores depend on {key!r}, which is no bias")
+        bias, scores = key, outputs
+    key = parts.tied.get(f"{place}.weight", (f"{place}.weight",))[0]
+    lm = LmScores(key=key, head=f"{place}.weight", bias=bias, scale=scale)
+    if torch.equal(scores, outputs):
+        return lm
+    if not after_head.computes(outputs[:, 0], scores[:, 0]):
+        raise _not_seq2seq(whole, NOT_ELEMENTWISE)
+    return replace(lm, after_head=after_head, slope=slope(after_head, head.out_features))
 
 
 class _HfSeq2Seq:

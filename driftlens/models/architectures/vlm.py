@@ -391,9 +391,9 @@ class _VisionLanguageRunner(BlockRunner):
                 state = self._projected(outer, outputs, side)
         features = [output if isinstance(output, Tensor) else output[0] for output in outputs[:-1]]
         self.kept = tuple(position for position, x in enumerate(features) if id(x) in between.seen)
-        blocks = list[tuple[Site, ...]]()
+        blocks, weights = list[tuple[Site, ...]](), own_weights(self.module)
         for position in range(len(self.blocks)):
-            sites, state = self._sites(position, side, state)
+            sites, state = self._sites(position, weights, side, state)
             blocks.append(sites)
         stem = [name for name in outer if name in names_read(outer, before)]
         projected = [name for name in outer if name in names_read(outer, between)]
@@ -482,7 +482,9 @@ class _VisionLanguageRunner(BlockRunner):
         )
         return ".".join(inside[: shared + 1]).rstrip(".")
 
-    def _sites(self, position: int, side: SideInputs, state: State) -> tuple[tuple[Site, ...], State]:
+    def _sites(
+        self, position: int, weights: Mapping[str, Tensor], side: SideInputs, state: State
+    ) -> tuple[tuple[Site, ...], State]:
         """Return the sites of one block and the state after it, by a run on features of the right shape."""
         block_call, block, is_tower = side.call(position), self.blocks[position], position < self.count
         count = len(side["vision_rows"]) if is_tower else len(side["inputs.input_ids"])
@@ -491,20 +493,15 @@ class _VisionLanguageRunner(BlockRunner):
         bare = self.is_on_meta and not is_tower
         device = torch.device("meta") if bare else side["inputs.input_ids"].device
         features = {name: value.to(device) for name, value in state.items()}
-        features["hidden"] = torch.zeros(
-            count // tokens, *block_call.entered, device=device, dtype=block_call.dtype
-        )
-        weights = own_weights(block) | (zeros_like_weights(block, features["hidden"]) if is_tower else {})
-        prefix = f"{self.paths[position]}."
-        parameters = {
-            name: slot.own(slot.of(weights[slot.key.removeprefix(prefix)].detach()).to(device))
-            for name, slot in self.parameters(position).items()
-        }
+        shape = (count // tokens, *block_call.entered)
+        features["hidden"] = torch.zeros(shape, device=device, dtype=block_call.dtype)
+        if is_tower:
+            zeros = zeros_like_weights(block, features["hidden"])
+            weights = {**weights} | {f"{self.paths[position]}.{name}": zero for name, zero in zeros.items()}
         tensors = {key: tensor.to(device) for key, tensor in side.tensors.items() if key != "hidden_mask"}
-        alone = partial(super().block, position, (), parameters, features, replace(side, tensors=tensors))
-        with buffers_on(self.module, device) if bare else contextlib.nullcontext(), self.shapes_only():
-            sites, after = sites_in_block(block, self.slots[position], alone, features)
-        return (*sites, *self.experts(position)), state if is_tower else after
+        with buffers_on(self.module, device) if bare else contextlib.nullcontext():
+            sites, after = self.sites(position, weights, features, replace(side, tensors=tensors))
+        return sites, state if is_tower else after
 
     def _observed(
         self,
@@ -518,22 +515,13 @@ class _VisionLanguageRunner(BlockRunner):
         """Record a forward pass; features that the model adds after blocks of the decoder are part of their output."""
 
         forward = forward_pass(module, inputs, past, outer, is_past=self.is_past)
-        blocks = {path: module.get_submodule(path) for path in self.paths}
-        tower = dict(list(blocks.items())[: self.count])
-        decoder = dict(list(blocks.items())[self.count :])
+        blocks = [(path, module.get_submodule(path)) for path in self.paths]
         if not _is_pictured(inputs.values):
-            texts = observe(decoder, forward, keep=keep, is_added_to=True)
+            texts = observe(dict(blocks[self.count :]), forward, keep=keep, added_from=0)
             unseen = [x.new_zeros(len(x), 0, self.width) for x in texts.features[:1] * (self.count + 1)]
             return Recording(features=[*unseen, *texts.features], output=texts.output)
-        inner: list[Recording] = []
-
-        def decoded() -> Any:
-            inner.append(observe(decoder, forward, keep=keep, is_added_to=True))
-            return inner[0].output
-
-        outside = observe(tower, decoded, keep=keep)
-        calls, features = [*outside.calls, *inner[0].calls], [*outside.features, *inner[0].features]
-        return self._bare(Recording(calls, features, outside.output))
+        starts = (0, self.count)
+        return self._bare(observe(dict(blocks), forward, keep=keep, starts=starts, added_from=self.count))
 
     def _places(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the places of each sample's tokens in the tower; see `_by_sample` and `_packed`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -584,15 +584,22 @@ class Recording:
 
 
 def observe(
-    blocks: Mapping[str, nn.Module], run: Callable[[], object], *, keep: bool, is_added_to: bool = False
+    blocks: Mapping[str, nn.Module],
+    run: Callable[[], object],
+    *,
+    keep: bool,
+    starts: Collection[int] = (0,),
+    added_from: int | None = None,
 ) -> Recording:
     """Record the calls of `blocks` while `run` runs without gradients.
 
     Args:
         blocks: path -> block, in forward order.
         run: runs the model.
-        keep: True to keep features.
-        is_added_to: True if the model may add to features between blocks; those that the next block reads are kept.
+        keep: True to keep features: those into the first and out of each block of every stack.
+        starts: positions of the first blocks of stacks, such as an encoder and a decoder.
+        added_from: position from which on the model may add to features between blocks; those that the next block
+            reads are kept. None: it may not.
 
     Raises:
         SpecError: a block never runs, runs in another order, or reads features that the block before did not return.
@@ -607,16 +614,16 @@ def observe(
                 f"block {path!r} runs as number {len(recording.calls)}, expected {position}", hint=OTHER_LIST
             )
         _, hidden = find_features(path, args, kwargs)
-        if returned is not None and not _unchanged(*returned, hidden):
-            if is_added_to:
+        if position in starts:
+            recording.features += [hidden.clone()] * keep
+        elif returned is not None and not _unchanged(*returned, hidden):
+            if added_from is not None and position > added_from:
                 recording.features[-1:] = [hidden.clone()] * keep
                 return
             raise SpecError(
                 f"the model changes the features between {paths[position - 1]!r} and {path!r}",
                 hint=OTHER_LIST,
             )
-        if keep and not recording.features:
-            recording.features.append(hidden.clone())
 
     def leave(
         position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

@@ -50,6 +50,7 @@ from driftlens.models.tracing.sites import (
     mixture_of,
     readers,
     site_kind,
+    sites_in_block,
     slot_of,
     tapped,
 )
@@ -235,13 +236,36 @@ class BlockRunner:
         """True if the weights of the module are on meta."""
         return next((weight.is_meta for weight in self.module.parameters()), False)
 
-    def experts(self, position: int) -> tuple[Site, ...]:
-        """Return the sites of a block's experts."""
+    def sites(
+        self,
+        position: int,
+        weights: Mapping[str, Tensor],
+        state: State,
+        side: SideInputs,
+        streams: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> tuple[tuple[Site, ...], State]:
+        """Return the sites of a block, those of a mixture's experts last, and the state after it, by a run.
+
+        Args:
+            position: the block's number, counted from 0.
+            weights: the weights of the whole model by name.
+            state: the state before the block.
+            side: the side inputs of the batch.
+            streams: features of other tokens that the block reads, by the name of their stream.
+        """
+        device = state["hidden"].device
+        parameters = {
+            name: slot.own(slot.of(weights[slot.key].detach()).to(device))
+            for name, slot in self.parameters(position).items()
+        }
+        alone = partial(BlockRunner.block, self, position, (), parameters, state, side)
+        with self._shapes_only():
+            sites, after = sites_in_block(self.blocks[position], self.slots[position], alone, state, streams)
         mixture = self.mixtures[position]
-        return () if mixture is None else mixture.sites()
+        return sites if mixture is None else (*sites, *mixture.sites()), after
 
     @contextmanager
-    def shapes_only(self) -> Iterator[None]:
+    def _shapes_only(self) -> Iterator[None]:
         """Let mixtures on meta return their input's shape, as routes depend on numbers."""
         modules = [mixture.module for mixture in self.mixtures if mixture is not None and self.is_on_meta]
         forwards = [
@@ -318,7 +342,7 @@ class BlockRunner:
     @contextmanager
     def _on_meta(self) -> Iterator[None]:
         blocks = dict(zip(self.paths, self.blocks, strict=True))
-        with self.shapes_only(), meta_device_run(blocks, self._forms):
+        with self._shapes_only(), meta_device_run(blocks, self._forms):
             yield
 
     def whole(self, inputs: Any) -> Any:

@@ -308,11 +308,13 @@ class LayerView:
         """
         if self.variant_along is None:
             return {}
-        routes = self.routes[by].given(beside=self.routes["merged"])
-        is_same = self.routes["merged"].is_as(routes)
-        # With equal routes a second pass would return the same bits.
-        other = self.merged_out if is_same else self.variant_along(self.merged_in, routes=routes)
-        return subtract(self.merged_out, other)
+        routes = self.routes[by].given()
+        changed = self.routes["merged"].changed(routes)
+        other = self.variant_along(self.merged_in, routes=routes) if changed.any() else self.merged_out
+        difference = subtract(self.merged_out, other)
+        # Tokens with the same experts differ by rounding only, as experts get other tokens with them.
+        same = ~changed.reshape(difference["hidden"].shape[:2])[..., None]
+        return difference | {"hidden": difference["hidden"].masked_fill(same, 0)}
 
 
 @dataclass(frozen=True)
@@ -433,9 +435,7 @@ def walk(
         maps = {model: pool.layer_map(model, layer, task) for model in models}
         for batch in stream.batches(layer, task):
             entered = {model: batch.get(model) for model in models}
-            routes = (
-                {model: Routes(keeps_rows=model != expert) for model in models} if layer.num_experts else {}
-            )
+            routes = {model: Routes() for model in models} if layer.num_experts else {}
             # Routes are recorded in this pass, so that the token choice needs no second one.
             through = {model: partial(_through, maps[model], routes=routes.get(model)) for model in models}
             left = {expert: stream.take(layer, batch, expert, through[expert])}

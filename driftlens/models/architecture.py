@@ -60,7 +60,7 @@ class Architecture:
     """One network architecture, without weights.
 
     Attributes:
-        loader: the loader that built it: `open-clip`, `hf-clip`, ..., or `live` for a module of the caller's.
+        loader: the loader that built it, or `live` for a module of the caller's.
         source: Hub id, folder, model name or file.
         skeleton: the library's own module in eval mode; parameters are on meta unless the loader is `live`.
         chain: the skeleton's layers.
@@ -109,8 +109,8 @@ class Architecture:
         # The config.json of timm has no class name.
         if self.loader == "timm" and not self.classifier:
             saved_as = "Model"
-        of_folder = {"saved_as": saved_as} if saved_as else {}
-        return {"loader": self.loader, "source": self.source, **of_folder}
+        described = {"loader": self.loader, "source": self.source}
+        return described | {"saved_as": saved_as} if saved_as else described
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -118,10 +118,9 @@ class Architecture:
         return tuple(self.skeleton.state_dict())
 
     def align(self, source: StateSource, *, fallback: StateSource | None = None) -> StateSource:
-        """Return a checkpoint under the skeleton's key names.
+        """Return a checkpoint under the skeleton's key names, without text tower and index buffers.
 
-        Whole models, towers alone and prefixes of wrappers are recognized by structure; text towers and index buffers
-        are left out. `fallback`, the base, provides the projection of experts that were saved without.
+        `fallback`, the base, provides the projection of experts that were saved without.
         """
         if self.layout is None:
             return source
@@ -158,10 +157,7 @@ class Architecture:
         }
 
     def classifier_keys(self, stored: StateSource) -> tuple[str, ...] | None:
-        """Return the keys of a classifier's weights in a checkpoint under its own names; None if it has none.
-
-        These are the weight of a linear classifier, or the weights of `own_head` in its order.
-        """
+        """Return the keys of the classifier's weights in a checkpoint, those of `own_head` in its order, or None."""
         linear = (f"{self.classifier}.weight",) if self.classifier else ()
         names = linear if self.own_head is None else tuple(self.own_head.names.values())
         keys = []
@@ -197,7 +193,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class ArchitectureRequest:
-    """The arguments of a loader; see `load_architecture`. Loaders ignore options that do not apply to their models."""
+    """The arguments of a loader; see `load_architecture`."""
 
     source: str
     blocks: str | None = None
@@ -332,16 +328,7 @@ def no_text_tower(source: str) -> SpecError:
 
 
 def read_text_side(model: nn.Module, base: StateSource, layout: TowerKeyLayout) -> None:
-    """Load a base's weights into a whole CLIP, except its image tower, in float32.
-
-    Args:
-        model: the whole CLIP.
-        base: the base's weights under their own key names.
-        layout: the key names of checkpoints.
-
-    Raises:
-        SpecError: the base has no text tower.
-    """
+    """Load a base's weights into a whole CLIP, except its image tower, in float32; raise if there is no text tower."""
     before = layout.wrapper(base.headers, base.name)
     keys = [key for key in model.state_dict() if not key.startswith((layout.tower, layout.projection))]
     if not all(before + key in base.headers for key in keys):

@@ -1,12 +1,7 @@
 """Models as chains of layers, each a pure function of parameters and features. Entry point: `LayerChain`.
 
-Boundary 0 is the raw input. The stem is layer 1, block j (counted from 0) is layer j + 2, the head is layer L; layer l
-maps boundary l - 1 to boundary l. Every parameter belongs to the first layer that lists it.
-
-The features at a boundary are a `State`: a dict of tensors whose first axis is the sample. Most models have one entry,
-`hidden` [n, t, d]; an encoder-decoder has two. What all models share (masks, positions, rotary tables, token ids) is
-not state but `SideInputs`, recorded once per batch by `LayerChain.start`. Layers return zeros in the rows of masked
-tokens, so that padding has no drift.
+Boundary 0 is the raw input; layer l maps boundary l - 1 to boundary l. The stem is layer 1, block j (counted from 0)
+layer j + 2, the head layer L. Every parameter belongs to the first layer that lists it.
 """
 
 from __future__ import annotations
@@ -32,11 +27,12 @@ from driftlens.models.tracing.block_call import (
 from driftlens.utils.errors import SpecError
 from driftlens.utils.registry import Registry
 
-# The features at a boundary by name. The first axis of each tensor is the sample.
+# The features at a boundary by name, most often `hidden` [n, t, d]; the first axis of each tensor is the sample. Rows
+# of masked tokens are zeros, so that padding has no drift.
 State = dict[str, Tensor]
 Parameters = Mapping[str, Tensor]
-# Called with a site's name and its input [n, t, k] just before the site runs. Its result, unless None, is
-# called with the site's output; the result of that call, unless None, replaces the output.
+# Called with a site's name and its input [n, t, k] just before the site runs. Its result, unless None, is called with
+# the site's output; the result of that call, unless None, replaces the output.
 Tap = Callable[[str, Tensor], Callable[[Tensor], Tensor | None] | None]
 
 # Layer index and the parameter's name in the layer. The name alone repeats in every block.
@@ -57,17 +53,11 @@ class Routes:
 
     `chosen` [T, k] are the experts of every token and `gates` [T, k] their weights. The pass writes both, unless they
     are given; with given routes, it uses these experts with the gates that its own router computes for them.
-
-    A pass that `keeps_rows` also writes the input and output of the mixture, `rows` [T, d] each. A pass with other
-    routes reads them, as `beside`, and reuses the rows of tokens with the same route and features.
     """
 
     chosen: Tensor | None = None
     gates: Tensor | None = None
     is_given: bool = False
-    keeps_rows: bool = False
-    rows: tuple[Tensor, Tensor] | None = None
-    beside: Routes | None = None
 
     def record(self, chosen: Tensor, gates: Tensor) -> None:
         """Store routes, unless they are given."""
@@ -78,7 +68,6 @@ class Routes:
 
     def of(self, expert: int, rows: int) -> tuple[Tensor, Tensor]:
         """Return the tokens [m] of one expert, in their order there, and their gates [m]."""
-        # `rows` is known to the caller; to count them here would synchronize with the device.
         assert self.gates is not None
         places = self._places(expert, rows)
         return places % len(self.gates), self.gates.mT.reshape(-1)[places]
@@ -89,6 +78,7 @@ class Routes:
         return self._places(expert, rows) % len(self.chosen)
 
     def _places(self, expert: int, rows: int) -> Tensor:
+        # `rows` is known to the caller; to count them here would synchronize with the device.
         experts, places = self._sorted
         return places[(experts < expert).sum() + torch.arange(rows, device=places.device)]
 
@@ -117,31 +107,16 @@ class Routes:
         assert self.chosen is not None and other.chosen is not None
         return (self.chosen.sort(dim=-1).values != other.chosen.sort(dim=-1).values).any(dim=-1)
 
-    def given(self, beside: Routes | None = None) -> Routes:
-        """Return these routes for another pass; rows of the pass `beside` are reused where features agree."""
-        return Routes(self.chosen, self.gates, is_given=True, beside=beside)
-
-    def is_as(self, other: Routes) -> bool:
-        """Return True if every token has the same experts in both; synchronizes with the device."""
-        return not bool(self.changed(other).any())
-
-    def anew(self, features: Tensor) -> Tensor | None:
-        """Return the tokens [m] whose routes or features differ from the pass `beside`; None for all.
-
-        A pass with these routes computes its experts for these tokens alone. Synchronizes with the device.
-        """
-        if self.beside is None or self.beside.rows is None or self.beside.rows[0].shape != features.shape:
-            return None
-        differing = (features != self.beside.rows[0]).any(dim=-1)
-        return (self.beside.changed(self) | differing).nonzero()[:, 0]
+    def given(self) -> Routes:
+        """Return these routes for another pass."""
+        return Routes(self.chosen, self.gates, is_given=True)
 
 
 @dataclass(frozen=True, eq=False)
 class SideInputs(Mapping[str, Tensor]):
-    """Tensors of one batch by name: masks, positions, rotary tables, token ids.
+    """Inputs of one batch that all models share, by name: masks, positions, rotary tables, token ids.
 
-    `<stream>_mask` [n, t] is true where a token of that stream counts. For generic modules there are also the calls of
-    blocks and the raw inputs, with references into `tensors`.
+    `<stream>_mask` [n, t] is true where a token of that stream counts. `calls` and `inputs` refer to `tensors`.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -244,9 +219,12 @@ TENSOR = Modality("tensor")
 class Slot:
     """The place of one parameter of a layer in a checkpoint.
 
-    `rows` selects rows [start, stop) of a fused tensor (an attention in-projection). `transposed` means that the
-    checkpoint stores the matrix as [in, out], `kernel` [in, h, w] that it stores each row as the kernel of a
-    convolution, `is_stacked` that the one selected row is the parameter.
+    Attributes:
+        key: the checkpoint's tensor.
+        rows: rows [start, stop) of a fused tensor (an attention in-projection).
+        transposed: True if the checkpoint stores the matrix as [in, out].
+        kernel: [in, h, w] if the checkpoint stores each row as the kernel of a convolution.
+        is_stacked: True if the one selected row is the parameter.
     """
 
     key: str
@@ -289,14 +267,17 @@ class Slot:
 class Site:
     """One calibratable module of a layer.
 
-    `name` is its path inside the layer (`attn.q_proj`); its parameters are `name.weight` and, where it has one,
-    `name.bias`. Sites with the same `input` read the same tensor. `token_weights` names the adapter's rule for how
-    much each token counts in moments (`uniform`, all alike, unless the adapter says otherwise). `eps` is the constant
-    of a norm. `mixes_tokens` says that other tokens read this site's output at one token, as attention reads keys
-    and values. `runs` is how often one pass through the layer calls the module; one that runs twice has no one input
-    to be calibrated on. `stream` is the entry of the state whose tokens it reads, where that is not the layer's own.
-    `only_named` leaves it alone unless a pattern of sites names it. `expert` is the number of the expert of a mixture
-    that it belongs to, which reads the tokens that are sent there alone.
+    Attributes:
+        name: its path inside the layer (`attn.q_proj`); its parameters are `name.weight` and perhaps `name.bias`.
+        kind: the solver's kind.
+        input: sites with the same input read the same tensor.
+        token_weights: the chain's rule for how much each token counts in moments.
+        eps: the constant of a norm.
+        mixes_tokens: True if other tokens read this site's output at one token, as attention reads keys and values.
+        runs: the number of calls in one pass; a module that runs twice has no one input to be calibrated on.
+        stream: the entry of the state whose tokens it reads; "" for the layer's own.
+        only_named: True if it is calibrated only where a pattern of sites names it.
+        expert: the number of the mixture's expert that it belongs to, which reads only the tokens sent there.
     """
 
     name: str
@@ -312,19 +293,12 @@ class Site:
 
 
 class LayerCall(Protocol):
-    """One layer as a function. It modifies nothing and needs no module of the model's own library to be alive."""
+    """One layer as a function, which modifies nothing."""
 
     def __call__(
         self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None
     ) -> State:
-        """Return the state at the next boundary.
-
-        Args:
-            parameters: the layer's parameters by its own names.
-            state: the state at the boundary before.
-            side: the side inputs of the batch.
-            tap: called with each site's input, and perhaps its output; see `Tap`.
-        """
+        """Return the state at the next boundary, given the layer's parameters by its own names."""
         ...
 
 
@@ -340,8 +314,8 @@ class Layer:
         call: the layer as a function.
         sites: calibratable modules, in the order in which they run.
         stream: the entry of the state that this layer writes; norms and cosines pool it.
-        pool: a pooling that replaces every other except `all`; None without one. Tokens of an encoder before a decoder
-            have it: scores are computed from none of them alone, so their mean is taken.
+        pool: a pooling that replaces every other except `all`, such as the mean for tokens of an encoder, none of which
+            has the scores alone.
         is_residual: True if the layer is h + g(h), so that its input drift can be subtracted from its output drift.
         no_sites: parameters that belong to no site -> their module, and its kind with the reason; for messages.
         needs: the side input without which its sites do not run, such as the places of images; "" without one.
@@ -369,13 +343,7 @@ class Layer:
         return max((site.expert + 1 for site in self.sites if site.expert is not None), default=0)
 
     def vectors(self, state: State, side: SideInputs, how: Pool) -> Tensor:
-        """Return one vector per sample of the layer's own stream, linear in the state.
-
-        Args:
-            state: the state after the layer.
-            side: the side inputs, which have the stream's mask.
-            how: the pooling; the layer's own replaces it, unless it is `all`.
-        """
+        """Return one vector per sample of the layer's own stream, linear in the state."""
         pool = how if how == "all" else self.pool or how
         return pooled(state[self.stream], pool, side.mask(self.stream))
 
@@ -388,8 +356,8 @@ class LayerChain:
         architecture: the adapter's name, for messages and the manifest.
         layers: stem first, head last.
         start: raw inputs of a batch -> state at boundary 0 and the side inputs of every layer.
-        library_states: (module, raw inputs) -> the states at boundaries 1..L, from one ordinary forward pass of the
-            library's own module, recorded at its blocks. The closure error compares the chain with them.
+        library_states: (module, raw inputs) -> the states at boundaries 1..L of one ordinary forward pass of the
+            library's own module, with which the closure error compares the chain.
         token_weights: rules named by `Site.token_weights`: state and side -> weights [n, t].
         require_shared: (models by name, a batch) -> None; raises if the side inputs of one model do not fit another.
             None if side inputs depend on the raw inputs alone.
@@ -458,18 +426,13 @@ adapters: Registry[Adapter] = Registry("adapter", "driftlens.models.architecture
 
 
 def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
-    """Return one vector per sample.
-
-    A mask of another shape than `hidden` has is ignored, as a head may return other tokens.
+    """Return one vector per sample, [n, d], or [n, t * d] for `all`, linear in `hidden`.
 
     Args:
         hidden: [n, t, d], or [n, d], which is returned as it is; of convolutions [n, c, h, w], with a mean over space.
         how: `cls` the first token, `last` the last unmasked one, `mean` the mean over unmasked tokens, `all` the whole
             state flattened (its norm is the Frobenius norm).
-        mask: [n, t], true where a token counts; None means everywhere.
-
-    Returns:
-        [n, d], or [n, t * d] for `all`. The map is linear in `hidden`.
+        mask: [n, t], true where a token counts; None, or another shape (of a head's input), means everywhere.
 
     Raises:
         SpecError: there is no such way, or `cls` or `last` of features that have channels and no tokens.
@@ -505,16 +468,13 @@ def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
 
 
 def fused(chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: StateSource) -> OnDemand[str]:
-    """Return checkpoint tensors with new layer parameters, each computed on access.
+    """Return checkpoint key -> tensor with new layer parameters, each computed on access.
 
     Args:
         chain: the model's layers.
         parameters: the new parameters, by layer index and name.
-        start: the changed model under the skeleton's key names; its tensors provide layout, dtype, and the rows of
+        start: the changed model under the skeleton's key names, whose tensors provide layout, dtype, and the rows of
             packed tensors that have no new parameter.
-
-    Returns:
-        Checkpoint key -> tensor, for the keys that `parameters` change.
     """
     touched: dict[str, list[tuple[ParameterKey, Slot]]] = {}
     for index, name in parameters:

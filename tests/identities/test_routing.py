@@ -76,7 +76,7 @@ def test_contributions_sum_to_the_drift_where_tokens_go_elsewhere(name: str) -> 
 
 @pytest.mark.parametrize("name", mixtures("Mixtral", "gpt-oss", "Llama 4"))
 @torch.no_grad()
-def test_only_tokens_that_go_elsewhere_go_through_the_experts_again(name: str) -> None:
+def test_the_part_of_rerouting_is_that_of_a_pass_with_the_others_routes(name: str) -> None:
     models = of(name)
     for view in mixed(views(models)):
         for role in ("expert", "crossed"):
@@ -84,12 +84,6 @@ def test_only_tokens_that_go_elsewhere_go_through_the_experts_again(name: str) -
                 continue
             assert view.variant_along is not None
             along = view.variant_along(view.merged_in, routes=view.routes[role].given())
-            elsewhere = view.routes["merged"].changed(view.routes[role])
-            rows = view.routes["merged"].rows
-            assert (rows is None) == name.startswith("Llama 4")  # which hands its experts all tokens
-            if rows is not None:
-                again = view.routes[role].given(beside=view.routes["merged"]).anew(rows[0])
-                assert again is not None and torch.equal(again, elsewhere.nonzero()[:, 0])
             assert relative_error(subtract(view.merged_out, view.rerouted(role)), along) <= 1e-12
 
 

@@ -83,11 +83,10 @@ def sequential_chain(
     outer = {name: Slot(name) for name in parts.outer_weights()}
     # The head also lists the stem's parameters, because it runs the stem again; they belong to the stem, which lists
     # them first. Parameters that the example does not use belong to the stem too.
-    of_blocks = {key for entry in parts.computed.values() for key in entry.names}
     stem = {
         name: slot
         for name, slot in outer.items()
-        if (name in pieces.before or name not in pieces.after) and name not in of_blocks
+        if (name in pieces.before or name not in pieces.after) and name not in parts.computed_keys
     }
     # Parameters after the final feature (a language-model head) belong to no layer.
     if final:

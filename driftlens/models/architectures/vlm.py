@@ -62,7 +62,6 @@ from driftlens.models.tracing.block_call import (
 from driftlens.models.tracing.block_runner import (
     BlockRunner,
     entering_inputs,
-    forward_pass,
     own_weights,
     run,
     watched_inputs,
@@ -514,7 +513,7 @@ class _VisionLanguageRunner(BlockRunner):
     ) -> Recording:
         """Record a forward pass; features that the model adds after blocks of the decoder are part of their output."""
 
-        forward = forward_pass(module, inputs, past, outer, is_past=self.is_past)
+        forward = self._forward(module, inputs, past, outer)
         blocks = [(path, module.get_submodule(path)) for path in self.paths]
         if not _is_pictured(inputs.values):
             texts = observe(dict(blocks[self.count :]), forward, keep=keep, added_from=0)

@@ -63,8 +63,6 @@ class BlockCall:
 
     def arguments(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the call with `hidden` as features, in the shape that the block expects."""
-        # Tensors that had the features' dtype when recorded get the dtype of `hidden`, so that a model recorded in
-        # float32 can be computed in float64.
         change = partial(self._alike, hidden)
         args, kwargs = list(named_map(self.args, change)), named_map(self.kwargs, change)
         owner: Any = args if isinstance(self.place, int) else kwargs
@@ -80,6 +78,8 @@ class BlockCall:
     def _alike(self, hidden: Tensor, value: Any, name: str) -> Any:
         if not isinstance(value, Tensor):
             return value
+        # Tensors that had the features' dtype when recorded get the dtype of `hidden`, so that a model recorded in
+        # float32 can be computed in float64.
         follows = value.dtype == self.dtype and name not in self.fixed
         return value.to(hidden.device, hidden.dtype if follows else None)
 
@@ -127,16 +127,7 @@ def raw_inputs(inputs: Any) -> Inputs:
 
 
 def find_features(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, Tensor]:
-    """Return the position or keyword of a block's features, the first tensor among its arguments, and the features.
-
-    Args:
-        path: the block's path, for messages.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-
-    Raises:
-        SpecError: there is no tensor.
-    """
+    """Return the position or keyword of a block's features, the first tensor among its arguments, and the features."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for place, value in places:
         if isinstance(value, Tensor):
@@ -186,14 +177,7 @@ class Reference:
 def stored(tensors: dict[str, Tensor], value: Any, name: str, *, stateless: bool = True) -> Any:
     """Move a tensor to `tensors`, unless it is there already, and return a reference; return other values.
 
-    Args:
-        tensors: the tensors of the side inputs by name.
-        value: a tensor or a plain value.
-        name: its name in `tensors`.
-        stateless: True to raise for values that carry state from call to call.
-
-    Raises:
-        SpecError: the value carries state.
+    With `stateless`, raise for values that carry state from call to call.
     """
     if not isinstance(value, Tensor):
         if stateless:
@@ -226,13 +210,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def named_map(value: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
-    """Return a nested value with every leaf changed.
-
-    Args:
-        value: nested tuples, lists and dicts.
-        change: (leaf, its name) -> the new leaf.
-        name: the name of `value`; those of leaves are paths such as `mask.0`.
-    """
+    """Return nested tuples, lists and dicts with `change(leaf, path)` in the place of every leaf."""
     before = f"{name}." if name else ""
     if isinstance(value, Mapping):
         return {key: named_map(entry, change, f"{before}{key}") for key, entry in value.items()}
@@ -275,15 +253,12 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
 
 
 def without_padding(path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """Return features with zeros in the rows of padding.
+    """Return features [n, t, ...] with zeros in the rows of padding; features [n, d] are returned unchanged.
 
     Args:
         path: the module that returned the features, for messages.
-        hidden: [n, t, ...]; features [n, d] are returned unchanged.
+        hidden: the features.
         mask: [n, t], true where a token counts; None means everywhere.
-
-    Raises:
-        SpecError: the mask has another shape than the tokens.
     """
     if mask is None or hidden.dim() == 2:
         return hidden
@@ -297,10 +272,7 @@ def without_padding(path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def unmasked_padding(inputs: Inputs, pad_token: int | None) -> str | None:
-    """Return a warning for a batch without mask whose samples start or end like padded ones, or None.
-
-    If the token for padding is not known, three equal tokens count as padding.
-    """
+    """Return a warning for a batch without mask whose samples look padded, with three equal tokens if none is known."""
     for name, tokens in inputs.values.items():
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():
             continue
@@ -421,14 +393,7 @@ def buffers_on(module: nn.Module, device: torch.device) -> Iterator[None]:
 def call(
     module: nn.Module, parameters: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return the output of `module` in eval mode with other parameters.
-
-    Args:
-        module: the module, which is not changed.
-        parameters: parameters and saved buffers by name; others keep their values.
-        args: positional arguments.
-        kwargs: keyword arguments.
-    """
+    """Return the output of `module` in eval mode with other parameters and saved buffers, without changing it."""
     with evaluating(module):
         # The weights of a model may be tied where those of the module are not, and the other way round.
         return functional_call(module, dict(parameters), args, dict(kwargs), tie_weights=False)
@@ -442,34 +407,23 @@ class _Reached(BaseException):
 
 
 def run_until(module: nn.Module, run: Callable[[], object], *, past: bool = False) -> Tensor:
-    """Run a forward pass up to one module.
-
-    Args:
-        module: the module at which the pass ends.
-        run: runs the whole model.
-        past: True to end it after the module.
-
-    Returns:
-        The features that reach the module, or with `past` those that it returns.
-
-    Raises:
-        SpecError: the module did not run.
-    """
+    """Return the features that reach a module while `run` runs the model, or with `past` those that it returns."""
 
     def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_output: Any) -> None:
         raise _Reached(
             features_of("the last", _output[0]) if past else find_features("the first", args, kwargs)[1]
         )
 
-    with contextlib.ExitStack() as hooks:
-        if past:
-            hooks.callback(module.register_forward_hook(stop, with_kwargs=True).remove)
-        else:
-            hooks.callback(module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True).remove)
-        try:
-            run()
-        except _Reached as reached:
-            return reached.hidden
+    if past:
+        hook = module.register_forward_hook(stop, with_kwargs=True)
+    else:
+        hook = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+    try:
+        run()
+    except _Reached as reached:
+        return reached.hidden
+    finally:
+        hook.remove()
     raise SpecError("the model skipped one of its blocks", hint=OTHER_LIST)
 
 
@@ -489,11 +443,10 @@ def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) 
 def meta_device_run(
     blocks: Mapping[str, nn.Module], forms: dict[str, Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """Let blocks on meta take real features and return zeros.
+    """Let blocks on meta take real features and return zeros, of the shape of their features, in their own structure.
 
-    Zeros have the shape of the block's features, in the structure that the block returns. So later blocks get the same
-    arguments, except those computed from weights. `forms` caches the structures of blocks that keep their features'
-    shape.
+    So later blocks get the same arguments, except those computed from weights. `forms` caches the structures of blocks
+    that keep their features' shape.
     """
     shared: dict[str, Any] = {}
     return replaced_forwards(
@@ -508,16 +461,15 @@ def _shell(
     if path in forms:
         return forms[path](features.new_zeros(features.shape))
 
-    def to_meta(value: Any) -> Any:
-        return value.to("meta") if isinstance(value, Tensor) else value
-
     try:
         with buffers_on(block, torch.device("meta")):
-            keywords = mapped(kwargs, to_meta)
+            arguments, keywords = mapped(
+                (args, kwargs), lambda x: x.to("meta") if isinstance(x, Tensor) else x
+            )
             # A block adds its keys and values for later blocks. `mapped` copies the dictionary, so they would be lost.
             if SHARED_STATES in keywords:
                 keywords[SHARED_STATES] = shared
-            output = type(block).forward(block, *mapped(args, to_meta), **keywords)
+            output = type(block).forward(block, *arguments, **keywords)
     # Raised for a block that reads numbers, such as the lengths of packed sequences. It runs with zeros as weights.
     except NotImplementedError:
         zeros = {f"module.{name}": value for name, value in zeros_like_weights(block, features).items()}
@@ -561,13 +513,7 @@ def _dressed(kind: Any, rest: list[Any] | None, device: torch.device, hidden: Te
 def skip_blocks(
     blocks: Sequence[nn.Module], calls: Sequence[BlockCall], hidden: Tensor
 ) -> contextlib.AbstractContextManager[None]:
-    """Let each block return the same features without running.
-
-    Args:
-        blocks: the blocks.
-        calls: their recorded calls, which have the structures of their outputs.
-        hidden: the features, in the shape of the last block's output.
-    """
+    """Let each block return features of the shape of the last one's output without running, given their calls."""
     outputs = [block_call.output(hidden) for block_call in calls]
     return replaced_forwards(
         (block, lambda *_, output=output, **__: output) for block, output in zip(blocks, outputs, strict=True)

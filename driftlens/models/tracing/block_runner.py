@@ -1,7 +1,7 @@
 """`BlockRunner`, the one way through a model: each of its blocks as a function of parameters and features.
 
-One ordinary forward pass records how the model calls its blocks (`hooks.observe`). After that, the stem, each block and
-the head run alone, with the weights of any model of this structure, through `torch.func.functional_call`.
+One ordinary forward pass records how the model calls its blocks. After that, the stem, each block and the head run
+alone, with the weights of any model of this structure, through `torch.func.functional_call`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from types import MappingProxyType
@@ -58,40 +58,36 @@ from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError
 
 
-class _Positions(nn.Module):
-    """Returns the argument that `method` of an encoder computes from relative positions for all its blocks."""
+class _Computed(nn.Module):
+    """An argument of blocks that `method` of an encoder computes from weights alone, which count as the blocks' own.
 
-    def __init__(self, encoder: nn.Module, method: str, reads: Callable[[Tensor], tuple[Any, ...]]) -> None:
-        super().__init__()
-        self.encoder, self.method, self.reads = encoder, method, reads
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        positions: Tensor = getattr(self.encoder, self.method)(*self.reads(hidden))
-        return positions
-
-
-@dataclass(frozen=True, eq=False)
-class Computed:
-    """An argument of blocks that is computed from weights alone, which therefore count as the blocks' own.
-
-    `positions` computes it from the weights `names` (name in the whole model -> name in `positions`) and the features'
-    shape. Without `positions` the argument is None, and blocks compute it themselves.
+    `names` maps names of these weights in the whole model to those in this module; `reads` gives the arguments of the
+    method for features of the right shape.
     """
 
-    positions: nn.Module | None
-    names: Mapping[str, str]
+    def __init__(
+        self,
+        encoder: nn.Module,
+        method: str,
+        reads: Callable[[Tensor], tuple[Any, ...]],
+        names: dict[str, str],
+    ) -> None:
+        super().__init__()
+        self.encoder, self.method, self.reads, self.names = encoder, method, reads, names
 
-    def value(self, parameters: Parameters, hidden: Tensor) -> Tensor | None:
-        """Compute the argument of one model from parameters by their names in the whole model."""
-        if self.positions is None:
-            return None
-        weights = {name: parameters[key] for key, name in self.names.items()}
-        value: Tensor = call(self.positions, weights, (hidden,), {})
-        return value
+    def forward(self, hidden: Tensor) -> Any:
+        return getattr(self.encoder, self.method)(*self.reads(hidden))
+
+    def value(self, parameters: Parameters, hidden: Tensor) -> Any:
+        """Return the argument of one model, given parameters by their names in the whole model."""
+        return call(self, {name: parameters[key] for key, name in self.names.items()}, (hidden,), {})
 
 
-def _computed_arguments(module: nn.Module, block: nn.Module) -> dict[str, Computed]:
-    """Return the arguments of a model's blocks that are computed from weights outside them, by name or position."""
+def _computed_arguments(module: nn.Module, block: nn.Module) -> dict[str, _Computed | None]:
+    """Return the arguments of a model's blocks that are computed from weights outside them, by name or position.
+
+    None stands for an argument that blocks compute themselves if it is None.
+    """
     # By keyword in DeBERTa, by position in MPNet and T5.
     rules: tuple[tuple[str, str, tuple[str, ...], Callable[[Tensor], tuple[Any, ...]]], ...] = (
         ("rel_embeddings", "get_rel_embedding", ("rel_embeddings", "LayerNorm"), lambda _: ()),
@@ -113,18 +109,16 @@ def _computed_arguments(module: nn.Module, block: nn.Module) -> dict[str, Comput
                 if isinstance(owner, nn.Embedding | nn.LayerNorm)
                 for leaf, _ in owner.named_parameters()
             }
-            computed = {argument: Computed(_Positions(part, method, reads), names)}
+            computed: dict[str, _Computed | None] = {argument: _Computed(part, method, reads, names)}
             # Attention to the encoder has no table: the block itself makes zeros.
             if "encoder_decoder_position_bias" in places:
-                computed[str(places.index("encoder_decoder_position_bias"))] = Computed(None, {})
+                computed[str(places.index("encoder_decoder_position_bias"))] = None
             return computed
     return {}
 
 
 class BlockRunner:
-    """The stem, blocks and head of one module as functions of parameters and features.
-
-    The module is not changed.
+    """The stem, blocks and head of one module, which does not change, as functions of parameters and features.
 
     Args:
         module: the module, with weights or on meta.
@@ -154,6 +148,7 @@ class BlockRunner:
         self.paths = list(blocks)
         self.blocks = list(blocks.values())
         self.computed = _computed_arguments(module, self.blocks[0])
+        self.computed_keys = sorted({key for entry in self.computed.values() if entry for key in entry.names})
         self.carries = any(_takes_inputs(block) for block in self.blocks)
         self.streams = num_streams(self.blocks[0])
         self.mixtures = [mixture_of(block) for block in self.blocks]
@@ -163,9 +158,8 @@ class BlockRunner:
         convolves = any(isinstance(part, _ConvNd) for block in self.blocks for part in block.modules())
         self.channels_last = [not convolves] * (len(self.blocks) + 1)
         self._has_seen_readers = False
-        self._is_known_shared = False
         self._beside_at: list[dict[str, str]] | None = None
-        self._fixed = [frozenset[str]()] * len(self.blocks)
+        self._fixed: list[frozenset[str]] | None = None
         self._forms: dict[str, Any] = {}
 
     def outer_weights(self) -> dict[str, Tensor]:
@@ -190,14 +184,11 @@ class BlockRunner:
 
     def parameters(self, position: int) -> dict[str, Slot]:
         """Return the slots of a block's own weights, and of outer ones from which its arguments are computed."""
-        slots, keys = self.slots[position], {key for value in self.computed.values() for key in value.names}
-        return slots | {key: Slot(key) for key in sorted(keys) if Slot(key) not in slots.values()}
+        slots = self.slots[position]
+        return slots | {key: Slot(key) for key in self.computed_keys if Slot(key) not in slots.values()}
 
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
-        """Return the state at boundary 0 (the floating-point inputs) and the side inputs of all layers.
-
-        Record the calls of blocks on one forward pass, with the module's own weights or with shapes only.
-        """
+        """Return the state at boundary 0 (the floating-point inputs) and the side inputs, by one pass."""
         named = raw_inputs(inputs)
         calls = self._calls
         if calls is None:
@@ -278,13 +269,7 @@ class BlockRunner:
     def stand_ins(
         self, device: torch.device, number: float = 0.0, dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
-        """Return the weights outside the blocks, those on meta expanded from one number.
-
-        Args:
-            device: device of the numbers.
-            number: the value of all entries.
-            dtype: dtype of the numbers; None takes the default.
-        """
+        """Return the weights outside the blocks, those on meta expanded from one `number`."""
         # Expanded, so that tables of a large vocabulary take no memory.
         return {
             name: torch.full((), number, device=device, dtype=dtype).expand(weight.shape)
@@ -296,30 +281,23 @@ class BlockRunner:
     def _meta_calls(self, inputs: Inputs) -> list[BlockCall]:
         """Record the calls of blocks on meta; reuse them for all batches where blocks are given features alone."""
         device = next(value.device for value in inputs.values.values() if isinstance(value, Tensor))
-        # Two passes with different numbers as weights: an argument that differs depends on weights.
-        numbers = (0.0,) if self._is_known_shared else (0.0, 1.0)
+        # At first, two passes with different numbers as weights: an argument that differs depends on weights.
+        numbers = (0.0, 1.0) if self._fixed is None else (0.0,)
         recorded, *others = [self._shell_calls(inputs, self.stand_ins(device, number)) for number in numbers]
-        for path, *calls in zip(self.paths, recorded, *others, strict=True):
-            tensors = [block_call.tensors for block_call in calls]
-            for name in tensors[0].keys() - self.computed.keys():
-                if not all(same_values(tensors[0][name], other.get(name)) for other in tensors[1:]):
-                    raise IncompatibleModelsError(
-                        f"block {path!r} is given {name!r}, which is computed from weights; expected the same for all "
-                        "models",
-                        hint="Use this family's own loader, or live modules that compute it inside each block.",
-                    )
-        if not self._is_known_shared:
+        for other in others:
+            if place := _different(self._arguments(recorded), self._arguments(other)):
+                raise IncompatibleModelsError(
+                    f"block {place[0]!r} is given {place[1]!r}, which is computed from weights; expected the same for "
+                    "all models",
+                    hint="Use this family's own loader, or live modules that compute it inside each block.",
+                )
+        if self._fixed is None:
             self._fixed = self._of_fixed_dtype(inputs, device)
-        self._is_known_shared = True
-        recorded = [
-            replace(block_call, fixed=fixed) for block_call, fixed in zip(recorded, self._fixed, strict=True)
-        ]
+        recorded = [replace(call, fixed=fixed) for call, fixed in zip(recorded, self._fixed, strict=True)]
         # Calls are reused only if all inputs are floats: a batch of tokens may lack the mask that another has.
-        is_given = any(block_call.tensors for block_call in recorded)
-        if not is_given and all(
-            isinstance(x, Tensor) and x.is_floating_point() for x in inputs.values.values()
-        ):
-            self._calls = recorded
+        values = inputs.values.values()
+        if all(isinstance(x, Tensor) and x.is_floating_point() for x in values):
+            self._calls = None if any(block_call.tensors for block_call in recorded) else recorded
         return recorded
 
     def _of_fixed_dtype(self, inputs: Inputs, device: torch.device) -> list[frozenset[str]]:
@@ -328,7 +306,7 @@ class BlockRunner:
             calls = self._shell_calls(inputs, self.stand_ins(device, dtype=torch.float64))
         # A forward function that fails in float64 is not used in float64 either.
         except Exception:
-            return self._fixed
+            return [frozenset()] * len(self.blocks)
         tensors = [block_call.tensors if block_call.dtype == torch.float64 else {} for block_call in calls]
         return [
             frozenset(name for name, x in arguments.items() if x.dtype == torch.float32)
@@ -355,14 +333,7 @@ class BlockRunner:
             return run(self.module, named, self.stand_ins(device))
 
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        """Return the state before the first block.
-
-        Args:
-            parameters: the stem's parameters.
-            state: the state at boundary 0.
-            side: the side inputs of the batch.
-            tap: has no effect: a stem has no sites.
-        """
+        """Return the state before the first block; it has no sites to tap."""
         args, kwargs = side.raw_inputs().arguments(state)
         return self._reaching(0, partial(call, self.module, parameters, args, kwargs), side)
 
@@ -393,26 +364,18 @@ class BlockRunner:
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        """Return the state after one block.
-
-        Args:
-            position: the block's number, counted from 0.
-            sites: its sites.
-            parameters: its parameters by its own names.
-            state: the state before the block.
-            side: the side inputs of the batch.
-            tap: called for each site; see `chain.Tap`.
-        """
+        """Return the state after the block of a number, counted from 0, whose `sites` are tapped."""
         block = self.blocks[position]
         # A copy, because blocks may write into their input (residual sums, in-place activations).
         hidden = self._native(state["hidden"], side).clone()
         positional, kwargs = side.call(position).arguments(hidden)
         args: list[Any] = list(positional)
         for name, argument in self.computed.items():
-            if name in kwargs:
-                kwargs[name] = argument.value(parameters, state["hidden"])
-            elif name.isdecimal() and args[int(name)] is not None:  # else the block has the weights itself
-                args[int(name)] = argument.value(parameters, state["hidden"])
+            owner: Any = args if name.isdecimal() else kwargs
+            place: Any = int(name) if name.isdecimal() else name
+            # A position without an argument: the block has the weights itself.
+            if name in kwargs or (owner is args and args[place] is not None):
+                owner[place] = argument and argument.value(parameters, state["hidden"])
         shared = set_inputs(block, position, state, args, kwargs) if self.carries else {}
         path, slots = self.paths[position], self.slots[position]
         weights, stacks = dict[str, Tensor](), defaultdict[str, list[str]](list)
@@ -431,14 +394,7 @@ class BlockRunner:
         return {**beside, "hidden": self._features(position + 1, hidden, mask)}
 
     def head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        """Return the module's output for given features of its last block.
-
-        Args:
-            parameters: the head's parameters.
-            state: the state after the last block.
-            side: the side inputs of the batch.
-            tap: has no effect: the head has no sites.
-        """
+        """Return the module's output for the features of its last block; it has no sites to tap."""
         # The stem runs too, because a head may read its output, unless `final` is the whole head.
         if self.final and self.reads_last:
             own, prefix = parameters.items(), f"{self.final}."
@@ -482,20 +438,18 @@ class BlockRunner:
         """
         reference, expected = "", dict[tuple[str, str], Tensor]()
         for name, module in models:
-            arguments = self._block_arguments(module, raw_inputs(inputs))
+            arguments = self._arguments(self._observed(module, raw_inputs(inputs)).calls)
             reference, expected = (reference, expected) if reference else (name, arguments)
-            for path, argument in {**expected, **arguments}:
-                if not same_values(expected.get((path, argument)), arguments.get((path, argument))):
-                    raise IncompatibleModelsError(
-                        f"block {path!r} is given {argument!r}, which is computed from weights and differs between "
-                        f"{reference} and {name}; expected the same for all models",
-                        hint="Wrap the model so that this is part of the features or computed inside each block, or "
-                        "set `blocks` to the path of another list.",
-                    )
+            if place := _different(expected, arguments):
+                raise IncompatibleModelsError(
+                    f"block {place[0]!r} is given {place[1]!r}, which is computed from weights and differs between "
+                    f"{reference} and {name}; expected the same for all models",
+                    hint="Wrap the model so that this is part of the features or computed inside each block, or "
+                    "set `blocks` to the path of another list.",
+                )
 
-    def _block_arguments(self, module: nn.Module, inputs: Inputs) -> dict[tuple[str, str], Tensor]:
-        """Return the tensors that a model passes to its blocks next to features, by block and argument."""
-        calls = self._observed(module, inputs).calls
+    def _arguments(self, calls: Iterable[BlockCall]) -> dict[tuple[str, str], Tensor]:
+        """Return the tensors that blocks are given next to features, by block and argument."""
         return {
             (path, argument): tensor
             for path, block_call in zip(self.paths, calls, strict=True)
@@ -533,8 +487,7 @@ class BlockRunner:
         outer: Parameters | None = None,
     ) -> Recording:
         """Record an ordinary forward pass of `module`, up to the output of `past`; see `observe`."""
-        is_final = bool(self.final) and past is module.get_submodule(self.final)
-        forward = forward_pass(module, inputs, past, outer, is_past=self.is_past or not is_final)
+        forward = self._forward(module, inputs, past, outer)
         blocks = {path: module.get_submodule(path) for path in self.paths}
         # Layouts are the same for all batches, and hooks on every module are slow.
         watch = nullcontext() if self._has_seen_readers else readers(module, blocks.values())
@@ -548,6 +501,17 @@ class BlockRunner:
                 self.channels_last[boundary] = _lies_last(shape, reader, otherwise)
             self._has_seen_readers = True
         return self._bare(recording)
+
+    def _forward(
+        self, module: nn.Module, inputs: Inputs, past: nn.Module | None, outer: Parameters | None
+    ) -> Callable[[], Any]:
+        """Return a function that runs a module, with other weights if given, up to the output of `past` if given."""
+        whole = partial(run, module, inputs, outer)
+        if past is None:
+            return whole
+        # The final feature is the input of a module that computes scores.
+        is_scores = bool(self.final) and past is module.get_submodule(self.final) and not self.is_past
+        return partial(run_until, past, whole, past=not is_scores)
 
     def _bare(self, recording: Recording) -> Recording:
         """Remove arguments that are in the state from recorded calls."""
@@ -566,27 +530,6 @@ def _lies_last(shape: torch.Size, reader: FeatureLayout | None, otherwise: bool)
     return last != (reader.shape == permuted != shape)
 
 
-def forward_pass(
-    module: nn.Module,
-    inputs: Inputs,
-    past: nn.Module | None,
-    outer: Parameters | None,
-    *,
-    is_past: bool = True,
-) -> Callable[[], Any]:
-    """Return a function that runs a module, or the first part of it.
-
-    Args:
-        module: the module.
-        inputs: raw inputs of a batch.
-        past: the part at which the pass ends; None runs everything.
-        outer: replaces weights; None keeps the module's own.
-        is_past: True to end the pass at the output of `past`, False at its input.
-    """
-    whole = partial(run, module, inputs, outer)
-    return whole if past is None else partial(run_until, past, whole, past=is_past)
-
-
 def same_values(one: Tensor | None, other: Tensor | None) -> bool:
     """Return True if two tensors have the same shape and are bit-identical, NaN included."""
     if one is None or other is None or one.shape != other.shape:
@@ -595,18 +538,22 @@ def same_values(one: Tensor | None, other: Tensor | None) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
+def _different(
+    one: Mapping[tuple[str, str], Tensor], other: Mapping[tuple[str, str], Tensor]
+) -> tuple[str, str] | None:
+    """Return the first key whose tensors differ."""
+    return next((key for key in {**one, **other} if not same_values(one.get(key), other.get(key))), None)
+
+
 def is_view(one: Any, other: Tensor) -> bool:
     """Return True if one tensor shares the storage of the other."""
     return isinstance(one, Tensor) and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def run(module: nn.Module, inputs: Inputs, weights: Parameters | None = None) -> Any:
-    """Return the output of `module` in eval mode, without gradients.
+    """Return the output of `module` in eval mode, without gradients, for raw inputs, which `fitted` moves and casts.
 
-    Args:
-        module: the module.
-        inputs: raw inputs, which are moved and cast by `fitted`.
-        weights: replace the module's own, all of one dtype, to which inputs are cast; None keeps its own.
+    `weights` replace the module's own; all of them have one dtype, to which inputs are cast.
     """
     args, kwargs = fitted(module, inputs.arguments({}))
     if weights:
@@ -729,17 +676,9 @@ def _put(block: nn.Module, name: str, value: Any, args: list[Any], kwargs: dict[
 def set_inputs(
     block: nn.Module, position: int, state: State, args: list[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Set a block's arguments from the state.
+    """Set the arguments of block number `position` in place, from the state before it.
 
-    Args:
-        block: the block.
-        position: its number, counted from 0.
-        state: the state before the block.
-        args: positional arguments, which are changed in place.
-        kwargs: keyword arguments, which are changed in place.
-
-    Returns:
-        Keys and values by kind, to which the block may add.
+    Return keys and values by kind, to which the block may add.
     """
     shared: dict[str, Any] = {}
     for name, leaf in state.items():
@@ -754,15 +693,7 @@ def set_inputs(
 def _remaining_inputs(
     position: int, blocks: Sequence[nn.Module], state: State, shared: Mapping[str, Any], mask: Tensor | None
 ) -> State:
-    """Return the state after a block without features: inputs of later blocks, and all keys and values so far.
-
-    Args:
-        position: the block's number, counted from 0.
-        blocks: all blocks.
-        state: the state before the block.
-        shared: keys and values by kind, the block's included.
-        mask: [n, t], true where a token counts; None means everywhere.
-    """
+    """Return the state after block number `position` without features: inputs of later blocks, all keys and values."""
     later = {f"{LAYER_INPUT}.{index}" for index in range(position + 1, len(blocks))}
     inputs = {name: leaf for name, leaf in state.items() if name in later}
     return inputs | _leaves(shared, blocks[position + 1 :], mask)

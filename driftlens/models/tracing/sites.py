@@ -504,8 +504,6 @@ def mixing(
     watch = _Watch(mixture, weights, names, tap, Routes() if routes is None else routes)
     with contextlib.ExitStack() as hooks:
         hooks.callback(mixture.module.register_forward_pre_hook(watch.before, with_kwargs=True).remove)
-        if mixture.is_routed:
-            hooks.callback(mixture.module.register_forward_hook(watch.after).remove)
         with watch:
             yield
 
@@ -530,8 +528,6 @@ class _Watch(TorchFunctionMode):
         }
         self.stacks = {id(weights[f"{mixture.path}.{matrix}"]): matrix for matrix in mixture.matrices}
         self.is_inside = False
-        self.features: Tensor | None = None
-        self.anew: Tensor | None = None
         self.read: dict[int, tuple[str, Tensor]] = {}  # keeps tensors, so that no other gets the same id
 
     def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -547,10 +543,11 @@ class _Watch(TorchFunctionMode):
         """
         self.is_inside = True
         # Routes are read here and not only in `topk`, as some routers do not call it.
-        if self.mixture.is_routed:
-            self.features, chosen, gates = (*args, *kwargs.values())
-            self.routes.record(chosen, gates)
-        if self.features is None or not self.routes.is_given:
+        if not self.mixture.is_routed:
+            return None
+        features, chosen, gates = (*args, *kwargs.values())
+        self.routes.record(chosen, gates)
+        if not self.routes.is_given:
             return None
         assert self.routes.chosen is not None and self.routes.gates is not None
         # Experts keep the given order, which identifies rows. Tokens with the same experts keep their router's own
@@ -558,30 +555,7 @@ class _Watch(TorchFunctionMode):
         experts = self.routes.chosen
         own_gates = gates.gather(-1, (experts[..., None] == chosen[:, None]).long().argmax(dim=-1))
         elsewhere = self.routes.changed(Routes(chosen, gates))[:, None]
-        sent = experts, torch.where(elsewhere, self.routes.gates, own_gates)
-        self.anew = self.routes.anew(self.features)
-        if self.anew is None:
-            return (self.features, *sent), {}
-        return tuple(part[self.anew] for part in (self.features, *sent)), {}
-
-    def after(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Keep the rows of a routed mixture, or complete them by those of the other pass; a forward hook.
-
-        Args:
-            _module: the mixture's module.
-            _args: its arguments.
-            output: its output.
-
-        Returns:
-            The new output, or None to keep it.
-        """
-        assert self.features is not None
-        if self.anew is not None:
-            assert self.routes.beside is not None and self.routes.beside.rows is not None
-            return self.routes.beside.rows[1].index_put((self.anew,), output)
-        if self.routes.keeps_rows and self.features.dim() == 2 and output.shape == self.features.shape:
-            self.routes.rows = self.features, output
-        return None
+        return (features, experts, torch.where(elsewhere, self.routes.gates, own_gates)), {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -150,12 +150,7 @@ def coverage(
     chain: LayerChain, source: StateSource, sites: Mapping[int, Collection[str]], update: Collection[str]
 ) -> tuple[float, str]:
     """Return the share of the blocks' parameters that is solved for, and a sentence about it."""
-    total, solved, left = (
-        Counter[bool](),
-        Counter[bool](),
-        Counter[str](),
-    )  # by whether it is in a block; by name
-    modules: defaultdict[str, set[tuple[int, str]]] = defaultdict(set)
+    total, solved, left = Counter[bool](), Counter[bool](), Counter[str]()  # by "in a block", and by name
     tied, counted = tied_sites(chain), set[object]()
     for layer in chain.layers:
         by_name, in_block = {site.name: site for site in layer.sites}, layer.role == "block"
@@ -173,29 +168,22 @@ def coverage(
             if owner in sites.get(layer.index, ()) and kind in update:
                 solved[in_block] += size
             elif in_block:
-                label = name
-                if name in layer.no_sites:
-                    owner, label = layer.no_sites[name]
-                    modules[label].add((layer.index, owner))
-                elif site is not None and site_path(layer, site) in tied:
-                    label = f"{name}: its weight serves other places too"
-                left[label] += size
+                is_tied = site is not None and site_path(layer, site) in tied
+                label = f"{name}: its weight serves other places too" if is_tied else name
+                left[layer.no_sites[name][1] if name in layer.no_sites else label] += size
     of_blocks, of_all = solved[True] / max(1, total[True]), solved.total() / total.total()
-    shown = []
-    for label, size in left.most_common(MOST_NAMED):
-        name, _, why = label.partition(": ")
-        count = f"{len(modules[label])} " if modules[label] else ""
-        shown.append(f"{count}{name} ({_percent(size / total[True])}{f': {why}' if why else ''})")
-    more = f" and {len(left) - len(shown)} more" if len(left) > len(shown) else ""
+    most = left.most_common(_MOST_NAMED)
+    shown = [f"{label} ({_percent(size / total[True])})" for label, size in most]
+    shown += [f"{len(left) - len(most)} more"] if len(left) > len(most) else []
     text = f"{sum(map(len, sites.values()))} sites hold {_percent(of_blocks)} of the blocks' parameters"
-    alone = f"; left alone: {', '.join(shown)}{more}" if shown else ""
+    alone = f"; left alone: {', '.join(shown)}" if shown else ""
     return of_blocks, f"{text} and {_percent(of_all)} of all layers'{alone}"
 
 
 # Parameter of a linear module -> its kind in a calibrator's `update`.
 _KINDS = {"weight": "linear", "bias": "bias"}
 # Number of names that a message lists before it counts the others.
-MOST_NAMED = 5
+_MOST_NAMED = 5
 
 
 def _percent(share: float) -> str:

@@ -35,7 +35,7 @@ _HOMES = {
     "RunSpec": "driftlens.config.run",
     "decompose": "driftlens.engine.walk",
     "expert_cosine": "driftlens.linalg.state",
-    "linear_cka": "driftlens.linalg.measures",
+    "linear_cka": "driftlens.linalg.state",
     "load_spec": "driftlens.config.run",
     "open_checkpoint": "driftlens.checkpoints.loading",
     "open_run": "driftlens.front.api",

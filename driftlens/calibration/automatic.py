@@ -32,7 +32,7 @@ class HeldOutScores:
         """The mean over tasks of the mean over samples, so that every task has the same weight."""
         return float(np.mean([values.mean() for values in self.by_task.values()]))
 
-    def compared_with(self, other: HeldOutScores, *, among: int = 1) -> ScoreDifference:
+    def compared_with(self, other: HeldOutScores, *, among: int = 1) -> _ScoreDifference:
         """Compare the mean with another candidate's; the allowed error is shared `among` comparisons.
 
         Samples are paired, and tasks are strata: Student's t with the degrees of freedom of Welch and Satterthwaite.
@@ -42,29 +42,20 @@ class HeldOutScores:
         pairs = [(other.by_task[task], values) for task, values in self.by_task.items()]
         # A candidate that could not be solved has infinite scores and never wins.
         if not all(np.isfinite(values).all() for pair in pairs for values in pair):
-            return ScoreDifference(other.mean - self.mean, math.inf, 0.0, math.nan, math.nan, is_clear=False)
+            return _ScoreDifference(other.mean - self.mean, math.inf, 0.0, math.nan, math.nan, is_clear=False)
         gaps = [before - after for before, after in pairs]
         # Each task has the same weight, whatever its number of samples.
         error, freedom = standard_error([gap / len(gaps) for gap in gaps])
         advantage = float(np.mean([gap.mean() for gap in gaps]))
         reach = student(freedom, 1 - (1 - LEVEL) / among) * error
-        return ScoreDifference(
+        return _ScoreDifference(
             advantage, error, freedom, advantage - reach, advantage + reach, is_clear=advantage > reach
         )
 
 
 @dataclass(frozen=True)
-class ScoreDifference:
-    """The difference of two candidates' held-out scores.
-
-    Attributes:
-        advantage: the other's mean minus this one's.
-        standard_error: of the advantage; infinite if one of them can't be solved.
-        freedom: degrees of freedom.
-        low: lower end of the advantage's interval, corrected for several comparisons.
-        high: its upper end.
-        is_clear: True if the interval is above 0.
-    """
+class _ScoreDifference:
+    """The difference of two candidates' scores: interval, corrected for several comparisons, clear if it is above 0."""
 
     advantage: float
     standard_error: float
@@ -87,7 +78,7 @@ class Decision:
     """
 
     name: str
-    over_merged: Mapping[str, ScoreDifference]
+    over_merged: Mapping[str, _ScoreDifference]
     among: int
     base_stands: bool
     best: str
@@ -109,7 +100,7 @@ def decide(
     """
     among = max(1, len(scores) - 1) if among is None else among
 
-    def beats(one: str, other: str) -> bool:
+    def _beats(one: str, other: str) -> bool:
         return scores[one].compared_with(scores[other], among=among).is_clear
 
     # The merged model is always usable: it needs no solve.
@@ -122,7 +113,7 @@ def decide(
         # Of candidates that the samples can't separate, the last one in the list is taken.
         near = [name for name, by in behind.items() if name == lowest or by.advantage <= by.standard_error]
         standing = [name for name in standing if name in near[-1:] or name not in there]
-    name = next(name for name in standing if not any(beats(other, name) for other in usable))
+    name = next(name for name in standing if not any(_beats(other, name) for other in usable))
     others = [other for other in scores if other != "merged"]
     return Decision(
         name,

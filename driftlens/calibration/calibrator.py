@@ -77,7 +77,7 @@ class Calibrator:
         """Check the settings, then yield calibrated layers in forward order, or one correction per task.
 
         Raises:
-            SpecError: a setting is invalid, or a task has no expert in the pool.
+            SpecError: a setting is invalid.
             DataError: a task has no samples, or too few.
             NumericsError: weights or features are NaN or infinite; names layer, task and sample.
             SingularGramError: a site's system is singular; names it.
@@ -118,14 +118,9 @@ class ClosedFormBase(Layerwise, Calibrator):
 
 @dataclass(frozen=True)
 class FinalFeatures:
-    """The final features of a task's calibration samples.
+    """The final features of a task's calibration samples in both models, [n, t, d] or [n, d].
 
-    Attributes:
-        layer: the last layer.
-        task: the task.
-        merged: features of the merged model, [n, t, d] or [n, d].
-        expert: features of the expert, likewise.
-        mask: [n, t], False at padding; None without padding.
+    `mask` is [n, t], False at padding, or None without padding.
     """
 
     layer: Layer

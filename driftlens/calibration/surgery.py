@@ -24,7 +24,7 @@ _REPORTED_EVERY = 10
 
 
 @dataclass(frozen=True)
-class LowRank:
+class _LowRank:
     """The map f - U relu(D f) with D [r, d] and U [d, r], token by token; `normalize` first scales f to |f| = 1."""
 
     down: Tensor
@@ -69,9 +69,9 @@ class _LowRankTrained(Trained):
         self.lr = lr
 
     @classmethod
-    def attachment(cls, tensors: Mapping[str, Tensor]) -> LowRank:
+    def attachment(cls, tensors: Mapping[str, Tensor]) -> _LowRank:
         """Build the correction that was saved."""
-        return LowRank(tensors["down"], tensors["up"], "normalize" in tensors)
+        return _LowRank(tensors["down"], tensors["up"], "normalize" in tensors)
 
     @abstractmethod
     def start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
@@ -83,7 +83,7 @@ class _LowRankTrained(Trained):
     ) -> Tensor:
         """Return the loss of the merged model's and the expert's vectors, [T, d] each."""
 
-    def train(self, features: FinalFeatures, course: Course) -> LowRank:
+    def train(self, features: FinalFeatures, course: Course) -> _LowRank:
         """Fit the correction of one task; there is no validation and no choice among steps."""
         parameters = [leaf.requires_grad_() for leaf in self.start(features.merged, course.generator)]
         # Samples are taken without replacement, so that each is seen equally often.
@@ -98,7 +98,7 @@ class _LowRankTrained(Trained):
             descent.step()
             if step % _REPORTED_EVERY == 0 or step == self.steps:
                 course.told(step, self.steps, float(loss.detach()))
-        return LowRank(parameters[0].detach(), parameters[1].detach(), self.normalize)
+        return _LowRank(parameters[0].detach(), parameters[1].detach(), self.normalize)
 
 
 @calibrators.register("surgery")
@@ -135,7 +135,7 @@ class Surgery(_LowRankTrained):
         """Return the mean distance of the corrected features from the expert's."""
         down, up = parameters
         target = F.normalize(expert, dim=-1) if self.normalize else expert
-        return (LowRank(down, up, self.normalize)(merged) - target).abs().mean()
+        return (_LowRank(down, up, self.normalize)(merged) - target).abs().mean()
 
 
 @calibrators.register("prob_surgery")

@@ -19,11 +19,11 @@ from torch.func import jvp, vjp
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import GROUPS, parameter_groups
 from driftlens.engine.walk import drift_columns
-from driftlens.linalg.measures import linear_cka
 from driftlens.linalg.state import (
     cross_entropy_change,
     forward_mode_attention,
     gauss_legendre,
+    linear_cka,
     softmax_change,
 )
 from driftlens.models.chain import Layer, LayerChain, Slot

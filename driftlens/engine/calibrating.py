@@ -153,7 +153,7 @@ class TargetSpec:
 
     Attributes:
         expert_share: a in the target output W_i (a x_expert + (1 - a) x_merged) (FeatCal, Eq. 10, alpha).
-        token_weights: the adapter's rule for token weights; `uniform` weighs all alike. Masked tokens have weight 0.
+        token_weights: the adapter's rule for token weights; `uniform` weighs all alike.
     """
 
     expert_share: float
@@ -225,16 +225,7 @@ class ExpertFeatures:
 
 @dataclass(frozen=True)
 class CalibrationProgress:
-    """The progress of a calibration, reported before every batch and during training.
-
-    Attributes:
-        layer: its index; 0 while token weights are computed.
-        task: the task, or an empty string after a layer.
-        done: finished steps.
-        total: all steps.
-        label: a text for progress bars.
-        loss: the training loss, if something is trained.
-    """
+    """The progress of a calibration; `layer` is 0 while token weights are computed, `task` is empty after a layer."""
 
     layer: int
     task: str
@@ -560,15 +551,7 @@ class _LinearSums:
     def add(
         self, rows: Tensor, seen: SiteRows, weights: Tensor | None, expert: Parameters, num_batches: int
     ) -> None:
-        """Add one batch of a task.
-
-        Args:
-            rows: inputs of the sites in the merged model, [T, k].
-            seen: inputs and outputs of the sites in the expert.
-            weights: weights of the rows, [T]; None weighs each 1.
-            expert: the expert's parameters of the layer.
-            num_batches: approximate number of batches of the task.
-        """
+        """Add one batch of a task: inputs in the merged model [T, k], rows of the expert, weights [T]."""
         if self._cross is None:
             self._cross = OutputCross(
                 stacked(expert, self.sites),
@@ -598,7 +581,7 @@ class _LinearSums:
         return _TaskSums(self._inputs, cross.sums(self._inputs.gram), biases)
 
     @summing()
-    def fold_task(self, task: _TaskSums) -> None:
+    def _fold_task(self, task: _TaskSums) -> None:
         """Add a task to the sums over tasks, unless no row of it counts; its memory serves the next task."""
         inputs, sums = task.inputs, task.outputs
         if self._total is None:
@@ -691,7 +674,7 @@ class _NormSums:
             weight_sum=torch.ones((), dtype=self.dtype, device=total.device),
         )
 
-    def fold_task(self, task: NormMoments) -> None:
+    def _fold_task(self, task: NormMoments) -> None:
         """Add a task to the moments over tasks."""
         self._total = task if self._total is None else self._total + task
 
@@ -814,7 +797,7 @@ class SnapshotWalk(CalibrationWalk):
             for part in parts:
                 of_task = self.team.run_on(owner, partial(part.end_task, expert))
                 if of_task is not None:
-                    part.fold_task(of_task)
+                    part._fold_task(of_task)
         self.stream.check()
 
     def _add(

@@ -265,14 +265,11 @@ class ModelPool:
             used,
         )
 
-    def weight_bytes(self, model: str) -> int:
-        """Return the bytes of a model in memory."""
-        count = sum(math.prod(header.shape) for header in self.source(model).headers.values())
-        return count * self.dtype.itemsize
-
     def require_room(self, model: str) -> None:
         """Raise a `DataError` if a model's weights exceed the budget; live models are in memory anyway."""
-        if model not in self._modules and (needed := self.weight_bytes(model)) > self.budget:
+        count = sum(math.prod(header.shape) for header in self.source(model).headers.values())
+        needed = count * self.dtype.itemsize
+        if model not in self._modules and needed > self.budget:
             text = f"{needed / 1e6:,.1f} MB of weights of {model} don't fit compute.feature_budget"
             hint = "Raise it if a whole model fits in memory."
             raise DataError(f"{text}, {self.budget / 1e6:,.1f} MB", hint=hint)

@@ -37,8 +37,8 @@ _LETTERS = {"q": "q", "query": "q", "k": "k", "key": "k", "v": "v", "value": "v"
 def site_groups(layer: Layer) -> dict[str, str]:
     """Return the group of every site, one of `GROUPS`.
 
-    Queries, keys and values are known by a word of their name. All others are classified by shared inputs and order:
-    after attention comes `o`, then `up` (with a second one on the same input `gate`), then `down`.
+    Queries, keys and values are known by a word of their name, all others by shared inputs and order: after attention
+    comes `o`, then `up` (with a second one on the same input `gate`), then `down`.
     """
     groups = {site.name: "norms" for site in layer.sites if site.kind != "linear"}
     linear = [site for site in layer.sites if site.kind == "linear"]
@@ -280,13 +280,13 @@ def rows_and_output(
         side = side.along(Routes())
     rows_seen = SiteRows(side)
 
-    def stop_after_all() -> None:
+    def _stop_after_all() -> None:
         if stops and len(rows_seen.inputs) == len(inputs) and len(rows_seen.outputs) == len(outputs):
             raise _SeenAll
 
     def hear(site: str, y: Tensor) -> None:
         rows_seen.outputs[site] = y
-        stop_after_all()
+        _stop_after_all()
 
     def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
         if site in rows_seen.inputs or site in rows_seen.outputs:
@@ -296,12 +296,12 @@ def rows_and_output(
             )
         if site in inputs:
             rows_seen.inputs[site] = x
-            stop_after_all()
+            _stop_after_all()
         return partial(hear, site) if site in outputs else None
 
     out: State = {}
     with contextlib.suppress(_SeenAll):
-        stop_after_all()
+        _stop_after_all()
         # Without requested sites, taps would only cost time.
         out = layer.call(parameters, state, side, tap if inputs or outputs else None)
     for rows, names, axis in ((rows_seen.inputs, inputs, 1), (rows_seen.outputs, outputs, 0)):

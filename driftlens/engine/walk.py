@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,22 +32,9 @@ OnStep = Callable[[int, str], None]
 """Callback (layer index, task) before every batch; it may raise, `Cancelled` for instance."""
 
 
-class TaskSamples(Protocol):
-    """Samples of one task, a `SampleSet` for instance."""
-
-    @property
-    def ids(self) -> Sequence[str]:
-        """The names of the samples, for messages; empty if unknown."""
-        ...
-
-    def batches(self) -> Iterable[Batch]:
-        """Yield the batches; every call reads them again."""
-        ...
-
-
 @dataclass(frozen=True)
 class InMemoryBatches:
-    """Batches in memory as a `Part`."""
+    """Samples of a task as a function that returns their batches, with names for messages."""
 
     read: Callable[[], Iterable[Batch]]
     ids: Sequence[str] = ()
@@ -57,7 +44,7 @@ class InMemoryBatches:
         return self.read()
 
 
-Parts = Mapping[str, TaskSamples]
+Parts = Mapping[str, SampleSet | InMemoryBatches]
 """Samples by task."""
 
 
@@ -352,22 +339,16 @@ def smooth_split(view: LayerView) -> Split:
 
 
 def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
-    """Compute the drift columns of one layer for each sample.
+    """Compute the drift columns [n] of one layer for each sample.
 
     e = m + p (Eq. 3) and, for a residual layer, r = p - e_in (Eq. 28). The growth condition (Eq. 34-36) has the best
     constants gamma = |p| / |e_in| - 1 and eta = |m| / |e_in|. Source: FeatCal (arXiv:2605.13030).
 
-    Args:
-        view: one layer on one batch.
-        pool: the pooling of features to one vector per sample.
-
-    Returns:
-        Columns [n]. Of pooled vectors: `drift_l2` |e|, `expert_l2` |h_expert|, `cos`, `mismatch_l2` |m|,
-        `propagation_l2` |p|, and for residual layers `residual_l2` |r|; `mixed` is 2 <m, p> in squares of `unit`, a
-        power of two near their entries. Of the full state: `state_in` |e_in|, `state_mismatch` |m|,
-        `state_propagation` |p|, `state_drift` |e|. Of a mixture: `rerouted`, the share of tokens with other experts
-        than in the expert model; with c the change by that in the pooled vector, `rerouted_l2` |c| and
-        `rerouted_along` <c, e> in squares of `unit`.
+    Of pooled vectors: `drift_l2` |e|, `expert_l2` |h_expert|, `cos`, `mismatch_l2` |m|, `propagation_l2` |p|, and for
+    residual layers `residual_l2` |r|; `mixed` is 2 <m, p> in squares of `unit`, a power of two near their entries. Of
+    the full state: `state_in` |e_in|, `state_mismatch` |m|, `state_propagation` |p|, `state_drift` |e|. Of a mixture:
+    `rerouted`, the share of tokens with other experts than in the expert model; with c the change by that in the pooled
+    vector, `rerouted_l2` |c| and `rerouted_along` <c, e> in squares of `unit`.
     """
     split = decompose(view)
 
@@ -478,7 +459,7 @@ def _through(layer_map: LayerMap, state: State, side: SideInputs, *, routes: Rou
     return layer_map(state, side.along(routes))
 
 
-def layer_states(
+def _layer_states(
     pool: ModelPool,
     model: str,
     batches: Iterable[Batch],
@@ -506,7 +487,7 @@ def forward(
     pooling: Pool | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield final features, pooled if there is a `pooling`: (position of the first sample, [n, d]) by batch."""
-    for layer, states in layer_states(pool, model, batches, task=task):
+    for layer, states in _layer_states(pool, model, batches, task=task):
         if layer.role == "head":
             for start, state, side in states:
                 yield start, state[layer.stream] if pooling is None else layer.vectors(state, side, pooling)
@@ -544,7 +525,7 @@ def capture(
         chain, module, sources, device=parameter.device, dtype=parameter.dtype, modules={"model": module}
     )
     how = pool or chain.modality.pool
-    for layer, states in layer_states(models, "model", _numbered(itertools.chain([example], batches))):
+    for layer, states in _layer_states(models, "model", _numbered(itertools.chain([example], batches))):
         vectors = [layer.vectors(state, side, how) for _, state, side in states]
         yield layer, torch.cat(vectors)
 
@@ -658,15 +639,12 @@ def check_closure(
         variants: names of the models whose drift from the experts is checked.
         budget: bytes of features that may be cached.
         most: samples of a task to compare; None takes a batch.
-
-    Raises:
-        NumericsError: the layers do not compute what the library computes.
     """
     for task, of_task in samples.items():
         library = LibraryDrift(pool, task, variants, of_task, budget, most)
         models = expert_of(task), *variants
         # Lazy passes advance together, so that one layer of each model is in memory.
-        passes = (layer_states(pool, model, [library.batch], task=task) for model in models)
+        passes = (_layer_states(pool, model, [library.batch], task=task) for model in models)
         for (layer, [(_, expert, _)]), *of_variants in zip(*passes, strict=True):
             for variant, (_, [(_, state, _)]) in zip(variants, of_variants, strict=True):
                 library.compare(layer, variant, state, expert)

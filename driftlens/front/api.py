@@ -27,7 +27,6 @@ from driftlens.config.requests import (
 from driftlens.front.keywords import Around, Quietly, keywords
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, is_live
-from driftlens.utils.distributed import Context
 from driftlens.utils.errors import SpecError
 from driftlens.utils.files import PathLike
 
@@ -94,9 +93,7 @@ class Run(DriftRun):
             # Settings passed by keyword override those of the calibrator.
             parameters={**calibrator.get_params(), **request.parameters},
         )
-        live = _live_study(self, modules, data, around.device)
-        with around.context(live) as context:
-            return calibrated(self, merged_request, context, on_measured=on_measured)
+        return _calibrated(self, merged_request, around, modules, data, on_measured)
 
     def summary(self) -> Table:
         """Return a table with one row per task: scores and drift of all models. `frame()` has the unrounded numbers."""
@@ -177,10 +174,11 @@ def _folder(run: PathLike | DriftRun) -> Path:
     return run.path if isinstance(run, DriftRun) else Path(run)
 
 
-def _with_modules(made: Run, before: PathLike | DriftRun) -> Run:
-    """Copy the live modules of an earlier view of the run to this one."""
-    made._live = before._live if isinstance(before, Run) else None
-    return made
+def _with_modules(before: PathLike | DriftRun) -> Run:
+    """Open a run again, with the live modules of its earlier view."""
+    run = Run.at(_folder(before))
+    run._live = before._live if isinstance(before, Run) else None
+    return run
 
 
 def _live_study(
@@ -284,23 +282,22 @@ def calibrate(
         data: for a run of live modules, see `Run.calibrate`.
         on_measured: called with the run once drift and accuracy are measured.
     """
-    with around.context(_live_study(run, modules, data, around.device)) as context:
-        return calibrated(run, request, context, on_measured=on_measured)
+    return _calibrated(run, request, around, modules, data, on_measured)
 
 
-def calibrated(
+def _calibrated(
     run: PathLike | DriftRun,
     request: CalibrationRequest,
-    context: Context,
-    *,
-    on_measured: Callable[[DriftRun], None] | None = None,
+    around: Around,
+    modules: Mapping[str, Any] | None,
+    data: Mapping[str, Any] | None,
+    on_measured: Callable[[DriftRun], None] | None,
 ) -> Run:
-    """Return the run with the calibration that is asked for."""
     from driftlens.pipelines.calibrate import calibrate as run_calibration
 
-    folder = _folder(run)
-    run_calibration(folder, request, context, on_measured=on_measured)
-    return _with_modules(Run.at(folder), run)
+    with around.context(_live_study(run, modules, data, around.device)) as context:
+        run_calibration(_folder(run), request, context, on_measured=on_measured)
+    return _with_modules(run)
 
 
 @keywords(request=ProjectionRequest, around=Quietly)
@@ -324,8 +321,8 @@ def project(
     from driftlens.results.projection import project as lay_out
 
     with around.context() as context:
-        watched = context.on_progress, context.cancel
-        return lay_out(run, task, request, store_it=store_it, on_progress=watched[0], cancel=watched[1])
+        on_progress, cancel = context.on_progress, context.cancel
+        return lay_out(run, task, request, store_it=store_it, on_progress=on_progress, cancel=cancel)
 
 
 @keywords(request=MergeRequest)
@@ -411,8 +408,7 @@ def sweep(
         dl.sweep("runs/ta8", param={"lam": [0.01, 0.05, 0.25]}).sweeps()
         dl.sweep("runs/ta8", methods=["featcal", "residual", ("surgery", {"rank": 4})]).repairs()
 
-    With `methods` and no settings to vary, each method becomes a calibration of the run, and `repairs()` compares
-    them. Methods that fail are logged as warnings.
+    With `methods` and no settings to vary, each method becomes a calibration; those that fail are logged as warnings.
 
     Args:
         run: the run, or its directory.
@@ -432,4 +428,4 @@ def sweep(
                 log.warning(f"{name} failed: {reason}")
         else:
             run_sweep(_folder(run), request, context)
-    return _with_modules(Run.at(_folder(run)), run)
+    return _with_modules(run)

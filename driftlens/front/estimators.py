@@ -22,7 +22,7 @@ from driftlens.utils.devices import exact_products
 from driftlens.utils.progress import Reporter
 
 
-class Fitting(Calibrator):
+class _Fitting(Calibrator):
     """A calibrator with `fit`.
 
     Attributes:
@@ -103,7 +103,7 @@ class Fitting(Calibrator):
         return self
 
 
-class FeatCal(featcal.FeatCal, Fitting):
+class FeatCal(featcal.FeatCal, _Fitting):
     """Closed-form feature calibration of a merged model (arXiv:2605.13030); settings as in the base class.
 
         fitted = dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3).fit(merged, base, {"cars": expert}, {"cars": loader})
@@ -113,5 +113,5 @@ class FeatCal(featcal.FeatCal, Fitting):
     """
 
 
-class ResidualCal(residual.ResidualCal, Fitting):
+class ResidualCal(residual.ResidualCal, _Fitting):
     """Calibration that also repairs errors inherited from earlier modules, as far as held-out samples support it."""

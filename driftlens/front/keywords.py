@@ -67,7 +67,7 @@ class Quietly(Around):
 def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Return a decorator that replaces request parameters, and `around`, by keyword arguments for their fields."""
 
-    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+    def _decorate(function: Callable[..., T]) -> Callable[..., T]:
         own = dict(inspect.signature(function).parameters)
         taken = {
             name: kind
@@ -102,7 +102,7 @@ def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T
         vars(call)["__signature__"] = signature
         return call
 
-    return decorate
+    return _decorate
 
 
 def _parameters(kind: type[Any]) -> dict[str, inspect.Parameter]:

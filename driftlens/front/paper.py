@@ -17,26 +17,21 @@ __all__ = ["figure", "names", "table"]
 
 @keywords(request=ExhibitRequest)
 def figure(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitRequest) -> Artifact:
-    """Create the figure called `name`, with `save`, `caption` and `data`.
+    """Create the figure or table called `name`, with `save`, `caption` and `data`; a table also has `to_latex`.
 
     Args:
         name: one of `names()`.
         runs: one or several runs.
         request: by keywords, fields of `driftlens.config.requests.ExhibitRequest`, for example `style` or `task`.
     """
-    return _drawn(name, runs, request)
+    from driftlens.runs.run import DriftRun
+    from driftlens_reports.paper.exhibit import ExhibitOptions, draw
+
+    several = [runs] if isinstance(runs, DriftRun) else list(runs)
+    return draw(name, several, ExhibitOptions.of(request))
 
 
-@keywords(request=ExhibitRequest)
-def table(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitRequest) -> Artifact:
-    """Create the table called `name`, with `to_latex`, `save`, `caption` and `data`.
-
-    Args:
-        name: one of `names()`.
-        runs: one or several runs.
-        request: by keywords, fields of `driftlens.config.requests.ExhibitRequest`.
-    """
-    return _drawn(name, runs, request)
+table = figure
 
 
 def names() -> dict[str, str]:
@@ -44,11 +39,3 @@ def names() -> dict[str, str]:
     from driftlens_reports.paper.exhibit import exhibits
 
     return {name: entry.title for name, entry in exhibits.items()}
-
-
-def _drawn(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitRequest) -> Artifact:
-    from driftlens.runs.run import DriftRun
-    from driftlens_reports.paper.exhibit import ExhibitOptions, draw
-
-    several = [runs] if isinstance(runs, DriftRun) else list(runs)
-    return draw(name, several, ExhibitOptions.of(request))

@@ -435,10 +435,6 @@ def _require_regular(smallest: Tensor, limit: Tensor) -> None:
         )
 
 
-# Singular values below this share of the largest, times the width, are rounding of float32.
-SINGLE = torch.finfo(torch.float32).eps
-
-
 def solve_in_range(gram: Tensor, rows: Tensor) -> Tensor:
     """Multiply rows [o, k] by the pseudoinverse of `gram` [k, k], both in float64; by Cholesky if it is regular.
 
@@ -457,7 +453,7 @@ def singular_parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return U [m, r], s [r] and V' [r, k] of the part of a matrix [m, k] above the rounding of float32."""
     # float64, so that singular values at the rounding of float32 are accurate.
     left, values, right = torch.linalg.svd(near_factors(to_float64(matrix)), full_matrices=False)
-    rank = int((values > max(matrix.shape) * SINGLE * values[:1]).sum())
+    rank = int((values > max(matrix.shape) * torch.finfo(torch.float32).eps * values[:1]).sum())
     return left[:, :rank], values[:rank], right[:rank]
 
 
@@ -614,13 +610,11 @@ def solve_joint(
     for metric, sums in tasks:
         target = (sums.local + ridges.share * sums.upstream).to(left)
         left += metric.to(left) @ (target - change @ sums.gram.to(left))
-    outputs = _mean_metric(tasks, like=change) if is_two_sided else None
+    outputs = None
+    if is_two_sided:
+        mean = sum((metric for metric, _ in tasks[1:]), tasks[0][0]) / len(tasks)
+        outputs = factorize(mean.to(change), name="the mean output metric")
     return _JointSolution(change + _towards(left, factors[ridge], ridge, tasks, outputs), None)
-
-
-def _mean_metric(tasks: Sequence[tuple[Tensor, JointMoments]], like: Tensor) -> Factor:
-    mean = sum((metric for metric, _ in tasks[1:]), tasks[0][0]) / len(tasks)
-    return factorize(mean.to(like), name="the mean output metric")
 
 
 def _towards(

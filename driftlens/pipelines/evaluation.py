@@ -19,8 +19,7 @@ from driftlens.data.task_data import number_of
 from driftlens.engine.pool import ModelPool, input_bytes
 from driftlens.engine.walk import forward, waiting_bytes
 from driftlens.experiment.study import Study
-from driftlens.linalg.measures import DEEPEST, RANKINGS, similarities
-from driftlens.linalg.state import expert_cosine, lengths
+from driftlens.linalg.state import DEEPEST, RANKINGS, expert_cosine, lengths, similarities
 from driftlens.models.chain import Pool
 from driftlens.models.generation import generate, log_likelihoods
 from driftlens.models.heads import gives_one_score, is_of_vocabulary

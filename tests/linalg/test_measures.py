@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from driftlens.linalg.measures import linear_cka
-from driftlens.linalg.state import cross_entropy_change, expert_cosine, softmax_change
+from driftlens.linalg.state import cross_entropy_change, expert_cosine, linear_cka, softmax_change
 
 
 @given(seed=st.integers(0, 999), power=st.integers(-18, 18))

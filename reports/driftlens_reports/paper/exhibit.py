@@ -69,33 +69,6 @@ def sheet(venue: str) -> Iterator[None]:
         yield
 
 
-def settle(figure: Figure) -> None:
-    """Compute a figure's layout once and freeze the positions, so that every format shows the same."""
-    from matplotlib.figure import SubFigure
-
-    figure.get_layout_engine().execute(figure)
-    figure.set_layout_engine("none")
-    # The layout's solver ends in other last digits from time to time.
-    for part in figure.findobj(SubFigure):
-        part.bbox_relative.set_points(part.bbox_relative.get_points().round(5))
-    for axes in figure.axes:
-        axes.set_position([round(part, 5) for part in axes.get_position(original=True).bounds])
-
-
-def encode(figure: Figure, file_format: str, venue: str) -> bytes:
-    """Return a figure as pdf, svg or png, with reproducible bytes.
-
-    Args:
-        figure: the figure.
-        file_format: "pdf", "svg" or "png".
-        venue: the style sheet.
-    """
-    written = io.BytesIO()
-    with sheet(venue):
-        figure.savefig(written, format=file_format, metadata=_UNDATED[file_format])
-    return written.getvalue()
-
-
 class ExhibitOptions(ExhibitRequest):
     """The user's options, resolved for a run."""
 
@@ -319,8 +292,11 @@ class Artifact(Exhibited):
     def content(self, file_format: str) -> bytes:
         """Return the bytes of the file in a format."""
         _possible(self.exhibit, [file_format])
-        if self.figure is not None and file_format in DRAWN["figure"]:
-            return encode(self.figure, file_format, self.options.style)
+        if self.figure is not None and file_format in PICTURES:
+            written = io.BytesIO()
+            with sheet(self.options.style):
+                self.figure.savefig(written, format=file_format, metadata=_UNDATED[file_format])
+            return written.getvalue()
         if file_format == "csv":
             return csv_text(self.data).encode()
         if file_format == "json":

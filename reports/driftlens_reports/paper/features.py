@@ -15,7 +15,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.lines import Line2D
 
 from driftlens.config.requests import ProjectionRequest
-from driftlens.results.formatting import number
+from driftlens.results.formatting import number, signs
 from driftlens.results.measures import main_metrics, score_of
 from driftlens.results.projection import thinned
 from driftlens.runs.run import DriftRun
@@ -23,7 +23,7 @@ from driftlens.runs.schema import CALIBRATE
 from driftlens.utils.errors import DataError, NumericsError
 from driftlens_reports.charts.words import between, called, short, spaced, title
 from driftlens_reports.paper import exhibit
-from driftlens_reports.paper.layers import draw_norms, missing_columns
+from driftlens_reports.paper.layers import draw_norms
 from driftlens_reports.paper.plate import Plate, colour_of, hatch_of, legend, marks, share_axis
 
 # Samples drawn per panel; more would hide one another.
@@ -37,7 +37,7 @@ def _intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit
     """Draw one task's matched features and its drift by layer, and every task's accuracy."""
     run, task = runs[0], options.typical_task_of(runs[0])
     calibrated, compared = options.calibrated_of(run), options.compared(run)
-    plate = Plate(options.width, options.width * (1.8 if options.is_narrow else 0.74))
+    plate = Plate([run], options, options.width * (1.8 if options.is_narrow else 0.74))
     if options.is_narrow:
         left, right, bottom = plate.figure.subfigures(3, 1, height_ratios=[1.05, 1, 1])
     else:
@@ -51,7 +51,7 @@ def _intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit
         # Square panels then stay aligned at their titles.
         pair_axes.set_anchor("N")
         _draw_pairs(plate, pair_axes, run, layout, variant, "a", "final")
-    caption = ["Feature drift after merging and after calibration.", *exhibit.origin([run])]
+    caption = []
     if isinstance(layout, Layout):
         caption += [
             f"(a) Final features of task {called(task)}, L2-normalised and matched by sample, in one joint "
@@ -60,10 +60,7 @@ def _intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit
             *layout.notes,
         ]
     entries: dict[str, Artist] = {}
-    lack = missing_columns(run, "layers", ["drift_l2_mean"], [task], compared)
-    if lack:
-        plate.note(right.subplots(), "(b) drift by layer", lack)
-    else:
+    if not plate.lacks(right, "(b) drift by layer", run, "layers", ["drift_l2_mean"], [task], compared):
         curves, entries = draw_norms(plate, right, run, "b", task, compared, "drift_l2_mean")
         curves.set_title(f"(b) drift, {short(called(task))}")
         changes = _add_changes(plate, curves, run, task, calibrated)
@@ -75,7 +72,8 @@ def _intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit
         ]
     scores, bars = _draw_scores(plate, bottom.subplots(), run, options)
     legend(plate.figure, {**bars, **entries})
-    return plate.exhibited([*caption, *scores, exhibit.ROUNDED])
+    lead = "Feature drift after merging and after calibration."
+    return plate.exhibited(lead, *caption, *scores, exhibit.ROUNDED)
 
 
 def _draw_scores(
@@ -123,29 +121,25 @@ def _draw_scores(
 def _add_changes(plate: Plate, axes: Axes, run: DriftRun, task: str, calibrated: Sequence[str]) -> list[str]:
     """Write the final layer's changes from the merged model into panel (b). Return them in words."""
     shown, sentences = [], []
-    for variant in calibrated if "merged" in run.variants else ():
-        before, after = (run.value("drift_l2_mean", task=task, variant=name) for name in ("merged", variant))
-        if math.isnan(before) or math.isnan(after) or before == 0:
+    start = run.value("drift_l2_mean", task=task, variant="merged") if "merged" in run.variants else 0.0
+    for variant in calibrated:
+        end = run.value("drift_l2_mean", task=task, variant=variant)
+        if math.isnan(start + end) or start == 0:
             continue
-        shift, share = after - before, 100 * (after - before) / before
+        change, percent = end - start, 100 * (end - start) / start
         key = {"task": task, "variant": variant, "layer": run.layer_index("final")}
-        plate.record("b", run, "change of final drift_l2_mean", shift, **key)
-        plate.record("b", run, "change of final drift_l2_mean, percent", share, **key)
+        plate.record("b", run, "change of final drift_l2_mean", change, **key)
+        plate.record("b", run, "change of final drift_l2_mean, percent", percent, **key)
         whose = f"{short(title(variant))}: " if len(calibrated) > 1 else ""
-        shown.append(f"{whose}{_signed(share, 0)} % ({_signed(shift, 2)})")
-        ends = f"{number(before)} become {number(after)}"
-        sentences.append(f"{whose}At the final layer {ends}, {_signed(share, 1)} % ({_signed(shift, 2)}).")
+        shown.append(signs(f"{whose}{percent:+.0f} % ({change:+.2f})"))
+        ends = f"{number(start)} become {number(end)}"
+        sentences.append(signs(f"{whose}At the final layer {ends}, {percent:+.1f} % ({change:+.2f})."))
     if shown:
         axes.set_ylim(top=(1.25 + 0.1 * len(shown)) * axes.get_ylim()[1])  # room for the box
         box = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "#888888"}
         text = axes.text(0.04, 0.95, "\n".join(["final layer:", *shown]), va="top", transform=axes.transAxes)
         text.set_bbox({**box, "linewidth": rcParams["axes.linewidth"]})
     return sentences
-
-
-def _signed(value: float, digits: int) -> str:
-    """Format a change with its sign."""
-    return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 @exhibit.figure("scatter-grid", title="Matched features of every task")
@@ -161,7 +155,7 @@ def _scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> 
     # A cell is a square with its title or its cosine; the panels of a single task form a row.
     across, down = (len(shown), 1) if len(tasks) == 1 else (across, len(shown))
     rows = down * max(1, math.ceil(len(tasks) / across))
-    plate = Plate(options.width, rows * (options.width / across + 0.02 * options.width))
+    plate = Plate([run], options, rows * (options.width / across + 0.02 * options.width))
     if is_many:  # a frame below every task would say nothing but this
         plate.lack("calibrated features", f"`{CALIBRATE}` adds them")
     cells = plate.figure.subplots(rows, across, squeeze=False)
@@ -184,7 +178,7 @@ def _scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> 
     where = "the final layer" if layer == "final" else run.layer_name(run.layer_index(layer))
     start = f"Features of every task at {where}, matched by sample: merged above, calibrated below."
     sentences = _layouts_in_words(layouts, exhibit.samples(run.layers(layer=layer)))
-    return plate.exhibited([start, *exhibit.origin([run]), *sentences])
+    return plate.exhibited(start, *sentences)
 
 
 def _layouts_in_words(layouts: Sequence[Layout], counts: str) -> Iterator[str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -16,59 +15,26 @@ from matplotlib.patches import Patch
 
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
-from driftlens_reports.charts.picking import ChartOptions, lacking
 from driftlens_reports.charts.theme import LIGHT
 from driftlens_reports.charts.words import between, called, short, title
-from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, figure, origin, samples
-from driftlens_reports.paper.plate import (
-    GUIDE,
-    Plate,
-    colour_of,
-    legend,
-    line_style,
-    share_axis,
-)
+from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, figure, samples
+from driftlens_reports.paper.plate import Plate, colour_of, guide, legend, line_style, share_axis
 
 # Width ratios of the body's panel and the head's: norms of the head are in another feature space.
 _BODY_AND_HEAD = (1.0, 0.14)
-
-
+_GAINS = (
+    *("amplification", "amplification_low", "amplification_high"),
+    *("jacobian_error", "random_gain_mean"),
+)
 _OUTCOMES = ("certified", "kept without certificate", "flipped")
-
-
-def missing_columns(
-    run: DriftRun, table: str, columns: Sequence[str], tasks: Sequence[str], variants: Sequence[str]
-) -> str | None:
-    """Return what the run lacks to fill columns, with the command that adds it; None if nothing is missing.
-
-    Args:
-        run: the run.
-        table: name of the table.
-        columns: required columns.
-        tasks: tasks to show.
-        variants: variants to show.
-    """
-    if not variants:
-        return f"no variant to show; `{CALIBRATE}` adds one"
-    return lacking(run, ChartOptions(tasks=tasks, variants=variants), table, columns)
 
 
 def draw_norms(
     plate: Plate, part: SubFigure, run: DriftRun, panel: str, task: str, variants: Sequence[str], column: str
 ) -> tuple[Axes, dict[str, Artist]]:
-    """Draw a norm by layer, one line per variant, with a narrow panel for the head.
+    """Draw a norm by layer, one line per variant, with a narrow panel for the head and a band around mean drifts.
 
-    Args:
-        plate: the figure.
-        part: where to draw.
-        run: the run.
-        panel: letter of the panel.
-        task: the task.
-        variants: variants to draw.
-        column: column of the layer table; the mean drift has a quantile band.
-
-    Returns:
-        The body's axes, and the legend's entries.
+    Return the body's axes, and the legend's entries.
     """
     body, head = part.subplots(1, 2, width_ratios=_BODY_AND_HEAD)
     entries: dict[str, Artist] = {}
@@ -110,18 +76,15 @@ def _layer_axis(run: DriftRun, axes: Axes, layers: Sequence[int]) -> None:
 def _drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Draw drift against the expert's feature norm, tasks down and layers across, one panel per variant."""
     run, tasks, variants = runs[0], options.tasks_of(runs[0]), options.compared(runs[0])
-    lack = missing_columns(run, "layers", ["drift_rel"], tasks, variants)
     lead = (
         "Drift relative to the expert's feature norm (ratios of sums over samples) by task and layer, one panel per "
         "variant on one colour scale."
     )
     across = 1 if options.is_narrow else max(len(variants), 1)
     down = -(-len(variants) // across) or 1
-    plate = Plate(options.width, down * (0.7 + 0.2 * len(tasks)))
-    _note_calibration(plate, run, options)
-    if lack:
-        plate.note(plate.figure.subplots(), "relative drift", lack)
-        return plate.exhibited([lead, *origin([run])])
+    plate = _begin(run, options, down * (0.7 + 0.2 * len(tasks)))
+    if plate.lacks(plate.figure, "relative drift", run, "layers", ["drift_rel"], tasks, variants):
+        return plate.exhibited(lead)
     rows = run.layers()
     rows = rows[rows["task"].isin(tasks) & rows["variant"].isin(variants)]
     # A colour scale needs some length, even without drift.
@@ -130,12 +93,8 @@ def _drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     cells = plate.figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
     scale = LinearSegmentedColormap.from_list("drift", LIGHT.sequential)
     for axes, variant in zip(cells.ravel(), variants, strict=False):
-        values = (
-            rows[rows["variant"] == variant]
-            .pivot(index="task", columns="layer", values="drift_rel")
-            .reindex(index=tasks, columns=layers)
-            .astype(float)
-        )
+        values = rows[rows["variant"] == variant].pivot(index="task", columns="layer", values="drift_rel")
+        values = values.reindex(index=tasks, columns=layers).astype(float)
         # Masked cells show the background.
         axes.set_facecolor(LIGHT.gap)
         edges = np.arange(len(layers) + 1) + layers[0] - 0.5, np.arange(len(tasks) + 1) - 0.5
@@ -145,67 +104,70 @@ def _drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         # Reversed, with the first task on top.
         axes.set_ylim(len(tasks) - 0.5, -0.5)
         for task, of_task in values.iterrows():
-            key = {"task": task, "variant": variant, "layer": layers}
-            plate.record("a", run, "drift_rel", of_task, **key)
+            plate.record("a", run, "drift_rel", of_task, task=task, variant=variant, layer=layers)
     for axes in cells[-1]:
         _layer_axis(run, axes, layers)
     bar = plate.figure.colorbar(mesh, ax=cells, label="relative drift", pad=0.02)
     share_axis(bar.ax.yaxis)
     gap = "Grey: not measured." if rows["drift_rel"].isna().any() else ""
-    return plate.exhibited([lead, gap, *origin([run]), samples(rows)])
+    return plate.exhibited(lead, gap, samples(rows))
 
 
-def _note_calibration(plate: Plate, run: DriftRun, options: ExhibitOptions) -> None:
-    """Record the gap of a run without a calibration."""
+def _begin(run: DriftRun, options: ExhibitOptions, height: float) -> Plate:
+    """Return an empty figure that records the gap of a run without a calibration."""
+    plate = Plate([run], options, height)
     if not options.calibrated_of(run):
         plate.lack("the calibrated model", f"`{CALIBRATE}` adds it")
+    return plate
+
+
+def _draw_line(
+    plate: Plate, axes: Axes, run: DriftRun, panel: str, task: str, variant: str, column: str
+) -> Artist:
+    """Draw and record a column of one variant's layers."""
+    rows = run.layers(task, variant).sort_values("layer")
+    (line,) = axes.plot(rows["layer"], rows[column].astype(float), **line_style(run, variant))
+    layers = rows["layer"].to_numpy()
+    plate.record(panel, run, column, rows[column], task=task, variant=variant, layer=layers)
+    return line
 
 
 @figure("decomposition", title="Local mismatch and propagation by layer")
 def _decomposition(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Draw drift, mismatch, propagation and their cross term by layer, on one task."""
     run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
-    lead = "Drift by layer, split into local mismatch and propagation (e = m + p); norms do not add up."
-    narrow = options.is_narrow
-    plate = Plate(options.width, options.width * (1.9 if narrow else 0.62))
-    _note_calibration(plate, run, options)
-    parts = plate.figure.subfigures(4, 1) if narrow else plate.figure.subfigures(2, 2).ravel()
-    norms = {
-        "a": ("drift_l2_mean", "drift |e|"),
-        "b": ("mismatch_l2_mean", "local mismatch |m|"),
-        "c": ("propagation_l2_mean", "propagation |p|"),
+    plate = _begin(run, options, options.width * (1.9 if options.is_narrow else 0.62))
+    parts = plate.figure.subfigures(4, 1) if options.is_narrow else plate.figure.subfigures(2, 2).ravel()
+    names = {
+        "drift_l2_mean": "(a) drift |e|",
+        "mismatch_l2_mean": "(b) local mismatch |m|",
+        "propagation_l2_mean": "(c) propagation |p|",
+        "cross_term": "(d) cross term",
     }
     entries: dict[str, Artist] = {}
-    for part, (panel, (column, name)) in zip(parts, norms.items(), strict=False):
-        lack = missing_columns(run, "layers", [column], [task], variants)
-        if lack:
-            plate.note(part.subplots(), f"({panel}) {name}", lack)
+    for part, panel, (column, name) in zip(parts, "abcd", names.items(), strict=True):
+        if plate.lacks(part, name, run, "layers", [column], [task], variants):
             continue
-        axes, drawn = draw_norms(plate, part, run, panel, task, variants, column)
-        axes.set_title(f"({panel}) {name}")
-        entries |= drawn
-    axes = parts[3].subplots()
-    lack = missing_columns(run, "layers", ["cross_term"], [task], variants)
-    if lack:
-        plate.note(axes, "(d) cross term", lack)
-    else:
-        for variant in variants:
-            rows = run.layers(task, variant).sort_values("layer")
-            axes.plot(rows["layer"], rows["cross_term"].astype(float), **line_style(run, variant))
-            key = {"task": task, "variant": variant, "layer": rows["layer"].to_numpy()}
-            plate.record("d", run, "cross_term", rows["cross_term"], **key)
-        axes.axhline(0, color="#888888", linewidth=rcParams["axes.linewidth"], label=GUIDE)
-        axes.grid(axis="y")
-        axes.set_title("(d) cross term 2⟨m, p⟩ / |e|²")
-        _layer_axis(run, axes, [layer.index for layer in run.manifest.layers])
+        if column == "cross_term":
+            axes = part.subplots()
+            for variant in variants:
+                _draw_line(plate, axes, run, panel, task, variant, column)
+            guide(axes, 0)
+            axes.grid(axis="y")
+            name += " 2⟨m, p⟩ / |e|²"
+            _layer_axis(run, axes, [layer.index for layer in run.manifest.layers])
+        else:
+            axes, drawn = draw_norms(plate, part, run, panel, task, variants, column)
+            entries |= drawn
+        axes.set_title(name)
     legend(plate.figure, entries)
-    about = [
+    return plate.exhibited(
+        "Drift by layer, split into local mismatch and propagation (e = m + p); norms do not add up.",
         f"Task: {called(task)}. Means over samples; band in (a): 10 % to 90 % quantiles. The head has its own panel, "
         "as its outputs are in another space.",
         "(d) is a ratio of sums over samples: above 0 both parts add up, below 0 they cancel in part.",
         samples(run.layers(task)),
-    ]
-    return plate.exhibited([lead, *origin([run]), *about])
+    )
 
 
 @figure("contributions", title="Layers that the final drift comes from")
@@ -213,19 +175,14 @@ def _contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibit
     """Draw each layer's signed share of the final drift on one task, one panel per variant, by both exact splits."""
     run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
     lead = "Signed shares of the final drift by the layer whose local mismatch they come from."
-    lack = missing_columns(run, "layers", ["final_share"], [task], variants)
-    plate = Plate(options.width, options.width * (0.55 if options.is_narrow else 0.3) * max(len(variants), 1))
-    _note_calibration(plate, run, options)
-    panels = plate.figure.subplots(max(len(variants), 1), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
-    if lack:
-        for axes in panels[1:]:
-            axes.remove()
-        plate.note(panels[0], "shares of the final drift", lack)
-        return plate.exhibited([lead, *origin([run])])
-    has_intervals = False
+    height = options.width * (0.55 if options.is_narrow else 0.3)
+    plate = _begin(run, options, height * max(len(variants), 1))
+    name = "shares of the final drift"
+    if plate.lacks(plate.figure, name, run, "layers", ["final_share"], [task], variants):
+        return plate.exhibited(lead)
+    panels = plate.figure.subplots(len(variants), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     for letter, axes, variant in zip("abcdefgh", panels, variants, strict=False):
-        rows = run.layers(task, variant).sort_values("layer")
-        has_intervals |= _draw_shares(plate, axes, run, letter, task, variant, rows)
+        _draw_shares(plate, axes, run, letter, task, variant)
         axes.set_title(f"({letter}) {short(title(variant), 28)}")
     entries = {
         "carried by Jacobians": Patch(facecolor="#777777"),
@@ -234,20 +191,20 @@ def _contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibit
     }
     legend(plate.figure, entries)
     shown = run.layers(task)
-    about = [
+    has_intervals = shown.loc[shown["variant"].isin(variants), "final_share_low"].notna().any()
+    return plate.exhibited(
+        lead,
         f"Task: {called(task)}. Solid: propagated by path-averaged Jacobians; they sum to 100 % with the remainder R. "
         "Hatched: by swapping model prefixes; they sum to 100 %.",
         "Whiskers: 95 % bootstrap intervals over the samples with Jacobians." if has_intervals else "",
         samples(shown),
-        jacobian_samples(shown),
-    ]
-    return plate.exhibited([lead, *origin([run]), *about])
+        _jacobian_samples(shown),
+    )
 
 
-def _draw_shares(
-    plate: Plate, axes: Axes, run: DriftRun, panel: str, task: str, variant: str, rows: pd.DataFrame
-) -> bool:
-    """Draw the bars of one variant. Return True if whiskers were drawn."""
+def _draw_shares(plate: Plate, axes: Axes, run: DriftRun, panel: str, task: str, variant: str) -> None:
+    """Draw the bars of one variant."""
+    rows = run.layers(task, variant).sort_values("layer")
     layers, colour = rows["layer"].to_numpy(), colour_of(run, variant)
     carried, swapped = (rows[name].astype(float).to_numpy() for name in ("final_share", "prefix_share"))
     axes.bar(layers - 0.2, np.nan_to_num(carried), 0.38, color=colour)
@@ -263,12 +220,11 @@ def _draw_shares(
     key = {"task": task, "variant": variant, "layer": layers}
     for quantity in ("final_share", "final_share_low", "final_share_high", "prefix_share"):
         plate.record(panel, run, quantity, rows[quantity], **key)
-    axes.axhline(0, color="#888888", linewidth=rcParams["axes.linewidth"], label=GUIDE)
+    guide(axes, 0)
     _layer_axis(run, axes, list(layers))
     axes.label_outer()
     axes.set_xticks([*axes.get_xticks(), place], [*(f"{tick:g}" for tick in axes.get_xticks()), "R"])
     share_axis(axes.yaxis)
-    return bool(low.notna().any())
 
 
 @figure("amplification", title="Growth of incoming drift by layer")
@@ -276,55 +232,43 @@ def _amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibit
     """Draw what each layer makes of the drift that reaches it, on one task, next to its gain on random directions."""
     run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
     lead = "Norm of the propagated drift relative to the incoming drift. Above 1 drift grows."
-    plate = Plate(options.width, options.width * (0.75 if options.is_narrow else 0.42))
-    _note_calibration(plate, run, options)
+    plate = _begin(run, options, options.width * (0.75 if options.is_narrow else 0.42))
+    if plate.lacks(plate.figure, "amplification", run, "layers", ["amplification"], [task], variants):
+        return plate.exhibited(lead)
     axes = plate.figure.subplots()
-    lack = missing_columns(run, "layers", ["amplification"], [task], variants)
-    if lack:
-        plate.note(axes, "amplification", lack)
-        return plate.exhibited([lead, *origin([run])])
     entries: dict[str, Artist] = {}
-    has_intervals = False
     for variant in variants:
-        rows = run.layers(task, variant).sort_values("layer")
-        layers, style = rows["layer"].to_numpy(), line_style(run, variant)
-        values: dict[str, Any] = {
-            name: rows[name].astype(float).to_numpy()
-            for name in (
-                *("amplification", "amplification_low", "amplification_high"),
-                *("jacobian_error", "random_gain_mean"),
-            )
-        }
-        middle, error = values["amplification"], values["jacobian_error"]
-        (entries[title(variant)],) = axes.plot(layers, middle, **style)
-        axes.fill_between(
-            layers, middle * (1 - error), middle * (1 + error), color=style["color"], alpha=0.12, linewidth=0
-        )
-        axes.vlines(layers, values["amplification_low"], values["amplification_high"], color=style["color"])
-        axes.plot(layers, values["random_gain_mean"], **{**style, "linestyle": "", "markerfacecolor": "none"})
-        has_intervals |= bool(np.isfinite(values["amplification_low"]).any())
-        for quantity, numbers in values.items():
-            plate.record("a", run, quantity, numbers, task=task, variant=variant, layer=layers)
-    axes.axhline(1, color="#888888", linewidth=rcParams["axes.linewidth"], label=GUIDE)
+        entries[title(variant)] = _draw_line(plate, axes, run, "a", task, variant, "amplification")
+        rows, style = run.layers(task, variant).sort_values("layer"), line_style(run, variant)
+        layers = rows["layer"].to_numpy()
+        middle, low, high, error, gain = rows[[*_GAINS]].astype(float).to_numpy().T
+        band = (middle * (1 - error), middle * (1 + error))
+        axes.fill_between(layers, *band, color=style["color"], alpha=0.12, linewidth=0)
+        axes.vlines(layers, low, high, color=style["color"])
+        axes.plot(layers, gain, **{**style, "linestyle": "", "markerfacecolor": "none"})
+        for quantity in _GAINS[1:]:
+            plate.record("a", run, quantity, rows[quantity], task=task, variant=variant, layer=layers)
+    guide(axes, 1)
     axes.grid(axis="y")
     axes.set_ylabel("amplification")
     _layer_axis(run, axes, [layer.index for layer in run.manifest.layers])
     legend(plate.figure, entries)
     shown = run.layers(task)
-    has_jacobians = shown["jacobian_error"].notna().any()
-    about = [
-        f"Task: {called(task)}. Ratios of sums over samples; the stem has no incoming drift.",
+    there = shown[shown["variant"].isin(variants)].notna().any()
+    jacobians = (
         "Band: relative error of the path-averaged Jacobian; hollow: its mean gain on random directions."
-        if has_jacobians
-        else "",
-        "Whiskers: 95 % bootstrap intervals over the samples." if has_intervals else "",
+    )
+    return plate.exhibited(
+        lead,
+        f"Task: {called(task)}. Ratios of sums over samples; the stem has no incoming drift.",
+        jacobians if there["jacobian_error"] else "",
+        "Whiskers: 95 % bootstrap intervals over the samples." if there["amplification_low"] else "",
         samples(shown),
-        jacobian_samples(shown),
-    ]
-    return plate.exhibited([lead, *origin([run]), *about])
+        _jacobian_samples(shown),
+    )
 
 
-def jacobian_samples(rows: pd.DataFrame) -> str:
+def _jacobian_samples(rows: pd.DataFrame) -> str:
     """Return how many of the samples have Jacobians; empty where all have."""
     rows = rows[rows["jacobian_samples"].notna() & (rows["jacobian_samples"] != rows["n"])]
     if rows.empty:
@@ -338,30 +282,26 @@ def _output_drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibite
     run, tasks, variants = runs[0], options.tasks_of(runs[0]), options.compared(runs[0])
     task, columns = options.task_of(run), ["flipped", "certified", "margin"]
     lead = "Decisions of the expert under drift: how many its margins certify, and how many flip."
-    narrow, count = options.is_narrow, max(len(variants), 1)
-    plate = Plate(options.width, 1.1 + 0.2 * len(tasks) + options.width * (0.5 if narrow else 0.26))
-    _note_calibration(plate, run, options)
+    height = 1.1 + 0.2 * len(tasks) + options.width * (0.5 if options.is_narrow else 0.26)
+    plate = _begin(run, options, height)
     above, below = plate.figure.subfigures(2, 1, height_ratios=[0.5 + 0.2 * len(tasks), 1.4])
-    lack = missing_columns(run, "outputs", columns, tasks, variants)
-    if lack:
-        plate.note(above.subplots(), "(a) certified, kept and flipped decisions", lack)
-        plate.note(below.subplots(), "(b) flips by margin", lack)
-        return plate.exhibited([lead, *origin([run])])
+    names = {above: "(a) certified, kept and flipped decisions", below: "(b) flips by margin"}
+    lack = [plate.lacks(part, name, run, "outputs", columns, tasks, variants) for part, name in names.items()]
+    if any(lack):
+        return plate.exhibited(lead)
     rows = run.outputs()
     rows = rows[rows[columns].notna().all(axis=1) & rows["task"].isin(tasks) & rows["variant"].isin(variants)]
     rows = rows.assign(flipped=rows["flipped"].astype(bool), certified=rows["certified"].astype(bool))
     shades = dict(
         zip(_OUTCOMES, (LIGHT.sequential[1], LIGHT.sequential[3], LIGHT.sequential[5]), strict=True)
     )
-    panels = above.subplots(1, count, sharey=True, squeeze=False)[0]
+    panels = above.subplots(1, len(variants), sharey=True, squeeze=False)[0]
     for axes, variant in zip(panels, variants, strict=True):
         _draw_outcomes(plate, axes, run, rows[rows["variant"] == variant], tasks, variant, shades)
     panels[0].set_title(f"(a) {panels[0].get_title('left')}")
     of_task = rows[rows["task"] == task]
-    edges = (
-        np.linspace(0, float(of_task["margin"].max()) or 1.0, 21) if len(of_task) else np.linspace(0, 1, 21)
-    )
-    panels = below.subplots(1, count, sharey=True, squeeze=False)[0]
+    edges = np.linspace(0, float(of_task["margin"].max() if len(of_task) else 0) or 1.0, 21)
+    panels = below.subplots(1, len(variants), sharey=True, squeeze=False)[0]
     for axes, variant in zip(panels, variants, strict=True):
         part = of_task[of_task["variant"] == variant]
         bottom = np.zeros(len(edges) - 1)
@@ -378,12 +318,12 @@ def _output_drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibite
     panels[0].set_title(f"(b) {panels[0].get_title('left')}")
     legend(plate.figure, {name: Patch(facecolor=shade) for name, shade in shades.items()})
     sizes = rows.groupby(["task", "variant"]).size()
-    about = [
+    return plate.exhibited(
+        lead,
         "(a) Certified: no score changes by half the expert's margin, so no flip is possible.",
         f"(b) Task: {called(task)}; samples by the expert's margin (best minus second-best score).",
         f"n = {between(sizes)} diagnosis samples per task.",
-    ]
-    return plate.exhibited([lead, *origin([run]), *about])
+    )
 
 
 def _draw_outcomes(
@@ -393,7 +333,7 @@ def _draw_outcomes(
     rows: pd.DataFrame,
     tasks: Sequence[str],
     variant: str,
-    shades: dict[str, str],
+    shades: Mapping[str, str],
 ) -> None:
     """Draw one stacked bar per task: the shares of certified, kept and flipped decisions."""
     outcomes = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,16 @@ from matplotlib import rcParams
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from numpy.typing import ArrayLike
 
 from driftlens.results.formatting import printable
 from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import CALIBRATE
+from driftlens_reports.charts.picking import ChartOptions, lacking
 from driftlens_reports.charts.theme import look
 from driftlens_reports.charts.words import short
-from driftlens_reports.paper.exhibit import Exhibited, MissingPart, settle, together
+from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, MissingPart, origin, together
 
 # Columns of the plotted numbers; figures of sweeps also have the settings.
 COLUMNS = ("panel", "run", "task", "variant", "layer", "sample_id", "quantity", "value")
@@ -46,11 +48,12 @@ _DASHES: dict[str, Any] = {
 class Plate:
     """A figure while it is drawn, without pyplot."""
 
-    def __init__(self, width: float, height: float) -> None:
-        self.figure = Figure(figsize=(width, height), layout="constrained")
+    def __init__(self, runs: Sequence[DriftRun], options: ExhibitOptions, height: float) -> None:
+        self.figure = Figure(figsize=(options.width, height), layout="constrained")
         # The layout needs a canvas; pyplot would keep every figure in memory.
         FigureCanvasAgg(self.figure)
-        self.missing: list[MissingPart] = []
+        self._runs = runs
+        self._missing: list[MissingPart] = []
         self._rows: list[pd.DataFrame] = []
 
     def record(self, panel: str, run: DriftRun, quantity: str, value: ArrayLike, **key: Any) -> None:
@@ -67,50 +70,66 @@ class Plate:
         rows = pd.DataFrame({"panel": panel, "run": run.id, "quantity": quantity, **key, "value": values})
         self._rows.append(rows)
 
-    def note(self, axes: Axes, name: str, missing: str) -> None:
-        """Replace a panel that the runs can't fill by a note, and record the gap.
+    def lacks(
+        self,
+        part: Figure | SubFigure,
+        name: str,
+        run: DriftRun,
+        table: str,
+        columns: Sequence[str],
+        tasks: Sequence[str],
+        variants: Sequence[str],
+    ) -> bool:
+        """Return True if the run lacks the columns for these tasks and variants, after a note in their place."""
+        missing: str | None = f"no variant to show; `{CALIBRATE}` adds one"
+        if variants:
+            missing = lacking(run, ChartOptions(tasks=tasks, variants=variants), table, columns)
+        if missing:
+            self.note(part.subplots(), name, missing)
+        return bool(missing)
 
-        Args:
-            axes: the panel.
-            name: its name.
-            missing: the reason, with the command that fills it.
-        """
+    def note(self, axes: Axes, name: str, missing: str) -> None:
+        """Replace a panel that the runs can't fill by the reason and the command that fills it."""
         self.lack(name, missing)
         axes.set_title("")
         axes.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
         axes.spines[:].set(visible=True, linestyle=(0, (3, 2)), color="#999999")
         size = rcParams["xtick.labelsize"]
-        box, whole = axes.get_position(), axes.figure.bbox
-        inches = box.width * whole.width / axes.figure.dpi
+        inches = axes.get_position().width * axes.figure.bbox.width / axes.figure.dpi
         # A letter is about 0.45 of the font size wide, and an inch has 72 points.
         letters = max(12, int(0.9 * inches * 72 / (0.45 * size)))
+        wrap = textwrap.TextWrapper(letters, break_long_words=False, break_on_hyphens=False)
         # Backticks mark commands in captions; here everything has one font.
-        lines = [
-            textwrap.wrap(
-                printable(part.replace("`", "")), letters, break_long_words=False, break_on_hyphens=False
-            )
-            for part in (name, missing)
-        ]
-        text = "\n\n".join("\n".join(part) for part in lines)
-        written = axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
+        parts = [wrap.fill(printable(part.replace("`", ""))) for part in (name, missing)]
+        written = axes.text(0.5, 0.5, "\n\n".join(parts), ha="center", va="center", transform=axes.transAxes)
         # Outside the layout, which would resize the panel for the text.
         written.set(fontsize=size, color="#555555", linespacing=1.3, in_layout=False)
 
     def lack(self, name: str, missing: str) -> None:
         """Record a gap that has no panel."""
         gap = MissingPart(name, missing.removesuffix("."))
-        if gap not in self.missing:
-            self.missing.append(gap)
+        if gap not in self._missing:
+            self._missing.append(gap)
 
-    def exhibited(self, caption: Iterable[str]) -> Exhibited:
-        """Return the finished exhibit; sentences about gaps are added to the caption."""
-        settle(self.figure)
+    def exhibited(self, lead: str, *caption: str) -> Exhibited:
+        """Return the finished exhibit; its caption names the runs after the first sentence, and gaps at the end."""
+        self._freeze_layout()
         frame = pd.concat(self._rows, ignore_index=True) if self._rows else pd.DataFrame()
         extra = [name for name in frame.columns if name not in COLUMNS]
         frame = frame.reindex(columns=[*COLUMNS[:-2], *extra, *COLUMNS[-2:]])
         frame = frame[frame["value"].notna()].reset_index(drop=True).astype({"layer": "Int64"})
-        text = together(caption, self.missing)
-        return Exhibited(frame, text, figure=self.figure, missing=tuple(self.missing))
+        text = together([lead, *origin(self._runs), *caption], self._missing)
+        return Exhibited(frame, text, figure=self.figure, missing=tuple(self._missing))
+
+    def _freeze_layout(self) -> None:
+        """Compute the layout once, so that every format shows the same."""
+        self.figure.get_layout_engine().execute(self.figure)
+        self.figure.set_layout_engine("none")
+        # The layout's solver ends in other last digits from time to time.
+        for part in self.figure.findobj(SubFigure):
+            part.bbox_relative.set_points(part.bbox_relative.get_points().round(5))
+        for axes in self.figure.axes:
+            axes.set_position([round(part, 5) for part in axes.get_position(original=True).bounds])
 
 
 def legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
@@ -142,6 +161,11 @@ def line_style(run: DriftRun, variant: str) -> dict[str, Any]:
     """Return colour, dash and markers of a variant's curve."""
     style = look(run.variants, variant, dark=False)
     return {"color": style.colour, "linestyle": _DASHES.get(style.dash, "-"), **marks(run, variant)}
+
+
+def guide(axes: Axes, height: float) -> None:
+    """Draw a thin line across the panel that shows no measurement."""
+    axes.axhline(height, color="#888888", linewidth=rcParams["axes.linewidth"], label=GUIDE)
 
 
 def share_axis(axis: Any) -> None:

@@ -20,7 +20,7 @@ from driftlens.results.sweep_results import level, over_seeds, sweep_named, swep
 from driftlens.runs.run import DriftRun
 from driftlens.utils.variants import ACCURACY
 from driftlens_reports.charts.words import between, short, spaced, title
-from driftlens_reports.paper.exhibit import ROUNDED, Exhibited, ExhibitOptions, figure, origin
+from driftlens_reports.paper.exhibit import ROUNDED, Exhibited, ExhibitOptions, figure
 from driftlens_reports.paper.plate import GUIDE, Plate, legend, share_axis
 
 MEAN = "accuracy (average over tasks), mean over seeds"
@@ -50,13 +50,13 @@ _LOOKS = (
 @figure("efficiency", title="Accuracy by calibration samples per task")
 def _efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Draw mean and standard deviation over seeds by the number of calibration samples."""
-    plate = Plate(options.width, options.width * (0.8 if options.is_narrow else 0.48))
+    plate = Plate(runs, options, options.width * (0.8 if options.is_narrow else 0.48))
     axes = plate.figure.subplots()
     entries, points_of = _draw_lines(plate, axes, runs, "a", "n", options)
     lead = "Accuracy, averaged over tasks, by the number of calibration samples per task."
     if not points_of:
         plate.note(axes, "accuracy by calibration samples", f"{_sweeping('n')}, with labelled test data")
-        return plate.exhibited([lead, *origin(runs)])
+        return plate.exhibited(lead)
     counts = sorted({float(n) for points in points_of.values() for n in points["setting"]})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts)
@@ -67,14 +67,14 @@ def _efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     legend(plate.figure, entries)
     measured = [run for run in runs if run.id in points_of]
     about = _about_points(measured, list(points_of.values()), options)
-    return plate.exhibited([lead, *origin(runs), *about, ROUNDED])
+    return plate.exhibited(lead, *about, ROUNDED)
 
 
 @figure("sweeps", title="Sensitivity to the coefficients")
 def _sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Draw a panel per coefficient of FeatCal, with a mark at each run's own setting."""
     narrow = options.is_narrow
-    plate = Plate(options.width, options.width * (1.7 if narrow else 0.42))
+    plate = Plate(runs, options, options.width * (1.7 if narrow else 0.42))
     panels = plate.figure.subplots(3 if narrow else 1, 1 if narrow else 3, sharey=True)
     entries: dict[str, Artist] = {}
     drawn: list[pd.DataFrame] = []
@@ -106,7 +106,7 @@ def _sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     if drawn:
         marked = "the ring or dashed line marks the run's own setting"
         notes = [f"One line per run; {marked}.", *notes]
-    return plate.exhibited([lead, *origin(runs), *about, *notes, ROUNDED])
+    return plate.exhibited(lead, *about, *notes, ROUNDED)
 
 
 def _sweep_points(run: DriftRun, factor: str, tasks: Sequence[str], method: str = "featcal") -> pd.DataFrame:

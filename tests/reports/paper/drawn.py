@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from driftlens.cli import main
 from driftlens.runs.run import DriftRun
-from driftlens_reports.paper.exhibit import WIDTHS, Exhibited, ExhibitOptions, exhibits, sheet
+from driftlens_reports.paper import exhibit
+from driftlens_reports.paper.exhibit import WIDTHS, Artifact, ExhibitOptions, sheet
 from driftlens_reports.paper.plate import GUIDE
 
 Array = NDArray[np.float64]
@@ -31,9 +32,9 @@ PAGE = r"""\documentclass[10pt]{article}\usepackage{booktabs,graphicx}%s
 
 
 @functools.cache
-def draw(name: str, *runs: DriftRun, **options: Any) -> Exhibited:
+def draw(name: str, *runs: DriftRun, **options: Any) -> Artifact:
     """The exhibit `name`, drawn once for the same run objects and options."""
-    return exhibits[name].draw(runs, ExhibitOptions(**options))
+    return exhibit.draw(name, runs, ExhibitOptions(**options))
 
 
 def lines(axes: Axes) -> list[Line2D]:

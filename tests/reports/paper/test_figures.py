@@ -15,7 +15,7 @@ import pytest
 
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import RunError
-from driftlens_reports.paper.exhibit import PICTURES, encode, exhibits
+from driftlens_reports.paper.exhibit import PICTURES, exhibits
 from tests.quick import few
 from tests.reports.paper.drawn import all_numbers, draw, lines, scattered, shows, texts, words
 from tests.reports.paper.saved_runs import HOSTILE, figure_run
@@ -182,30 +182,29 @@ def test_names_are_drawn_letter_by_letter(name: str, hostile: DriftRun) -> None:
 @quick_figures
 def test_drawing_again_gives_the_same_bytes(name: str, run: DriftRun) -> None:
     with matplotlib.rc_context({"font.size": 30, "svg.hashsalt": None, "lines.linewidth": 9}):
-        other = draw(name, open_run(run.path)).figure
+        other = draw(name, open_run(run.path))
         formats = (
             PICTURES if name == "intro" else ("svg",)
         )  # one figure in all formats: the others take no other way
-        again = {file_format: encode(other, file_format, "neurips") for file_format in formats}
+        again = {file_format: other.content(file_format) for file_format in formats}
     for file_format in formats:
-        assert encode(draw(name, run).figure, file_format, "neurips") == again[file_format], file_format
+        assert draw(name, run).content(file_format) == again[file_format], file_format
 
 
 def test_names_are_no_markup_in_files(hostile: DriftRun) -> None:
-    drawn = ElementTree.fromstring(encode(draw("intro", hostile, task=HOSTILE[1]).figure, "svg", "neurips"))
+    drawn = ElementTree.fromstring(draw("intro", hostile, task=HOSTILE[1]).content("svg"))
     assert "script" not in {element.tag.rpartition("}")[2] for element in drawn.iter()}
 
 
 def test_files_hold_their_fonts_and_no_date(run: DriftRun) -> None:
-    figure = draw("intro", run).figure
-    pdf, svg = encode(figure, "pdf", "neurips"), encode(figure, "svg", "neurips")
+    pdf, svg = map(draw("intro", run).content, ("pdf", "svg"))
     assert b"/FontFile2" in pdf and b"/Type3" not in pdf
     assert b"CreationDate" not in pdf and b"dc:date" not in svg
 
 
 def test_settings_of_the_user_are_left_alone(run: DriftRun) -> None:
     before = dict(matplotlib.rcParams)
-    encode(draw("intro", open_run(run.path)).figure, "pdf", "neurips")
+    draw("intro", open_run(run.path)).content("pdf")
     assert dict(matplotlib.rcParams) == before
 
 

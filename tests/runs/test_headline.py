@@ -17,7 +17,7 @@ from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.run import open_run
 from driftlens.utils.intervals import Interval, ratio
 from driftlens_reports.content import Headline
-from driftlens_reports.formats.page import bar, block
+from driftlens_reports.formats.page import block
 from tests.runs.drawn_runs import CAL, Right, interval, run_of, tables
 from tests.runs.full_run import write_run
 
@@ -154,4 +154,4 @@ def test_whatever_a_run_is_called_stays_text(manifest: Manifest) -> None:
     name = 'calibrated:<img src=x onerror="alert(1)">'
     right = {("t0", model): k for model, k in {"base": 300, "merged": 330, name: 400, "expert": 450}.items()}
     found = Headline.model_validate(headline(run_of(manifest, right, 500, {})))
-    assert "<img" not in str(block(found)) + str(bar(found)) and "&lt;img" in str(block(found))
+    assert "<img" not in str(block(found)) and "&lt;img" in str(block(found))

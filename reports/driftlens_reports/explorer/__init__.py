@@ -74,10 +74,9 @@ class Explorer:
     def page(self) -> bytes:
         """The page, the same bytes for the same run."""
         head = Headline.model_validate(headline(self.run))
-        heads = "".join(
-            f'<div class="in-{look}">{block(head, dark=look == "dark")}</div>' for look in ("light", "dark")
+        return page(
+            self._data, f'<header><h1>{_name(self._data)}</h1>{block(head)}<p id="verdict"></p></header>'
         )
-        return page(self._data, f'<header><h1>{_name(self._data)}</h1>{heads}<p id="verdict"></p></header>')
 
     def inside(self, *, only_points: bool = False) -> bytes:
         """Return the page without name, headline and commands, for embedding in the dashboard.

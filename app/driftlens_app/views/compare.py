@@ -27,7 +27,7 @@ from driftlens_app.show import (
     show_sheet,
     shown_errors,
 )
-from driftlens_reports.charts.page_curves import change_curves
+from driftlens_reports.charts.layer_curves import change_curves
 from driftlens_reports.charts.panels import one_column
 from driftlens_reports.merges import draw_merges, merges_sheet, read_merges
 

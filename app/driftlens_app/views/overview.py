@@ -42,7 +42,7 @@ from driftlens_app.show import (
 )
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import SECTIONS, charts
-from driftlens_reports.charts.page_curves import mean_curves
+from driftlens_reports.charts.layer_curves import mean_curves
 
 PAGE = Page("Overview", icon=":material/dashboard:", order=20)
 _CELLS = "contributions-heatmap"

@@ -49,7 +49,7 @@ from driftlens_app.show import (
 )
 from driftlens_app.views import compare
 from driftlens_reports.charts.chart import ChartOptions
-from driftlens_reports.charts.page_curves import mean_curves, running_curve
+from driftlens_reports.charts.layer_curves import mean_curves, running_curve
 
 PAGE = Page(
     "Repair",

@@ -1,19 +1,22 @@
-"""Charts over layers: curves by task and variant with bands and gaps, and a heat map of contributions."""
+"""Charts over layers: curves with bands and gaps, a heat map of contributions, and curves of the dashboard alone."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from driftlens.results.formatting import error, percent, signs
+from driftlens.results.compare import Comparison
+from driftlens.results.formatting import error, number, percent
 from driftlens.runs.run import DriftRun
+from driftlens.runs.schema import LAYERS
+from driftlens.utils.errors import DataError
+from driftlens.utils.variants import calibrated
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
@@ -291,17 +294,10 @@ _SHARES = {
 }
 # Pixels: of a row of cells, and of a panel.
 _ROW, _LEAST = 26, 72
-# Pixels of a colour bar below the panels of a narrow window, with its title and numbers.
+# Pixels of the colour bar below the panels, with its title and numbers.
 _BAR_BELOW = 66
-
-
-@dataclass(frozen=True)
-class _Cells:
-    """One panel: a row of shares per task, a column per layer and one for the remainder."""
-
-    title: str
-    shares: pd.DataFrame
-    intervals: pd.DataFrame
+# Layers up to which the cells have room for numbers.
+_MOST_NUMBERED = 16
 
 
 @chart(
@@ -321,107 +317,208 @@ def _contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = picking.layer_rows(run, options).rename(columns=_SHARES)
     rows = rows[rows[CONTRIBUTED].notna().groupby(rows["variant"]).transform("any")]
     ends = [name for name in (_SHARE_LOW, _SHARE_HIGH) if rows[name].notna().any()]
-    figure = _draw_cells(run, _cells_of(run, rows), list(dict.fromkeys(rows["task"])), dark=options.dark)
+    figure = _draw_cells(run, rows, dark=options.dark)
     peaks = words.peak_sentence(rows, CONTRIBUTED, percent)
     alt = f"Heatmap of signed shares of the final drift by task and layer. {peaks}"
     notes = words.gap_notes(run, rows, CONTRIBUTED)
     return _of_layers(run, figure, rows, CONTRIBUTED, *ends, REST, alt=alt, notes=notes)
 
 
-def _cells_of(run: DriftRun, rows: pd.DataFrame) -> list[_Cells]:
+def _draw_cells(run: DriftRun, rows: pd.DataFrame, *, dark: bool) -> go.Figure:
+    """Draw a row of shares per task, a panel per variant, above one colour bar."""
     # Layers without rows are gaps too: left out, their neighbours' cells would grow over them.
     layers = [layer.index for layer in run.manifest.layers]
-    tasks, key = list(dict.fromkeys(rows["task"])), ["variant", "task"]
+    # The remainder is a column after the last layer.
+    columns = [*layers, layers[-1] + 1]
+    tasks, variants = list(dict.fromkeys(rows["task"])), rows["variant"].unique()
     rows = rows.assign(interval=theme.interval_texts(rows, _SHARE_LOW, _SHARE_HIGH))
-    wide = rows.pivot(index=key, columns="layer", values=[CONTRIBUTED, "interval"])
-    rest = rows.groupby(key)[REST].max()
-    cells = []
-    for variant in rows["variant"].unique():
-        table = wide.loc[variant].reindex(tasks)
-        shares = table[CONTRIBUTED].reindex(columns=layers)
-        # The remainder is a column after the last layer.
-        shares[layers[-1] + 1] = rest.loc[variant]
-        intervals = table["interval"].fillna("").reindex(columns=[*shares], fill_value="")
-        cells.append(_Cells(words.shown(str(variant)), shares, intervals))
-    return cells
-
-
-def _draw_cells(run: DriftRun, cells: list[_Cells], tasks: list[str], *, dark: bool) -> go.Figure:
-    """Draw one panel above the other, with one colour bar."""
+    wide = rows.pivot(index=["variant", "task"], columns="layer", values=[CONTRIBUTED, "interval"])
+    rest = rows.groupby(["variant", "task"])[REST].max()
     grid = panels.panel_grid(
-        [panel.title for panel in cells],
+        [words.shown(str(variant)) for variant in variants],
         x_title=panels.layer_title(run),
         y_titles=["task"],
         columns=1,
         height=max(_ROW * len(tasks) + 8, _LEAST),
         dark=dark,
     )
-    places = [words.literal(run.layer_name(layer.index)) for layer in run.manifest.layers]
+    places = [words.literal(run.layer_name(layer)) for layer in layers]
     texts = [[f"{words.literal(task)}, {place}" for place in (*places, REST)] for task in tasks]
-    # One symmetric scale for all panels: colours compare, and the middle is 0.
-    highest = max(float(np.nanmax(np.abs(panel.shares.to_numpy(dtype=float)))) for panel in cells)
-    for index, panel in enumerate(cells):
-        coloured = theme.heatmap(
-            x=[*panel.shares.columns],
+    has_numbers = len(layers) <= _MOST_NUMBERED and not panels.is_narrow()
+    for index, variant in enumerate(variants):
+        table = wide.loc[variant].reindex(tasks)
+        shares = table[CONTRIBUTED].reindex(columns=layers).assign(**{REST: rest.loc[variant]})
+        cells = theme.heatmap(
+            x=columns,
             y=list(range(len(tasks))),
-            z=panel.shares.to_numpy(dtype=float),
+            z=shares.to_numpy(dtype=float),
             xgap=1,
             ygap=1,
             hoverongaps=False,
             coloraxis="coloraxis",
             text=texts,
-            hovertext=panel.intervals.to_numpy().tolist(),
+            texttemplate="%{z:.0%}" if has_numbers else None,
+            textfont={"size": theme.SMALL - 1},
+            hovertext=table["interval"]
+            .fillna("")
+            .reindex(columns=columns, fill_value="")
+            .to_numpy()
+            .tolist(),
             hovertemplate=f"%{{text}}<br>%{{z:{theme.SHARE}}}%{{hovertext}}<extra></extra>",
         )
-        grid.add(index, coloured, _numbers(coloured, highest, dark=dark))
+        grid.add(index, cells)
     grid.add_lines("x", *panels.borders(run.layers()))
-    is_narrow = panels.is_narrow()
-    longest = words.LONGEST_OF_TWO if is_narrow else words.LONGEST
+    longest = words.LONGEST_OF_TWO if panels.is_narrow() else words.LONGEST
     names = [words.label(task, longest) for task in tasks]
     ticks = {"tickvals": list(range(len(names))), "ticktext": names, "showgrid": False}
     first_on_top = {"range": [len(names) - 0.5, -0.5]}
     grid.set_axes(x={**panels.layer_axis(run, "rest"), "showgrid": False}, y={**ticks, **first_on_top})
-    # Numbers that don't fit into their cell are left out; hover text has them.
-    grid.lay_out(
-        uniformtext={"minsize": theme.SMALL - 2, "mode": "hide"},
-        bargap=0,
-        plot_bgcolor=theme.palette(dark).gap,
-        margin=panels.room_beside(names),
-    )
+    height, margin = grid.layout["height"], grid.layout["margin"]
     bar = {
-        **{"thickness": 14, "outlinewidth": 0, "tickformat": theme.SHARE},
-        "title": {"text": _SHARE_TITLE, "side": "right"},
-    }
-    if is_narrow:
-        height, margin = grid.layout["height"], grid.layout["margin"]
-        bar |= {"title": {"text": _SHARE_TITLE, "side": "top"}, "orientation": "h"}
+        **{"thickness": 14, "outlinewidth": 0, "tickformat": theme.SHARE, "orientation": "h"},
+        "title": {"text": _SHARE_TITLE, "side": "top"},
         # Measured from the container, a low chart would have no room left for its cells.
-        inner = height - margin["t"] - margin["b"]
-        bar |= {"y": -margin["b"] / inner, "yanchor": "top"}
-        grid.lay_out(height=height + _BAR_BELOW, margin={"r": 12, "b": margin["b"] + _BAR_BELOW})
+        **{"y": -margin["b"] / (height - margin["t"] - margin["b"]), "yanchor": "top"},
+    }
+    # One symmetric scale for all panels: colours compare, and the middle is 0.
+    highest = float(rows[[CONTRIBUTED, REST]].astype(float).abs().max(axis=None))
     ends = {"cmin": -highest, "cmax": highest, "colorscale": theme.palette(dark).diverging}
-    grid.lay_out(coloraxis={**ends, "colorbar": bar})
+    grid.lay_out(
+        plot_bgcolor=theme.palette(dark).gap,
+        height=height + _BAR_BELOW,
+        margin={"b": margin["b"] + _BAR_BELOW},
+        coloraxis={**ends, "colorbar": bar},
+    )
     return grid.figure
 
 
-def _numbers(drawn: theme.Trace, highest: float, *, dark: bool) -> theme.Trace:
-    """Return the numbers in the cells, as text of invisible bars."""
-    extent = 2 * highest or 1.0
-    places = np.argwhere(~np.isnan(drawn["z"]))
-    values = [float(drawn["z"][row, across]) for row, across in places]
-    colours = theme.palette(dark).diverging
-    backgrounds = [theme.shade(colours, (value + highest) / extent) for value in values]
-    return theme.bar(
-        x=[drawn["x"][across] for _, across in places],
-        base=[float(row) - 0.5 for row, _ in places],
-        y=[1.0] * len(values),
-        width=1,
-        marker={"color": "rgba(0, 0, 0, 0)", "line_width": 0},
-        text=[signs(f"{round(value, 2) + 0.0:.0%}") for value in values],
-        textposition="inside",
-        insidetextanchor="middle",
-        textangle=0,
-        insidetextfont={"size": theme.SMALL - 1, "color": [theme.readable(colour) for colour in backgrounds]},
-        hoverinfo="skip",
-        showlegend=False,
+_MEAN, _CHANGE = "mean drift", "change of mean drift"
+
+
+def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
+    """Draw the mean drift over tasks by layer: a thick line per variant, a thin one per task."""
+    column = "drift_rel" if options.relative else "drift_l2_mean"
+    # The mean is over all tasks; chosen ones are only emphasised.
+    rows = picking.layer_rows(run, replace(options, tasks=None))
+    if not rows[column].notna().any():
+        raise DataError(
+            "no drift was measured in this run", hint=f"`{LAYERS.command_to_fill([column])}` adds it."
+        )
+    quantity = "drift / expert norm" if options.relative else "mean L2 drift"
+    kind = Curves(_MEAN, panels.titled(quantity, "layers", column), panels.value_axis(options))
+    by_task = rows.pivot_table(index=["variant", "layer"], columns="task", values=column, sort=False)
+    # A mean over fewer tasks would jump.
+    means = by_task.mean(axis=1, skipna=False).rename(_MEAN).reset_index()
+    means = picking.ordered(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
+    means = _placed(run, means)
+    where = {layer: words.literal(place) for layer, place in zip(rows["layer"], rows["where"], strict=True)}
+    thin = _thin_lines(run, by_task, where, options)
+    figure = draw_curves(run, means, kind, dark=options.dark, below=thin, titles=[""])
+    # Zoom is kept when tasks or theme change, not when the unit does.
+    figure.layout.uirevision = f"{run.id} mean {options.relative}"
+    alt = (
+        f"{quantity[0].upper()}{quantity[1:]} by layer, mean over tasks. {words.final_sentence(means, _MEAN)}"
+    )
+    note = f"Thick: mean over {words.counted(len(run.tasks), 'task')}; thin: each task."
+    return Drawn(figure, alt, means[["variant", "layer", "role", "path", _MEAN]], (note,))
+
+
+def _thin_lines(
+    run: DriftRun, by_task: pd.DataFrame, where: Mapping[int, str], options: ChartOptions
+) -> list[theme.Trace]:
+    """Return a line per task, those of chosen tasks emphasised."""
+    selected = set(options.tasks or ())
+    brush = theme.Brush(run.variants, options.dark)
+    thin = []
+    for (variant, values), is_chosen in itertools.product(
+        by_task.reset_index("layer").groupby("variant", sort=False), (False, True)
+    ):
+        tasks = [task for task in by_task if (task in selected) == is_chosen]
+        if not tasks:
+            continue
+        thin.append(
+            brush.line(
+                str(variant),
+                # One trace for all tasks, as each has its price.
+                [*values["layer"], None] * len(tasks),
+                pd.Series([value for task in tasks for value in (*values[task], math.nan)]),
+                mode="lines",
+                line={"width": 1.5 if is_chosen else 0.75, "dash": None},
+                opacity=1.0 if is_chosen else 0.45,
+                showlegend=False,
+                text=[*map(where.get, values["layer"]), ""] * len(tasks),
+                customdata=[label for label in map(words.label, tasks) for _ in range(len(values) + 1)],
+                hovertemplate=f"%{{customdata}}, {words.shown(str(variant))}: %{{y:{theme.NUMBER}}}, %{{text}}"
+                "<extra></extra>",
+            )
+        )
+    return thin
+
+
+def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark: bool) -> Drawn:
+    """Draw the mean drift by layer of the merged model and of a calibration in progress.
+
+    Args:
+        run: the run.
+        name: the calibration.
+        drifts: mean drift of each finished layer, by layer index.
+        dark: True for the dark theme.
+    """
+    measured, variant = run.layers(), calibrated(name)
+    merged = measured[measured["variant"] == "merged"].groupby("layer")["drift_l2_mean"].mean()
+    lines = {"merged": merged, variant: pd.Series(drifts, dtype=float).sort_index()}
+    rows = pd.concat([line.rename_axis("layer").rename(_MEAN) for line in lines.values()], keys=lines)
+    rows = _placed(run, rows.rename_axis(["variant", "layer"]).reset_index())
+    rows = rows.fillna({"role": "layer", "path": ""}).assign(task="mean over tasks")
+    title = panels.titled("mean L2 drift", "layers", "drift_l2_mean")
+    kind = Curves(_MEAN, title, {"tickformat": theme.TICK_NUMBER, "rangemode": "tozero"})
+    # The style depends on the variants before it, so the line keeps it after the calibration.
+    names = list(dict.fromkeys([*run.variants, *rows["variant"]]))
+    figure = draw_curves(run, rows, kind, dark=dark, variants=names, titles=[""])
+    figure.layout.uirevision = f"{run.id} running {name}"
+    state = "No layer is calibrated yet."
+    if drifts:
+        layer = max(drifts)
+        before = f", merged {number(float(merged[layer]))}" if layer in merged else ""
+        done = f"{words.counted(len(drifts), 'layer')} of {len(run.manifest.layers)}"
+        state = f"{done} so far; at {run.layer_name(layer)}: calibrated {number(drifts[layer])}{before}."
+    return Drawn(
+        figure,
+        alt=f"Mean drift by layer while the calibration runs. {state}",
+        data=rows[["variant", "layer", "role", "path", _MEAN]],
+        notes=(
+            "Mean over tasks.",
+            "Merged: diagnosis samples; calibration: calibration samples.",
+        ),
+    )
+
+
+def _placed(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows with each layer's role, path and name."""
+    columns = {"layer": "index", "role": "role", "path": "path"}
+    layers = {name: [getattr(entry, key) for entry in run.manifest.layers] for name, key in columns.items()}
+    return picking.named_layers(run, rows.merge(pd.DataFrame(layers), on="layer", how="left"))
+
+
+def change_curves(comparison: Comparison, *, dark: bool) -> Drawn:
+    """Draw the change of mean drift by layer between two runs: a panel per task, a line per pair of variants."""
+    run = comparison.after
+    # The compared layers as rows of a layer table, each pair under the name of the variant after.
+    rows = comparison.layers.rename(columns={"after": "variant", "drift_change": _CHANGE})
+    roles = {entry.index: entry.role for entry in run.manifest.layers}
+    rows = rows.assign(role=rows["layer"].map(roles))
+    kind = Curves(_CHANGE, "change of L2 drift (feature units)", {"tickformat": theme.TICK_NUMBER}, line=0.0)
+    text, last = "Nothing was measured at the last layer.", rows[rows["layer"] == rows["layer"].max()]
+    change = last[_CHANGE].dropna()
+    if len(change):
+        fewer, mean = int((change < 0).sum()), number(float(change.mean()))
+        compared = f"{fewer} of {len(change)} comparisons"
+        text = f"At the last layer it falls in {compared}; the mean change is {mean}."
+    figure = draw_curves(run, rows, kind, dark=dark)
+    figure.layout.uirevision = f"{comparison.before.id} {comparison.after.id} {comparison.pairs}"
+    return Drawn(
+        figure,
+        alt=f"Change of mean drift by layer. {text}",
+        data=comparison.layers,
+        notes=("Mean over diagnosis samples, after minus before: below zero is an improvement.",),
     )

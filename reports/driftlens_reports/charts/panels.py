@@ -21,9 +21,6 @@ _MOST_COLUMNS = 3
 _GAP, _TITLE, _BOTTOM = 34, 22, 56
 # Pixels: a row of the legend, its width in a window and in a narrow one, and what an entry takes of it.
 _LEGEND_ROW, _LEGEND_WIDTHS, _SYMBOL, _LEGEND_LETTER = 24, (600, 330), 46, 7
-# Pixels: what an axis of names takes besides its names, a letter of them, a colour bar with title and
-# numbers.
-_TITLE_AND_TICKS, _LETTER, _COLOUR_BAR = 36, 6, 100
 # Display names of units of the schema; others are shown unchanged.
 _UNITS = {"feature": "feature units", "score": "score units", "1": "ratio"}
 _MOST_TICKS = 8
@@ -88,12 +85,6 @@ def layer_axis(run: DriftRun, beyond: str = "") -> dict[str, Any]:
 def whole(low: float, high: float) -> dict[str, Any]:
     """Return settings of an axis that shows `low` to `high` until the reader zooms."""
     return {"include": [low, high], "clipmin": low, "clipmax": high}
-
-
-def room_beside(names: Sequence[str]) -> dict[str, int]:
-    """Return margins for names on the left and a colour bar on the right."""
-    longest = max((len(html.unescape(name)) for name in names), default=0)
-    return {"l": _TITLE_AND_TICKS + _LETTER * longest, "r": _COLOUR_BAR}
 
 
 def parted(rows: pd.DataFrame) -> pd.DataFrame:

@@ -133,21 +133,6 @@ def look(variants: Sequence[str], variant: str, *, dark: bool) -> Look:
     return Look(*(marks[index % len(marks)] for marks in (palette(dark).roles[part], *_MARKS[part])))
 
 
-def shade(colours: Sequence[str], share: float) -> str:
-    """Return the colour at `share` (0 to 1) of a continuous scale."""
-    place = min(max(share, 0.0), 1.0) * (len(colours) - 1)
-    below = min(int(place), len(colours) - 2)
-    pairs = zip(hex_to_rgb(colours[below]), hex_to_rgb(colours[below + 1]), strict=True)
-    return "#" + "".join(f"{round(low + (place - below) * (high - low)):02X}" for low, high in pairs)
-
-
-def readable(colour: str) -> str:
-    """Return black or white, whichever contrasts more with `colour` (4.5:1 or more)."""
-    linear = (c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in hex_to_rgb(colour))
-    luminance = sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-    return "#000000" if luminance > 0.179 else "#FFFFFF"  # where both contrast alike
-
-
 def faded(colour: str, opacity: float) -> str:
     """Return `colour` (#RRGGBB) with an opacity in [0, 1]."""
     red, green, blue = hex_to_rgb(colour)

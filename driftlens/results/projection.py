@@ -1,8 +1,7 @@
 """Two-dimensional layouts of stored features: expert, merged and calibrated together, with quality measures.
 
-One layout is fitted per task on all variants, so that distances are comparable between panels. Its coordinates are
-stored in the run. Distances in two dimensions are indicative only; quality measures come from the features. Entry
-points: `project` computes, `stored_projection` reads.
+One layout is fitted per task on all variants, so that distances are comparable between panels. Distances in two
+dimensions are indicative only; quality measures come from the features. Entry point: `project`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import math
 import pathlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
@@ -36,8 +34,6 @@ Stored = NDArray[np.floating[Any]]
 Method = Literal["pca", "umap", "tsne"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
-# Samples in memory at once, in double precision.
-_CHUNK = 4096
 # Limit for comparing all pairs of neighbours in the memory of a viewer.
 MOST_POINTS = 10_000
 # With fewer distinct rows, PCA replaces UMAP and t-SNE.
@@ -69,19 +65,9 @@ class ProjectionSettings:
         """The expert and the shown variants."""
         return ("expert", *self.variants)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON values."""
-        return {**asdict(self), "variants": list(self.variants), "fit_on": "all"}  # as earlier runs have it
 
-
-def settings_of(run: DriftRun, task: str, request: ProjectionRequest) -> ProjectionSettings:
-    """Return checked settings.
-
-    Args:
-        run: the run.
-        task: the task.
-        request: the requested layer, method, variants and number of points.
-    """
+def _resolved(run: DriftRun, task: str, request: ProjectionRequest) -> ProjectionSettings:
+    """Return checked settings."""
     method, most = request.method, request.max_points
     drawn = (
         [name for name in run.variants if name != "base"] if request.variants is None else request.variants
@@ -172,23 +158,20 @@ def _measure(
     array: Stored, expert: Stored, role: str, settings: ProjectionSettings, ids: Sequence[str]
 ) -> tuple[float, float]:
     """Return mean cosine to the expert and mean distance from it; NaN if no cosine exists, as a norm is 0."""
-    cosines, drifts = [], []
-    for start in range(0, len(array), _CHUNK):
-        # In double precision, as stored features may be float16 and overflow in sums.
-        own, target = (rows[start : start + _CHUNK].astype(np.float64) for rows in (array, expert))
-        finite = np.isfinite(own).all(axis=1)
-        if not finite.all():
-            raise NumericsError(
-                f"features of task {settings.task!r}, {role}, layer {settings.layer} hold NaN or infinity, first for "
-                f"sample {ids[start + int(finite.argmin())]!r}",
-                hint="Check the weights for NaN: `driftlens validate` on the spec.",
-            )
-        norms = np.linalg.norm(own, axis=1) * np.linalg.norm(target, axis=1)
-        products = (own * target).sum(axis=1)
-        cosines.append(products[norms > 0] / norms[norms > 0])
-        drifts.append(np.linalg.norm(own - target, axis=1))
-    cosine = np.concatenate(cosines)
-    return (float(cosine.mean()) if len(cosine) else float("nan")), float(np.concatenate(drifts).mean())
+    # In double precision, as stored features may be float16 and overflow in sums.
+    own, target = (rows.astype(np.float64) for rows in (array, expert))
+    finite = np.isfinite(own).all(axis=1)
+    if not finite.all():
+        raise NumericsError(
+            f"features of task {settings.task!r}, {role}, layer {settings.layer} hold NaN or infinity, first for "
+            f"sample {ids[int(finite.argmin())]!r}",
+            hint="Check the weights for NaN: `driftlens validate` on the spec.",
+        )
+    norms = np.linalg.norm(own, axis=1) * np.linalg.norm(target, axis=1)
+    products = (own * target).sum(axis=1)
+    cosine = products[norms > 0] / norms[norms > 0]
+    drift = float(np.linalg.norm(own - target, axis=1).mean())
+    return float(cosine.mean()) if len(cosine) else math.nan, drift
 
 
 def _directions(array: Stored) -> Array:
@@ -207,140 +190,84 @@ def _notes(directions: Mapping[str, Array], n_shown: int, n: int) -> Iterator[st
 
 
 def lay_out(rows: Array, method: Method, seed: int) -> tuple[Array, dict[str, Any]]:
-    """Return two coordinates `[r, 2]` for every row, and how they were made: other fields of a `Projection`.
+    """Return two coordinates `[r, 2]` for finite features `[r, d]`, and the fields of a `Projection` that say how."""
+    from sklearn.decomposition import PCA
 
-    Args:
-        rows: finite features `[r, d]`.
-        method: pca, umap or tsne.
-        seed: random seed.
-    """
     # Libraries place equal rows apart or fail on them, so each distinct row is laid out once.
     distinct, places = np.unique(rows, axis=0, return_inverse=True)
-    reason = "" if method == "pca" else _why_not(method, len(distinct))
-    if method == "pca" or reason:
-        plane, how = _by_pca(rows, distinct, seed, (reason,) if reason else ())
+    notes, variance = [], None
+    if method != "pca" and len(distinct) < _FEWEST_POINTS:
+        notes.append(f"{len(distinct)} distinct points are too few for {_TITLES[method]}; this is PCA")
+        method = "pca"
+    parameters = dict(PARAMETERS[method])
+    fitted = rows if method == "pca" else distinct
+    reduced = np.zeros((len(distinct), 0))
+    # sklearn divides by the total variance, which is 0 where all rows are equal.
+    if np.abs(fitted - fitted.mean(axis=0)).max() > 1e-12:  # rows have norm 1, so the rest is rounding
+        # PCA has at most as many components as rows or columns.
+        model = PCA(min(parameters.get("pca_dims", 2), *fitted.shape), random_state=seed).fit(fitted)
+        reduced, variance = model.transform(distinct), (*model.explained_variance_ratio_.tolist(), 0.0)[:2]
     else:
-        plane, how = _by_neighbours(distinct, method, seed)
+        notes.append("all points coincide")
+    if method != "pca":
+        parameters["pca_dims"] = reduced.shape[1]
+    # Both axes are drawn, and both libraries start from two columns.
+    plane = np.pad(reduced, ((0, 0), (0, max(0, 2 - reduced.shape[1]))))
+    if method != "pca":
+        variance = None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plane = _by_neighbours(plane, method, seed, parameters)
+        messages = [str(entry.message) for entry in caught if issubclass(entry.category, UserWarning)]
+        notes += [f"{_TITLES[method]} warned: {text}" for text in dict.fromkeys(messages)]
+    how = {"method": method, "parameters": parameters, "explained_variance": variance, "notes": tuple(notes)}
     return plane[places], how
 
 
-def _why_not(method: Method, num_distinct: int) -> str:
-    """Return why a method is replaced by PCA; empty if it is not."""
-    if num_distinct < _FEWEST_POINTS:
-        return f"{num_distinct} distinct points are too few for {_TITLES[method]}; this is PCA"
+def _by_neighbours(rows: Array, method: Method, seed: int, parameters: dict[str, Any]) -> Array:
+    """Lay out rows by UMAP or t-SNE; parameters that don't fit the number of rows are replaced."""
+    settings = {name: value for name, value in parameters.items() if name != "pca_dims"}
     if method == "umap":
-        with _silenced():
-            try:
-                import umap  # noqa: F401
-            except ImportError:
-                return "umap-learn is not installed, so this is PCA; `pip install umap-learn` adds UMAP"
-    return ""
+        from umap import UMAP
+
+        settings["n_neighbors"] = min(settings["n_neighbors"], len(rows) - 1)
+        # One thread: with more, a seed does not give the same layout twice.
+        model = UMAP(n_components=2, random_state=seed, transform_seed=seed, n_jobs=1, **settings)
+    else:
+        from sklearn.manifold import TSNE
+
+        # t-SNE raises where the perplexity is not below the number of points.
+        settings["perplexity"] = min(settings["perplexity"], (len(rows) - 1) / 3)
+        model = TSNE(n_components=2, random_state=seed, n_jobs=1, **settings)
+    parameters |= settings
+    # float64, as the file stores it: UMAP returns float32.
+    plane: Array = model.fit_transform(rows).astype(np.float64)
+    return plane
 
 
-def _by_pca(
-    fitted: Array, distinct: Array, seed: int, notes: tuple[str, ...]
-) -> tuple[Array, dict[str, Any]]:
-    coordinates, variance = _components(fitted, distinct, 2, seed)
-    plane = np.zeros((len(distinct), 2))
-    plane[:, : coordinates.shape[1]] = coordinates
-    if variance is None:
-        notes = (*notes, "all points coincide")
-    x_and_y = None if variance is None else tuple([*variance.tolist(), 0.0][:2])
-    return plane, {"method": "pca", "parameters": {}, "explained_variance": x_and_y, "notes": notes}
-
-
-def _components(fitted: Array, rows: Array, most: int, seed: int) -> tuple[Array, Array | None]:
-    """Return rows in the leading principal components of `fitted`, and the share of variance of each."""
-    from sklearn.decomposition import PCA
-
-    centred = fitted - fitted.mean(axis=0)
-    # sklearn divides by the total variance, which is 0 where all rows are equal.
-    if not np.abs(centred).max() > 1e-12:  # rows have norm 1, so the rest is rounding
-        return np.zeros((len(rows), 0)), None
-    # PCA has at most as many components as rows or columns.
-    count = min(most, *fitted.shape)
-    model = PCA(count, random_state=seed).fit(fitted)
-    return model.transform(rows), model.explained_variance_ratio_
-
-
-def _by_neighbours(distinct: Array, method: Method, seed: int) -> tuple[Array, dict[str, Any]]:
-    parameters = dict(PARAMETERS[method])
-    reduced, _ = _components(distinct, distinct, parameters.pop("pca_dims"), seed)
-    num_fitted, num_dims = reduced.shape
-    if num_dims < 2:  # both libraries start from two columns
-        reduced = np.hstack([reduced, np.zeros_like(reduced)])
-    with _silenced() as warned:
-        if method == "umap":
-            from umap import UMAP
-
-            parameters["n_neighbors"] = min(parameters["n_neighbors"], num_fitted - 1)
-            # One thread: with more, a seed does not give the same layout twice.
-            model = UMAP(n_components=2, random_state=seed, transform_seed=seed, n_jobs=1, **parameters)
-        else:
-            from sklearn.manifold import TSNE
-
-            # t-SNE raises where the perplexity is not below the number of points.
-            parameters["perplexity"] = min(parameters["perplexity"], (num_fitted - 1) / 3)
-            model = TSNE(n_components=2, random_state=seed, n_jobs=1, **parameters)
-        # float64, as the file stores it: UMAP returns float32.
-        plane = model.fit_transform(reduced).astype(np.float64)
-    notes = tuple(f"{_TITLES[method]} warned: {text}" for text in dict.fromkeys(warned()))
-    parameters = {"pca_dims": num_dims, **parameters}
-    return plane, {"method": method, "parameters": parameters, "explained_variance": None, "notes": notes}
-
-
-@contextmanager
-def _silenced() -> Iterator[Any]:
-    """Catch warnings of libraries; yield a function that lists them."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield lambda: [str(entry.message) for entry in caught if issubclass(entry.category, UserWarning)]
-
-
-def quality(points: Points, coordinates: Mapping[str, Array]) -> pd.DataFrame:
+def _quality(points: Points, coordinates: Mapping[str, Array]) -> pd.DataFrame:
     """Return one row per role; columns as in `Projection.quality`."""
-    # Trustworthiness is only defined for fewer than half of the points.
-    k = min(NEIGHBOURS, (len(points.sample_ids) - 1) // 2)
-    fits = {role: _kept_neighbours(points, role, coordinates[role], k) for role in points.directions}
-    rows = [
-        {
-            "variant": role,
-            "n": points.n,
-            "n_shown": len(points.sample_ids),
-            "mean_cosine": points.cosine[role],
-            "mean_drift": points.drift[role],
-            "neighbours": k,
-            "knn_overlap": overlap,
-            "trustworthiness": trusted,
-        }
-        for role, (overlap, trusted) in fits.items()
-    ]
-    return pd.DataFrame(rows)
-
-
-def _kept_neighbours(points: Points, role: str, coordinates: Array, k: int) -> tuple[float, float]:
-    """Return overlap of the `k` nearest neighbours with the expert's, and trustworthiness; NaN without neighbours."""
-    if k < 1:
-        return math.nan, math.nan
     from sklearn.manifold import trustworthiness
     from sklearn.neighbors import NearestNeighbors
 
-    # Euclidean distance of unit vectors ranks neighbours as cosine does.
-    target, own = (
-        NearestNeighbors(n_neighbors=k).fit(points.directions[variant]).kneighbors(return_distance=False)
-        for variant in ("expert", role)
-    )
-    shared = [np.isin(a, b, assume_unique=True).mean() for a, b in zip(target, own, strict=True)]
-    trusted = trustworthiness(points.directions[role], coordinates, n_neighbors=k)
-    return float(np.mean(shared)), float(trusted)
+    # Trustworthiness is only defined for fewer than half of the points.
+    k = min(NEIGHBOURS, (len(points.sample_ids) - 1) // 2)
+    rows = []
+    for role, directions in points.directions.items():
+        row = {"variant": role, "n": points.n, "n_shown": len(points.sample_ids), "neighbours": k}
+        row |= {"mean_cosine": points.cosine[role], "mean_drift": points.drift[role]}
+        if k:
+            # Euclidean distance of unit vectors ranks neighbours as cosine does.
+            target, own = (
+                NearestNeighbors(n_neighbors=k).fit(rows).kneighbors(return_distance=False)
+                for rows in (points.directions["expert"], directions)
+            )
+            shared = [np.isin(a, b, assume_unique=True).mean() for a, b in zip(target, own, strict=True)]
+            row["knn_overlap"] = np.mean(shared)
+            row["trustworthiness"] = trustworthiness(directions, coordinates[role], n_neighbors=k)
+        rows.append(row)
+    return pd.DataFrame(rows, columns=["variant", *_QUALITY]).astype(_QUALITY)
 
-
-_STEPS = ("reading features", "laying out", "comparing neighbours")
-_LIBRARIES: Mapping[Method, Sequence[str]] = {
-    "pca": ("numpy", "scikit-learn"),
-    "umap": ("numpy", "scikit-learn", "umap-learn", "pynndescent", "numba"),
-    "tsne": ("numpy", "scipy", "scikit-learn"),
-}
 
 _FOLDER = "projections"
 _FORMAT = 1
@@ -356,11 +283,12 @@ _POINTS = TableSchema(
         ColumnSchema("y", "float", "1", "Second coordinate."),
     ),
 )
-_VERIFY = "Delete the file to recompute the projection. `driftlens check` lists damaged files."
-_AS_THEY_ARE = ("method", "parameters", "versions", "explained_variance", "notes")
+_AS_THEY_ARE = ("method", "parameters", "explained_variance", "notes")
 _QUALITY = {
-    **dict.fromkeys(("n", "n_shown", "neighbours"), "int64"),
-    **dict.fromkeys(("mean_cosine", "mean_drift", "knn_overlap", "trustworthiness"), "float64"),
+    **dict.fromkeys(("n", "n_shown"), "int64"),
+    **dict.fromkeys(("mean_cosine", "mean_drift"), "float64"),
+    "neighbours": "int64",
+    **dict.fromkeys(("knn_overlap", "trustworthiness"), "float64"),
 }
 
 
@@ -372,18 +300,13 @@ class Projection:
         settings: the requested settings.
         method: the method that was used; PCA with too few points for another, as a note explains.
         frame: one row per point: task, variant ("expert" for the task's own), sample_id, label, x, y. A sample has
-            one
-            row per variant, in the same order.
+            one row per variant, in the same order.
         quality: one row per variant, computed from the features: `mean_cosine` and `mean_drift` to the expert over
-            all `n`
-            samples. Over the `n_shown` samples: `knn_overlap`, the mean share of a sample's nearest `neighbours` that
-            are
-            the same for expert and variant, and `trustworthiness` of the layout (1 is best). NaN with fewer than
-            three
-            samples.
+            all `n` samples. Over the `n_shown` samples: `knn_overlap`, the mean share of a sample's nearest
+            `neighbours` that are the same for expert and variant, and `trustworthiness` of the layout (1 is best).
+            NaN with fewer than three samples.
         explained_variance: shares of variance along x and y, for PCA with any variance; else None.
         parameters: parameters of the library call.
-        versions: versions of the packages.
         notes: points left out, a replaced method, warnings of libraries.
         digest: the content key; `projections/<digest>.parquet` in the run, once stored.
     """
@@ -394,7 +317,6 @@ class Projection:
     quality: pd.DataFrame = field(repr=False)
     explained_variance: tuple[float, float] | None
     parameters: Mapping[str, Any]
-    versions: Mapping[str, str | None]
     notes: tuple[str, ...]
     digest: str
 
@@ -411,8 +333,7 @@ def project(
     """Return one joint layout of the expert's and the variants' features; read it if it is stored.
 
     Features are scaled to norm 1; for UMAP and t-SNE, PCA reduces them to 50 dimensions. Equal features share their
-    place.
-    With fewer than 15 distinct points, or without umap-learn, the method is PCA, and a note says so.
+    place. With fewer than 15 distinct points the method is PCA, and a note says so.
 
     Args:
         run: the run, or its folder.
@@ -427,23 +348,20 @@ def project(
         NumericsError: features are not finite.
     """
     opened = run if isinstance(run, DriftRun) else open_run(run)
-    settings = settings_of(opened, task, request)
-    features, versions = _feature_digests(opened, settings), _versions(settings)
-    digest = _content_key(settings, features, versions)
-    reporter = Reporter(on_progress, cancel)
-
-    def enter(number: int) -> None:
-        doing = f": {_STEPS[number]}" if number < len(_STEPS) else ""
-        reporter.step("layout", number, len(_STEPS), f"{settings.method} of {task}{doing}")
-
-    projection = _stored(opened, settings, features)
-    if projection is None or projection.digest != digest:
-        enter(0)
+    settings = _resolved(opened, task, request)
+    record = {"settings": asdict(settings), "features": _feature_digests(opened, settings)}
+    key = json.dumps({**record, "parameters": PARAMETERS[settings.method]}, sort_keys=True)
+    digest = hashlib.sha256(key.encode()).hexdigest()[:32]
+    described = opened.path / _FOLDER / f"{digest}.json"
+    reporter, label = Reporter(on_progress, cancel), f"{settings.method} of {task}"
+    reporter.step("layout", 0, 1, label)
+    if described.exists():
+        projection = _read(described, settings)
+    else:
         points = load_points(opened, settings)
         rows = np.concatenate([points.directions[role] for role in settings.roles])
-        enter(1)
         plane, how = lay_out(rows, settings.method, settings.seed)
-        enter(2)
+        reporter.step("layout", 0, 1, f"{label}: comparing neighbours")
         places = dict(zip(settings.roles, np.split(plane, len(settings.roles)), strict=True))
         how["notes"] = (*points.notes, *how["notes"])
         columns = {
@@ -453,43 +371,12 @@ def project(
             "label": [*points.labels] * len(settings.roles),
             **{"x": plane[:, 0], "y": plane[:, 1]},
         }
-        frame = conform(pd.DataFrame(columns), _POINTS)
-        fits = quality(points, places)
-        projection = Projection(
-            settings=settings, frame=frame, quality=fits, versions=versions, digest=digest, **how
-        )
+        frame, quality = conform(pd.DataFrame(columns), _POINTS), _quality(points, places)
+        projection = Projection(settings, frame=frame, quality=quality, digest=digest, **how)
         if store_it:
-            _write(opened, projection, features)
-    enter(len(_STEPS))
+            _write(opened, projection, record)
+    reporter.step("layout", 1, 1, label)
     return projection
-
-
-def stored_projection(
-    run: DriftRun | PathLike, task: str, request: ProjectionRequest = ProjectionRequest()
-) -> Projection | None:
-    """Return the stored layout, for viewers that must not compute; None without one.
-
-    A layout made by other versions of the libraries is valid too. Nothing is computed or written.
-
-    Args:
-        run: the run, or its folder.
-        task: the task.
-        request: layer, method, variants and number of points.
-    """
-    opened = run if isinstance(run, DriftRun) else open_run(run)
-    settings = settings_of(opened, task, request)
-    return _stored(opened, settings, _feature_digests(opened, settings))
-
-
-def looked_at(run: DriftRun, task: str, request: ProjectionRequest = ProjectionRequest()) -> Projection:
-    """Return the stored layout, or compute one without storing it.
-
-    Args:
-        run: the run.
-        task: the task.
-        request: layer, method, variants and number of points.
-    """
-    return stored_projection(run, task, request) or project(run, task, request, store_it=False)
 
 
 def _feature_digests(run: DriftRun, settings: ProjectionSettings) -> dict[str, str]:
@@ -504,26 +391,11 @@ def _feature_digests(run: DriftRun, settings: ProjectionSettings) -> dict[str, s
     return digests
 
 
-def _versions(settings: ProjectionSettings) -> dict[str, str | None]:
-    """Return versions of the packages that make a layout; None for one that is not installed."""
-    return {name: version_of(name) for name in _LIBRARIES[settings.method]}
-
-
-def _content_key(
-    settings: ProjectionSettings, features: Mapping[str, str], versions: Mapping[str, str | None]
-) -> str:
-    """Return the name of the layout that these features, settings and libraries give, in hexadecimal."""
-    parts = {"settings": settings.as_dict(), "parameters": PARAMETERS[settings.method]}
-    parts |= {"features": features, "versions": versions}
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _write(run: DriftRun, projection: Projection, features: Mapping[str, str]) -> None:
+def _write(run: DriftRun, projection: Projection, record: Mapping[str, Any]) -> None:
     base = f"{_FOLDER}/{projection.digest}"
+    versions = {name: version_of(name) for name in ("scikit-learn", "umap-learn")}
     record = {
-        "format": _FORMAT,
-        "settings": projection.settings.as_dict(),
-        "features": dict(features),
+        **{"format": _FORMAT, **record, "versions": versions},
         **{name: getattr(projection, name) for name in _AS_THEY_ARE},
         "quality": plain_rows(projection.quality),
     }
@@ -534,42 +406,17 @@ def _write(run: DriftRun, projection: Projection, features: Mapping[str, str]) -
         write_json_atomic(path, record)
 
 
-def _stored(run: DriftRun, settings: ProjectionSettings, features: Mapping[str, str]) -> Projection | None:
-    """Return the newest stored projection of these features and settings, by any library versions."""
-    # By time, so that the newest layout wins; names break ties of coarse clocks.
-    paths = sorted((run.path / _FOLDER).glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-    # Versions of libraries are not part of the key: stored coordinates stay valid after an upgrade.
-    key = {"settings": settings.as_dict(), "features": dict(features)}
-    for path in reversed(paths):
-        record = _record(path)
-        if {name: record.get(name) for name in key} == key:
-            return _read(path, record)
-    return None
-
-
-def _record(path: pathlib.Path) -> dict[str, Any]:
+def _read(path: pathlib.Path, settings: ProjectionSettings) -> Projection:
     try:
         record = from_json(plain_file(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} can't be read: {error}", hint=_VERIFY) from error
-    fields = {"settings", "features", "quality", *_AS_THEY_ARE}
-    if not isinstance(record, dict) or record.get("format") != _FORMAT or not fields <= record.keys():
-        raise RunError(f"{path} does not describe a projection of format {_FORMAT}", hint=_VERIFY)
-    return record
-
-
-def _read(path: pathlib.Path, record: dict[str, Any]) -> Projection:
-    try:
-        # `fit_on` was a setting of earlier versions.
-        stored_settings = {key: value for key, value in record["settings"].items() if key != "fit_on"}
-        settings = ProjectionSettings(**{**stored_settings, "variants": tuple(stored_settings["variants"])})
-        x_and_y = record["explained_variance"]
-        values = {name: record[name] for name in _AS_THEY_ARE} | {
-            "explained_variance": None if x_and_y is None else (float(x_and_y[0]), float(x_and_y[1])),
-            "notes": tuple(record["notes"]),
-            "quality": pd.DataFrame(record["quality"]).astype(_QUALITY),
-        }
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise RunError(f"{path} is damaged: {error}", hint=_VERIFY) from error
+        if record["format"] != _FORMAT:
+            raise ValueError(f"format {record['format']} instead of {_FORMAT}")
+        values = {name: record[name] for name in _AS_THEY_ARE} | {"notes": tuple(record["notes"])}
+        if (variance := record["explained_variance"]) is not None:
+            values["explained_variance"] = (float(variance[0]), float(variance[1]))
+        values["quality"] = pd.DataFrame(record["quality"]).astype(_QUALITY)
+    except (OSError, KeyError, TypeError, ValueError, IndexError) as error:
+        hint = "Delete the file to recompute the projection. `driftlens check` lists damaged files."
+        raise RunError(f"{path} can't be read: {error}", hint=hint) from error
     frame = read_table(path.with_suffix(".parquet"), _POINTS)
     return Projection(settings=settings, frame=frame, digest=path.stem, **values)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from driftlens.results.formatting import estimate, is_measured, printable, signs, unbroken, written
-from driftlens.results.projection import looked_at
+from driftlens.results.projection import project
 from driftlens.results.verdict import Headline, headline, verdict
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError, counted
@@ -155,7 +155,7 @@ def _pair(run: DriftRun, name: str) -> list[tuple[str, str, Any]]:
     pair = (judged.merged, judged.after) if judged.after else ("expert", judged.merged)
     task = worst_task(run, run.tasks, judged.merged)
     try:
-        layout = looked_at(run, task)
+        layout = project(run, task, store_it=False)
     except DataError:
         return []  # features are not stored
     frames = dict(iter(layout.frame.groupby("variant", sort=False)))

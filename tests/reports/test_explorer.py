@@ -19,7 +19,7 @@ import driftlens_reports.explorer as explorer_page
 from driftlens.cli import main
 from driftlens.config.requests import ProjectionRequest, ViewRequest
 from driftlens.results.measures import OUTCOMES, outcomes
-from driftlens.results.projection import project, stored_projection
+from driftlens.results.projection import project
 from driftlens.results.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError
@@ -113,10 +113,8 @@ def test_a_layout_of_another_method_is_kept_and_shown(tmp_path: Path) -> None:
     size = Size(blocks=1, samples=20, width=5, classes=3, tests=20)
     run = open_run(write_full_run(tmp_path / "run", tasks=("cars",), variants=("base", "merged"), size=size))
     plane = gathered(run, ViewRequest(method="tsne"))["planes"][0][-1]
-    frame = stored_projection(
-        run, "cars", ProjectionRequest(method="tsne", variants=("base", "merged"), max_points=60)
-    )
-    assert plane["method"] == "tsne" and frame is not None
+    frame = project(run, "cars", ProjectionRequest(method="tsne", variants=("base", "merged"), max_points=60))
+    assert plane["method"] == "tsne"
     found = unpacked(plane["places"], "<i2", -1, 2).astype(float)
     by_model = frame.frame.set_index("variant")[["x", "y"]]
     wanted = np.concatenate([by_model.loc[name].to_numpy() for name in ("base", "merged", "expert")])

@@ -7,7 +7,6 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from numpy.typing import NDArray
 from sklearn.manifold import trustworthiness
 
 import driftlens as dl
-from driftlens.config.requests import ProjectionRequest
-from driftlens.results.projection import Projection, stored_projection
+from driftlens.results.projection import Projection
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens.runs.writer import RunWriter
@@ -158,10 +156,6 @@ def test_umap_repeats_and_shares_places(tmp_path: Path) -> None:
     assert few.parameters["n_neighbors"] == 14
 
 
-def stored(run: DriftRun, task: str, **asked: Any) -> object:
-    return stored_projection(run, task, ProjectionRequest(**asked))
-
-
 @pytest.mark.parametrize("method", ["umap", "tsne"])
 def test_few_points_are_drawn_by_pca_and_the_note_says_why(tmp_path: Path, method: str) -> None:
     run = run_of(tmp_path / "run", {"expert": cloud(7), "merged": cloud(7, seed=1)})
@@ -170,16 +164,7 @@ def test_few_points_are_drawn_by_pca_and_the_note_says_why(tmp_path: Path, metho
     assert found.method == "pca" and found.settings.method == method
     assert found.notes == (f"14 distinct points are too few for {title}; this is PCA",)
     np.testing.assert_array_equal(places(found, "merged"), places(dl.project(run, "cars"), "merged"))
-    kept = stored_projection(run, "cars", ProjectionRequest(method=method))
-    assert kept is not None and kept.notes == found.notes
-
-
-def test_without_umap_pca_is_drawn_and_the_note_says_how_to_get_it(
-    run: DriftRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "umap", None)
-    found = dl.project(run, "cars", method="umap")
-    assert found.method == "pca" and "pip install umap-learn" in found.notes[0]
+    assert dl.project(run, "cars", method=method).notes == found.notes
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -221,16 +206,14 @@ def test_features_that_are_no_numbers_are_refused_by_name(tmp_path: Path, value:
         "task",
     ],
 )
-@pytest.mark.parametrize("ask", [dl.project, stored], ids=["project", "stored"])
 def test_what_makes_no_sense_is_refused(
     run: DriftRun,
-    ask: Callable[..., object],
-    options: dict[str, object],
+    options: dict[str, Any],
     error: type[Exception],
     words: str,
 ) -> None:
     with pytest.raises(error) as refused:
-        ask(run, **{"task": "cars", **options})
+        dl.project(run, **{"task": "cars", **options})
     assert words in str(refused.value)
 
 
@@ -238,7 +221,6 @@ def test_what_makes_no_sense_is_refused(
 def test_asking_again_reads_what_is_stored(
     run: DriftRun, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    assert stored_projection(run, "cars", ProjectionRequest(method=method)) is None
     first = dl.project(run, "cars", method=method)
 
     def refuse(*_: object) -> None:
@@ -246,13 +228,10 @@ def test_asking_again_reads_what_is_stored(
 
     monkeypatch.setattr("driftlens.results.projection.lay_out", refuse)
     again = dl.project(open_run(run.path), "cars", method=method)
-    stored = stored_projection(run.path, "cars", ProjectionRequest(method=method))
-    assert stored is not None
-    for other in (again, stored):
-        pd.testing.assert_frame_equal(other.frame, first.frame, check_exact=True)
-        pd.testing.assert_frame_equal(other.quality, first.quality, check_exact=True)
-        assert other.settings == first.settings and other.parameters == first.parameters
-        assert other.explained_variance == first.explained_variance and other.digest == first.digest
+    pd.testing.assert_frame_equal(again.frame, first.frame, check_exact=True)
+    pd.testing.assert_frame_equal(again.quality, first.quality, check_exact=True)
+    assert again.settings == first.settings and again.parameters == first.parameters
+    assert again.explained_variance == first.explained_variance and again.digest == first.digest
     assert verify(run.path).ok and not verify(run.path).unlisted
 
 
@@ -278,26 +257,13 @@ def test_the_stored_layout_is_another_once_anything_about_it_changes(tmp_path: P
     assert len({digest, *digests}) == 5
 
 
-def test_a_layout_made_by_other_libraries_is_still_shown(
-    run: DriftRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Viewers show the stored coordinates; computing anew makes a layout of its own."""
-    first = dl.project(run, "cars")
-    monkeypatch.setattr("driftlens.results.projection.version_of", lambda package: "99")
-    shown = stored_projection(run, "cars")
-    assert shown is not None and shown.digest == first.digest
-    assert stored_projection(run, "cars", ProjectionRequest(seed=5)) is None
-    assert dl.project(run, "cars").digest != first.digest
-
-
 def test_damaged_files_are_named(run: DriftRun) -> None:
     found = dl.project(run, "cars")
     points, words = (run.path / "projections" / f"{found.digest}.{kind}" for kind in ("parquet", "json"))
     whole = points.read_bytes()
     points.write_bytes(whole[: len(whole) // 2])
-    for ask in (lambda task: dl.project(run, task), lambda task: stored_projection(run, task)):
-        with pytest.raises(RunError, match=points.name):
-            ask("cars")
+    with pytest.raises(RunError, match=points.name):
+        dl.project(run, "cars")
     points.write_bytes(whole)
     for text in ("{", "[]", json.dumps({"format": 2}), json.dumps({"format": 1, "settings": {}})):
         words.write_text(text)
@@ -335,8 +301,8 @@ def test_projecting_and_judging_need_no_torch(run: DriftRun) -> None:
 def test_a_stored_layout_is_read_without_what_computes_it(run: DriftRun) -> None:
     stored = dl.project(run, "cars")
     code = (
-        "from driftlens.results.projection import stored_projection\n"
-        "found = stored_projection(sys.argv[1], 'cars')\n"
+        "import driftlens as dl\n"
+        "found = dl.project(sys.argv[1], 'cars')\n"
         "print(found.digest, found.frame['x'].sum())"
     )
     printed = _printed_without(("torch", "sklearn", "umap", "scipy"), code, run.path)

@@ -8,7 +8,7 @@ import pandas as pd
 
 from driftlens.config.requests import ProjectionRequest
 from driftlens.results.formatting import number, percent
-from driftlens.results.projection import Projection, looked_at
+from driftlens.results.projection import Projection, project
 from driftlens.runs.run import DriftRun
 from driftlens.utils import variants
 from driftlens.utils.errors import DataError
@@ -81,7 +81,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
 def _scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw panels with the same axes."""
     task = _shown_task(run, options)
-    layout = looked_at(run, task, ProjectionRequest(layer=options.layer))
+    layout = project(run, task, ProjectionRequest(layer=options.layer), store_it=False)
     names = ["expert", *_variants_but_base(run, options)]
     rows = _samples(run, task, layout.frame[layout.frame["variant"].isin(names)], options)
     drawn, thinned = picking.thinned_samples(rows, options, len(names))

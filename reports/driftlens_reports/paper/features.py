@@ -211,10 +211,10 @@ def _layout_of(
     run: DriftRun, task: str, variants: Sequence[str], layer: int | str, method: str
 ) -> Layout | str:
     """Return the run's joint layout, or the reason why there is none."""
-    from driftlens.results.projection import looked_at
+    from driftlens.results.projection import project
 
     try:
-        projection = looked_at(run, task, ProjectionRequest(layer=layer, method=method))
+        projection = project(run, task, ProjectionRequest(layer=layer, method=method), store_it=False)
     except (DataError, NumericsError) as error:
         return error.message
     rows = projection.frame[projection.frame["variant"].isin(["expert", *variants])]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -109,20 +108,12 @@ def _nearest(compared: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return min(nearer, key=lambda row: row["place"], default=None)
 
 
-# Limit of the verdict, where numbers count as words.
-MOST_WORDS = 60
-# Attempts, longest first: changes with counts of tasks, source with its share, and the priorities that must
-# fit.
-_ROOM = (("all", True, 3), ("mixed", True, 3), ("mixed", False, 3), ("none", False, 3), ("none", False, 0))
-
-
 @dataclass(frozen=True)
 class ModelGap:
     """The difference between two models: `change` of the mean over tasks, with its 95 % interval.
 
     `side` is 1 if the model is clearly better, -1 if clearly worse, 0 if undecided; `better` and `worse` are the
-    tasks on
-    which their own intervals decide.
+    tasks on which their own intervals decide.
     """
 
     variant: str
@@ -136,16 +127,11 @@ class ModelGap:
 
 @dataclass(frozen=True)
 class DriftSource:
-    """The layer with the largest share of a variant's final drift: mean over tasks, and smallest and largest task.
-
-    The intervals of `rivals` overlap its own, so that they may have a larger share.
-    """
+    """The layer with the largest mean share of a variant's final drift; `rivals` may have a larger one."""
 
     layer: int
     name: str
     share: Interval
-    low: float
-    high: float
     rivals: tuple[str, ...]
 
 
@@ -162,9 +148,6 @@ class Verdict:
         bad_experts: tasks whose expert is clearly worse than the base.
         source: None if no share was measured.
         command: the next command; may be empty.
-        sentences: at most 60 words, where a number or a command counts as one. Left out for lack of space are, in
-            this
-            order: counts of tasks, the worst task, the source's share, the source.
     """
 
     measure: Measure
@@ -225,7 +208,8 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     failed = self_checks(run).count("fail")
     nearer = [*_nearer_merge(comparison(run))] if merged == "merged" else []
     nearer += _lost(run, merged, after)
-    return replace(judgement, sentences=_sentences(judgement, on_worst, which, unchanged, failed, nearer))
+    sentences = _sentences(judgement, on_worst, which, unchanged, failed, nearer)
+    return replace(judgement, sentences=tuple(sentences))
 
 
 def _content_of(run: DriftRun, after: str) -> str:
@@ -280,43 +264,22 @@ def _sentences(
     unchanged: str,
     failed: int,
     nearer: Sequence[str],
-) -> tuple[str, ...]:
-    """Return the verdict in words."""
-    bad = [f"Experts worse than base: {some_of(judgement.bad_experts, 2)}."] if judgement.bad_experts else []
-    has_worst = len(judgement.tasks) > 1 and judgement.worst and not bad
-    worst = [f"Worst: {judgement.worst} ({_values(on_worst, judgement.measure.kind)})."] if has_worst else []
-    end = [f"Self-checks failed: {failed}."] if failed else []
-    end += [f"Next: `{judgement.command}`."] if judgement.command else []
-    is_unchanged = [f"{unchanged}."] if unchanged else []
-    sentences: tuple[str, ...] = ()
-    # Counts of tasks are dropped first, to keep the source, or else the sentence on bad experts.
-    for counting, whole, rank in _ROOM:
-        parts = (
-            (0, [_means_sentence(judgement), *is_unchanged, *_gaps_sentence(judgement, which, counting)]),
-            (1, [*bad, *nearer]),
-            (3, worst),
-            (2, _of_source(judgement.source, judgement.merged, whole=whole)),
-            (0, end),
-        )
-        ranked = [(priority, text) for priority, texts in parts for text in texts]
-        sentences = _fitting(ranked)
-        if all(text in sentences for priority, text in ranked if priority < rank):
-            break
-    return sentences
-
-
-def _fitting(ranked: Sequence[tuple[int, str]]) -> tuple[str, ...]:
-    """Return the sentences that fit in with all of a lower rank, in the order given."""
-    left, fitting = MOST_WORDS, set[str]()
-    for _, text in sorted(ranked, key=lambda entry: entry[0]):
-        left -= num_words(text)
-        fitting |= {text} if left >= 0 else set()
-    return tuple(text for _, text in ranked if text in fitting)
-
-
-def num_words(text: str) -> int:
-    """Count words and numbers; a command is one."""
-    return len(re.findall(r"`[^`]*`|\S*\w\S*", text))
+) -> Iterator[str]:
+    """Yield the verdict in words."""
+    yield _means_sentence(judgement)
+    if unchanged:
+        yield f"{unchanged}."
+    yield from _gaps_sentence(judgement, which)
+    if judgement.bad_experts:
+        yield f"Experts worse than base: {some_of(judgement.bad_experts, 2)}."
+    yield from nearer
+    if len(judgement.tasks) > 1 and judgement.worst and not judgement.bad_experts:
+        yield f"Worst: {judgement.worst} ({_values(on_worst, judgement.measure.kind)})."
+    yield from _of_source(judgement.source, judgement.merged)
+    if failed:
+        yield f"Self-checks failed: {failed}."
+    if judgement.command:
+        yield f"Next: `{judgement.command}`."
 
 
 def shareable(run: DriftRun, text: str) -> str:
@@ -351,25 +314,17 @@ def _called(variant: str) -> str:
     return "experts" if variant == "expert" else title(variant)
 
 
-def _gaps_sentence(judgement: Verdict, which: str, counting: str) -> Iterator[str]:
-    """Yield a sentence per model on its differences to others; units and numbers of tasks appear once."""
+def _gaps_sentence(judgement: Verdict, which: str) -> Iterator[str]:
+    """Yield a sentence per model on its differences to others; the unit appears once."""
     for variant, gaps in itertools.groupby(judgement.gaps, lambda gap: gap.variant):
-        clauses = "; ".join(
-            _of_gap(gap, judgement, counting, is_first=gap is judgement.gaps[0]) for gap in gaps
-        )
+        clauses = "; ".join(_of_gap(gap, judgement) for gap in gaps)
         yield f"{title(variant)}{which if part_of(variant) == 'calibrated' else ''}: {clauses}."
 
 
-def _of_gap(gap: ModelGap, judgement: Verdict, counting: str, *, is_first: bool) -> str:
-    change = change_of_gap(gap, judgement.measure.kind) + " points" * (
-        judgement.measure.kind == "share" and is_first
-    )
-    is_counted = counting == "all" or (counting == "mixed" and bool(gap.better and gap.worse))
-    # Later counts are short, such as 3/8: the first one explains them.
-    begins = gap is next((other for other in judgement.gaps if other.side), gap)
-    counts = (
-        _counts(gap, len(judgement.tasks), is_first=begins) if is_counted and len(judgement.tasks) > 1 else ""
-    )
+def _of_gap(gap: ModelGap, judgement: Verdict) -> str:
+    unit = " points" * (judgement.measure.kind == "share" and gap is judgement.gaps[0])
+    change = change_of_gap(gap, judgement.measure.kind) + unit
+    counts = _counts(gap, len(judgement.tasks)) if len(judgement.tasks) > 1 else ""
     if not gap.side:
         counted_change = f"{change}; {counts}" if counts else change
         return f"no significant difference from {_called(gap.against)} ({counted_change})"
@@ -394,18 +349,12 @@ def change_of_gap(gap: ModelGap, kind: Kind) -> str:
     return f"{value} +- {half}"
 
 
-def _counts(gap: ModelGap, num_tasks: int, *, is_first: bool) -> str:
+def _counts(gap: ModelGap, num_tasks: int) -> str:
     """Return on how many tasks the change is clear, first those that agree with the mean."""
     sides = {"better": len(gap.better), "worse": len(gap.worse)}
-    way, other = ("better", "worse") if gap.side >= 0 else ("worse", "better")
     if not gap.side:
-        clear = [name for name in (way, other) if sides[name]]
-        numbers = [counted(sides[name], "task") if name == clear[0] else str(sides[name]) for name in clear]
-        return ", ".join(f"{name} on {shown}" for name, shown in zip(clear, numbers, strict=True))
-    if sides[other] and not is_first:
-        return f"{counted(sides[way], 'task')} {way}, {sides[other]} {other}"
-    if not is_first:
-        return f"{sides[way]}/{num_tasks}"
+        return ", ".join(f"{way} on {counted(count, 'task')}" for way, count in sides.items() if count)
+    way, other = ("better", "worse") if gap.side > 0 else ("worse", "better")
     on = "all" if sides[way] == num_tasks else f"{sides[way]} of {num_tasks}"
     return f"clear on {on}" + (f", {sides[other]} {other}" if sides[other] else "")
 
@@ -415,28 +364,22 @@ def _source_of(run: DriftRun, variant: str) -> DriftSource | None:
     by_layer = shares(run, variant)
     if not by_layer:
         return None
-    (layer, (share, by_task)), *others = by_layer.items()
+    (layer, share), *others = by_layer.items()
     # Without an interval any other layer may carry as much.
-    rivals = tuple(run.layer_name(rival) for rival, (other, _) in others if not other.high < share.low)
-    return DriftSource(layer, run.layer_name(layer), share, min(by_task), max(by_task), rivals)
+    rivals = tuple(run.layer_name(rival) for rival, other in others if not other.high < share.low)
+    return DriftSource(layer, run.layer_name(layer), share, rivals)
 
 
 @remembered
-def shares(run: DriftRun, variant: str, task: str | None = None) -> dict[int, tuple[Interval, list[float]]]:
-    """Return every layer's share of the final drift, the largest first: its mean over tasks, and by task.
-
-    Args:
-        run: the run.
-        variant: the model.
-        task: only this task.
-    """
+def shares(run: DriftRun, variant: str, task: str | None = None) -> dict[int, Interval]:
+    """Return every layer's share of the final drift, the largest first: its mean over tasks, or that of one task."""
     rows = run.layers(task, variant) if variant else run.layers().head(0)
-    by_layer: dict[int, tuple[Interval, list[float]]] = {}
     rows = rows[rows["final_share"].notna()].filter(regex="^(layer|final_share.*|jacobian_samples)$")
-    for layer in rows["layer"].unique().tolist():
-        by_task = [share_of(row) for row in rows[rows["layer"] == layer].to_dict("records")]
-        by_layer[layer] = mean_over_tasks(by_task), [share.value for share in by_task]
-    return dict(sorted(by_layer.items(), key=lambda item: -item[1][0].value))
+    by_layer = {
+        layer: mean_over_tasks([share_of(row) for row in part.to_dict("records")])
+        for layer, part in rows.groupby("layer")
+    }
+    return dict(sorted(by_layer.items(), key=lambda item: -item[1].value))
 
 
 def share_of(row: Mapping[Any, Any]) -> Interval:
@@ -446,13 +389,8 @@ def share_of(row: Mapping[Any, Any]) -> Interval:
     return Interval(share, low, high, plain(row["jacobian_samples"]) or 0)
 
 
-def _of_source(source: DriftSource | None, variant: str, *, whole: bool = True) -> Iterator[str]:
+def _of_source(source: DriftSource | None, variant: str) -> Iterator[str]:
     if source is None:
-        return
-    if not whole:
-        # Short, as every word may displace another sentence.
-        others = source.rivals[0] if len(source.rivals) == 1 else counted(len(source.rivals), "other")
-        yield f"Main source of drift: {source.name}{f' or {others} (unclear)' * bool(source.rivals)}."
         return
     share, n = source.share, f" (n = {source.share.n})" if source.share.n else ""
     is_known = is_measured(share.low)
@@ -538,7 +476,7 @@ def _headline_of(run: DriftRun, judged: Verdict, closed: Interval) -> tuple[str,
             "bad",
         )
     target = "drift" if of_drift else "gap to the experts"
-    share = _share(closed)
+    share = _in_percent(closed)
     if not repair.side:
         return f"The repair closes no clear part of the {target}" + (f": {share}" if share else ""), "mixed"
     if not is_measured(closed.value):
@@ -587,11 +525,13 @@ def _of_merge(
         return "Nearer to the experts than the base", "good"
     gain = mean_change(run, judged.measure, judged.tasks, ("base", "expert")) if behind else None
     kept = ratio(over_base.change, gain.interval) if gain and gain.side > 0 else Interval(math.nan)
-    text = f"Merging keeps {_share(kept)} of the experts' gain over the base" if _share(kept) else ""
+    text = (
+        f"Merging keeps {_in_percent(kept)} of the experts' gain over the base" if _in_percent(kept) else ""
+    )
     return text or "Better than its base", "good"
 
 
-def _share(share: Interval) -> str:
+def _in_percent(share: Interval) -> str:
     """ "48 % (42 to 54 %)"; empty where it isn't known."""
     if not is_measured(share.value):
         return ""
@@ -641,9 +581,7 @@ def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
     """Return a row per task and one for their mean: every model, a change, the remaining drift, the main source."""
     if not judgement.means:
         return Table.of("tasks", "Task by task", {"task": "text"}, [])
-    heads = {variant: title(variant) for variant in judgement.means}
-    # Two variants may share a title; columns need unique heads.
-    heads |= {variant: variant for variant in heads if [*heads.values()].count(heads[variant]) > 1}
+    heads = _headings([*judgement.means])
     gap = next(
         (gap for gap in judgement.gaps if gap.against == judgement.merged), next(iter(judgement.gaps), None)
     )
@@ -669,7 +607,7 @@ def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
         row = row_of(task, values, gap.by_task.get(task) if gap else None)
         row["relative drift"] = level(run, RELATIVE, task, last).value
         if (largest := sources[task]) is not None:
-            row["main source"] = f"{run.layer_name(largest[0])} {100 * largest[1][0].value:.0f} %"
+            row["main source"] = f"{run.layer_name(largest[0])} {100 * largest[1].value:.0f} %"
         rows.append(row)
     if len(judgement.tasks) > 1:
         rows.append(row_of(f"mean of {len(judgement.tasks)}", judgement.means, gap.change if gap else None))
@@ -687,8 +625,7 @@ def _note_on_tasks(
     """Return the note on the columns of `task_sheet` and on its intervals."""
     note = f"Relative drift is that of {title(last)} (pooled feature)"
     if judgement.source and has_source:
-        num_tasks, n = len(shares(run, judgement.merged)[judgement.source.layer][1]), judgement.source.share.n
-        share_n = f", n = {n // num_tasks} a task" if n else ""
+        share_n = f", n = {judgement.source.share.n}" if judgement.source.share.n else ""
         note += (
             f"; main source is the largest share of {title(judgement.merged)}'s drift (full state{share_n})"
         )
@@ -732,42 +669,52 @@ def others_sheet(
 
 
 def summary_sheet(run: DriftRun) -> Table:
-    """Return a row per task, then their mean: scores of all models, and their final drift.
+    """Return a row per task, then their mean: scores of all models with 95 % intervals, and their final drift.
 
-    Scores have 95 % intervals; a model that was not measured has no columns.
+    A model that was not measured has no columns.
     """
-    listed = dict.fromkeys(("base", "expert", *run.variants))
-    named = {name: title(name) for name in listed if part_of(name) != "baseline"}
-    heads = {name: name if [*named.values()].count(head) > 1 else head for name, head in named.items()}
+    variants = [
+        name for name in dict.fromkeys(("base", "expert", *run.variants)) if part_of(name) != "baseline"
+    ]
+    heads = _headings(variants)
     metrics = [main_metrics(run).get(task, ACCURACY) for task in run.tasks]
-    names = [*run.tasks]
     # Scores by different metrics have no mean.
-    has_mean = len(names) > 1 and len(set(metrics)) == 1
-    if has_mean:
-        names.append(f"mean of {len(names)}")
+    mean = [f"mean of {len(run.tasks)}"] if len(run.tasks) > 1 and len(set(metrics)) == 1 else []
 
     def measured(measure: Measure) -> dict[str, list[Interval]]:
-        """Return the values of every model on the tasks, and its mean, by heading."""
-        columns = dict[str, list[Interval]]()
-        for variant, head in heads.items():
-            cells = [level(run, measure, task, variant) for task in run.tasks]
-            if any(cell.is_measured for cell in cells):
-                columns[head] = [*cells, *([mean_over_tasks(cells)] if has_mean else [])]
-        return columns
+        """Return the values of every measured model by heading."""
+        levels = {variant: [level(run, measure, task, variant) for task in run.tasks] for variant in variants}
+        return {
+            heads[variant]: [*cells, *(mean_over_tasks(cells) for _ in mean)]
+            for variant, cells in levels.items()
+            if any(cell.is_measured for cell in cells)
+        }
 
     scores, drifts = measured(SCORE), measured(RELATIVE)
     kind: Kind = "share" if all(metric.kind == "share" for metric in metrics) else "number"
-    kinds: dict[str, Kind] = {"task": "text", "metric": "text", "test samples": "count"}
-    kinds |= {f"{head}{end}": kind for head in scores for end in ("", " low", " high")}
-    kinds |= {f"drift of {head}": "share" for head in drifts}
-    rows: list[list[Any]] = []
-    for place, (name, metric) in enumerate(zip(names, [*metrics, *metrics[:1]], strict=False)):
-        cells = [column[place] for column in scores.values()]
-        ends = [end for cell in cells for end in cell.ends]
-        n = max((cell.n for cell in cells), default=0) or None
-        rows.append([name, metric.title, n, *ends, *(column[place].value for column in drifts.values())])
+    places = range(len(run.tasks) + len(mean))
+    counts = [max((cells[place].n for cells in scores.values()), default=0) or None for place in places]
+    columns: dict[str, tuple[Kind, Sequence[Any]]] = {
+        "task": ("text", [*run.tasks, *mean]),
+        "metric": ("text", [metric.title for metric in (*metrics, *metrics[:1])][: len(places)]),
+        "test samples": ("count", counts),
+    }
+    for head, cells in scores.items():
+        ends = zip(("", " low", " high"), zip(*(cell.ends for cell in cells), strict=True), strict=True)
+        columns |= {f"{head}{end}": (kind, values) for end, values in ends}
+    columns |= {
+        f"drift of {head}": ("share", [cell.value for cell in cells]) for head, cells in drifts.items()
+    }
+    kinds = {head: kind for head, (kind, _) in columns.items()}
+    rows = [*zip(*(values for _, values in columns.values()), strict=True)]
     note = "95 % intervals over samples. Drift: final feature, relative to the expert's norm."
     return Table.of("summary", f"{run.name} ({run.id})", kinds, rows, note)
+
+
+def _headings(variants: Sequence[str]) -> dict[str, str]:
+    """Return titles of variants; two that share one are called by their names, as headings must be unique."""
+    titles = {variant: title(variant) for variant in variants}
+    return {name: name if [*titles.values()].count(head) > 1 else head for name, head in titles.items()}
 
 
 def final_sheet(run: DriftRun) -> Table:

@@ -122,7 +122,7 @@ def advice(run: DriftRun) -> dict[str, Any]:
     places, shares, conflicts = dict(zip(rows["path"], rows["layer"], strict=True)), [], []
     paths = {layer: path for path, layer in places.items()}
     names = {path: run.layer_name(layer) for path, layer in places.items()}
-    for layer, (mean, _) in shares_of(run, "merged").items():
+    for layer, mean in shares_of(run, "merged").items():
         ends = {"share": mean.value, "share_low": mean.low, "share_high": mean.high, "n": mean.n}
         shares.append({"layer": layer, "path": paths[layer], "name": names[paths[layer]], **ends})
     params = params[(params["scope"] == "layer") & params["cos"].notna()]

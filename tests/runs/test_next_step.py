@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from driftlens.merging.method import merge_methods
-from driftlens.results.verdict import CONTENDERS, MOST_WORDS, num_words, verdict
+from driftlens.results.verdict import CONTENDERS, verdict
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
@@ -76,7 +76,7 @@ def test_the_best_of_the_merges_that_are_clearly_nearer_is_named(folder: Path) -
     sets = dict(text.split("=", 1) for flag, text in itertools.pairwise(command) if flag == "--set")
     assert json.loads(sets["merge"]) == {"method": "ties", "scaling": 0.4} and sets["merged"] == "null"
     assert command[-2:] == ["--out", f"{folder}-ties"]
-    assert sum(map(num_words, verdict(run).sentences)) <= MOST_WORDS and verify(folder).ok
+    assert verify(folder).ok
 
 
 @pytest.mark.parametrize("low", few([-0.01, 0.0, None], [0.0]))

@@ -52,17 +52,6 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return read_manifest(write_run(tmp_path_factory.mktemp("verdict") / "run"))
 
 
-def words(found: Verdict) -> int:
-    """Words and numbers of the sentences; a command is one."""
-    prose = re.sub(r"`[^`]*`", "command", " ".join(found.sentences))
-    return len([word for word in prose.split() if any(map(str.isalnum, word))])
-
-
-def is_counted_nowhere(found: Verdict) -> bool:
-    """Whether no sentence says on how many tasks its change is clear, unless some go the other way."""
-    return not re.search(r"clear on (all|\d+ of \d+)\)|\(\d+/\d+\)", " ".join(found.sentences))
-
-
 def said_of(found: Verdict, variant: str) -> str:
     return next(
         (text for text in found.sentences if re.match(rf"{title(variant)}( \(newest calibration\))?:", text)),
@@ -101,7 +90,7 @@ def follows_the_tables(
     found, tasks = verdict(run), run.tasks
     models = dict.fromkeys(model for _, model in right)
     text = "\n".join(found.sentences)
-    assert words(found) <= 60 and len(found.sentences) <= 15 and "nan" not in text
+    assert len(found.sentences) <= 15 and "nan" not in text
     for model in models:
         mean = 100 * sum(right[task, model] for task in tasks) / n / len(tasks)
         told = re.findall(rf"\b{re.escape(called(model))} ([\d.]+) %", found.sentences[0])
@@ -145,13 +134,9 @@ def follows_the_tables(
         assert (found.source is not None and found.source.layer == top) or len(set(shares.values())) < len(
             shares
         )
-        source = next(
-            (said for said in found.sentences if re.match("Main source of (merged's )?drift: ", said)), ""
-        )
-        assert bool(re.search(r"\((too close to call|unclear)\)", source)) != is_clear or not source
-        assert source or words(found) > 40, "left out where there is room"
-        assert run.layer_name(top) in source or not source
-        assert re.search(r", \d+ (to \d+ )?%", source) or is_counted_nowhere(found), "counts have left first"
+        source = next(said for said in found.sentences if said.startswith("Main source of merged's drift: "))
+        assert ("(too close to call)" in source) != is_clear
+        assert run.layer_name(top) in source
     else:
         assert "source" not in text
     sheet = task_sheet(run, found)

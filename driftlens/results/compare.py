@@ -17,8 +17,8 @@ from driftlens.results.measures import (
     FLIPS,
     MeasuredValue,
     changed_score,
-    changes_between,
     drift_changes,
+    feature_changes,
     level,
     main_metrics,
     pairing,
@@ -209,7 +209,7 @@ def _task_row(run_before: DriftRun, run_after: DriftRun, task: str, pair: tuple[
         start, end = (level(run, about, task, variant).value for run, variant in sides)
         row |= {f"{name}_before": start, f"{name}_after": end, f"{name}_change": end - start}
     row["drift_relative"] = row["drift_change"] / row["drift_before"] if row["drift_before"] else math.nan
-    changes = changes_between(run_before, run_after, DRIFT, task, pair)
+    changes = feature_changes(run_before, run_after, task, pair)
     drift, relative = (changes.get(about.role) for about in (DRIFT, DRIFT_CHANGE))
     row |= _ends(MeanChange(drift, relative, is_paired=bool(drift.paired)) if drift and relative else None)
     # One metric for both runs, so that a change never mixes two.

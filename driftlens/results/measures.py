@@ -1,6 +1,5 @@
 """Scores and drift of the variants of a run by task, their changes between variants, and means over tasks.
 
-Every measure has a function that yields its values and one that yields its changes, both in the table `_SOURCES`.
 Entry points: `level`, `change`, `mean`, `mean_change`, `findings`.
 """
 
@@ -8,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -83,7 +82,7 @@ class MeasuredValue(Interval):
         return self.about.sign * ((self.low > 0) - (self.high < 0))
 
 
-def finding(
+def _finding(
     about: Measure,
     numbers: Interval,
     task: str,
@@ -92,16 +91,6 @@ def finding(
     *,
     paired: bool | None = None,
 ) -> MeasuredValue:
-    """Return a finding with these numbers.
-
-    Args:
-        about: the measure.
-        numbers: value and interval.
-        task: the task, empty for a mean.
-        variant: the measured variant.
-        against: the variant before, of a change.
-        paired: True if the interval of a change is paired by sample.
-    """
     return MeasuredValue(
         *numbers.ends, numbers.n, about=about, task=task, variant=variant, against=against, paired=paired
     )
@@ -134,11 +123,6 @@ def change_in_words(measure: Measure, before: float, change: Interval) -> str:
     """Format a change with its interval: points for shares, percent for lengths, else the measure's own unit.
 
     If the interval contains 0, no change is claimed. Empty without a change.
-
-    Args:
-        measure: the measure.
-        before: its value before.
-        change: its change.
     """
     if not is_measured(change.value):
         return ""
@@ -160,15 +144,18 @@ DRIFT_CHANGE = Measure("final drift against that before", "share", "higher", nam
 RELATIVE = Measure("relative drift", "share", "higher", name="relative")
 COSINE = Measure("cosine to the expert", "number", "lower", name="cosine")
 
+# Values by role of the measure, task and variant.
+_Levels = Mapping[tuple[str, str, str], MeasuredValue]
 _COLUMNS = ["task", "variant", "drift_l2_mean", "drift_l2_std", "drift_rel", "cos_mean", "cos_std", "n"]
 FLIPS = Measure("flipped decisions", "share", "higher", name="flips")
 # The main metric of each task.
 SCORE = Measure("score", "share", "lower", "test", "score")
 
 
-def _feature_levels(run: DriftRun) -> Iterator[MeasuredValue]:
-    """Yield means over diagnosis samples, with Student's interval; the expert's norm is taken as known."""
-    rows = run.layers(layer="final") if run.manifest.layers else run.layers()
+@remembered
+def _feature_levels(run: DriftRun) -> _Levels:
+    """Return means over diagnosis samples, with Student's interval; the expert's norm is taken as known."""
+    rows, levels = run.layers(layer="final") if run.manifest.layers else run.layers(), []
     numbers = rows[_COLUMNS[2:]].astype(float).to_numpy().tolist()
     for task, variant, values in zip(rows["task"], rows["variant"], numbers, strict=True):
         mean, std, share, cosine, cosine_std = values[:-1]
@@ -176,43 +163,41 @@ def _feature_levels(run: DriftRun) -> Iterator[MeasuredValue]:
         drift = intervals.mean_interval(mean, std, n)
         # Scaled, as the norm of the expert is treated as exact: only the drift has sampling error.
         relative = replace(drift.scaled(share / mean) if mean else drift, value=share)
-        by_measure = {
-            DRIFT: drift,
-            RELATIVE: relative,
-            COSINE: intervals.mean_interval(cosine, cosine_std, n),
-        }
-        yield from (
-            finding(about, interval, str(task), str(variant)) for about, interval in by_measure.items()
-        )
+        by_measure = {DRIFT: drift, RELATIVE: relative}
+        by_measure[COSINE] = intervals.mean_interval(cosine, cosine_std, n)
+        levels += [_finding(about, value, str(task), str(variant)) for about, value in by_measure.items()]
+    return _by_place(levels)
 
 
-def _feature_changes(
-    before: DriftRun, after: DriftRun, task: str, pair: tuple[str, str], scale: float
-) -> Iterator[MeasuredValue]:
-    """Yield changes between two variants, by Student's t; nothing if the samples of one are not stored.
+def _by_place(rows: Iterable[MeasuredValue]) -> _Levels:
+    return {(row.about.role, row.task, row.variant): row for row in rows}
 
-    `scale` is relative drift by drift: the expert's norm, taken as known.
-    """
+
+def feature_changes(
+    before: DriftRun, after: DriftRun, task: str, pair: tuple[str, str]
+) -> dict[str, MeasuredValue]:
+    """Return changes between two variants by role, by Student's t; none if the samples of one are not stored."""
+    rows: list[MeasuredValue] = []
     for about, column in ((DRIFT, "drift_l2"), (COSINE, "cos")) if after.manifest.layers else ():
         changes = drift_changes(before, after, task, pair, column=column, layer="final")
         for change in changes.values():
-            rows = {about: change.difference}
+            numbers = {about: change.difference}
             if about is DRIFT:
-                rows |= {RELATIVE: change.difference.scaled(scale), DRIFT_CHANGE: change.relative}
-            for measure, numbers in rows.items():
-                yield finding(measure, numbers, task, pair[1], pair[0], paired=change.is_paired)
+                drift, relative = (level(before, other, task, pair[0]).value for other in (DRIFT, RELATIVE))
+                # Relative drift by drift: the expert's norm, taken as known.
+                scale = relative / drift if drift else math.nan
+                numbers |= {RELATIVE: change.difference.scaled(scale), DRIFT_CHANGE: change.relative}
+            rows += [
+                _finding(measure, value, task, pair[1], pair[0], paired=change.is_paired)
+                for measure, value in numbers.items()
+            ]
+    return {row.about.role: row for row in rows}
 
 
 def same_samples(a: DriftRun, b: DriftRun, task: str, split: str = "diagnosis") -> bool | None:
     """Return True if equal sample ids of two runs mean the same samples of a task; None if a run doesn't record it.
 
     Ids alone are not enough, because two data sets may both count from 0.
-
-    Args:
-        a: a run.
-        b: another run.
-        task: the task.
-        split: split of the samples.
     """
     if a.id == b.id:
         return True
@@ -232,14 +217,6 @@ def drift_changes(
     """Return changes of the mean of a column of the sample table, by index of the layers that both runs stored.
 
     They are paired if both runs measured exactly the same samples.
-
-    Args:
-        before: the run before.
-        after: the run after.
-        task: the task.
-        variants: variant before and after.
-        column: column of the sample table.
-        layer: only this layer.
     """
     sides = [
         {layer: rows.set_index("sample_id")[column] for layer, rows in measured.groupby("layer")}
@@ -252,8 +229,7 @@ def drift_changes(
     changes: dict[Any, MeanChange] = {}
     for index in sides[0].keys() & sides[1].keys():
         start, end = (side[index] for side in sides)
-        # Equal ids of unknown origin are treated as different samples: unpaired intervals are wider, never
-        # wrong.
+        # Equal ids of unknown origin count as different samples: unpaired intervals are wider, never wrong.
         is_paired = bool(is_same) and set(start.index) == set(end.index)
         values = (start, end.reindex(start.index) if is_paired else end)
         changes[index] = intervals.mean_change(
@@ -267,14 +243,17 @@ def _measure_of(metric: Metric) -> Measure:
     return Measure(metric.title, metric.kind, metric.worse, "test", metric.name)
 
 
-def _score_levels(run: DriftRun) -> Iterator[MeasuredValue]:
-    """Yield every variant's score by the task's main metric, with the table's interval."""
+@remembered
+def _score_levels(run: DriftRun) -> _Levels:
+    """Return every variant's score by the task's main metric, with the table's interval."""
     metrics, rows = main_metrics(run), run.accuracy()
     rows = rows[rows["metric"] == rows["task"].map({task: metric.name for task, metric in metrics.items()})]
     numbers = rows[["value", "ci_low", "ci_high", "n"]].astype(float).to_numpy().tolist()
+    levels = []
     for task, variant, (value, low, high, n) in zip(rows["task"], rows["variant"], numbers, strict=True):
         score = Interval(value, low, high, 0 if math.isnan(n) else int(n))
-        yield finding(_measure_of(metrics[task]), score, str(task), str(variant))
+        levels.append(_finding(_measure_of(metrics[task]), score, str(task), str(variant)))
+    return _by_place(levels)
 
 
 def changed_score(
@@ -283,13 +262,6 @@ def changed_score(
     """Return the change of a score, paired by test sample if single results are stored, else from counts.
 
     Without single results the interval of a share assumes independent samples and is too wide.
-
-    Args:
-        before: the run before.
-        after: the run after.
-        task: the task.
-        variants: variant before and after.
-        metric: the score's metric.
     """
     sides = list(zip((before, after), variants, strict=True))
     start, end = (score_of(run, task, variant, metric) for run, variant in sides)
@@ -309,7 +281,7 @@ def changed_score(
             change = change_of(metric, *(column.to_numpy(dtype=float) for column in columns))
             is_paired = is_measured(change.low)
     change = replace(change, n=end.n if is_measured(change.value) else 0)
-    row = finding(_measure_of(metric), change, task, variants[1], variants[0], paired=is_paired)
+    row = _finding(_measure_of(metric), change, task, variants[1], variants[0], paired=is_paired)
     return replace(row, answers=answers, answered=split)
 
 
@@ -319,17 +291,8 @@ def paired_answers(
     """Return the change of the share of right answers on samples answered by both, and their split.
 
     None if the metric is no share, no sample has both answers, or the runs may have different samples. The split is
-    "test"
-    if single results of test samples are stored or, in older runs, if the labelled diagnosis samples are exactly the
-    test
-    samples; else "diagnosis".
-
-    Args:
-        before: the run before.
-        after: the run after.
-        task: the task.
-        variants: variant before and after.
-        metric: a share.
+    "test" if single results of test samples are stored or, in older runs, if the labelled diagnosis samples are
+    exactly the test samples; else "diagnosis".
     """
     splits = ("test", "diagnosis") if metric == ACCURACY else ("test",)
     # Single results of test samples are preferred; older runs stored answers of diagnosis samples only.
@@ -364,14 +327,7 @@ def _right_answers(run: DriftRun, task: str, variant: str, metric: Metric, split
 
 @remembered
 def score_of(run: DriftRun, task: str, variant: str, metric: Metric) -> Interval:
-    """Return a variant's score on test samples with its interval and their number; NaN and 0 without a score.
-
-    Args:
-        run: the run.
-        task: the task.
-        variant: the variant.
-        metric: the score's metric.
-    """
+    """Return a variant's score on test samples with its interval and their number; NaN and 0 without a score."""
     rows = run.accuracy(task, variant)
     rows = rows[(rows["metric"] == metric.name) & rows["value"].notna() & rows["n"].notna()]
     if rows.empty:
@@ -394,12 +350,15 @@ def main_metrics(run: DriftRun) -> Mapping[str, Metric]:
     return mains
 
 
-def _flips(run: DriftRun) -> Iterator[MeasuredValue]:
-    """Yield the share of diagnosis samples whose decision differs from the expert's, with Wilson's interval."""
+@remembered
+def _flips(run: DriftRun) -> _Levels:
+    """Return the share of diagnosis samples whose decision differs from the expert's, with Wilson's interval."""
     rows = run.outputs()
     rows = rows[rows["flipped"].notna()]
-    for (task, variant), flipped in rows.groupby(["task", "variant"], sort=False)["flipped"]:
-        yield finding(FLIPS, share_true(flipped), str(task), str(variant))
+    groups = rows.groupby(["task", "variant"], sort=False)["flipped"]
+    return _by_place(
+        _finding(FLIPS, share_true(flipped), str(task), str(variant)) for (task, variant), flipped in groups
+    )
 
 
 def share_true(column: pd.Series[Any]) -> Interval:
@@ -408,154 +367,78 @@ def share_true(column: pd.Series[Any]) -> Interval:
     return share_of_samples(int(column.sum()) / n if n else math.nan, n)
 
 
-def _score_changes(
-    before: DriftRun, after: DriftRun, task: str, pair: tuple[str, str], _: float
-) -> Iterator[MeasuredValue]:
-    yield changed_score(before, after, task, pair, main_metrics(before).get(task, ACCURACY))
-
-
-@dataclass(frozen=True)
-class _ValueSource:
-    """Functions that yield values of some measures, and their changes on one task."""
-
-    measures: tuple[Measure, ...]
-    levels: Callable[[DriftRun], Iterator[MeasuredValue]]
-    changes: Callable[[DriftRun, DriftRun, str, tuple[str, str], float], Iterator[MeasuredValue]] | None = (
-        None
-    )
-
-
-_SOURCES = (
-    _ValueSource((DRIFT, DRIFT_CHANGE, RELATIVE, COSINE), _feature_levels, _feature_changes),
-    _ValueSource((SCORE,), _score_levels, _score_changes),
-    _ValueSource((FLIPS,), _flips),
-)
-_BY_ROLE = {about.role: source for source in _SOURCES for about in source.measures}
-# Measures with a mean over any tasks; scores have one only if their metrics are of one kind.
-_AVERAGED = (DRIFT, RELATIVE, COSINE)
-
-
-@remembered
-def _levels(run: DriftRun, source: _ValueSource) -> Mapping[tuple[str, str, str], MeasuredValue]:
-    return {(row.about.role, row.task, row.variant): row for row in source.levels(run)}
+_LEVELS: Mapping[str, Callable[[DriftRun], _Levels]] = {
+    **dict.fromkeys(("drift", "drift_change", "relative", "cosine"), _feature_levels),
+    **{"score": _score_levels, "flips": _flips},
+}
 
 
 def level(run: DriftRun, measure: Measure, task: str, variant: str) -> MeasuredValue:
-    """Return the value of a variant on a task; NaN if it was not measured.
-
-    Args:
-        run: the run.
-        measure: the measure.
-        task: the task.
-        variant: the variant.
-    """
-    row = _levels(run, _BY_ROLE[measure.role]).get((measure.role, task, variant))
+    """Return the value of a variant on a task; NaN if it was not measured."""
+    row = _LEVELS[measure.role](run).get((measure.role, task, variant))
     metric = main_metrics(run).get(task, ACCURACY) if measure is SCORE else None
-    return row or finding(_measure_of(metric) if metric else measure, Interval(math.nan), task, variant)
+    return row or _finding(_measure_of(metric) if metric else measure, Interval(math.nan), task, variant)
 
 
 @remembered
-def _changes(
-    run: DriftRun, source: _ValueSource, task: str, pair: tuple[str, str]
-) -> Mapping[str, MeasuredValue]:
-    return changes_between(run, run, source.measures[0], task, pair)
-
-
-def changes_between(
-    before: DriftRun, after: DriftRun, measure: Measure, task: str, pair: tuple[str, str]
-) -> Mapping[str, MeasuredValue]:
-    """Return changes between variants of two runs, by `Measure.role`.
-
-    Args:
-        before: the run before.
-        after: the run after.
-        measure: the measure; measures of the same source come along.
-        task: the task.
-        pair: variant before and after.
-    """
-    source = _BY_ROLE[measure.role]
-    if source.changes is None:
+def _changes(run: DriftRun, role: str, task: str, pair: tuple[str, str]) -> Mapping[str, MeasuredValue]:
+    """Return changes by role: of the score, or of all measures of features; flips have none."""
+    if role == FLIPS.role:
         return {}
-    drift, relative = (level(before, about, task, pair[0]).value for about in (DRIFT, RELATIVE))
-    scale = relative / drift if drift else math.nan
-    return {row.about.role: row for row in source.changes(before, after, task, pair, scale)}
+    if role == SCORE.role:
+        return {role: changed_score(run, run, task, pair, main_metrics(run).get(task, ACCURACY))}
+    return feature_changes(run, run, task, pair)
 
 
 def change(run: DriftRun, measure: Measure, task: str, pair: tuple[str, str]) -> MeasuredValue:
-    """Return the change of a measure on a task; without interval if the samples of a variant are not stored.
-
-    Args:
-        run: the run.
-        measure: the measure.
-        task: the task.
-        pair: variant before and after.
-    """
+    """Return the change of a measure from the first variant to the second; without interval if samples are missing."""
+    # Features of a layer are compared once for all of their measures.
+    role = measure.role if measure.role in (SCORE.role, FLIPS.role) else DRIFT.role
     # A paired change has a narrower interval than the difference of two means.
-    if row := _changes(run, _BY_ROLE[measure.role], task, pair).get(measure.role):
+    if row := _changes(run, role, task, pair).get(measure.role):
         return row
     start, end = (level(run, measure, task, variant) for variant in pair)
-    return finding(end.about, Interval(end.value - start.value), task, pair[1], pair[0], paired=False)
+    return _finding(end.about, Interval(end.value - start.value), task, pair[1], pair[0], paired=False)
 
 
 def mean(run: DriftRun, measure: Measure, tasks: Sequence[str], variant: str) -> MeasuredValue:
-    """Return the mean of a variant over tasks.
-
-    Args:
-        run: the run.
-        measure: the measure.
-        tasks: the tasks.
-        variant: the variant.
-    """
+    """Return the mean of a variant over tasks."""
     over = mean_over_tasks([level(run, measure, task, variant) for task in tasks])
-    return replace(finding(measure, over, "", variant), tasks=tuple(tasks))
+    return replace(_finding(measure, over, "", variant), tasks=tuple(tasks))
 
 
 def mean_change(
     run: DriftRun, measure: Measure, tasks: Sequence[str], pair: tuple[str, str]
 ) -> MeasuredValue:
-    """Return the change of the mean over tasks: the difference of both means, with the error of changes by task.
-
-    Args:
-        run: the run.
-        measure: the measure.
-        tasks: the tasks.
-        pair: variant before and after.
-    """
+    """Return the change of the mean over tasks: the difference of both means, with the error of changes by task."""
     by_task = [change(run, measure, task, pair) for task in tasks]
     start, end = (mean(run, measure, tasks, variant).value for variant in pair)
     # The printed change must equal the difference of the printed means.
     over = replace(mean_over_tasks(by_task), value=end - start)
-    row = finding(measure, over, "", pair[1], pair[0], paired=all(row.paired for row in by_task))
+    row = _finding(measure, over, "", pair[1], pair[0], paired=all(row.paired for row in by_task))
     return replace(row, tasks=tuple(tasks))
 
 
 def common(run: DriftRun, variants: Sequence[str]) -> list[tuple[Measure, tuple[str, ...]]]:
     """Return every measure that all these variants have on at least one task, and those tasks."""
-    groups = [(about, run.tasks) for about in _AVERAGED]
-    metrics = main_metrics(run)
-    for group in dict.fromkeys("" if metric.is_averaged else metric.name for metric in metrics.values()):
-        like = {
-            task: metric
-            for task, metric in metrics.items()
-            if group == ("" if metric.is_averaged else metric.name)
-        }
+    groups = [(about, run.tasks) for about in (DRIFT, RELATIVE, COSINE)]
+    by_kind: dict[str, dict[str, Metric]] = {}
+    # Scores have a mean only if their metrics are of one kind.
+    for task, metric in main_metrics(run).items():
+        by_kind.setdefault("" if metric.is_averaged else metric.name, {})[task] = metric
+    for like in by_kind.values():
         kinds, main = {metric.kind for metric in like.values()}, next(iter(like.values()))
         name = main.name if len(set(like.values())) == 1 else SCORE.name
         # A mean with correlations in it is no share of samples, yet reads as the paper's tables do.
         kind: Kind = "number" if kinds == {"number"} else "share"
         groups.append((Measure(title_of(like.values()), kind, main.worse, "test", name), tuple(like)))
-    measured = [
-        (
-            about,
-            tuple(
-                task
-                for task in tasks
-                if all(level(run, about, task, variant).is_measured for variant in variants)
-            ),
-        )
-        for about, tasks in groups
-    ]
-    return [(about, tasks) for about, tasks in measured if tasks and variants]
+    measured = []
+    for about, tasks in groups:
+        shared = [
+            task for task in tasks if all(level(run, about, task, name).is_measured for name in variants)
+        ]
+        measured += [(about, tuple(shared))] if shared and variants else []
+    return measured
 
 
 def findings(run: DriftRun) -> pd.DataFrame:
@@ -568,9 +451,10 @@ def findings(run: DriftRun) -> pd.DataFrame:
     starts = {"merged": "base", "calibrated": "merged"}
     ends = [(starts.get(part_of(name), ""), name) for name in variants]
     pairs = [(start, end) for start, end in ends if start in variants]
-    rows = [row for source in _SOURCES for row in _levels(run, source).values() if row.variant in variants]
-    for task, pair, source in itertools.product(run.tasks, pairs, _SOURCES):
-        rows += _changes(run, source, task, pair).values()
+    levels = (_feature_levels, _score_levels, _flips)
+    rows = [row for source in levels for row in source(run).values() if row.variant in variants]
+    for task, pair, role in itertools.product(run.tasks, pairs, (DRIFT.role, SCORE.role)):
+        rows += _changes(run, role, task, pair).values()
     for about, tasks in common(run, [name for name in variants if name != "expert"]):
         rows += [mean(run, about, tasks, variant) for variant in variants]
         rows += [mean_change(run, about, tasks, pair) for pair in pairs]
@@ -586,14 +470,7 @@ def findings(run: DriftRun) -> pd.DataFrame:
 
 
 def results(run: DriftRun, task: str, variant: str, metric: Metric) -> pd.DataFrame:
-    """Return the single results of a task's test samples by sample id; empty if none are stored.
-
-    Args:
-        run: the run.
-        task: the task.
-        variant: the variant.
-        metric: metric of the results.
-    """
+    """Return the single results of a task's test samples by sample id; empty if none are stored."""
     rows = run.scores(task, variant)
     return rows[rows["metric"] == metric.name].dropna(subset="value").set_index("sample_id")
 
@@ -635,10 +512,9 @@ def change_of(metric: Metric, before: Array, after: Array, references: Array) ->
 
 def _draws(n: int) -> Array:
     """Return how often each of n samples counts: first once each, then as resampled, the same for the same n."""
+    size = intervals.RESAMPLES if n > 1 else 0
     # A fixed seed, so that both sides of a change use the same resamples.
-    drawn = np.random.default_rng(0).multinomial(
-        n, np.full(n, 1 / n), size=intervals.RESAMPLES if n > 1 else 0
-    )
+    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=size)
     return np.concatenate([np.ones((1, n)), drawn])
 
 
@@ -704,14 +580,7 @@ def outcomes(run: DriftRun, task: str, merged: str = "merged", repaired: str = "
     """Return a row per sample that was answered by expert, `merged` and, if named, `repaired`.
 
     Indexed by sample_id; columns: expert, merged, repaired (True if the answer is right) and outcome, one of
-    `OUTCOMES`.
-    Empty if right answers are unknown.
-
-    Args:
-        run: the run.
-        task: the task.
-        merged: the merged variant.
-        repaired: a repaired variant.
+    `OUTCOMES`. Empty if right answers are unknown.
     """
     models = {"expert": "expert", "merged": merged} | ({"repaired": repaired} if repaired else {})
     metric = main_metrics(run).get(task, ACCURACY)

@@ -15,7 +15,6 @@ from driftlens.results.measures import (
     DRIFT,
     DRIFT_CHANGE,
     FLIPS,
-    MeasuredValue,
     changed_score,
     drift_changes,
     feature_changes,
@@ -43,13 +42,10 @@ class Comparison:
         layers: one row per task, pair and layer: mean drift and cosine, before, after and their change. The change of
             drift has a 95 % interval, `drift_ci_*` and, relative to the drift before, `drift_relative_ci_*`, over
             `drift_n` samples; `drift_paired` is True if it is paired by sample.
-        tasks: one row per task and pair: final drift and cosine, flips, the task's main `metric` and its `score_*`,
-            also as
-            `accuracy_*` if it is accuracy. `score_paired` is True if the interval is paired by test sample; otherwise
-            it
-            comes from counts and is too wide. `paired_*`, `gained`, `lost` and `p_value` come from the `paired_n`
-            samples
-            of the split `paired_split` that both answered.
+        tasks: one row per task and pair: final drift and cosine, flips, the task's main `metric` and its `score_*`.
+            `score_paired` is True if the interval is paired by test sample; otherwise it comes from counts and is too
+            wide. `paired_*`, `gained`, `lost` and `p_value` come from the `paired_n` samples of the split
+            `paired_split` that both answered.
         mismatches: differences between the runs that change the meaning of changes; empty unless allowed.
         notes: notes on the intervals.
     """
@@ -104,6 +100,10 @@ def compare(
     if not tasks:
         raise DataError("the runs have no task in common", hint="Compare runs of the same tasks.")
     places = [(task, pair) for task in tasks for pair in pairs]
+    unknown = [task for task in tasks if same_samples(run_before, run_after, task) is None]
+    notes = (
+        f"an older run does not identify its samples of {', '.join(unknown)}; intervals assume different samples",
+    ) * bool(unknown)
     return Comparison(
         run_before,
         run_after,
@@ -111,7 +111,7 @@ def compare(
         layers=pd.concat([_layer_rows(run_before, run_after, *place) for place in places], ignore_index=True),
         tasks=pd.DataFrame([_task_row(run_before, run_after, *place) for place in places]),
         mismatches=differences,
-        notes=tuple(_unverified(run_before, run_after, tasks)),
+        notes=notes,
     )
 
 
@@ -158,7 +158,13 @@ def _pairs(
 ) -> tuple[tuple[str, str], ...]:
     if within:
         before = before or "merged"
-        after = after or _last_calibration(run_before)
+        repairs = [variant for variant in run_before.variants if part_of(variant) == "calibrated"]
+        if not after and not repairs:
+            raise DataError(
+                f"the run {run_before.name!r} has no calibrated variant to compare with",
+                hint="`driftlens calibrate` adds one; or name two variants: `before` and `after`.",
+            )
+        after = after or repairs[-1]
     elif before is None and after is None:
         shared = [variant for variant in run_before.variants if variant in run_after.variants]
         if not shared:
@@ -171,16 +177,6 @@ def _pairs(
     for run, variant in zip((run_before, run_after), pair, strict=True):
         run.layers(variant=variant)  # raises with the list of variants if it has no such
     return (pair,)
-
-
-def _last_calibration(run: DriftRun) -> str:
-    calibrations = [variant for variant in run.variants if part_of(variant) == "calibrated"]
-    if not calibrations:
-        raise DataError(
-            f"the run {run.name!r} has no calibrated variant to compare with",
-            hint="`driftlens calibrate` adds one; or name two variants: `before` and `after`.",
-        )
-    return calibrations[-1]
 
 
 def _layer_rows(run_before: DriftRun, run_after: DriftRun, task: str, pair: tuple[str, str]) -> pd.DataFrame:
@@ -218,7 +214,16 @@ def _task_row(run_before: DriftRun, run_after: DriftRun, task: str, pair: tuple[
     # Both counts are kept, because the runs may have different test sets.
     row |= {"metric": metric.name, "n_test_before": scores[0].n, "n_test_after": scores[1].n}
     change = changed_score(run_before, run_after, task, pair, metric)
-    return row | _score_columns(change, *(score.value for score in scores))
+    row |= {"score_before": scores[0].value, "score_after": scores[1].value, "score_change": change.value}
+    row |= {"score_ci_low": change.low, "score_ci_high": change.high, "score_paired": change.paired}
+    answers = change.answers or Paired(math.nan, math.nan, math.nan, math.nan, gained=0, lost=0, n=0)
+    row |= {
+        "paired_change": answers.difference,
+        "paired_n": answers.n,
+        "paired_split": change.answered or None,
+    }
+    row |= {"paired_ci_low": answers.ci_low, "paired_ci_high": answers.ci_high}
+    return row | {name: getattr(answers, name) for name in ("p_value", "gained", "lost")}
 
 
 def _ends(change: MeanChange | None) -> dict[str, Any]:
@@ -227,36 +232,6 @@ def _ends(change: MeanChange | None) -> dict[str, Any]:
     both = {"drift": change.difference, "drift_relative": change.relative}
     ends = {f"{name}_ci_{end}": getattr(mean, end) for name, mean in both.items() for end in ("low", "high")}
     return {**ends, "drift_n": change.difference.n, "drift_paired": change.is_paired}
-
-
-def _score_columns(change: MeasuredValue, start: float, end: float) -> dict[str, Any]:
-    row = {
-        "before": start,
-        "after": end,
-        "change": change.value,
-        "ci_low": change.low,
-        "ci_high": change.high,
-    }
-    is_accuracy = change.about.name == ACCURACY.name
-    answers = change.answers or Paired(math.nan, math.nan, math.nan, math.nan, gained=0, lost=0, n=0)
-    return {
-        **{f"score_{name}": value for name, value in row.items()},
-        # Other metrics must not appear as accuracy.
-        **{f"accuracy_{name}": value if is_accuracy else math.nan for name, value in row.items()},
-        **{"score_paired": change.paired, "paired_change": answers.difference},
-        **{f"paired_{end}": getattr(answers, end) for end in ("ci_low", "ci_high")},
-        **{name: getattr(answers, name) for name in ("p_value", "gained", "lost")},
-        **{"paired_n": answers.n, "paired_split": change.answered or None},
-    }
-
-
-def _unverified(a: DriftRun, b: DriftRun, tasks: Sequence[str]) -> Iterator[str]:
-    unknown = [task for task in tasks if same_samples(a, b, task) is None]
-    if unknown:
-        yield (
-            f"an older run does not identify its samples of {', '.join(unknown)}; intervals assume different "
-            "samples"
-        )
 
 
 def mismatches(a: DriftRun, b: DriftRun) -> tuple[str, ...]:
@@ -272,29 +247,31 @@ def _differences(a: DriftRun, b: DriftRun) -> Iterator[str]:
         yield f"tasks ({', '.join(a.tasks) or 'none'} against {', '.join(b.tasks) or 'none'})"
     if a.manifest.layers != b.manifest.layers:
         yield f"layers ({_span_of_layers(a)} against {_span_of_layers(b)})"
-    shared = [task for task in a.tasks if task in b.tasks]
     for split in ("diagnosis", "test"):
-        ids, other_ids = (run.manifest.sample_id_digests.get(split, {}) for run in (a, b))
+        digests = [run.manifest.sample_id_digests.get(split, {}) for run in (a, b)]
         # None means that an older run recorded no origin; then ids alone decide.
-        unlike = [task for task in shared if same_samples(a, b, task, split) is False]
-        yield from _differing(f"{split} samples", shared, ids, other_ids, unlike)
-    yield from _differing("class names", shared, a.manifest.classes, b.manifest.classes)
-    yield from _differing("experts", shared, _experts(a), _experts(b))
+        unlike = [task for task in a.tasks if task in b.tasks and same_samples(a, b, task, split) is False]
+        yield from _differing(f"{split} samples", *digests, unlike)
+    yield from _differing("class names", a.manifest.classes, b.manifest.classes)
+    # By digest of the weights, as the same expert may have another path.
+    experts = [
+        {
+            task: run.manifest.models[expert_of(task)].digest
+            for task in run.tasks
+            if expert_of(task) in run.manifest.models
+        }
+        for run in (a, b)
+    ]
+    yield from _differing("experts", *experts)
 
 
 def _differing(
-    field_name: str, tasks: list[str], a: Mapping[str, Any], b: Mapping[str, Any], unlike: Sequence[str] = ()
+    field_name: str, a: Mapping[str, Any], b: Mapping[str, Any], unlike: Sequence[str] = ()
 ) -> Iterator[str]:
     """Yield the tasks on which both runs have different values."""
-    unequal = [task for task in tasks if task in unlike or (task in a and task in b and a[task] != b[task])]
+    unequal = dict.fromkeys([*unlike, *(task for task in a if task in b and a[task] != b[task])])
     if unequal:
         yield f"{field_name} of {', '.join(unequal)}"
-
-
-def _experts(run: DriftRun) -> Mapping[str, str]:
-    # By digest of the weights, as the same expert may have another path.
-    models = run.manifest.models
-    return {task: models[expert_of(task)].digest for task in run.tasks if expert_of(task) in models}
 
 
 def _span_of_layers(run: DriftRun) -> str:

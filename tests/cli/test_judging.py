@@ -103,7 +103,7 @@ def test_two_variants_are_compared_task_by_task(run_cli: Cli, written: Path) -> 
     for task in ("cars", "dtd"):
         line = next(line for line in result.out.splitlines() if line.startswith(task))
         assert f"{100 * rows.loc[task, 'drift_relative']:+.1f} %" in line
-        assert f"{100 * rows.loc[task, 'accuracy_change']:+.1f}" in line
+        assert f"{100 * rows.loc[task, 'score_change']:+.1f}" in line
     assert "rescaling" not in result.out and "diagnosis samples answered by both" in result.out
 
 

@@ -48,11 +48,11 @@ def test_the_row_of_a_task_says_what_its_tables_say(full: DriftRun) -> None:
         for side, variant in (("before", "merged"), ("after", "calibrated:featcal")):
             own = outputs[outputs["variant"] == variant]
             assert row[f"flips_{side}"] == own["flipped"].astype(float).mean()
-            assert row[f"accuracy_{side}"] == full.accuracy(task, variant)["value"].iloc[0]
+            assert row[f"score_{side}"] == full.accuracy(task, variant)["value"].iloc[0]
             assert row[f"cos_{side}"] == full.value("cos_mean", task=task, variant=variant)
-        hits = [round(200 * row[f"accuracy_{side}"]) for side in ("before", "after")]
+        hits = [round(200 * row[f"score_{side}"]) for side in ("before", "after")]
         interval = unpaired_difference(hits[0], 200, hits[1], 200)
-        assert (row["accuracy_ci_low"], row["accuracy_ci_high"]) == interval
+        assert (row["score_ci_low"], row["score_ci_high"]) == interval
 
 
 def test_pairs_are_counted_sample_by_sample(copied: Path) -> None:
@@ -88,7 +88,7 @@ def test_pairs_are_called_test_where_they_are_exactly_the_test_samples(tmp_path:
 def test_without_labels_changes_of_accuracy_are_missing_not_zero(tmp_path: Path) -> None:
     path = write_full_run(tmp_path / "run", tasks=("a",), size=SIZE, has_labels=False)
     row = compare(path).tasks.iloc[0]
-    assert math.isnan(row["accuracy_change"]) and math.isnan(row["accuracy_ci_low"])
+    assert math.isnan(row["score_change"]) and math.isnan(row["score_ci_low"])
     assert row["paired_n"] == 0 and math.isnan(row["p_value"]) and row["flips_before"] >= 0
 
 

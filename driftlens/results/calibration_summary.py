@@ -1,7 +1,6 @@
 """Tables and sentences about a calibration: scores and drift before and after, the anchor alone, and the choice.
 
-With rho other than 1 the anchor is another merge of the same experts. Its variant, the control, is analyzed like any
-other.
+With rho other than 1 the anchor is another merge of the same experts. Its variant, the control, is analyzed, too.
 """
 
 from __future__ import annotations
@@ -50,10 +49,9 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
     """Return the numbers of a calibration's table, one row per task and model.
 
     Columns: task, variant, model (its title), drift (mean norm of the final drift), relative and cosine, each with
-    its
-    `_error` (half its 95 % interval), metric (the task's main metric), score, low, high, n, and accuracy (the score
-    if
-    that is its metric). Experts have a score only. Missing values are NaN. `attrs["notices"]` are the calibration's.
+    its `_error` (half its 95 % interval), metric (the task's main metric), score, low, high, n, and accuracy (the
+    score if that is its metric). Experts have a score only. Missing values are NaN. `attrs["notices"]` are the
+    calibration's.
     """
     rows = []
     for task in run.tasks:
@@ -64,11 +62,10 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
                 # Intervals of means are symmetric (Student), so half of one is enough.
                 row |= {about.name: finding.value, f"{about.name}_error": finding.high - finding.value}
             score = level(run, SCORE, task, variant)
-            metric = score.about.name
             # Other metrics must not appear as accuracy in a column of that name.
-            row |= {"accuracy": score.value if metric == ACCURACY.name else math.nan}
-            row |= {"low": score.low, "high": score.high}
-            rows.append(row | {"n": score.n, "metric": metric, "score": score.value})
+            row["accuracy"] = score.value if score.about.name == ACCURACY.name else math.nan
+            row |= {"low": score.low, "high": score.high, "n": score.n}
+            rows.append(row | {"metric": score.about.name, "score": score.value})
     frame = pd.DataFrame(rows)
     frame.attrs["notices"] = list(run.manifest.calibrations[name].notices)
     return frame
@@ -97,36 +94,33 @@ def final_drift_changes(run: DriftRun, name: str) -> list[tuple[MeasuredValue, M
 
 def calibration_document(run: DriftRun, name: str) -> dict[str, Any]:
     """Return the content of `driftlens calibrate --json` about the effect of a calibration."""
-    rows, pair = before_after(run, name), ("merged", compared_variants(run, name)[-2])
+    pair = ("merged", compared_variants(run, name)[-2])
     variants = [variant for variant in compared_variants(run, name) if variant in run.variants]
-    scores = [
-        {
-            **{"task": row.task, "change": row.value, "low": row.low, "high": row.high, "n": row.n},
-            **{"is_paired": row.paired, "paired": row.answers, "split": row.answered},
-            "metric": row.about.name,
-            **{
-                side: score_of(run, row.task, variant, metric_called(row.about.name))
-                for side, variant in zip(("before", "after"), pair, strict=True)
-            },
-        }
-        for row in score_changes(run, name)
-    ]
+    scores = []
+    for row in score_changes(run, name):
+        metric = metric_called(row.about.name)
+        before, after = (score_of(run, row.task, variant, metric) for variant in pair)
+        scores.append(
+            {"task": row.task, "metric": metric.name, "change": row.value, "low": row.low, "high": row.high}
+            | {"n": row.n, "is_paired": row.paired, "paired": row.answers, "split": row.answered}
+            | {"before": before, "after": after}
+        )
     drifts = [
         {"task": drift.task, "is_paired": drift.paired, **vars(drift.interval), "relative": relative.interval}
         for drift, relative in final_drift_changes(run, name)
     ]
-    means = [
-        {
-            **{"measure": about.name, "tasks": tasks},
-            "means": {variant: mean(run, about, tasks, variant).interval for variant in variants},
-            "change": mean_change(run, about, tasks, (variants[0], variants[-1])).interval
-            if len(variants) > 1
-            else Interval(math.nan),
-            "about": about,
-        }
-        for about, tasks in common(run, variants)
-    ]
-    return {"before_after": rows, "accuracy_changes": scores, "drift_changes": drifts, "means": means}
+    means = []
+    for about, tasks in common(run, variants):
+        ends = (variants[0], variants[-1])
+        by_variant = {variant: mean(run, about, tasks, variant).interval for variant in variants}
+        change = mean_change(run, about, tasks, ends).interval if len(variants) > 1 else Interval(math.nan)
+        means.append(
+            {"measure": about.name, "tasks": tasks, "means": by_variant, "change": change, "about": about}
+        )
+    return {
+        **{"before_after": before_after(run, name), "accuracy_changes": scores},
+        **{"drift_changes": drifts, "means": means},
+    }
 
 
 def score_change_note(rows: Sequence[MeasuredValue]) -> str:
@@ -141,14 +135,14 @@ def calibration_sheets(run: DriftRun, name: str) -> list[Table]:
     changes = score_changes(run, name)
     rows = before_after(run, name)
     sheets = (
-        *(_features(run, rows, name), _scores(rows, name), _drifts(run, name)),
+        *(_features(rows, name), _scores(rows, name), _drifts(run, name)),
         *(_changes(name, changes), _answers(name, changes), _moves(run, name)),
         _shares(run, name),
     )
     return [sheet for sheet in sheets if sheet.rows]
 
 
-def _features(run: DriftRun, rows: pd.DataFrame, name: str) -> Table:
+def _features(rows: pd.DataFrame, name: str) -> Table:
     scored = ["accuracy", "low", "high", "n", "metric", "score"]
     shown = rows[rows["variant"] != "expert"].drop(columns=["variant", *scored])
     return Table.of(
@@ -160,7 +154,7 @@ def _features(run: DriftRun, rows: pd.DataFrame, name: str) -> Table:
             **{"cosine": "number", "cosine +-": "number"},
         },
         shown.to_numpy(dtype=object).tolist(),
-        f"Means over {_counted(run)} with half their 95 % interval (Student's t, expert norm taken as exact).",
+        "Means over diagnosis samples with half their 95 % interval (Student's t, expert norm taken as exact).",
     )
 
 
@@ -187,16 +181,6 @@ def _scores(rows: pd.DataFrame, name: str) -> Table:
         scored[columns].to_numpy(dtype=object).tolist(),
         " ".join([f"On test samples, with {interval}. Each expert is scored on its own task.", *says]),
     )
-
-
-def _counted(run: DriftRun) -> str:
-    """Return the number of diagnosis samples per task, as text."""
-    rows = run.layers(layer="final") if run.manifest.layers else run.layers()
-    counts = rows["n"].dropna()
-    if counts.empty:
-        return "diagnosis samples"
-    low, high = int(counts.min()), int(counts.max())
-    return f"{low if low == high else f'{low} to {high}'} diagnosis samples per task"
 
 
 def _drifts(run: DriftRun, name: str) -> Table:
@@ -231,15 +215,8 @@ def _changes(name: str, changes: Sequence[MeasuredValue]) -> Table:
 def _answers(name: str, changes: Sequence[MeasuredValue]) -> Table:
     rows: list[tuple[Any, ...]] = [
         (
-            row.task,
-            row.answered,
-            counts.n,
-            counts.gained,
-            counts.lost,
-            counts.difference,
-            counts.ci_low,
-            counts.ci_high,
-            counts.p_value,
+            *(row.task, row.answered, counts.n, counts.gained, counts.lost),
+            *(counts.difference, counts.ci_low, counts.ci_high, counts.p_value),
         )
         for row in changes
         if (counts := row.answers) is not None
@@ -280,32 +257,23 @@ def _moves(run: DriftRun, name: str) -> Table:
     )
 
 
-# Entries of complete records of a choice among methods.
-_COMPARED = {"compared", "choice", "kept", "best", "base_stands", "score", "correction", "seconds"}
-
-
 def selection_sentences(run: DriftRun, name: str) -> list[str]:
     """Return sentences on the choice of settings: its held-out advantage and cost; none without a choice."""
-    info = run.calibration_info(name)
-    shrunk = [_shrink_sentence(info.shrink)] if info.shrink else []
-    if not info.automatic:
-        return shrunk
-    if info.selection.keys() >= _COMPARED:
-        return [*_comparison_sentences(info.selection), *shrunk]
-    # Older runs and choosers of plug-ins may have other records.
-    return [
-        f"Settings were chosen on the calibration samples; see calibrations/{name}/config.yaml.",
-        *shrunk,
-    ]
+    info, sentences = run.calibration_info(name), list[str]()
+    if info.automatic and "compared" in info.selection:
+        sentences += _comparison_sentences(info.selection)
+    elif info.automatic:
+        # Older runs and choosers of plug-ins may have other records.
+        place = f"calibrations/{name}/config.yaml"
+        sentences.append(f"Settings were chosen on the calibration samples; see {place}.")
+    if info.shrink:
+        curve, share = info.shrink.get("curve"), info.shrink["share"]
+        why = f", the share with the lowest held-out {_criterion(curve[0])}" if curve else ""
+        sentences.append(f"All weights are base + {share:g} (repaired - base){why}.")
+    return sentences
 
 
-def _shrink_sentence(shrink: Mapping[str, Any]) -> str:
-    """Return the sentence on the interpolation with the base."""
-    why = f", the share with the lowest held-out {judged_by(shrink['curve'][0])}" if "curve" in shrink else ""
-    return f"All weights are base + {shrink['share']:g} (repaired - base){why}."
-
-
-def judged_by(record: Mapping[str, Any]) -> str:
+def _criterion(record: Mapping[str, Any]) -> str:
     """Return the name of the criterion that compared candidates; older records spell it differently."""
     if "judged_by" in record:
         return {"hellinger": "Hellinger distance", "drift_rel": "relative drift"}[record["judged_by"]]
@@ -317,18 +285,13 @@ def _shares(run: DriftRun, name: str) -> Table:
     """Return held-out scores and drift by interpolation factor, if one was chosen."""
     shrink = run.calibration_info(name).shrink
     curve = shrink.get("curve", [])
-    criterion = judged_by(curve[0]) if curve else ""
+    criterion = _criterion(curve[0]) if curve else ""
     columns = [f"{measure}{end}" for measure in ("score", "drift") for end in ("", "_low", "_high")]
     return Table.of(
         f"shares-{name}",
         f"{title(calibrated(name))}: held-out {criterion} and drift by interpolation factor",
         {
-            **{
-                "share": "number",
-                criterion: "number",
-                f"{criterion} low": "number",
-                f"{criterion} high": "number",
-            },
+            **dict.fromkeys(("share", criterion, f"{criterion} low", f"{criterion} high"), "number"),
             **{"drift": "number", "drift low": "number", "drift high": "number", "samples": "count"},
         },
         [[entry["share"], *(entry[column] for column in columns), entry["n"]] for entry in curve],
@@ -342,7 +305,7 @@ def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
     candidates = {entry["name"]: entry for entry in record["compared"]}
     # `best` is empty in a record where no candidate could be solved for.
     choice, best = candidates[record["choice"]], candidates.get(record["best"], {})
-    criterion = judged_by(record)
+    criterion = _criterion(record)
     interval = f"95 % interval, {record['correction']}"
     if choice["name"] == "merged":
         text = "nothing was clearly better than the merged model"
@@ -352,17 +315,14 @@ def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
         text = f"the base was chosen, which {_lower(choice, criterion, interval)}, and nothing was clearly better"
     else:
         text = f"{choice['title']} was chosen, which {_lower(choice, criterion, interval)}"
-    sentences = [
-        f"On held-out calibration samples {text}; {counted(record['num_calibrations'], 'calibration')} tried in "
-        f"{record['seconds']:.0f} s."
-    ]
-    if record["base_stands"]:
-        sentences.append("Advice: don't use the merge; the base is as near to the experts.")
     numbers = [f"{entry['title']} {_scored(entry)}" for entry in candidates.values()]
-    n = choice["n"]
+    advice = "Advice: don't use the merge; the base is as near to the experts."
     return [
-        *sentences,
-        f"Held-out {criterion} ({counted(n, 'sample')}; difference to the merged model): {'; '.join(numbers)}.",
+        f"On held-out calibration samples {text}; {counted(record['num_calibrations'], 'calibration')} tried in "
+        f"{record['seconds']:.0f} s.",
+        *([advice] if record["base_stands"] else []),
+        f"Held-out {criterion} ({counted(choice['n'], 'sample')}; difference to the merged model): "
+        f"{'; '.join(numbers)}.",
     ]
 
 
@@ -398,13 +358,10 @@ def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[s
     """Return a row per calibration, best score first, after base and merged model and before the experts.
 
     Keys: model, method, score with `low` and `high`; `change` over the merged model and `behind` (difference to the
-    first
-    calibration), each with its ends, paired by sample; relative and cosine (of the final feature), seconds of
+    first calibration), each with its ends, paired by sample; relative and cosine (of the final feature), seconds of
     calibrating, energy_wh, peak_mib (resident so far), added (number of added parameters), task_id (True if the task
-    of an
-    input must be known), found_out (mean share of test samples whose task was classified correctly), n (test samples
-    of
-    the mean). Missing values are NaN or None. `names` are of calibrations; None takes all.
+    of an input must be known), found_out (mean share of test samples whose task was classified correctly), n (test
+    samples of the mean). Missing values are NaN or None. `names` are of calibrations; None takes all.
     """
     chosen = [*run.manifest.calibrations] if names is None else [*names]
     # An unknown name raises here, with the list of all names.
@@ -425,9 +382,7 @@ def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[s
 def arena_sheet(
     run: DriftRun, names: Sequence[str] | None = None, failed: Mapping[str, str] | None = None
 ) -> Table:
-    """Return the rows of `arena_rows` as a table, without empty columns; `failed` has reasons for missing repairs by
-    name.
-    """
+    """Return the rows of `arena_rows` as a table without empty columns; `failed` has reasons for missing repairs."""
     rows = arena_rows(run, names)
     leader = "against the first"
     columns: dict[str, tuple[Kind, str]] = {

@@ -16,11 +16,11 @@ import copy
 import math
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import pandas as pd
@@ -76,10 +76,8 @@ class Check(SpecSection):
     """One entry of `checks`: bounds on some rows of a table.
 
     `metric` is a numeric column of the table `home`. `where` selects rows (`layer` may be "final"); `per` splits them
-    into
-    groups that are checked separately. `agg` reduces a group to one value: "worst" is the row nearest to breaking a
-    bound,
-    so that every row must hold. With `change` the value is the change between two variants.
+    into groups that are checked separately. `agg` reduces a group to one value: "worst" is the row nearest to breaking
+    a bound, so that every row must hold. With `change` the value is the change between two variants.
     """
 
     metric: Text
@@ -144,11 +142,6 @@ class Check(SpecSection):
         return _table_of(self.metric, self.table)
 
     @property
-    def ends(self) -> tuple[str, str]:
-        """The variants from and to which a change is judged, row by row."""
-        return next(iter(self.change.values())) if self.change else ("", "")
-
-    @property
     def relative(self) -> bool:
         """True if a change is (to - from) / |from|; otherwise it is to - from in the metric's unit."""
         return not self.change or "relative" in self.change
@@ -156,17 +149,16 @@ class Check(SpecSection):
     @property
     def title(self) -> str:
         """The name in messages."""
-        return self.name or " ".join(self._words())
-
-    def _words(self) -> Iterator[str]:
+        if self.name:
+            return self.name
         where = dict(self.where)
         metric = str(where.pop("metric", self.metric)) if self.metric == "value" else self.metric
-        yield metric if self.agg == "worst" else f"{self.agg} {metric}"
+        words = [metric if self.agg == "worst" else f"{self.agg} {metric}"]
         for kind, (start, end) in (self.change or {}).items():
-            yield f"{'change' if kind == 'relative' else 'difference'} from {start} to {end}"
-        yield " and ".join(f"{relation} {bound:g}" for relation, bound in self.bounds.items())
-        if where:
-            yield "where " + ", ".join(f"{key} is {value}" for key, value in where.items())
+            words.append(f"{'change' if kind == 'relative' else 'difference'} from {start} to {end}")
+        words.append(" and ".join(f"{relation} {bound:g}" for relation, bound in self.bounds.items()))
+        rows = ", ".join(f"{key} is {value}" for key, value in where.items())
+        return " ".join(words) + (f" where {rows}" if rows else "")
 
 
 class _Checks(SpecSection):
@@ -207,7 +199,6 @@ def _text_columns(table: str) -> list[str]:
 
 Status = Literal["pass", "warn", "fail", "skip"]
 Array = NDArray[np.float64]
-_Numeric = TypeVar("_Numeric", float, Array)
 
 # Groups of rows in which a column may be undefined, such as amplification at the stem.
 _GAPS_BY = {"layers": "layer", "calibration": "kind"}
@@ -284,27 +275,17 @@ class CheckReport:
         return tuple(result for result in self.results if result.status == "fail")
 
     def table(self, name: str = "checks", heading: str = "Checks", kind: Kind = "number") -> Table:
-        """Return a table with a row per check.
-
-        Args:
-            name: the table's name.
-            heading: its title.
-            kind: format of the values.
-        """
-        columns: dict[str, tuple[Kind, str]] = {
-            **{"check": ("text", "title"), "status": ("text", "status"), "value": (kind, "value")},
-            **{"wanted": ("text", "wanted"), "margin": (kind, "margin"), "rows": ("count", "n")},
-            **{"where": ("text", "where"), "reason": ("text", "reason")},
+        """Return a table with a row per check; `kind` is the format of values."""
+        kinds: dict[str, Kind] = {
+            **{"check": "text", "status": "text", "value": kind, "wanted": "text", "margin": kind},
+            **{"rows": "count", "where": "text", "reason": "text"},
         }
-        rows = [
-            vars(result)
-            | {
-                "title": result.title,
-                "wanted": f"{_WRITTEN.get(result.relation, result.relation)} {result.threshold:g}",
-            }
-            for result in self.results
-        ]
-        return Table.from_rows(name, heading, columns, rows)
+        rows = []
+        for result in self.results:
+            wanted = f"{_WRITTEN.get(result.relation, result.relation)} {result.threshold:g}"
+            row = (result.title, result.status, result.value, wanted, result.margin)
+            rows.append((*row, result.n, result.where, result.reason))
+        return Table.of(name, heading, kinds, rows)
 
     def _repr_html_(self) -> str:
         """Return the table of checks as HTML, for notebooks."""
@@ -334,11 +315,12 @@ def check(run: DriftRun | PathLike, tests: PathLike | Mapping[str, Any] | None =
         SpecError: the checks make no sense; path, value and remedy are named.
         RunError: the run, or one of its tables, can't be read.
     """
-    checks = None if tests is None else load_checks(tests)
     opened = run if isinstance(run, DriftRun) else open_run(run)
-    if checks is None:
+    if tests is None:
         return self_checks(opened)
-    return CheckReport(opened, tuple(result for check in checks for result in _judge(opened, check)))
+    return CheckReport(
+        opened, tuple(result for entry in load_checks(tests) for result in _judge(opened, entry))
+    )
 
 
 def _judge(run: DriftRun, check: Check) -> list[CheckResult]:
@@ -348,16 +330,13 @@ def _judge(run: DriftRun, check: Check) -> list[CheckResult]:
     rows, shown, tasks = chosen
     # A task without rows must not make a check pass unnoticed.
     absent = [task for task in tasks if not (rows["task"] == task).any()]
-    is_by_task = "task" in check.per
+    # With `per: task` such tasks are groups of their own.
+    alone = absent if "task" in check.per else []
     results = []
     for values, part in rows.groupby(list(check.per), sort=False) if check.per else [((), rows)]:
-        plain = [
-            value if isinstance(value, str) else int(value)  # type: ignore[call-overload]
-            for value in values
-        ]
+        plain = [value if isinstance(value, str) else int(value) for value in values]  # type: ignore[call-overload]
         group = dict(zip(check.per, plain, strict=True))
-        results.append(_judge_group(check, group, part, shown, [] if is_by_task else absent))
-    alone = absent if is_by_task else []
+        results.append(_judge_group(check, group, part, shown, [] if alone else absent))
     return results + [_skipped(check, {"task": task}, "not measured on this task") for task in alone]
 
 
@@ -370,11 +349,13 @@ def _judge_group(
 ) -> CheckResult:
     """Return the result for one group of rows; `shown` are the columns that tell them apart."""
     lacking = _lacking(rows, shown, absent_tasks)
-    measured = np.flatnonzero(rows["value"].notna())
-    values = rows["value"].to_numpy(dtype=float)[measured]
+    rows = rows[rows["value"].notna()]
+    values = rows["value"].to_numpy(dtype=float)
     if not len(values):
         return _skipped(check, group, lacking)
-    judged = _judged_row(check, values)
+    # How far each value is on the right side of the bound that is nearest to being broken.
+    margins = np.min([_margin(relation, bound, values) for relation, bound in check.bounds.items()], axis=0)
+    judged = {"worst": margins.argmin(), "max": values.argmax(), "min": values.argmin()}.get(check.agg)
     # The mean of +inf and -inf is NaN, which is skipped below, and numpy would warn.
     with np.errstate(invalid="ignore"):
         value = float(getattr(np, check.agg)(values) if judged is None else values[judged])
@@ -388,23 +369,17 @@ def _judge_group(
     # Missing rows might break the bound, but a broken bound stays broken.
     if holds and lacking:
         return _skipped(check, group, lacking)
-    row = pd.Series(dtype=float) if judged is None else rows.iloc[measured[judged]]
+    row = pd.Series(dtype=float) if judged is None else rows.iloc[judged]
     low, high, samples = (row.get(name, math.nan) for name in ("low", "high", "n"))
-    place = "" if judged is None else _row_name(row, shown)
-    size = "" if pd.isna(samples) else f" (n = {int(samples)})"
-    reason = (
-        f"{number(value, _DIGITS)}{size}{f' at {place}' if place else ''}, "
-        f"wanted {relation} {_exact(check.bounds[relation])}"
-    )
-    status: Status = "pass" if holds else "warn" if check.severity == "warn" else "fail"
-    result = CheckResult(
-        *(check.title, check.metric, group, status, value, relation, check.bounds[relation], margin),
-        n=len(values),
-        where=place,
-        reason="" if holds else reason,
-    )
     count = 0 if pd.isna(samples) else int(samples)
-    return replace(result, ci_low=float(low), ci_high=float(high), samples=count)
+    bound, place = check.bounds[relation], "" if judged is None else _row_name(row, shown)
+    size, at = f" (n = {count})" if count else "", f" at {place}" if place else ""
+    reason = "" if holds else f"{number(value, _DIGITS)}{size}{at}, wanted {relation} {_exact(bound)}"
+    status: Status = "pass" if holds else "warn" if check.severity == "warn" else "fail"
+    return CheckResult(
+        *(check.title, check.metric, group, status, value, relation, bound, margin),
+        *(len(values), place, reason, float(low), float(high), count),
+    )
 
 
 def _exact(value: float) -> str:
@@ -413,18 +388,8 @@ def _exact(value: float) -> str:
     return format(Decimal(f"{value:.10g}"), "f")
 
 
-def _judged_row(check: Check, values: Array) -> int | None:
-    """Return the row whose value is judged; None if an aggregate is."""
-    if check.agg == "worst":
-        margins = [_margin(relation, bound, values) for relation, bound in check.bounds.items()]
-        return int(np.min(margins, axis=0).argmin())
-    if check.agg in ("max", "min"):
-        return int(values.argmax() if check.agg == "max" else values.argmin())
-    return None
-
-
-def _margin(relation: _Relation, bound: float, value: _Numeric) -> _Numeric:
-    """Return how far a value is on the right side of a bound."""
+def _margin(relation: _Relation, bound: float, value: Any) -> Any:
+    """Return how far a number or an array is on the right side of a bound."""
     return value - bound if relation in (">=", ">") else bound - value
 
 
@@ -443,8 +408,11 @@ def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[
     rows = _measured(run, check)
     if isinstance(rows, str):
         return rows
+    selected = dict(check.where)
+    if check.home == "params" and not {"scope", "path"} & set(selected):
+        selected["scope"] = "backbone"  # otherwise modules, layers and backbone would be mixed
     try:
-        selected = _filters(run, check)
+        selected |= {"layer": run.layer_index(selected["layer"])} if "layer" in selected else {}
     except LayerNotFoundError as error:
         return error.message
     for column, value in selected.items():
@@ -453,13 +421,14 @@ def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[
             return _no_row(run, check, column, value)
     key = [column for column in TABLES[check.home].key if column in rows]
     if check.change is not None:
-        for variant in check.ends:
+        ends = next(iter(check.change.values()))
+        for variant in ends:
             if not (rows["variant"] == variant).any():
                 return _no_row(run, check, "variant", variant)
         key = [column for column in key if column not in ("variant", "name")]
-        rows = _changes(rows, key, *check.ends, relative=check.relative)
+        rows = _changes(rows, key, *ends, relative=check.relative)
         if check.home == "accuracy" or check.metric == "drift_l2_mean":
-            rows = _with_intervals(rows, run, check, check.ends)
+            rows = _with_intervals(rows, run, check, ends)
     elif check.home == "accuracy" and check.metric == "value":
         rows = rows.rename(columns={"ci_low": "low", "ci_high": "high"})
     shown = [column for column in key if column not in selected and column not in check.per]
@@ -482,16 +451,6 @@ def _measured(run: DriftRun, check: Check) -> pd.DataFrame | str:
         return rows
     # A layer or kind without any value is undefined there, not missing.
     return rows[rows["value"].groupby(rows[_GAPS_BY[check.home]]).transform("count") > 0]
-
-
-def _filters(run: DriftRun, check: Check) -> dict[str, str | int]:
-    """Return the values that select rows, by column, with the index of the layer."""
-    values = dict(check.where)
-    if check.home == "params" and not {"scope", "path"} & set(values):
-        values["scope"] = "backbone"  # otherwise modules, layers and backbone would be mixed
-    if "layer" in values:
-        values["layer"] = run.layer_index(values["layer"])
-    return values
 
 
 def _no_row(run: DriftRun, check: Check, column: str, value: object) -> str:
@@ -547,9 +506,8 @@ def _row_name(row: pd.Series[Any], columns: Sequence[str]) -> str:
     return ", ".join(f"{column} {row[column]}" for column in columns if row[column] != "")
 
 
+# Claims that are exact in theory, by name: text, table, column of the error, and its largest accepted value.
 # Shares by prefix swaps are left out: they telescope to the drift that divides them, so they can't fail.
-# Claims that are exact in theory, by name: text, table, column of the error, and its largest accepted
-# value.
 _CLAIMS = {
     "closure": ("drift equals that of ordinary forward passes", "layers", "closure_error", 1e-4),
     "Jacobian": ("propagation equals Jacobian times incoming drift", "layers", "jacobian_error", 1e-2),
@@ -577,16 +535,12 @@ def measured_by(claim: str) -> str:
 @remembered
 def self_checks(run: DriftRun) -> CheckReport:
     """Return the largest error of each claim that a run checks; `metric` is the claim's short name."""
-    results = (
-        _self_check(run, getattr(run, table)(), column, name, claim, limit)
-        for name, (claim, table, column, limit) in _CLAIMS.items()
-    )
-    return CheckReport(run, tuple(results))
+    return CheckReport(run, tuple(_self_check(run, name) for name in _CLAIMS))
 
 
-def _self_check(
-    run: DriftRun, rows: pd.DataFrame, column: str, name: str, claim: str, limit: float
-) -> CheckResult:
+def _self_check(run: DriftRun, name: str) -> CheckResult:
+    claim, table, column, limit = _CLAIMS[name]
+    rows = getattr(run, table)()
     measured = rows[rows[column].notna()]
     # Errors may be signed, such as the remainder; the limit holds for their size.
     errors = measured[column].abs().to_numpy(dtype=float)
@@ -598,9 +552,8 @@ def _self_check(
         place |= {"layer": run.layer_name(place["layer"])} if "layer" in place else {}
         where = ", ".join(f"{_PLACE[key]}{value}" for key, value in place.items())
         status = "pass" if largest <= limit else "fail"
-        reason = (
-            "" if status == "pass" else f"{number(largest, _DIGITS)} at {where}, wanted <= {_exact(limit)}"
-        )
+        found = f"{number(largest, _DIGITS)} at {where}, wanted <= {_exact(limit)}"
+        reason = "" if status == "pass" else found
     title, margin, n = f"{name}: {claim}", limit - largest, len(errors)
     return CheckResult(title, name, {}, status, largest, "<=", limit, margin, n, where, reason)
 
@@ -619,28 +572,24 @@ def junit_xml(report: CheckReport) -> str:
         case = ElementTree.SubElement(
             suite, "testcase", {"classname": f"driftlens.{result.metric}", "name": _safe(result.title)}
         )
-        _add_outcome(case, result)
+        reason = _safe(result.reason)
+        if result.status != "skip":
+            measured = {name: getattr(result, name) for name in ("value", "ci_low", "ci_high")}
+            measured["n"] = result.samples
+            bound = {"bound": f"{result.relation} {_exact(result.threshold)}", "at": _safe(result.where)}
+            # NaN, which is unequal to itself, marks what was not measured.
+            numbers = {name: _exact(value) for name, value in measured.items() if value == value and value}
+            properties = ElementTree.SubElement(case, "properties")
+            for name, text in {**numbers, **bound}.items():
+                ElementTree.SubElement(properties, "property", {"name": name, "value": text})
+        if result.status == "fail":
+            ElementTree.SubElement(case, "failure", {"type": "check", "message": reason}).text = reason
+        elif result.status == "skip":
+            ElementTree.SubElement(case, "skipped", {"message": reason})
+        elif result.status == "warn":
+            ElementTree.SubElement(case, "system-out").text = f"warning: {reason}"
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n"
-
-
-def _add_outcome(case: ElementTree.Element, result: CheckResult) -> None:
-    reason = _safe(result.reason)
-    if result.status != "skip":
-        measured = {name: getattr(result, name) for name in ("value", "ci_low", "ci_high")}
-        measured["n"] = result.samples
-        bound = {"bound": f"{result.relation} {_exact(result.threshold)}", "at": _safe(result.where)}
-        # `value == value` is False for NaN, which marks what was not measured.
-        numbers = {name: _exact(value) for name, value in measured.items() if value == value and value}
-        properties = ElementTree.SubElement(case, "properties")
-        for name, text in {**numbers, **bound}.items():
-            ElementTree.SubElement(properties, "property", {"name": name, "value": text})
-    if result.status == "fail":
-        ElementTree.SubElement(case, "failure", {"type": "check", "message": reason}).text = reason
-    elif result.status == "skip":
-        ElementTree.SubElement(case, "skipped", {"message": reason})
-    elif result.status == "warn":
-        ElementTree.SubElement(case, "system-out").text = f"warning: {reason}"
 
 
 def _safe(text: str) -> str:

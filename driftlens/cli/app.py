@@ -6,9 +6,8 @@ import functools
 import inspect
 import json
 import logging
+import operator
 import os
-import re
-import shlex
 import signal
 import stat
 import sys
@@ -23,9 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
-import annotated_types
 import typer
-from pydantic.fields import FieldInfo
 
 import driftlens
 from driftlens.config.requests import Option, Request
@@ -119,13 +116,14 @@ def set_manner(
     manner.offline, manner.threads, manner.progress = offline, threads, progress
     level = logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_PlainLogFormatter())
+    # A program that parses JSON lines of progress cannot parse plain log lines between them.
+    handler.setFormatter(_JsonLines() if progress == "jsonl" and not quiet else _PlainLines())
     logger = logging.getLogger("driftlens")
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(level)
 
 
-class _PlainLogFormatter(logging.Formatter):
+class _PlainLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return harmless(record.getMessage())
 
@@ -169,16 +167,8 @@ class JobOptions:
         from driftlens.utils.progress import sink_for
 
         mode: Any = "none" if manner.quiet or not manner.team.is_main_process else manner.progress
-        # A program that parses JSON lines cannot parse plain log lines between them.
-        if mode == "jsonl":
-            for handler in logging.getLogger("driftlens").handlers:
-                handler.setFormatter(_JsonLines())
         with limited_threads(manner.threads), cancelling() as cancel, sink_for(mode) as sink:
             yield Context(self.access, sink, cancel)
-
-
-# Builds one argument of a command from the values of its flags.
-Maker = Callable[[Mapping[str, Any]], Any]
 
 
 def flagged(command: Callable[..., None]) -> Callable[..., None]:
@@ -191,25 +181,23 @@ def flagged(command: Callable[..., None]) -> Callable[..., None]:
     `Annotated[Job, "device"]` has only these of its options.
     """
     parameters: dict[str, inspect.Parameter] = {}
-    own: dict[str, inspect.Parameter] = {}
-    makers: dict[str, Maker] = {}
-    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+    # Functions that build the command's arguments from the values of flags.
+    makers: dict[str, Callable[[Mapping[str, Any]], Any]] = {}
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         kind, *names = typing.get_args(parameter.annotation) or [parameter.annotation]
         if inspect.isclass(kind) and issubclass(kind, Request):
-            flags = {flag.name: flag for flag in _request_flags(kind)}
-            makers[parameter.name] = functools.partial(_request, kind)
+            parameters |= {flag.name: flag for flag in _request_flags(kind)}
+            makers[name] = functools.partial(_request, kind)
         elif kind is JobOptions:
             options = inspect.signature(JobOptions, eval_str=True).parameters
-            flags = {name: options[name] for name in names or options}
-            makers[parameter.name] = functools.partial(_job, [*flags])
+            parameters |= {option: options[option] for option in names or options}
+            makers[name] = functools.partial(_job, names or [*options])
         else:
-            own[parameter.name] = parameter
-            flags = {parameter.name: parameter}
-        parameters = {**parameters, **flags}
+            parameters[name] = parameter
+            makers[name] = operator.itemgetter(name)
 
     def run(**values: Any) -> None:
-        made = {name: make(values) for name, make in makers.items()}
-        command(**{name: values[name] for name in own}, **made)
+        command(**{name: make(values) for name, make in makers.items()})
 
     functools.update_wrapper(run, command)
     # Typer reads the signature first and then the annotations by name.
@@ -242,34 +230,23 @@ def _request_flags(kind: type[Request]) -> Iterator[inspect.Parameter]:
     """Yield the flags of a request as parameters for typer."""
     for name, field in kind.model_fields.items():
         option = Option.of(field)
-        if option.is_given:
-            yield _field_flag(name, field, option)
-
-
-def _field_flag(name: str, field: FieldInfo, option: Option) -> inspect.Parameter:
-    about: dict[str, Any] = {"help": field.description, "metavar": option.metavar}
-    about |= {"show_default": option.unset} if option.unset else {}
-    spelled, default = option.name, field.get_default(call_default_factory=True)
-    words = list[str] if option.is_list else str
-    value = words if option.read is not None else _value_of(field.annotation)
-    if value is bool:
-        # Typer adds a `--no-` twin to unnamed booleans; a named one has a single flag.
-        spelled, default = spelled or option.spelled(name), False
-    if value in (int, float):
-        bounds = [*_bounds(field.annotation, field.metadata)]
-        about["min"] = next((bound.ge for bound in bounds if isinstance(bound, annotated_types.Ge)), None)
-        about["max"] = next((bound.le for bound in bounds if isinstance(bound, annotated_types.Le)), None)
-    if field.is_required():
-        default = inspect.Parameter.empty
-    elif default is None or option.read is not None or value == list[str]:
-        value, default = value | None, None
-    declared = typer.Option(*spelled.split(), **about)
-    return _flag(option.parameter or name, value, default, declared)
-
-
-def _flag(name: str, value: Any, default: Any, option: Any) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=Annotated[value, option])
+        if not option.is_given:
+            continue
+        about: dict[str, Any] = {"help": field.description, "metavar": option.metavar}
+        about |= {"show_default": option.unset} if option.unset else {}
+        spelled, default = option.name, field.get_default(call_default_factory=True)
+        words = list[str] if option.is_list else str
+        value = words if option.read is not None else _value_of(field.annotation)
+        if value is bool:
+            # Typer adds a `--no-` twin to unnamed booleans; a named one has a single flag.
+            spelled, default = spelled or option.spelled(name), False
+        if field.is_required():
+            default = inspect.Parameter.empty
+        elif default is None or option.read is not None or value == list[str]:
+            value, default = value | None, None
+        flag = Annotated[value, typer.Option(*spelled.split(), **about)]
+        place = inspect.Parameter.KEYWORD_ONLY
+        yield inspect.Parameter(option.parameter or name, place, default=default, annotation=flag)
 
 
 def _value_of(annotation: Any) -> Any:
@@ -283,17 +260,6 @@ def _value_of(annotation: Any) -> Any:
     if annotation is Any:
         return str
     return list[str] if origin is tuple else annotation
-
-
-def _bounds(annotation: Any, metadata: Any) -> Iterator[Any]:
-    """Yield the bounds of a number in an annotation."""
-    for entry in metadata:
-        if isinstance(entry, annotated_types.Ge | annotated_types.Le):
-            yield entry
-        # pydantic nests the bounds of `Field(ge=1)` in the metadata of the `Field`.
-        yield from _bounds(None, getattr(entry, "metadata", ()))
-    for member in typing.get_args(annotation):
-        yield from _bounds(member, getattr(member, "__metadata__", ()))
 
 
 def expanding_home(command: Any) -> Callable[..., Any]:
@@ -328,15 +294,6 @@ def say(text: str) -> None:
     typer.echo(harmless(text).replace(" +- ", " ± ") if " +- " in text and shows_signs() else harmless(text))
 
 
-def say_saved(place: Path) -> None:
-    """Print where a model was saved, and for a folder how to publish it."""
-    say(f"wrote {place}")
-    if place.is_dir():
-        # Hub repositories allow ASCII letters without spaces; the path `.` has no name.
-        name = place.name if re.fullmatch(r"[\w.-]+", place.name, re.ASCII) else "YOUR_MODEL"
-        note(f"To publish it with its model card: hf upload YOUR_NAME/{name} {shlex.quote(str(place))}")
-
-
 def note(text: str) -> None:
     """Print a remark to stderr, unless `--quiet` is given."""
     if not manner.quiet:
@@ -368,17 +325,20 @@ def _plain(value: Any) -> Any:
 
 # Signals of Ctrl-C, a scheduler and a closed terminal; all are handled alike. Windows has no SIGHUP.
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+# Further signals in this time do not interrupt the cleanup that the first one started.
+GRACE_SECONDS = 5.0
 
 
 @dataclass
 class Stopping:
-    """The times at which this process began to stop, by a signal or an error."""
+    """The times at which this process began to stop, by a signal or an error, and the token of the running job."""
 
     since: float | None = None
     failed: float | None = None
     is_over: bool = False
     is_by_launcher: bool = False
     """torchrun ends all processes once one is gone."""
+    token: CancelToken | None = None
 
     @property
     def _is_on_its_way(self) -> bool:
@@ -387,9 +347,6 @@ class Stopping:
         last = max((time for time in (self.since, self.failed) if time is not None), default=float("-inf"))
         return self.is_over or time.monotonic() - last < GRACE_SECONDS
 
-
-# Further signals in this time do not interrupt the cleanup that the first one started.
-GRACE_SECONDS = 5.0
 
 stopped = Stopping()
 
@@ -401,7 +358,7 @@ def interrupted_by_signals(*, last: bool) -> Iterator[None]:
     # Signals ignored by the parent, as under nohup, stay ignored; a calling program keeps its own handlers.
     defaults = (signal.SIG_DFL, signal.default_int_handler)
     usual = [number for number, handler in before.items() if handler in defaults]
-    stopped.since, stopped.failed, stopped.is_over, stopped.is_by_launcher = None, None, False, False
+    vars(stopped).update(vars(Stopping()))
     try:
         for number in usual:
             signal.signal(number, interrupt)
@@ -413,24 +370,30 @@ def interrupted_by_signals(*, last: bool) -> Iterator[None]:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt once, but not during the import of a library.
+    """Cancel the running job at its next batch; without one, or on a second signal, raise KeyboardInterrupt.
 
-    Many libraries swallow an interrupt during import or crash. It is raised again a moment later. For some seconds
-    after
-    the first interrupt, cleanup is not interrupted.
+    Many libraries swallow an interrupt during import or crash, so there it is raised a moment later. For some seconds
+    after the first interrupt, cleanup is not interrupted.
     """
-    if stopped._is_on_its_way:
+    _leave_lost_terminal()
+    token = stopped.token
+    if stopped._is_on_its_way or (token is not None and token.is_heard):
         return
-    caller = frame
-    while caller is not None:
-        if caller.f_code.co_filename.startswith("<frozen importlib"):
+    if token is not None and not token.is_set:
+        token.cancel()
+        stopped.is_by_launcher = manner.team.size > 1 and number == signal.SIGTERM
+        # The signal may arrive in the middle of a write to the same stream, which is not reentrant.
+        with suppress(OSError, RuntimeError):
+            note("stopping at the next batch; repeat to stop at once")
+        return
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
             again = threading.Timer(0.05, os.kill, (os.getpid(), number))
             again.daemon = True
             again.start()
             return
-        caller = caller.f_back
+        frame = frame.f_back
     stopped.since = time.monotonic()
-    _leave_lost_terminal()
     raise KeyboardInterrupt
 
 
@@ -446,32 +409,12 @@ def _leave_lost_terminal() -> None:
 @contextmanager
 def cancelling() -> Iterator[CancelToken]:
     """Yield a token that the first `ENDING` signal sets; a second one stops at once, later ones are ignored."""
-    token = CancelToken()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        _leave_lost_terminal()
-        if token.is_heard or stopped._is_on_its_way:
-            return
-        if token.is_set:
-            interrupt(number, frame)
-            # It returns during an import, where the signal is sent again a moment later.
-            return
-        token.cancel()
-        stopped.is_by_launcher = manner.team.size > 1 and number == signal.SIGTERM
-        # The signal may arrive in the middle of a write to the same stream, which is not reentrant.
-        with suppress(OSError, RuntimeError):
-            note("stopping at the next batch; repeat to stop at once")
-
-    handlers = {number: signal.getsignal(number) for number in ENDING}
-    before = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+    stopped.token = CancelToken()
     try:
-        for number in before:
-            signal.signal(number, handle)
-        yield token
+        yield stopped.token
     except Exception as error:
         # torchrun kills all processes once one fails; the error of this one is still reported.
         stopped.failed = None if isinstance(error, Cancelled) else time.monotonic()
         raise
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        stopped.token = None

@@ -19,7 +19,6 @@ from driftlens.config.requests import ExportRequest, ViewRequest, parts
 from driftlens.utils.errors import ChecksFailedError, DataError, RunError, SpecError
 
 if TYPE_CHECKING:
-    from driftlens.calibration.calibrator import Calibrator
     from driftlens.runs.run import DriftRun
     from driftlens_reports.paper.exhibit import Exported
 
@@ -30,38 +29,30 @@ _PACKAGES = (
 
 
 def show_run(run: DriftRun, *, as_json: bool = False, everyone: bool = False) -> None:
-    """Print a run's summary, or its final rows as JSON.
-
-    Args:
-        run: the run.
-        as_json: print one JSON document.
-        everyone: show all models side by side.
-    """
+    """Print a run's summary, with `everyone` of all models, or its final rows as JSON."""
     from driftlens.results.measures import findings
     from driftlens.results.verdict import verdict
     from driftlens_reports.facts import advice
     from driftlens_reports.terminal import summary
 
-    if as_json:
-        say_json(
-            {
-                "id": run.id,
-                "name": run.name,
-                "path": run.path,
-                "synthetic": run.manifest.synthetic,
+    if not as_json:
+        say(summary(run, verbose=manner.verbose, everyone=everyone))
+        return
+    manifest = run.manifest
+    say_json(
+        {
+            **{"id": run.id, "name": run.name, "path": run.path, "synthetic": manifest.synthetic},
+            **{
                 "tasks": run.tasks,
                 "variants": run.variants,
                 "verdict": verdict(run),
                 "findings": findings(run),
-                "final": run.layers(layer="final"),
-                "accuracy": run.accuracy(),
-                "advice": advice(run) if "merged" in run.variants else None,
-                "warnings": run.manifest.warnings,
-                "notices": run.manifest.notices,
-            }
-        )
-        return
-    say(summary(run, verbose=manner.verbose, everyone=everyone))
+            },
+            **{"final": run.layers(layer="final"), "accuracy": run.accuracy()},
+            "advice": advice(run) if "merged" in run.variants else None,
+            **{"warnings": manifest.warnings, "notices": manifest.notices},
+        }
+    )
 
 
 @app.command()
@@ -106,9 +97,6 @@ def doctor(
         say("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
 
 
-_VIEWS = re.compile(r"\b\d+ views\b")
-
-
 def _catalog() -> dict[str, dict[str, Any]]:
     """Return calibrators, merge methods and loaders by name, each with title, source and settings.
 
@@ -120,69 +108,50 @@ def _catalog() -> dict[str, dict[str, Any]]:
     from driftlens.calibration.calibrator import calibrators
     from driftlens.merging.method import READS, merge_methods
     from driftlens.models.architecture import loaders
+    from driftlens.pipelines.model_selection import titles
     from driftlens.utils.registry import schemas_of, settings_of
 
-    return {
-        "calibrators": {
-            name: {
+    catalog: dict[str, dict[str, Any]] = {"calibrators": {}, "merge_methods": {}, "loaders": {}}
+    # Those with published settings first.
+    for name, kind in sorted(calibrators.items(), key=lambda entry: not entry[1].presets):
+        settings = schemas_of(settings_of(kind))
+        compared = kind.presets if kind.candidates else {}
+        catalog["calibrators"][name] = {
+            **{
                 "title": kind.title or name,
                 "source": kind.source,
-                "kind": "closed form" if kind.takes_sites else "trained",
-                "needs_task_id": not kind.takes_sites,
                 "effort": kind.effort,
-                "settings": schemas_of(settings_of(kind)),
-                "presets": {preset: dict(values) for preset, values in kind.presets.items()},
-                "suited": dict(kind.suited),
-                "automatic": _varied(kind),
-                "swept": {setting: [*factors] for setting, factors in kind.swept.items()},
-                "of_base": [*kind.of_base],
-                "candidates": _compared(kind),
-                "fewest": 2 * NUM_FOLDS if kind.candidates else 0,
-            }
-            # Those with published settings first.
-            for name, kind in sorted(calibrators.items(), key=lambda entry: not entry[1].presets)
-        },
-        "merge_methods": {
-            name: {
-                "title": method.title,
-                "source": method.source,
-                "reads": READS[method.reads],
-                "settings": schemas_of(settings_of(method.function)),
-            }
-            for name, method in merge_methods.items()
-        },
-        "loaders": {
-            name: {"title": (loader.__doc__ or name).partition("\n")[0], "source": "", "settings": {}}
-            for name, loader in loaders.items()
-        },
-    }
-
-
-def _varied(kind: type[Calibrator]) -> list[str]:
-    """Return the settings in which candidates differ, in constructor order."""
-    from driftlens.utils.registry import settings_of
-
-    return [
-        name
-        for name in settings_of(kind).model_fields
-        if any(name in settings for settings in kind.candidates)
-    ]
-
-
-def _compared(kind: type[Calibrator]) -> dict[str, list[str]]:
-    """Return the titles of the candidates of `--auto` by preset."""
-    from driftlens.pipelines.model_selection import titles
-
-    presets = kind.presets if kind.candidates else {}
-    # The number of views depends on the samples, so titles leave it out.
-    return {
-        name: [_VIEWS.sub("views", title) for title in titles(kind(**values))]
-        for name, values in presets.items()
-    }
+                "settings": settings,
+            },
+            "kind": "closed form" if kind.takes_sites else "trained",
+            "needs_task_id": not kind.takes_sites,
+            "presets": {preset: dict(values) for preset, values in kind.presets.items()},
+            "suited": dict(kind.suited),
+            # The settings in which candidates differ, in constructor order.
+            "automatic": [
+                setting for setting in settings if any(setting in tried for tried in kind.candidates)
+            ],
+            "swept": {setting: [*factors] for setting, factors in kind.swept.items()},
+            "of_base": [*kind.of_base],
+            # The number of views depends on the samples, so titles leave it out.
+            "candidates": {
+                preset: [re.sub(r"\b\d+ views\b", "views", title) for title in titles(kind(**values))]
+                for preset, values in compared.items()
+            },
+            "fewest": 2 * NUM_FOLDS if kind.candidates else 0,
+        }
+    for name, method in merge_methods.items():
+        about = {"title": method.title, "source": method.source, "reads": READS[method.reads]}
+        catalog["merge_methods"][name] = {**about, "settings": schemas_of(settings_of(method.function))}
+    for name, loader in loaders.items():
+        about = {"title": (loader.__doc__ or name).partition("\n")[0], "source": ""}
+        catalog["loaders"][name] = {**about, "settings": {}}
+    return catalog
 
 
 def _catalog_text(catalog: dict[str, dict[str, Any]]) -> str:
     """Format the catalog: a paragraph per method, a line per setting."""
+    from driftlens.results.formatting import setting_text
     from driftlens.utils.registry import expected
 
     lines = []
@@ -194,21 +163,14 @@ def _catalog_text(catalog: dict[str, dict[str, Any]]) -> str:
             reads += "; requires the task ID at inference" if method.get("needs_task_id") else ""
             lines.append(f"  {name}: {method['title']}{source}{reads}")
             for setting, schema in method["settings"].items():
-                default = f"default {_setting(schema['default'])}" if "default" in schema else "required"
+                default = f"default {setting_text(schema['default'])}" if "default" in schema else "required"
                 unit = f" {schema['unit']}" if schema["unit"] and "default" in schema else ""
-                lines.append(
-                    f"    {setting}  {schema.get('description') or expected(schema)} ({default}{unit})"
-                )
+                about = schema.get("description") or expected(schema)
+                lines.append(f"    {setting}  {about} ({default}{unit})")
             for preset, values in method.get("presets", {}).items():
-                settings = ", ".join(f"{key} {_setting(value)}" for key, value in values.items())
+                settings = ", ".join(f"{key} {setting_text(value)}" for key, value in values.items())
                 lines.append(f"    preset {preset}: {settings}")
     return "\n".join(lines)
-
-
-def _setting(value: object) -> str:
-    if value is None:
-        return "none"
-    return "+".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def environment() -> dict[str, str]:
@@ -223,7 +185,7 @@ def environment() -> dict[str, str]:
     memory, gpu = psutil.virtual_memory(), "none (CPU only)"
     if (device := accelerator()) is not None:
         total = memory_of(device)
-        gpu = ", ".join([device_name(device), *([f"{total[1] / 2**30:.0f} GiB"] if total else [])])
+        gpu = device_name(device) + (f", {total[1] / 2**30:.0f} GiB" if total else "")
     clip = "imports"
     try:
         importlib.import_module("transformers.models.clip.modeling_clip")
@@ -254,17 +216,12 @@ def _plugins() -> Iterator[str]:
     from driftlens.utils.registry import Registry, installed, origin
     from driftlens_reports.charts.chart import charts
 
-    registries: tuple[Registry[Any], ...] = (
-        *(loaders, adapters, merge_methods, data_sources),
-        *(calibrators, diagnostics, charts),
-    )
-    readers = {registry.group: registry for registry in registries}
+    models: tuple[Registry[Any], ...] = (loaders, adapters, merge_methods, data_sources)
+    readers = {registry.group: registry for registry in (*models, calibrators, diagnostics, charts)}
     offered = installed()
     for entry in offered:
         reader = readers.get(entry.group)
-        what = (
-            f"{reader.kind} {entry.name}" if reader is not None else f"{entry.name} in {entry.group}, unknown"
-        )
+        what = f"{reader.kind} {entry.name}" if reader else f"{entry.name} in {entry.group}, unknown"
         yield f"{' '.join(origin(entry))}: {what}"
     for group in sorted(readers.keys() & {entry.group for entry in offered}):
         try:
@@ -300,15 +257,10 @@ def check(
     if junit is not None:
         write_text_atomic(junit, junit_xml(report))
     if as_json:
-        document = {
-            "run": report.run.id,
-            "ok": not report.failed and files.ok,
-            "files": {"ok": files.ok, **vars(files)},
-            "executed": report.executed,
-            **{status: report.count(status) for status in ("pass", "warn", "fail", "skip")},
-            "results": report.results,
-        }
-        say_json(document)
+        counts = {status: report.count(status) for status in ("pass", "warn", "fail", "skip")}
+        about = {"run": report.run.id, "ok": not report.failed and files.ok}
+        about |= {"files": {"ok": files.ok, **vars(files)}, "executed": report.executed}
+        say_json({**about, **counts, "results": report.results})
     else:
         say(f"{verification_text(files)}\n{checks_text(report)}")
         for text in left_undone(report.run) if files.unlisted else ():
@@ -403,15 +355,13 @@ def ui(
         raise RunError(
             f"{root} is not a folder", hint="Give a run or a folder of runs; `driftlens demo` creates one."
         )
-    is_remote = not is_local(host)
-    if is_remote:
-        note(
-            f"warning: the dashboard has no login; anyone who can reach {host} sees all runs in {root.resolve()}"
-        )
-    if is_remote and not allow_remote_jobs:
-        note("read-only for remote visitors; --allow-remote-jobs lets them start jobs")
-        read_only = True
-    settings = Settings(root=root.resolve(), read_only=read_only)
+    root = root.resolve()
+    if not is_local(host):
+        note(f"warning: the dashboard has no login; anyone who can reach {host} sees all runs in {root}")
+        if not allow_remote_jobs:
+            note("read-only for remote visitors; --allow-remote-jobs lets them start jobs")
+            read_only = True
+    settings = Settings(root=root, read_only=read_only)
     arguments = server_command(host=host, port=port, browser=not no_browser)
     sys.stdout.flush()
     # The server replaces this process, so that it receives signals and its exit code is the command's.
@@ -500,15 +450,9 @@ def export(
 def _print_exported(written: Sequence[Exported], runs: Sequence[Path], out: Path, as_json: bool) -> None:
     """Print written files to stdout and missing parts to stderr."""
     if as_json:
+        keys = ("exhibit", "files", "missing")
         say_json(
-            [
-                {
-                    "exhibit": entry.name,
-                    "files": entry.files,
-                    "missing": [{"name": part.name, "missing": part.missing} for part in entry.missing],
-                }
-                for entry in written
-            ]
+            [dict(zip(keys, (entry.name, entry.files, entry.missing), strict=True)) for entry in written]
         )
         return
     # With a single run, commands in messages can be copied as they are.

@@ -20,7 +20,6 @@ from driftlens.cli.app import (
     note,
     say,
     say_json,
-    say_saved,
 )
 from driftlens.cli.looking import show_run
 from driftlens.config.requests import (
@@ -238,7 +237,7 @@ def merge(
         note(f"notice: {text}")
     _note_memory()
     assert out is not None
-    say_json({"out": out, "method": method}) if as_json else say_saved(out)
+    say_json({"out": out, "method": method}) if as_json else say(f"wrote {out}")
 
 
 def _compare_merges(spec: RunSpec, comparison: ComparisonRequest, job: JobOptions, *, as_json: bool) -> None:
@@ -356,7 +355,7 @@ def calibrate(
         return
     say(before_after_text(finished, name, verbose=manner.verbose))
     if request.save_weights is not None:
-        say_saved(request.save_weights)
+        say(f"wrote {request.save_weights}")
     elif not finished.manifest.calibrations[name].kept:
         from driftlens.runs.run import how_to_save
 

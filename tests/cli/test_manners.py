@@ -23,7 +23,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from driftlens.cli.app import interrupt, say_saved
+from driftlens.cli.app import interrupt
 from driftlens.config import load_spec
 from driftlens.config.templates import template_names
 from driftlens.runs.run import DriftRun, command_to_resume, open_run
@@ -293,27 +293,6 @@ def test_commands_that_are_told_can_be_run_where_a_path_has_spaces(run_cli: Cli,
     assert analyzed == ["driftlens", "analyze", str(out)]
     run = tmp_path / "my runs"
     assert shlex.split(command_to_resume(run))[-4:] == [f"{run}/spec.yaml", "--out", str(run), "--resume"]
-
-
-@pytest.mark.parametrize(
-    ("folder", "told"),
-    [
-        ("mine", "YOUR_NAME/mine mine"),
-        ("моя модель", "YOUR_NAME/YOUR_MODEL 'моя модель'"),
-        (".", "YOUR_NAME/YOUR_MODEL ."),
-    ],
-)
-def test_how_to_publish_a_folder_can_be_copied(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    folder: str,
-    told: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path(folder).mkdir(exist_ok=True)
-    say_saved(Path(folder))
-    assert capsys.readouterr().err.rstrip().endswith(f"hf upload {told}")
 
 
 def test_a_run_is_shown_listed_and_verified(run_cli: Cli, finished: DriftRun) -> None:

@@ -221,7 +221,10 @@ def _plugins() -> Iterator[str]:
     offered = installed()
     for entry in offered:
         reader = readers.get(entry.group)
-        what = f"{reader.kind} {entry.name}" if reader else f"{entry.name} in {entry.group}, unknown"
+        # The truth of a registry would load its plug-ins.
+        what = (
+            f"{reader.kind} {entry.name}" if reader is not None else f"{entry.name} in {entry.group}, unknown"
+        )
         yield f"{' '.join(origin(entry))}: {what}"
     for group in sorted(readers.keys() & {entry.group for entry in offered}):
         try:

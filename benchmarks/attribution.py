@@ -20,7 +20,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward, walk
 from driftlens.linalg.state import stacked
 from driftlens.models.architectures.causal import causal_chain
-from driftlens.pipelines.attribution import BATCH
+from driftlens.pipelines.drift import BATCH
 
 IMAGES = 32
 ROUNDS = 3

@@ -35,8 +35,7 @@ from driftlens.experiment.resume import (
 from driftlens.experiment.sanity_checks import companions, suspicions, task_vectors
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.models.heads import is_of_vocabulary
-from driftlens.pipelines.attribution import Explanation, attribution_of
-from driftlens.pipelines.drift import TaskDiagnosis, diagnose
+from driftlens.pipelines.drift import Explanation, TaskDiagnosis, attribution_of, diagnose
 from driftlens.pipelines.evaluation import scores_of
 from driftlens.runs.manifest import (
     LONGEST_TEXT,

@@ -67,7 +67,7 @@ _OF_LAYERS = (
     option="",
     per_view=drift_columns,
 )
-def sample_values(seen: Seen) -> dict[str, NDArray[np.float64]]:
+def _sample_values(seen: Seen) -> dict[str, NDArray[np.float64]]:
     """Return the columns of the sample table. A ratio over zero is NaN."""
     columns = seen.columns
     amplification = _ratio(columns["state_propagation"], columns["state_in"])
@@ -75,7 +75,7 @@ def sample_values(seen: Seen) -> dict[str, NDArray[np.float64]]:
 
 
 @diagnostic("drift", columns=LAYERS.only(*_OF_LAYERS), needs="view", option="", per_view=drift_columns)
-def layer_values(seen: Seen) -> dict[str, float]:
+def _layer_values(seen: Seen) -> dict[str, float]:
     """Compute the columns of the layer table that follow from drift alone.
 
     Means, standard deviations (divided by n) and quantiles are over samples; ratios are ratios of sums over samples.
@@ -201,7 +201,7 @@ def output_columns(
 
     Returns:
         Columns [n]: `expert_pred` and `pred` (rows of the head), `flipped`, `score_drift_l2`, `score_drift_inf`, the
-        estimates of B in `ScoreGains` (`score_gain` is the directional one), `score_bound`, `score_map_mismatch`,
+        estimates of B in `_ScoreGains` (`score_gain` is the directional one), `score_bound`, `score_map_mismatch`,
         `margin` (NaN with a single class), `certified`, `confidence` and `confidence_expert` (largest class
         probability, at the temperature of the head's scores), `kl` from the expert's class probabilities to the
         variant's in nats, `softmax_integral_error`; with labels the cross-entropies `ce` and `ce_expert` in nats and
@@ -298,7 +298,7 @@ def _margin(scores: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ScoreGains:
+class _ScoreGains:
     """Estimates of the Lipschitz constant B of the score map on the segment (Prop. 3, Eq. 7), [n] each, in this order.
 
     secant <= directional <= spectral <= certified, up to rounding. NaN for samples without drift.
@@ -316,7 +316,7 @@ class ScoreGains:
     certified: Tensor
 
 
-def score_gains(head: ScoreMap, start: Tensor, end: Tensor, change: Tensor | None = None) -> ScoreGains:
+def score_gains(head: ScoreMap, start: Tensor, end: Tensor, change: Tensor | None = None) -> _ScoreGains:
     """Estimate the gains of `head.scores` on the segments from the expert's features to the variant's.
 
     Nothing is sampled if the gain is bounded exactly. Use float64.
@@ -337,14 +337,14 @@ def score_gains(head: ScoreMap, start: Tensor, end: Tensor, change: Tensor | Non
         torch.full_like(length, torch.nan) if bound is None else torch.where(length > 0, bound, torch.nan)
     )
     if getattr(head, "is_bounded_exactly", False):
-        return ScoreGains(secant, secant, certified, certified)
+        return _ScoreGains(secant, secant, certified, certified)
     times = (0.0, *(node for node, _ in gauss_legendre(GAIN_NODES)), 1.0)
     points = torch.cat([start + t * drift for t in times])
     along, largest = _gains_at(head, points, direction.repeat(len(times), 1))
     # By the mean-value inequality some point of the segment reaches the secant, though perhaps no sampled one.
     directional = torch.maximum(secant, along.view(len(times), -1).amax(dim=0))
     spectral = torch.maximum(directional, largest.view(len(times), -1).amax(dim=0))
-    return ScoreGains(secant, directional, spectral, certified)
+    return _ScoreGains(secant, directional, spectral, certified)
 
 
 def _derivative(head: ScoreMap, point: Tensor) -> Derivative:

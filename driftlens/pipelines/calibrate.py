@@ -133,7 +133,7 @@ def calibrate(
         # Another process may have taken the name while the models were being opened.
         _require_free_name(request, opened, writer.manifest)
         reporter = context.reporter(writer.progress)
-        phases = Phases(writer, study, reporter, f"{_phase(plan)}:")
+        phases = Phases(writer, study, reporter, f"{plan.phase}:")
         if request.replace or not (request.resume and plan.name in writer.manifest.calibrations):
             with resumable(lambda: scratch.is_there and how_to_resume(folder, plan.name, writer.manifest)):
                 _solve_and_measure(request, opened, writer, phases, reporter)
@@ -257,11 +257,6 @@ def _require_held_out_samples(plan: CalibrationPlan) -> None:
         folds_of(len(samples), task)
 
 
-def _phase(plan: CalibrationPlan) -> str:
-    """Return the prefix of the calibration's phases."""
-    return f"calibrate:{plan.name}"
-
-
 def _solve_and_measure(
     request: CalibrationRequest,
     opened: OpenCalibration,
@@ -288,15 +283,13 @@ def _solve_and_measure(
     begun = identity | {"selection": dict(plan.selection), COMMAND: list(opened.words)}
     team.run_on_main(lambda: scratch.begin(begun))
 
-    def _solved() -> Solution:
-        return _solve_layers(writer, study, plan, scratch, reporter)
-
+    solved = partial(_solve_layers, writer, study, plan, scratch, reporter)
     # Solve everything first: a failed solve must leave the old calibration.
     if replaces:
-        _make_room(opened, writer, _solved)
+        _make_room(opened, writer, solved)
 
     def _save() -> None:
-        solution = _solved()
+        solution = solved()
 
         def _write() -> None:
             notices = _notices(plan, study)
@@ -309,7 +302,7 @@ def _solve_and_measure(
 
     # From here until `finish_variants`, readers ignore the rows of these variants.
     writer.begin_variants(plan.variants)
-    run_phase(writer, _phase(plan), _save, study, sums=True)
+    run_phase(writer, plan.phase, _save, study, sums=True)
     reopening.add_calibration(study, opened.models, writer.folder, name, plan.method, plan.control)
     phases.measure(plan.variants)
     attached = attachment_tensors(study.pool.variant(plan.variant).attachments, len(study.pool.chain.layers))
@@ -324,20 +317,16 @@ def _solve_and_measure(
 def _with_choice(
     request: CalibrationRequest, opened: OpenCalibration, writer: RunWriter, reporter: Reporter
 ) -> OpenCalibration:
-    """Return the calibration with chosen settings; scores of candidates and the choice are stored."""
+    """Return the calibration with chosen settings; an interrupted job may have chosen them already."""
     from driftlens.pipelines.model_selection import choose_settings
 
-    plan, study, scratch, team = opened.plan, opened.study, opened.scratch, opened.study.team
-    start = opened.identity | {"automatic": True, "selection": {}, COMMAND: list(opened.words)}
-    team.run_on_main(lambda: scratch.begin(start, start=plan.starting_point))
-    begun = team.run_on_main(lambda: scratch.begun)
-    earlier, chosen = begun["selection"], opened
+    plan, study, scratch, chosen = opened.plan, opened.study, opened.scratch, opened
+    begun = study.team.run_on_main(lambda: scratch.begun if scratch.is_there else {})
 
     def _choose() -> None:
         nonlocal chosen
-        # The interrupted job had already chosen.
-        if earlier.get("asked") == plan.starting_point:
-            kind, selection = calibrators[begun["method"]], earlier
+        if begun:
+            kind, selection = calibrators[begun["method"]], begun["selection"]
             calibrator: Calibrator = kind(**resolve(kind, begun["settings"], begun["method"]))
         else:
             calibrator, record = choose_settings(
@@ -352,10 +341,7 @@ def _with_choice(
             selection = {**record, "preset": preset_of(plan.calibrator), "asked": plan.starting_point}
         chosen = dataclasses.replace(opened, plan=plan.with_choice(calibrator, selection, study))
 
-    run_phase(writer, f"{_phase(plan)}:choose", _choose, study, again=True, sums=True)
-    if not earlier:
-        settled = start | chosen.identity | {"selection": dict(chosen.plan.selection)}
-        team.run_on_main(lambda: scratch.settle(settled))
+    run_phase(writer, f"{plan.phase}:choose", _choose, study, again=True, sums=True)
     return chosen
 
 
@@ -363,7 +349,7 @@ def _make_room(opened: OpenCalibration, writer: RunWriter, solved: Callable[[], 
     """Remove the old calibration of the same name once all layers of the new one are solved."""
     plan, study, scratch = opened.plan, opened.study, opened.scratch
     try:
-        run_phase(writer, f"{_phase(plan)}:solve", solved, study, again=True, sums=True)
+        run_phase(writer, f"{plan.phase}:solve", solved, study, again=True, sums=True)
     except DriftLensError as error:
         if study.team.is_main_process and not isinstance(error, Cancelled | RunError):
             # The old one is kept, and resuming would only fail again.
@@ -575,10 +561,10 @@ class _Scratch:
         """Remove the folder."""
         remove_tree(self._folder)
 
-    def begin(self, settings: Mapping[str, Any], *, start: Mapping[str, Any] | None = None) -> None:
+    def begin(self, settings: Mapping[str, Any]) -> None:
         """Write the settings, or require that they equal those already written."""
         if self.is_there:
-            self.require_same(settings, start=start)
+            self.require_same(settings)
         else:
             self.remove()
             write_json_atomic(self._settings, settings)
@@ -597,10 +583,6 @@ class _Scratch:
                 f"the interrupted calibration had {text}",
                 hint="Resume with the same settings, models and samples, or start again without --resume.",
             )
-
-    def settle(self, settings: Mapping[str, Any]) -> None:
-        """Replace the starting settings of an automatic choice by the chosen ones."""
-        write_json_atomic(self._settings, settings)
 
     @contextmanager
     def hidden(self) -> Iterator[None]:

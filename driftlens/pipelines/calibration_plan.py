@@ -153,6 +153,11 @@ class CalibrationPlan(Chosen):
         return start | ({"views": self.views} if self.views else {})
 
     @property
+    def phase(self) -> str:
+        """The prefix of the calibration's phases."""
+        return f"calibrate:{self.name}"
+
+    @property
     def variant(self) -> str:
         """The variant of the calibrated model."""
         return calibrated(self.name)

@@ -279,7 +279,7 @@ class _TestTexts:
         longest = max(len(reader.answer_tokens(text.target)) for text in texts)
         return cls(texts, samples.labels, reader, choices, longest + SPARE_TOKENS, numbers)
 
-    def generated(self, module: Any, part: range) -> list[str]:
+    def _generated(self, module: Any, part: range) -> list[str]:
         """Return greedy answers, up to the first line break unless targets have line breaks."""
         questions = [self.reader.asked(self.texts[position]) for position in part]
         answers = generate(module, self.reader, questions, self.new_tokens, batch_size=len(questions))
@@ -293,7 +293,7 @@ def _plain(text: str) -> str:
 
 
 def _exact_match(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
-    for position, answer in zip(part, test.generated(module, part), strict=True):
+    for position, answer in zip(part, test._generated(module, part), strict=True):
         target = test.texts[position].target.strip()
         yield float(_plain(answer) == _plain(target)), None, answer, target
 
@@ -329,7 +329,7 @@ def _spearman(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any,
         for position, score in zip(part, scores, strict=True):
             yield score, test.numbers[position], f"{score:.6g}", test.texts[position].target.strip()
         return
-    for position, answer in zip(part, test.generated(module, part), strict=True):
+    for position, answer in zip(part, test._generated(module, part), strict=True):
         number = number_of(answer)
         score = 0.0 if math.isnan(number) else number
         yield score, test.numbers[position], answer, test.texts[position].target.strip()

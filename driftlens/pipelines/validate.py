@@ -165,7 +165,7 @@ def preflight(
         if study is not None:
             method = None if merge is None else merge.method
             patterns = None if calibration is None else calibration.sites
-            checks.needs = needs_of(study, models, merge=method, calibrator=calibrator, patterns=patterns)
+            checks.needs = _needs_of(study, models, merge=method, calibrator=calibrator, patterns=patterns)
     if request.deep and checks.problems:
         checks.notice("experts", "not scored because of the problems above")
     elif request.deep:
@@ -520,7 +520,7 @@ class _Sizes(NamedTuple):
     calibration_features: int
 
 
-def needs_of(
+def _needs_of(
     study: Study,
     models: OpenModels,
     *,

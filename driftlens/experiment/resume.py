@@ -168,6 +168,20 @@ def require_same_samples(manifest: Manifest, study: Study) -> None:
                 )
 
 
+def require_same_inputs(manifest: Manifest, study: Study, reporter: Reporter) -> None:
+    """Refuse samples and models that differ from the run's; the main process compares them."""
+    study.team.run_on_main(lambda: require_same_samples(manifest, study))
+    study.team.run_on_main(lambda: require_same_models(manifest, study, reporter))
+
+
+@contextmanager
+def extending(folder: pathlib.Path, study: Study, context: Context) -> Iterator[tuple[RunWriter, Reporter]]:
+    """Open the writer of a finished run, and a reporter that writes to it."""
+    opened = open_writer(study.team, lambda: RunWriter.resume(folder))
+    with opened as writer, deterministic_algorithms(study.settings.deterministic):
+        yield writer, context.reporter(writer.progress)
+
+
 @contextmanager
 def open_writer(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
     """Open the writer of a run for the length of the block; all processes enter and leave it together."""

@@ -35,8 +35,8 @@ from driftlens.experiment.resume import (
 from driftlens.experiment.sanity_checks import companions, suspicions, task_vectors
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.models.heads import is_of_vocabulary
-from driftlens.pipelines.drift import Explanation, TaskDiagnosis, attribution_of, diagnose
-from driftlens.pipelines.evaluation import scores_of
+from driftlens.pipelines.drift import attribution_of, diagnose
+from driftlens.pipelines.evaluation import TaskRows, scores_of
 from driftlens.runs.manifest import (
     LONGEST_TEXT,
     MANIFEST,
@@ -114,10 +114,8 @@ def analyze(
             describe(writer, study, synthetic=request.synthetic or writer.manifest.synthetic)
             changes = task_vectors(models)
             writer.describe(changes={name: vars(change) for name, change in changes.items()})
-            for finding in (
-                *suspicions(models.architecture.chain, models.sources),
-                *companions(models, changes),
-            ):
+            findings = suspicions(models.architecture.chain, models.sources) + companions(models, changes)
+            for finding in findings:
                 if finding.level == "notice":
                     writer.notice(finding.text)
 
@@ -173,26 +171,22 @@ def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] 
     study, _ = reopening.reopened(folder, context, with_jacobian=True)
     study = _asking(study, add)
     manifest = read_manifest(folder)
-    context.access.team.run_on_main(lambda: reopening.require_same_samples(manifest, study))
-    context.access.team.run_on_main(
-        lambda: reopening.require_same_models(manifest, study, context.reporter())
-    )
-    with open_writer(context.access.team, partial(RunWriter.resume, folder)) as writer:
-        reporter = context.reporter(writer.progress)
+    reopening.require_same_inputs(manifest, study, context.reporter())
+    with reopening.extending(folder, study, context) as (writer, reporter):
         # Each calibration has its own phases, so that removing it also removes their records.
-        calibration_of = {calibrated(name): name for name in manifest.calibrations}
-        calibration_of |= {info.control: name for name, info in manifest.calibrations.items() if info.control}
-        with deterministic_algorithms(study.settings.deterministic):
-            phases = Phases(writer, study, reporter)
-            phases.evaluate((*study.variants, "expert"))
-            uncalibrated = [variant for variant in study.explained_variants if variant not in calibration_of]
-            phases.explain(uncalibrated, add)
-            for name in manifest.calibrations:
-                variants = [variant for variant in study.variants if calibration_of.get(variant) == name]
-                of_calibration = Phases(writer, study, reporter, f"calibrate:{name}:")
-                of_calibration.complete(variants)
-                of_calibration.explain(variants, add)
-            phases.add(add)
+        by_calibration = {
+            name: {calibrated(name), info.control} for name, info in manifest.calibrations.items()
+        }
+        phases = Phases(writer, study, reporter)
+        phases.evaluate((*study.variants, "expert"))
+        of_calibrations = set[str]().union(*by_calibration.values())
+        phases.explain([name for name in study.explained_variants if name not in of_calibrations], add)
+        for name, own in by_calibration.items():
+            variants = [variant for variant in study.variants if variant in own]
+            of_calibration = Phases(writer, study, reporter, f"calibrate:{name}:")
+            of_calibration.complete(variants)
+            of_calibration.explain(variants, add)
+        phases.add(add)
     return open_run(folder)
 
 
@@ -297,10 +291,15 @@ class Phases:
 
         return self.study.team.run_on_main(_read)
 
-    def _log(self, notices: Iterable[str], warnings: Iterable[str] = ()) -> None:
-        for warning in warnings:
+    def _write(self, rows: TaskRows, *names: str) -> None:
+        """Add a task's rows to these tables; rows with other keys keep their exact values."""
+        entries = chosen(self.study.settings.options)
+        for name in names:
+            if parts := rows.tables[name]:
+                self.writer.append(name, _frame(parts), replace=True, columns=_columns(entries, name))
+        for warning in rows.warnings:
             self.writer.warn(warning)
-        for notice in notices:
+        for notice in rows.notices:
             self.writer.notice(notice)
 
     def _digest(self, names: Sequence[str]) -> None:
@@ -325,14 +324,11 @@ class Phases:
 
     def _score(self, task: str, variants: Sequence[str]) -> None:
         scores = self.study.of_task(task, partial(scores_of, self.study, task, variants, self.reporter))
-        if scores is None:
-            return
-        self._log(scores.notices)
-        for name, rows in (("scores", scores.results), ("accuracy", scores.rows)):
-            if rows:
-                self.writer.append(name, pd.DataFrame(rows), replace=True)
+        # None outside the main process: tasks are measured by all processes, but only one writes.
+        if scores is not None:
+            self._write(scores, "scores", "accuracy")
 
-    def _diagnosed(self, study: Study, task: str) -> TaskDiagnosis:
+    def _diagnosed(self, study: Study, task: str) -> TaskRows:
         """Measure a task, with the base's drift from the run if the base is not among the variants."""
         base = None
         if "base" in study.pool and "base" not in study.variants:
@@ -342,17 +338,12 @@ class Phases:
         return diagnose(study, task, self.reporter, base)
 
     def _diagnose(self, study: Study, task: str, variants: Sequence[str]) -> None:
-        """Write the rows and features of one task; rows with other keys keep their exact values."""
+        """Write the rows and features of one task."""
         writer = self.writer
-        # None outside the main process: tasks are measured by all processes, but only one writes.
         diagnosis = study.of_task(task, partial(self._diagnosed, study, task))
         if diagnosis is None:
             return
-        if diagnosis.routing:
-            writer.append("routing", pd.DataFrame(diagnosis.routing), replace=True)
-        for name, frame in _frames(diagnosis).items():
-            writer.append(name, frame, replace=True, columns=_columns(chosen(study.settings.options), name))
-        self._log((), diagnosis.warnings)
+        self._write(diagnosis, "routing", "layers", "samples", "outputs")
         if not math.isnan(diagnosis.precision_error):
             writer.describe(precision={task: diagnosis.precision_error})
         for (variant, layer), array in diagnosis.features.items():
@@ -366,13 +357,10 @@ class Phases:
 
     def _explain(self, task: str, variants: Sequence[str]) -> None:
         explanation = self._attributed(self.study, task, variants)
-        if explanation is None:
-            return
-        self._log(explanation.notices, explanation.warnings)
-        if explanation.layers:
-            self.writer.fill("samples", _frame(explanation.samples))
-            # Last, because these rows mark a variant as explained.
-            self.writer.fill("layers", pd.DataFrame(explanation.layers))
+        # `layers` last, because these rows mark a variant as explained.
+        for table in ("samples", "layers") if explanation is not None else ():
+            if parts := explanation.tables[table]:
+                self.writer.fill(table, _frame(parts))
 
     def _walk(self, task: str, variants: Sequence[str], entries: Sequence[Diagnostic]) -> None:
         """Fill the columns of these diagnostics for variants that lack them."""
@@ -380,10 +368,10 @@ class Phases:
         diagnosis = study.of_task(task, partial(self._diagnosed, study, task))
         if diagnosis is None:
             return
-        for table, frame in _frames(diagnosis).items():
-            if columns := _columns(entries, table):
+        for table in ("layers", "samples", "outputs"):
+            if (columns := _columns(entries, table)) and (parts := diagnosis.tables[table]):
                 names = [*TABLES[table].key, *(column.name for column in columns)]
-                self.writer.fill(table, frame[names], columns)
+                self.writer.fill(table, _frame(parts)[names], columns)
 
     def _follow(self, option: str, task: str, variants: Sequence[str]) -> None:
         """Add rows of `adjoint` or `groups`; other results of the attribution are kept as stored."""
@@ -394,26 +382,21 @@ class Phases:
         settings = dataclasses.replace(settings, options=frozenset({option}), jacobian=jacobian)
         self._attributed(dataclasses.replace(self.study, settings=settings), task, variants)
 
-    def _attributed(self, study: Study, task: str, variants: Sequence[str]) -> Explanation | None:
+    def _attributed(self, study: Study, task: str, variants: Sequence[str]) -> TaskRows | None:
         """Measure the attribution of variants and write the tables of options; None except in the main process."""
         spill = self.writer.folder / SCRATCH
-        work = partial(attribution_of, study, task, variants, spill, self.reporter)
-        explanation = study.of_task(task, work)
-        if explanation is not None and explanation.adjoint:
-            self.writer.append("adjoint", _frame(explanation.adjoint), replace=True)
-        if explanation is not None and explanation.groups:
-            self.writer.append("group_contributions", pd.DataFrame(explanation.groups), replace=True)
+        explanation = study.of_task(
+            task, partial(attribution_of, study, task, variants, spill, self.reporter)
+        )
+        if explanation is not None:
+            self._write(explanation, "adjoint", "group_contributions")
         return explanation
 
 
-def _frames(diagnosis: TaskDiagnosis) -> dict[str, pd.DataFrame]:
-    """Return the tables of a task's diagnosis by name."""
-    frames = {"layers": pd.DataFrame(diagnosis.layers), "samples": _frame(diagnosis.samples)}
-    return frames | ({"outputs": _frame(diagnosis.outputs)} if diagnosis.outputs else {})
-
-
 def _frame(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Return the rows of a table from parts of its columns."""
+    """Return a table from its rows, or from parts of its columns."""
+    if not any(map(np.ndim, parts[0].values())):
+        return pd.DataFrame(parts)
     return pd.concat([pd.DataFrame(dict(part)) for part in parts], ignore_index=True)
 
 

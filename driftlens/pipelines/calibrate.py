@@ -34,9 +34,7 @@ from driftlens.engine.sites import coverage
 from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import OpenModels, all_in, open_models
 from driftlens.experiment.resume import (
-    deterministic_algorithms,
     on_main_process,
-    open_writer,
     resumable,
     run_phase,
     seconds_in,
@@ -126,13 +124,10 @@ def calibrate(
         export = Export(folder, plan.name, plan.method, opened.models, target)
     if request.auto:
         _require_held_out_samples(plan)
-    team.run_on_main(lambda: reopening.require_same_samples(opened.manifest, study))
-    team.run_on_main(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
-    resumed = partial(RunWriter.resume, folder)
-    with open_writer(team, resumed) as writer, deterministic_algorithms(study.settings.deterministic):
+    reopening.require_same_inputs(opened.manifest, study, context.reporter())
+    with reopening.extending(folder, study, context) as (writer, reporter):
         # Another process may have taken the name while the models were being opened.
         _require_free_name(request, opened, writer.manifest)
-        reporter = context.reporter(writer.progress)
         phases = Phases(writer, study, reporter, f"{plan.phase}:")
         if request.replace or not (request.resume and plan.name in writer.manifest.calibrations):
             with resumable(lambda: scratch.is_there and how_to_resume(folder, plan.name, writer.manifest)):

@@ -30,6 +30,7 @@ from driftlens.experiment.study import Study
 from driftlens.linalg.state import State, inner, norm, stack_item, stacked, subtract
 from driftlens.models.chain import Pool, pooled
 from driftlens.models.heads import class_rows
+from driftlens.pipelines.evaluation import TaskRows
 from driftlens.runs.schema import GROUP_CONTRIBUTIONS
 from driftlens.utils.devices import to_device
 from driftlens.utils.diagnostic import Diagnostic, Seen
@@ -47,23 +48,10 @@ VERIFIED_SAMPLES = 2
 BATCH = 8
 
 
-@dataclass
-class TaskDiagnosis:
-    """Rows of one task, and pooled features [n, d] (float32) by (variant, layer), with `expert` as a variant."""
-
-    layers: list[Row] = field(default_factory=list)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    outputs: list[dict[str, Any]] = field(default_factory=list)
-    routing: list[Row] = field(default_factory=list)
-    features: dict[tuple[str, int], NDArray[np.float32]] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    precision_error: float = float("nan")
-
-
 @torch.no_grad()
 def diagnose(
     study: Study, task: str, reporter: Reporter, base: Mapping[int, Array] | None = None
-) -> TaskDiagnosis:
+) -> TaskRows:
     """Measure every diagnostic of every variant on the diagnosis samples of one task.
 
     Args:
@@ -75,7 +63,7 @@ def diagnose(
     Raises:
         NumericsError: the drift differs from that of the models' own library, or of float64.
     """
-    diagnosis, data = TaskDiagnosis(), study.tasks[task]
+    diagnosis, data = TaskRows(), study.tasks[task]
     samples, layers, stored = data.diagnosis, study.pool.chain.layers, study.settings.stored_layers
     budget = study.settings.feature_budget
     # The models run in their own library first, on one batch, to compare the drift of every layer with.
@@ -89,7 +77,9 @@ def diagnose(
         of_layer = {"task": task, "variant": variant, "layer": index}
         for expert, (count, total) in enumerate(zip(tokens, gates, strict=True)):
             mean = total / count if count else math.nan
-            diagnosis.routing.append(of_layer | {"expert": expert, "tokens": int(count), "gate_mean": mean})
+            diagnosis.tables["routing"].append(
+                of_layer | {"expert": expert, "tokens": int(count), "gate_mean": mean}
+            )
     all_columns = recorder.columns()
     labels = samples.labels if samples.labels is not None else [None] * len(samples)
     identified = {"sample_id": list(samples.ids), "label": list(labels)}
@@ -111,10 +101,10 @@ def diagnose(
             is_of: Row = {"role": layer.role, "stream": layer.stream}
             is_of |= {"path": layer.path, "n": len(samples), "reference": "expert"}
             row = key | is_of | {"closure_error": library.error[variant, layer.index]}
-            diagnosis.layers.append(row | _measured(study, "layers", seen))
-            diagnosis.samples.append(key | identified | _measured(study, "samples", seen))
+            diagnosis.tables["layers"].append(row | _measured(study, "layers", seen))
+            diagnosis.tables["samples"].append(key | identified | _measured(study, "samples", seen))
             if layer is layers[-1] and data.head is not None:
-                diagnosis.outputs.append(of_task | identified | _measured(study, "outputs", seen))
+                diagnosis.tables["outputs"].append(of_task | identified | _measured(study, "outputs", seen))
     diagnosis.features = {key: array for key, array in diagnosis.features.items() if key[1] in stored}
     return diagnosis
 
@@ -142,7 +132,7 @@ def _recorded(study: Study, task: str, library: LibraryDrift, reporter: Reporter
     return recorder
 
 
-def _check_precision(study: Study, task: str, diagnosis: TaskDiagnosis) -> None:
+def _check_precision(study: Study, task: str, diagnosis: TaskRows) -> None:
     try:
         diagnosis.precision_error = precision_error(study, task, diagnosis.features)
     except RuntimeError as error:
@@ -277,24 +267,12 @@ def precision_error(
     return worst
 
 
-@dataclass
-class Explanation:
-    """The attribution of some variants' drift on one task: rows of tables, warnings and notices."""
-
-    layers: list[dict[str, Any]] = field(default_factory=list)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    adjoint: list[dict[str, Any]] = field(default_factory=list)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-
-
 @torch.no_grad()
 def attribution_of(
     study: Study, task: str, variants: Sequence[str], spill: Path, reporter: Reporter
-) -> Explanation:
+) -> TaskRows:
     """Compute the attribution of variants' drift to layers; features beyond the budget go to the folder `spill`."""
-    settings, samples, explanation = study.settings.jacobian, study.tasks[task].diagnosis, Explanation()
+    settings, samples, explanation = study.settings.jacobian, study.tasks[task].diagnosis, TaskRows()
     assert settings is not None
     if not variants:
         return explanation
@@ -348,13 +326,17 @@ def attribution_of(
             _fill(rows, "prefix_share", _joined(prefixes[variant]), energy)
         for layer in sorted(study.settings.stored_layers):
             key = {"task": task, "variant": variant, "layer": layer}
-            explanation.layers.append(key | rows[layer])
-            explanation.samples.append(key | {"sample_id": ids, "final_share": final_shares[layer - 1]})
+            explanation.tables["layers"].append(key | rows[layer])
+            explanation.tables["samples"].append(
+                key | {"sample_id": ids, "final_share": final_shares[layer - 1]}
+            )
         explanation.warnings += _unconverged(settings, task, variant, rows)
         if traced.parts and "adjoint" in study.settings.options:
             of_variant = {"task": task, "variant": variant}
-            explanation.adjoint += _adjoint_columns(of_variant, ids, targets[variant], traced.parts[variant])
-    explanation.groups += [{"task": task, **row} for row in traced.groups]
+            explanation.tables["adjoint"] += _adjoint_columns(
+                of_variant, ids, targets[variant], traced.parts[variant]
+            )
+    explanation.tables["group_contributions"] += [{"task": task, **row} for row in traced.groups]
     return explanation
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from driftlens.data.samples import SampleSet
@@ -46,17 +48,22 @@ _Results = dict[tuple[str, str], _Rows]
 
 
 @dataclass
-class TaskScores:
-    """TaskScores of the variants on one task: rows of the tables `accuracy` and `scores`, and notices."""
+class TaskRows:
+    """Results of one task: parts of tables by name, pooled features, warnings and notices.
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    results: list[dict[str, Any]] = field(default_factory=list)
+    Features are [n, d] in float32 by (variant, layer), with `expert` as a variant.
+    """
+
+    tables: defaultdict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
+    features: dict[tuple[str, int], NDArray[np.float32]] = field(default_factory=dict)
+    precision_error: float = math.nan
+    warnings: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
 
-def scores_of(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> TaskScores:
+def scores_of(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> TaskRows:
     """Score variants on a task's test samples by all its metrics; `expert` means the task's expert."""
-    scores, samples = TaskScores(), study.tasks[task].test
+    scores, samples = TaskRows(), study.tasks[task].test
     if samples is None:
         return scores
     results = accuracies(study, task, variants, reporter) | _answers(
@@ -70,12 +77,14 @@ def scores_of(study: Study, task: str, variants: Sequence[str], reporter: Report
         score = interval_of(metric_called(name), values, references)
         key = {"task": task, "variant": variant, "metric": name}
         ends = {"ci_low": score.low, "ci_high": score.high}
-        scores.rows.append({**key, "value": score.value, "n": score.n, **ends, "seed": study.seed})
         columns = ("value", "reference", "answer", "target")[: len(rows[0])]
-        scores.results += [
+        scores.tables["scores"] += [
             {**key, "sample_id": sample, **dict(zip(columns, row, strict=True))}
             for sample, row in zip(samples.ids, rows, strict=True)
         ]
+        scores.tables["accuracy"].append(
+            {**key, "value": score.value, "n": score.n, **ends, "seed": study.seed}
+        )
     return scores
 
 

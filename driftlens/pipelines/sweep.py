@@ -26,7 +26,7 @@ from driftlens.engine.calibrating import ExpertFeatures
 from driftlens.engine.sites import select_sites
 from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import open_data, with_own_answers
-from driftlens.experiment.resume import deterministic_algorithms, open_writer, run_phase
+from driftlens.experiment.resume import run_phase
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.pipelines.calibrate import OpenCalibration, calibrate, open_calibration
 from driftlens.pipelines.calibration_plan import calibrator_of, method_called
@@ -46,7 +46,6 @@ from driftlens.results.sweep_results import ABLATION, settings_of, sweep_named
 from driftlens.runs.manifest import SCRATCH, SPEC
 from driftlens.runs.run import DriftRun, is_live, open_run
 from driftlens.runs.schema import SWEEPS
-from driftlens.runs.writer import RunWriter
 from driftlens.utils.distributed import Access, Context
 from driftlens.utils.errors import Cancelled, DataError, DriftLensError, SpecError
 from driftlens.utils.files import PathLike
@@ -126,17 +125,15 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
         setting.calibrator.check(has_base=study.has_base)
     # Refuse what can't be measured before the lock is taken: a finished run must not become a failed one.
     _points(open_run(folder).sweeps(), sweeps, request)
-    team.run_on_main(lambda: reopening.require_same_samples(opened.manifest, study))
     seeds = range(study.seed, study.seed + request.seeds)
     samples, tasks = _samples_by_seed(opened, seeds, context.access)
     for clean in samples[study.seed].values():
         for corruption in dict.fromkeys(setting.corruption for setting in settings):
             corrupted(clean, corruption, study.seed)
+    reopening.require_same_inputs(opened.manifest, study, context.reporter())
     study = dataclasses.replace(study, tasks=tasks)
-    team.run_on_main(lambda: reopening.require_same_models(opened.manifest, study, context.reporter()))
     unsolved = dict[_Setting, DriftLensError]()
-    with open_writer(team, functools.partial(RunWriter.resume, folder)) as writer:
-        reporter = context.reporter(writer.progress)
+    with reopening.extending(folder, study, context) as (writer, reporter):
         rows = team.run_on_main(lambda: open_run(folder).sweeps())
         # Again under the lock: another process may have written points meanwhile.
         points, outdated = _points(rows, sweeps, request)
@@ -178,10 +175,9 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
             if missing:
                 progress.finish(_PHASE)
 
-        with deterministic_algorithms(study.settings.deterministic):
-            for seed in seeds:
-                work = functools.partial(_measure, seed)
-                run_phase(writer, f"{_PHASE}:{seed}", work, study, again=True, sums=True)
+        for seed in seeds:
+            work = functools.partial(_measure, seed)
+            run_phase(writer, f"{_PHASE}:{seed}", work, study, again=True, sums=True)
     if unsolved:
         error = next(iter(unsolved.values()))
         raise type(error)(
@@ -414,7 +410,7 @@ def _columns(scorer: HeldOutScorer, task: str, features: Tensor, expert: Tensor)
         row["kl"] = float(
             scorer.by_class(divergences, CANDIDATE_MODEL, task, features, expert).cpu().numpy().mean()
         )
-    for score in scores_of(scorer.study, task, [CANDIDATE_MODEL], Reporter()).rows:
+    for score in scores_of(scorer.study, task, [CANDIDATE_MODEL], Reporter()).tables["accuracy"]:
         name = score["metric"] if score["metric"] in METRICS else "accuracy"
         row |= {name: score["value"], "n_test": score["n"]}
     return row

@@ -408,7 +408,8 @@ def _score_experts(study: Study, checks: Preflight) -> None:
         scores = checks.attempt(subject, partial(study.of_task, task, work))
         if scores is None:
             continue
-        rows = [row for row in scores.rows if row["metric"] == scores.rows[0]["metric"]]
+        scored_rows = scores.tables["accuracy"]
+        rows = [row for row in scored_rows if row["metric"] == scored_rows[0]["metric"]]
         if not rows:
             reason = "; ".join(scores.notices) or f"{task} has no head, or no labels"
             checks.notice(subject, f"the {subject} is not scored: {reason}")

@@ -104,7 +104,7 @@ def own_accuracy(made: Prepared, variant: str, task: str) -> float:
 def test_the_accuracy_is_that_of_the_librarys_own_modules(case: str, task: str) -> None:
     made = prepared(case)
     answers = scores_of(made.study, task, VARIANTS, Reporter())
-    rows = answers.rows
+    rows = answers.tables["accuracy"]
     expected = [own_accuracy(made, variant, task) for variant in VARIANTS]
     assert [row["value"] for row in rows] == expected
     assert expected[0] == 1 - 1 / COUNTS[task] and expected[0] not in expected[1:], (
@@ -116,7 +116,7 @@ def test_the_accuracy_is_that_of_the_librarys_own_modules(case: str, task: str) 
         assert (row["ci_low"], row["ci_high"]) == wilson(right, COUNTS[task])
     at = made.study.tasks[task]
     assert at.head is not None and at.test is not None and at.test.labels is not None
-    stored = [(row["variant"], row["sample_id"], row["value"]) for row in answers.results]
+    stored = [(row["variant"], row["sample_id"], row["value"]) for row in answers.tables["scores"]]
     assert stored == [
         (variant, sample, float(named == label))
         for variant in VARIANTS
@@ -134,7 +134,10 @@ def test_a_variant_with_a_score_map_of_its_own_is_scored_by_it() -> None:
     at_hand = dataclasses.replace(made.study.tasks[task], own_heads={"merged": turned})
     study = dataclasses.replace(made.study, tasks={**made.study.tasks, task: at_hand})
     before, after = (
-        {str(row["variant"]): row["value"] for row in scores_of(of, task, VARIANTS, Reporter()).rows}
+        {
+            str(row["variant"]): row["value"]
+            for row in scores_of(of, task, VARIANTS, Reporter()).tables["accuracy"]
+        }
         for of in (made.study, study)
     )
     named = predictions(made, "merged", task, turned)

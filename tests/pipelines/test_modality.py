@@ -218,7 +218,7 @@ def test_answers_are_judged_as_the_family_says(spec: dict[str, Any]) -> None:
     labels = ("right", "wrong", "right", "right")
     labelled = dataclasses.replace(at_hand, test=dataclasses.replace(at_hand.diagnosis, labels=labels))
     study = dataclasses.replace(study, tasks={**study.tasks, "names": labelled})
-    (row,) = scores_of(study, "names", ["expert"], Reporter()).rows
+    (row,) = scores_of(study, "names", ["expert"], Reporter()).tables["accuracy"]
     assert (row["metric"], row["value"], row["n"]) == ("share_of_rights", 0.75, 4)
 
 

@@ -278,7 +278,7 @@ def as_texts(
         # The task's prompt replaces the model's.
         reader = replace(reader, lead="")
     if reader is not None and entry.chat:
-        questions = reader.chats([reader.message(row) for row in rows])
+        questions = reader.chats(rows)
         rows = [row._replace(input=question) for question, row in zip(questions, rows, strict=True)]
     answer = entry.answer or (" {target}" if form == "decoder" and not entry.chat else "{target}")
     shows = split == "calibration" and not related_columns(entry)

@@ -20,12 +20,8 @@ def generate(
 ) -> list[str]:
     """Return a model's greedy answer to each question, without special tokens and surrounding spaces.
 
-    Args:
-        module: the library's model.
-        reader: its reader of texts.
-        inputs: questions, as `reader.asked` returns them; those that leave no room for an answer are cut.
-        max_new_tokens: limit of an answer's tokens, its end token included.
-        batch_size: questions per forward pass.
+    Questions, as `reader.asked` returns them, are cut if they leave no room for an answer of `max_new_tokens`, its end
+    token included.
     """
     answers: list[str] = []
     # Answers of an encoder-decoder have their own positions; a decoder's share those of the question, which is cut.
@@ -89,18 +85,9 @@ def _greedy(module: Any, reader: TextReader, max_new_tokens: int) -> Iterator[An
 def log_likelihoods(
     module: nn.Module, reader: TextReader, questions: Sequence[Any], answers: Sequence[Sequence[str]]
 ) -> tuple[Tensor, Tensor]:
-    """Return log-likelihoods of every question's answers, summed over the tokens of the answer.
+    """Return log-likelihoods [n, c] in nat of c answers to each of n questions, and their numbers of tokens [n, c].
 
-    The end token counts for an encoder-decoder, and not for a decoder.
-
-    Args:
-        module: the library's model.
-        reader: its reader of texts.
-        questions: one batch of n questions; those that leave no room for answers are cut.
-        answers: c answers for each question.
-
-    Returns:
-        Log-likelihoods [n, c] in nat, and numbers of tokens [n, c], on the CPU.
+    The end token counts for an encoder-decoder, and not for a decoder. Questions are cut to leave room.
     """
     was_training = module.training
     module.eval()
@@ -110,11 +97,11 @@ def log_likelihoods(
         results = list(run(module, reader, questions, columns))
     finally:
         module.train(was_training)
+    every = [is_own for _, is_own in results]
     # One copy for all answers, as each copy synchronizes with the device.
     values = torch.cat([scores for scores, _ in results], dim=1).cpu().double()
-    every = [is_own for _, is_own in results]
-    columns_of = zip(torch.split(values, [is_own.shape[1] for is_own in every], dim=1), every, strict=True)
-    sums = torch.stack([scores.where(is_own, 0.0).sum(dim=1) for scores, is_own in columns_of], dim=1)
+    pairs = zip(torch.split(values, [is_own.shape[1] for is_own in every], dim=1), every, strict=True)
+    sums = torch.stack([scores.where(is_own, 0.0).sum(dim=1) for scores, is_own in pairs], dim=1)
     return sums, torch.stack([is_own.sum(dim=1) for is_own in every], dim=1).double()
 
 

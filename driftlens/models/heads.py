@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.checkpoints.loading import WEIGHT_FILES, library_folder, open_checkpoint, read_json
+from driftlens.checkpoints.loading import WEIGHT_FILES, library_folder, open_checkpoint
 from driftlens.checkpoints.tensor_sources import StateSource, check_finite, require_key
 from driftlens.utils.devices import to_device, to_match
 from driftlens.utils.errors import CheckpointError, DataError, SpecError
-from driftlens.utils.files import from_json, plain_file
+from driftlens.utils.files import from_json, json_object, plain_file
 
 # Class names in the order of the rows, or the path of a JSON file with such a list.
 ClassNames = Sequence[str] | str | os.PathLike[str]
@@ -51,17 +51,7 @@ def class_names(classes: ClassNames) -> tuple[str, ...]:
 
 
 def file_head(file: str | os.PathLike[str], tensor: str, logit_scale: float, classes: ClassNames) -> Head:
-    """Return a head of precomputed class embeddings.
-
-    Args:
-        file: the file of the embeddings.
-        tensor: their key in it; rows of unit norm, [classes, d].
-        logit_scale: factor on the cosines.
-        classes: class names in the order of the rows.
-
-    Raises:
-        DataError: a row's norm is not 1, or the number of names is not that of rows.
-    """
+    """Return a head of precomputed class embeddings: rows of unit norm, [classes, d], under the key `tensor`."""
     source = open_checkpoint(file)
     require_key(source, tensor)
     embeddings, where = source.read(tensor).float(), f"{tensor!r} in {source.name}"
@@ -121,28 +111,14 @@ def _names_of(rows: Tensor, classes: ClassNames | None, where: str) -> tuple[str
     return names
 
 
-def _stated(place: str) -> Mapping[str, Any]:
-    """Return the config.json of a folder, of a weights file in one, or of a Hub id in the local cache."""
-    is_other_file = pathlib.Path(place).suffix and pathlib.Path(place).name not in WEIGHT_FILES
-    folder = None if is_other_file and pathlib.Path(place).is_file() else library_folder(place)
-    return (
-        {} if folder is None or not (folder / "config.json").is_file() else read_json(folder / "config.json")
-    )
-
-
-def num_labels(place: str) -> int | None:
-    """Return the number of classes in a classifier's config.json; 0 for other models, None without the file."""
-    stated = _stated(place)
-    if not str((stated.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
-        return 0 if stated else None
-    labels = stated.get("id2label")
-    # transformers omits both for its default of two labels.
-    return len(labels) if isinstance(labels, Mapping) else int(stated.get("num_labels") or 2)
-
-
 def stated_classes(place: str) -> tuple[str, ...] | None:
-    """Return class names in the order of a classifier's rows from its config.json, or None."""
-    stated = _stated(place)
+    """Return class names in the order of a classifier's rows from its config.json, or None.
+
+    The file is that of a folder, of a weights file in one, or of a Hub id in the local cache.
+    """
+    file = pathlib.Path(place)
+    is_other = file.suffix and file.name not in WEIGHT_FILES and file.is_file()
+    stated = json_object(None if is_other else library_folder(place), "config.json")
     of_timm = stated.get("label_names") or (stated.get("pretrained_cfg") or {}).get("label_names")
     if isinstance(of_timm, list):
         return tuple(map(str, of_timm))
@@ -159,13 +135,8 @@ def text_head(
 ) -> Head:
     """Return the zero-shot head of the base, from class names and templates.
 
-    A class embedding is the mean over templates of unit-norm prompt embeddings, normalized again.
-
-    Args:
-        tower: the base's text tower.
-        classes: class names.
-        templates: prompts with `{}` in the place of the class name.
-        words: names to use in prompts instead, one per class.
+    A class embedding is the mean over templates of unit-norm prompt embeddings, normalized again. Prompts have `{}` in
+    the place of the class name, or of its word in `words`.
     """
     names = class_names(classes)
     if not templates or not all("{}" in template for template in templates):
@@ -309,13 +280,7 @@ def class_rows(head: ScoreMap, labels: Sequence[str]) -> Tensor:
 
 
 def scores_own_class(head: ScoreMap, features: Tensor, labels: Sequence[str]) -> Tensor:
-    """Return True for samples whose best score is that of their own label, [n].
-
-    Args:
-        head: the score map.
-        features: final features [n, d].
-        labels: class names of the samples.
-    """
+    """Return True for samples whose best score, of final features [n, d], is that of their own label, [n]."""
     return head.scores(features).argmax(dim=1) == to_device(class_rows(head, labels), features.device)
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -78,9 +78,6 @@ def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int],
         config: the `preprocessor_config.json`; None uses CLIP's defaults, with a notice.
         image_size: height and width in pixels.
         source: the model's source, for messages.
-
-    Raises:
-        IncompatibleModelsError: the configuration is for another kind of model.
     """
     import transformers
 
@@ -116,13 +113,7 @@ def _processed_by(processor: Any, settings: Mapping[str, Any], notice: str) -> P
 def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     """Return the preprocessing of an image model of transformers, by its own processor with PIL.
 
-    Args:
-        source: a folder or Hub id. Without a `preprocessor_config.json`, the family's defaults are used, with a notice.
-        config: the model's configuration, whose `image_size` the defaults need.
-        offline: True to search only caches.
-
-    Raises:
-        IncompatibleModelsError: there is no `preprocessor_config.json` and the family has no defaults.
+    Without a `preprocessor_config.json`, the family's defaults at the configuration's `image_size` are used.
     """
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
@@ -197,13 +188,7 @@ def open_clip_preprocess(
 def image_preprocess(
     backend: str, transform: Callable[[Any], Tensor], settings: Mapping[str, Any] | None = None
 ) -> Preprocess:
-    """Return the preprocessing of one function, as in torchvision and timm.
-
-    Args:
-        backend: name of the code.
-        transform: PIL image in RGB -> tensor [3, h, w].
-        settings: the settings of `transform`, for the manifest.
-    """
+    """Return the preprocessing of one function, from a PIL image in RGB to a tensor [3, h, w]; with its settings."""
 
     def batch(images: Sequence[Any]) -> Any:
         return torch.stack([torch.as_tensor(transform(_rgb(image))) for image in images])
@@ -212,17 +197,7 @@ def image_preprocess(
 
 
 def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> Preprocess:
-    """Return the preprocessing of texts by the tokenizer next to a model's configuration.
-
-    Args:
-        source: a folder or Hub id.
-        config: the model's configuration.
-        offline: True to search only caches.
-        form: encoder, decoder or encoder-decoder.
-
-    Raises:
-        SpecError: the tokenizer is missing or does not fit.
-    """
+    """Return the preprocessing of texts by the tokenizer next to a model's configuration."""
     code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
     generation = read_config(source, "generation_config.json", offline=offline) or {}
     tokenizer = tokenizer_in(source, offline=offline)
@@ -230,22 +205,12 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
     # sentence-transformers overrides the tokenizer's own limit.
     if tokenizer is not None and stated.get("max_seq_length"):
         tokenizer.model_max_length = stated["max_seq_length"]
-    preprocess = text_preprocess(tokenizer, config, generation, form, source, code=code)
-    reader = replace(cast("TextReader", preprocess.texts), lowers=bool(stated.get("do_lower_case")))
-    return replace(preprocess, transform=reader, texts=reader)
+    lowers = bool(stated.get("do_lower_case"))
+    return text_preprocess(tokenizer, config, generation, form, source, code=code, lowers=lowers)
 
 
 def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
-    """Return the preprocessing of texts with images by the processor next to a model's configuration.
-
-    Args:
-        source: a folder or Hub id.
-        config: the model's configuration.
-        offline: True to search only caches.
-
-    Raises:
-        IncompatibleModelsError: the processor is not one of images and texts.
-    """
+    """Return the preprocessing of texts with images by the processor next to a model's configuration."""
     from transformers import AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -271,16 +236,7 @@ def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess
 
 
 def processed_example(preprocess: Preprocess, config: Any, source: str) -> Any:
-    """Return a processor's output for an example.
-
-    Args:
-        preprocess: the preprocessing of texts with images.
-        config: the model's configuration.
-        source: the model's source, for messages.
-
-    Raises:
-        IncompatibleModelsError: the output has no token for the image.
-    """
+    """Return a processor's output for an example; refuse one without a token for the image."""
     token, example = getattr(config, "image_token_id", None), preprocess.example()
     if token is not None and not (example["input_ids"] == token).any():
         raise IncompatibleModelsError(
@@ -291,17 +247,18 @@ def processed_example(preprocess: Preprocess, config: Any, source: str) -> Any:
 
 
 def text_preprocess(
-    tokenizer: Any, config: Any, generation: Mapping[str, Any], form: Form, source: str, *, code: Any = None
+    tokenizer: Any,
+    config: Any,
+    generation: Mapping[str, Any],
+    form: Form,
+    source: str,
+    *,
+    code: Any = None,
+    lowers: bool = False,
 ) -> Preprocess:
     """Return the preprocessing of texts by a tokenizer, which may get a pad token.
 
-    Args:
-        tokenizer: the tokenizer, or None.
-        config: the model's configuration.
-        generation: the model's generation settings.
-        form: the form of the model.
-        source: the model's source, for messages.
-        code: the code of the tokenizer's own, which is not run, for messages.
+    Messages name `code`, the tokenizer's own, which is never run.
     """
     size = config.get_text_config().vocab_size
     filler = next((token for name in _FILLERS if (token := getattr(tokenizer, name, None)) is not None), None)
@@ -347,6 +304,7 @@ def text_preprocess(
         start if form == "encoder-decoder" else None,
         _opening(tokenizer, generation, start) if form == "encoder-decoder" else (),
         tuple(dict.fromkeys(token for token in named if token is not None)),
+        lowers=lowers,
     )
     settings = {
         "tokenizer": reader.digest,

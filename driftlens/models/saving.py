@@ -7,9 +7,9 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -26,10 +26,10 @@ from driftlens.checkpoints.loading import (
 )
 from driftlens.checkpoints.tensor_sources import (
     DTYPES,
-    Composed,
     OnDemand,
     StateSource,
     TensorHeader,
+    TensorsSource,
     check_finite,
     raw_bytes,
     renamed,
@@ -86,42 +86,32 @@ class Patched:
         check_finite(f"the update of {self.name}", key, value, hint)
         return value
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for key in self.headers:
-            yield key, self.read(key)
-
 
 def save_state_dict(
     path: str | os.PathLike[str],
-    tensors: StateSource | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    tensors: StateSource | Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write tensors as a safetensors file, atomically.
+    """Write tensors as a safetensors file, atomically. A source is streamed tensor by tensor.
 
     Args:
         path: the file.
-        tensors: a source, which is streamed tensor by tensor, or other tensors, which are collected first. Those that
-            share storage are written separately.
+        tensors: a source, or tensors by name; those that share storage are written separately.
         metadata: strings for the header; `format: pt` is added, which transformers requires.
     """
     # Written here, because the safetensors library can only write tensors that are all in memory.
-    pairs: Iterable[tuple[str, Tensor]]
-    if isinstance(tensors, Patched | Stored | Composed):
-        source, headers = tensors, dict(tensors.headers)
-        pairs = ((key, source.read(key)) for key in headers)
-    else:
-        collected = dict(cast("Mapping[str, Tensor]", tensors))
-        headers = {key: TensorHeader(tuple(value.shape), value.dtype) for key, value in collected.items()}
-        pairs = collected.items()
+    source = TensorsSource("tensors", dict(tensors)) if isinstance(tensors, Mapping) else tensors
+    headers = source.headers
     head, starts = _header(headers, {"format": "pt", **(metadata or {})})
     total = len(head) + sum(header.nbytes for header in headers.values())
     with atomic_path(path, need=total) as target, target.open("wb") as file:
         file.write(head)
-        for key, tensor in pairs:
+        for key in headers:
+            tensor = source.read(key)
             assert TensorHeader(tuple(tensor.shape), tensor.dtype) == headers[key], key
             file.seek(len(head) + starts[key])
             file.write(raw_bytes(tensor))
-            # The next tensor is computed before the loop variable is replaced. Without this, two are in memory at once.
+            # The next tensor is computed before the variable is replaced. Without this, two are in memory at once.
             del tensor
 
 
@@ -212,15 +202,7 @@ def save_card(
     card: Callable[[str], str],
     heads: Collection[str] = (),
 ) -> None:
-    """Rewrite the card of a folder that `save_model` wrote.
-
-    Args:
-        architecture: the architecture of the model.
-        base: the base under its own key names.
-        folder: the saved folder.
-        card: Python that uses the folder (see `FolderFormat`) -> text of its README.md.
-        heads: paths of the tasks' own heads in the folder.
-    """
+    """Rewrite the card of a folder that `save_model` wrote, whose parameters these are; `heads` are paths in it."""
     form = architecture.folder
     assert form is not None
     names, companions = _library_names(architecture, base, form), _companions(architecture, base, form)
@@ -229,16 +211,7 @@ def save_card(
 
 
 def library_prefix(architecture: Architecture, base: StateSource, key: str) -> str:
-    """Return the prefix of the skeleton's module paths in the library's whole model.
-
-    Args:
-        architecture: the architecture, which can be saved as a folder.
-        base: the base under its own key names.
-        key: a key of the skeleton, whose two names show the prefix.
-
-    Raises:
-        IncompatibleModelsError: the library's name does not end in the skeleton's.
-    """
+    """Return the prefix of the skeleton's module paths in the library's whole model, as the two names of `key` show."""
     assert architecture.folder is not None and architecture.layout is not None
     stored = architecture.layout.key_map(base.headers, architecture.keys, base.name)[key]
     names = _library_names(architecture, base, architecture.folder)
@@ -289,11 +262,8 @@ def _companions(architecture: Architecture, base: StateSource, form: FolderForma
     if companions or of_base == source:
         return companions
     # The configurations contain the preprocessing of images. A processor from another folder would override it.
-    return {
-        name: place
-        for name, place in companion_files(of_base).items()
-        if name not in form.configs and not name.endswith("processor_config.json")
-    }
+    companions = {name: place for name, place in companion_files(of_base).items() if name not in form.configs}
+    return {name: place for name, place in companions.items() if not name.endswith("processor_config.json")}
 
 
 def _copy(source: pathlib.Path, target: pathlib.Path) -> None:

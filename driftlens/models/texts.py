@@ -1,14 +1,8 @@
 """Convert questions and answers to the token ids that a language model reads, by its own tokenizer.
 
-Each row has one text (no packing). Encoders read the question alone. A decoder's answer, with its end token, follows
-the question in one row. An encoder-decoder's answer follows the start token in a row for the decoder. Rows are padded
-on the right, whatever the tokenizer's setting.
-
-Rows that are too long are cut: a decoder's question at its beginning (special tokens stay), other questions at their
-end, and an answer that alone is too long at its end.
-
-All samples of a task have images, or none has. The processor reads one sample at a time, so that no result depends on
-other samples of a batch.
+Each row has one text (no packing), padded on the right. A decoder's answer, with its end token, follows the question in
+one row; an encoder-decoder's follows the start token in a row for the decoder. Rows that are too long are cut: a
+decoder's question at its beginning (special tokens stay), other questions and answers at their end.
 """
 
 from __future__ import annotations
@@ -86,10 +80,10 @@ class TextReader:
 
     def __call__(self, samples: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         """Return ids and masks of a batch, [n, t], padded on the right; of both streams for an encoder-decoder."""
-        encoded = self._encoded([sample[0] for sample in samples], self._question_limits(samples))
-        rows = encoded["input_ids"]
-        if self.form == "decoder":
-            rows = [row + self._answer(sample[1]) for row, sample in zip(rows, samples, strict=True)]
+        tails = [self._answer(sample[1]) if self.form == "decoder" else [] for sample in samples]
+        room = [self.max_length - len(tail) for tail in tails]
+        encoded = self._encoded([sample[0] for sample in samples], room)
+        rows = [row + tail for row, tail in zip(encoded["input_ids"], tails, strict=True)]
         columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
         if self.form == "encoder" and "token_type_ids" in encoded:
             columns["token_type_ids"] = encoded["token_type_ids"]
@@ -98,16 +92,13 @@ class TextReader:
             led = len(begin) - (begin[-1] in self.tokenizer.all_special_ids)
             columns["pooling_mask"] = [[0] * min(led, len(row)) + [1] * (len(row) - led) for row in rows]
         if self.form == "encoder-decoder":
-            columns |= self.answered(samples)
-        return self.padded(columns)
+            before = self.before_answers
+            answers = [[*before, *self.answer_tokens(sample[1])][: self.max_length] for sample in samples]
+            masks = [[1] * len(row) for row in answers]
+            columns |= {"decoder_input_ids": answers, "decoder_attention_mask": masks}
+        return self._padded(columns)
 
-    def answered(self, samples: Sequence[Sequence[Any]]) -> dict[str, list[list[int]]]:
-        """Return the rows of an encoder-decoder's decoder: start token and answers."""
-        before = self.before_answers
-        answers = [[*before, *self.answer_tokens(sample[1])][: self.max_length] for sample in samples]
-        return {"decoder_input_ids": answers, "decoder_attention_mask": [[1] * len(row) for row in answers]}
-
-    def padded(self, columns: Mapping[str, list[list[int]]], *, left: bool = False) -> dict[str, Tensor]:
+    def _padded(self, columns: Mapping[str, list[list[int]]], *, left: bool = False) -> dict[str, Tensor]:
         """Return the rows of each entry as one tensor [n, t], padded on the right, or on the left."""
         batch = {}
         for name, rows in columns.items():
@@ -133,15 +124,12 @@ class TextReader:
     ) -> dict[str, Tensor]:
         """Return a decoder's batch of questions followed by token ids, [n, t], padded on the left.
 
-        Args:
-            questions: questions, as `asked` returns them.
-            tails: the token ids after each question.
-            spare: the number of tokens that questions leave free; longer ones are cut.
+        Questions, as `asked` returns them, are cut to leave `spare` tokens free.
         """
         prefixes = self.questions(questions, spare=spare)
         rows = [[*question, *tail] for question, tail in zip(prefixes, tails, strict=True)]
         columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
-        return self.padded(columns, left=True)
+        return self._padded(columns, left=True)
 
     def answer_tokens(self, answer: str) -> tuple[int, ...]:
         """Return the token ids of an answer after a question, without the end token."""
@@ -184,31 +172,22 @@ class TextReader:
     def lengths(self, samples: Sequence[Sequence[Any]]) -> list[int]:
         """Return the length of each sample's row before cuts, the longer one of an encoder-decoder's."""
         free = replace(self, max_length=UNLIMITED)
-        lengths: list[int] = []
-        # Piece by piece, so that the token ids of all samples are never in memory at once.
-        for start in range(0, len(samples), 256):
-            part = samples[start : start + 256]
-            for row, sample in zip(free.questions([sample[0] for sample in part]), part, strict=True):
-                answer = free._answer(sample[1])
-                lengths.append(
-                    len(row) + len(answer) if self.form == "decoder" else max(len(row), len(answer))
-                )
-        return lengths
+        rows = free.questions([sample[0] for sample in samples])
+        pairs = [(len(row), len(free._answer(sample[1]))) for row, sample in zip(rows, samples, strict=True)]
+        return [sum(pair) if self.form == "decoder" else max(pair) for pair in pairs]
 
-    def chats(self, messages: Sequence[Any]) -> list[str]:
-        """Apply the chat template to each of `messages`, with the generation prompt."""
-        conversations = [[{"role": "user", "content": message}] for message in messages]
+    def chats(self, samples: Sequence[Text | Pictured]) -> list[str]:
+        """Write each question as a user's message, images first, by the chat template with the generation prompt."""
+        conversations = []
+        for sample in samples:
+            images = [{"type": "image"}] * len(getattr(sample, "images", ()))
+            parts = [*images, {"type": "text", "text": sample.input}]
+            content: Any = parts if self.takes_images else sample.input
+            conversations.append([{"role": "user", "content": content}])
         texts: list[str] = self.tokenizer.apply_chat_template(
             conversations, chat_template=self.template, tokenize=False, add_generation_prompt=True
         )
         return texts
-
-    def message(self, sample: Text | Pictured) -> Any:
-        """Return the message of a sample, as `chats` takes it; images precede the text."""
-        if not self.takes_images:
-            return sample.input
-        images = getattr(sample, "images", ())
-        return [*[{"type": "image"} for _ in images], {"type": "text", "text": sample.input}]
 
     @property
     def template(self) -> Any:
@@ -251,12 +230,6 @@ class TextReader:
             return []
         ids = [*self.answer_tokens(target), *(() if self.end is None else (self.end,))]
         return ids[: self.max_length - 1]
-
-    def _question_limits(self, samples: Sequence[Sequence[Any]]) -> list[int]:
-        """Return the tokens left for every question."""
-        if self.form != "decoder":
-            return [self.max_length] * len(samples)
-        return [self.max_length - len(self._answer(sample[1])) for sample in samples]
 
     def _encoded(self, questions: Sequence[str], room: Sequence[int]) -> dict[str, list[list[int]]]:
         """Return the tokenizer's output for questions, each cut to its room."""
@@ -315,7 +288,7 @@ class PictureReader(TextReader):
         rows, images = self._columns((sample, self._answer(sample.target)) for sample in samples)
         # Only answers are cut: longer questions raise.
         cut = {name: [row[: self.max_length] for row in column] for name, column in rows.items()}
-        return self.padded(cut) | images
+        return self._padded(cut) | images
 
     def asked(self, sample: Any) -> Any:
         """See `TextReader`; the image is part of the question."""
@@ -324,16 +297,10 @@ class PictureReader(TextReader):
     def continued(
         self, questions: Sequence[Any], tails: Sequence[Sequence[int]], *, spare: int = 0
     ) -> dict[str, Tensor]:
-        """Return a batch of questions with images followed by token ids, padded on the left.
-
-        Args:
-            questions: samples.
-            tails: the token ids after each question.
-            spare: has no effect: image tokens can't be cut, so longer questions raise.
-        """
+        """Return a batch of questions with images followed by token ids, padded on the left; nothing is cut."""
         pairs = zip(questions, tails, strict=True)
         rows, images = self._columns((question, list(tail)) for question, tail in pairs)
-        return self.padded(rows, left=True) | as_the_library(images)
+        return self._padded(rows, left=True) | as_the_library(images)
 
     def _columns(
         self, samples: Iterable[tuple[Pictured, list[int]]]

@@ -66,31 +66,18 @@ def _changed_special_tokens(base: pathlib.Path, other: pathlib.Path) -> dict[str
 
 def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
     """Raise if the tokenizer of a model gives texts other ids; tokens added in one of both alone are allowed."""
-    files = _changed_files(base, other)
+    changes = _changed_files(base, other)
     # Libraries prefer tokenizer.json to all other files, so it decides alone where both folders have it.
-    if "tokenizer.json" in files:
-        base_parts, other_parts = (json_object(place, "tokenizer.json") for place in (base, other))
-        parts = [
-            part for part in MEANING if plain_part(base_parts.get(part)) != plain_part(other_parts.get(part))
-        ]
-        base_added, other_added = added_tokens(base_parts), added_tokens(other_parts)
-        if "added_tokens" in parts and all(
-            other_added[number] == base_added[number] for number in base_added.keys() & other_added.keys()
-        ):
-            parts.remove("added_tokens")
+    if all((folder / "tokenizer.json").is_file() for folder in (base, other)):
+        one, two = (json_object(folder, "tokenizer.json") for folder in (base, other))
+        parts = [part for part in MEANING if plain_part(one.get(part)) != plain_part(two.get(part))]
+        one_added, two_added = added_tokens(one), added_tokens(two)
+        if all(one_added[number] == two_added[number] for number in one_added.keys() & two_added.keys()):
+            parts = [part for part in parts if part != "added_tokens"]
         changes = [f"{part} in tokenizer.json" for part in parts]
-        ids, other_ids = _token_ids(base_parts), _token_ids(other_parts)
-        unlike = [
-            f"{token!r} {other_ids.get(token)} for {ids.get(token)}"
-            for token in ids | other_ids
-            if ids.get(token) != other_ids.get(token)
-        ]
-        changes += [f"ids {some_of(unlike)}"] if changes and unlike else []
-    elif (base / "tokenizer.json").is_file() and (other / "tokenizer.json").is_file():
-        changes = []
     else:
         special = _changed_special_tokens(base, other)
-        changes = files + [special[key] for key in _BEGIN if key in special]
+        changes += [special[key] for key in _BEGIN if key in special]
     if changes:
         raise IncompatibleModelsError(
             f"{other}: its tokenizer differs from the base's ({', '.join(changes)})",
@@ -103,16 +90,6 @@ def added_tokens(stated: Mapping[str, Any]) -> dict[Any, Any]:
     tokens = stated.get("added_tokens")
     rows = tokens if isinstance(tokens, list) else []
     return {row.get("id"): row.get("content") for row in rows if isinstance(row, dict)}
-
-
-def _token_ids(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the id of every token in a `tokenizer.json`: by content, or in order with a score."""
-    model = stated.get("model")
-    words = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(words, list):
-        words = {row[0]: number for number, row in enumerate(words) if isinstance(row, list) and row}
-    ids = {str(token): number for token, number in words.items()} if isinstance(words, dict) else {}
-    return ids | {str(content): number for number, content in added_tokens(stated).items()}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -145,10 +122,7 @@ def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
 def own_head(stored: StateSource, source: StateSource, lm: LmScores) -> str | None:
     """Return the key of a language model's head that is no copy of its embeddings, or None.
 
-    Args:
-        stored: the model under its own key names.
-        source: the model under the skeleton's key names, where the head is the embeddings.
-        lm: the head of the architecture.
+    `stored` is the model under its own key names, `source` under the skeleton's, where the head is the embeddings.
     """
     head = next((name for name in stored.headers if f".{name}".endswith(f".{lm.head}")), None)
     if head is None or lm.key not in source.headers:
@@ -171,9 +145,6 @@ def with_head(
         folder: the folder of its configuration, which may tie the head to the embeddings.
         lm: the head of the architecture, which may be its embeddings.
         table: key of the embeddings.
-
-    Raises:
-        IncompatibleModelsError: the model has a head of its own and the architecture has not, or the other way round.
     """
     if lm.key in source.headers:
         head = None if lm.is_apart else own_head(stored, source, lm)

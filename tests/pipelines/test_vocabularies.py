@@ -124,12 +124,9 @@ def more_tokens(stated: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (edited(swap), r"model in tokenizer.json, ids 'red' \d+ for \d+, 'green' \d+ for \d+"),
+        (edited(swap), "model in tokenizer.json"),
         (edited(lambda s: s.update(normalizer={"type": "Lowercase"})), "normalizer in tokenizer.json"),
-        (
-            edited(lambda s: s["added_tokens"][0].update(content="<x>")),
-            "added_tokens in tokenizer.json, ids .*'<x>' 0 for None.*",
-        ),
+        (edited(lambda s: s["added_tokens"][0].update(content="<x>")), "added_tokens in tokenizer.json"),
         (edited(more_tokens), ""),
         (edited(lambda s: s.update(padding_side="left", pad_token="</s>"), "tokenizer_config.json"), ""),
     ],

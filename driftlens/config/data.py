@@ -388,6 +388,16 @@ class TableData(TextEntry):
         return self.image or "path"
 
 
+class WebdatasetData(Places):
+    """Tar files of samples: a file, a folder or a pattern per split; `image` and `label` are endings of members."""
+
+    kind: Literal["webdataset"]
+    image: Text | None = None
+    label: Text | None = "cls"
+    key: Text = "label"
+    classes: ClassNames = None
+
+
 class PythonData(Entry):
     """A function of the user's that is called with `calibration` or `test`; runs only when trusted."""
 
@@ -395,7 +405,7 @@ class PythonData(Entry):
     target: PythonTarget
 
 
-KINDS = ("imagefolder", "npz", "hf", "table", "jsonl", "python")
+KINDS = ("imagefolder", "npz", "hf", "table", "webdataset", "jsonl", "python")
 
 
 # Models of kinds that plug-ins add. Looked up for unknown kinds only, since loading plug-ins takes time.
@@ -410,7 +420,7 @@ def _of_its_kind(entry: Any, check: ValidatorFunctionWrapHandler, info: Validati
 
 
 TaskData = Annotated[
-    SerializeAsAny[ImageFolderData | NpzData | HfData | TableData | JsonlData | PythonData],
+    SerializeAsAny[ImageFolderData | NpzData | HfData | TableData | WebdatasetData | JsonlData | PythonData],
     Field(discriminator="kind"),
     WrapValidator(_of_its_kind),
 ]

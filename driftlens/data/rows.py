@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import io
-import itertools
 import logging
 import os
 from collections import Counter
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from driftlens.data.images import read_image
+from driftlens.data.library import UTF8, read_table
 from driftlens.data.sources import (
     Picture,
     Related,
@@ -29,7 +28,7 @@ from driftlens.data.sources import (
 )
 from driftlens.models.texts import Pictured, Text
 from driftlens.utils.distributed import Access
-from driftlens.utils.errors import DataError, did_you_mean, some_of
+from driftlens.utils.errors import DataError, did_you_mean
 from driftlens.utils.files import from_json, plain_file
 
 if TYPE_CHECKING:
@@ -37,10 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# UTF-8, with or without a byte order mark.
-_UTF8 = "utf-8-sig"
-# Characters of a cell: the csv module's own limit, 131,072, is less than some documents have.
-_LONGEST_CELL = 1 << 30
 # Position of a row -> readers of its images.
 _Beside = Callable[[int], Sequence[Callable[[], Picture]]]
 
@@ -216,7 +211,7 @@ def _open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
     """Open the rows of a split's file; ids are line numbers from 1. Blank lines are skipped."""
     file = Path(getattr(entry, split))
     rows: dict[str, dict[str, Any]] = {}
-    with plain_file(file).open(encoding=_UTF8) as lines:
+    with plain_file(file).open(encoding=UTF8) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 with refused(f"{file}, line {number}"):
@@ -291,7 +286,7 @@ def _table_rows(
     """Return a split's file, its name in messages, its origin, the numbers of its rows and the wanted columns."""
     value = getattr(entry, split)
     file, where = Path(entry.file or value), f"{entry.file}, {entry.split} {value}" if entry.file else value
-    columns = _read_table(file, {*wanted, entry.split}, entry.encoding, entry.separator)
+    columns = read_table(file, {*wanted, entry.split}, entry.encoding, entry.separator)
     rows: Sequence[int] = range(max(map(len, columns.values()), default=0))
     origin = str(file.resolve())
     if entry.file:
@@ -299,41 +294,6 @@ def _table_rows(
         rows = [row for row in rows if str(columns[entry.split][row]) == value]
         origin = f"{origin}[{entry.split}={value}]"
     return file, where, origin, rows, {name: [cells[row] for row in rows] for name, cells in columns.items()}
-
-
-def column_names(file: Path) -> list[str]:
-    """List the column names of a CSV, TSV or Parquet file, or the keys of the first JSON line."""
-    if file.suffix.lower() == ".jsonl":
-        with plain_file(file).open(encoding=_UTF8) as lines:
-            return [*from_json(lines.readline())]
-    return [*_read_table(file, ())]
-
-
-def _read_table(
-    file: Path, wanted: Collection[str | None], encoding: str | None = None, separator: str | None = None
-) -> dict[str, list[Any]]:
-    """Read a CSV, TSV or Parquet file by column; cells of Parquet files in other than the wanted columns are None."""
-    if file.suffix.lower() in (".parquet", ".pq"):
-        from pyarrow.parquet import ParquetFile
-
-        table = ParquetFile(plain_file(file))
-        names, count = table.schema_arrow.names, table.metadata.num_rows
-        read = table.read([name for name in names if name in wanted])
-        return {name: read[name].to_pylist() if name in wanted else [None] * count for name in names}
-    csv.field_size_limit(_LONGEST_CELL)
-    separator = separator or ("\t" if file.suffix.lower() == ".tsv" else ",")
-    with plain_file(file).open(encoding=encoding or _UTF8, newline="") as lines:
-        rows = [row for row in csv.reader(lines, delimiter=separator, strict=True) if row]
-    names = [name or f"column {place}" for place, name in enumerate(rows[0] if rows else ())]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise DataError(f"{file}: several columns named {twice[0]!r}", hint="Rename all but one.")
-    if long := next((row for row in rows if len(row) > len(names)), None):
-        raise DataError(
-            f"{file}: a row has {len(long)} cells for {len(names)} columns: {some_of(long)}",
-            hint="Put cells that contain the separator into quotes.",
-        )
-    columns = itertools.zip_longest(*rows, fillvalue="")
-    return {name: [*cells] for name, (_, *cells) in zip(names, columns, strict=True)}
 
 
 def _require_apart(entry: TableData, places: Iterable[str], where: str, origin: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,18 @@ def deep(kind: str, form: str) -> bytes:
     stream = io.BytesIO()
     Image.fromarray(np.linspace(256, 9000, 24).reshape(4, 6).astype(kind)).save(stream, form)
     return stream.getvalue()
+
+
+def shard(file: Path, members: Mapping[str, bytes], *extra: tarfile.TarInfo) -> str:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(file, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+        for info in extra:
+            tar.addfile(info)
+    return str(file)
 
 
 def write_images(folder: Path, files: Mapping[str, int]) -> Path:

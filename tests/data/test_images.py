@@ -23,6 +23,7 @@ from tests.data.sources import (
     labels_of,
     opened,
     shades,
+    shard,
     write_images,
 )
 from tests.refusing import refusing
@@ -349,6 +350,11 @@ def _in_table(folder: Path, content: bytes) -> dict[str, Any]:
     return {"kind": "table", **dict.fromkeys(("calibration", "test"), str(folder / "rows.csv"))}
 
 
+def _in_shard(folder: Path, content: bytes) -> dict[str, Any]:
+    file = shard(folder / "0.tar", {"x.tiff": content, "x.cls": b"0"})
+    return {"kind": "webdataset", "calibration": file, "test": file}
+
+
 def _in_rows(folder: Path, content: bytes) -> dict[str, Any]:
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
     rows = datasets.Dataset.from_dict({"image": [{"bytes": content}], "label": ["a"]}, features=features)
@@ -357,7 +363,9 @@ def _in_rows(folder: Path, content: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "form"), DEEP, ids=str)
-@pytest.mark.parametrize("source", [_in_folder, _in_table, _in_rows], ids=lambda made: made.__name__)
+@pytest.mark.parametrize(
+    "source", [_in_folder, _in_table, _in_shard, _in_rows], ids=lambda made: made.__name__
+)
 def test_samples_beyond_a_byte_are_refused_by_name(tmp_path: Path, source: Any, kind: str, form: str) -> None:
     """`convert("RGB")` takes all of 255 and more for white, and floats for black: images would all be one."""
     view = images(**source(tmp_path, deep(kind, form)))
@@ -365,7 +373,9 @@ def test_samples_beyond_a_byte_are_refused_by_name(tmp_path: Path, source: Any, 
         view.read(0)
 
 
-@pytest.mark.parametrize("source", [_in_folder, _in_table, _in_rows], ids=lambda made: made.__name__)
+@pytest.mark.parametrize(
+    "source", [_in_folder, _in_table, _in_shard, _in_rows], ids=lambda made: made.__name__
+)
 def test_pictures_are_upright_and_without_alpha_wherever_they_come_from(tmp_path: Path, source: Any) -> None:
     from PIL import Image
 

@@ -144,15 +144,15 @@ def test_calibration_needs_no_labels_and_one_list_serves_two_splits(folder: Path
         ),
         pytest.param(
             "path,label\nimages 花/1.png,a, b\n",
-            "a row has 3 cells for 2 columns",
+            "Length of header or names does not match",
             id="comma in a label",
         ),
-        pytest.param("path,label\n", "no samples", id="only a header"),
+        pytest.param("path,label\n", "no data", id="only a header"),
         pytest.param("path,label\n,a\n", "1 of 1 images are missing", id="no path"),
         pytest.param("path,path\nx,a\n", "several columns named 'path'", id="twice a column"),
         pytest.param("Path,label\nx,a\n", "no column 'path'; columns are Path, label", id="another column"),
         pytest.param("", "no column 'path'", id="empty"),
-        pytest.param('path,label\n"x,a\n', "unexpected end of data", id="open quote"),
+        pytest.param('path,label\n"x,a\n', "EOF inside string", id="open quote"),
     ],
 )
 def test_what_is_no_list_of_images_is_refused_by_file(folder: Path, text: str, message: str) -> None:

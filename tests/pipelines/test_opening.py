@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,8 +102,22 @@ def table(place: Path, arrays: Any) -> dict[str, Any]:
     return {"kind": "table", "file": str(place / "all.csv"), "classes": list(NAMES), **splits}
 
 
+def webdataset(place: Path, arrays: Any) -> dict[str, Any]:
+    for part in ("train", "test"):
+        with tarfile.open(place / f"{part}-0.tar", "w") as tar:
+            for row, (image, label) in enumerate(zip(arrays[f"x_{part}"], arrays[f"y_{part}"], strict=True)):
+                png = io.BytesIO()
+                Image.fromarray(image).save(png, "PNG")
+                for ending, content in (("png", png.getvalue()), ("txt", NAMES[label].encode())):
+                    info = tarfile.TarInfo(f"{row}.{ending}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+    places = {"calibration": str(place / "train-*.tar"), "test": str(place / "test-0.tar")}
+    return {"kind": "webdataset", "label": "txt", **places}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [folder, table])
+@pytest.mark.parametrize("write", [folder, table, webdataset])
 def test_the_numbers_are_those_of_the_same_images_in_arrays(
     world: World, expected: DriftRun, tmp_path: Path, write: Any
 ) -> None:

@@ -217,6 +217,7 @@ DATA = (
     "a.jsonl jsonl",
     "a.csv table",
     "a.parquet table",
+    "a.tar webdataset",
     "a imagefolder",
 )
 

@@ -28,7 +28,7 @@ import pkgutil
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, distributions
@@ -41,9 +41,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PydanticInvalidForJsonSchema,
-    PydanticSchemaGenerationError,
-    TypeAdapter,
     ValidationError,
     create_model,
 )
@@ -196,17 +193,13 @@ class Registry(Mapping[str, T], Generic[T]):
 # JSON Schema of one setting: type and bounds, `title`, `description`, `default` unless it is required.
 Schema = Mapping[str, Any]
 
-_TYPES: Mapping[str, tuple[type, str]] = {
-    "number": (float, "a finite number"),
-    "integer": (int, "a whole number"),
-    "boolean": (bool, "true or false"),
-    "string": (str, "text that is not empty"),
+_TYPES = {
+    "number": "a finite number",
+    "integer": "a whole number",
+    "boolean": "true or false",
+    "string": "text that is not empty",
 }
-_BOUNDS = {
-    "minimum": ("ge", "at least"),
-    "exclusiveMinimum": ("gt", "more than"),
-    "maximum": ("le", "at most"),
-}
+_BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at most"}
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, str_min_length=1)
 
 
@@ -260,73 +253,49 @@ def _settings_of(owner: Callable[..., object]) -> type[BaseModel]:
     }
     holder = types.SimpleNamespace(__annotations__=annotations)
     hints = typing.get_type_hints(holder, globalns=function.__globals__, include_extras=True)
-    return model_of(
-        {
-            parameter.name: _schema(parameter, hints.get(parameter.name, type(parameter.default)))
-            for parameter in parameters
-        }
-    )
-
-
-def _schema(parameter: inspect.Parameter, annotation: Any) -> Schema:
-    """Return the JSON schema of a parameter's annotation, with its default."""
-    try:
-        schema = TypeAdapter(annotation).json_schema()
-        _type_of(schema)
-    except (KeyError, PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):
-        raise TypeError(
-            f"parameter {parameter.name!r} can't be a setting: {annotation!r} is not float, int, bool, str, Literal, "
-            "a Sequence of these, or one of them | None"
-        ) from None
-    schema |= {"title": parameter.name, "unit": ""}
-    for note in getattr(annotation, "__metadata__", ()):
-        if isinstance(note, Bounds):
-            schema["unit"] = note.unit
-        elif isinstance(note, str):
-            schema["title" if isinstance(note, Label) else "description"] = str(note)
-    if parameter.default is not parameter.empty:
-        schema["default"] = parameter.default
-    return schema
-
-
-def model_of(settings: Mapping[str, Schema]) -> type[BaseModel]:
-    """Build the model whose fields have these JSON schemas."""
     fields: dict[str, Any] = {}
-    for name, schema in settings.items():
+    for parameter in parameters:
+        name, default = parameter.name, parameter.default
+        annotation = hints.get(name, type(default))
+        notes = getattr(annotation, "__metadata__", ())
         fields[name] = (
-            _type_of(schema),
+            _type_of(annotation, name, least=0 if default in ((), []) else 1),
             Field(
-                _as_tuple(schema.get("default", ...)),
-                title=schema.get("title"),
-                description=schema.get("description"),
-                json_schema_extra={"unit": schema.get("unit", "")},
+                ... if default is parameter.empty else _as_tuple(default),
+                title=next((str(note) for note in notes if isinstance(note, Label)), name),
+                description=next((note for note in notes if type(note) is str), None),
+                json_schema_extra={"unit": next((n.unit for n in notes if isinstance(n, Bounds)), "")},
             ),
         )
     return create_model("Settings", __config__=_STRICT, **fields)
 
 
+def _type_of(annotation: Any, name: str, least: int = 1) -> Any:
+    """Return the type of a setting with checks that pydantic lacks; lists have `least` entries or more."""
+    notes = getattr(annotation, "__metadata__", ())
+    kind = annotation.__origin__ if notes else annotation
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType) and len(arguments) == 2 and arguments[1] is type(None):
+        kind = _type_of(arguments[0], name) | None
+    elif origin is Sequence:
+        kind = tuple[_type_of(arguments[0], name), ...]  # type: ignore[misc]
+        # An empty list is refused, unless it is the default.
+        notes = (*notes, Field(min_length=least or None), BeforeValidator(_as_tuple))
+    elif origin is Literal:
+        notes = (*notes, BeforeValidator(functools.partial(_chosen, arguments)))
+    elif kind is int:
+        notes = (*notes, AfterValidator(_on_a_machine))
+    elif kind not in (float, bool, str):
+        raise TypeError(
+            f"parameter {name!r} can't be a setting: {annotation!r} is not float, int, bool, str, Literal, "
+            "a Sequence of these, or one of them | None"
+        )
+    return Annotated[(kind, *notes)] if notes else kind
+
+
 def schemas_of(model: type[BaseModel]) -> dict[str, Schema]:
     """Return the JSON schema of every setting by name."""
     return dict(model.model_json_schema().get("properties", {}))
-
-
-def _type_of(schema: Schema) -> Any:
-    """Return the Python type of a setting's schema; raise a KeyError for unsupported schemas."""
-    if "anyOf" in schema:
-        other, nothing, *more = schema["anyOf"]
-        if nothing != {"type": "null"} or more:
-            raise KeyError("anyOf")
-        return _type_of(other) | None
-    if schema.get("type") == "array":
-        entries: Any = tuple[_type_of(schema["items"]), ...]  # type: ignore[misc]
-        # An empty list is refused, unless it is the default.
-        least = None if schema.get("default") in ((), []) else 1
-        return Annotated[entries, Field(min_length=least), BeforeValidator(_as_tuple)]
-    if choices := choices_of(schema):
-        return Annotated[Literal[choices], BeforeValidator(functools.partial(_chosen, choices))]
-    bounds = {_BOUNDS[key][0]: value for key, value in schema.items() if key in _BOUNDS}
-    plain: Any = Annotated[_TYPES[schema["type"]][0], Field(**bounds)]
-    return Annotated[plain, AfterValidator(_on_a_machine)] if schema["type"] == "integer" else plain
 
 
 def choices_of(schema: Schema) -> tuple[Any, ...]:
@@ -363,10 +332,8 @@ def expected(schema: Schema) -> str:
     """Describe the allowed values."""
     entry, is_list = entry_of(schema)
     choices = choices_of(entry)
-    words = f"one of {', '.join(map(str, choices))}" if choices else _TYPES[entry["type"]][1]
-    bounds = [
-        f"{words_of_bound} {entry[key]:g}" for key, (_, words_of_bound) in _BOUNDS.items() if key in entry
-    ]
+    words = f"one of {', '.join(map(str, choices))}" if choices else _TYPES[entry["type"]]
+    bounds = [f"{bound} {entry[key]:g}" for key, bound in _BOUNDS.items() if key in entry]
     words = f"{words} {' and '.join(bounds)}" if bounds else words
     words = f"a list, each entry {words}" if is_list else words
     return f"{words}, or nothing" if "anyOf" in schema else words

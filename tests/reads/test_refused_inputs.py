@@ -19,7 +19,7 @@ from driftlens.config.run import load_spec
 from driftlens.config.types import MOST_CHARACTERS, from_yaml
 from driftlens.utils.errors import CheckpointError, DataError, SpecError, harmless
 from driftlens.utils.files import from_json
-from driftlens.utils.registry import model_of, read
+from driftlens.utils.registry import resolve
 from tests.cli.conftest import Result, run_cli
 from tests.pipelines.fixtures import light, world
 from tests.quick import few
@@ -131,10 +131,11 @@ def test_a_spec_of_more_experts_than_anybody_has_is_refused(world: World) -> Non
 
 
 def test_whole_numbers_beyond_the_machines_are_no_settings() -> None:
-    seeds = model_of({"seed": {"type": "integer", "default": 0, "minimum": 0}})
+    def method(*, seed: int = 0) -> None: ...
+
     with pytest.raises(SpecError, match="seed is"):
-        read(seeds, {"seed": 2**63})
-    assert read(seeds, {"seed": 2**63 - 1}) == {"seed": 2**63 - 1}
+        resolve(method, {"seed": 2**63}, "method")
+    assert resolve(method, {"seed": 2**63 - 1}, "method") == {"seed": 2**63 - 1}
 
 
 def test_json_nested_without_end_is_no_json(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pytest
 
 from driftlens.utils.errors import SpecError
-from driftlens.utils.registry import Bounds, model_of, read, resolve, schemas_of, settings_of
+from driftlens.utils.registry import Bounds, resolve, schemas_of, settings_of
 
 if TYPE_CHECKING:
     from nowhere import Tensors  # type: ignore[import-not-found]
@@ -67,16 +66,6 @@ def test_a_function_declares_its_keyword_only_parameters_and_nothing_else() -> N
         "drop": {"type": "array", "items": text, "default": []},
         "plain": {"type": "number", "default": 0.5},
     }
-
-
-def test_another_process_refuses_what_the_method_would() -> None:
-    sent = model_of(json.loads(json.dumps(schemas_of(settings_of(method)))))
-    assert read(sent, {"density": 1, "scales": [1, 0.5]}) == resolve(
-        method, {"density": 1, "scales": [1, 0.5]}, "m"
-    )
-    for name, value in (("density", 0), ("steps", 2.0), ("signs", "su"), ("scales", [3]), ("rescale", 1)):
-        with pytest.raises(SpecError, match=f"^{name} is {re.escape(repr(value))}; expected "):
-            read(sent, {name: value})
 
 
 def test_what_is_given_goes_over_the_defaults_in_the_types_that_are_declared() -> None:

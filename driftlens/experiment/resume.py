@@ -34,7 +34,7 @@ from driftlens.utils.devices import (
     peak_memory,
     reset_peak_memory,
 )
-from driftlens.utils.distributed import Access, Context, Team
+from driftlens.utils.distributed import Context, Team
 from driftlens.utils.errors import Cancelled, CheckpointError, DataError, RunError, SpecError
 from driftlens.utils.files import PathLike
 from driftlens.utils.progress import Reporter
@@ -69,11 +69,20 @@ def reopened(
     """
     folder = pathlib.Path(path)
     manifest = read_manifest(folder)
-    if context.live is None:
-        require_spec(folder, manifest)
-        study, models = _of_spec(folder, num_calibration, context.access, with_jacobian=with_jacobian)
-    else:
+    if context.live is not None:
         study, models = context.live(num_calibration)
+    else:
+        require_spec(folder, manifest)
+        spec = load_spec(folder / "spec.yaml")
+        if num_calibration is not None:
+            # Smaller counts give a prefix of the same samples, see `draw`.
+            drawn = {task: entry.n or spec.data.defaults.n for task, entry in spec.data.tasks.items()}
+            spec = redrawn(spec, {task: max(count, num_calibration) for task, count in drawn.items()})
+        if with_jacobian and spec.metrics.jacobian is False:
+            spec = load_spec(spec, ["metrics.jacobian={}"])
+        study, models = open_study(spec, access=context.access)
+        if "merged" not in study.pool:
+            study.pool.add("merged", models.architecture.align(open_checkpoint(folder / MERGED_FILE)))
     for name, info in manifest.calibrations.items() if with_calibrations else ():
         if info.attached and info.method not in calibrators:
             # An older version made it: measurements stay, but the maps can't be rebuilt.
@@ -81,22 +90,6 @@ def reopened(
         add_calibration(study, models, folder, name, info.method, info.control)
     later = tuple(name for name in manifest.variants if name not in study.variants and name in study.pool)
     return dataclasses.replace(study, variants=(*study.variants, *later)), models
-
-
-def _of_spec(
-    folder: pathlib.Path, num_calibration: int | None, access: Access, *, with_jacobian: bool
-) -> tuple[Study, OpenModels]:
-    spec = load_spec(folder / "spec.yaml")
-    if num_calibration is not None:
-        # Smaller counts give a prefix of the same samples, see `draw`.
-        drawn = {task: entry.n or spec.data.defaults.n for task, entry in spec.data.tasks.items()}
-        spec = redrawn(spec, {task: max(count, num_calibration) for task, count in drawn.items()})
-    if with_jacobian and spec.metrics.jacobian is False:
-        spec = load_spec(spec, ["metrics.jacobian={}"])
-    study, models = open_study(spec, access=access)
-    if "merged" not in study.pool:
-        study.pool.add("merged", models.architecture.align(open_checkpoint(folder / MERGED_FILE)))
-    return study, models
 
 
 def add_calibration(
@@ -252,7 +245,7 @@ def run_phase(
 
     Args:
         writer: the run's writer.
-        name: the phase in the manifest, the events and the table `resources`.
+        name: the phase in manifest, events and the table `resources`.
         work: does the work.
         study: its models, if it runs any.
         again: True to repeat a finished phase.
@@ -285,17 +278,15 @@ def run_phase(
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     """Make torch prefer deterministic kernels in a block, if enabled; the caller's choice is restored."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
     if enabled:
         # Only a warning for operations without a deterministic kernel, which would otherwise raise.
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 def seconds_in(folder: pathlib.Path) -> float:
@@ -317,7 +308,8 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     for name in {**flat_now, **flat_before}:
         was, value = flat_before.get(name), flat_now.get(name)
         if was != value:
-            return f"another {name}: {_shown(was)}, now {_shown(value)}"
+            texts = [text if len(text) <= 80 else f"{text[:77]}..." for text in map(json.dumps, (was, value))]
+            return f"another {name}: {texts[0]}, now {texts[1]}"
     return ""
 
 
@@ -328,8 +320,3 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
         for name, inner in settings.items()
         for part, value in (_flat(inner) if isinstance(inner, Mapping) else {"": inner}).items()
     }
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -374,11 +374,6 @@ class RunSpec(SpecSection):
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a spec, for editors."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunSpec.model_json_schema()}
-
-
 def load_spec(source: Path | str | Mapping[str, Any] | RunSpec, overrides: Sequence[str] = ()) -> RunSpec:
     """Load and validate a spec; fill in all defaults and make all paths absolute.
 

@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 
 from driftlens.cli.app import interrupt
-from driftlens.config import load_spec
+from driftlens.config.run import load_spec
 from driftlens.config.templates import template_names
 from driftlens.runs.run import DriftRun, command_to_resume, open_run
 from driftlens.utils.errors import Cancelled, concerning
@@ -374,7 +374,7 @@ JOBS = {
 
 @pytest.fixture
 def spec(world: Any, spec_file: Path) -> Path:
-    from driftlens.config import load_spec
+    from driftlens.config.run import load_spec
 
     spec_file.write_text(load_spec(world.spec()).dump())
     return spec_file

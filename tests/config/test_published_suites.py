@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from driftlens.config import json_schema, load_spec
 from driftlens.config.published import published_names, published_task
-from driftlens.config.run import TextHead
+from driftlens.config.run import TextHead, load_spec
 from driftlens.data.task_data import plain_form
 from driftlens.experiment.loading import classes_of, open_heads
 from driftlens.models.heads import TextTower
@@ -121,7 +120,7 @@ def test_a_suite_that_is_not_there_is_refused_with_the_nearest() -> None:
 
 def test_the_schema_knows_that_a_suite_brings_templates() -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    validator = jsonschema.Draft202012Validator(json_schema())
+    validator = jsonschema.Draft202012Validator(RunSpec.model_json_schema())
     for head, is_fine in (({"suite": "cars"}, True), ({"classes": ["a"]}, False)):
         spec = json.loads(json.dumps(minimal(heads={"cars": head})))
         assert (not list(validator.iter_errors(spec))) is is_fine

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from driftlens.config import json_schema, load_spec
 from driftlens.config.data import ImageFolderData
+from driftlens.config.run import RunSpec, load_spec
 from driftlens.config.templates import template_names, template_text
 from driftlens.config.types import from_yaml, to_yaml
 from driftlens.data.sources import data_sources
@@ -66,7 +66,7 @@ def test_tasks_may_be_called_like_attributes_of_the_model() -> None:
 
 
 def test_every_kind_of_data_has_a_source_and_every_source_a_kind() -> None:
-    tags = json_schema()["$defs"]["Data"]["additionalProperties"]["discriminator"]["mapping"]
+    tags = RunSpec.model_json_schema()["$defs"]["Data"]["additionalProperties"]["discriminator"]["mapping"]
     assert set(tags) == set(data_sources)
 
 
@@ -284,8 +284,8 @@ def test_yaml_that_is_written_reads_back_to_the_same_value(value: Any) -> None:
 
 def test_the_published_schema_accepts_what_loads_and_refuses_what_does_not() -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    validator = jsonschema.Draft202012Validator(json_schema())
-    validator.check_schema(json_schema())
+    validator = jsonschema.Draft202012Validator(RunSpec.model_json_schema())
+    validator.check_schema(RunSpec.model_json_schema())
     spec = minimal(compute={"feature_budget": "2GiB"}, metrics={"jacobian": False})
     assert list(validator.iter_errors(spec)) == []
     assert list(validator.iter_errors(load_spec(spec).as_dict())) == []

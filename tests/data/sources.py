@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from driftlens.config import load_spec
 from driftlens.config.data import TaskData as TaskEntry
+from driftlens.config.run import load_spec
 from driftlens.data.sources import Split, SplitView, open_split
 from driftlens.utils.distributed import Access
 

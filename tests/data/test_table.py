@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from driftlens.config import load_spec
 from driftlens.config.data import DataDefaults
+from driftlens.config.run import load_spec
 from driftlens.data.rows import open_table
 from driftlens.data.sources import Split, SplitView, open_split
 from driftlens.data.task_data import open_task_data

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from driftlens.config import load_spec
 from driftlens.config.data import DataDefaults, fields_of, filled
+from driftlens.config.run import load_spec
 from driftlens.config.types import to_yaml
 from driftlens.data.samples import data_digest
 from driftlens.data.task_data import TaskData, open_task_data

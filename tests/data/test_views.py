@@ -12,9 +12,9 @@ from torch import Tensor
 
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
-from driftlens.config import load_spec
 from driftlens.config.data import Views
 from driftlens.config.requests import CalibrationRequest
+from driftlens.config.run import load_spec
 from driftlens.data import altered as views_of
 from driftlens.data.altered import viewed
 from driftlens.data.samples import SampleSet, Texts, part_of

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import driftlens as dl
 from driftlens.cli import DISTRIBUTED, run
-from driftlens.config import load_spec
+from driftlens.config.run import load_spec
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.status import read_status

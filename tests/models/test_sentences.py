@@ -18,7 +18,7 @@ from torch import Tensor
 
 import driftlens as dl
 from driftlens.checkpoints.loading import modules_of, open_checkpoint, pooling_of
-from driftlens.config import load_spec
+from driftlens.config.run import load_spec
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward

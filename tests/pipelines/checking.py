@@ -9,8 +9,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlens.config import load_spec
 from driftlens.config.requests import PreflightRequest
+from driftlens.config.run import load_spec
 from driftlens.experiment.sanity_checks import CheckResult
 from driftlens.pipelines.validate import Preflight, preflight
 from tests.zoo.world import Weights, World

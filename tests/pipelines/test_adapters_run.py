@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from driftlens.config import load_spec
+from driftlens.config.run import load_spec
 from driftlens.experiment.loading import open_models, study_of
 from driftlens.experiment.study import Study
 from tests.zoo.decoders import CONFIGS, saved

@@ -13,8 +13,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from driftlens.config import load_spec
 from driftlens.config.requests import AnalysisRequest, CalibrationRequest
+from driftlens.config.run import load_spec
 from driftlens.experiment.loading import open_study
 from driftlens.models.generation import generate, log_likelihoods
 from driftlens.pipelines.analyze import analyze

@@ -13,8 +13,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.config import load_spec
 from driftlens.config.requests import AnalysisRequest, CalibrationRequest
+from driftlens.config.run import load_spec
 from driftlens.experiment.loading import open_study
 from driftlens.experiment.resume import reopened
 from driftlens.merging.method import merge_methods

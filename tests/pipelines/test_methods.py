@@ -10,8 +10,8 @@ import yaml
 from typer.testing import CliRunner
 
 from driftlens.cli import app
-from driftlens.config import load_spec
 from driftlens.config.requests import CalibrationRequest
+from driftlens.config.run import load_spec
 from driftlens.pipelines.calibrate import open_calibration
 from driftlens.pipelines.model_selection import NamedMethod
 from driftlens.pipelines.sweep import compare_methods, resolve_methods

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from driftlens.config import load_spec
 from driftlens.config.requests import AnalysisRequest, LiveSettings, Modules
+from driftlens.config.run import load_spec
 from driftlens.engine.walk import capture
 from driftlens.experiment.loading import open_study
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders

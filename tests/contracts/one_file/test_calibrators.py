@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.featcal import PRESETS
 from driftlens.cli import app
-from driftlens.config import load_spec
 from driftlens.config.requests import AnalysisRequest
+from driftlens.config.run import load_spec
 from driftlens.diagnostics.attribution import JacobianSettings, PullBack
 from driftlens.engine.walk import decompose, walk
 from driftlens.experiment.resume import reopened

@@ -1,6 +1,7 @@
-"""Devices: availability, capabilities, memory, streams, threads and precision.
+"""Devices: availability, names, capabilities, memory, streams, synchronization, threads and precision.
 
-Only this module asks torch about accelerators. A quantity that a device does not report is None.
+Only this module asks torch about accelerators, through `torch.accelerator` or, before torch 2.9, the device's own
+module. A quantity that a device does not report is None (for example Apple's peak memory).
 """
 
 from __future__ import annotations
@@ -53,10 +54,14 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 def device_name(device: torch.device) -> str:
     """Return the vendor's name of a device, or torch's."""
-    if device.type == "cpu":
-        return "cpu"
-    named = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(device if named is None else named(device))
+    vendor_name = None if device.type == "cpu" else _of_module("get_device_name", device)
+    return str(vendor_name or device)
+
+
+def kinds() -> list[str]:
+    """List the kinds of devices that are available."""
+    kind = accelerator()
+    return ["cpu"] if kind is None else ["cpu", kind.type]
 
 
 @functools.cache
@@ -139,9 +144,9 @@ def sums_moving() -> Iterator[Callable[[], bool]]:
     token = _crowded.set(_crowded.get())
 
     def move() -> bool:
-        moves = not _crowded.get()
+        lay_elsewhere = not _crowded.get()
         _crowded.set(True)
-        return moves
+        return lay_elsewhere
 
     try:
         yield move
@@ -151,12 +156,13 @@ def sums_moving() -> Iterator[Callable[[], bool]]:
 
 def host_work(device: torch.device) -> list[str]:
     """Describe, in sentences, the computations that run on the host because the device cannot do them."""
-    name, lacks, sentences = device_name(device), lacking(device), []
-    if not has_float64(device):
-        sentences.append(f"{name} has no float64: such sums and solves run on the host")
-    if lacks:
-        sentences.append(f"{name} has no {', '.join(lacks)}: moments and solves run on the host")
-    return sentences
+    name, lacks = device_name(device), lacking(device)
+    sentences = (
+        [] if has_float64(device) else [f"{name} has no float64: such sums and solves run on the host"]
+    )
+    return sentences + (
+        [f"{name} has no {', '.join(lacks)}: moments and solves run on the host"] if lacks else []
+    )
 
 
 def require_dtype(device: torch.device, dtype: torch.dtype) -> None:
@@ -180,22 +186,22 @@ def to_float64(tensor: Tensor) -> Tensor:
 
 def memory(device: torch.device) -> tuple[int, int] | None:
     """Return free memory (including torch's cache) and total memory of the device, in bytes."""
-    free_and_total: tuple[int, int] | None = _memory("get_memory_info", device)
+    free_and_total: tuple[int, int] | None = _memory("get_memory_info", "mem_get_info", device)
     if free_and_total is None:
         return None
-    reserved, used = (_memory(name, device) or 0 for name in ("memory_reserved", "memory_allocated"))
+    reserved, used = (_memory(name, name, device) or 0 for name in ("memory_reserved", "memory_allocated"))
     # Torch keeps freed blocks in a cache, which the driver counts as used.
     return free_and_total[0] + max(0, reserved - used), free_and_total[1]
 
 
 def peak_memory(device: torch.device) -> int | None:
     """Return the largest number of bytes that tensors took on the device since `reset_peak_memory`."""
-    return _memory("max_memory_allocated", device)
+    return _memory("max_memory_allocated", "max_memory_allocated", device)
 
 
 def reset_peak_memory(device: torch.device) -> None:
     """Reset the peak that `peak_memory` reports."""
-    _memory("reset_peak_memory_stats", device)
+    _memory("reset_peak_memory_stats", "reset_peak_memory_stats", device)
 
 
 def synchronize(device: torch.device) -> None:
@@ -221,13 +227,21 @@ def use_device(number: int) -> torch.device | None:
     kind = accelerator()
     if kind is not None:
         place = torch.device(kind.type, number % torch.accelerator.device_count())
-        torch.accelerator.set_device_index(place.index)
+        # Older torch has it under the name `set_device_idx` only.
+        newer: Any = getattr(torch.accelerator, "set_device_index", None)
+        (newer or torch.accelerator.set_device_idx)(place.index)
         return place
     return None
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Move a tensor to a device and dtype; copies to a GPU are asynchronous, from pinned memory."""
+    """Move a tensor to a device, and to `dtype` if one is given. Copies to a GPU are asynchronous, from pinned memory.
+
+    Args:
+        tensor: the tensor to move.
+        device: its new device.
+        dtype: its new dtype; None keeps it.
+    """
     if device.type != "cpu" and tensor.device.type == "cpu":
         # The dtype is converted after the copy, which is then as narrow as the stored tensor; but a device without
         # float64 can't receive such a tensor.
@@ -255,9 +269,10 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def free_cached() -> None:
-    """Release torch's memory cache."""
-    if accelerator() is not None:
-        torch.accelerator.empty_cache()
+    """Release torch's memory cache; before torch 2.9, torch does so itself when memory runs out."""
+    empty: Callable[[], None] | None = getattr(torch.accelerator, "empty_cache", None)
+    if empty is not None and accelerator() is not None:
+        empty()
 
 
 @contextmanager
@@ -292,17 +307,28 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _memory(name: str, device: torch.device) -> Any:
-    """Call a memory function of `torch.accelerator`; return None if the device, or this torch, lacks it."""
-    try:
-        return None if device.type == "cpu" else getattr(torch.accelerator, name)(device)
-    except (RuntimeError, AttributeError):
+def _memory(general: str, of_module: str, device: torch.device) -> Any:
+    """Call a memory function of `torch.accelerator`, or of the device's own module."""
+    if device.type == "cpu":
         return None
+    try:
+        function: Callable[..., Any] | None = getattr(torch.accelerator, general, None)
+        return function(device) if function is not None else _of_module(of_module, device)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _of_module(name: str, device: torch.device) -> Any:
+    function: Callable[..., Any] | None = getattr(torch.get_device_module(device), name, None)
+    return None if function is None else function(device)
 
 
 @contextmanager
 def using_threads(number: int | None) -> Iterator[None]:
-    """Compute with `number` threads inside the block, at most OMP_NUM_THREADS; None keeps torch's own number."""
+    """Compute with `number` threads inside the block, at most OMP_NUM_THREADS; None keeps torch's own number.
+
+    Torch's own number is that of the available cores, or OMP_NUM_THREADS where it is set.
+    """
     if number is None:
         yield
         return
@@ -328,21 +354,23 @@ def computing_with(number: int) -> Iterator[int]:
 def exact_products() -> Iterator[None]:
     """Compute float32 products in full precision inside the block: no TF32, no bfloat16, no autocast.
 
-    This overrides `set_float32_matmul_precision`, the flags of cuDNN, and `fp32_precision` of all backends and
-    operations. Previous settings are restored.
+    This overrides `set_float32_matmul_precision`, the flags of cuDNN and, since torch 2.9, `fp32_precision` of all
+    backends and operations. Previous settings are restored.
     """
     with ExitStack() as stack:
-        for device in {HOST, accelerator() or HOST}:
+        for device in kinds():
             # Autocast lowers the precision of operations whatever the switches below are set to.
-            if torch.is_autocast_enabled(device.type):
-                stack.enter_context(torch.autocast(device.type, enabled=False))
-        stack.enter_context(_exact_switches())
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(
+            _exact_switches() if hasattr(torch.backends, "fp32_precision") else _exact_flags()
+        )
         yield
 
 
 @contextmanager
 def _exact_switches() -> Iterator[None]:
-    """Set the switches of all operations, which override backends, and of backends, which override the general one."""
+    """Set the switches of torch 2.9, where operations override backends, and backends the general switch."""
     backends: Any = torch.backends
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
     finer = [cudnn, mkldnn, cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
@@ -371,3 +399,21 @@ def _exact_switches() -> Iterator[None]:
         for switch, chosen in held:
             switch.fp32_precision = chosen
         backends.fp32_precision = general
+
+
+@contextmanager
+def _exact_flags() -> Iterator[None]:
+    """Set the flags of torch before 2.9."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        # `flags` resets every flag that is not passed: without `enabled`, cuDNN would be switched off.
+        with torch.backends.cudnn.flags(
+            enabled=torch.backends.cudnn.enabled,
+            benchmark=torch.backends.cudnn.benchmark,
+            deterministic=torch.backends.cudnn.deterministic,
+            allow_tf32=False,
+        ):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)

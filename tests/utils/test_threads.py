@@ -35,6 +35,8 @@ def test_the_number_asked_for_is_limited_by_openmps_own_variable(
         assert torch.get_num_threads() == expected
 
 
+NEW_SWITCHES = hasattr(torch.backends, "fp32_precision")
+
 CHOICES = [
     "",
     "torch.set_float32_matmul_precision('medium')",
@@ -54,6 +56,7 @@ CHOICES = [
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not NEW_SWITCHES, reason="torch 2.9 brought these switches")
 @pytest.mark.parametrize("choices", [CHOICES[:2], pytest.param(CHOICES, marks=pytest.mark.slow)])
 def test_every_choice_is_overridden_and_comes_back(choices: list[str]) -> None:
     """In processes of their own: torch can't tell a switch that was set to its default from one never touched."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from driftlens.config.published import published_names, published_task
-from driftlens.config.run import TextHead, load_spec
+from driftlens.config.run import RunSpec, TextHead, load_spec
 from driftlens.data.task_data import plain_form
 from driftlens.experiment.loading import classes_of, open_heads
 from driftlens.models.heads import TextTower

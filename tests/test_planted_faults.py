@@ -28,7 +28,7 @@ from driftlens.linalg import gram, state
 from driftlens.merging.method import merge_methods
 from driftlens.models import chain as chains
 from driftlens.models import heads
-from driftlens.models import sentences as embeddings
+from driftlens.models import readouts as embeddings
 from driftlens.models.architectures import clip
 from driftlens.models.chain import adapters
 from driftlens.models.tracing import block_runner

@@ -51,8 +51,7 @@ from driftlens.models.heads import (
     stated_classes,
     text_head,
 )
-from driftlens.models.own_heads import OwnHead
-from driftlens.models.sentences import EMBEDDED
+from driftlens.models.readouts import EMBEDDED, OwnHead
 from driftlens.models.texts import PictureReader
 from driftlens.models.tracing.block_call import settle
 from driftlens.models.vocabularies import (

@@ -19,7 +19,7 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import is_hub_id
 from driftlens.config.requests import CalibrationRequest
 from driftlens.config.types import from_yaml
-from driftlens.models.sentences import EMBEDDED
+from driftlens.models.readouts import EMBEDDED
 from driftlens.results.formatting import printable, setting_text, signs
 from driftlens.runs.manifest import SPEC, CalibrationInfo, calibration_folder, versions
 from driftlens.runs.run import is_live

@@ -25,9 +25,8 @@ from driftlens.checkpoints.unsupported import LIVE, running
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import IMAGE, Adapter, LayerChain, adapters
 from driftlens.models.heads import LmScores, TextTower
-from driftlens.models.own_heads import HeadForm
 from driftlens.models.preprocessing import Preprocess, image_preprocess
-from driftlens.models.sentences import readout_of, with_embedding
+from driftlens.models.readouts import HeadForm, readout_of, with_embedding
 from driftlens.models.vocabularies import vocabulary_keys
 from driftlens.utils.distributed import Access
 from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError

@@ -35,7 +35,7 @@ from driftlens.merging.method import READS, Merge, MergeMethod, merge_methods
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import Layer, LayerChain
 from driftlens.models.heads import Head, LinearHead, ScoreMap
-from driftlens.models.own_heads import OwnHead
+from driftlens.models.readouts import OwnHead
 from driftlens.pipelines.calibration_plan import calibrator_of
 from driftlens.pipelines.evaluation import scores_of
 from driftlens.results.formatting import estimate as with_interval

@@ -23,7 +23,7 @@ from driftlens.models.architecture import Architecture, architecture_of, load_ar
 from driftlens.models.chain import State, pooled
 from driftlens.models.generation import generate
 from driftlens.models.heads import LmHead
-from driftlens.models.own_heads import OwnHead, split_head
+from driftlens.models.readouts import OwnHead, split_head
 from driftlens.models.saving import save_model
 from driftlens.models.texts import Text
 from driftlens.utils.errors import DataError, NumericsError

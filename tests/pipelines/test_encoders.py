@@ -20,7 +20,7 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.config.run import load_spec
 from driftlens.experiment.loading import open_study
 from driftlens.models.architecture import load_architecture
-from driftlens.models.own_heads import OwnHead
+from driftlens.models.readouts import OwnHead
 from driftlens.pipelines.validate import preflight
 from driftlens.utils.errors import SpecError
 from tests.quick import few

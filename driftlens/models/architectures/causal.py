@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from driftlens.models.architectures.module_list import block_list, sequential_chain
 from driftlens.models.chain import TEXT, LayerChain, Parameters
 from driftlens.models.heads import LmScores
-from driftlens.models.own_heads import followed
+from driftlens.models.readouts import followed
 from driftlens.models.tracing.block_call import call, find_features, replaced_forwards
 from driftlens.models.tracing.block_runner import BlockRunner, is_view, num_streams
 from driftlens.utils.errors import IncompatibleModelsError

@@ -49,7 +49,6 @@ from driftlens.models.architecture import (
 from driftlens.models.architectures.causal import causal_chain
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import IMAGE, TEXT
-from driftlens.models.own_heads import HeadForm, Tokens, split_head
 from driftlens.models.preprocessing import (
     PATCHES,
     Preprocess,
@@ -57,6 +56,7 @@ from driftlens.models.preprocessing import (
     hf_text_preprocess,
     in_order,
 )
+from driftlens.models.readouts import HeadForm, Tokens, split_head
 from driftlens.utils.errors import IncompatibleModelsError
 
 # Modules that read features, by prefix. Only some models of a family have them, so their keys may be left out of files.

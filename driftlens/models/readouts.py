@@ -1,0 +1,369 @@
+"""Maps from the features of tokens to scores or embeddings: classification heads of several layers, run by their
+library's own model, and the modules of sentence-transformers, for texts that are padded on the right.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import activation
+from torch.overrides import TorchFunctionMode
+
+from driftlens.checkpoints.loading import Pooling, modules_of, open_folder, pooling_of
+from driftlens.checkpoints.tensor_sources import StateSource, check_finite
+from driftlens.models.chain import LayerChain, Pool, SideInputs, State, pooled
+from driftlens.models.heads import class_names
+from driftlens.models.tracing.block_call import call, find_features, result
+from driftlens.utils.devices import to_match
+from driftlens.utils.errors import DataError, IncompatibleModelsError
+from driftlens.utils.files import json_object
+
+# Bounds on the slopes of functions. The slope of GELU has its maximum 1.1290 at the square root of 2.
+_SLOPES = {
+    **dict.fromkeys(("__getitem__", "contiguous", "dropout", "float", "relu", "tanh", "to"), 1.0),
+    "gelu": 1.13,
+}
+
+
+class Tokens(nn.Module):
+    """The core of a model under the names of the whole model, returning the features of tokens.
+
+    With a `pool` it returns one vector per sample.
+    """
+
+    def __init__(self, core: Any, name: str, pool: Pool | None = None) -> None:
+        super().__init__()
+        self.base_model_prefix, self.main_input_name, self.pool = name, core.main_input_name, pool
+        self.add_module(name, core)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return features of the core's inputs."""
+        features = result(self.get_submodule(self.base_model_prefix)(*args, **kwargs))
+        return features if self.pool is None else pooled(features, self.pool, kwargs.get("attention_mask"))
+
+
+class _CoreStandIn(nn.Module):
+    """Replaces a core: its input are the features, which the pooler, if any, reads."""
+
+    def __init__(self, pooler: nn.Module | None) -> None:
+        super().__init__()
+        self.pooler = pooler
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        features: Any = find_features("core", args, kwargs)[1]
+        pooler_output = None if self.pooler is None else self.pooler(features)
+        return BaseModelOutputWithPooling(last_hidden_state=features, pooler_output=pooler_output)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnHead:
+    """A `ScoreMap` that is a model's own head, with the weights of one expert by the names of the form."""
+
+    classes: tuple[str, ...]
+    form: HeadForm
+    weights: Mapping[str, Tensor]
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Compute class scores [n, classes] of final features [n, d], on their device and in their dtype."""
+        weights = {name: to_match(features, value) for name, value in self.weights.items()}
+        # One token per sample: every supported pooling of a single token returns this token.
+        return self.form.run(weights, features[:, None])
+
+    def gain_bound(self, start: Tensor, end: Tensor) -> Tensor | None:
+        """Return the product of bounds on its layers' slopes, |weight|_2 for a linear one; None if one is unknown."""
+        return None if self._gain is None else self._gain.to(start).expand(len(start))
+
+    @cached_property
+    def _gain(self) -> Tensor | None:
+        weights = {name: value.double() for name, value in self.weights.items()}
+        features = torch.zeros(1, 1, self.form.width, dtype=torch.float64)
+        gain = followed(partial(self.form.run, weights), features)
+        return gain if bool(gain.isfinite()) else None
+
+
+def followed(run: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
+    """Return a bound on the change of the output of `run` per change of `start`; NaN if unknown."""
+    with torch.no_grad(), _Follow(start) as path:
+        end = run(start)
+    # If the output is another tensor, it took a way that was not followed, such as a residual sum.
+    return path.gain if end is path.current else path.gain * torch.nan
+
+
+@dataclass(frozen=True, eq=False)
+class HeadForm:
+    """A head of several layers, without weights: the whole model `module`, its core replaced by features.
+
+    Attributes:
+        names: its weights' names -> their names in a file of the whole model.
+        takes: the name of the whole model's input.
+        width: the width of features.
+        pool: the pooling of a sample's tokens to the vector that the head reads.
+    """
+
+    module: nn.Module
+    names: Mapping[str, str]
+    takes: str
+    width: int
+    pool: Pool = "cls"
+
+    def run(self, weights: Mapping[str, Tensor], tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Compute scores [n, classes] of features of tokens [n, t, d]; the mask [n, t] is 0 for padding."""
+        inputs: dict[str, Tensor] = {self.takes: tokens}
+        # Only texts are padded: forward functions of image models take no mask.
+        if self.takes == "input_ids":
+            ones = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+            inputs["attention_mask"] = ones if mask is None else mask
+        return result(call(self.module, weights, (), inputs))
+
+    def head(self, source: StateSource, keys: Sequence[str], classes: Sequence[str]) -> OwnHead:
+        """Return the head of one expert, with the weights in `source` under `keys`, in the order of `names`."""
+        weights = {name: source.read(key).float() for name, key in zip(self.names, keys, strict=True)}
+        for key, value in zip(keys, weights.values(), strict=True):
+            check_finite(source.name, key, value)
+        head = OwnHead(class_names(classes), self, weights)
+        count = head.scores(torch.zeros(1, self.width)).shape[1]
+        if count != len(head.classes):
+            raise DataError(
+                f"the classifier of {source.name} has {count} scores, but {len(head.classes)} class names",
+                hint="Set heads.<task>.classes to one name per score, in their order.",
+            )
+        return head
+
+
+def split_head(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadForm] | None:
+    """Split a model for classification into its core and its head, which share its modules.
+
+    Return None, and leave the model unchanged, if the head does not read one vector: the first token, the last or the
+    mean. A trial with random weights and a padded sample shows which.
+    """
+    prefix = whole.base_model_prefix
+    core = getattr(whole, prefix)
+    pooler = getattr(core, "pooler", None)
+    setattr(whole, prefix, _CoreStandIn(pooler))
+    try:
+        names_in_file = {key: names[key] for key in whole.state_dict()}
+        form = HeadForm(whole, names_in_file, whole.main_input_name, whole.config.hidden_size)
+        pool = _pool_of(form)
+    except Exception:  # a forward function that needs more than features
+        pool = None
+    if pool is None:
+        setattr(whole, prefix, core)
+        return None
+    if pooler is not None:
+        # The pooler belongs to the head now; in the core it would be merged as well.
+        core.pooler = None
+    return Tokens(core, prefix), replace(form, pool=pool)
+
+
+def _pool_of(form: HeadForm) -> Pool | None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    # Small weights, because saturated activations (tanh) would make different poolings look equal.
+    weights = {name: random(*value.shape) / 10 for name, value in form.module.state_dict().items()}
+    tokens, mask = random(2, 3, form.width), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    scores = form.run(weights, tokens, mask)
+    for pool in get_args(Pool):
+        alone = pooled(tokens, pool, mask)
+        # `all` flattens tokens to a vector of another width.
+        if alone.shape[1] == form.width and torch.allclose(form.run(weights, alone[:, None]), scores):
+            return pool
+    return None
+
+
+class _Follow(TorchFunctionMode):
+    """Follows a tensor through functions; `gain` is the product of bounds on their slopes, NaN if one is unknown."""
+
+    def __init__(self, start: Tensor) -> None:
+        super().__init__()
+        self.current, self.gain = start, start.new_ones(())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if args and args[0] is self.current and isinstance(output, Tensor):
+            name, slope = func.__name__, _SLOPES.get(func.__name__, torch.nan)
+            if name == "linear":
+                slope = torch.linalg.matrix_norm(args[1], ord=2)
+            elif name in ("mul", "div") and isinstance(args[1], int | float):
+                slope = abs(args[1]) if name == "mul" else 1 / abs(args[1])
+            self.current, self.gain = output, self.gain * slope
+        return output
+
+
+Step = Callable[[Tensor], Tensor]
+
+# Some models leave the tokens of a prompt out of the pooling, but not out of attention. So `pooling_mask` is an entry
+# of raw inputs next to `attention_mask`.
+POOLED = "pooling"
+
+# Name of the setting with the pooling, in chains that end in embeddings.
+EMBEDDED = "embedding"
+
+# Pooling at inner boundaries, which must be linear, unlike `max`. Only a pooling that selects a token is kept.
+_INNER: Mapping[str, Pool] = {"cls": "cls", "lasttoken": "last"}
+
+
+def weights_of(mode: str, mask: Tensor) -> Tensor:
+    """Return the weight of each token in a linear pooling, [n, t]; `mask` [n, t] is 1 where a token counts, else 0."""
+    if mode in ("cls", "lasttoken"):
+        places = mask.argmax(dim=1) if mode == "cls" else mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)
+        return F.one_hot(places, mask.shape[1]).to(mask)
+    # The library weighs a token by its position, counted from 1.
+    if mode == "weightedmean":
+        mask = mask * torch.arange(1, mask.shape[1] + 1, dtype=mask.dtype, device=mask.device)
+    # The library's own lower bound.
+    total = mask.sum(dim=1, keepdim=True).clamp_min(1e-9)
+    return mask / (total.sqrt() if mode == "mean_sqrt_len_tokens" else total)
+
+
+def pooled_tokens(tokens: Tensor, mask: Tensor, modes: tuple[str, ...]) -> Tensor:
+    """Return one vector per text [n, d * modes]: poolings, by sentence-transformers' names, of tokens [n, t, d].
+
+    `mask` [n, t] is true where a token counts.
+    """
+    counts, parts = mask.to(tokens), []
+    for mode in modes:
+        if mode == "max":
+            parts.append(tokens.masked_fill(counts[..., None] == 0, -torch.inf).amax(dim=1))
+        else:
+            parts.append(torch.einsum("nt,ntd->nd", weights_of(mode, counts), tokens))
+    return torch.cat(parts, dim=-1)
+
+
+@dataclass(frozen=True)
+class _Readout:
+    """The map from features of tokens to embeddings in a folder's modules."""
+
+    pooling: Pooling
+    steps: tuple[Step, ...] = ()
+
+    def __call__(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """Compute embeddings [n, e] of features [n, t, d]; masks as for `pooled_tokens`."""
+        if mask is None:
+            mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        embedding = pooled_tokens(tokens, mask, self.pooling.modes)
+        for step in self.steps:
+            embedding = step(embedding)
+        return embedding
+
+
+def readout_of(root: pathlib.Path) -> _Readout:
+    """Return the map from features to embeddings of a folder."""
+    pooling, steps = pooling_of(root), list[Step]()
+    kinds = [module.kind for module in modules_of(root)]
+    if "Pooling" in kinds and set(kinds[1 : kinds.index("Pooling")]) - {"Dropout"}:
+        raise IncompatibleModelsError(
+            f"{root}: {kinds[1]} before Pooling is not supported",
+            hint="Use a model that changes features after Pooling only.",
+        )
+    for module in modules_of(root)[1:]:
+        place = root / module.place
+        stated = json_object(place, "config.json") if module.place else {}
+        if {stated.get(f"module_{end}put_name") or _EMBEDDING for end in ("in", "out")} != {_EMBEDDING}:
+            raise IncompatibleModelsError(
+                f"{place} reads or writes an entry other than {_EMBEDDING}",
+                hint="Use a model whose modules compute only the embedding.",
+            )
+        if module.kind == "Normalize":
+            steps.append(lambda x: F.normalize(x, dim=-1))
+        elif module.kind == "Dense":
+            residual = bool(stated.get("use_residual"))
+            steps.append(partial(_dense, _weights(place), _activation(place, stated), residual))
+        elif module.kind == "LayerNorm":
+            steps.append(partial(_layer_norm, _weights(place)))
+    return _Readout(pooling, tuple(steps))
+
+
+_EMBEDDING = "sentence_embedding"
+
+
+def _weights(place: pathlib.Path) -> dict[str, Tensor]:
+    """Read a module's weights in float32."""
+    source = open_folder(place)
+    weights = {name: source.read(name).float() for name in source.headers}
+    for name, value in weights.items():
+        check_finite(source.name, name, value)
+    return weights
+
+
+def _dense(weights: Mapping[str, Tensor], activation: nn.Module, is_residual: bool, x: Tensor) -> Tensor:
+    """Compute activation(W x + b), plus x or its own projection with `is_residual`."""
+    bias = weights.get("linear.bias")
+    linear = F.linear(x, weights["linear.weight"].to(x), None if bias is None else bias.to(x))
+    output: Tensor = activation(linear)
+    if not is_residual:
+        return output
+    projection = weights.get("residual.weight")
+    return output + (x if projection is None else F.linear(x, projection.to(x)))
+
+
+def _layer_norm(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """Compute the library's LayerNorm, whose eps is torch's own."""
+    weight, bias = (weights[f"norm.{end}"].to(x) for end in ("weight", "bias"))
+    return F.layer_norm(x, weight.shape, weight, bias)
+
+
+def _activation(place: pathlib.Path, stated: Mapping[str, Any]) -> nn.Module:
+    """Return one of torch's own activations, by its name, without an import from the folder."""
+    path = str(stated.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    name = path.rpartition(".")[2]
+    # The library imports any path that a folder names. Only names of torch itself are looked up here.
+    if not path.startswith("torch.nn.") or name not in (*activation.__all__, "Identity"):
+        raise IncompatibleModelsError(
+            f"{place}: activation {path!r} is not in torch.nn; custom code is never run",
+            hint="Use a model with an activation of torch.nn.",
+        )
+    module: nn.Module = getattr(nn, name)()
+    return module.eval()
+
+
+def with_embedding(chain: LayerChain, readout: _Readout) -> LayerChain:
+    """Return a chain that ends in features of tokens, with the embedding as its final feature."""
+    head, pool = chain.layers[-1], _INNER.get(readout.pooling.said, "mean")
+
+    def start(inputs: Any) -> tuple[State, SideInputs]:
+        batch, mask = _apart(inputs)
+        state, side = chain.start(batch)
+        masks = {} if mask is None else {f"{POOLED}_mask": mask}
+        return state, replace(side, tensors={**side.tensors, **masks})
+
+    def call(parameters: Any, state: State, side: SideInputs, tap: Any = None) -> State:
+        tokens = head.call(parameters, state, side, tap)[head.stream]
+        counts = side.mask(POOLED)
+        return {head.stream: readout(tokens, side.mask(head.stream) if counts is None else counts)}
+
+    def library_states(module: nn.Module, inputs: Any) -> list[State]:
+        batch, mask = _apart(inputs)
+        *inner, last = chain.library_states(module, batch)
+        tokens, counts = last[head.stream], batch.get("attention_mask") if mask is None else mask
+        return [*inner, {head.stream: readout(tokens, None if counts is None else counts.to(tokens.device))}]
+
+    shared = chain.require_shared
+    return replace(
+        chain,
+        layers=(*chain.layers[:-1], replace(head, call=call)),
+        start=start,
+        library_states=library_states,
+        require_shared=shared and (lambda models, batch: shared(models, _apart(batch)[0])),
+        modality=replace(chain.modality, pool=pool),
+        settings={**chain.settings, EMBEDDED: readout.pooling.said},
+        # No module of the transformer returns the embedding.
+        final=None,
+    )
+
+
+def _apart(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+    """Return the inputs of the transformer, and the mask of the pooling if that differs."""
+    batch = dict(inputs)
+    return batch, batch.pop(f"{POOLED}_mask", None)

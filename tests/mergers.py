@@ -56,9 +56,9 @@ and position only; mergekit draws other masks.
 
 ## Recipes of mergekit
 
-`driftlens why recipe.yml merged/` reads base and experts from the recipe and diagnoses `merged/`.
-`driftlens init recipe.yml` writes a spec with the corresponding method: `ties`, `dare_linear`, `dare_ties`,
-`task_arithmetic`, `linear`, `slerp` and `model_stock` have one; `task_arithmetic` replaces all others.
+`driftlens why recipe.yml merged/` reads base and experts from the recipe and diagnoses `merged/`; without `merged/` it
+runs `mergekit-yaml`. `driftlens init recipe.yml` writes a spec with the corresponding method: `ties`, `dare_linear`,
+`dare_ties`, `task_arithmetic`, `linear`, `slerp` and `model_stock` have one; `task_arithmetic` replaces all others.
 """
 
 

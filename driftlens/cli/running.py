@@ -291,7 +291,8 @@ def why(
         list[str],
         typer.Argument(
             metavar="BASE EXPERT... MERGED",
-            help="Folders, weight files or Hub ids in this order; or a mergekit recipe and its merged model.",
+            help="Folders, weight files or Hub ids in this order; or a mergekit recipe and its merged model "
+            "(default: merged by mergekit-yaml).",
         ),
     ],
     data: DataPaths = None,
@@ -306,10 +307,13 @@ def why(
 
     Without labels this reports drift and its sources, not accuracy.
     """
-    from driftlens.pipelines.quickstart import draft, models_by_role
+    from driftlens.pipelines.quickstart import draft, merge_recipe, models_by_role
     from driftlens.runs.writer import refuse_occupied
 
     refuse_occupied(out, force=force)
+    models = merge_recipe(
+        models, out.with_name(f"{out.name}-merged"), force=force, offline=job.access.offline
+    )
     drafted = draft(models_by_role(models), data or (), overrides or (), job.access)
     from driftlens.pipelines.analyze import analyze as run_analysis
 

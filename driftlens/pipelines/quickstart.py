@@ -5,8 +5,11 @@ Entry points: `models_by_role` for the models on a command line, then `draft`.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +32,7 @@ from driftlens.config.types import read_mapping, to_yaml
 from driftlens.data.entries import data_entry
 from driftlens.data.sources import SplitView, open_split
 from driftlens.demo import PROBES
+from driftlens.runs.writer import refuse_occupied
 from driftlens.utils.distributed import Access
 from driftlens.utils.errors import DataError, SpecError, counted
 from driftlens.utils.files import expanded
@@ -86,6 +90,35 @@ def _recipe_in(models: Sequence[str]) -> Recipe | None:
     return recipe_of(content)
 
 
+def merge_recipe(models: Sequence[str], out: Path, *, force: bool, offline: bool) -> list[str]:
+    """Return the models; of a mergekit recipe alone, the recipe and its merge, which `mergekit-yaml` writes to `out`.
+
+    Raises:
+        SpecError: mergekit is not installed, or its run failed.
+    """
+    if len(models) > 1 or _recipe_in(models) is None:
+        return [*models]
+    refuse_occupied(out, force=force)
+    recipe, file = models[0], shlex.quote(models[0])
+    program = shutil.which("mergekit-yaml")
+    if program is None:
+        raise SpecError(
+            f"expected the merged model after {recipe}: mergekit-yaml is not installed",
+            hint=f"Make the merge first: mergekit-yaml {file} merged/, then: driftlens why {file} merged/",
+        )
+    # The card would ask the Hub.
+    command = [program, recipe, str(out), "--no-write-model-card"]
+    environment = {**os.environ, **({"HF_HUB_OFFLINE": "1"} if offline else {})}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+        raise SpecError(
+            f"mergekit-yaml could not merge {recipe}: {''.join(last) or f'exit status {done.returncode}'}",
+            hint=f"Run it alone to see its whole output: mergekit-yaml {file} {shlex.quote(str(out))}",
+        )
+    return [*models, str(out)]
+
+
 def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRoles:
     """Return base, experts and merged model, given in this order, or as a mergekit recipe and the merged model.
 
@@ -96,12 +129,6 @@ def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRol
     merge: dict[str, Any] = {"method": "task_arithmetic", "scaling": 0.3}
     if not is_merged:
         models = [*models, ""]
-    if recipe is not None and len(models) < 2:
-        file = shlex.quote(models[0])
-        raise SpecError(
-            f"expected the merged model after {models[0]}",
-            hint=f"Make the merge first: mergekit-yaml {file} merged/, then: driftlens why {file} merged/",
-        )
     if recipe is not None:
         base, merged, experts, merge = recipe.base, models[-1], [*recipe.experts], dict(recipe.merge)
         if base is None:

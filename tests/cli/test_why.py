@@ -191,23 +191,40 @@ def test_of_a_merge_of_models_none_is_the_base(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_labelled", [True, False])
+@pytest.mark.parametrize("is_made", [True, False], ids=["recipe alone", "recipe and merge"])
 def test_a_recipe_is_measured_and_texts_are_judged_by_their_labels_where_they_have_some(
-    is_labelled: bool, llamas: Path, run_cli: Cli
+    is_made: bool, is_labelled: bool, llamas: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Cli
 ) -> None:
+    program, told = llamas / "bin" / "mergekit-yaml", llamas / "told"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$@" > {told}\ncp -r {llamas}/merged "$2"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     recipe, out = written(llamas), llamas / "run"
     labels = {"target": ["yes", "no"]} if is_labelled else {}
-    given = [recipe, str(llamas / "merged")]
+    given = [recipe] if is_made else [recipe, str(llamas / "merged")]
     done = run_cli("why", *given, "--data", texts(llamas / "rows.jsonl", **labels), "--out", out)
     run = open_run(out)
     assert done.code == 0 and [*run.tasks] == ["one", "two"], done.err
     assert ("Same answer as the expert" in done.out) != is_labelled
     assert {*run.accuracy()["metric"]} == ({"accuracy"} if is_labelled else set())
+    assert told.exists() is is_made
+    if is_made:
+        assert told.read_text().split() == [recipe, f"{out}-merged", "--no-write-model-card"]
 
 
-def test_a_recipe_without_its_merge_is_refused_with_what_to_run(llamas: Path, run_cli: Cli) -> None:
+@pytest.mark.parametrize("is_there", [True, False], ids=["it fails", "it is not installed"])
+def test_a_recipe_that_mergekit_does_not_merge_is_refused_with_what_to_run(
+    is_there: bool, llamas: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Cli
+) -> None:
+    (llamas / "bin").mkdir()
+    if is_there:
+        (llamas / "bin" / "mergekit-yaml").write_text("#!/bin/sh\necho 'KeyError: t' >&2\nexit 1\n")
+        (llamas / "bin" / "mergekit-yaml").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{llamas / 'bin'}:/usr/bin:/bin")
     recipe = written(llamas)
     done = run_cli("why", recipe, "--out", llamas / "run")
-    assert done.code == 2 and "expected the merged model" in done.message, done.err
+    assert done.code == 2 and ("KeyError: t" if is_there else "is not installed") in done.message, done.err
     assert f"mergekit-yaml {recipe}" in done.hint and not (llamas / "run").exists()
 
 

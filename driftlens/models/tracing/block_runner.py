@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -44,11 +44,10 @@ from driftlens.models.tracing.block_call import (
 )
 from driftlens.models.tracing.sites import (
     BLOCK_ITSELF,
-    FeatureLayout,
     assembled,
+    lies_channels_last,
     mixing,
     mixture_of,
-    readers,
     site_kind,
     sites_in_block,
     slot_of,
@@ -157,7 +156,7 @@ class BlockRunner:
         # Of features at the boundaries 0..L - 1, until a forward pass shows what reads them.
         convolves = any(isinstance(part, _ConvNd) for block in self.blocks for part in block.modules())
         self.channels_last = [not convolves] * (len(self.blocks) + 1)
-        self._has_seen_readers = False
+        self._knows_layouts = False
         self._beside_at: list[dict[str, str]] | None = None
         self._fixed: list[frozenset[str]] | None = None
         self._forms: dict[str, Any] = {}
@@ -489,17 +488,18 @@ class BlockRunner:
         """Record an ordinary forward pass of `module`, up to the output of `past`; see `observe`."""
         forward = self._forward(module, inputs, past, outer)
         blocks = {path: module.get_submodule(path) for path in self.paths}
-        # Layouts are the same for all batches, and hooks on every module are slow.
-        watch = nullcontext() if self._has_seen_readers else readers(module, blocks.values())
-        with watch as next_readers:
-            recording = observe(blocks, forward, keep=keep)
-        if next_readers is not None:
+        recording = observe(blocks, forward, keep=keep)
+        if not self._knows_layouts:
             shapes = [recording.calls[0].entered, *(block_call.left for block_call in recording.calls)]
-            for boundary, (shape, reader) in enumerate(zip(shapes, next_readers, strict=True)):
+            passed = list(module.modules())
+            last = passed.index(list(blocks[self.paths[-1]].modules())[-1])
+            reading = [*(block.modules() for block in blocks.values()), passed[last + 1 :]]
+            for boundary, (shape, modules) in enumerate(zip(shapes, reading, strict=True)):
                 # Features that no module reads have the layout of the block before.
-                otherwise = self.channels_last[max(boundary - 1, 0)]
-                self.channels_last[boundary] = _lies_last(shape, reader, otherwise)
-            self._has_seen_readers = True
+                if len(shape) > 2:
+                    otherwise = self.channels_last[max(boundary - 1, 0)]
+                    self.channels_last[boundary] = lies_channels_last(shape, modules, otherwise)
+            self._knows_layouts = True
         return self._bare(recording)
 
     def _forward(
@@ -519,15 +519,6 @@ class BlockRunner:
             pairs = zip(recording.calls, self.blocks, strict=False)
             recording.calls = [_without_inputs(block_call, block) for block_call, block in pairs]
         return recording
-
-
-def _lies_last(shape: torch.Size, reader: FeatureLayout | None, otherwise: bool) -> bool:
-    """Return True if features of this shape have their channels last, according to the module that reads them next."""
-    if reader is None:
-        return otherwise
-    last = reader.channels_last
-    permuted = (*shape[1:], shape[0]) if last else (shape[-1], *shape[:-1])
-    return last != (reader.shape == permuted != shape)
 
 
 def same_values(one: Tensor | None, other: Tensor | None) -> bool:

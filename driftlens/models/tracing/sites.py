@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,41 +83,20 @@ def _reads_channels(module: nn.Module) -> bool:
     return True
 
 
-class FeatureLayout(NamedTuple):
-    """The layout that a module expects of features [n, c, h, w] or [n, h, w, c], and their shape per sample."""
-
-    channels_last: bool
-    shape: torch.Size
+# Attributes with the number of channels that a module reads; norms without one have as many weights.
+_WIDTHS = ("in_channels", "num_features", "num_channels", "in_features")
 
 
-@contextlib.contextmanager
-def readers(module: nn.Module, blocks: Collection[nn.Module]) -> Iterator[list[FeatureLayout | None]]:
-    """Watch one run of `module`; then the list holds the next reader after each boundary of its blocks, or None.
-
-    Modules that read no features in space (a pooling) are skipped.
-    """
-    upcoming_readers: list[FeatureLayout | None] = []
-    passed: list[FeatureLayout | None] = []  # None for a boundary
-
-    def read(channels_last: bool, x: Tensor) -> None:
-        if x.dim() > 3:
-            passed.append(FeatureLayout(channels_last, x.shape[1:]))
-
-    with contextlib.ExitStack() as hooks:
-        for block in blocks:
-            hooks.callback(block.register_forward_pre_hook(lambda *_: passed.append(None)).remove)
-            last = block
-        hooks.callback(last.register_forward_hook(lambda *_: passed.append(None)).remove)
-        for part in module.modules():
-            if (channels_last := _reads_channels_last(part)) is not None:
-                hooks.callback(_on_input(part, partial(read, channels_last)))
-        yield upcoming_readers
-    upcoming = None
-    for reader in reversed(passed):
-        if reader is None:
-            upcoming_readers.insert(0, upcoming)
-        else:
-            upcoming = reader
+def lies_channels_last(shape: Sequence[int], modules: Iterable[nn.Module], otherwise: bool) -> bool:
+    """Return True if features [n, *shape] have their channels last, by the first of `modules` that reads them."""
+    for module in modules:
+        reads_last = _reads_channels_last(module)
+        width = next((vars(module)[name] for name in _WIDTHS if name in vars(module)), None)
+        if reads_last is not None and width is None:
+            width = len(module.get_parameter("weight"))
+        if reads_last is not None and width in (shape[0], shape[-1]):
+            return reads_last if shape[0] == shape[-1] else width == shape[-1]
+    return otherwise
 
 
 def _reads_channels_last(module: nn.Module) -> bool | None:

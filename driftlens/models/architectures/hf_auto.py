@@ -1,7 +1,6 @@
 """Loaders for models of transformers without remote code: folders of `save_pretrained` and Hub ids.
 
-Models for classification lose their classifier, the last linear module, to the tasks' heads; its input is the final
-feature. The skeleton is on meta.
+Models for classification lose their classifier to the tasks' heads; its input is the final feature.
 """
 
 from __future__ import annotations
@@ -59,18 +58,10 @@ from driftlens.models.preprocessing import (
 from driftlens.models.readouts import HeadForm, Tokens, split_head
 from driftlens.utils.errors import IncompatibleModelsError
 
-# Modules that read features, by prefix. Only some models of a family have them, so their keys may be left out of files.
+# Prefixes of modules that read features. Only some models of a family have them, so files may lack their keys.
 _HEAD_PREFIXES = (
-    "pooler.",
-    "classifier.",
-    "pre_classifier.",
-    "classification_head.",
-    "score.",
-    "cls.",
-    "lm_head.",
-    "text_model.",
-    "logit_scale",
-    "logit_bias",
+    *("pooler.", "classifier.", "pre_classifier.", "classification_head.", "score.", "cls.", "lm_head."),
+    *("text_model.", "logit_scale", "logit_bias"),
 )
 
 _USAGE = """\
@@ -132,8 +123,7 @@ def load_hf_auto(request: ArchitectureRequest) -> Architecture:
 def load_hf_encoder(request: ArchitectureRequest) -> Architecture:
     """Return the architecture of an encoder of texts such as BERT, with or without a classifier.
 
-    Everything after the features of tokens, BERT's pooler included, is the classification head. Heads are not merged;
-    tasks are scored with that of their expert. Samples are pooled as heads read them, or else by masked means.
+    Everything after the features of tokens, BERT's pooler included, is the classification head, which is not merged.
     """
     return load_transformers(request, "hf-encoder")
 
@@ -147,30 +137,13 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     # A masked autoencoder would drop most patches at random, in eval mode too.
     if hides:
         config.mask_ratio = 0.0
-    skeleton = weightless(partial(built, model_class, config), source)
-    names, ignored = file_names(skeleton), ignored_patterns(skeleton)
-    classifier = _classifier(skeleton, config.num_labels)
-    notice, own_head, blocks, core = "", None, request.blocks, skeleton.base_model_prefix
-    inside = (f"{core}.", f"{classifier}.")
-    outside = [key for key in skeleton.state_dict() if hasattr(skeleton, core) and not key.startswith(inside)]
-    # In BERT, everything that reads the features of tokens is part of the classifier, a core's pooler included.
-    if classifier and (outside or config.model_type in MODEL_TYPES["hf-encoder"]):
-        if (parts := split_head(skeleton, names)) is not None:
-            skeleton, own_head = parts
-        else:
-            path = (outside or [classifier])[0].rpartition(".")[0]
-            notice = (
-                f"{source}: its classifier reads features through {path}. Final features are those before it, and "
-                "experts' classifiers are not used."
-            )
-            skeleton = Tokens(getattr(skeleton, core), core)
-        model_class, classifier = type(skeleton.get_submodule(core)), ""
+    whole = weightless(partial(built, model_class, config), source)
+    names, core, blocks = file_names(whole), whole.base_model_prefix, request.blocks
+    skeleton, classifier, own_head, notice = _without_head(whole, names, source)
+    if skeleton is not whole:
+        model_class = type(skeleton.get_submodule(core))
         if blocks is not None and not blocks.startswith(f"{core}."):
             blocks = f"{core}.{blocks}"
-    # sentence-transformers pools the features of tokens, not what a classifier reads.
-    elif classifier and embedding_folder(library_folder(source)) is not None:
-        skeleton, classifier = Tokens(getattr(skeleton, core), core), ""
-        model_class = type(skeleton.get_submodule(core))
     reads_images = skeleton.main_input_name == "pixel_values"
     if reads_images:
         preprocess = hf_image_preprocess(source, config, offline)
@@ -180,9 +153,8 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
     if classifier:
         skeleton = _unclassified(skeleton, classifier, preprocess)
     preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, notice))))
-    layout = Spellings(
-        spellings(names, skeleton), _left_out(classifier, own_head, skeleton), ignored, is_lenient=True
-    )
+    left_out, ignored = _left_out(classifier, own_head, skeleton), ignored_patterns(whole)
+    layout = Spellings(spellings(names, skeleton), left_out, ignored, is_lenient=True)
     example = preprocess.example()
     mask = PATCHES if isinstance(example, Mapping) and PATCHES in example else None
     chain = sequential_chain(skeleton, example, blocks=blocks, mask=mask)
@@ -211,6 +183,28 @@ def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture
         classifier=classifier,
         own_head=own_head,
     )
+
+
+def _without_head(whole: Any, names: Mapping[str, str], source: str) -> tuple[Any, str, HeadForm | None, str]:
+    """Return the model without a head of several layers, the path of its linear classifier, the head, and a notice."""
+    config, core = whole.config, whole.base_model_prefix
+    classifier = _classifier(whole, config.num_labels)
+    inside = (f"{core}.", f"{classifier}.")
+    outside = [key for key in whole.state_dict() if hasattr(whole, core) and not key.startswith(inside)]
+    # In BERT, everything that reads the features of tokens is part of the classifier, a core's pooler included.
+    if classifier and (outside or config.model_type in MODEL_TYPES["hf-encoder"]):
+        if (parts := split_head(whole, names)) is not None:
+            return parts[0], "", parts[1], ""
+        path = (outside or [classifier])[0].rpartition(".")[0]
+        notice = (
+            f"{source}: its classifier reads features through {path}. Final features are those before it, and experts' "
+            "classifiers are not used."
+        )
+        return Tokens(getattr(whole, core), core), "", None, notice
+    # sentence-transformers pools the features of tokens, not what a classifier reads.
+    if classifier and embedding_folder(library_folder(source)) is not None:
+        return Tokens(getattr(whole, core), core), "", None, ""
+    return whole, classifier, None, ""
 
 
 def _unclassified(skeleton: Any, classifier: str, preprocess: Preprocess) -> nn.Module:
@@ -284,7 +278,7 @@ def language_model(
     expected: str,
     mapping: str,
 ) -> tuple[dict[str, Any], Any]:
-    """Build a model with a language-model head, without weights.
+    """Return the config.json and the model of one with a language-model head, without weights.
 
     Args:
         request: the loader's request.
@@ -292,9 +286,6 @@ def language_model(
         fits: config.json -> True if the loader supports the model.
         expected: the supported kind of models, for the error.
         mapping: the name of the mapping of transformers from configurations to classes.
-
-    Returns:
-        The config.json and the model.
     """
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -463,7 +454,7 @@ def ignored_patterns(skeleton: Any) -> tuple[str, ...]:
     config = skeleton.config.get_text_config()
     depth, further = (
         getattr(config, "num_hidden_layers", 0),
-        (getattr(config, key, 0) for key in _EXTRA_LAYERS),
+        [getattr(config, key, 0) for key in _EXTRA_LAYERS],
     )
     count = max((n for n in further if isinstance(n, int)), default=0)
     extra = [rf"\blayers\.{depth + n}\." for n in range(count)]
@@ -500,11 +491,7 @@ _EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 @loaders.register("hf-decoder")
 def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
-    """Return the architecture of a causal language model.
-
-    The skeleton is the whole model, so that its language-model head is merged and saved. The chain ends in the head's
-    input; at the last token of a question it determines the answer's first token.
-    """
+    """Return the architecture of a causal language model; the chain ends in the input of its language-model head."""
     source = request.source
     stated, skeleton = language_model(
         request, "hf-decoder", is_causal, "a causal language model", "MODEL_FOR_CAUSAL_LM_MAPPING"

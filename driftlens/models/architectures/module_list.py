@@ -1,8 +1,7 @@
 """Split any module with a list of blocks into layers, without code of the user's. Entry point: `sequential_chain`.
 
-The stem is everything before the first block, the head everything after the last. The features `hidden` are the first
-tensor that a block is given and the first that it returns. A block's other arguments (masks, positions) are recorded
-once per batch and must be the same for all models. Rows of padding are zeros.
+The features `hidden` are the first tensor that a block is given and the first that it returns. A block's other
+arguments (masks, positions) are recorded once per batch and must be the same for all models.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from driftlens.models.chain import TENSOR, TEXT, Layer, LayerChain, Modality, Site, Slot
-from driftlens.models.tracing.block_call import Mask, buffers_on, mapped, raw_inputs, result
+from driftlens.models.tracing.block_call import BlockCall, Mask, buffers_on, mapped, raw_inputs, result
 from driftlens.models.tracing.block_runner import (
     BlockRunner,
     fitted,
@@ -49,11 +48,10 @@ def sequential_chain(
 ) -> LayerChain:
     """Return the layers of a module that has its blocks in a list; parameter names are those of `module.state_dict()`.
 
-    The module runs in eval mode; its training flags, hooks and weights do not change. It may be on meta if the blocks'
-    arguments other than features depend on no weight.
+    It may be on meta if the blocks' arguments other than features depend on no weight.
 
     Args:
-        module: a model as its library made it.
+        module: a model as its library made it, which does not change.
         example: a batch of raw inputs. One pass shows the order of sites, which of them share an input, which blocks
             keep their features' shape, and which parameters only the head needs.
         blocks: path of the list of blocks, or a pattern of the blocks' own paths (`layer?`), part by part. None takes
@@ -67,19 +65,6 @@ def sequential_chain(
     path, blocks_by_path = block_list(module, blocks)
     parts = BlockRunner(module, blocks_by_path, mask, final, beside, reads_last)
     pieces = _traced(parts, example)
-    layers = [
-        Layer(
-            index=position + 2,
-            role="block",
-            path=parts.paths[position],
-            parameters=parts.parameters(position),
-            call=partial(parts.block, position, pieces.sites[position]),
-            sites=pieces.sites[position],
-            is_residual=pieces.is_residual[position],
-            no_sites=no_sites(parts.blocks[position], parts.slots[position], pieces.sites[position]),
-        )
-        for position in range(len(parts.blocks))
-    ]
     outer = {name: Slot(name) for name in parts.outer_weights()}
     # The head also lists the stem's parameters, because it runs the stem again; they belong to the stem, which lists
     # them first. Parameters that the example does not use belong to the stem too.
@@ -100,8 +85,8 @@ def sequential_chain(
         architecture=NAME,
         layers=(
             Layer(1, "stem", "stem", stem, parts.stem),
-            *layers,
-            Layer(len(layers) + 2, "head", final or "head", outer, parts.head),
+            *pieces.blocks,
+            Layer(len(parts.blocks) + 2, "head", final or "head", outer, parts.head),
         ),
         start=parts.start,
         library_states=parts.library_states,
@@ -218,11 +203,24 @@ def _shown(lists: dict[str, list[nn.Module]]) -> str:
     return f"there are {some_of(entries, 8)}"
 
 
-class _Pieces(NamedTuple):
-    """Properties of blocks, and the names of outer weights used before and after them."""
+def block_layer(parts: BlockRunner, position: int, sites: tuple[Site, ...], block_call: BlockCall) -> Layer:
+    """Return a block as the layer after the stem and the blocks before."""
+    return Layer(
+        index=position + 2,
+        role="block",
+        path=parts.paths[position],
+        parameters=parts.parameters(position),
+        call=partial(parts.block, position, sites),
+        sites=sites,
+        is_residual=block_call.entered == block_call.left,
+        no_sites=no_sites(parts.blocks[position], parts.slots[position], sites),
+    )
 
-    sites: list[tuple[Site, ...]]
-    is_residual: list[bool]
+
+class _Pieces(NamedTuple):
+    """The layers of blocks, and the names of outer weights used before and after them."""
+
+    blocks: list[Layer]
     before: frozenset[str]
     after: frozenset[str]
     modality: Modality
@@ -236,8 +234,7 @@ def _traced(parts: BlockRunner, example: Any) -> _Pieces:
     state, side = parts.start(fitted(module, example))
     # Reads are recorded by object, so tied weights must be different objects.
     outer = parts.stand_ins(next(tensor.device for tensor in (*state.values(), *side.values())))
-    sites: list[tuple[Site, ...]] = []
-    is_residual: list[bool] = []
+    blocks: list[Layer] = []
     with torch.no_grad():
         with ReadRecorder() as before:
             features = parts.stem(outer, state, side)
@@ -250,8 +247,9 @@ def _traced(parts: BlockRunner, example: Any) -> _Pieces:
             streams = {stream: beside[f"inputs.{name}"] for name, stream in parts.beside.items()}
             for position in range(len(parts.blocks)):
                 block_sites, features = parts.sites(position, weights, features, beside, streams)
-                sites.append(_of_tokens(block_sites) if parts.computed or parts.streams > 1 else block_sites)
-                is_residual.append(side.calls[position].entered == side.calls[position].left)
+                if parts.computed or parts.streams > 1:
+                    block_sites = _of_tokens(block_sites)
+                blocks.append(block_layer(parts, position, block_sites, side.calls[position]))
         if parts.is_on_meta:
             features = {"hidden": torch.zeros(features["hidden"].shape, device=device)}
         with ReadRecorder() as after, ExitStack() as hooks:
@@ -262,7 +260,7 @@ def _traced(parts: BlockRunner, example: Any) -> _Pieces:
             parts.head(outer, features, side)
     lies_in_space = parts.streams == 1 and any(len(block_call.left) > 2 for block_call in side.calls)
     modality = replace(TENSOR, pool="mean") if lies_in_space else _read_by(module)
-    return _Pieces(sites, is_residual, names_read(outer, before), names_read(outer, after), modality)
+    return _Pieces(blocks, names_read(outer, before), names_read(outer, after), modality)
 
 
 def _read_by(module: nn.Module) -> Modality:
@@ -303,13 +301,7 @@ class ReadRecorder(TorchFunctionMode):
 def check_deterministic(module: nn.Module, batch: Any, chain: LayerChain | None = None) -> None:
     """Raise if two passes of a model over one batch in eval mode are not bit-identical.
 
-    Args:
-        module: the model.
-        batch: a batch of raw inputs.
-        chain: runs only these layers, such as the image tower of a whole CLIP; None runs the model.
-
-    Raises:
-        NumericsError: the outputs differ.
+    `chain` runs only these layers, such as the image tower of a whole CLIP.
     """
     one, other = (
         result(run(module, raw_inputs(batch)))

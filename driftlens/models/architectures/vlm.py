@@ -1,17 +1,9 @@
 """Vision-language models of transformers: a vision tower, a projector of its features, and a decoder.
 
-If all tasks are texts, the chain is the decoder with its language-model head, as `causal_chain` splits it. Tower and
-projector do not run, and no layer has their weights. A plain language model of the same decoder can be an expert: it is
-aligned by its keys, and the base provides the tensors that it lacks.
-
-With images, tower, projector and decoder are layers of one chain. `vision` [n, m, d] passes through the blocks of the
-tower: m tokens per sample, with zeros after those of smaller images. The library's own blocks get these tokens packed
-or image by image, as the library has them. Features of the tower's blocks that are read later (deepstack) stay in the
-state as `vision_<block>`. The projector is the layer between the last block of the tower and the first of the decoder;
-it puts image features in the place of image tokens in `hidden` [n, t, d]. Deepstack's features depend on weights, so
-they are states too: `deepstack_<block>` [n, t, d] is added to the output of that block of the decoder.
-
-In a batch of texts `vision` has no tokens, [n, 0, d]; the tower returns it unchanged.
+If all tasks are texts, the chain is the decoder's (`causal_chain`). With images, `vision` [n, m, d], zero after the
+tokens of smaller images, passes through the tower's blocks; the projector, a layer, puts image features in the place of
+image tokens in `hidden` [n, t, d], which passes through the decoder's blocks. Features that are read later (deepstack)
+are states too: `vision_<block>` of the tower, and `deepstack_<block>`, added to the output of that decoder block.
 """
 
 from __future__ import annotations
@@ -38,7 +30,7 @@ from driftlens.models.architectures.hf_auto import (
     spellings,
     text_folder,
 )
-from driftlens.models.architectures.module_list import ReadRecorder, block_list, names_read
+from driftlens.models.architectures.module_list import ReadRecorder, block_layer, block_list, names_read
 from driftlens.models.chain import TEXT, Layer, LayerChain, Parameters, SideInputs, Site, Slot, State, Tap
 from driftlens.models.preprocessing import (
     Preprocess,
@@ -85,7 +77,8 @@ answer = reader.decode(model.generate(**inputs, max_new_tokens=16)[0])
 class _DecoderOrWhole(Spellings):
     """The layout of whole vision-language models, and of plain language models of the same decoder.
 
-    `decoder` maps the skeleton's keys of tensors that both have to their names in the plain model.
+    `decoder` maps the skeleton's keys of tensors that both have to their names in the plain model, which can be an
+    expert: the base provides the tensors that it lacks.
     """
 
     decoder: Mapping[str, str] = field(default_factory=dict)
@@ -93,16 +86,7 @@ class _DecoderOrWhole(Spellings):
     def align(
         self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
     ) -> StateSource:
-        """Return a checkpoint under the skeleton's key names.
-
-        Args:
-            source: the checkpoint: a vision-language model, or a language model.
-            wanted: the skeleton's key names.
-            fallback: the base, which provides the tensors that a language model lacks.
-
-        Raises:
-            IncompatibleModelsError: a language model without `fallback`.
-        """
+        """Return a checkpoint under the skeleton's key names; `fallback` is the base."""
         stored = self.key_map(source.headers, wanted, source.name)
         lacking = [key for key in wanted if key not in self.decoder]
         if any(key in stored for key in lacking):
@@ -209,9 +193,6 @@ def vision_language_chain(whole: Any, example: Any, tower: str, text_chain: Laye
         example: a batch as `together` and the tokenizer make it.
         tower: path of the list of the tower's blocks.
         text_chain: the chain of its decoder alone.
-
-    Raises:
-        IncompatibleModelsError: the vision tower keeps features in space.
     """
     parts = _VisionLanguageRunner(whole, tower, text_chain)
     layers = parts.traced(example)
@@ -282,14 +263,7 @@ class _VisionLanguageRunner(BlockRunner):
             self.text_chain.require_shared(models, inputs)
 
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        """Return the state before the first block of the tower.
-
-        Args:
-            parameters: the stem's parameters.
-            state: the state at boundary 0, which is empty.
-            side: the side inputs, with pixels.
-            tap: has no effect: the stem has no sites.
-        """
+        """Return the state before the first block of the tower, which is empty for texts alone."""
         if _IMAGE_TOKENS not in side:
             like = next(iter(parameters.values()))
             return {"vision": like.new_zeros(len(side["vision_mask"]), 0, self.width)}
@@ -329,7 +303,7 @@ class _VisionLanguageRunner(BlockRunner):
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        """Return the state before the first block of the decoder, deepstack's features included.
+        """Return the state before the first block of the decoder.
 
         Taps get image features as the decoder has them, [n, t, k], with zeros at other tokens.
         """
@@ -397,48 +371,21 @@ class _VisionLanguageRunner(BlockRunner):
         stem = [name for name in outer if name in names_read(outer, before)]
         projected = [name for name in outer if name in names_read(outer, between)]
         projector = self._projector(stem, projected, partial(self._projected, outer, outputs, side), side)
-        return self._layers(blocks, stem, projector, side)
-
-    def _layers(
-        self,
-        blocks: list[tuple[Site, ...]],
-        stem: list[str],
-        projector: Layer,
-        side: SideInputs,
-    ) -> tuple[Layer, ...]:
-        """Return the layers, given the sites of all blocks, the stem's weights and the projector."""
-        layers = [
-            Layer(
-                1,
-                "stem",
-                "stem",
-                {name: Slot(name) for name in stem},
-                self.stem,
-                stream="vision",
-                pool="mean",
-                needs=_IMAGE_TOKENS,
-            )
-        ]
+        needs = _IMAGE_TOKENS
+        slots = {name: Slot(name) for name in stem}
+        layers = [Layer(1, "stem", "stem", slots, self.stem, stream="vision", pool="mean", needs=needs)]
         for position, sites in enumerate(blocks):
             if position == self.count:
                 layers.append(replace(projector, index=len(layers) + 1))
-            is_tower, block_call = position < self.count, side.call(position)
+            is_tower = position < self.count
             run_block = self._tower_block if is_tower else self._decoder_block
-            layers.append(
-                Layer(
-                    index=len(layers) + 1,
-                    role="block",
-                    path=self.paths[position],
-                    parameters=self.parameters(position),
-                    call=partial(run_block, position, sites),
-                    sites=sites,
-                    stream="vision" if is_tower else "hidden",
-                    pool="mean" if is_tower else None,
-                    is_residual=block_call.entered == block_call.left,
-                    no_sites=no_sites(self.blocks[position], self.slots[position], sites),
-                    needs=_IMAGE_TOKENS if is_tower else "",
-                )
+            layer = replace(
+                block_layer(self, position, sites, side.calls[position]),
+                index=len(layers) + 1,
+                call=partial(run_block, position, sites),
             )
+            in_tower = replace(layer, stream="vision", pool="mean", needs=needs)
+            layers.append(in_tower if is_tower else layer)
         head = self.text_chain.layers[-1]
         return (*layers, replace(head, index=len(layers) + 1, call=self.head))
 
@@ -465,9 +412,8 @@ class _VisionLanguageRunner(BlockRunner):
             if site.runs == 1 and rows[site.name] == count
         )
         layer_call = partial(self._project, path, slots, sites)
-        left_alone = no_sites(module, names, sites)
-        options: Any = {"no_sites": left_alone, "needs": _IMAGE_TOKENS}
-        return Layer(1, "block", path, slots, layer_call, sites, pool="mean", **options)
+        layer = Layer(1, "block", path, slots, layer_call, sites, pool="mean", needs=_IMAGE_TOKENS)
+        return replace(layer, no_sites=no_sites(module, names, sites))
 
     def _projector_path(self, names: list[str]) -> str:
         """Return the path of the projector: the module of the last weight that is not the embedding of texts."""

@@ -107,13 +107,7 @@ def _reads_channels_last(module: nn.Module) -> bool | None:
 
 
 def slot_of(block: nn.Module, parameter: str, key: str) -> Slot:
-    """Return the slot of a block's parameter, which is a matrix [out, in] for sites.
-
-    Args:
-        block: the block.
-        parameter: the parameter's name in the block.
-        key: its name in the whole model.
-    """
+    """Return the slot of a block's parameter, called `key` in the whole model; weights of sites are [out, in]."""
     owner, _, leaf = parameter.rpartition(".")
     module = block.get_submodule(owner)
     if leaf == "weight" and _is_convolution(module):
@@ -203,13 +197,7 @@ def _unnumbered(path: str) -> str:
 def no_sites(
     block: nn.Module, parameters: Collection[str], sites: Collection[Site]
 ) -> dict[str, tuple[str, str]]:
-    """Return the parameters of a block that belong to no site -> their module, and its `kind: reason`.
-
-    Args:
-        block: the block.
-        parameters: names of its parameters.
-        sites: its sites.
-    """
+    """Return the parameters of a block that belong to no site -> their module, and its `kind: reason`."""
     names, without_site = {site.name for site in sites}, {}
     for parameter in parameters:
         owner, _, leaf = parameter.rpartition(".")
@@ -261,13 +249,7 @@ def _geometry(module: nn.Module) -> Hashable:
 
 @contextlib.contextmanager
 def tapped(block: nn.Module, sites: Collection[Site], tap: Tap | None) -> Iterator[None]:
-    """Call `tap` for each site in the body of a `with` statement.
-
-    Args:
-        block: the block.
-        sites: the sites.
-        tap: see `chain.Tap`; None does nothing.
-    """
+    """Call `tap`, unless it is None, for each site of a block in the body of a `with` statement."""
     with contextlib.ExitStack() as hooks:
         if tap is not None:
             for site in sites:
@@ -466,16 +448,7 @@ def mixing(
     tap: Tap | None,
     routes: Routes | None,
 ) -> Iterator[None]:
-    """Call `tap` for experts' matrices while the block runs; write `routes`, or use given ones.
-
-    Args:
-        block: the block.
-        mixture: its mixture; None does nothing.
-        weights: the block's weights of this pass by name.
-        sites: the sites to call `tap` for.
-        tap: see `chain.Tap`.
-        routes: written, or used if they are given; None without either.
-    """
+    """Call `tap` for the matrices of experts in `sites` while the block runs with `weights`; write or use `routes`."""
     if mixture is None:
         yield
         return
@@ -510,16 +483,7 @@ class _Watch(TorchFunctionMode):
         self.read: dict[int, tuple[str, Tensor]] = {}  # keeps tensors, so that no other gets the same id
 
     def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record routes and gates, or replace them by given ones; a forward pre-hook.
-
-        Args:
-            _module: the mixture's module.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-
-        Returns:
-            The new arguments, or None to keep them.
-        """
+        """Record routes and gates, or return arguments with given ones in their place; a forward pre-hook."""
         self.is_inside = True
         # Routes are read here and not only in `topk`, as some routers do not call it.
         if not self.mixture.is_routed:

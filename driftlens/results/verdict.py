@@ -202,42 +202,7 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     shown = tuple(gaps[pair] for pair in pairs if pair in gaps)
     means = {variant: mean(run, about, tasks, variant).interval for variant in compared}
     judgement = Verdict(about, tasks, merged, after, means, shown, worst, bad, source, command, ())
-    on_worst = {variant: level(run, about, worst, variant).interval for variant in means} if worst else {}
-    which = " (newest calibration)" if len(repairs) > 1 and after == repairs[-1] else ""
-    unchanged = _content_of(run, after)
-    failed = self_checks(run).count("fail")
-    nearer = [*_nearer_merge(comparison(run))] if merged == "merged" else []
-    nearer += _lost(run, merged, after)
-    sentences = _sentences(judgement, on_worst, which, unchanged, failed, nearer)
-    return replace(judgement, sentences=tuple(sentences))
-
-
-def _content_of(run: DriftRun, after: str) -> str:
-    """Return what a calibrated model is if it is not a whole repair: base, merge or interpolation; else empty."""
-    name = calibration_of(after) or ""
-    info = run.calibration_info(name) if after else None
-    if info is None or not info.is_what:
-        return ""
-    if info.unchanged:
-        return f"The calibrated model is {info.unchanged}"
-    share = info.shrink["share"]
-    return (
-        f"`{name}` keeps {100 * share:.3g} % of the repair and {100 * (1 - share):.3g} % of the base weights"
-    )
-
-
-def _lost(run: DriftRun, merged: str, after: str) -> list[str]:
-    """Return sentences about changes that are mostly lost to the number type in which they are saved."""
-    of_merge = (run.manifest.merge or {}).get("change") if merged == "merged" else None
-    of_calibration = run.calibration_info(calibration_of(after) or "").change if after else None
-    records = {"the merge": of_merge, "the calibration": of_calibration}
-    return [
-        f"{change['dtype']} loses about {100 * change['lost'] / change['changed']:.0f} % of the entries that {model} "
-        "changes."
-        for model, change in records.items()
-        # `max`: a merge that changes no entry loses none, and has no percentage.
-        if change and change.get("lost", 0) >= COARSE * max(change.get("changed", 0), 1)
-    ]
+    return replace(judgement, sentences=tuple(_sentences(run, judgement)))
 
 
 def _judged_by(
@@ -257,26 +222,41 @@ def _judged_by(
     return (*most, tuple(compared)) if most else None
 
 
-def _sentences(
-    judgement: Verdict,
-    on_worst: Mapping[str, Interval],
-    which: str,
-    unchanged: str,
-    failed: int,
-    nearer: Sequence[str],
-) -> Iterator[str]:
+def _sentences(run: DriftRun, judgement: Verdict) -> Iterator[str]:
     """Yield the verdict in words."""
-    yield _means_sentence(judgement)
-    if unchanged:
-        yield f"{unchanged}."
-    yield from _gaps_sentence(judgement, which)
+    tasks, kind, after = judgement.tasks, judgement.measure.kind, judgement.after
+    name, n = judgement.measure.title, max(mean.n for mean in judgement.means.values())
+    over = "" if len(tasks) > 1 else f" on {tasks[0]}"
+    counts = [f"{len(tasks)} tasks"] * (len(tasks) > 1) + [f"n = {n}"] * bool(n)
+    behind = f" ({', '.join(counts)})" if counts else ""
+    yield f"{name[:1].upper()}{name[1:]}{over}{behind}: {_values(judgement.means, kind)}."
+    calibration = calibration_of(after) or ""
+    info = run.calibration_info(calibration) if after else None
+    if info is not None and info.unchanged:
+        yield f"The calibrated model is {info.unchanged}."
+    elif info is not None and info.is_what:
+        percent = 100 * info.shrink["share"]
+        yield f"`{calibration}` keeps {percent:.3g} % of the repair and {100 - percent:.3g} % of the base weights."
+    repairs = [variant for variant in run.variants if part_of(variant) == "calibrated"]
+    for variant, gaps in itertools.groupby(judgement.gaps, lambda gap: gap.variant):
+        which = " (newest calibration)" if len(repairs) > 1 and variant == repairs[-1] else ""
+        yield f"{title(variant)}{which}: {'; '.join(_of_gap(gap, judgement) for gap in gaps)}."
     if judgement.bad_experts:
         yield f"Experts worse than base: {some_of(judgement.bad_experts, 2)}."
-    yield from nearer
-    if len(judgement.tasks) > 1 and judgement.worst and not judgement.bad_experts:
-        yield f"Worst: {judgement.worst} ({_values(on_worst, judgement.measure.kind)})."
+    is_merged = judgement.merged == "merged"
+    if is_merged:
+        yield from _nearer_merge(comparison(run))
+    of_merge = (run.manifest.merge or {}).get("change") if is_merged else None
+    for model, record in {"the merge": of_merge, "the calibration": info and info.change}.items():
+        # `max`: a merge that changes no entry loses none, and has no percentage.
+        if record and record.get("lost", 0) >= COARSE * max(record.get("changed", 0), 1):
+            lost = 100 * record["lost"] / record["changed"]
+            yield f"{record['dtype']} loses about {lost:.0f} % of the entries that {model} changes."
+    if len(tasks) > 1 and judgement.worst and not judgement.bad_experts:
+        worst = {name: level(run, judgement.measure, judgement.worst, name) for name in judgement.means}
+        yield f"Worst: {judgement.worst} ({_values(worst, kind)})."
     yield from _of_source(judgement.source, judgement.merged)
-    if failed:
+    if failed := self_checks(run).count("fail"):
         yield f"Self-checks failed: {failed}."
     if judgement.command:
         yield f"Next: `{judgement.command}`."
@@ -297,28 +277,12 @@ def _gap(run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str,
     return ModelGap(*pair, over.interval, intervals, over.side, better, worse)
 
 
-def _means_sentence(judgement: Verdict) -> str:
-    """Return every model's mean in a sentence."""
-    name, n = judgement.measure.title, max(mean.n for mean in judgement.means.values())
-    over = "" if len(judgement.tasks) > 1 else f" on {judgement.tasks[0]}"
-    counts = [f"{len(judgement.tasks)} tasks"] * (len(judgement.tasks) > 1) + [f"n = {n}"] * bool(n)
-    behind = f" ({', '.join(counts)})" if counts else ""
-    return f"{name[:1].upper()}{name[1:]}{over}{behind}: {_values(judgement.means, judgement.measure.kind)}."
-
-
 def _values(judgement: Mapping[str, Interval], kind: Kind) -> str:
     return ", ".join(f"{_called(variant)} {written(mean.value, kind)}" for variant, mean in judgement.items())
 
 
 def _called(variant: str) -> str:
     return "experts" if variant == "expert" else title(variant)
-
-
-def _gaps_sentence(judgement: Verdict, which: str) -> Iterator[str]:
-    """Yield a sentence per model on its differences to others; the unit appears once."""
-    for variant, gaps in itertools.groupby(judgement.gaps, lambda gap: gap.variant):
-        clauses = "; ".join(_of_gap(gap, judgement) for gap in gaps)
-        yield f"{title(variant)}{which if part_of(variant) == 'calibrated' else ''}: {clauses}."
 
 
 def _of_gap(gap: ModelGap, judgement: Verdict) -> str:
@@ -353,7 +317,7 @@ def _counts(gap: ModelGap, num_tasks: int) -> str:
     """Return on how many tasks the change is clear, first those that agree with the mean."""
     sides = {"better": len(gap.better), "worse": len(gap.worse)}
     if not gap.side:
-        return ", ".join(f"{way} on {counted(count, 'task')}" for way, count in sides.items() if count)
+        return ", ".join(f"{way} on {count}" for way, count in sides.items() if count)
     way, other = ("better", "worse") if gap.side > 0 else ("worse", "better")
     on = "all" if sides[way] == num_tasks else f"{sides[way]} of {num_tasks}"
     return f"clear on {on}" + (f", {sides[other]} {other}" if sides[other] else "")
@@ -371,9 +335,9 @@ def _source_of(run: DriftRun, variant: str) -> DriftSource | None:
 
 
 @remembered
-def shares(run: DriftRun, variant: str, task: str | None = None) -> dict[int, Interval]:
-    """Return every layer's share of the final drift, the largest first: its mean over tasks, or that of one task."""
-    rows = run.layers(task, variant) if variant else run.layers().head(0)
+def shares(run: DriftRun, variant: str) -> dict[int, Interval]:
+    """Return every layer's share of the final drift, the largest first: means over tasks."""
+    rows = run.layers(variant=variant) if variant else run.layers().head(0)
     rows = rows[rows["final_share"].notna()].filter(regex="^(layer|final_share.*|jacobian_samples)$")
     by_layer = {
         layer: mean_over_tasks([share_of(row) for row in part.to_dict("records")])
@@ -416,8 +380,7 @@ class Headline:
         kind: format of these numbers.
         measure: title of their measure.
         closed: the share of the gap from merged model to experts that the repair closes; NaN without a repair or a
-            clear
-            gap.
+            clear gap.
     """
 
     text: str
@@ -578,66 +541,39 @@ def agreement(run: DriftRun) -> Iterator[str]:
 
 
 def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
-    """Return a row per task and one for their mean: every model, a change, the remaining drift, the main source."""
+    """Return a row per task and one for their mean: every model, a change with its interval, the remaining drift."""
     if not judgement.means:
         return Table.of("tasks", "Task by task", {"task": "text"}, [])
-    heads = _headings([*judgement.means])
-    gap = next(
-        (gap for gap in judgement.gaps if gap.against == judgement.merged), next(iter(judgement.gaps), None)
-    )
+    about, heads = judgement.measure, _headings([*judgement.means])
+    # The change from the merged model, or else the first that was measured.
+    gaps = sorted(judgement.gaps, key=lambda gap: gap.against != judgement.merged)[:1]
     last = judgement.after if judgement.after in heads else judgement.merged
-    difference = f"{heads[gap.variant]} - {heads[gap.against]}" if gap else ""
-    unit: Kind = "points" if judgement.measure.kind == "share" else "number"
-    kinds: dict[str, Kind] = {"task": "text", **dict.fromkeys(heads.values(), judgement.measure.kind)}
-    kinds |= dict.fromkeys((difference, "95 % low", "95 % high"), unit) if gap else {}
-    kinds |= {} if judgement.measure.role == RELATIVE.role else {"relative drift": "share"}
-    sources = {task: next(iter(shares(run, judgement.merged, task).items()), None) for task in run.tasks}
-    # Where all tasks have the same one, the verdict's own sentence says it.
-    kinds |= {"main source": "text"} if len({source[0] for source in sources.values() if source}) > 1 else {}
-
-    def row_of(task: str, values: Mapping[str, Interval], change: Interval | None) -> dict[str, Any]:
-        row = {"task": task, **{heads[variant]: interval.value for variant, interval in values.items()}}
-        ends = {difference: change.value, "95 % low": change.low, "95 % high": change.high} if change else {}
-        return row | ends
-
-    rows = []
+    is_drift = about.role == RELATIVE.role
+    unit: Kind = "points" if about.kind == "share" else "number"
+    kinds: dict[str, Kind] = {"task": "text", **dict.fromkeys(heads.values(), about.kind)}
+    for gap in gaps:
+        difference = f"{heads[gap.variant]} - {heads[gap.against]}"
+        kinds |= dict.fromkeys((difference, "95 % low", "95 % high"), unit)
+    kinds |= {} if is_drift else {"relative drift": "share"}
+    unknown, rows = Interval(math.nan), []
     for task in run.tasks:
-        is_common = task in judgement.tasks  # elsewhere its score may be of another metric
-        values = {variant: level(run, judgement.measure, task, variant) for variant in heads if is_common}
-        row = row_of(task, values, gap.by_task.get(task) if gap else None)
-        row["relative drift"] = level(run, RELATIVE, task, last).value
-        if (largest := sources[task]) is not None:
-            row["main source"] = f"{run.layer_name(largest[0])} {100 * largest[1].value:.0f} %"
-        rows.append(row)
+        # On other tasks scores may be of another metric.
+        is_common = task in judgement.tasks
+        values = [level(run, about, task, variant).value if is_common else math.nan for variant in heads]
+        ends = [end for gap in gaps for end in gap.by_task.get(task, unknown).ends]
+        drift = [] if is_drift else [level(run, RELATIVE, task, last).value]
+        rows.append([task, *values, *ends, *drift])
     if len(judgement.tasks) > 1:
-        rows.append(row_of(f"mean of {len(judgement.tasks)}", judgement.means, gap.change if gap else None))
-    table = [[row.get(head) for head in kinds] for row in rows]
-    heading, note = (
-        f"Task by task: {judgement.measure.title}",
-        _note_on_tasks(run, judgement, gap, last, "main source" in kinds),
-    )
-    return Table.of("tasks", heading, kinds, table, note)
-
-
-def _note_on_tasks(
-    run: DriftRun, judgement: Verdict, gap: ModelGap | None, last: str, has_source: bool
-) -> str:
-    """Return the note on the columns of `task_sheet` and on its intervals."""
-    note = f"Relative drift is that of {title(last)} (pooled feature)"
-    if judgement.source and has_source:
-        share_n = f", n = {judgement.source.share.n}" if judgement.source.share.n else ""
-        note += (
-            f"; main source is the largest share of {title(judgement.merged)}'s drift (full state{share_n})"
-        )
-    rows = (
-        [change(run, judgement.measure, task, (gap.against, gap.variant)) for task in gap.by_task]
-        if gap
-        else []
-    )
-    by_task = paired_by_task(rows)
-    if judgement.measure.role == RELATIVE.role and not all(by_task.values()):
-        return f"{note}."  # whose samples differ, which no single answers would mend
-    return f"{note}. {pairing(by_task)}".rstrip()
+        values = [mean.value for mean in judgement.means.values()]
+        ends = [end for gap in gaps for end in gap.change.ends]
+        rows.append([f"mean of {len(judgement.tasks)}", *values, *ends, *([] if is_drift else [math.nan])])
+    note = f"Relative drift is that of {title(last)} (pooled feature)."
+    changes = [change(run, about, task, (gap.against, gap.variant)) for gap in gaps for task in gap.by_task]
+    by_task = paired_by_task(changes)
+    # No stored answers would pair drifts of different samples.
+    if not is_drift or all(by_task.values()):
+        note = f"{note} {pairing(by_task)}".rstrip()
+    return Table.of("tasks", f"Task by task: {about.title}", kinds, rows, note)
 
 
 def others_sheet(
@@ -648,8 +584,8 @@ def others_sheet(
     Args:
         run: the run.
         judgement: its verdict.
-        controls: include anchors of calibrations.
-        everyone: include all models, experts last.
+        controls: True to include anchors of calibrations.
+        everyone: True to include all models, experts last.
     """
     is_drift = judgement.measure.role == RELATIVE.role
     rows = []
@@ -747,17 +683,10 @@ def final_sheet(run: DriftRun) -> Table:
 def routing_sheet(run: DriftRun) -> Table:
     """Return how many tokens go to other experts of a mixture than in the expert model, and what that changes."""
     layers = run.layers()
-    rows = [
-        (
-            row["task"],
-            title(row["variant"]),
-            run.layer_name(row["layer"]),
-            row["rerouted"],
-            row["rerouted_share"],
-            row["n"],
-        )
-        for row in layers[layers["rerouted"].notna()].to_dict("records")
-    ]
+    rows = []
+    for row in layers[layers["rerouted"].notna()].to_dict("records"):
+        place = (row["task"], title(row["variant"]), run.layer_name(row["layer"]))
+        rows.append((*place, row["rerouted"], row["rerouted_share"], row["n"]))
     return Table.of(
         "routing",
         "Tokens routed to other experts than in the expert model",

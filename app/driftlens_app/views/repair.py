@@ -238,8 +238,8 @@ def _headline(run: DriftRun, judged: Verdict) -> None:
         change = change_in_words(judged.measure, means[judged.merged].value, gap.change)
         sentence = f"{change}; {levels}. {counted(len(judged.tasks), 'task')}, n = {gap.change.n}."
         st.markdown(unbroken(plain(sentence)))
-    # Main sources belong to the merged model and are on Overview; the chart below shows the drift.
-    show_sheet(task_sheet(run, judged), {"main source", "relative drift"})
+    # The chart below shows the drift.
+    show_sheet(task_sheet(run, judged), {"relative drift"})
 
 
 def _sensitivity(run: DriftRun, *, blocked: bool) -> None:

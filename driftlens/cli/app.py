@@ -63,41 +63,30 @@ def _print_version(requested: bool) -> None:
         raise typer.Exit
 
 
+# The variables of global options are named in the documentation; `--help` would repeat them for each.
+_global_option = functools.partial(typer.Option, show_envvar=False)
+
+
 @app.callback()
 def set_manner(
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", show_envvar=False, help="No progress, no notices.")
-    ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", show_envvar=False, help="Print more details.")
-    ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", show_envvar=False, help="Show tracebacks of errors.")
-    ] = False,
+    quiet: Annotated[bool, _global_option("--quiet", "-q", help="No progress, no notices.")] = False,
+    verbose: Annotated[bool, _global_option("--verbose", "-v", help="Print more details.")] = False,
+    debug: Annotated[bool, _global_option("--debug", help="Show tracebacks of errors.")] = False,
     offline: Annotated[
         bool,
-        typer.Option(
-            "--offline",
-            envvar=["DRIFTLENS_OFFLINE", "HF_HUB_OFFLINE"],
-            show_envvar=False,
-            help="Download nothing.",
-        ),
+        _global_option("--offline", envvar=["DRIFTLENS_OFFLINE", "HF_HUB_OFFLINE"], help="Download nothing."),
     ] = False,
     threads: Annotated[
         int | None,
-        typer.Option(
+        _global_option(
             "--threads",
             envvar="DRIFTLENS_THREADS",
             min=1,
-            show_envvar=False,
             help="Number of CPU threads; all cores by default.",
         ),
     ] = None,
     progress: Annotated[
-        str,
-        typer.Option(
-            "--progress", envvar="DRIFTLENS_PROGRESS", show_envvar=False, help="auto, rich, jsonl or none."
-        ),
+        str, _global_option("--progress", envvar="DRIFTLENS_PROGRESS", help="auto, rich, jsonl or none.")
     ] = "auto",
     version: Annotated[
         # Scripts may set DRIFTLENS_VERSION to record a version; it must not trigger this option.

@@ -33,10 +33,10 @@ def is_measured(value: Any) -> bool:
 
 
 def written(value: Any, kind: Kind, gap: str = NO_VALUE) -> str:
-    """Format one value.
+    """Format a number, text, boolean or None.
 
     Args:
-        value: number, text, boolean or None.
+        value: the value.
         kind: the format.
         gap: text for a missing value.
     """
@@ -59,12 +59,9 @@ def number(value: float, digits: int = 3) -> str:
     # `#` keeps trailing zeros, which are significant digits.
     text = f"{value:#.{digits}g}".removesuffix(".")
     # Beyond these bounds an exponent is shorter than the zeros.
-    is_plain = "e" not in text or not 1e-9 < abs(value) < 1e15
-    return (
-        text
-        if is_plain
-        else format(Decimal(f"{value:.{digits - 1}e}" if abs(value) < 1 else f"{value:.0f}"), "f")
-    )
+    if "e" not in text or not 1e-9 < abs(value) < 1e15:
+        return text
+    return format(Decimal(f"{value:.{digits - 1}e}" if abs(value) < 1 else f"{value:.0f}"), "f")
 
 
 def brief(value: float, sign: str = "") -> str:
@@ -102,19 +99,9 @@ def points(value: float) -> str:
     return f"{round(100 * value, 1) + 0.0:+.1f}" if is_measured(value) else ""
 
 
-def half(value: float, kind: Kind) -> str:
-    """Format half of an interval, a length with two digits."""
-    return percent(value) if kind == "share" else f"{value:#.2g}".removesuffix(".")
-
-
 def points_interval(low: float, high: float) -> str:
     """Format both ends of an interval in percentage points; empty if it was not measured."""
     return f"{points(low)} to {points(high)}" if is_measured(low) else ""
-
-
-def percent_interval(low: float, high: float) -> str:
-    """Format both ends of an interval of a relative change, in percent; empty if it was not measured."""
-    return f"{points_interval(low, high)} %" if is_measured(low) else ""
 
 
 def estimate(interval: Interval, kind: Kind, *, counted: bool = False) -> str:
@@ -164,20 +151,12 @@ def size(num_bytes: int) -> str:
     for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         # 0.9995 is where three digits round up to the next unit.
         if num_bytes >= 0.9995 * step:
-            amount = num_bytes / step
-            text = f"{amount:,.{max(0, 2 - math.floor(math.log10(max(1.0, 1.0005 * amount))))}f}"
-            return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
+            return f"{brief(num_bytes / step)} {unit}"
     return f"{num_bytes} bytes"
 
 
 def with_code(text: str, plain: Callable[[str], str], code: Callable[[str], str]) -> str:
-    """Map text between backticks by `code` and all other text by `plain`; an unpaired backtick is text.
-
-    Args:
-        text: the text.
-        plain: function of text outside backticks.
-        code: function of text between backticks.
-    """
+    """Map text between backticks by `code` and all other text by `plain`; an unpaired backtick is text."""
     parts = text.split("`")
     # An odd number of backticks: there is no pair to rely on.
     if len(parts) % 2 == 0:
@@ -261,8 +240,8 @@ class Table(Part):
         """Return a table of rows; missing values and numbers that are not finite become None.
 
         Args:
-            name: the table's name.
-            title: its title.
+            name: unique name, used for files, anchors and labels.
+            title: the title.
             kinds: formats by heading.
             rows: one value per heading.
             note: note below the table.
@@ -283,15 +262,7 @@ class Table(Part):
         rows: Sequence[Mapping[Any, object]],
         note: str = "",
     ) -> Table:
-        """Return a table of rows given as mappings.
-
-        Args:
-            name: the table's name.
-            title: its title.
-            columns: format and key in a row, by heading.
-            rows: the rows.
-            note: note below the table.
-        """
+        """Return a table of rows given as mappings; `columns` have format and key in a row, by heading."""
         kinds = {head: kind for head, (kind, _) in columns.items()}
         cells = [[row.get(key) for _, key in columns.values()] for row in rows]
         return cls.of(name, title, kinds, cells, note)
@@ -301,21 +272,13 @@ class Table(Part):
         """The formats of the columns, by heading."""
         return {column.name: column.kind for column in self.columns}
 
-    @property
-    def has_gaps(self) -> bool:
-        """True if any value is missing."""
-        return any(cell is None for row in self.rows for cell in row)
-
     def frame(self) -> pd.DataFrame:
         """Return the rows under their headings."""
-        return pd.DataFrame(
-            {
-                column.name: pd.Series(
-                    [row[place] for row in self.rows], dtype=_DTYPES.get(column.kind, "float64")
-                )
-                for place, column in enumerate(self.columns)
-            }
-        )
+        frame = {}
+        for place, column in enumerate(self.columns):
+            dtype = _DTYPES.get(column.kind, "float64")
+            frame[column.name] = pd.Series([row[place] for row in self.rows], dtype=dtype)
+        return pd.DataFrame(frame)
 
     def shown(self) -> Iterator[MergedColumns]:
         """Yield the columns as a reader sees them: a number with its interval, ends alone, before and after."""
@@ -334,7 +297,7 @@ class Table(Part):
         if None in values or (shown.joints == _CHANGE and len({*texts}) == 1):
             return [(texts[0], "")]
         if shown.joints == _HALF and isinstance(values[1], int | float):
-            texts[1] = half(values[1], shown.kind)
+            texts[1] = percent(values[1]) if shown.kind == "share" else f"{values[1]:#.2g}".removesuffix(".")
         return [
             (text.removesuffix(" %") if joint == " to " else text, joint)
             for text, joint in zip(texts, shown.joints, strict=True)
@@ -350,7 +313,8 @@ class Table(Part):
 
     def notes(self) -> str:
         """Return the note, and the meaning of a dash if there is one."""
-        return " ".join(filter(None, (self.note, _GAPS if self.has_gaps else "")))
+        has_gaps = any(cell is None for row in self.rows for cell in row)
+        return " ".join(filter(None, (self.note, _GAPS if has_gaps else "")))
 
     def __repr__(self) -> str:
         heads, *rows = self.texts()
@@ -368,13 +332,7 @@ class Table(Part):
 
 
 def with_ends(head: str, kind: Kind, keys: Sequence[str]) -> dict[str, tuple[Kind, str]]:
-    """Return the columns of a number and of both ends of its interval, for `Table.from_rows`.
-
-    Args:
-        head: heading of the number.
-        kind: the format.
-        keys: keys of number, lower and upper end in a row.
-    """
+    """Return the columns of a number and of both ends of its interval, for `Table.from_rows`; `keys` are in rows."""
     return {f"{head}{end}": (kind, key) for end, key in zip(("", " low", " high"), keys, strict=True)}
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from driftlens.results.formatting import Kind, is_measured, percent_interval, points, points_interval, signed
+from driftlens.results.formatting import Kind, is_measured, points, points_interval, signed
 from driftlens.runs.run import DriftRun, remembered
 from driftlens.utils import intervals
 from driftlens.utils.intervals import Array, Interval, MeanChange, Paired, mean_over_tasks, share_of_samples
@@ -130,7 +130,8 @@ def change_in_words(measure: Measure, before: float, change: Interval) -> str:
         text, ends = f"{points(change.value)} points", points_interval(change.low, change.high)
     elif measure.worse == "higher" and before:
         relative = change.scaled(1 / before)
-        text, ends = f"{points(relative.value)} %", percent_interval(relative.low, relative.high)
+        text, ends = f"{points(relative.value)} %", points_interval(relative.low, relative.high)
+        ends = f"{ends} %" if ends else ""
     else:
         text = signed(change.value)
         ends = f"{signed(change.low)} to {signed(change.high)}" if is_measured(change.low) else ""

@@ -69,22 +69,20 @@ def level(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) 
         measure: column of the sweep table.
         tasks: the tasks; all if empty.
     """
-    tasks = tasks or run.tasks
+    if variant not in (*run.variants, "expert"):
+        return math.nan
     if measure in METRICS:
-        rows = run.accuracy()
-        rows = rows[(rows["variant"] == variant) & (rows["metric"] == measure)]
-        values = rows.set_index("task")["value"]
+        rows = run.accuracy(variant=variant)
+        values = rows[rows["metric"] == measure].set_index("task")["value"]
     # KL and drift are distances to the expert.
     elif variant == "expert":
         return 0.0
     elif measure == "kl":
-        rows = run.outputs()
-        values = rows[rows["variant"] == variant].groupby("task")["kl"].mean()
+        values = run.outputs(variant=variant).groupby("task")["kl"].mean()
     else:
-        rows = run.layers(variant=variant, layer="final")
-        values = rows.set_index("task")[measure]
+        values = run.layers(variant=variant, layer="final").set_index("task")[measure]
     # A mean over fewer tasks is not comparable with the sweep.
-    return float(values.reindex([*tasks]).mean(skipna=False))
+    return float(values.reindex([*(tasks or run.tasks)]).mean(skipna=False))
 
 
 def over_seeds(rows: pd.DataFrame, by: str, measure: str, tasks: int = 1) -> pd.DataFrame:

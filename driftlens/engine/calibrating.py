@@ -336,12 +336,13 @@ class CalibrationWalk(ABC):
         }
         # Layers after the last solve are never run.
         self.last = max(self.sites, default=0)
+        self.is_weighing = False
         self.stream = FeatureStream(
             self.pool,
             self.parts,
             (EXPERT, MERGED),
             self.context.store(),
-            self.tell,
+            self._tell,
             file_prefix=f"{self.team.rank}-",
         )
 
@@ -362,8 +363,9 @@ class CalibrationWalk(ABC):
     def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
         """Solve the sites `names` of one layer. Unless it `is_last`, pass all features to the next boundary."""
 
-    def tell(self, layer: int, task: str) -> None:
+    def _tell(self, layer: int, task: str) -> None:
         """Report a step in a layer, or in layer 0 while token weights are computed."""
+        layer = 0 if self.is_weighing else layer
         label = f"layer {layer} of {self.last}, task {task}" if layer else f"weighing tokens, task {task}"
         self.context.on_step(CalibrationProgress(layer, task, max(0, layer - 1), self.last, label))
 
@@ -647,12 +649,9 @@ class _NormSums:
     def add(self, rows: Tensor, weights: Tensor | None) -> None:
         """Add inputs of the norm in the merged model, [T, k], and the weights of the rows."""
         unit = normalised(self.sites[0], rows)
-        if weights is None:
-            count = torch.full((), len(rows), dtype=self.dtype, device=place_of_sums(self.dtype, rows.device))
-            sums = unit.sum(dim=0), unit.square().sum(dim=0), count
-        else:
-            weighted = unit * weights[:, None]
-            sums = weighted.sum(dim=0), (weighted * unit).sum(dim=0), weights.sum()
+        weights = rows.new_ones(len(rows)) if weights is None else weights
+        weighted = unit * weights[:, None]
+        sums = weighted.sum(dim=0), (weighted * unit).sum(dim=0), weights.sum()
         # Converting whole batches to `dtype` would take longer than summing them; only the sums are converted.
         total, squares, count = (part.to(place_of_sums(self.dtype, part.device), self.dtype) for part in sums)
         if self._task is not None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from driftlens.checkpoints.tensor_sources import EmbeddingTable, StateSource, TensorHeader, check_finite
 from driftlens.data.samples import SampleSet
-from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, SideInputs, Slot, State, Tap
+from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, Routes, SideInputs, Slot, State
 from driftlens.models.heads import LmHead, ScoreMap
 from driftlens.models.tracing.block_call import buffers_on, features_of, plain_experts
 from driftlens.models.tracing.sites import assembled
@@ -103,9 +103,9 @@ class LayerMap:
     parameters: Parameters
     attachment: Attachment | None = None
 
-    def __call__(self, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        """Return the features at the next boundary; `tap` is called with the inputs of the layer's sites."""
-        out, stream = self.layer.call(self.parameters, state, side, tap), self.layer.stream
+    def __call__(self, state: State, side: SideInputs, routes: Routes | None = None) -> State:
+        """Return the features at the next boundary; records or follows routes through a mixture of experts."""
+        out, stream = self.layer.call(self.parameters, state, side.along(routes)), self.layer.stream
         return out if self.attachment is None else {**out, stream: self.attachment(out[stream])}
 
 

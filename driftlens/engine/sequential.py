@@ -208,11 +208,13 @@ class _StepWalk(CalibrationWalk):
                 self.groups[layer.index] = groups_of(layer, names)
                 for group in self.groups[layer.index]:
                     require_rule(self.pool.chain, group.sites[0].token_weights)
+        self.is_weighing = True
         self.folds = {task: self._folds_of(task, first_layer) for task in self.parts}
         if self.calibrator.weights == "gradient":
             for task in self.parts:
                 self.weighted[task] = self._gradient_weights(task)
             self._gather_energies()
+        self.is_weighing = False
 
     def _gather_energies(self) -> None:
         own = {
@@ -223,8 +225,8 @@ class _StepWalk(CalibrationWalk):
 
     def _folds_of(self, task: str, first_layer: Layer) -> dict[str, int]:
         """Read a task's samples; return the fold of every original by digest, so that equal samples share one."""
-        batches = self.stream.batches(first_layer, task, tell=partial(self.tell, 0, task))
         # Sorted digests assign folds independently of the order of samples.
+        batches = self.stream.batches(first_layer, task)
         different = sorted({digest for batch in batches for digest in batch.originals})
         self.calibrator.require_samples(len(different), task)
         return {digest: place % self.calibrator.num_folds for place, digest in enumerate(different)}
@@ -257,7 +259,7 @@ class _StepWalk(CalibrationWalk):
             counts: list[list[Tensor]] = [[] for _ in groups]
             energies: list[list[Tensor]] = [[] for _ in groups]
             moments: list[GramSum | None] = [None for _ in groups]
-            for batch in self.stream.batches(layer, task, tell=partial(self.tell, 0, task)):
+            for batch in self.stream.batches(layer, task):
                 side = batch.side.along(Routes()) if layer.num_experts else batch.side
                 gradients_of = self._back(layer, groups, parameters, batch, side, entered)
                 for number, group in enumerate(groups):
@@ -295,7 +297,7 @@ class _StepWalk(CalibrationWalk):
         entered = EXPERT
         for layer in layers[:-1]:
             expert = self.pool.layer_map(expert_of(task), layer, task)
-            for batch in self.stream.batches(layer, task, tell=partial(self.tell, 0, task)):
+            for batch in self.stream.batches(layer, task):
                 left = expert(batch.get(entered), batch.side)
                 self.stream.keep(layer, batch, _recorded(layer.index), left, named="the expert")
             entered = _recorded(layer.index)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch, SampleSet, fitting_batch
-from driftlens.engine.pool import LayerMap, ModelPool, on_device
+from driftlens.engine.pool import ModelPool, on_device
 from driftlens.linalg.state import added, binade, expert_cosine, lengths, norm, subtract
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import Layer, Pool, Routes, SideInputs, State
@@ -73,15 +73,10 @@ class FeatureStream:
     cached: dict[str, list[CachedBatch]] = field(default_factory=dict, init=False)
     _sums: list[tuple[Layer, CachedBatch, str, Tensor]] = field(default_factory=list, init=False)
 
-    def batches(
-        self, layer: Layer, task: str, *, tell: Callable[[], None] | None = None
-    ) -> Iterator[CachedBatch]:
-        """Yield the batches of a task before the layer; `tell` is called before each instead of `on_step`."""
+    def batches(self, layer: Layer, task: str) -> Iterator[CachedBatch]:
+        """Yield the batches of a task before the layer."""
         for batch in self.cached[task] if task in self.cached else self._read(task):
-            if tell is None:
-                self.on_step(layer.index, task)
-            else:
-                tell()
+            self.on_step(layer.index, task)
             yield batch
 
     def _read(self, task: str) -> Iterator[CachedBatch]:
@@ -418,7 +413,7 @@ def walk(
             entered = {model: batch.get(model) for model in models}
             routes = {model: Routes() for model in models} if layer.num_experts else {}
             # Routes are recorded in this pass, so that the token choice needs no second one.
-            through = {model: partial(_through, maps[model], routes=routes.get(model)) for model in models}
+            through = {model: partial(maps[model], routes=routes.get(model)) for model in models}
             left = {expert: stream.take(layer, batch, expert, through[expert])}
             for variant in variants:
                 if variant != expert:
@@ -428,7 +423,7 @@ def walk(
                 if layer.index == 1:
                     crossed = left[variant]
                 else:
-                    crossed = maps[variant](entered[expert], batch.side.along(crossed_routes))
+                    crossed = maps[variant](entered[expert], batch.side, crossed_routes)
                 passes = {
                     "merged": routes.get(variant),
                     "expert": routes.get(expert),
@@ -448,15 +443,11 @@ def walk(
                     side=batch.side,
                     crossed_layer=partial(maps[variant], side=batch.side),
                     routes={name: route for name, route in passes.items() if route is not None},
-                    variant_along=partial(_through, maps[variant], side=batch.side) if routes else None,
+                    variant_along=partial(maps[variant], side=batch.side) if routes else None,
                 )
             entered.clear()  # or two batches would be in memory
         stream.check()
         maps.clear()  # or two layers would be in memory
-
-
-def _through(layer_map: LayerMap, state: State, side: SideInputs, *, routes: Routes | None) -> State:
-    return layer_map(state, side.along(routes))
 
 
 def _layer_states(

@@ -124,7 +124,8 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
     for setting in settings:
         setting.calibrator.check(has_base=study.has_base)
     # Refuse what can't be measured before the lock is taken: a finished run must not become a failed one.
-    _points(open_run(folder).sweeps(), sweeps, request)
+    outdated = {*sweeps} if request.replace and not request.resume else set[str]()
+    _points(open_run(folder).sweeps(), sweeps, outdated)
     seeds = range(study.seed, study.seed + request.seeds)
     samples, tasks = _samples_by_seed(opened, seeds, context.access)
     for clean in samples[study.seed].values():
@@ -136,8 +137,8 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
     with reopening.extending(folder, study, context) as (writer, reporter):
         rows = team.run_on_main(lambda: open_run(folder).sweeps())
         # Again under the lock: another process may have written points meanwhile.
-        points, outdated = _points(rows, sweeps, request)
-        rows = rows[~rows["sweep"].isin(outdated)] if request.resume else rows[:0]
+        points = _points(rows, sweeps, outdated)
+        rows = rows if request.resume else rows[:0]
         (folder / SCRATCH).mkdir(exist_ok=True)
         spill = folder / SCRATCH / _PHASE
         scorer = HeldOutScorer(study, {task: data.diagnosis for task, data in tasks.items()})
@@ -272,24 +273,19 @@ def _settings_by_sweep(request: SweepRequest, starts: Sequence[_Setting]) -> dic
 
 
 def _points(
-    rows: pd.DataFrame, sweeps: Mapping[str, Sequence[_Setting]], request: SweepRequest
-) -> tuple[dict[_Setting, list[_Point]], set[str]]:
-    """Return the points of every setting, and the sweeps to be removed before the first new row."""
+    rows: pd.DataFrame, sweeps: Mapping[str, Sequence[_Setting]], outdated: Collection[str]
+) -> dict[_Setting, list[_Point]]:
+    """Return the points of every setting; those of the run keep their numbers unless their sweep is outdated."""
     points: dict[_Setting, list[_Point]] = {}
-    outdated = set[str]()
     for name, settings in sweeps.items():
-        present = rows[rows["sweep"] == name].to_dict("records")
+        present = rows[rows["sweep"] == name].to_dict("records") if name not in outdated else []
         numbers = {settings[0].stored(row): int(row["point"]) for row in present}
-        # A stopped sweep that had begun to replace another holds nothing but these points: resume it.
-        if request.replace and numbers and not (request.resume and numbers.keys() <= {*settings}):
-            outdated.add(name)
-            numbers = {}
         _require_same_rest(name, settings, numbers)
         following = itertools.count(max(numbers.values(), default=-1) + 1)
         for setting in settings:
             number = numbers[setting] if setting in numbers else next(following)
             points.setdefault(setting, []).append((name, number))
-    return points, outdated
+    return points
 
 
 def _require_same_rest(sweep: str, settings: Sequence[_Setting], earlier: Collection[_Setting]) -> None:

@@ -2,8 +2,7 @@
 
 e_L = sum over l of A_L ... A_{l+1} m_l (Prop. 2, Eq. 5). How much each layer's local mismatch m_l moves one number (the
 final drift, a loss, a margin) is <A_{l+1}' ... A_L' u, m_l> with that number's covector u at the final feature. One
-sweep from the last layer to the first pulls u back for all layers. Carrying every mismatch forward would cost a product
-per pair of layers. Entry point: `PullBack`, which is fed one `LayerView` after the other, in forward order.
+sweep from the last layer to the first pulls u back for all layers. Entry point: `PullBack`.
 """
 
 from __future__ import annotations
@@ -74,11 +73,9 @@ def loss_target(head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor)
 def margin_target(head: ScoreMap, expert: Tensor, variant: Tensor) -> Target:
     """Return the change of the margin of the expert's decision from expert to variant, in scores, with its direction u.
 
-    A margin is the score of the class that the expert chooses minus that of its rival, each model's own strongest
-    other class. The decisions differ exactly where the variant's margin is negative. With a single class it is NaN.
-
-    u pulls back the chosen class minus the rivals along the segment. Each rival is weighted by the part of the
-    segment on which it is the strongest.
+    A margin is the score of the class that the expert chooses minus that of each model's own strongest other class, its
+    rival. With a single class it is NaN. u pulls back the chosen class minus the rivals along the segment, weighted
+    by the part of the segment on which it is the strongest.
 
     Args:
         head: the variant's score map for the task.
@@ -97,10 +94,7 @@ def margin_target(head: ScoreMap, expert: Tensor, variant: Tensor) -> Target:
 
 
 def _rivals(start: Tensor, end: Tensor) -> Tensor:
-    """Return on how much of each segment of scores each class but the one chosen at its start is the largest, [n, c].
-
-    The largest of lines is followed from crossing to crossing.
-    """
+    """Return on how much of each segment of scores each class but that chosen at its start is the largest, [n, c]."""
     change = end - start
     others = start.scatter(1, start.argmax(dim=1, keepdim=True), -torch.inf)
     shares, t = torch.zeros_like(start), torch.zeros_like(start[:, :1])
@@ -263,10 +257,8 @@ class BackwardStep:
 class PullBack:
     """Pulls covectors at the final feature back through all layers of some variants.
 
-    `add` keeps the features at every boundary in the store; `steps` goes back through them.
-
-    Attributes:
-        sensitivities: by variant and layer, of the first batch. The other batches take the nodes that it needed.
+    `add` keeps the features at every boundary; `steps` goes back through them. `sensitivities` are those of the first
+    batch; other batches take the nodes that it needed.
     """
 
     pool: ModelPool
@@ -312,8 +304,7 @@ class PullBack:
     def steps(self, covectors: Mapping[tuple[int, str], State]) -> Iterator[BackwardStep]:
         """Yield every layer of each batch and variant, the last layer first.
 
-        Args:
-            covectors: by start of the batch and variant, at the final feature, stacked along a new first axis.
+        `covectors` at the final feature, by start of the batch and variant, are stacked along a new first axis.
         """
         covectors, first_start = dict(covectors), next(iter(self.batches))
         for layer in reversed(self.pool.chain.layers):
@@ -417,15 +408,6 @@ def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: Si
     On the expert's features, groups change from the expert's parameters to the variant's one by one, in the order of
     `GROUPS` and in reverse. The changes of the output telescope to m in either order, and m_g is the mean of both.
     For two groups this is Shapley's value. A correction module on the last layer is a separate group.
-
-    Args:
-        expert: the expert's layer.
-        variant: the variant's layer.
-        state: features of the expert before the layer.
-        side: masks and other side inputs.
-
-    Returns:
-        The part of each group, by name.
     """
     group_of, has_more = parameter_groups(variant.layer), variant.attachment is not None
     order = [group for group in GROUPS if group in group_of.values()] + ["attached"] * has_more

@@ -299,14 +299,14 @@ def _margin(scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _ScoreGains:
-    """Estimates of the Lipschitz constant B of the score map on the segment (Prop. 3, Eq. 7), [n] each, in this order.
+    """Estimates of the Lipschitz constant B of the score map on the segment (Prop. 3, Eq. 7), [n] each.
 
     secant <= directional <= spectral <= certified, up to rounding. NaN for samples without drift.
 
     Attributes:
         secant: |score drift| / |feature drift|; any valid B is at least this.
         directional: largest |J u| at sampled points, u being the drift's direction.
-        spectral: largest |J|_2 at the same points, by power iteration started at u; both are sampled, hence from below.
+        spectral: largest |J|_2 at the same points, by power iteration started at u.
         certified: the score map's own bound, which holds for every point; NaN where it knows none.
     """
 
@@ -317,13 +317,11 @@ class _ScoreGains:
 
 
 def score_gains(head: ScoreMap, start: Tensor, end: Tensor, change: Tensor | None = None) -> _ScoreGains:
-    """Estimate the gains of `head.scores` on the segments from the expert's features to the variant's.
-
-    Nothing is sampled if the gain is bounded exactly. Use float64.
+    """Estimate the gains of `head.scores` on the segments from expert to variant; nothing is sampled if one is exact.
 
     Args:
         head: the variant's score map.
-        start: features of the expert, [n, d].
+        start: features of the expert, [n, d], in float64.
         end: features of the variant, [n, d].
         change: change of the scores from `start` to `end`, [n, c]; computed if None.
     """
@@ -423,11 +421,6 @@ def alignment_rows(pool: ModelPool, task: str, variant: str) -> Iterator[dict[st
 
     A parameter counts once, in the first layer that lists it. A head outside all layers, as in language models, is a
     group and not part of the backbone.
-
-    Args:
-        pool: the models.
-        task: the task of the expert.
-        variant: the model that is compared.
     """
     chain = pool.chain
     backbone, groups = Alignment(), {name: Alignment() for name in GROUPS}

@@ -10,8 +10,8 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -297,26 +297,21 @@ def attribution_of(
         # All targets of a variant are pulled back together: a layer's linearization is the costly part.
         targets = {variant: _targets(study, pull_back, variant) for variant in variants}
         try:
-            traced = _traced(
-                study,
-                pull_back,
-                targets,
-                lambda layer: meter.step(2 * num_layers - layer, f"causes, back from layer {layer}"),
-            )
+            parts, groups = _pulled_back(study, pull_back, targets, meter)
         except NotDifferentiableError as error:
             # Prefix swaps need no derivative and are kept.
-            traced = _Traced()
+            parts, groups = {}, []
             explanation.notices.append(f"the drift is not attributed to layers: {error}")
     meter.finish()
     for variant in variants:
         energy = _joined(target.energy for target in targets[variant])
         rows: LayerRows = {index: {"jacobian_samples": len(ids)} for index in range(1, num_layers + 1)}
-        for (name, index), sensitivity in traced.sensitivities.items():
-            if name == variant:
+        for (name, index), sensitivity in pull_back.sensitivities.items():
+            if parts and name == variant:
                 rows[index] |= _sensitivity_columns(sensitivity)
         final_shares = np.full((num_layers, len(ids)), np.nan)
-        if traced.parts and settings.contributions:
-            shares = traced.parts[variant][:, 0]
+        if parts and settings.contributions:
+            shares = parts[variant][:, 0]
             _fill(rows, "final_share", shares, energy)
             # Reported, never distributed over layers, so that shares and remainder sum to 1.
             rows[num_layers]["remainder_share"] = 1 - sum(row["final_share"] for row in rows.values())
@@ -331,12 +326,12 @@ def attribution_of(
                 key | {"sample_id": ids, "final_share": final_shares[layer - 1]}
             )
         explanation.warnings += _unconverged(settings, task, variant, rows)
-        if traced.parts and "adjoint" in study.settings.options:
+        if parts and "adjoint" in study.settings.options:
             of_variant = {"task": task, "variant": variant}
             explanation.tables["adjoint"] += _adjoint_columns(
-                of_variant, ids, targets[variant], traced.parts[variant]
+                of_variant, ids, targets[variant], parts[variant]
             )
-    explanation.tables["group_contributions"] += [{"task": task, **row} for row in traced.groups]
+    explanation.tables["group_contributions"] += groups
     return explanation
 
 
@@ -386,13 +381,7 @@ def _sensitivity_columns(sensitivity: attribution.LayerSensitivity) -> dict[str,
 
 @dataclass(frozen=True)
 class _Targets:
-    """The targets of one batch of a variant.
-
-    Attributes:
-        energy: |e_L|^2 per sample, [n].
-        changes: change of each target [n] by name, the final drift first.
-        covectors: stacked in the order of `changes`.
-    """
+    """The targets of one batch of a variant: |e_L|^2 [n], the change of each target [n] by name, and covectors."""
 
     energy: Tensor
     changes: dict[str, Tensor]
@@ -450,25 +439,13 @@ def _score_targets(
     }
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """Results of the backward pass; empty if a layer can't be differentiated.
+def _pulled_back(
+    study: Study, pull_back: attribution.PullBack, targets: Mapping[str, Sequence[_Targets]], meter: TaskMeter
+) -> tuple[dict[str, NDArray[np.float64]], list[dict[str, Any]]]:
+    """Pull all targets back through all layers; return their parts by variant, [L, k, n], and rows of groups.
 
-    `parts` holds each layer's share of each target, [L, k, n], by variant; of the final drift in squared feature units.
+    The first target's parts, of the final drift, are in squared feature units.
     """
-
-    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    sensitivities: Mapping[tuple[str, int], attribution.LayerSensitivity] = field(default_factory=dict)
-    groups: Sequence[dict[str, Any]] = ()
-
-
-def _traced(
-    study: Study,
-    pull_back: attribution.PullBack,
-    targets: Mapping[str, Sequence[_Targets]],
-    report: Callable[[int], None],
-) -> _Traced:
-    """Pull all targets back through all layers; `report` is called with the layer before each step."""
     covectors = {
         (start, variant): target.covectors
         for variant, of_batches in targets.items()
@@ -479,7 +456,7 @@ def _traced(
     expert: LayerMap | None = None
     for step in pull_back.steps(covectors):
         layer = step.layer
-        report(layer.index)
+        meter.step(2 * len(study.pool.chain.layers) - layer.index, f"causes, back from layer {layer.index}")
         parts[step.variant][layer.index].append(step.parts())
         if "groups" in study.settings.options and layer.index in study.settings.stored_layers:
             if expert is None or expert.layer is not layer:
@@ -487,14 +464,11 @@ def _traced(
             drift = pull_back.final_drift(step.batch, step.variant)
             for group, numbers in _group_numbers(expert, step, inner(drift, drift)):
                 groups[step.variant, layer.index, group].append(numbers)
-    return _Traced(
-        {
-            variant: np.stack([_joined(of_layers[index]) for index in sorted(of_layers)])
-            for variant, of_layers in parts.items()
-        },
-        pull_back.sensitivities,
-        [_group_row(key, _joined(numbers)) for key, numbers in groups.items()],
-    )
+    stacked_parts = {
+        variant: np.stack([_joined(of_layers[index]) for index in sorted(of_layers)])
+        for variant, of_layers in parts.items()
+    }
+    return stacked_parts, [_group_row((pull_back.task, *key), _joined(part)) for key, part in groups.items()]
 
 
 def _group_numbers(
@@ -513,10 +487,10 @@ def _group_numbers(
         yield group, torch.stack([inner(part, whole), inner(part, pulled), *common])
 
 
-def _group_row(key: tuple[str, int, str], per_sample: NDArray[np.float64]) -> dict[str, Any]:
+def _group_row(key: tuple[str, str, int, str], per_sample: NDArray[np.float64]) -> dict[str, Any]:
     sums = per_sample.sum(axis=1)
     ratios = sums[:3] / np.where(sums[3:] > 0, sums[3:], np.nan)
-    return dict(zip(GROUP_CONTRIBUTIONS.names[1:], (*key, *ratios), strict=True))
+    return dict(zip(GROUP_CONTRIBUTIONS.names, (*key, *ratios), strict=True))
 
 
 def _adjoint_columns(

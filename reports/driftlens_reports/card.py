@@ -19,7 +19,7 @@ from driftlens_reports.charts.picking import worst_task
 from driftlens_reports.charts.theme import LIGHT
 from driftlens_reports.charts.words import short
 from driftlens_reports.formats import save_files
-from driftlens_reports.formats.page import called
+from driftlens_reports.formats.page import called, reach
 from driftlens_reports.paper.exhibit import PAGE, sheet
 
 if TYPE_CHECKING:
@@ -131,10 +131,7 @@ def _draw_bar(axes: Axes, head: Headline) -> None:
     axes.axis("off")
     if len(head.tiles) < 2:
         return
-    ends = [end for mean in head.tiles.values() for end in mean.ends if is_measured(end)]
-    low, high = min(ends), max(ends)
-    if high == low:
-        low, high = low - 0.5, high + 0.5
+    low, high = reach(head)
     axes.set(xlim=(low, high), ylim=(-1, 1))
     axes.plot([low, high], [0, 0], color=LIGHT.grid, linewidth=2, zorder=1)
     for variant, mean in head.tiles.items():

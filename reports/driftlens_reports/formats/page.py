@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import itertools
 import json
 import math
 import pathlib
@@ -18,6 +19,7 @@ from markupsafe import Markup, escape
 from driftlens.results.formatting import (
     Table,
     estimate,
+    is_measured,
     printable,
     signs,
     unbroken,
@@ -199,21 +201,31 @@ def _looks(table: Table) -> list[str]:
 
 
 def block(head: Headline) -> Markup:
-    """Return the headline's sentence and tiles as escaped HTML."""
+    """Return the headline's sentence, tiles and bar as escaped HTML."""
     so_far = Markup('<p class="so-far">{}</p>').format(head.so_far) if head.so_far else ""
     tiles = Markup("").join(_tile(head, variant) for variant in head.tiles)
     return Markup(
-        '<section class="headline {}"><p class="says">{}</p>{}<dl class="tiles">{}</dl></section>'
-    ).format(head.tone, unbroken(signs(printable(head.text))), so_far, tiles)
+        '<section class="headline {}"><p class="says">{}</p>{}<dl class="tiles">{}</dl>{}</section>'
+    ).format(head.tone, unbroken(signs(printable(head.text))), so_far, tiles, _bar(head))
 
 
 def shown_alone(head: Headline, *, dark: bool = False) -> str:
-    """Return the headline block with its own rules."""
+    """Return the headline block with its own rules, its bar as an image: Streamlit removes inline SVG."""
     theme = palette(dark)
-    colours = {name: getattr(theme, name) for name in ("surface", "grid", "quiet")}
+    colours = {name: getattr(theme, name) for name in ("surface", "grid", "quiet", "gap")}
     colours |= {**theme.tones, **{f"role-{part}": shades[0] for part, shades in theme.roles.items()}}
     variables = "".join(f"--{name}:{colour};" for name, colour in colours.items())
-    return f"<style>.headline{{{variables}}}{STYLE}</style>{block(head)}"
+    html = str(block(head))
+    if drawing := re.search(r"<svg.*</svg>", html):
+        svg = re.sub(r"var\(--([\w-]+)\)", lambda match: colours[match[1]], drawing[0])
+        label = re.search(r'aria-label="[^"]*"', svg)
+        alt = label[0].removeprefix("aria-") if label else ""
+        data = base64.b64encode(svg.encode()).decode()
+        html = html.replace(
+            drawing[0],
+            f'<img class="bar" {alt.replace("label=", "alt=", 1)} src="data:image/svg+xml;base64,{data}">',
+        )
+    return f"<style>.headline{{{variables}}}{STYLE}</style>{html}"
 
 
 def called(variant: str) -> str:
@@ -231,3 +243,48 @@ def _tile(head: Headline, variant: str) -> Markup:
     ).format(
         name, part_of(variant), name, unbroken(text), unbroken(interval.removesuffix(")")) or head.measure
     )
+
+
+def reach(head: Headline) -> tuple[float, float]:
+    """Return both ends of the bar's scale: all intervals, rounded to tenths for shares."""
+    ends = [end for mean in head.tiles.values() for end in (mean.low, mean.high) if is_measured(end)]
+    low, high = min(ends), max(ends)
+    if head.kind == "share":
+        # The epsilon absorbs rounding, by which an exact tenth would move to the next one.
+        low, high = math.floor(10 * low + 1e-9) / 10, math.ceil(10 * high - 1e-9) / 10
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def _bar(head: Headline) -> Markup:
+    """Draw every model on one scale: the repair in colour, what is left of the gap to the experts in grey."""
+    if len(head.tiles) < 2:
+        return Markup("")
+    low, high = reach(head)
+
+    def line(start: float, end: float, thickness: int, colour: str) -> Markup:
+        x, width = (96 * (value / (high - low)) for value in (min(start, end) - low, abs(end - start)))
+        return Markup('<rect x="{:.2f}%" y="{}" width="{:.2f}%" height="{}" fill="var(--{})"/>').format(
+            2 + x, 16 - thickness / 2, width, thickness, colour
+        )
+
+    parts = {part_of(name): mean for name, mean in head.tiles.items()}
+    path = [part for part in ("merged", "calibrated", "expert") if part in parts]
+    marks = [line(low, high, 2, "grid")]
+    for part, after in itertools.pairwise(path):
+        colour = "gap" if after == "expert" else f"role-{after}"
+        marks.append(line(parts[part].value, parts[after].value, 10, colour))
+    for part, mean in parts.items():
+        if is_measured(mean.low) and is_measured(mean.high):
+            marks.append(line(mean.low, mean.high, 3, f"role-{part}"))
+        dot = '<circle cx="{:.2f}%" cy="16" r="7" fill="var(--role-{})" stroke="var(--surface)" stroke-width="2"/>'
+        marks.append(Markup(dot).format(2 + 96 * (mean.value - low) / (high - low), part))
+    for x, anchor, value in ((2, "start", low), (98, "end", high)):
+        text = Markup('<text x="{}%" y="42" text-anchor="{}" fill="var(--quiet)">{}</text>')
+        marks.append(text.format(x, anchor, written(value, head.kind)))
+    models = ", ".join(
+        f"{called(name)} {written(mean.value, head.kind)}" for name, mean in head.tiles.items()
+    )
+    return Markup(
+        '<svg xmlns="http://www.w3.org/2000/svg" class="bar" role="img" aria-label="{}" width="100%" height="46"'
+        ' font-size="12" font-family="sans-serif">{}</svg>'
+    ).format(printable(f"{head.measure} on one scale: {models}"), Markup("").join(marks))

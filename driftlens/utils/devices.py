@@ -222,16 +222,12 @@ def has_streams(device: torch.device) -> bool:
     return True
 
 
-def use_device(number: int) -> torch.device | None:
+def use_device(number: int) -> None:
     """Make one of the accelerators, by a number that may be larger than there are, this process's own."""
-    kind = accelerator()
-    if kind is not None:
-        place = torch.device(kind.type, number % torch.accelerator.device_count())
+    if accelerator() is not None:
         # Older torch has it under the name `set_device_idx` only.
-        newer: Any = getattr(torch.accelerator, "set_device_index", None)
-        (newer or torch.accelerator.set_device_idx)(place.index)
-        return place
-    return None
+        choose = getattr(torch.accelerator, "set_device_index", None) or torch.accelerator.set_device_idx
+        choose(number % torch.accelerator.device_count())
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

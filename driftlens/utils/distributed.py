@@ -19,13 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError, concerning, from_library
 from driftlens.utils.progress import CancelToken, ProgressSink, Reporter, all_of
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger("driftlens")
 T = TypeVar("T")
@@ -41,19 +38,9 @@ _WAIT = timedelta(days=1)
 class Team:
     """This process among those of a job; rank 0 is the main one."""
 
-    def __init__(
-        self, rank: int = 0, size: int = 1, store: Any = None, device: torch.device | None = None
-    ) -> None:
-        """Describe a process of `torch.distributed`'s default group.
-
-        Args:
-            rank: of this process.
-            size: number of processes.
-            store: a key-value store of torch.distributed that all processes share.
-            device: this process's accelerator, where received tensors go that come from one; None without any.
-        """
-        self.rank, self.size = rank, size
-        self._store, self._device = store, device
+    def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
+        """Describe a process of `torch.distributed`'s default group; `store` is shared by all of them."""
+        self.rank, self.size, self._store = rank, size, store
         self._common: list[BaseException] = []
 
     @property
@@ -72,17 +59,13 @@ class Team:
     def warn_idle(self, items: Sequence[str]) -> None:
         """Log how many processes have no task."""
         if self.size > len(items):
-            log.warning(
-                "%d of %d processes are idle: there are only %d tasks",
-                self.size - len(items),
-                self.size,
-                len(items),
-            )
+            idle = self.size - len(items)
+            log.warning("%d of %d processes are idle: there are only %d tasks", idle, self.size, len(items))
 
     def run_on(self, owner: int, work: Callable[[], T]) -> T | None:
         """Run work on one rank and return its result on the main rank; None elsewhere.
 
-        The owner blocks until the main rank takes the result, so all ranks ask for results in the same order.
+        The owner blocks until the main rank asks for the result, so the order must be the same on all ranks.
         """
         value = work() if self.rank == owner else None
         if owner == 0:
@@ -186,7 +169,7 @@ class Team:
         import torch
 
         file = io.BytesIO()
-        torch.save(value, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
         with self._connection():
             torch.distributed.send_object_list([file.getvalue()], dst=to, device=torch.device("cpu"))
 
@@ -196,13 +179,19 @@ class Team:
         data: list[Any] = [None]
         with self._connection():
             torch.distributed.recv_object_list(data, src=source, device=torch.device("cpu"))
-        return torch.load(io.BytesIO(data[0]), map_location=self._place, weights_only=False)
+        return pickle.loads(data[0])
 
-    def _place(self, storage: Any, location: str) -> Any:
-        """Place a received tensor on this process's accelerator if it comes from another one."""
-        from torch.serialization import default_restore_location
 
-        return default_restore_location(storage, location if location == "cpu" else str(self._device))
+class _Pickler(pickle.Pickler):
+    """Pickles tensors of an accelerator so that they arrive on the receiving process's own one."""
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            # Without an index, a device is the one that `use_device` chose.
+            return torch.Tensor.to, (value.detach().cpu(), value.device.type)
+        return NotImplemented
 
 
 # A job of one process.
@@ -230,7 +219,7 @@ def joined() -> Iterator[Team]:
     number = int(os.environ.get("LOCAL_RANK", "0"))
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=_JOIN))
-        device = use_device(number)
+        use_device(number)
         group = dist.PrefixStore("group", store)
         # Only whole results of tasks are exchanged, so a faster backend would save no time.
         dist.init_process_group("gloo", store=group, rank=rank, world_size=size, timeout=_WAIT)
@@ -240,7 +229,7 @@ def joined() -> Iterator[Team]:
             hint="Start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in every process.",
         ) from error
     # A prefix of its own, so that keys of the process group can't collide with these.
-    team = Team(rank, size, dist.PrefixStore("team", store), device)
+    team = Team(rank, size, dist.PrefixStore("team", store))
     yield team
     # A process that leaves early breaks the connections of those that still send results.
     team.barrier()
@@ -255,14 +244,7 @@ def world_size() -> int:
 
 @dataclass(frozen=True)
 class Access:
-    """Permissions that the caller grants in addition to a spec.
-
-    Attributes:
-        device: overrides the spec's device; None keeps it.
-        offline: True forbids network access.
-        trust: True allows Python code that a spec names.
-        team: the processes of the job.
-    """
+    """Permissions that the caller grants: no network (`offline`), code that a spec names (`trust`), another device."""
 
     device: str | None = None
     offline: bool = False
@@ -276,11 +258,7 @@ class Access:
         return [*device, *["--offline"] * self.offline, *["--trust-code"] * self.trust]
 
     def function(self, target: str, role: str) -> Callable[..., Any]:
-        """Import and return the function `package.module:function`. Importing runs its code.
-
-        Raises:
-            SpecError: code is not trusted.
-        """
+        """Import and return the function `package.module:function`; a SpecError if code is not trusted."""
         if not self.trust:
             raise SpecError(
                 f"the {role} {target} is Python code, which needs permission to run",
@@ -294,11 +272,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Context:
-    """The environment of a job: permissions, progress sink and cancel token.
-
-    Attributes:
-        live: number of calibration samples per task, or None -> the experiment of a run of live modules.
-    """
+    """The environment of a job; `live` opens the experiment of live modules with a number of calibration samples."""
 
     access: Access = Access()
     on_progress: ProgressSink | None = None
@@ -306,7 +280,7 @@ class Context:
     live: Callable[[int | None], Any] | None = None
 
     def about(self, prefix: str) -> Context:
-        """Return the context of one of several jobs. Its phases are reported with this prefix."""
+        """Return the context of one of several jobs, whose phases are reported with this prefix."""
         sink = self.on_progress
         if sink is None:
             return self

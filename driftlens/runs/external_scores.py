@@ -12,7 +12,6 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -27,14 +26,6 @@ from driftlens.utils.intervals import share_of_samples
 from driftlens.utils.variants import ATTACHED, expert_of, metric_called
 
 _HARNESS, _BIGCODE, _SAFETY = "lm-evaluation-harness", "bigcode-evaluation-harness", "safety-eval"
-# Supported tools and their home pages.
-TOOLS: Mapping[str, str] = MappingProxyType(
-    {
-        _HARNESS: "https://github.com/EleutherAI/lm-evaluation-harness",
-        _BIGCODE: "https://github.com/bigcode-project/bigcode-evaluation-harness",
-        _SAFETY: "https://github.com/allenai/safety-eval",
-    }
-)
 _Z = NormalDist().inv_cdf(0.975)
 _ERROR = "_stderr"
 # Spellings of missing and infinite numbers.
@@ -59,21 +50,11 @@ log = logging.getLogger("driftlens")
 
 
 def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
-    """Add the results of another tool to a run, as scores of one of its models.
+    """Add the results of another tool to a finished run, as scores of one of its models (`variant` or `expert:TASK`).
 
-    The tool is lm-evaluation-harness (0.3 or 0.4), bigcode-evaluation-harness or safety-eval. Scores go into the
-    accuracy table under the tool's names, `harness:acc` for example. Intervals come from standard errors or counts in
-    the file. Percentages become shares in [0, 1]. Values that are not finite are left out and logged. The manifest
-    records the file's digest. Attaching again replaces earlier results of the same tasks.
-
-    Args:
-        run: folder of a finished run.
-        variant: the model that was measured, also `expert:TASK`.
-        results: the file of results.
-
-    Raises:
-        DataError: the file is not readable or not of these tools, or the run has no such variant.
-        RunError: the run is unfinished.
+    Scores go into the accuracy table under the tool's names, `harness:acc` for example. Intervals come from standard
+    errors or counts in the file. Percentages become shares in [0, 1]. Values that are not finite are left out and
+    logged. Attaching again replaces earlier results of the same tasks.
     """
     folder, file = pathlib.Path(run), pathlib.Path(results)
     manifest = read_manifest(folder)
@@ -106,7 +87,6 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
 
 
 def _measured(document: dict[str, Any]) -> _Results:
-    """Return the results of a file, whichever tool wrote it."""
     if "results" in document:
         _by_task(document["results"])
         return _of_harness(document)
@@ -131,10 +111,7 @@ def _by_task(scores: object) -> dict[str, dict[str, Any]]:
 
 
 def _of_harness(document: Mapping[str, Any]) -> _Results:
-    """Read results of lm-evaluation-harness.
-
-    Version 0.4 writes "acc,none" and "acc_stderr,none", 0.3 without the filter; 0.4.3 and later count samples.
-    """
+    # Version 0.4 writes "acc,none" and "acc_stderr,none", 0.3 without the filter; 0.4.3 and later count samples.
     scores: dict[str, dict[str, tuple[float, float]]] = {}
     for task, by_metric in document["results"].items():
         scores[task] = {}
@@ -167,7 +144,6 @@ def _flat(
 
 
 def _rows(measured: _Results) -> list[dict[str, Any]]:
-    """Return rows of the accuracy table."""
     rows = []
     for task, scores in measured.scores.items():
         n = measured.counts.get(task)

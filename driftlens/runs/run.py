@@ -7,7 +7,7 @@ import functools
 import pathlib
 import shlex
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 import pandas as pd
@@ -40,18 +40,14 @@ T = TypeVar("T")
 
 
 def remembered(work: Callable[Concatenate[DriftRun, P], T]) -> Callable[Concatenate[DriftRun, P], T]:
-    """Cache the function's answers on the run, which doesn't change once opened.
-
-    Arguments must be hashable; callers must not modify answers.
-    """
+    """Cache the function's answers on the run; arguments must be hashable, and answers must not be modified."""
 
     @functools.wraps(work)
     def answer(run: DriftRun, /, *args: P.args, **kwargs: P.kwargs) -> T:
         key = (work, args, *kwargs.items())
         if key not in run._answers:
             run._answers[key] = work(run, *args, **kwargs)
-        cached: T = run._answers[key]
-        return cached
+        return cast("T", run._answers[key])
 
     return answer
 
@@ -64,10 +60,6 @@ def open_run(path: PathLike) -> DriftRun:
         SchemaTooNewError: a newer DriftLens wrote it.
     """
     return DriftRun.at(path)
-
-
-# Characters of a name in a representation, so that three fit on a line of a notebook.
-_LONG_NAME = 22
 
 
 class _Units(dict[str, str]):
@@ -185,7 +177,11 @@ class DriftRun:
 
     def calibration(self, name: str | None = None) -> pd.DataFrame:
         """Return rows of the calibration log, one per calibrated site, of all calibrations or of `name`."""
-        return self._rows(schema.CALIBRATION, name=name)
+        rows = self._rows(schema.CALIBRATION)
+        if name is None:
+            return rows
+        self._check("calibration", name, [*self.manifest.calibrations, *rows["name"]])
+        return rows[rows["name"] == name].reset_index(drop=True)
 
     def calibration_info(self, name: str) -> CalibrationInfo:
         """Return the manifest's entry of a finished calibration; a DataError without one of that name."""
@@ -214,9 +210,8 @@ class DriftRun:
         """
         numbers = [entry.name for entry in schema.LAYERS.columns if entry.dtype in ("int", "float")]
         if column not in numbers:
-            raise DataError(
-                f"the layer table has no number called {column!r}", hint=did_you_mean(column, numbers)
-            )
+            hint = did_you_mean(column, numbers)
+            raise DataError(f"the layer table has no number called {column!r}", hint=hint)
         rows = self.layers(task, variant, layer)
         if rows.empty:
             raise DataError(
@@ -251,10 +246,9 @@ class DriftRun:
             )
         try:
             # Without pickle: unpickling an array of an untrusted run could execute code.
-            array: NDArray[np.floating[Any]] = np.load(plain_file(path), mmap_mode="r", allow_pickle=False)
+            return cast("NDArray[Any]", np.load(plain_file(path), mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError, EOFError) as error:
             raise RunError(f"{path} can't be read: {error}", hint=DAMAGED) from error
-        return array
 
     def thumbs(self, task: str) -> NDArray[np.uint8] | None:
         """Return pictures `[n, side, side, 3]` of a task's first diagnosis samples, in order; None without pictures."""
@@ -280,10 +274,8 @@ class DriftRun:
         self._check("task", task)
         splits = [name for name, tasks in self.manifest.sample_ids.items() if task in tasks]
         if split not in splits:
-            recorded = ", ".join(splits) or "none"
-            raise DataError(
-                f"no {split!r} samples of task {task!r} are recorded; recorded splits: {recorded}"
-            )
+            recorded = f"recorded splits: {', '.join(splits) or 'none'}"
+            raise DataError(f"no {split!r} samples of task {task!r} are recorded; {recorded}")
         return tuple(self.manifest.sample_ids[split][task])
 
     def layer_index(self, layer: int | str) -> int:
@@ -314,10 +306,10 @@ class DriftRun:
         return f"{path} (layer {layer} of {len(paths)})"
 
     def frame(self, table: str) -> pd.DataFrame:
-        """Return a whole table of `driftlens.runs.schema.TABLES` for plotting: tasks, variants and paths are ordered
-        categories.
+        """Return a whole table, by its name in `driftlens.runs.schema.TABLES`, for plotting.
 
-        The order is the run's. `attrs["units"]` has every column's unit, as in all frames of a run.
+        Tasks, variants and paths are categories in the order of the run. `attrs["units"]` has every column's unit, as
+        in all frames of a run.
         """
         if table not in schema.TABLES:
             raise DataError(f"a run has no table {table!r}", hint=did_you_mean(table, schema.TABLES))
@@ -331,15 +323,12 @@ class DriftRun:
 
     def __repr__(self) -> str:
         tasks, variants = (
-            some_of(
-                [repr(name if len(name) <= _LONG_NAME else f"{name[: _LONG_NAME - 4]} ...") for name in names]
-            )
-            for names in (self.tasks, self.variants)
+            some_of([f"{name!r:.24}" for name in names]) for names in (self.tasks, self.variants)
         )
         return f"<DriftRun {str(self.path)!r}:\n  tasks {tasks};\n  variants {variants}>"
 
     def columns(self, table: str) -> tuple[ColumnSchema, ...]:
-        """Return the columns of a table: those of the schema, then those that diagnostics added to this run's file."""
+        """Return the columns of a table: those of the schema, then those that diagnostics added to this run."""
         declared = schema.TABLES[table]
         return declared.extended(stored_columns(self.path / table_file(table), declared)).columns
 
@@ -359,8 +348,6 @@ class DriftRun:
         for column, value in filters.items():
             if column == "layer":
                 value = self.layer_index(value)
-            elif column == "name":
-                self._check("calibration", value, [*self.manifest.calibrations, *frame["name"]])
             else:
                 self._check(column, value)
             places = places[(frame[column].take(places) == value).to_numpy(dtype=bool)]
@@ -373,31 +360,24 @@ class DriftRun:
             is_absent = relative not in self.manifest.files and not (self.path / relative).exists()
             rows = empty(table) if is_absent else read_table(self.path / relative, table)
             # A copy stores columns of one type in one block, which halves the time of taking rows.
-            rows = self._finished_rows(rows).copy()
+            rows = rows.copy()
+            # Variants that are still being written or removed.
+            hidden = list(self.manifest.unfinished)
+            if "variant" in rows:
+                rows = rows[~rows["variant"].isin(hidden)].reset_index(drop=True)
+            elif table is schema.CALIBRATION:
+                rows = rows[~rows["name"].map(calibrated).isin(hidden)].reset_index(drop=True)
             rows.attrs["units"] = _Units({column.name: column.unit for column in self.columns(table.name)})
             self._frames[table.name] = rows
         return self._frames[table.name]
-
-    def _finished_rows(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Return the rows without variants that are still being written or removed."""
-        hidden = list(self.manifest.unfinished)
-        if not hidden:
-            return rows
-        if "variant" in rows:
-            rows = rows[~rows["variant"].isin(hidden)]
-        elif {"name", "site"} <= set(rows):
-            rows = rows[~rows["name"].map(calibrated).isin(hidden)]
-        return rows.reset_index(drop=True)
 
     def _check(self, kind: str, name: str, allowed: Iterable[str] | None = None) -> None:
         if allowed is None:
             allowed = self.tasks if kind == "task" else (*self.variants, "expert")
         names = list(dict.fromkeys(allowed))
         if name not in names:
-            available = ", ".join(names) or "none"
-            raise DataError(
-                f"the run has no {kind} {name!r}; it has {available}", hint=did_you_mean(name, names)
-            )
+            available = f"it has {', '.join(names) or 'none'}"
+            raise DataError(f"the run has no {kind} {name!r}; {available}", hint=did_you_mean(name, names))
 
 
 # Key of the command line's options in the settings file of an unfinished calibration.
@@ -408,29 +388,22 @@ _EXPLAIN = ":explain:"
 
 
 def current_state(run: DriftRun) -> str:
-    """Return the state of the run itself: "done" once its analysis is, however a later calibration or sweep ended.
-
-    While a process works on it the state is "running"; `last_work` has the state of the last job.
-    """
+    """Return the state of the run itself: "done" once its analysis is, "running" while a process works on it."""
     state, _ = last_work(run)
     ended_early = state in ("cancelled", "failed", "stopped", "unknown")
     return "done" if ended_early and is_analyzed(run.manifest) else state
 
 
 def last_work(run: DriftRun) -> tuple[str, str]:
-    """Return the state in the run's status, and a description of a damaged status.json with a hint, or "".
+    """Return the state of the last job, and a description of a damaged status.json, without the folder's path, or "".
 
-    The state is "stopped" if the job is unfinished and its process is gone, "unknown" without status and process. The
-    description leaves out the folder's path, because reports show it.
+    The state is "stopped" if the job is unfinished and its process is gone, "unknown" without status and process.
     """
     return _state_of(run)[1:]
 
 
 def left_undone(run: DriftRun) -> tuple[str, ...]:
-    """Return sentences about later work on a finished run that ended early, and how to resume it; none while it lasts.
-
-    A damaged status.json is described instead.
-    """
+    """Return sentences about later work on a finished run that ended early, and how to resume it."""
     status, state, damage = _state_of(run)
     if damage:
         return (damage,)
@@ -456,19 +429,13 @@ def left_undone(run: DriftRun) -> tuple[str, ...]:
 
 
 def is_analyzed(manifest: Manifest) -> bool:
-    """Return True if the analysis of the run is finished.
-
-    The attribution, which may be left out or added later, does not count.
-    """
+    """Return True if the analysis of the run is finished, apart from the attribution, which may be added later."""
     phases = [phase for name, phase in manifest.phases.items() if not name.startswith((*LATER, "explain:"))]
     return bool(manifest.finished) and all(phase.state == "done" for phase in phases)
 
 
 def unanalyzed(manifest: Manifest, *, scored: bool = False) -> list[str]:
-    """Return the unfinished phases of analyzing tasks; until they are done nothing can be added to the run.
-
-    With `scored`, phases of evaluation count too, unless the run was finished once.
-    """
+    """Return unfinished phases of the analysis; with `scored` of evaluation too, unless the run was finished once."""
     kinds = ("analyze", "evaluate") if scored and not manifest.finished else ("analyze",)
     phases = [f"{kind}:{task}" for kind in kinds for task in manifest.tasks]
     return [name for name in phases if name not in manifest.phases or manifest.phases[name].state != "done"]
@@ -488,24 +455,14 @@ def require_analyzed(folder: pathlib.Path, *, scored: bool = False) -> None:
 
 def _begun(run: DriftRun) -> list[str]:
     """Return calibrations that were begun and not finished, including those whose settings were still being chosen."""
-    phases = (name.split(":") for name in run.manifest.phases if name.startswith("calibrate:"))
-    names = [*map(calibration_of, run.manifest.unfinished), *(parts[1] for parts in phases)]
-    is_variant = set(run.manifest.unfinished)
-    return [
-        name
-        for name in dict.fromkeys(filter(None, names))
-        if calibrated(name) in is_variant or (run.path / begun_calibration(name)).is_file()
-    ]
+    unfinished = [*filter(None, map(calibration_of, run.manifest.unfinished))]
+    started = [name.split(":")[1] for name in run.manifest.phases if name.startswith("calibrate:")]
+    chosen = [name for name in started if (run.path / begun_calibration(name)).is_file()]
+    return [*dict.fromkeys([*unfinished, *chosen])]
 
 
 def how_to_resume(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
-    """Return a sentence on how to resume a calibration that was begun and not finished.
-
-    Args:
-        folder: the run's folder.
-        name: name of the calibration, which may replace a finished one.
-        manifest: the run's manifest.
-    """
+    """Return a sentence on how to resume a calibration that was begun and not finished."""
     is_replacing = name in manifest.calibrations
     if is_live(manifest):
         both = f"name={name!r}, {'replace=True, ' if is_replacing else ''}resume=True"
@@ -518,14 +475,7 @@ def how_to_resume(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
 
 
 def how_to_save(folder: pathlib.Path, name: str, manifest: Manifest, *words: str) -> str:
-    """Return a sentence on how to save a finished calibration in the format of its base.
-
-    Args:
-        folder: the run's folder.
-        name: name of the calibration.
-        manifest: the run's manifest.
-        words: further options of the command.
-    """
+    """Return a sentence on how to save a finished calibration in its base's format; `words` are further options."""
     if is_live(manifest):
         return f"`run.calibrate(..., name={name!r}, save_weights=...)` with the same settings saves it"
     command = shlex.join(["driftlens", "calibrate", str(folder), "--name", name, *words, "--save-weights"])
@@ -560,7 +510,7 @@ def how_to_explain(folder: pathlib.Path, *add: str) -> str:
 
 
 def _state_of(run: DriftRun) -> tuple[Status | None, str, str]:
-    """Return the run's status, None if unreadable or absent; then state and damage as for `last_work`."""
+    """Return the run's status, None if unreadable or absent; then the answers of `last_work`."""
     status, damage = None, ""
     try:
         status = run.status

@@ -12,6 +12,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from math import isfinite
 from typing import Annotated, ClassVar, Literal, Self
 
 import psutil
@@ -48,10 +49,7 @@ _Whole = Annotated[int, Field(lt=2**63)]
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that writes to a run; `heartbeat` is its last sign of life (UTC).
-
-    The start time distinguishes the process from a later one with the same id.
-    """
+    """The process that writes to a run, with its last sign of life (UTC)."""
 
     pid: Annotated[int, Field(gt=0, lt=2**31)]
     process_started: float | None
@@ -82,10 +80,9 @@ class Owner:
 
 
 class RunLock:
-    """The right to write to a run directory, held from `acquire` to `release`.
+    """The right to write to a run directory. The operating system releases it when the process dies.
 
-    The operating system releases the lock when a process dies, so that a dead owner blocks no other. On a disk without
-    locks the note in `run.lock` decides.
+    On a disk without locks the note in `run.lock` decides.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
@@ -95,12 +92,7 @@ class RunLock:
         self._has_note = False
 
     def acquire(self) -> Owner | None:
-        """Take the lock; return the owner that died holding it, if any, and remove its scratch folders.
-
-        Raises:
-            RunLockedError: another process holds the lock.
-            RunError: the folder can't be written to, or contains a link that leads out of it.
-        """
+        """Take the lock; return the owner that died holding it, if any, and remove its scratch folders."""
         _refuse_links_out(self._folder)
         undo_if_stopped(self, self.release)
         try:
@@ -206,7 +198,7 @@ def living_owner_of(folder: pathlib.Path) -> Owner | None:
 
 
 def require_unlocked(folder: pathlib.Path) -> None:
-    """Raise a RunLockedError if a live process writes to the run; unlike taking the lock, this leaves no trace."""
+    """Raise a RunLockedError if a live process writes to the run."""
     owner = living_owner_of(folder)
     if owner is not None:
         raise _locked(folder, owner)
@@ -228,16 +220,13 @@ def _locked(folder: pathlib.Path, owner: Owner | None) -> RunLockedError:
 
 
 def process_started(pid: int) -> float | None:
-    """Return the start time of a process in seconds; None if there is no such process.
-
-    It counts from the boot of the machine on Linux, else from 1970: setting the clock must
-    not make a live process look like another one.
-    """
+    """Return the start time of a process in seconds; None if there is no such process."""
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
             return None
         with contextlib.suppress(OSError, IndexError, ValueError):
+            # From the boot of the machine, because setting the clock must not make it look like another process.
             # Field 22, counted from the end of the name, which may contain spaces and brackets.
             fields = pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             return int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -271,11 +260,7 @@ class Failure:
 class Status:
     """The state of a run: units of the phase `done` of `total` (None: unknown) after `seconds`.
 
-    Attributes:
-        metrics: values to show while waiting, None if not finite.
-        heartbeat: time of writing, UTC.
-        pid: the process that wrote it.
-        process_started: see the function of that name.
+    It was written at `heartbeat` (UTC) by the process `pid`. Of `metrics`, those that are not finite are None.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = {"allow_inf_nan": False}
@@ -295,10 +280,8 @@ class Status:
 
 def write_status(folder: pathlib.Path, status: Status) -> None:
     """Replace the run's status.json atomically."""
-    # Imports pandas, which merging doesn't need.
-    from driftlens.runs.tables import plain
-
-    metrics = {name: plain(value) for name, value in status.metrics.items()}
+    finite = {name: value for name, value in status.metrics.items() if value is not None and isfinite(value)}
+    metrics = {name: float(finite[name]) if name in finite else None for name in status.metrics}
     # A running job writes hundreds of them; after a power cut it doesn't run any more, so none needs a disk flush.
     is_lasting = status.state != "running"
     write_json_atomic(folder / STATUS, as_plain(replace(status, metrics=metrics)), is_lasting=is_lasting)

@@ -1,8 +1,7 @@
 """Atomic writes: every file that DriftLens writes is complete or absent. Entry points: `atomic_path`, `atomic_folder`.
 
-A file is written in a scratch folder `.partial-*` next to its place and moved there once complete and flushed. The
-scratch folder is removed if writing stops, also by Ctrl-C. Scratch folders of killed processes are removed by the next
-process that writes there.
+A file is written in a scratch folder `.partial-*` next to its place and moved there once complete and flushed. The next
+process that writes there removes scratch folders of killed processes.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ def escape(name: str) -> str:
     """Return a file name for a task or variant name: `:` becomes `__`, unsafe characters are percent-escaped."""
     if not name:
         raise ValueError("an empty name can't be a file name")
-    return _UNSAFE.sub(lambda match: "__" if match[0] == ":" else _percent(match[0]), name)
 
+    def escaped(match: re.Match[str]) -> str:
+        return "__" if match[0] == ":" else "".join(f"%{byte:02X}" for byte in match[0].encode())
 
-def _percent(character: str) -> str:
-    return "".join(f"%{byte:02X}" for byte in character.encode())
+    return _UNSAFE.sub(escaped, name)
 
 
 @contextlib.contextmanager
@@ -65,10 +64,8 @@ def atomic_path(
 ) -> Iterator[pathlib.Path]:
     """Yield a path to write to. On success the file appears at `path`; on failure the old file (or none) stays.
 
-    Args:
-        path: the final place.
-        need: number of bytes to be written; refused if the disk has less.
-        is_lasting: True to flush to disk, so that the file survives a power failure.
+    The error on a full disk states `need`, the number of bytes to be written. With `is_lasting`, the file is flushed to
+    disk, so that it survives a power failure.
     """
     target = pathlib.Path(path)
     with scratch_beside(target, need) as scratch:
@@ -106,13 +103,7 @@ def require_free(path: PathLike) -> None:
 
 
 def write_text_atomic(path: PathLike, text: str, *, is_lasting: bool = True) -> None:
-    """Write text as UTF-8 with Unix line ends, completely or not at all.
-
-    Args:
-        path: the file.
-        text: its content.
-        is_lasting: as for `atomic_path`.
-    """
+    """Write text as UTF-8 with Unix line ends, completely or not at all."""
     data = text.encode()
     with atomic_path(path, need=len(data), is_lasting=is_lasting) as written:
         written.write_bytes(data)
@@ -121,14 +112,7 @@ def write_text_atomic(path: PathLike, text: str, *, is_lasting: bool = True) -> 
 def write_json_atomic(
     path: PathLike, value: object, *, allow_nan: bool = False, is_lasting: bool = True
 ) -> None:
-    """Write indented JSON, keys in the given order, completely or not at all.
-
-    Args:
-        path: the file.
-        value: its content.
-        allow_nan: True to write infinite numbers as Python's JSON reader accepts them.
-        is_lasting: as for `atomic_path`.
-    """
+    """Write indented JSON, keys in the given order, completely or not at all."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=allow_nan)
     write_text_atomic(path, f"{text}\n", is_lasting=is_lasting)
 
@@ -188,14 +172,10 @@ def free_bytes(path: PathLike) -> int:
 def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.Path]:
     """Yield a folder next to `target` that is removed afterwards; a full disk inside the block raises a `RunError`."""
     folder = target.parent / f".partial-{_HERE}-{os.getpid()}-{secrets.token_hex(4)}"
-    missing = [
-        folder_above for folder_above in (target.parent, *target.parent.parents) if not folder_above.exists()
-    ]
+    missing = [parent for parent in (target.parent, *target.parent.parents) if not parent.exists()]
     try:
-        for parent in reversed(
-            missing
-            # One by one: a parent that was removed meanwhile must not be recreated.
-        ):
+        # One by one: a parent that was removed meanwhile must not be recreated.
+        for parent in reversed(missing):
             parent.mkdir(exist_ok=True)
         if (os.getpid(), target.parent) not in _swept:
             _swept.add((os.getpid(), target.parent))
@@ -235,7 +215,8 @@ def sweep(scratch: Iterable[pathlib.Path], *, others: bool = False) -> None:
         is_known = machine == _HERE and number.isdecimal() and len(number) < 10
         is_mine = is_known and int(number) == os.getpid()
         # This process is alive by definition; its registered undo steps show which folders it still fills.
-        is_live = _is_unfinished(folder) if is_mine else is_known and psutil.pid_exists(int(number))
+        is_filled = (os.getpid(), folder) in _unfinished
+        is_live = is_filled if is_mine else is_known and psutil.pid_exists(int(number))
         if (is_known or others) and not is_live:
             with contextlib.suppress(OSError):
                 _finish_swap(folder)
@@ -252,11 +233,6 @@ def forget_undo(key: object) -> None:
     _unfinished.pop((os.getpid(), key), None)
 
 
-def _is_unfinished(key: object) -> bool:
-    """Return True if this process has begun a step and not ended it."""
-    return (os.getpid(), key) in _unfinished
-
-
 def undo_unfinished() -> None:
     """Undo all steps that this process began and did not end, the last one first; failures to undo are ignored."""
     for key in reversed([key for key in _unfinished if key[0] == os.getpid()]):
@@ -267,10 +243,7 @@ def undo_unfinished() -> None:
 
 
 class Guard:
-    """A file lock that one process holds at a time, at most until the process ends.
-
-    On file systems without locks the file is open but not locked.
-    """
+    """A file lock that one process holds at a time; on file systems without locks the file is open but not locked."""
 
     def __init__(self, file: PathLike, timeout: float = 0.0) -> None:
         from filelock import FileLock

@@ -336,15 +336,6 @@ def manifest_is_intact(folder: pathlib.Path) -> bool:
         return False
 
 
-# Prefixes of phases that come after a run's analysis.
-LATER = ("calibrate:", "sweep:")
-
-
-def is_phase_of(name: str, phase: str) -> bool:
-    """Return True if a phase belongs to the calibration `name`."""
-    return phase == f"calibrate:{name}" or phase.startswith(f"calibrate:{name}:")
-
-
 def ids_digest(ids: Sequence[str]) -> str:
     """Return the digest of ordered sample ids, in hexadecimal."""
     return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()

@@ -15,14 +15,12 @@ from numpy.typing import NDArray
 
 from driftlens.runs import schema
 from driftlens.runs.manifest import (
-    LATER,
     STATUS,
     THUMB_SIDE,
     CalibrationInfo,
     Manifest,
     begun_calibration,
     feature_file,
-    is_phase_of,
     read_manifest,
     table_file,
     texts_file,
@@ -383,9 +381,6 @@ class DriftRun:
 # Key of the command line's options in the settings file of an unfinished calibration.
 COMMAND = "command"
 
-# Part of the names of attribution phases, after `calibrate:NAME` or at the beginning.
-_EXPLAIN = ":explain:"
-
 
 def current_state(run: DriftRun) -> str:
     """Return the state of the run itself: "done" once its analysis is, "running" while a process works on it."""
@@ -411,26 +406,20 @@ def left_undone(run: DriftRun) -> tuple[str, ...]:
         return ()
     begun = _begun(run)
     if begun or state in ("done", "unknown"):
-        ends = {name: _end_of(run.manifest, name) for name in begun}
-        return tuple(f"{end}; {how_to_resume(run.path, name, run.manifest)}" for name, end in ends.items())
+        ways = {name: how_to_resume(run.path, name, run.manifest) for name in begun}
+        return tuple(f"calibration {name!r} is unfinished; {way}" for name, way in ways.items())
     failure = status.error if status is not None else None
     reason = f": {failure.message}" if failure is not None and failure.message != state else ""
-    lacking = [
-        f":{name}".partition(_EXPLAIN)[2]
-        for name, phase in run.manifest.phases.items()
-        if _EXPLAIN in f":{name}" and phase.state != "done"
-    ]
-    # Phases of optional diagnostics name them before the task, several joined by "+".
-    add = dict.fromkeys(
-        name for unfinished in lacking for group in unfinished.split(":")[:-1] for name in group.split("+")
-    )
-    more = f"; {how_to_explain(run.path, *add)}" if lacking and not is_live(run.manifest) else ""
-    return (f"the last job on it ended early ({state}{reason}); earlier results are complete{more}",)
+    return (f"the last job on it ended early ({state}{reason}); earlier results are complete",)
+
+
+# Phases that come after the analysis of a run.
+_LATER = ("calibrate:", "sweep:", "explain:")
 
 
 def is_analyzed(manifest: Manifest) -> bool:
     """Return True if the analysis of the run is finished, apart from the attribution, which may be added later."""
-    phases = [phase for name, phase in manifest.phases.items() if not name.startswith((*LATER, "explain:"))]
+    phases = [phase for name, phase in manifest.phases.items() if not name.startswith(_LATER)]
     return bool(manifest.finished) and all(phase.state == "done" for phase in phases)
 
 
@@ -503,10 +492,9 @@ def command_to_resume(folder: pathlib.Path, manifest: Manifest | None = None) ->
     return f"driftlens analyze {folder_name}/spec.yaml --out {folder_name} --resume"
 
 
-def how_to_explain(folder: pathlib.Path, *add: str) -> str:
-    """Return a sentence on how to add the attribution, or the diagnostics `add`, to a run."""
-    command = shlex.join(["driftlens", "analyze", str(folder), *(["--add", ",".join(add)] if add else ())])
-    return f"`{command}` adds the missing {'diagnostics' if add else 'attribution'}"
+def how_to_explain(folder: pathlib.Path) -> str:
+    """Return a sentence on how to add the attribution to a run."""
+    return f"`{shlex.join(['driftlens', 'analyze', str(folder)])}` adds the missing attribution"
 
 
 def _state_of(run: DriftRun) -> tuple[Status | None, str, str]:
@@ -522,11 +510,3 @@ def _state_of(run: DriftRun) -> tuple[Status | None, str, str]:
     if status is None:
         return None, "running" if is_alive else "unknown", damage
     return status, status.state if is_alive else "stopped", damage
-
-
-def _end_of(manifest: Manifest, name: str) -> str:
-    ends = {"cancelled": "was cancelled", "failed": "failed"}
-    states = [phase.state for key, phase in manifest.phases.items() if is_phase_of(name, key)]
-    return (
-        f"calibration {name!r} {next((ends[state] for state in states if state in ends), 'was interrupted')}"
-    )

@@ -22,8 +22,7 @@ from driftlens.utils.errors import counted
 class VerifyResult:
     """The comparison of a run's files with its manifest: number of files compared, and those that differ.
 
-    Paths are relative to the run. Unlisted files belong to another program, or to an unfinished job on a finished
-    run.
+    Unlisted files belong to another program, or to an unfinished job on a finished run.
     """
 
     checked: int
@@ -77,7 +76,7 @@ class Equality:
     Attributes:
         tables: tables that were compared; those without rows in both runs are left out.
         largest: largest difference of a number, relative to the largest magnitude of its column, or to 1 if that is
-            smaller and the column holds pure numbers or nats, such as cosines, errors and losses.
+            smaller and the column holds pure numbers or nats.
         where: column and row of that difference.
         unequal: differences that no tolerance covers: rows or values in one run only, different texts and counts.
         lacking: columns that only one run has, because an older schema wrote the other; they are not compared.

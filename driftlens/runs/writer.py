@@ -31,7 +31,6 @@ from driftlens.runs.manifest import (
     feature_file,
     feature_folder,
     ids_digest,
-    is_phase_of,
     new_manifest,
     read_manifest,
     sample_ids_file,
@@ -356,7 +355,7 @@ class RunWriter:
     def remove_calibration(self, name: str) -> None:
         """Remove a calibration and its control; the next removal completes an interrupted one."""
         gone = (control_of(name), calibrated(name))
-        phases = [phase for phase in self.manifest.phases if is_phase_of(name, phase)]
+        phases = [phase for phase in self.manifest.phases if f"{phase}:".startswith(f"calibrate:{name}:")]
         self.begin_variants(gone)
         self._save(
             calibrations=_without(self.manifest.calibrations, [name]),

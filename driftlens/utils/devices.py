@@ -66,7 +66,7 @@ def kinds() -> list[str]:
 
 @functools.cache
 def has_float64(device: torch.device) -> bool:
-    """Return True if the device computes in float64. The result of a trial computation is cached."""
+    """Return True if a trial computation in float64 succeeds."""
     try:
         torch.ones(1, dtype=torch.float64, device=device).sum()
     # It is a RuntimeError, too, and would be cached as a lack of float64.
@@ -115,10 +115,7 @@ _crowded: ContextVar[bool] = ContextVar("crowded", default=False)
 
 
 def place_of_sums(dtype: torch.dtype, device: torch.device) -> torch.device:
-    """Return the device for moments of this dtype and for the solves that use them.
-
-    This is the host if moments did not fit before, or if the device lacks a factorization.
-    """
+    """Return the device for moments of this dtype and their solves: the host if it lacks memory or a factorization."""
     return HOST if _crowded.get() or lacking(device) else device_of(dtype, device)
 
 
@@ -139,7 +136,7 @@ def summing() -> Iterator[None]:
 
 @contextmanager
 def sums_moving() -> Iterator[Callable[[], bool]]:
-    """Yield a function that moves statistics to the host until the block ends; it returns True if they moved."""
+    """Yield a function that moves statistics to the host until the block ends; True if they were elsewhere."""
     # Set to its own value, only for a token that restores it later.
     token = _crowded.set(_crowded.get())
 

@@ -34,7 +34,6 @@ class ColumnSchema:
     """One column of a table.
 
     Attributes:
-        name: in the file.
         dtype: kind of value; a float that was not measured is null in the file and NaN in a frame.
         unit: "feature" is the length unit of the features, "1" a pure number, "" no number.
         meaning: one sentence for a reader of the table.
@@ -81,17 +80,14 @@ class Diagnostic:
     """One family of quantities.
 
     Attributes:
-        name: the registered name.
         table: the table that it adds columns to. `layers` and `samples` are measured after every stored layer,
             `outputs` after the last one, for tasks with a head.
-        columns: the columns that it fills.
         needs: "view" and "features" are measured during the walk, "jacobian" by the attribution, "weights" without
             samples.
         option: key of the spec's `metrics` that enables it; empty if it is always measured.
         measure: for "view" and "features", `Seen` -> columns: one number each for `layers`, else one per sample.
         per_view: (layer view, pooling) -> named tensors [n], which reach `measure` as `Seen.columns`, joined over
-            batches.
-            Several diagnostics may share one.
+            batches. Several diagnostics may share one.
     """
 
     name: str
@@ -115,16 +111,7 @@ def diagnostic(
     option: str | None = None,
     per_view: Callable[[Any, Any], Mapping[str, Any]] | None = None,
 ) -> Callable[[F], F]:
-    """Register a function as the diagnostic `name`. Without `option`, its name enables it.
-
-    Args:
-        name: the registered name.
-        columns: the columns that it fills.
-        table: the table that it adds columns to.
-        needs: when it is measured, see `Diagnostic`.
-        option: key of the spec's `metrics` that enables it.
-        per_view: quantities of each batch, see `Diagnostic`.
-    """
+    """Register a function as the diagnostic `name`, see `Diagnostic`. Without `option`, its name enables it."""
 
     def file(measure: F) -> F:
         switch = name if option is None else option

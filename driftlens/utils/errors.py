@@ -18,8 +18,7 @@
 Each has `message` (the problem), `hint` (the remedy) and `context` (names and numbers for programs). The command line,
 reports and the dashboard show the same text.
 
-Errors that libraries raise about their input pass through. `from_library` converts one into an error of this tree for
-display, and `concerning` adds the file or setting that it is about.
+Errors that libraries raise about their input pass through; `from_library` converts them for display.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class LayerNotFoundError(DriftLensError, LookupError, exit_code=2):
 
 
 class ChecksFailedError(DriftLensError, AssertionError, exit_code=3):
-    """A run's numbers are not as its checks want them; the checks that failed are in the message."""
+    """A run's numbers violate its checks; the checks that failed are in the message."""
 
 
 class CheckpointError(DriftLensError, ValueError, exit_code=4):
@@ -117,11 +116,7 @@ _MOST_LINES = 8
 
 @contextmanager
 def concerning(subject: object) -> Iterator[None]:
-    """Add to a library's error, raised in this block, which file or setting it is about.
-
-    with concerning(path):
-        config = json.loads(path.read_text())
-    """
+    """Add to a library's error, raised in this block, which file or setting it is about."""
     try:
         yield
     except Exception as error:
@@ -184,9 +179,7 @@ def _problem(details: Any) -> str:
 
 
 def did_you_mean(name: object, choices: Collection[object]) -> str:
-    """Return the hint `Did you mean 'x'?`, or an empty string if no known name is similar; `x` is similar to
-    `calibrated:x`.
-    """
+    """Return the hint `Did you mean 'x'?`, or "" if no choice is similar; `x` is similar to `calibrated:x`."""
     others = [str(other) for other in choices]
     near = [other for other in others if other.endswith(f":{name}")] or difflib.get_close_matches(
         str(name), others

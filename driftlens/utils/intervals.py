@@ -1,8 +1,7 @@
-"""Confidence intervals (95 %): accuracies, means and their changes, and shares.
+"""Confidence intervals (95 %) of accuracies, means and their changes.
 
-Shares of right answers use score intervals, which stay within [0, 1] and have a width at 0 and n of n. They cover the
-truth in about 95 % of cases from ten samples on; plus or minus 1.96 standard errors do not. Means use Student's t with
-variances divided by n - 1. Ratios of sums over samples use the bootstrap.
+Shares of right answers use score intervals, which cover the truth in about 95 % of cases from ten samples on; plus or
+minus 1.96 standard errors do not. Means use Student's t. Ratios of sums over samples use the bootstrap.
 """
 
 from __future__ import annotations
@@ -20,19 +19,13 @@ Array = NDArray[np.float64]
 _Z = NormalDist().inv_cdf(0.975)
 # Of an interval no longer than 2: beyond double precision.
 _HALVINGS = 60
-
-
-# How often samples are drawn again for the interval of a share.
+# Number of bootstrap samples.
 RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A number with its 95 % interval; NaN if unknown, for example the ends for a single sample.
-
-    Attributes:
-        n: number of samples; 0 if unknown.
-    """
+    """A number of `n` samples with its 95 % interval; NaN if unknown, for example the ends for a single sample."""
 
     value: float
     low: float = math.nan
@@ -51,7 +44,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class MeanChange:
-    """The change of a mean over samples, absolute and relative to the mean before. The latter's error is included."""
+    """The change of a mean over samples, absolute and relative to the mean before."""
 
     difference: Interval
     relative: Interval
@@ -133,12 +126,6 @@ def unpaired_difference(k_before: int, n_before: int, k_after: int, n_after: int
 
     Newcombe's hybrid score interval (method 10, 1998, independent proportions). For counts from the same samples, whose
     errors are correlated, it may be too wide.
-
-    Args:
-        k_before: right answers before.
-        n_before: samples before.
-        k_after: right answers after.
-        n_after: samples after.
     """
     before, after = k_before / n_before if n_before else 0.0, k_after / n_after if n_after else 0.0
     (low_before, high_before), (low_after, high_after) = wilson(k_before, n_before), wilson(k_after, n_after)
@@ -148,13 +135,7 @@ def unpaired_difference(k_before: int, n_before: int, k_after: int, n_after: int
 
 
 def mean_interval(mean: float, std: float, n: int) -> Interval:
-    """Return a mean over samples with Student's interval.
-
-    Args:
-        mean: mean over samples.
-        std: standard deviation, divided by n.
-        n: number of samples.
-    """
+    """Return a mean over samples with Student's interval."""
     # `std` divides by n, so dividing it by the root of n - 1 gives the usual standard error.
     return replace(_around(mean, std / math.sqrt(n - 1) if n > 1 else math.nan, n - 1), n=n)
 
@@ -163,11 +144,6 @@ def mean_change(before: Array, after: Array, *, is_paired: bool) -> MeanChange:
     """Return the change of a mean over samples, by Student's t, or by Welch's for different samples.
 
     The interval of the relative change linearizes the ratio of the two means (Cochran, Sampling Techniques, sec. 6).
-
-    Args:
-        before: one number per sample, [n].
-        after: one number per sample, [n] if paired.
-        is_paired: True if both measure the same samples.
     """
     if is_paired and before.shape != after.shape:
         raise ValueError(f"expected equally many samples, got {before.shape} and {after.shape}")
@@ -223,10 +199,7 @@ def mean_over_tasks(intervals: Sequence[Interval]) -> Interval:
 
 
 def p_of(interval: Interval) -> float:
-    """Compute the two-sided p-value of a zero change from the half of its interval towards 0.
-
-    It is below 5 % if the interval excludes 0.
-    """
+    """Compute the two-sided p-value of a zero change from the half of its interval towards 0."""
     half = interval.value - interval.low if interval.value > 0 else interval.high - interval.value
     return math.erfc(_Z * abs(interval.value) / half / math.sqrt(2)) if half else float(interval.value == 0)
 

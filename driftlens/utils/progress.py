@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -23,13 +24,9 @@ _LINE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """The progress of one phase.
+    """The progress of one phase: `done` of `total` units (None: unknown) after `seconds`.
 
-    Attributes:
-        total: number of units, or None if unknown.
-        label: the current item, for example "task cars, layer 7 of 14".
-        seconds: time since the phase began.
-        metrics: numbers to show during the phase.
+    `label` is the current item, for example "task cars, layer 7 of 14"; `metrics` are numbers to show meanwhile.
     """
 
     phase: str
@@ -66,9 +63,8 @@ class CancelToken:
 
     def __init__(self) -> None:
         self.is_set = False
-        """True if a stop was requested."""
+        # True if the work has noticed the request and is cleaning up.
         self.is_heard = False
-        """True if the work has noticed the request and is cleaning up."""
 
     def cancel(self) -> None:
         """Request to stop at the next batch."""
@@ -95,15 +91,7 @@ class Reporter:
         self._started = time.monotonic()
 
     def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
-        """Report that `done` of `total` units are finished, after checking for cancellation.
-
-        Args:
-            phase: name of the phase.
-            done: finished units.
-            total: number of units, or None if unknown.
-            label: the current item.
-            metrics: numbers to show.
-        """
+        """Report an event, see `ProgressEvent`, after checking for cancellation."""
         if self._cancel is not None:
             self._cancel.check()
         # A phase may report 0 units many times, once per batch; only a decrease means that it starts again.
@@ -114,13 +102,7 @@ class Reporter:
             self._sink(ProgressEvent(phase, done, total, label, time.monotonic() - self._started, metrics))
 
     def track(self, items: Iterable[T], phase: str, label: Callable[[T], str] = str) -> Iterator[T]:
-        """Yield `items`; report before each and once at the end.
-
-        Args:
-            items: the units of the phase.
-            phase: name of the phase.
-            label: item -> its label.
-        """
+        """Yield `items`; report before each, with its `label`, and once at the end."""
         total = len(items) if isinstance(items, Sized) else None
         done = 0
         for item in items:
@@ -151,12 +133,9 @@ class TaskMeter:
 def sink_for(
     mode: Mode = "auto", stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[ProgressSink]:
-    """Open a sink for progress events for the length of the block.
+    """Open a sink for progress events; "auto" is a progress bar on a terminal and lines elsewhere.
 
-    Args:
-        mode: "auto" is a progress bar on a terminal and lines elsewhere.
-        stream: where to write; standard error if None.
-        clock: returns seconds.
+    It writes to standard error unless a stream is given.
     """
     target = sys.stderr if stream is None else stream
     draws = target.isatty() and os.environ.get("TERM") != "dumb"
@@ -169,7 +148,7 @@ def sink_for(
         # Not after an exception, because the phase is unfinished then.
         lines.close()
     elif mode == "jsonl":
-        yield _json_lines(target)
+        yield functools.partial(_write_json, target)
     elif mode == "none":
         yield lambda event: None
     else:
@@ -189,7 +168,6 @@ class _PlainLines:
         self._is_open = False
 
     def __call__(self, event: ProgressEvent) -> None:
-        """Write the lines that `event` is worth."""
         is_complete = event.done == event.total
         if event.phase != self._phase or event.done < self._done:
             self.close()
@@ -214,25 +192,19 @@ class _PlainLines:
         self._written = self._clock()
 
 
-def _json_lines(stream: TextIO) -> ProgressSink:
-    """Return a sink that writes every event as one line of JSON; numbers that JSON lacks become null."""
-
-    def write(event: ProgressEvent) -> None:
-        record = {
-            "event": "progress",
-            "phase": event.phase,
-            "done": event.done,
-            "total": event.total,
-            "label": event.label,
-            "seconds": round(event.seconds, 3),
-            "remaining": None if event.remaining is None else round(event.remaining, 3),
-            "metrics": {
-                name: value if math.isfinite(value) else None for name, value in event.metrics.items()
-            },
-        }
-        print(json.dumps(record, ensure_ascii=False, allow_nan=False), file=stream, flush=True)
-
-    return write
+def _write_json(stream: TextIO, event: ProgressEvent) -> None:
+    """Write an event as one line of JSON; numbers that JSON lacks become null."""
+    record = {
+        "event": "progress",
+        "phase": event.phase,
+        "done": event.done,
+        "total": event.total,
+        "label": event.label,
+        "seconds": round(event.seconds, 3),
+        "remaining": None if event.remaining is None else round(event.remaining, 3),
+        "metrics": {name: value if math.isfinite(value) else None for name, value in event.metrics.items()},
+    }
+    print(json.dumps(record, ensure_ascii=False, allow_nan=False), file=stream, flush=True)
 
 
 def duration(seconds: float) -> str:

@@ -28,7 +28,7 @@ def test_a_cancelled_calibration_is_told_beside_a_run_that_is_done(open_app: Ope
     app = open_app(root)
     assert app.dataframe[0].value["state"].tolist() == ["done"]
     (told,) = [
-        entry.value for entry in app.info if "calibration 'x' was cancelled" in entry.value.replace("\\", "")
+        entry.value for entry in app.info if "calibration 'x' is unfinished" in entry.value.replace("\\", "")
     ]
     assert told.startswith("**full**") and "resume" in told
 

@@ -104,11 +104,10 @@ class PhaseInfo:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """One file of the run, with the number of `rows` of a table or an array."""
+    """One file of the run."""
 
     sha256: str
     bytes: int
-    rows: int | None = None
 
 
 class Chosen:

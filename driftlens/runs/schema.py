@@ -33,10 +33,7 @@ ATTRIBUTED = ("jacobian", "contributions", "prefix")
 
 @dataclass(frozen=True)
 class TableSchema:
-    """One table: `key` columns come first and are never null; every other column may be null.
-
-    `command` is the command that fills it in a run that lacks it.
-    """
+    """One table: `key` columns come first and are never null. `command` fills it in a run that lacks it."""
 
     name: str
     key: tuple[str, ...]
@@ -54,10 +51,7 @@ class TableSchema:
 
     def column(self, name: str) -> ColumnSchema:
         """Return the column called `name`."""
-        for column in self.columns:
-            if column.name == name:
-                return column
-        raise KeyError(name)
+        return {column.name: column for column in self.columns}[name]
 
     def only(self, *names: str) -> tuple[ColumnSchema, ...]:
         """Return the columns of these names."""
@@ -66,8 +60,7 @@ class TableSchema:
     def command_to_fill(self, names: Iterable[str], *, is_explained: bool = False) -> str:
         """Return the command that fills these columns in a run that lacks them; unknown names belong to a diagnostic.
 
-        Optional columns are added to the run itself. The attribution is added by default; if it is measured already
-        (`is_explained`), a missing part of it has to be named.
+        If the attribution is measured already (`is_explained`), a missing part of it has to be named.
         """
         columns = set(names)
         options = dict.fromkeys(
@@ -138,9 +131,7 @@ def _drift_family() -> tuple[ColumnSchema, ...]:
 
 TASK = _text("task", "Task: a data set and its expert.")
 VARIANT = _text("variant", "Measured model: base, expert, merged, calibrated:NAME or baseline:NAME.")
-LAYER = ColumnSchema(
-    "layer", "int", "", "Layer in forward order: 1 the stem, the last one the head.", None, (1.0, None)
-)
+LAYER = ColumnSchema("layer", "int", "", "Layer in forward order, from 1, the stem.", None, (1.0, None))
 SAMPLE_ID = _text("sample_id", "The sample, as its data source names it.")
 METRIC = _text("metric", "Metric of the score, for example accuracy.")
 LABEL = _text("label", "Class of the sample in its data source.")
@@ -153,20 +144,13 @@ LAYERS = TableSchema(
         VARIANT,
         LAYER,
         _text("role", "stem, block or head."),
-        _text(
-            "stream",
-            "Features that leave the layer: encoder in the encoder of an encoder-decoder, else hidden.",
-        ),
+        _text("stream", "Features that leave the layer: encoder (of an encoder-decoder) or hidden."),
         _text("path", "Module path in the library's own names."),
         _count("n", "samples", "Number of samples."),
         _text("reference", "Model whose features the local mismatch is computed on: expert or merged."),
         *_drift_family(),
         _pure("drift_rel", "Drift norm against the expert's feature norm.", "higher"),
-        _pure(
-            "drift_vs_base",
-            "Drift norm against the distance from base to expert; 1: as far as the base.",
-            "higher",
-        ),
+        _pure("drift_vs_base", "Drift norm against the distance from base to expert.", "higher"),
         _pure("cos_mean", "Mean cosine to the expert's feature.", "lower", COSINE),
         _pure("cos_std", "Standard deviation of that cosine (divided by n).", "higher"),
         _length("mismatch_l2_mean", "Mean norm of the layer's local mismatch m."),
@@ -174,48 +158,26 @@ LAYERS = TableSchema(
         _pure("cross_term", "2 <m, p> / |e|^2: positive where mismatch and propagation add up.", None, ANY),
         _length("residual_l2_mean", "Mean norm of p minus the incoming drift; residual layers only."),
         _pure(
-            "rerouted",
-            "Share of tokens routed to other experts than in the expert model; mixtures only.",
-            "higher",
-            SHARE,
+            "rerouted", "Share of tokens routed otherwise than in the expert; mixtures only.", "higher", SHARE
         ),
         _length("rerouted_l2_mean", "Mean norm of c, the feature change from that routing; mixtures only."),
-        _pure(
-            "rerouted_share",
-            "<c, e> / |e|^2: share of the drift from routing; mixtures only.",
-            None,
-            ANY,
-        ),
+        _pure("rerouted_share", "<c, e> / |e|^2: share of the drift from routing; mixtures only.", None, ANY),
         _pure("amplification", "Norm of p against that of the incoming drift.", "higher"),
         *_ends("amplification", over="n samples"),
         _pure("gain_excess_mean", "Mean of gamma, the amplification minus 1.", "higher", (-1.0, None)),
-        _pure(
-            "mismatch_ratio_mean", "Mean of eta, the norm of m against that of the incoming drift.", "higher"
-        ),
+        _pure("mismatch_ratio_mean", "Mean of eta, the norm of m against the incoming drift's.", "higher"),
         _pure("growth_holds", "Share of samples whose gamma exceeds eta.", "higher", SHARE),
-        _shared(
-            "final_share", "Signed share of the final drift that comes from this layer's m.", "contributions"
-        ),
-        _shared(
-            "prefix_share", "Signed share of the final drift by swapping prefixes; they sum to 1.", "prefix"
-        ),
+        _shared("final_share", "Signed share of the final drift from this layer's m.", "contributions"),
+        _shared("prefix_share", "Signed share of the final drift by swapping prefixes; sums to 1.", "prefix"),
         *_ends("final_share", "contributions"),
         *_ends("prefix_share", "prefix"),
         _shared(
-            "remainder_share",
-            "Share of the final drift in no layer's final_share; head row only.",
-            "contributions",
+            "remainder_share", "Share of the final drift in no final_share; head row only.", "contributions"
         ),
-        _pure(
-            "closure_error", "|e - e_library| / |e| against ordinary forward passes of the models.", "higher"
-        ),
+        _pure("closure_error", "|e - e_library| / |e| against ordinary passes of the models.", "higher"),
         *_optional(
             "jacobian",
-            _pure(
-                "jacobian_error",
-                "|p - A e| / |p|, A: path-averaged Jacobian; up to 8 samples.",
-                "higher",
-            ),
+            _pure("jacobian_error", "|p - A e| / |p|, A: averaged Jacobian; up to 8 samples.", "higher"),
             _count("nodes", "nodes", "Quadrature nodes for A."),
             _count("jacobian_samples", "samples", "Samples for the columns that need A."),
         ),
@@ -226,13 +188,9 @@ LAYERS = TableSchema(
         ),
         *_optional(
             "jacobian",
-            _pure(
-                "random_gain_mean", "Mean gain of A in random directions, for comparison; up to 8 samples."
-            ),
+            _pure("random_gain_mean", "Mean gain of A in random directions; up to 8 samples."),
         ),
-        *_optional(
-            "cka", _pure("cka", "Linear CKA with the expert's features, debiased.", "lower", (None, 1.0))
-        ),
+        *_optional("cka", _pure("cka", "Linear CKA with the expert's, debiased.", "lower", (None, 1.0))),
     ),
 )
 
@@ -271,15 +229,10 @@ OUTPUTS = TableSchema(
         _gain("score_gain", "Largest gain along the drift at points between expert and variant."),
         _gain("score_gain_spectral", "Largest gain in any direction at those points, by power iteration."),
         _gain("score_gain_certified", "Upper bound of the gain between expert and variant (closed form)."),
-        _score(
-            "score_bound",
-            "Bound of the score drift: certified gain times final drift, plus mismatch of score maps.",
-        ),
+        _score("score_bound", "Bound of the score drift: certified gain * final drift + score_map_mismatch."),
         _score("score_map_mismatch", "Norm of the score change from different heads alone."),
         _score("margin", "Expert's best score minus its second best.", "lower"),
-        ColumnSchema(
-            "certified", "bool", "", "True if the drift is too small to flip the prediction.", "lower"
-        ),
+        ColumnSchema("certified", "bool", "", "True if the drift can't flip the prediction.", "lower"),
         _score("ce", "Cross-entropy of the variant.", unit="nat"),
         _score("ce_expert", "Cross-entropy of the expert.", unit="nat"),
         _pure("confidence", "Largest class probability of the variant.", None, SHARE),
@@ -304,13 +257,9 @@ ADJOINT = TableSchema(
         SAMPLE_ID,
         *_optional(
             "adjoint",
-            ColumnSchema(
-                "part", "float", "of the target", "Part of the change from the layer's local mismatch."
-            ),
+            ColumnSchema("part", "float", "of the target", "Part of the change from the layer's m."),
             ColumnSchema("change", "float", "of the target", "Change of the target from expert to variant."),
-            ColumnSchema(
-                "remainder", "float", "of the target", "Change no layer accounts for (head row only)."
-            ),
+            ColumnSchema("remainder", "float", "of the target", "Change of no layer; head row only."),
         ),
     ),
 )
@@ -384,19 +333,8 @@ SCORES = TableSchema(
         VARIANT,
         METRIC,
         SAMPLE_ID,
-        _pure(
-            "value",
-            "1 or 0, right or wrong, for shares (accuracy since schema 1.5); the number for spearman, nats for "
-            "perplexity, errors for wer.",
-            None,
-            ANY,
-        ),
-        _pure(
-            "reference",
-            "Expected number for spearman, number of target tokens for perplexity, of target words for wer.",
-            None,
-            ANY,
-        ),
+        _pure("value", "1 or 0 for shares, the number for spearman, nats for perplexity.", None, ANY),
+        _pure("reference", "Expected number for spearman, target tokens for perplexity.", None, ANY),
         _text("answer", "Answer that the variant generated or chose."),
         _text("target", "Expected answer."),
     ),
@@ -419,26 +357,14 @@ CALIBRATION = TableSchema(
         ColumnSchema("seconds", "float", "s", "Time spent on the site.", None, NOT_NEGATIVE),
         _pure("smallest_eigenvalue", "Estimated smallest eigenvalue of the system solved.", "lower"),
         _pure("task_weight_sum", "Sum over tasks of the weights of their Gram matrices."),
-        _pure(
-            "task_weight_share",
-            "Share of a bias that tasks determine; the anchor determines the rest.",
-            None,
-            SHARE,
-        ),
+        _pure("task_weight_share", "Share of a bias that tasks, not the anchor, determine.", None, SHARE),
         _pure("upstream_ridge", "Ridge of the repair of errors from earlier modules."),
         _pure("upstream_share", "Share of that repair that held-out samples support.", None, SHARE),
         _pure(
-            "stationarity_error",
-            "|W S v - R v| / (|W S v| + |R v|) of the solved equations W S = R, v one random direction.",
-            "higher",
+            "stationarity_error", "|W S v - R v| / (|W S v| + |R v|) of W S = R, v one direction.", "higher"
         ),
         _count("num_rows", "rows", "Tokens that an expert of a mixture was solved from; else empty."),
-        _pure(
-            "routes_before",
-            "Routers in older runs: share of tokens routed as in the task's expert.",
-            "lower",
-            SHARE,
-        ),
+        _pure("routes_before", "Routers in older runs: share of tokens routed right.", "lower", SHARE),
         _pure("routes_after", "The same for the calibrated router.", "lower", SHARE),
     ),
     CALIBRATE,
@@ -448,11 +374,7 @@ SWEEPS = TableSchema(
     "sweeps",
     ("sweep", "point", "seed", "task"),
     (
-        _text(
-            "sweep",
-            "Varied factors (settings or n, samples per task) joined by `+`, `ablation`, or `control` (calibration "
-            "at rho 1); after a method other than FeatCal, or layers, and `:`.",
-        ),
+        _text("sweep", "Varied settings joined by `+`, `ablation`, or `control` (rho 1), after METHOD:."),
         ColumnSchema("point", "int", "", "Place of the settings in the sweep, from 0.", None, (0.0, None)),
         ColumnSchema("seed", "int", "", "Seed of the calibration samples."),
         TASK,
@@ -468,10 +390,7 @@ SWEEPS = TableSchema(
         ColumnSchema("seconds", "float", "s", "Time of the calibration.", None, NOT_NEGATIVE),
         _text("method", "The calibrator."),
         _text("settings", "All its settings, as JSON."),
-        _text(
-            "corruption",
-            "Corruption of calibration images and its severity, sampled from `seed`; else `none`.",
-        ),
+        _text("corruption", "Corruption of calibration images and its severity, or `none`."),
         _score("kl", "Divergence of class probabilities from the expert's, diagnosis samples.", unit="nat"),
     ),
     "driftlens sweep RUN --param alpha=0,0.1,0.3,1",
@@ -499,16 +418,9 @@ TABLES = {
 
 
 def refuse_newer(version: str, path: pathlib.Path, *, minor: bool = False) -> None:
-    """Raise unless a file of schema `version` ("major.minor") can be read.
+    """Raise unless a file of schema `version` ("major.minor") can be read; with `minor`, unless it can be written to.
 
-    Args:
-        version: the file's schema version.
-        path: the file, for the message.
-        minor: refuse a newer minor version too, as before writing, which would lose its unknown columns.
-
-    Raises:
-        SchemaTooNewError: a newer DriftLens wrote the file.
-        RunError: the version is malformed.
+    Writing to a file of a newer minor version would lose its unknown columns.
     """
     ours = _parsed(SCHEMA_VERSION)
     try:

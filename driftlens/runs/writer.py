@@ -505,8 +505,7 @@ def run_files(folder: pathlib.Path) -> Iterator[str]:
 
 
 def _describe_file(path: pathlib.Path) -> FileInfo:
-    """Return digest, size and, of a table or an array, the number of rows of a file."""
-    return FileInfo(sha256_of(path), path.stat().st_size, _rows(path))
+    return FileInfo(sha256_of(path), path.stat().st_size)
 
 
 def is_as_described(path: pathlib.Path, described: FileInfo) -> bool:
@@ -528,13 +527,3 @@ def settled(folder: pathlib.Path, manifest: Manifest) -> Manifest:
         if (folder / name).is_file() and is_as_described(folder / name, new)
     }
     return dataclasses.replace(manifest, files={**manifest.files, **replaced}, rewriting={})
-
-
-def _rows(path: pathlib.Path) -> int | None:
-    if path.suffix == ".parquet":
-        return int(pq.read_metadata(path).num_rows)
-    if path.suffix == ".npy":
-        # Mapped, so that only the header is read.
-        shape = np.load(path, mmap_mode="r", allow_pickle=False).shape
-        return shape[0] if shape else None
-    return None

@@ -41,8 +41,6 @@ def test_a_finished_run_lists_every_file_as_it_is(saved: Path) -> None:
         "events.jsonl",
         "run.lock.guard",
     }
-    assert files["tables/layers.parquet"].rows == 16  # 2 tasks, 2 variants, 4 layers
-    assert files["features/cars/merged/004.npy"].rows == 6
     assert verify(saved).ok
 
 

@@ -50,11 +50,21 @@ log = logging.getLogger("driftlens")
 
 
 def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
-    """Add the results of another tool to a finished run, as scores of one of its models (`variant` or `expert:TASK`).
+    """Add the results of another tool to a run, as scores of one of its models.
 
-    Scores go into the accuracy table under the tool's names, `harness:acc` for example. Intervals come from standard
-    errors or counts in the file. Percentages become shares in [0, 1]. Values that are not finite are left out and
-    logged. Attaching again replaces earlier results of the same tasks.
+    The tool is lm-evaluation-harness (0.3 or 0.4), bigcode-evaluation-harness or safety-eval. Scores go into the
+    accuracy table under the tool's names, `harness:acc` for example. Intervals come from standard errors or counts in
+    the file. Percentages become shares in [0, 1]. Values that are not finite are left out and logged. The manifest
+    records the file's digest. Attaching again replaces earlier results of the same tasks.
+
+    Args:
+        run: folder of a finished run.
+        variant: the model that was measured, also `expert:TASK`.
+        results: the file of results.
+
+    Raises:
+        DataError: the file is not readable or not of these tools, or the run has no such variant.
+        RunError: the run is unfinished.
     """
     folder, file = pathlib.Path(run), pathlib.Path(results)
     manifest = read_manifest(folder)

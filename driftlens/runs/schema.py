@@ -418,9 +418,12 @@ TABLES = {
 
 
 def refuse_newer(version: str, path: pathlib.Path, *, minor: bool = False) -> None:
-    """Raise unless a file of schema `version` ("major.minor") can be read; with `minor`, unless it can be written to.
+    """Raise unless a file of schema `version` ("major.minor") can be read.
 
-    Writing to a file of a newer minor version would lose its unknown columns.
+    Args:
+        version: the file's schema version.
+        path: the file, for the message.
+        minor: refuse a newer minor version too, as before writing, which would lose its unknown columns.
     """
     ours = _parsed(SCHEMA_VERSION)
     try:

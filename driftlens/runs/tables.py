@@ -73,7 +73,11 @@ def appended(
 ) -> pa.Table:
     """Return the rows of a Parquet file, if it exists, and those of a frame; earlier rows stay bit-identical.
 
-    Earlier rows that have the key of a new one are replaced; without `replace` they are a ValueError.
+    Args:
+        path: the file.
+        table: its declaration.
+        frame: the new rows.
+        replace: replace earlier rows that have the same key; otherwise such rows are a ValueError.
     """
     if not path.exists():
         return _as_stored(frame, table)
@@ -96,9 +100,12 @@ def appended(
 
 
 def filled(path: pathlib.Path, table: TableSchema, frame: pd.DataFrame) -> pa.Table:
-    """Return the rows of a Parquet file with the values of `frame`, matched by key; all other cells stay bit-identical.
+    """Return the rows of a Parquet file with new values in some cells; all others stay bit-identical.
 
-    A missing value changes nothing.
+    Args:
+        path: the file.
+        table: its declaration.
+        frame: key columns and the columns to set; a missing value changes nothing.
     """
     earlier = _read(path, table)
     table = table.extended(_added(earlier.schema))

@@ -93,9 +93,15 @@ class RunWriter:
         live: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> RunWriter:
-        """Return a writer for a new run in a new or empty folder; with `force`, replace a run that is in it.
+        """Return a writer for a new run.
 
-        Files that DriftLens did not write stay. `live` is the manifest's entry of that name.
+        Args:
+            path: a folder that is new or empty; files that DriftLens did not write stay.
+            spec_yaml: text of the run's spec.yaml.
+            spec_digest: digest of the spec.
+            name: the run's name.
+            live: the manifest's entry of that name.
+            force: replace a run that is in the folder.
         """
         folder = pathlib.Path(path)
         if not (folder / GUARD).exists():
@@ -271,7 +277,11 @@ class RunWriter:
     ) -> None:
         """Add rows to a table; existing rows keep their exact values.
 
-        With `replace`, rows that have the key of a new one go. `columns` extend the schema; the file keeps them.
+        Args:
+            table: the table's name.
+            frame: the new rows.
+            replace: replace rows that have the same key.
+            columns: columns that a diagnostic adds to the schema; the file keeps their declaration.
         """
         path = self.folder / table_file(table)
         self._write(path, appended(path, TABLES[table].extended(columns), frame, replace=replace))
@@ -289,9 +299,13 @@ class RunWriter:
             self._write(path, rows)
 
     def write_features(self, task: str, variant: str, layer: int, array: NDArray[np.floating[Any]]) -> None:
-        """Store features `[n, d]` as float16, or with a notice as float32 if they exceed float16.
+        """Store features as float16, or with a notice as float32 if they exceed float16.
 
-        Rows are in the order of the task's diagnosis samples.
+        Args:
+            task: the samples' task.
+            variant: the model that made the features.
+            layer: index of the layer, 1 the stem.
+            array: features `[n, d]`, rows in the order of the task's diagnosis samples.
         """
         with np.errstate(over="ignore"):
             stored: NDArray[np.floating[Any]] = array.astype(np.float16)
@@ -304,9 +318,13 @@ class RunWriter:
             np.save(file, stored, allow_pickle=False)
 
     def write_sample_ids(self, task: str, split: str, ids: Sequence[str], origin: str = "") -> None:
-        """Record the samples of a split: calibration, diagnosis (which names the rows of the features) or test.
+        """Record the samples of a split.
 
-        `origin` is a digest of the data; without it the samples of two runs can't be matched.
+        Args:
+            task: the samples' task.
+            split: calibration, diagnosis or test; "diagnosis" names the rows of the features.
+            ids: sample ids, in order.
+            origin: digest of the data; without it the samples of two runs can't be matched.
         """
         entries: dict[str, Any] = {"sample_ids": list(ids), "sample_id_digests": ids_digest(ids)}
         if origin:

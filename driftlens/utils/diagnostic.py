@@ -111,7 +111,16 @@ def diagnostic(
     option: str | None = None,
     per_view: Callable[[Any, Any], Mapping[str, Any]] | None = None,
 ) -> Callable[[F], F]:
-    """Register a function as the diagnostic `name`, see `Diagnostic`. Without `option`, its name enables it."""
+    """Register a function as the diagnostic `name`. Without `option`, its name enables it.
+
+    Args:
+        name: the registered name.
+        columns: the columns that it fills.
+        table: the table that it adds columns to.
+        needs: when it is measured, see `Diagnostic`.
+        option: key of the spec's `metrics` that enables it.
+        per_view: quantities of each batch, see `Diagnostic`.
+    """
 
     def file(measure: F) -> F:
         switch = name if option is None else option

@@ -64,8 +64,10 @@ def atomic_path(
 ) -> Iterator[pathlib.Path]:
     """Yield a path to write to. On success the file appears at `path`; on failure the old file (or none) stays.
 
-    The error on a full disk states `need`, the number of bytes to be written. With `is_lasting`, the file is flushed to
-    disk, so that it survives a power failure.
+    Args:
+        path: the final place.
+        need: number of bytes to be written; refused if the disk has less.
+        is_lasting: True to flush to disk, so that the file survives a power failure.
     """
     target = pathlib.Path(path)
     with scratch_beside(target, need) as scratch:

@@ -135,7 +135,13 @@ def unpaired_difference(k_before: int, n_before: int, k_after: int, n_after: int
 
 
 def mean_interval(mean: float, std: float, n: int) -> Interval:
-    """Return a mean over samples with Student's interval."""
+    """Return a mean over samples with Student's interval.
+
+    Args:
+        mean: mean over samples.
+        std: standard deviation, divided by n.
+        n: number of samples.
+    """
     # `std` divides by n, so dividing it by the root of n - 1 gives the usual standard error.
     return replace(_around(mean, std / math.sqrt(n - 1) if n > 1 else math.nan, n - 1), n=n)
 
@@ -144,6 +150,11 @@ def mean_change(before: Array, after: Array, *, is_paired: bool) -> MeanChange:
     """Return the change of a mean over samples, by Student's t, or by Welch's for different samples.
 
     The interval of the relative change linearizes the ratio of the two means (Cochran, Sampling Techniques, sec. 6).
+
+    Args:
+        before: one number per sample, [n].
+        after: one number per sample, [n] if paired.
+        is_paired: True if both measure the same samples.
     """
     if is_paired and before.shape != after.shape:
         raise ValueError(f"expected equally many samples, got {before.shape} and {after.shape}")

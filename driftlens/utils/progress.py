@@ -91,7 +91,15 @@ class Reporter:
         self._started = time.monotonic()
 
     def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
-        """Report an event, see `ProgressEvent`, after checking for cancellation."""
+        """Report that `done` of `total` units are finished, after checking for cancellation.
+
+        Args:
+            phase: name of the phase.
+            done: finished units.
+            total: number of units, or None if unknown.
+            label: the current item.
+            metrics: numbers to show.
+        """
         if self._cancel is not None:
             self._cancel.check()
         # A phase may report 0 units many times, once per batch; only a decrease means that it starts again.
@@ -102,7 +110,13 @@ class Reporter:
             self._sink(ProgressEvent(phase, done, total, label, time.monotonic() - self._started, metrics))
 
     def track(self, items: Iterable[T], phase: str, label: Callable[[T], str] = str) -> Iterator[T]:
-        """Yield `items`; report before each, with its `label`, and once at the end."""
+        """Yield `items`; report before each and once at the end.
+
+        Args:
+            items: the units of the phase.
+            phase: name of the phase.
+            label: item -> its label.
+        """
         total = len(items) if isinstance(items, Sized) else None
         done = 0
         for item in items:
@@ -133,9 +147,12 @@ class TaskMeter:
 def sink_for(
     mode: Mode = "auto", stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[ProgressSink]:
-    """Open a sink for progress events; "auto" is a progress bar on a terminal and lines elsewhere.
+    """Open a sink for progress events for the length of the block.
 
-    It writes to standard error unless a stream is given.
+    Args:
+        mode: "auto" is a progress bar on a terminal and lines elsewhere.
+        stream: where to write; standard error if None.
+        clock: returns seconds.
     """
     target = sys.stderr if stream is None else stream
     draws = target.isatty() and os.environ.get("TERM") != "dumb"

@@ -19,7 +19,7 @@ from driftlens.diagnostics.attribution import JacobianSettings, PrefixSwaps, Pul
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward, walk
 from driftlens.linalg.state import stacked
-from driftlens.models.architectures.causal import causal_chain
+from driftlens.models.architectures.language import causal_chain
 from driftlens.pipelines.drift import BATCH
 
 IMAGES = 32

@@ -32,7 +32,7 @@ from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import InMemoryBatches
-from driftlens.models.architectures.causal import causal_chain
+from driftlens.models.architectures.language import causal_chain
 from driftlens.models.chain import LayerChain, adapters
 from driftlens.utils.devices import device_name, peak_memory, reset_peak_memory, resolve_device
 

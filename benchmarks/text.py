@@ -18,7 +18,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import InMemoryBatches, drift_columns, walk
 from driftlens.models.architecture import architecture_of, weightless
-from driftlens.models.architectures.causal import causal_chain
+from driftlens.models.architectures.language import causal_chain
 from driftlens.models.chain import LayerChain
 
 TOKENS, ANSWER, BATCH = 128, 8, 8

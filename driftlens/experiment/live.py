@@ -25,10 +25,9 @@ from driftlens.data.samples import cut
 from driftlens.engine.pool import ModelPool, on_device
 from driftlens.experiment.study import TaskSamples
 from driftlens.models.architecture import architecture_of
-from driftlens.models.architectures.causal import causal_chain
 from driftlens.models.architectures.clip import PIXELS
+from driftlens.models.architectures.language import causal_chain, seq2seq_chain
 from driftlens.models.architectures.module_list import check_deterministic, sequential_chain
-from driftlens.models.architectures.seq2seq import seq2seq_chain
 from driftlens.models.chain import IMAGE, LayerChain, Pool, pooled
 from driftlens.models.heads import LmScores, ScoreMap, linear_head
 from driftlens.models.preprocessing import Preprocess, text_preprocess

@@ -26,7 +26,7 @@ from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.walk import forward
 from driftlens.merging.method import merge_methods
-from driftlens.models.architectures.causal import causal_chain
+from driftlens.models.architectures.language import causal_chain
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import LayerChain, adapters
 from driftlens.models.tracing.block_call import settle

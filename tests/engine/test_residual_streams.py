@@ -14,7 +14,7 @@ from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sequential import groups_of
 from driftlens.engine.sites import added_to, select_sites
-from driftlens.models.architectures.causal import causal_chain
+from driftlens.models.architectures.language import causal_chain
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import LayerChain, adapters
 from tests.zoo.cases import CASES, perturbed, with_seed

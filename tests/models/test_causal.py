@@ -15,7 +15,7 @@ from torch import Tensor
 
 import driftlens as dl
 from driftlens.models.architecture import load_architecture
-from driftlens.models.architectures.causal import causal_chain
+from driftlens.models.architectures.language import causal_chain
 from driftlens.models.tracing import block_runner
 from driftlens.models.tracing.block_runner import LAYER_INPUT, apart_streams, set_inputs
 from driftlens.utils.errors import IncompatibleModelsError, NumericsError

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from driftlens.models.architecture import weightless
-from driftlens.models.architectures.causal import causal_chain
-from driftlens.models.architectures.hf_auto import PADDED, built
+from driftlens.models.architectures.hf_auto import built
+from driftlens.models.architectures.language import PADDED, causal_chain
 from driftlens.models.architectures.module_list import block_list
 from driftlens.models.architectures.vlm import decoder_path, tower_list, vision_language_chain
 from driftlens.models.chain import LayerChain

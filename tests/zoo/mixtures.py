@@ -30,7 +30,7 @@ def tokens(generator: torch.Generator, n: int) -> dict[str, torch.Tensor]:
 
 def case(name: str) -> Case:
     """A mixture, or another decoder, as a live model in float64; the chain is made of three texts."""
-    from driftlens.models.architectures.causal import causal_chain
+    from driftlens.models.architectures.language import causal_chain
 
     def built() -> Any:
         model = transformers.AutoModelForCausalLM.from_config((MORE | MIXTURES)[name]).double().eval()

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from driftlens.models.architectures.causal import causal_chain
+from driftlens.models.architectures.language import causal_chain
 from driftlens.models.chain import adapters
 from tests.reference import decoder, t5
 from tests.reference.calibration import PlainBlock

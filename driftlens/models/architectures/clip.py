@@ -7,6 +7,7 @@ Blocks are the library's own modules, called with the weights of any model. Shap
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -387,7 +388,7 @@ _HF_SITES = (
     *("layer_norm1", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
     *("layer_norm2", "mlp.fc1", "mlp.fc2"),
 )
-_HF_KEYS = tuple(f"{site}.{part}" for site in _HF_SITES for part in ("weight", "bias"))
+_HF_KEYS = tuple(map(".".join, itertools.product(_HF_SITES, ("weight", "bias"))))
 
 
 HF_CLIP_VIT = ClipViT(

@@ -45,7 +45,6 @@ from driftlens.models.architecture import (
     require_own_blocks,
     weightless,
 )
-from driftlens.models.architectures.causal import causal_chain
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import IMAGE, TEXT
 from driftlens.models.preprocessing import (
@@ -64,6 +63,11 @@ _HEAD_PREFIXES = (
     *("text_model.", "logit_scale", "logit_bias"),
 )
 
+# Buffers that old versions saved and current ones compute.
+_BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
+# Numbers of layers for multi-token prediction. Files have these layers, but the library does not build them.
+_EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+
 _USAGE = """\
 {imports}from transformers import {reader}, {model}
 
@@ -71,6 +75,15 @@ folder = "."  # this one, or the model's id on the Hub
 model, reader = {model}.from_pretrained(folder{settings}), {reader}.from_pretrained(folder)
 {change}inputs = reader({sample}, return_tensors="pt")
 features = model(**inputs).{output}
+"""
+
+_ANSWER = """\
+from transformers import {model}, {reader}
+
+folder = "."  # this one, or the model's id on the Hub
+model, reader = {model}.from_pretrained(folder), {reader}.from_pretrained(folder)
+inputs = reader(text="a question", return_tensors="pt")
+answer = reader.decode(model.generate(**inputs, max_new_tokens=16)[0])
 """
 
 _SENTENCES = """\
@@ -261,9 +274,10 @@ def _usage(
     return features + scores
 
 
-def text_folder(stated: Mapping[str, Any], usage: str) -> FolderFormat:
-    """Return the folder format of a language model; `usage` is shown if the folder has a tokenizer."""
+def text_folder(stated: Mapping[str, Any], model: str, reader: str = "AutoTokenizer") -> FolderFormat:
+    """Return the folder format of a language model, given the library's classes that load it and read texts."""
     # Without a tokenizer, the code would raise in a folder that is otherwise complete.
+    usage = _ANSWER.format(model=model, reader=reader)
     return FolderFormat(
         "model.safetensors",
         {"config.json": stated},
@@ -293,8 +307,8 @@ def language_model(
     stated = read_plain_config(request, loader)
     if not fits(stated):
         raise wrong_family(stated, request.source, expected)
-    # T5 scales features by the same setting, so an encoder-decoder is untied after it is built (`_tie` in seq2seq.py).
-    if request.untied and mapping != SEQ2SEQ:
+    # T5 scales features by the same setting, so an encoder-decoder is untied after it is built (`_tie` in language.py).
+    if request.untied and "SEQ_TO_SEQ" not in mapping:
         stated = stated | {"tie_word_embeddings": False}
     config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
     model_class = getattr(modeling_auto, mapping)[type(config)]
@@ -469,49 +483,3 @@ def _left_out(classifier: str, own_head: HeadForm | None, skeleton: Any) -> tupl
     keys = [key.removeprefix(core) for key in skeleton.state_dict()]
     parts += [part for part in _HEAD_PREFIXES if not any(key.startswith(part) for key in keys)]
     return (*parts, *(core + part for part in parts))
-
-
-SEQ2SEQ = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"
-_DECODER_USAGE = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder = "."  # this one, or the model's id on the Hub
-model, reader = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-inputs = reader("a question", return_tensors="pt")
-features = model(**inputs, output_hidden_states=True).hidden_states[-1]
-answer = reader.decode(model.generate(**inputs, max_new_tokens=16)[0])
-"""
-# Example batch without a tokenizer. One row is padded, because libraries call blocks without a mask if none is padded.
-PADDED = {"input_ids": torch.tensor([[0, 0], [0, 0]]), "attention_mask": torch.tensor([[1, 0], [1, 1]])}
-# Buffers that old versions saved and current ones compute.
-_BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.masked_bias$")
-# Numbers of layers for multi-token prediction. Files have these layers, but the library does not build them.
-_EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
-
-
-@loaders.register("hf-decoder")
-def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
-    """Return the architecture of a causal language model; the chain ends in the input of its language-model head."""
-    source = request.source
-    stated, skeleton = language_model(
-        request, "hf-decoder", is_causal, "a causal language model", "MODEL_FOR_CAUSAL_LM_MAPPING"
-    )
-    # If no text is read, a folder without a tokenizer is enough.
-    preprocess = (
-        None
-        if request.unread
-        else hf_text_preprocess(source, skeleton.config, request.access.offline, "decoder")
-    )
-    example = PADDED if preprocess is None else dict(preprocess.example())
-    chain, lm = causal_chain(skeleton, example, request.blocks)
-    names = file_names(skeleton)
-    return Architecture(
-        loader="hf-decoder",
-        source=source,
-        skeleton=skeleton,
-        chain=chain,
-        layout=Spellings(spellings(names, skeleton), ignored=ignored_patterns(skeleton), is_lenient=True),
-        preprocess=preprocess,
-        folder=text_folder(stated, _DECODER_USAGE),
-        lm=lm,
-    )

@@ -21,15 +21,14 @@ from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.tensor_sources import Composed, StateSource
 from driftlens.checkpoints.unsupported import is_vision_language
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
-from driftlens.models.architectures.causal import causal_chain, not_causal
 from driftlens.models.architectures.hf_auto import (
-    PADDED,
     file_names,
     ignored_patterns,
     language_model,
     spellings,
     text_folder,
 )
+from driftlens.models.architectures.language import PADDED, causal_chain, not_causal
 from driftlens.models.architectures.module_list import ReadRecorder, block_layer, block_list, names_read
 from driftlens.models.chain import TEXT, Layer, LayerChain, Parameters, SideInputs, Site, Slot, State, Tap
 from driftlens.models.preprocessing import (
@@ -63,14 +62,6 @@ from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
 
 _TEXT_ONLY_NOTICE = "all samples are texts, so vision tower and projector did not run and stay as merged"
-_USAGE = """\
-from transformers import AutoModelForImageTextToText, AutoProcessor
-
-folder = "."  # this one, or the model's id on the Hub
-model, reader = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
-inputs = reader(text="a question", return_tensors="pt")
-answer = reader.decode(model.generate(**inputs, max_new_tokens=16)[0])
-"""
 
 
 @dataclass(frozen=True)
@@ -131,7 +122,7 @@ def _load_hf_vlm(request: ArchitectureRequest) -> Architecture:
             [*spellings(names, skeleton), plain], ignored=ignored, is_lenient=True, decoder=plain
         ),
         preprocess=preprocess,
-        folder=text_folder(stated, _USAGE),
+        folder=text_folder(stated, "AutoModelForImageTextToText", "AutoProcessor"),
         lm=lm,
     )
 

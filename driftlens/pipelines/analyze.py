@@ -357,8 +357,10 @@ class Phases:
 
     def _explain(self, task: str, variants: Sequence[str]) -> None:
         explanation = self._attributed(self.study, task, variants)
+        if explanation is None:
+            return
         # `layers` last, because these rows mark a variant as explained.
-        for table in ("samples", "layers") if explanation is not None else ():
+        for table in ("samples", "layers"):
             if parts := explanation.tables[table]:
                 self.writer.fill(table, _frame(parts))
 

@@ -34,7 +34,6 @@ from driftlens.utils.errors import DriftLensError
 from driftlens.utils.files import temporary_folder
 from driftlens.utils.intervals import Interval, mean_over_tasks
 from driftlens.utils.progress import Reporter
-from driftlens.utils.variants import expert_of
 
 _PHASE = "compare"
 _MEASURES = ("hellinger", "drift_rel")
@@ -78,25 +77,20 @@ def compare_merges(
     merges, present = _with_present(spec, merges)
     held_out = any(merge_methods[merge.method].runs_models for merge in merges)
     shown, samples = _samples(study, held_out=held_out)
-    reporter, done, name = context.reporter(), 0, ""
-
-    def _report(task: str, model: str) -> None:
-        label = f"expert of {task}" if model == expert_of(task) else f"{name} on {task}"
-        reporter.step(_PHASE, done, len(merges), label)
-
+    reporter, scorer, compared = context.reporter(), HeldOutScorer(study, samples), list[_Compared]()
     # The experts first, so that their time is not counted as that of the first model.
-    scorer = HeldOutScorer(study, samples, _report)
     for task in samples:
+        reporter.step(_PHASE, 0, len(merges), f"expert of {task}")
         scorer.expert(task)
-    compared = []
     for name in ("base", "merged"):
         if name in study.pool:
+            reporter.step(_PHASE, 0, len(merges), name)
             compared.append(_Compared(NamedMethod(name, "", {}), attempt(partial(scorer.of, name))))
     quiet, visible = Reporter(cancel=context.cancel), study.blinded(shown)
     with temporary_folder() as folder:
         for done, merge in enumerate(merges):
-            name, started, seconds = merge.name, time.perf_counter(), 0.0
-            reporter.step(_PHASE, done, len(merges), name)
+            started, seconds = time.perf_counter(), 0.0
+            reporter.step(_PHASE, done, len(merges), merge.name)
 
             def _scores(merge: NamedMethod = merge, started: float = started) -> Values:
                 nonlocal seconds

@@ -382,12 +382,12 @@ PLANTED: dict[Check, dict[str, Fault]] = {
     embeddings_are_those_of_unpadded_texts: {
         "pooling_mask_ignored": put(
             embeddings,
-            "pooled_tokens",
+            "_pooled_tokens",
             lambda pooled: lambda tokens, mask, modes: pooled(tokens, torch.ones_like(mask), modes),
         ),
         "pools_in_the_library_s_order": put(
             embeddings,
-            "pooled_tokens",
+            "_pooled_tokens",
             lambda pooled: lambda tokens, mask, modes: pooled(tokens, mask, tuple(sorted(modes))),
         ),
         "maps_left_out": put(embeddings, "_dense", lambda _: lambda weights, activation, is_residual, x: x),

@@ -52,13 +52,9 @@ class _LiveBatch:
 
 @dataclass(frozen=True)
 class _LiveSource:
-    """A source that can be read repeatedly from the beginning.
+    """A source that can be read repeatedly: `start` yields the samples at these positions, or all, in parts.
 
-    Attributes:
-        start: yields the samples at these positions, or all, in parts.
-        total: number of samples; None if unknown before the end.
-        notices: for readers of the results.
-        class_names: meaning of numeric labels, if the data provides it.
+    `total` is their number, if known before the end, and `class_names` the meaning of numeric labels, if there is any.
     """
 
     start: Callable[[Sequence[int] | None], Iterator[_LiveBatch]]
@@ -194,15 +190,15 @@ def _opened(source: Any, batch_size: int, where: str) -> _LiveSource:
     if _is_hugging_face(source, "iterable_dataset", "IterableDataset"):
         rows = source.with_format("torch")
         return _LiveSource(lambda _: (_parsed(batch, where) for batch in rows.iter(batch_size)), None)
+    is_dataset = isinstance(source, Dataset) and not isinstance(source, IterableDataset)
     if _is_hugging_face(source, "arrow_dataset", "Dataset"):
-        return _from_dataset(DataLoader(_as_tensors(source, where), batch_size=batch_size), where)
-    if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
-        return _from_dataset(DataLoader(source, batch_size=batch_size), where)
+        source, is_dataset = _as_tensors(source, where), True
+    if is_dataset:
+        source = DataLoader(source, batch_size=batch_size)
     if isinstance(source, DataLoader) and source.batch_size is not None:
         # By exact type: a subclass may choose samples, so its order is part of the data.
         if type(source.sampler) is RandomSampler:
-            notice = "the loader shuffles; its data set is read in order instead"
-            return _from_dataset(source, where, notice)
+            return _from_dataset(source, where, "the loader shuffles; its data set is read in order instead")
         if type(source.sampler) is SequentialSampler:
             return _from_dataset(source, where)
     if isinstance(source, list | tuple):
@@ -339,13 +335,9 @@ def _parsed(batch: Any, where: str) -> _LiveBatch:
         second = rest[0] if rest else None
         labels = _class_labels(second)
         if second is not None and labels is None:
-            form = (
-                f"{second.dtype} {list(second.shape)}"
-                if isinstance(second, Tensor)
-                else type(second).__name__
-            )
             raise DataError(
-                f"{where}: the second entry of a batch is {form}, expected integer labels [n]",
+                f"{where}: the second entry of a batch is {getattr(second, 'dtype', type(second).__name__)}, "
+                "expected integer labels [n]",
                 hint="Put several inputs into a dict of tensors.",
             )
         dropped |= {"what follows the labels"} if rest[1:] else set()

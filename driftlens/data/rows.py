@@ -239,7 +239,7 @@ def _beside(
 
 
 @data_sources.register("table")
-def open_table(entry: TableData, split: Split, access: Access) -> SplitView:
+def _open_table(entry: TableData, split: Split, access: Access) -> SplitView:
     """Open the images or texts of a split's rows; ids of images are their paths as written, ids of texts row numbers.
 
     Relative paths start at the file's folder. Only the test split needs labels.

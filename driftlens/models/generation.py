@@ -24,34 +24,29 @@ def generate(
     token included.
     """
     answers: list[str] = []
+    is_decoder = reader.form == "decoder"
     # Answers of an encoder-decoder have their own positions; a decoder's share those of the question, which is cut.
-    if reader.form == "encoder-decoder":
+    if not is_decoder:
         max_new_tokens = max(1, min(max_new_tokens, reader.limit - len(reader.before_answers)))
     with _greedy(module, reader, max_new_tokens) as settings:
         for start in range(0, len(inputs), batch_size):
-            batch = _batch(reader, inputs[start : start + batch_size], max_new_tokens)
+            questions = inputs[start : start + batch_size]
+            if is_decoder:
+                batch = reader.continued(questions, [()] * len(questions), spare=max_new_tokens)
+            else:
+                batch = reader(_unanswered(questions))
+                del batch["decoder_attention_mask"]
             whole: Tensor = module.generate(**fitted(module, batch), generation_config=settings)
-            skipped = batch["input_ids" if reader.form == "decoder" else "decoder_input_ids"].shape[1]
-            answers += [_answer(reader, row) for row in whole[:, skipped:].tolist()]
+            skipped = batch["input_ids" if is_decoder else "decoder_input_ids"].shape[1]
+            for row in whole[:, skipped:].tolist():
+                end = next((place for place, token in enumerate(row) if token in reader.ends), len(row))
+                answers.append(reader.decode(row[:end]).strip())
     return answers
-
-
-def _batch(reader: TextReader, inputs: Sequence[Any], max_new_tokens: int) -> dict[str, Tensor]:
-    """Return a batch for `generate`; decoders' questions are padded on the left, so that answers start together."""
-    if reader.form != "decoder":
-        batch = reader(_unanswered(inputs))
-        return {name: value for name, value in batch.items() if name != "decoder_attention_mask"}
-    return reader.continued(inputs, [()] * len(inputs), spare=max_new_tokens)
 
 
 def _unanswered(questions: Sequence[Any]) -> list[Any]:
     """Return questions as samples without answers."""
     return [(question, "") if isinstance(question, str) else question for question in questions]
-
-
-def _answer(reader: TextReader, ids: Sequence[int]) -> str:
-    end = next((place for place, token in enumerate(ids) if token in reader.ends), len(ids))
-    return reader.decode(ids[:end]).strip()
 
 
 @contextmanager

@@ -214,7 +214,7 @@ EMBEDDED = "embedding"
 _INNER: Mapping[str, Pool] = {"cls": "cls", "lasttoken": "last"}
 
 
-def weights_of(mode: str, mask: Tensor) -> Tensor:
+def _weights_of(mode: str, mask: Tensor) -> Tensor:
     """Return the weight of each token in a linear pooling, [n, t]; `mask` [n, t] is 1 where a token counts, else 0."""
     if mode in ("cls", "lasttoken"):
         places = mask.argmax(dim=1) if mode == "cls" else mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)
@@ -227,7 +227,7 @@ def weights_of(mode: str, mask: Tensor) -> Tensor:
     return mask / (total.sqrt() if mode == "mean_sqrt_len_tokens" else total)
 
 
-def pooled_tokens(tokens: Tensor, mask: Tensor, modes: tuple[str, ...]) -> Tensor:
+def _pooled_tokens(tokens: Tensor, mask: Tensor, modes: tuple[str, ...]) -> Tensor:
     """Return one vector per text [n, d * modes]: poolings, by sentence-transformers' names, of tokens [n, t, d].
 
     `mask` [n, t] is true where a token counts.
@@ -237,7 +237,7 @@ def pooled_tokens(tokens: Tensor, mask: Tensor, modes: tuple[str, ...]) -> Tenso
         if mode == "max":
             parts.append(tokens.masked_fill(counts[..., None] == 0, -torch.inf).amax(dim=1))
         else:
-            parts.append(torch.einsum("nt,ntd->nd", weights_of(mode, counts), tokens))
+            parts.append(torch.einsum("nt,ntd->nd", _weights_of(mode, counts), tokens))
     return torch.cat(parts, dim=-1)
 
 
@@ -249,10 +249,10 @@ class _Readout:
     steps: tuple[Step, ...] = ()
 
     def __call__(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """Compute embeddings [n, e] of features [n, t, d]; masks as for `pooled_tokens`."""
+        """Compute embeddings [n, e] of features [n, t, d]; masks as for `_pooled_tokens`."""
         if mask is None:
             mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-        embedding = pooled_tokens(tokens, mask, self.pooling.modes)
+        embedding = _pooled_tokens(tokens, mask, self.pooling.modes)
         for step in self.steps:
             embedding = step(embedding)
         return embedding

@@ -15,7 +15,6 @@ import pytest
 
 from driftlens.config.data import DataDefaults
 from driftlens.config.run import load_spec
-from driftlens.data.rows import open_table
 from driftlens.data.sources import Split, SplitView, open_split
 from driftlens.data.task_data import open_task_data
 from driftlens.models.texts import Text
@@ -59,7 +58,7 @@ def test_one_file_may_hold_all_splits_under_any_names(folder: Path) -> None:
     entry = {"kind": "table", "file": file, "split": "fold", "image": "file", "label": "class"}
     entry |= {"calibration": "0", "test": "1", "diagnosis": "2", "classes": ["even", "odd"]}
     splits: tuple[Split, ...] = ("calibration", "test", "diagnosis")
-    views = {split: open_table(entry_of(**entry), split, Access()) for split in splits}  # type: ignore[arg-type]
+    views = {split: open_split(entry_of(**entry), split, Access()) for split in splits}  # type: ignore[arg-type]
     assert [read(view) for view in views.values()] == [[0, 1, 2], [3, 4, 5], [6]]
     assert labels_of(views["test"]) == ["odd", "even", "odd"]
     assert len({view.origin for view in views.values()}) == 3

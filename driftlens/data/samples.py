@@ -1,4 +1,4 @@
-"""Samples of one task and split: which are used, in what order, and how they are read batch by batch."""
+"""Samples of one task and split: the choice, its order, and how batches are read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -147,15 +147,13 @@ class SampleSet:
 
     Attributes:
         ids: one identifier per sample (path, `test/17`, row index).
-        labels: class name per sample, or None without labels.
+        labels: class name per sample.
         load: positions -> raw inputs of those samples, preprocessed and stacked.
         source: digest of the data that was sampled; None for samples in memory, whose ids are positions.
-        notices: for readers of the results.
-        texts: the samples as text; None for others.
-        picture: position -> the source's image; None without images of a data source.
-        preprocess: converts images or texts to raw inputs, if there are any.
-        views: copies that calibrations read in addition, see `driftlens.data.altered`; None for none.
-        original: the samples that copies were made from, repeated in order; None without copies.
+        picture: position -> the image of a data source.
+        preprocess: converts images or texts to raw inputs.
+        views: copies that calibrations read in addition, see `driftlens.data.altered`.
+        original: the samples that copies were made from, repeated in order.
     """
 
     task: str
@@ -195,19 +193,12 @@ class SampleSet:
         size = self.at_once
         for begin in range(start, end, size):
             last = min(begin + size, end)
-            copied = (
-                ()
-                if (original := self.original) is None
-                else tuple(original.digests[position % len(original)] for position in range(begin, last))
-            )
+            digests = () if self.original is None else self.original.digests
+            copied = tuple(digests[place % len(digests)] for place in range(begin, last) if digests)
             yield Batch(begin, last, self.load(range(begin, last)), copied)
 
     def text(self, position: int) -> Text:
-        """Return a sample's question and answer.
-
-        Raises:
-            DataError: the samples are not texts.
-        """
+        """Return a sample's question and answer; refuse samples that are not texts."""
         if self.texts is None:
             raise DataError(
                 f"task {self.task}: the {self.split} samples are not texts",
@@ -222,14 +213,14 @@ class SampleSet:
 
     def answering(self, answers: Sequence[str]) -> SampleSet:
         """Return the same questions with these answers, which `load` shows the model; an empty one shows none."""
+        assert self.texts is not None and self.texts.reader is not None
+        reader = self.texts.reader
         answered = tuple(self.text(row)._replace(target=answer) for row, answer in enumerate(answers))
-        texts = replace(cast("Texts", self.texts), read=answered.__getitem__, shown="target")
-        reader = cast("TextReader", texts.reader)
-
-        def load(positions: Sequence[int]) -> Any:
-            return reader([answered[position] for position in positions])
-
-        return replace(self, load=load, texts=texts)
+        return replace(
+            self,
+            load=lambda positions: reader([answered[position] for position in positions]),
+            texts=replace(self.texts, read=answered.__getitem__, shown="target"),
+        )
 
     def origin(self) -> str:
         """Return a digest of the data: samples of equal id and origin are the same, at any path."""
@@ -280,16 +271,14 @@ def _unpadded(inputs: Any) -> Any:
     """Remove padding before the first and after the last token of one sample [1, ...]."""
     if not isinstance(inputs, Mapping):
         return inputs
-    cut = {}
+    kept = dict(inputs)
     for name, value in inputs.items():
         mask = mask_beside(inputs, name)
-        is_masked = mask is not None and value.shape[:2] == mask.shape
-        # The first maximum of the sums is the last unmasked token.
-        sums = (mask[0] != 0).cumsum(0) if is_masked else None
-        cut[name] = (
-            value if sums is None else value[:, int((sums == 0).sum()) % len(sums) : int(sums.argmax()) + 1]
-        )
-    return cut
+        if mask is not None and value.shape[:2] == mask.shape:
+            # The first maximum of the sums is the last unmasked token.
+            sums = (mask[0] != 0).cumsum(0)
+            kept[name] = value[:, int((sums == 0).sum()) % len(sums) : int(sums.argmax()) + 1]
+    return kept
 
 
 def _digest(sample: Any) -> str:
@@ -364,8 +353,6 @@ def draw(
         raise DataError(
             f"task {task}: {n} {split} samples requested, but {view.origin} has {len(view)}{also}",
             hint=hint if left else "Use a separate folder, file or split for calibration.",
-            asked=n,
-            available=len(left),
         )
     if n == "all":
         return tuple(left)

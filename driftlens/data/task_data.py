@@ -77,8 +77,7 @@ class TaskData:
     """The calibration, diagnosis and test samples of one task. `open_task_data` makes one.
 
     Attributes:
-        class_names: all classes, in the head's order if it names them; None without labels.
-        notices: for readers of the results.
+        class_names: all classes, in the head's order if it names them.
         overlap: number of diagnosis samples that are also calibration samples; results are marked unless it is 0.
         diagnosis: samples on which drift is measured; from the test split unless they have their own.
         test: samples on which scores are measured; never calibration samples.
@@ -104,11 +103,8 @@ class TaskData:
 
     def answers(self) -> dict[str, str]:
         """Map class names to their answers in text tasks; without classes, the labels that occur."""
-        labels = {
-            label
-            for samples in (self.test, self.diagnosis, self.calibration)
-            for label in samples.labels or ()
-        }
+        sets = (self.test, self.diagnosis, self.calibration)
+        labels = {label for samples in sets for label in samples.labels or ()}
         texts, names = self.test.texts, self.class_names or sorted(labels)
         return {} if texts is None else {name: texts.answered(name) for name in names}
 
@@ -147,19 +143,16 @@ def open_task_data(
 
     # Kinds from other packages have no rules for texts.
     rules = entry if isinstance(entry, TextEntry) else TextEntry(kind=entry.kind)
-    stated: list[Split] = ["calibration", "test"]
-    if getattr(entry, "diagnosis", None) is not None:
-        stated.append("diagnosis")
+    has_own = getattr(entry, "diagnosis", None) is not None
+    stated: tuple[Split, ...] = ("calibration", "test", "diagnosis") if has_own else ("calibration", "test")
     with concerning(f"the data of task {task}"):
         views = {split: open_split(entry, split, access) for split in stated}
     views.setdefault("diagnosis", views["test"])
-    holds = views["test"].holds
+    origin, holds = views["test"].origin, views["test"].holds
     if reads is not None and holds != reads:
         raise DataError(
-            f"task {task}: {views['test'].origin} (kind {entry.kind}) has {holds} samples, but the model reads "
-            f"{reads}",
-            hint="For texts use kind: jsonl, or `input:` in a table or hf entry; for images a "
-            "source of images.",
+            f"task {task}: {origin} (kind {entry.kind}) has {holds} samples, but the model reads {reads}",
+            hint="For texts use kind: jsonl, or `input:` in a table or hf entry; for images a source of images.",
         )
     class_names = _agreed_classes(task, views, head_classes)
 
@@ -172,19 +165,16 @@ def open_task_data(
         rows = [view.read(position) for position in positions]
         if split != "test":
             return as_texts(samples, rows, rules, reader)
-        compared = _comparison(task, rules, view, positions, reader, access)
-        searches = compared is not None and compared.passages is not None
-        if searches and reader is not None and reader.prompts:
-            return as_texts(
-                samples, rows, rules, replace(reader, lead=reader.prompts.before("query")), compared
-            )
-        return as_texts(samples, rows, rules, reader, compared)
+        compared, reads_by = _comparison(task, rules, view, positions, reader, access), reader
+        if reader is not None and reader.prompts and compared is not None and compared.passages is not None:
+            reads_by = replace(reader, lead=reader.prompts.before("query"))
+        return as_texts(samples, rows, rules, reads_by, compared)
 
     requested_views = defaults.views if entry.views is None else entry.views
     calibration = replace(drawn("calibration"), views=requested_views)
     # Accuracy is never measured on calibration samples, and diagnosis draws from the test samples unless
     # it has a split of its own: then overlap is the user's choice, and reported.
-    taken = calibration.ids if views["test"].origin == views["calibration"].origin else ()
+    taken = calibration.ids if origin == views["calibration"].origin else ()
     sets: dict[Split, SampleSet] = {
         "calibration": calibration,
         "diagnosis": drawn("diagnosis", taken if views["diagnosis"] is views["test"] else ()),
@@ -455,17 +445,14 @@ def require_same_classes(
     only_head = sorted(set(head) - set(data))
     if not only_data and not (only_head and all_of_head):
         return
-    parts = ["the classes of data and head differ"]
-    if only_data:
-        parts.append(f"only in data: {_listed(only_data)}")
-    if only_head and all_of_head:
-        parts.append(f"only in head: {_listed(only_head)}")
+    lists = {"data": only_data, "head": only_head if all_of_head else []}
+    parts = [
+        f"; only in {owner}: {some_of([*map(repr, names)], 10)}" for owner, names in lists.items() if names
+    ]
     raise DataError(
-        f"{where}: {'; '.join(parts)}",
+        f"{where}: the classes of data and head differ{''.join(parts)}",
         hint="Names in the data and in `heads.<task>.classes` must be equal. If sub-folders of images "
         "are not classes, set `unlabelled: [calibration]`.",
-        only_in_data=only_data,
-        only_in_head=only_head,
     )
 
 
@@ -474,7 +461,3 @@ def plain_form(name: str) -> str:
     # A name of punctuation alone would become empty, and equal to all such names.
     folded = unicodedata.normalize("NFKC", name).casefold()
     return "".join(character for character in folded if character.isalnum()) or folded
-
-
-def _listed(names: Sequence[str]) -> str:
-    return some_of([*map(repr, names)], 10)

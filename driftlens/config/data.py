@@ -40,11 +40,8 @@ from driftlens.utils.variants import METRICS
 class Views(SpecSection):
     """Altered copies of every calibration sample, made from `seed` whenever they are read.
 
-    Attributes:
-        copies: number of copies per sample.
-        kind: `crop` shifts an image and changes its light, `mix` adds another sample of the task, `words` replaces
-            words of
-            a prompt by words of the task's other prompts; `auto` chooses by the samples, `none` makes no copies.
+    `crop` shifts an image and changes its light, `mix` adds another sample of the task, `words` replaces words of a
+    prompt by words of the task's other prompts; `auto` chooses by the samples, `none` makes no copies.
     """
 
     kind: Literal["auto", "crop", "mix", "words", "none"] = "auto"
@@ -103,10 +100,6 @@ def _metric(name: str) -> str:
     return name
 
 
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
 MetricName = Annotated[Text, AfterValidator(_metric)]
 
 
@@ -118,7 +111,10 @@ class Entry(SpecSection):
     n_diagnosis: Count | None = None
     n_test: CountOrAll | None = None
     views: ViewsSetting = None
-    metric: Annotated[tuple[MetricName, ...] | None, BeforeValidator(_as_tuple)] = None
+    metric: Annotated[
+        tuple[MetricName, ...] | None,
+        BeforeValidator(lambda names: (names,) if isinstance(names, str) else names),
+    ] = None
 
 
 # Text between doubled braces, or a field. Not `str.format`: prompts may contain JSON or code with other braces.
@@ -162,8 +158,8 @@ class Corpus(SpecSection):
 
     Attributes:
         text: column of the passages.
-        key: column of the passages' keys in queries, which several may share; their text if left out.
-        prompt: format of a passage, with `{text}` or other columns in braces.
+        key: column of their keys in queries, which several may share; their text if left out.
+        prompt: format of a passage, with columns in braces.
     """
 
     file: LocalPath | None = None
@@ -179,10 +175,6 @@ class Corpus(SpecSection):
                 "a corpus is a file or a split", "Give `file: FILE`, or `split: NAME` of the entry's data."
             )
         return self
-
-
-def _file_alone(corpus: Any) -> Any:
-    return {"file": corpus} if isinstance(corpus, str) else corpus
 
 
 Classes = Flag | ClassNames
@@ -204,7 +196,7 @@ class TextEntry(Entry):
         too_long: cut or refuse longer questions.
         decoder_inputs: answers shown during calibration: the data's, the expert's own greedy ones, or none.
         pair: column of the second text; `target` is their similarity, a number.
-        positive: column of what answers a query: texts or keys of the corpus; one or a list.
+        positive: column of texts, or keys of the corpus, that answer a query; one or a list.
         negative: column of the texts among which a query's positives are ranked, without a corpus.
         corpus: the passages that queries search; all positives if left out.
     """
@@ -222,7 +214,9 @@ class TextEntry(Entry):
     pair: Text | None = None
     positive: Text | None = None
     negative: Text | None = None
-    corpus: Annotated[Corpus | None, BeforeValidator(_file_alone)] = None
+    corpus: Annotated[
+        Corpus | None, BeforeValidator(lambda place: {"file": place} if isinstance(place, str) else place)
+    ] = None
 
     @property
     def holds_texts(self) -> bool:

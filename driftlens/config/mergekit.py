@@ -20,14 +20,7 @@ _WEIGHT_METHODS = ("linear", "nuslerp", "multislerp", "karcher", "passthrough")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The models of a recipe and how they are merged.
-
-    Attributes:
-        method: mergekit's name of the method.
-        base: the model the experts were trained from, None where the recipe names none.
-        experts: the other models in the order of the file, each as `MODEL` or `MODEL+ADAPTER`.
-        merge: the `merge` section of a spec that is nearest to the recipe.
-    """
+    """The models of a recipe, each as `MODEL` or `MODEL+ADAPTER`, and the nearest `merge` section of a spec."""
 
     method: str
     base: str | None

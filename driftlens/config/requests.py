@@ -219,20 +219,9 @@ def _plain_layers(layers: Any) -> Any:
     return tuple(layer if isinstance(layer, str) else operator.index(layer) for layer in layers)
 
 
-def _plain_record(record: Any) -> Any:
-    """Convert a dataclass to a mapping."""
-    return record if record is None or isinstance(record, Mapping) else dict(vars(record))
-
-
 def _jacobian(settings: Any) -> Any:
     """Convert the settings of Jacobians from the words of a spec."""
-    if settings is None or isinstance(settings, bool):
-        return {} if settings else None
-    return settings
-
-
-def _pairs(pairs: Any) -> Any:
-    return pairs if pairs is None else [(pair, {}) if isinstance(pair, str) else pair for pair in pairs]
+    return ({} if settings else None) if isinstance(settings, bool) else settings
 
 
 _MERGED_TO = (
@@ -241,20 +230,23 @@ _MERGED_TO = (
 # Number types of saved models.
 OutDtype = Literal["float32", "float16", "bfloat16"]
 LayerPatterns = Annotated[tuple[str | int, ...] | None, BeforeValidator(_plain_layers)]
-Methods = Annotated[tuple[tuple[Text, dict[str, Any]], ...], BeforeValidator(_pairs)]
+# Names alone are methods without settings.
+Methods = Annotated[
+    tuple[tuple[Text, dict[str, Any]], ...],
+    BeforeValidator(
+        lambda pairs: pairs and [(pair, {}) if isinstance(pair, str) else pair for pair in pairs]
+    ),
+]
 
 
-def _attribution() -> Any:
-    text = "Skip the attribution of drift to layers; `driftlens analyze RUN` adds it later."
-    return option_field(text, True, name="--no-attribution", parameter="no_attribution")
-
-
-def _out_dtype() -> Any:
-    return option_field("Number type: float32, float16 or bfloat16; default: the base's.")
-
-
-def _overrides() -> Any:
-    return option_field("Override a value of the spec; repeatable.", (), name="--set", metavar="a.b=value")
+_ATTRIBUTION = option_field(
+    "Skip the attribution of drift to layers; `driftlens analyze RUN` adds it later.",
+    True,
+    name="--no-attribution",
+    parameter="no_attribution",
+)
+_OUT_DTYPE = option_field("Number type: float32, float16 or bfloat16; default: the base's.")
+_OVERRIDES = option_field("Override a value of the spec; repeatable.", (), name="--set", metavar="a.b=value")
 
 
 def _parameters(text: str) -> Any:
@@ -301,18 +293,16 @@ class CalibrationRequest(Request):
     save_weights: Path | None = option_field(
         "A .safetensors file, or a folder with model card that the original library loads."
     )
-    out_dtype: OutDtype | None = _out_dtype()
+    out_dtype: OutDtype | None = _OUT_DTYPE
     resume: Flag = option_field("Resume an interrupted calibration.", False)
     replace: Flag = option_field("Replace the calibration of this name.", False)
-    attribution: Flag = _attribution()
+    attribution: Flag = _ATTRIBUTION
 
 
 class SweepRequest(Request, title="sweep"):
     """Many calibrations: one or several sweeps, or methods to be compared.
 
-    Attributes:
-        param: a setting of every method, `n`, the calibration samples per task, or `corruption` of their pictures (see
-            `driftlens.data.altered`) -> the values to visit.
+    `param` maps a setting of every method, `n` (calibration samples per task) or `corruption` to the values to visit.
     """
 
     param: dict[str, list[Any]] = option_field(
@@ -357,7 +347,7 @@ class MergeRequest(Request, title="merge"):
 
     method: Text | None = option_field("Merge method; see `driftlens doctor --methods`.")
     out: Path | None = option_field(_MERGED_TO)
-    out_dtype: OutDtype | None = _out_dtype()
+    out_dtype: OutDtype | None = _OUT_DTYPE
     parameters: dict[str, Any] = _parameters("Method setting; repeatable.")
 
 
@@ -375,18 +365,13 @@ class ComparisonRequest(Request, title="compare_merges"):
 
 
 class AnalysisRequest(Request, title="analyze"):
-    """One run of a spec.
-
-    Attributes:
-        synthetic: marks the run as made from generated data, not a benchmark.
-        weights: compares task vectors, which reads all weights once more.
-    """
+    """One run of a spec; `synthetic` marks generated data, `weights` compares task vectors (one more reading)."""
 
     out: Path | None = option_field("Run directory; default: runs/<name>.")
     resume: Flag = option_field("Resume an interrupted run.", False)
     force: Flag = option_field("Replace an existing run.", False)
-    overrides: tuple[str, ...] = _overrides()
-    attribution: Flag = _attribution()
+    overrides: tuple[str, ...] = _OVERRIDES
+    attribution: Flag = _ATTRIBUTION
     synthetic: Flag = _hidden_field(False)
     weights: Flag = _hidden_field(True)
 
@@ -400,7 +385,7 @@ class AnalysisRequest(Request, title="analyze"):
 class PreflightRequest(Request, title="validate"):
     """A spec to be checked before anything large is read."""
 
-    overrides: tuple[str, ...] = _overrides()
+    overrides: tuple[str, ...] = _OVERRIDES
     deep: Flag = option_field("Also score every expert on its own data.", False)
 
 
@@ -439,11 +424,7 @@ class ViewRequest(Request, title="view"):
 
 
 class ExhibitRequest(Request, title="export"):
-    """The options of figures and tables for a paper.
-
-    Attributes:
-        layer: layer index, "final" or module path, for exhibits of one layer.
-    """
+    """The options of figures and tables for a paper; `layer` is for exhibits of one layer."""
 
     style: Literal["neurips", "icml-column", "slide"] = option_field(
         "Width of the venue: neurips, icml-column or slide.", "neurips"
@@ -533,7 +514,12 @@ class LiveSettings(LiveInputs, title="analyze"):
     pool: Literal["cls", "mean", "last", "all"] | None = None
     n_calibration: Count | None = 256
     cka: Flag = False
-    jacobian: Annotated[Any, BeforeValidator(_jacobian), PlainSerializer(_plain_record)] = None
+    jacobian: Annotated[
+        Any,
+        BeforeValidator(_jacobian),
+        # A dataclass is stored as a mapping.
+        PlainSerializer(lambda made: made if made is None or isinstance(made, Mapping) else vars(made)),
+    ] = None
     adjoint: Flag = False
     groups: Flag = False
     name: Text = "live"

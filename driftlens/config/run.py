@@ -63,11 +63,9 @@ class ArchitectureSpec(SpecSection):
     """The code that builds the network.
 
     Attributes:
-        loader: name of a registered loader, looked up when models are opened because loaders import torch; or
-            `python:package.module:function`, which needs trust.
+        loader: name of a registered loader; or `python:package.module:function`, which needs trust.
         source: Hub id, folder, open_clip model name or model_config.json.
-        blocks: path of the list of blocks, or a pattern of block paths (`layer?`), if a loader may find several
-            lists.
+        blocks: path of the list of blocks, or a pattern of block paths (`layer?`), if a loader may find several.
         vocab: how language models with other vocabularies are aligned; null refuses them.
     """
 
@@ -93,10 +91,7 @@ class WeightsSpec(SpecSection):
 
 
 class _MethodSpec(SpecSection):
-    """A registered method with its own settings next to it.
-
-    The code that looks the method up validates the settings; here any value that the file can store is accepted.
-    """
+    """A registered method with its own settings, which the code that looks it up validates."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
     __pydantic_extra__: dict[str, JsonValue] = Field(init=False)
@@ -303,9 +298,7 @@ class RunSpec(SpecSection):
         heads: how a task's features become class scores; tasks without one have no accuracy.
         baselines: further variants to measure.
         names: names of tasks and variants in exhibits; not part of the digest.
-        task_id: whether the task of an input is known where the model is used; if not, repairs with a map per task
-            are
-            refused. Not part of the digest.
+        task_id: if the task of an input is unknown where the model is used, repairs with a map per task are refused.
     """
 
     version: Literal[1]

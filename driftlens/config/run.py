@@ -11,7 +11,8 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -447,3 +448,108 @@ _RECIPE_KEYS = ("merge_method", "models", "slices", "modules", "gate_mode")
 def is_recipe(content: Mapping[str, Any]) -> bool:
     """Return True if the content of a file is meant for mergekit, by its keys."""
     return "version" not in content and not content.keys().isdisjoint(_RECIPE_KEYS)
+
+
+_Settings = Mapping[str, Any]
+# Methods that merge two models, one of which is `base_model`: there it is an expert and not a base.
+_PAIRWISE = ("slerp", "nuslerp", "nearswap", "arcee_fusion")
+# Methods that merge weights instead of task vectors.
+_WEIGHT_METHODS = ("linear", "nuslerp", "multislerp", "karcher", "passthrough")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The models of a recipe, each as `MODEL` or `MODEL+ADAPTER`, and the nearest `merge` section of a spec."""
+
+    method: str
+    base: str | None
+    experts: tuple[str, ...]
+    merge: _Settings
+
+
+def recipe_of(content: _Settings) -> Recipe:
+    """Read a recipe of mergekit."""
+    method = content.get("merge_method")
+    if not isinstance(method, str):
+        raise _refused(f"merge_method is {method!r}", "Recipes for mergekit-yaml need a `merge_method`.")
+    parts = [*_parts(content)]
+    base = next((part["base_model"] for part in parts if part.get("base_model") is not None), None)
+    entries = [entry for part in parts for entry in _listed(part, "models") + _listed(part, "sources")]
+    listed = {_model(entry.get("model")): _mapping(entry.get("parameters")) for entry in entries}
+    base = None if base is None else _model(base)
+    names = [*dict.fromkeys([*listed, *([base] if base else [])])]
+    if base is not None and not (method in _PAIRWISE and len(names) == 2):
+        names.remove(base)
+    else:
+        base = None
+    if not names:
+        raise _refused("it names no models besides the base", "Write `models` or `slices` with `sources`.")
+    shared: dict[str, Any] = {}
+    for part in parts:
+        shared |= _mapping(part.get("parameters"))
+    own = [{**shared, **listed.get(name, {})} for name in names]
+    return Recipe(method, base, tuple(names), _nearest(method, own, has_base=base is not None))
+
+
+def _parts(content: _Settings) -> Iterator[_Settings]:
+    """Yield the recipe, its modules and their slices: all mappings that may name models."""
+    yield content
+    modules = [entry for entry in _mapping(content.get("modules")).values() if isinstance(entry, Mapping)]
+    yield from modules
+    for part in (content, *modules):
+        yield from _listed(part, "slices")
+
+
+def _listed(part: _Settings, key: str) -> list[_Settings]:
+    entries = part.get(key) or []
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise _refused(f"{key} is {str(entries)[:80]!r}", "Write a list of mappings.")
+    return entries
+
+
+def _mapping(value: Any) -> _Settings:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _model(name: Any) -> str:
+    """Return `MODEL` or `MODEL+ADAPTER` of a model that may be spelled out as a mapping."""
+    if isinstance(name, Mapping) and "model" in name:
+        name = "+".join(_path(part) for part in (name["model"], name.get("lora")) if part)
+    if not isinstance(name, str) or not all(name.split("+")):
+        raise _refused(f"the model {str(name)[:80]!r} is no path or Hub id", "Write PATH, or PATH+ADAPTER.")
+    return name
+
+
+def _path(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return str(part)
+    return f"{part.get('path')}@{part['revision']}" if part.get("revision") else str(part.get("path"))
+
+
+def _nearest(method: str, own: list[dict[str, Any]], *, has_base: bool) -> dict[str, Any]:
+    """Return the `merge` section that is nearest, with the settings that all experts share."""
+
+    def common(name: str, default: float) -> float:
+        values = [settings.get(name, default) for settings in own]
+        is_number = isinstance(values[0], int | float) and not isinstance(values[0], bool)
+        return float(values[0]) if is_number and values == values[:1] * len(values) else default
+
+    if method == "slerp" and len(own) == 2:
+        return {"method": "slerp"}
+    if not has_base or method in _WEIGHT_METHODS:
+        return {"method": "average"}
+    # Spec methods have one value for all experts, so settings that differ keep their default.
+    scaling, density, weight = common("lambda", 1.0), common("density", 1.0), common("weight", 1.0)
+    drop = {"scaling": scaling * weight, "drop_rate": round(1 - density, 6)}
+    nearest: dict[str, dict[str, Any]] = {
+        "model_stock": {"method": "model_stock"},
+        "ties": {"method": "ties", "scaling": scaling, "density": density, "trim_scope": "per_tensor"},
+        "dare_ties": {"method": "ties", **drop, "density": 1.0, "merge_func": "sum"},
+        "dare_linear": {"method": "dare", **drop},
+        "task_arithmetic": {"method": "task_arithmetic", "scaling": scaling * weight},
+    }
+    return nearest.get(method, {"method": "task_arithmetic"})
+
+
+def _refused(what: str, hint: str) -> SpecError:
+    return SpecError(f"mergekit recipe: {what}", hint=hint)

@@ -26,8 +26,7 @@ from driftlens.checkpoints.loading import (
     read_json,
 )
 from driftlens.checkpoints.unsupported import family_of_keys, loader_of, reads_images, route
-from driftlens.config.mergekit import Recipe, recipe_of
-from driftlens.config.run import RunSpec, is_recipe, load_spec, override
+from driftlens.config.run import Recipe, RunSpec, is_recipe, load_spec, override, recipe_of
 from driftlens.config.types import read_mapping, to_yaml
 from driftlens.data.entries import data_entry
 from driftlens.data.sources import SplitView, open_split

@@ -11,8 +11,7 @@ import pytest
 import transformers
 import yaml
 
-from driftlens.config.mergekit import recipe_of
-from driftlens.config.run import load_spec
+from driftlens.config.run import load_spec, recipe_of
 from driftlens.data.entries import data_entry
 from driftlens.demo import PROBES
 from driftlens.pipelines.quickstart import draft, models_by_role

@@ -29,8 +29,7 @@ from typer.main import get_command
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.cli import run as run_command
 from driftlens.cli.app import app
-from driftlens.config.mergekit import recipe_of
-from driftlens.config.run import is_recipe, load_spec
+from driftlens.config.run import is_recipe, load_spec, recipe_of
 from driftlens.data.sources import open_split
 from driftlens.experiment.loading import open_architecture
 from driftlens.models.preprocessing import hf_text_preprocess

@@ -14,8 +14,7 @@ import yaml
 
 import driftlens.cli as cli
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.config.mergekit import recipe_of
-from driftlens.config.run import load_spec
+from driftlens.config.run import load_spec, recipe_of
 from driftlens.config.types import MOST_CHARACTERS, from_yaml
 from driftlens.utils.errors import CheckpointError, DataError, SpecError, harmless
 from driftlens.utils.files import from_json

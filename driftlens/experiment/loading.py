@@ -104,11 +104,8 @@ class OpenModels:
     @property
     def own_form(self) -> StateSource:
         """The checkpoint whose key names, dtypes and text tower a saved model has: the base, or the first expert."""
-        if self.form is not None:
-            return self.form
-        if self.base is not None:
-            return self.base
-        return self.sources[min(name for name in self.sources if task_of(name) is not None)]
+        experts = sorted(name for name in self.sources if task_of(name) is not None)
+        return self.form or self.base or self.sources[experts[0]]
 
 
 def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, OpenModels]:
@@ -184,9 +181,8 @@ def open_models(
     stored: dict[str, StateSource] = {}
     sources: dict[str, StateSource] = {}
     notices: list[str | None] = []
-    reads_texts = shared.lm is not None or (
-        shared.preprocess is not None and shared.preprocess.texts is not None
-    )
+    preprocess = shared.preprocess
+    reads_texts = shared.lm is not None or (preprocess is not None and preprocess.texts is not None)
     rows, home = vocabulary_keys(shared.skeleton) if reads_texts else {}, library_folder(shared.source)
 
     def _open(name: str) -> StateSource:
@@ -311,7 +307,7 @@ def open_heads(
     tower: TextTower | None = None
     heads: dict[str, ScoreMap] = {}
     for task, entry in heads_of(spec, models).items():
-        named = data.get(task) or _named_by_expert(spec, task, entry) or _numbered_rows(entry, task, models)
+        named = data.get(task) or (_rows_of_expert(spec, task, models) if _is_own(entry) else None)
         classes = classes_of(task, entry, named)
         if isinstance(entry, LinearHeadSpec):
             heads[task] = _linear_head(task, entry, classes, models)
@@ -385,15 +381,10 @@ def _is_own(entry: Head) -> TypeGuard[LinearHeadSpec]:
     return isinstance(entry, LinearHeadSpec) and entry.linear == "own"
 
 
-def _named_by_expert(spec: RunSpec, task: str, entry: Head) -> tuple[str, ...] | None:
-    """Return the classes of an expert's own classifier as its folder names them; None for other heads."""
-    return stated_classes(spec.experts[task].weights) if _is_own(entry) else None
-
-
-def _numbered_rows(entry: Head, task: str, models: OpenModels) -> tuple[str, ...] | None:
-    """Return row numbers as the class names of an expert's classifier; None for other heads."""
-    if not _is_own(entry):
-        return None
+def _rows_of_expert(spec: RunSpec, task: str, models: OpenModels) -> tuple[str, ...] | None:
+    """Return the classes of an expert's classifier as its folder names them, or else row numbers."""
+    if (named := stated_classes(spec.experts[task].weights)) is not None:
+        return named
     stored = models.stored[expert_of(task)]
     shapes = [stored.headers[key].shape for key in models.architecture.classifier_keys(stored) or ()]
     rows = [shape[0] for shape in shapes if len(shape) == 2]
@@ -439,8 +430,8 @@ def _notices(
     for opened in data.values():
         yield from opened.notices
     for task, entry in heads_of(spec, models).items():
-        unnamed = _is_own(entry) and entry.classes is None and _named_by_expert(spec, task, entry) is None
-        if unnamed and data[task].class_names:
+        is_unnamed = _is_own(entry) and entry.classes is None
+        if is_unnamed and data[task].class_names and stated_classes(spec.experts[task].weights) is None:
             yield (
                 f"{task}: the expert's classifier names no classes, so the data's order is used for its rows; set "
                 "`heads.TASK.classes` if it differs"
@@ -470,8 +461,9 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
         kind = next((source.kind for source in spec.data.tasks.values()), "imagefolder")
         raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: {kind}, ...}}.")
     named = None if head is None or head.classes is None else class_names(head.classes)
-    if named is None and architecture is not None and architecture.ends_in_classes:
-        named = _named_by_expert(spec, task, head or LinearHeadSpec(linear="own"))
+    ends_in_classes = architecture is not None and architecture.ends_in_classes
+    if named is None and ends_in_classes and (head is None or _is_own(head)):
+        named = stated_classes(spec.experts[task].weights)
     preprocess = None if architecture is None else architecture.preprocess
     reader = None if preprocess is None else preprocess.texts
     if isinstance(reader, PictureReader) and getattr(entry, "pictures", None) is None:

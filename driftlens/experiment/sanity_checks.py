@@ -428,8 +428,7 @@ def _differs(base: StateSource, key: str, source: StateSource, source_key: str) 
     if not start.dtype.is_floating_point:
         # An index.
         return False
-    width = max(1, start.nbytes // start.dtype.itemsize // max(1, start.shape[0] if start.shape else 1))
-    rows = (0, min(start.shape[0], max(1, _FEW_READ // width))) if start.shape else None
+    rows = _row_ranges(Slot(key), start.shape, _FEW_READ, _FEW_READ)[0]
     return not _is_equal(base.read(key, rows), source.read(source_key, rows))
 
 
@@ -541,9 +540,10 @@ _Statement = tuple[str, str, object, object]
 
 def _contradictions(architecture: Architecture, folder: Path, called: str) -> _Doubt:
     """Yield contradictions between the configuration in a folder and the architecture of all models."""
-    loader = architecture.loader
-    reader = _open_clip_statements if loader == "open-clip" else _hf_statements
-    for file, key, stated, used in reader(architecture, folder) if loader in _CONFIGURED else ():
+    is_open_clip = architecture.loader == "open-clip"
+    reader = _open_clip_statements if is_open_clip else _hf_statements
+    is_read = is_open_clip or architecture.loader.startswith("hf-")
+    for file, key, stated, used in reader(architecture, folder) if is_read else ():
         if _equal(stated, used):
             continue
         remedy = "Merge models of one architecture, or correct the file."
@@ -554,23 +554,8 @@ def _contradictions(architecture: Architecture, folder: Path, called: str) -> _D
         yield f"{file} of {called} has {key} {stated}, but {used} is used for all models", remedy
 
 
-_CONFIGURED = (
-    *(
-        "open-clip",
-        "hf-clip",
-        "hf-vit",
-        "hf-auto",
-        "hf-encoder",
-        "hf-decoder",
-        "hf-vlm",
-        "hf-seq2seq",
-        "hf-t5",
-    ),
-)
-
-
 def _hf_statements(architecture: Architecture, folder: Path) -> Iterator[_Statement]:
-    """Yield statements by the library's own reading, which fills in defaults and older versions' spellings."""
+    """Yield statements by transformers' own reading, which fills in defaults and older versions' spellings."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

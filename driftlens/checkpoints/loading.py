@@ -121,7 +121,7 @@ def fetched(path: str, *, offline: bool = False) -> str:
 
 def _open_any_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
     if not is_lora_folder(folder):
-        folder = transformer_folder(folder)
+        folder = _transformer_folder(folder)
         _require_plain_folder(folder)
         return open_folder(folder)
     if base is None:
@@ -385,15 +385,15 @@ def files_beside_weights(place: str, *, offline: bool = False) -> pathlib.Path |
 
     folder = expanded(place)
     if folder.is_dir() or not is_hub_id(place):
-        return transformer_folder(folder) if folder.is_dir() else None
+        return _transformer_folder(folder) if folder.is_dir() else None
     cached = None
     with contextlib.suppress(CheckpointError):
         cached = _snapshot(place, [], local=True)
     if offline or constants.HF_HUB_OFFLINE:
-        return cached and transformer_folder(cached)
+        return cached and _transformer_folder(cached)
     if cached is None:
         log.warning("downloading configuration of %s from the Hugging Face Hub", place)
-    return transformer_folder(_snapshot(place, [], local=False))
+    return _transformer_folder(_snapshot(place, [], local=False))
 
 
 def _snapshot(place: str, patterns: list[str], *, local: bool) -> pathlib.Path:
@@ -425,7 +425,7 @@ def library_folder(place: str) -> pathlib.Path | None:
     path = expanded(name)
     if not path.exists() and is_hub_id(name):
         path = files_beside_weights(name, offline=True) or path
-    folder = transformer_folder(path) if path.is_dir() else path.parent
+    folder = _transformer_folder(path) if path.is_dir() else path.parent
     is_there = name and path.exists() and any((folder / config).is_file() for config in _CONFIGS)
     return folder if is_there else None
 
@@ -439,7 +439,7 @@ def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
     if folder is None:
         return {}
     # Links out of the folder are skipped: the files are copied next to saved models, which may be published.
-    inside = [(sentence_folder(folder) or folder).resolve()]
+    inside = [(_sentence_folder(folder) or folder).resolve()]
     # Files in the Hub's cache are links to the repository's blobs.
     if inside[0].parent.name == "snapshots":
         inside.append(inside[0].parents[1] / "blobs")
@@ -577,23 +577,23 @@ def modules_of(folder: pathlib.Path) -> tuple[_Module, ...]:
     return modules
 
 
-def transformer_folder(folder: pathlib.Path) -> pathlib.Path:
+def _transformer_folder(folder: pathlib.Path) -> pathlib.Path:
     """Return the transformer's folder in a folder of sentence-transformers; other folders are returned unchanged."""
     leading = next(iter(modules_of(folder)), _Module("", ""))
     return folder / leading.place if leading.kind == "Transformer" else folder
 
 
-def sentence_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
+def _sentence_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
     """Return the sentence-transformers folder that contains a transformer; None for other transformers."""
     places = () if transformer is None else (transformer, transformer.parent)
     return next(
-        (root for root in places if modules_of(root) and transformer_folder(root) == transformer), None
+        (root for root in places if modules_of(root) and _transformer_folder(root) == transformer), None
     )
 
 
 def embedding_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
     """Return the same for embedding models; None for a cross-encoder, whose transformer gives scores itself."""
-    root = sentence_folder(transformer)
+    root = _sentence_folder(transformer)
     if root is None or json_object(root, _WHOLE).get("model_type") == "CrossEncoder":
         return None
     # Older cross-encoders are known only by these settings.
@@ -702,7 +702,7 @@ def require_same_reading(base: pathlib.Path | None, other: pathlib.Path | None) 
 
 def _sentence_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """List the files of sentence-transformers around a transformer, by their place in a saved folder."""
-    root = sentence_folder(folder)
+    root = _sentence_folder(folder)
     if root is None:
         return {}
     paths = {path.name: path for place in (folder, root) for name in _SETTINGS for path in place.glob(name)}

@@ -70,7 +70,7 @@ def route(loader: str) -> str:
     return _ROUTES.get(loader, f"Its loader is {loader}: set `architecture.loader`.")
 
 
-class Family(NamedTuple):
+class _Family(NamedTuple):
     """The family that a checkpoint's keys reveal: a description, one such key, and its loader if there is one."""
 
     what: str
@@ -85,12 +85,12 @@ class Family(NamedTuple):
         return f"{alike}{way[:-1]} if all models match." if way.startswith("Its loader") else way
 
 
-def family_of_keys(keys: Collection[str]) -> Family | None:
+def family_of_keys(keys: Collection[str]) -> _Family | None:
     """Find a checkpoint's family by its keys; None if it is unknown."""
     for fragment, what, loader in _FAMILIES:
         key = next((key for key in keys if fragment in key), None)
         if key is not None:
-            return Family(what, key, loader)
+            return _Family(what, key, loader)
     return None
 
 

@@ -273,7 +273,7 @@ class TextEntry(Entry):
                 raise problem(f"{key} needs the column of answers", "Add `positive: COLUMN`.")
 
 
-class Places(Entry):
+class _Places(Entry):
     """A file or folder per split."""
 
     calibration: LocalPath
@@ -281,7 +281,7 @@ class Places(Entry):
     diagnosis: LocalPath | None = None
 
 
-class ImageFolderData(Places):
+class ImageFolderData(_Places):
     """Folders with one sub-folder per class, or with images only; those of `unlabelled` splits are no classes."""
 
     kind: Literal["imagefolder"]
@@ -333,7 +333,7 @@ class HfData(TextEntry):
     label: Text | None = "label"
 
 
-class JsonlData(Places, TextEntry):
+class JsonlData(_Places, TextEntry):
     """Text tasks: files with one JSON object per line.
 
     `image` names the key of the path of a question's image, or a list of paths.
@@ -382,7 +382,7 @@ class TableData(TextEntry):
         return self.image or "path"
 
 
-class WebdatasetData(Places):
+class WebdatasetData(_Places):
     """Tar files of samples: a file, a folder or a pattern per split; `image` and `label` are endings of members."""
 
     kind: Literal["webdataset"]

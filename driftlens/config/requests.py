@@ -136,7 +136,7 @@ class Option:
         return re.split("[/ ]", self.name)[0] or f"--{field.replace('_', '-')}"
 
 
-def option_field(text: str, default: Any = None, **option: Any) -> Any:
+def _option_field(text: str, default: Any = None, **option: Any) -> Any:
     """Define a field by description, default and the attributes of its `Option`."""
     # pydantic copies other defaults, but would take the class `dict` itself as the value.
     how = {"default_factory": default} if default is dict else {"default": default}
@@ -145,7 +145,7 @@ def option_field(text: str, default: Any = None, **option: Any) -> Any:
 
 def _hidden_field(default: Any) -> Any:
     """Define a field without a command-line option."""
-    return option_field("", default, is_given=False)
+    return _option_field("", default, is_given=False)
 
 
 class Request(SpecSection, title="calibrate"):
@@ -239,45 +239,45 @@ Methods = Annotated[
 ]
 
 
-_ATTRIBUTION = option_field(
+_ATTRIBUTION = _option_field(
     "Skip the attribution of drift to layers; `driftlens analyze RUN` adds it later.",
     True,
     name="--no-attribution",
     parameter="no_attribution",
 )
-_OUT_DTYPE = option_field("Number type: float32, float16 or bfloat16; default: the base's.")
-_OVERRIDES = option_field("Override a value of the spec; repeatable.", (), name="--set", metavar="a.b=value")
+_OUT_DTYPE = _option_field("Number type: float32, float16 or bfloat16; default: the base's.")
+_OVERRIDES = _option_field("Override a value of the spec; repeatable.", (), name="--set", metavar="a.b=value")
 
 
 def _parameters(text: str) -> Any:
-    return option_field(text, dict, name="--set", metavar="name=value", read=_assignments)
+    return _option_field(text, dict, name="--set", metavar="name=value", read=_assignments)
 
 
 class CalibrationRequest(Request):
     """One calibration. Missing values come from the preset, then from the run's spec."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = option_field(
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = _option_field(
         "Name; the variant is called calibrated:NAME.", ...
     )
-    method: Text | None = option_field("A registered calibrator.", unset=DEFAULT_METHOD)
-    preset: Text | None = option_field("Published settings; see `driftlens doctor --methods`.")
+    method: Text | None = _option_field("A registered calibrator.", unset=DEFAULT_METHOD)
+    preset: Text | None = _option_field("Published settings; see `driftlens doctor --methods`.")
     parameters: dict[str, Any] = _parameters("Method setting, such as lam=0.05; repeatable.")
-    samples: Count | None = option_field("Calibration samples per task.", unset="the spec's")
-    views: ViewsSetting = option_field(
+    samples: Count | None = _option_field("Calibration samples per task.", unset="the spec's")
+    views: ViewsSetting = _option_field(
         "Augmented copies per sample: crop:3, mix:3, words:3, auto or none.",
         unset="the spec's",
         metavar="kind:copies",
         read=str,
         is_list=False,
     )
-    layers: LayerPatterns = option_field(
+    layers: LayerPatterns = _option_field(
         "Layer numbers or patterns on module paths; default: all blocks.", read=layers_named
     )
-    sites: tuple[Text, ...] | None = option_field(
+    sites: tuple[Text, ...] | None = _option_field(
         "Patterns on module paths, or groups (q, k, v, o, gate, up, down, norms); default: linear and norm modules.",
         read=parts,
     )
-    shrink: Annotated[float, Field(ge=0, le=1.5)] | None = option_field(
+    shrink: Annotated[float, Field(ge=0, le=1.5)] | None = _option_field(
         "Interpolate between base (0) and repair (1), up to 1.5 (WiSE-FT); --auto chooses a value.",
         # The option's earlier name is in model cards of saved runs.
         name="--interpolate --shrink",
@@ -285,17 +285,17 @@ class CalibrationRequest(Request):
         read=str,
         is_list=False,
     )
-    auto: Flag = option_field(
+    auto: Flag = _option_field(
         "Choose on held-out calibration samples between the merged model, the base, these settings, views and, "
         "without --method, other merges and methods.",
         False,
     )
-    save_weights: Path | None = option_field(
+    save_weights: Path | None = _option_field(
         "A .safetensors file, or a folder with model card that the original library loads."
     )
     out_dtype: OutDtype | None = _OUT_DTYPE
-    resume: Flag = option_field("Resume an interrupted calibration.", False)
-    replace: Flag = option_field("Replace the calibration of this name.", False)
+    resume: Flag = _option_field("Resume an interrupted calibration.", False)
+    replace: Flag = _option_field("Replace the calibration of this name.", False)
     attribution: Flag = _ATTRIBUTION
 
 
@@ -305,27 +305,29 @@ class SweepRequest(Request, title="sweep"):
     `param` maps a setting of every method, `n` (calibration samples per task) or `corruption` to the values to visit.
     """
 
-    param: dict[str, list[Any]] = option_field(
+    param: dict[str, list[Any]] = _option_field(
         "Method setting, or n (samples per task), with values: lam=0.01,0.05. Repeatable.",
         dict,
         metavar="name=values",
         read=lists,
     )
-    ablate: Flag = option_field("Ablate every declared part of the method.", False)
-    seeds: Annotated[Count, Field(le=MOST_DRAWS)] = option_field(
+    ablate: Flag = _option_field("Ablate every declared part of the method.", False)
+    seeds: Annotated[Count, Field(le=MOST_DRAWS)] = _option_field(
         "Number of sample draws; the first is the run's.", 1
     )
-    grid: Flag = option_field("All combinations, or one factor at a time.", False, name="--grid/--one-factor")
-    methods: Methods | None = option_field(
+    grid: Flag = _option_field(
+        "All combinations, or one factor at a time.", False, name="--grid/--one-factor"
+    )
+    methods: Methods | None = _option_field(
         "Methods to sweep or, with nothing to vary, to compare; settings after colons; `all` for all.",
         unset=DEFAULT_METHOD,
         metavar="A,B:key=value,...",
         read=with_settings,
     )
-    preset: Text | None = option_field("Published settings for what is not varied.")
-    samples: Count | None = option_field("Calibration samples per task.", unset="the spec's")
-    resume: Flag = option_field("Skip finished points.", False)
-    replace: Flag = option_field("Replace earlier sweeps of the same factors.", False)
+    preset: Text | None = _option_field("Published settings for what is not varied.")
+    samples: Count | None = _option_field("Calibration samples per task.", unset="the spec's")
+    resume: Flag = _option_field("Skip finished points.", False)
+    replace: Flag = _option_field("Replace earlier sweeps of the same factors.", False)
 
     @property
     def compares(self) -> bool:
@@ -345,8 +347,8 @@ class SweepRequest(Request, title="sweep"):
 class MergeRequest(Request, title="merge"):
     """A merge of a spec's experts."""
 
-    method: Text | None = option_field("Merge method; see `driftlens doctor --methods`.")
-    out: Path | None = option_field(_MERGED_TO)
+    method: Text | None = _option_field("Merge method; see `driftlens doctor --methods`.")
+    out: Path | None = _option_field(_MERGED_TO)
     out_dtype: OutDtype | None = _OUT_DTYPE
     parameters: dict[str, Any] = _parameters("Method setting; repeatable.")
 
@@ -354,22 +356,22 @@ class MergeRequest(Request, title="merge"):
 class ComparisonRequest(Request, title="compare_merges"):
     """Merges of a spec's experts, ranked."""
 
-    merges: Methods | None = option_field(
+    merges: Methods | None = _option_field(
         "Merges to rank without labels by distance to the experts; `all` for every method.",
         name="--compare",
         parameter="compare",
         metavar="A,B:key=value,...",
         read=with_settings,
     )
-    out: Path | None = option_field(_MERGED_TO)
+    out: Path | None = _option_field(_MERGED_TO)
 
 
 class AnalysisRequest(Request, title="analyze"):
     """One run of a spec; `synthetic` marks generated data, `weights` compares task vectors (one more reading)."""
 
-    out: Path | None = option_field("Run directory; default: runs/<name>.")
-    resume: Flag = option_field("Resume an interrupted run.", False)
-    force: Flag = option_field("Replace an existing run.", False)
+    out: Path | None = _option_field("Run directory; default: runs/<name>.")
+    resume: Flag = _option_field("Resume an interrupted run.", False)
+    force: Flag = _option_field("Replace an existing run.", False)
     overrides: tuple[str, ...] = _OVERRIDES
     attribution: Flag = _ATTRIBUTION
     synthetic: Flag = _hidden_field(False)
@@ -386,7 +388,7 @@ class PreflightRequest(Request, title="validate"):
     """A spec to be checked before anything large is read."""
 
     overrides: tuple[str, ...] = _OVERRIDES
-    deep: Flag = option_field("Also score every expert on its own data.", False)
+    deep: Flag = _option_field("Also score every expert on its own data.", False)
 
 
 class ProjectionRequest(Request, title="project"):
@@ -398,27 +400,27 @@ class ProjectionRequest(Request, title="project"):
         max_points: the largest number of samples, taken evenly over classes.
     """
 
-    layer: int | str = option_field(
+    layer: int | str = _option_field(
         "Layer index, final, or module path.", "final", unset="final", read=_index_or_pattern, is_list=False
     )
-    method: Literal["pca", "umap", "tsne"] = option_field("Projection method.", "pca")
-    seed: Annotated[Seed, Field(lt=2**32)] = option_field("Random seed.", 0)
+    method: Literal["pca", "umap", "tsne"] = _option_field("Projection method.", "pca")
+    seed: Annotated[Seed, Field(lt=2**32)] = _option_field("Random seed.", 0)
     variants: tuple[str, ...] | None = _hidden_field(None)
-    max_points: int = option_field("Largest number of points over all variants.", 2000)
+    max_points: int = _option_field("Largest number of points over all variants.", 2000)
 
 
 class ViewRequest(Request, title="view"):
     """Samples to be explored in a browser."""
 
-    out: Path | None = option_field(
+    out: Path | None = _option_field(
         "Output page.", name="--out -o", metavar="FILE", unset="view.html in the run's `reports`"
     )
-    tasks: tuple[str, ...] = option_field("Only this task; repeatable.", (), name="--task", metavar="TASK")
-    method: Literal["pca", "umap", "tsne"] = option_field(
+    tasks: tuple[str, ...] = _option_field("Only this task; repeatable.", (), name="--task", metavar="TASK")
+    method: Literal["pca", "umap", "tsne"] = _option_field(
         "Projection: pca (fast), umap or tsne (slow, cached in the run).",
         "pca",
     )
-    samples: Annotated[Count, Field(le=32_000)] = option_field(
+    samples: Annotated[Count, Field(le=32_000)] = _option_field(
         "Largest number of samples over all tasks.", 20_000
     )
 
@@ -426,50 +428,50 @@ class ViewRequest(Request, title="view"):
 class ExhibitRequest(Request, title="export"):
     """The options of figures and tables for a paper; `layer` is for exhibits of one layer."""
 
-    style: Literal["neurips", "icml-column", "slide"] = option_field(
+    style: Literal["neurips", "icml-column", "slide"] = _option_field(
         "Width of the venue: neurips, icml-column or slide.", "neurips"
     )
-    task: str | None = option_field(
+    task: str | None = _option_field(
         "Task of single-task exhibits; default: median gain (intro) or largest drift."
     )
-    calibrated: str | tuple[str, ...] | None = option_field(
+    calibrated: str | tuple[str, ...] | None = _option_field(
         "Comma-separated calibrations; default: the last one (tables: all).",
         read=str,
         is_list=False,
     )
-    tasks: tuple[str, ...] | None = option_field("Comma-separated tasks.", read=parts, is_list=False)
-    names: dict[str, str] = option_field(
+    tasks: tuple[str, ...] | None = _option_field("Comma-separated tasks.", read=parts, is_list=False)
+    names: dict[str, str] = _option_field(
         "Display names, such as mnist=MNIST,merged=Ours; override `names` in the spec.",
         dict,
         metavar="NAME=SHOWN,...",
         read=_names_shown,
         is_list=False,
     )
-    method: str = option_field("Projection of features: pca, umap or tsne.", "pca")
+    method: str = _option_field("Projection of features: pca, umap or tsne.", "pca")
     layer: int | str = _hidden_field("final")
 
 
 class ExportRequest(ExhibitRequest, title="analyze"):
     """Files of figures and tables for a paper."""
 
-    figures: tuple[str, ...] = option_field(
+    figures: tuple[str, ...] = _option_field(
         "Figure; repeatable. Default: all figures and tables with measured numbers.",
         (),
         name="--figure",
         metavar="ID",
     )
-    tables: tuple[str, ...] = option_field("Table; repeatable.", (), name="--table", metavar="ID")
-    card: Flag = option_field(
+    tables: tuple[str, ...] = _option_field("Table; repeatable.", (), name="--table", metavar="ID")
+    card: Flag = _option_field(
         "Image to share (1200 x 630 pixels); no exhibits unless named.",
         False,
     )
-    formats: str = option_field(
+    formats: str = _option_field(
         "File formats; csv, json and txt are always written.",
         "pdf,svg,png,tex,csv",
         name="--format",
     )
-    out: Path = option_field("Folder for the files.", Path("exhibits"))
-    strict: Flag = option_field("Exit with 4 if a part is missing.", False)
+    out: Path = _option_field("Folder for the files.", Path("exhibits"))
+    strict: Flag = _option_field("Exit with 4 if a part is missing.", False)
 
 
 class LiveInputs(Request):

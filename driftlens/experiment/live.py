@@ -47,7 +47,7 @@ _PROBES = 4
 
 
 @dataclass(frozen=True)
-class LiveModels:
+class _LiveModels:
     """Live modules in a pool, with their samples.
 
     Attributes:
@@ -67,7 +67,7 @@ class LiveModels:
     notices: tuple[str, ...]
 
 
-def open_live(built: Modules, settings: LiveSettings) -> LiveModels:
+def open_live(built: Modules, settings: LiveSettings) -> _LiveModels:
     """Open live modules and sample their data. Modules run in eval mode and are not changed."""
     merged, modules = built.merged, _by_variant(built)
     stated = {**{task: {} for task in built.experts or {}}, **(settings.texts or {})}
@@ -103,7 +103,7 @@ def open_live(built: Modules, settings: LiveSettings) -> LiveModels:
 
     if reads.texts is not None:
         tasks = _text_tasks(built, stated, head_of, models, lm, reads.texts, settings)
-    return LiveModels(
+    return _LiveModels(
         models, tasks, pooling, reads, marks, tuple(_notices(tasks, merged, settings.mask, chain))
     )
 

@@ -135,7 +135,7 @@ def save_merge(
     if merge.method.runs_models or merge.method.reads == "model":
         source = merged_source(models, merge, study, beside=path, reporter=reporter)
     else:
-        source = StreamedMerge(models, merge, reporter or Reporter())
+        source = _StreamedMerge(models, merge, reporter or Reporter())
     record = merge.record
     if merge.method.runs_models and study is not None:
         counts = [f"{len(samples)} of {task}" for task, samples in study.calibration_sets.items()]
@@ -143,7 +143,7 @@ def save_merge(
     settings = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())
     metadata = {f"merge_{name}": value for name, value in (record | {"parameters": settings}).items()}
 
-    def rounding_notices() -> list[str]:
+    def _rounding_notices() -> list[str]:
         # The change is known once everything is written.
         change: ModelChange | None = getattr(source, "change", None)
         record.update({} if change is None else {"change": vars(change)})
@@ -155,11 +155,11 @@ def save_merge(
 
         texts = [*architecture.notices, *opening.head_notices(models), *opening.dtype_notices(models)]
         described = {**chain.settings, **architecture.described, "reads": chain.modality.name}
-        return merge_card(record, described, models.origins, [*texts, *rounding_notices()], usage)
+        return merge_card(record, described, models.origins, [*texts, *_rounding_notices()], usage)
 
     heads = opening.head_files(models)
     save_model(architecture, models.own_form, source, path, metadata=metadata, card=card, heads=heads)
-    return record, rounding_notices()
+    return record, _rounding_notices()
 
 
 class Merged(TensorsSource):
@@ -196,15 +196,15 @@ def merged_source(
     reporter.step(PHASE, 0, total)
 
     # Methods that read the merged prefix get the merged weights as they are stored, rounded.
-    def place_of(slot: Slot) -> Tensor:
+    def _place_of(slot: Slot) -> Tensor:
         return tensors[slot.key] if slot.rows is None else tensors[slot.key][slice(*slot.rows)]
 
     # Threads split products, sums and decompositions, and rounding depends on the parts: with one thread a merge is
     # the same on every number of cores.
     with torch.set_grad_enabled(merge.method.reads == "samples"), computing_with(1):
-        for slot, value in inputs.parts(place_of):
+        for slot, value in inputs.parts(_place_of):
             require_key(inputs.start, slot.key)
-            count, change = _store(inputs, slot, value, place_of(slot), change)
+            count, change = _store(inputs, slot, value, _place_of(slot), change)
             missing[slot.key] -= count
             reporter.step(PHASE, total - sum(map(bool, missing.values())), total, slot.key)
     for key, count in missing.items():
@@ -220,7 +220,7 @@ def merged_within(study: Study, merge: Merge) -> Merged:
     return merged_source(OpenModels(bare, sources, sources, {}, out_dtype=study.out_dtype), merge, study)
 
 
-class StreamedMerge:
+class _StreamedMerge:
     """A merge that is computed tensor by tensor as it is read; no result is kept."""
 
     def __init__(self, models: OpenModels, merge: Merge, reporter: Reporter) -> None:
@@ -229,7 +229,7 @@ class StreamedMerge:
         self.headers = in_dtype(self._inputs.start, models.out_dtype).headers
         self.change = ModelChange("") if "base" in models.sources else None
         self._parts = defaultdict[str, list[_MethodCall]](list)
-        for part in self._inputs.separate_parts():
+        for part in self._inputs._separate_parts():
             for key in dict.fromkeys(slot.key for slot in part.slots.values()):
                 self._parts[key].append(part)
         self._waiting: dict[tuple[str, int], list[tuple[Slot, Tensor]]] = {}
@@ -262,7 +262,7 @@ class StreamedMerge:
             if pairs is None:
                 by_key = defaultdict[str, list[tuple[Slot, Tensor]]](list)
                 with computing_with(1):
-                    for slot, value in self._inputs.merge_part(part):
+                    for slot, value in self._inputs._merge_part(part):
                         by_key[slot.key].append((slot, value))
                 pairs = by_key.pop(key, [])
                 self._waiting |= {
@@ -316,10 +316,10 @@ class _MergeInputs:
             for name, value in function(_FloatTensors(self.base.source, named), experts, **settings):
                 yield named.get(name, Slot(name)), value
         else:
-            for part in self.separate_parts(place_of):
-                yield from self.merge_part(part)
+            for part in self._separate_parts(place_of):
+                yield from self._merge_part(part)
 
-    def separate_parts(self, place_of: Callable[[Slot], Tensor] | None = None) -> Iterator[_MethodCall]:
+    def _separate_parts(self, place_of: Callable[[Slot], Tensor] | None = None) -> Iterator[_MethodCall]:
         """Yield the parts that a method merges independently, if it reads no whole models."""
         entry = self.merge.method
         if entry.reads_sites:
@@ -342,7 +342,7 @@ class _MergeInputs:
         )
         if self.study is not None and entry.reads_moments:
             merged = place_of if entry.reads == "prefix" else None
-            walk = site_moments(self.study, merged=merged)
+            walk = _site_moments(self.study, merged=merged)
             extra_of_rest = ({},) if entry.others == entry.name else ()
         for layer, moments in walk:
             # Two sites may share a weight, which is merged once.
@@ -363,7 +363,7 @@ class _MergeInputs:
             if key not in layer_keys:
                 yield _MethodCall(rest, {key: Slot(key)}, extra_of_rest)
 
-    def merge_part(self, part: _MethodCall) -> Iterator[tuple[Slot, Tensor]]:
+    def _merge_part(self, part: _MethodCall) -> Iterator[tuple[Slot, Tensor]]:
         """Merge one part of all models; return slots with values in the files' layout."""
         merge, slots, extra = part
         base = {name: self.base.at(slot) for name, slot in slots.items()}
@@ -496,7 +496,7 @@ def pieces(key: str, shape: tuple[int, ...], most: int | None) -> list[Slot]:
 
 
 @torch.no_grad()
-def site_moments(
+def _site_moments(
     study: Study, *, merged: Callable[[Slot], Tensor] | None = None
 ) -> Iterator[tuple[Layer, dict[str, dict[str, Tensor]]]]:
     """Yield layers in forward order, each with {site: {task: E[x x'] [k, k]}} of the site's inputs in the expert.

@@ -129,7 +129,7 @@ def _distances(sampled: _Sampled) -> list[CheckResult]:
         anchors = ["base"] if has_base else [expert for expert in sampled.experts if expert != name]
         if name == "base" or not anchors:
             continue
-        distance, anchor = min((sampled.median_distance(name, anchor), anchor) for anchor in anchors)
+        distance, anchor = min((sampled._median_distance(name, anchor), anchor) for anchor in anchors)
         if distance > MAX_DISTANCE_FROM_BASE:
             text = (
                 f"the weights of the {label(name)} have relative distance {distance:.2f} from the {label(anchor)} "
@@ -138,7 +138,7 @@ def _distances(sampled: _Sampled) -> list[CheckResult]:
             hint = "It seems to have another base; averages across bases are meaningless. Check the file."
             foreign.append(CheckResult("notice", label(name), text, hint))
         elif name in sampled.experts:
-            close.append((sampled.distance(name, anchor), distance, sampled.changed.get(name, 0)))
+            close.append((sampled._distance(name, anchor), distance, sampled.changed.get(name, 0)))
     if not close:
         return foreign
     whole, medians, changed = zip(*close, strict=True)
@@ -235,12 +235,12 @@ class _Sampled:
     def experts(self) -> list[str]:
         return [name for name in self.names if task_of(name) is not None]
 
-    def distance(self, name: str, anchor: str) -> float:
+    def _distance(self, name: str, anchor: str) -> float:
         """Return |model - anchor| / |anchor| over all weights."""
         apart, size = (squares.sum() for squares in self._squares(name, anchor))
         return float((apart / size).nan_to_num(0.0).sqrt())
 
-    def median_distance(self, name: str, anchor: str) -> float:
+    def _median_distance(self, name: str, anchor: str) -> float:
         """Return the median over matrices of |model - anchor| / |anchor|."""
         apart, size = self._squares(name, anchor)
         return float((apart / size)[self.is_matrix].nan_to_num(0.0).sqrt().median().nan_to_num(0.0))

@@ -25,7 +25,7 @@ import torch
 
 from driftlens.cli.app import interrupt
 from driftlens.config.run import load_spec
-from driftlens.config.templates import template_names
+from driftlens.config.templates import _template_names
 from driftlens.runs.run import DriftRun, command_to_resume, open_run
 from driftlens.utils.errors import Cancelled, concerning
 from driftlens_reports.charts.chart import charts
@@ -265,7 +265,7 @@ def test_values_of_the_spec_are_overridden(
     assert {name: found[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("template", few(template_names(), ["generic", "llama"]))
+@pytest.mark.parametrize("template", few(_template_names(), ["generic", "llama"]))
 def test_init_writes_a_spec_that_can_be_read_and_overwrites_none(
     run_cli: Cli, spec_file: Path, template: str
 ) -> None:

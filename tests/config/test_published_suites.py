@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from driftlens.config.published import published_names, published_task
+from driftlens.config.published import _published_names, published_task
 from driftlens.config.run import RunSpec, TextHead, load_spec
 from driftlens.data.task_data import plain_form
 from driftlens.experiment.loading import classes_of, open_heads
@@ -42,7 +42,7 @@ COUNTS = {  # classes and templates, as the suite's paper has them
 
 
 def test_every_task_of_the_suites_is_there_with_its_counts() -> None:
-    assert published_names() == sorted(COUNTS)
+    assert _published_names() == sorted(COUNTS)
     for name, counts in COUNTS.items():
         task = published_task(name)
         assert (len(task.classes), len(task.templates)) == counts, name

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from driftlens.config.data import ImageFolderData
 from driftlens.config.run import RunSpec, load_spec
-from driftlens.config.templates import template_names, template_text
+from driftlens.config.templates import _template_names, template_text
 from driftlens.config.types import from_yaml, to_yaml
 from driftlens.data.sources import data_sources
 from driftlens.models.architecture import loaders
@@ -300,7 +300,7 @@ def test_the_published_schema_accepts_what_loads_and_refuses_what_does_not() -> 
 OPTION = re.compile(r"^(\s*)#(?=[a-z])", flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", template_names())
+@pytest.mark.parametrize("name", _template_names())
 def test_a_template_loads_as_it_stands(name: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(template_text(name), encoding="utf-8")
@@ -309,7 +309,7 @@ def test_a_template_loads_as_it_stands(name: str, tmp_path: Path) -> None:
     assert set(spec.data.tasks) == set(spec.experts), "every task has data"
 
 
-@pytest.mark.parametrize("name", template_names())
+@pytest.mark.parametrize("name", _template_names())
 def test_a_template_loads_with_every_option_switched_on(name: str, tmp_path: Path) -> None:
     text, count = OPTION.subn(r"\1", template_text(name))
     assert count >= 2

@@ -17,7 +17,7 @@ from torch import Tensor
 from driftlens.checkpoints.tensor_sources import TensorsSource
 from driftlens.engine.sites import rows_and_output
 from driftlens.experiment import merging
-from driftlens.experiment.merging import StreamedMerge, merged_source, save_merge, site_moments
+from driftlens.experiment.merging import _site_moments, _StreamedMerge, merged_source, save_merge
 from driftlens.merging.method import Reads, merge_called, merge_methods
 from driftlens.utils.errors import (
     Cancelled,
@@ -130,7 +130,7 @@ APART = [name for name, entry in merge_methods.items() if entry.reads != "model"
 def test_what_is_merged_as_it_is_written_has_the_same_bits_in_any_order_and_twice(name: str) -> None:
     half = {key: value.half() for key, value in BASE.items()}
     models, merge = open_models(half, EXPERTS), merge_called(name, FEW.get(name, {}))
-    whole, streamed = merged_source(models, merge), StreamedMerge(models, merge, Reporter())
+    whole, streamed = merged_source(models, merge), _StreamedMerge(models, merge, Reporter())
     assert streamed.headers == whole.headers
     for key in [*reversed(whole.headers), *whole.headers]:
         assert torch.equal(streamed.read(key), whole.read(key)), key
@@ -305,7 +305,7 @@ def test_a_masked_token_has_no_part_in_the_moments() -> None:
     )
     rows = seen.inputs["down"][:, mask].flatten(0, 1).double()
     assert len(rows) == 3 * len(samples)
-    moments = next(moments for layer, moments in site_moments(study) if layer.path == "blocks.1")
+    moments = next(moments for layer, moments in _site_moments(study) if layer.path == "blocks.1")
     torch.testing.assert_close(moments["down"]["a"], rows.mT @ rows / len(rows), rtol=1e-5, atol=1e-7)
     assert moments["down"]["a"].dtype == torch.float64
     assert moments["query"]["a"] is moments["key"]["a"]  # which read the same

@@ -37,7 +37,7 @@ class PublishedTask:
     labels: tuple[str, ...] = field(default=())
 
 
-def published_names() -> list[str]:
+def _published_names() -> list[str]:
     """Names of the tasks, sorted."""
     entries = (entry.name for entry in files(__name__).iterdir())
     return sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml"))
@@ -52,7 +52,7 @@ def published_task(name: str) -> PublishedTask:
     """
     import yaml
 
-    names = published_names()
+    names = _published_names()
     plain = "".join(filter(str.isalnum, name.casefold()))
     found = {"".join(filter(str.isalnum, task)): task for task in names}.get(plain, _ALSO.get(plain))
     if found is None:

@@ -7,7 +7,7 @@ from importlib.resources import files
 from driftlens.utils.errors import SpecError, did_you_mean
 
 
-def template_names() -> list[str]:
+def _template_names() -> list[str]:
     """Names of the templates, sorted."""
     return sorted(
         entry.name.removesuffix(".yaml")
@@ -22,7 +22,7 @@ def template_text(name: str = "generic") -> str:
     Raises:
         SpecError: there is no such template.
     """
-    names = template_names()
+    names = _template_names()
     if name not in names:
         hint = did_you_mean(name, names)
         raise SpecError(f"no template called {name!r}; there are {', '.join(names)}", hint=hint)

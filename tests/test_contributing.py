@@ -23,7 +23,7 @@ from driftlens.engine.calibrating import LinearProblem
 from driftlens.linalg.ridge import Moments
 from driftlens.models.chain import Site, adapters
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.utils.diagnostic import diagnostics
+from driftlens.utils.registry import diagnostics
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
 from tests.pipelines.calibrating import copied

@@ -30,14 +30,17 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter
 
-from driftlens.runs.manifest import CANDIDATE, EVENTS, STATUS, utc_now
-from driftlens.runs.status import (
+from driftlens.runs.manifest import (
+    CANDIDATE,
+    EVENTS,
+    STATUS,
     Failure,
     Owner,
     Status,
     living_owner_of,
     process_started,
     read_status,
+    utc_now,
 )
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, RunLockedError
 from driftlens.utils.files import Guard, from_json, write_json_atomic

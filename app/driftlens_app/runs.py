@@ -11,10 +11,9 @@ import streamlit as st
 
 from driftlens.results.formatting import printable
 from driftlens.results.listing import RunSummary, find_runs
-from driftlens.runs.manifest import LOCK, MANIFEST, STATUS, table_file
+from driftlens.runs.manifest import LOCK, MANIFEST, STATUS, living_owner_of, table_file
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
-from driftlens.runs.status import living_owner_of
 from driftlens.utils.errors import DataError, RunError
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_links_inside
 

@@ -212,8 +212,7 @@ def _plugins() -> Iterator[str]:
     from driftlens.merging.method import merge_methods
     from driftlens.models.architecture import loaders
     from driftlens.models.chain import adapters
-    from driftlens.utils.diagnostic import diagnostics
-    from driftlens.utils.registry import Registry, installed, origin
+    from driftlens.utils.registry import Registry, diagnostics, installed, origin
     from driftlens_reports.charts.chart import charts
 
     models: tuple[Registry[Any], ...] = (loaders, adapters, merge_methods, data_sources)

@@ -50,8 +50,8 @@ from driftlens.config.types import (
     to_yaml,
     unknown_keys,
 )
-from driftlens.utils.diagnostic import diagnostics
 from driftlens.utils.errors import SpecError, did_you_mean
+from driftlens.utils.registry import diagnostics
 
 
 class Vocab(SpecSection):
@@ -163,7 +163,7 @@ def _jacobian_kind(value: Any) -> str | None:
 class Metrics(SpecSection):
     """Diagnostics in addition to drift, mismatch and propagation.
 
-    Further keys enable diagnostics by name; see the registry in `driftlens.utils.diagnostic`.
+    Further keys enable diagnostics by name; see the registry in `driftlens.utils.registry`.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)

@@ -34,7 +34,7 @@ from driftlens.models.chain import Layer, Routes, SideInputs
 from driftlens.models.heads import ScoreMap
 from driftlens.runs.schema import ADJOINT, GROUP_CONTRIBUTIONS, LAYERS, SAMPLES
 from driftlens.utils.devices import to_device
-from driftlens.utils.diagnostic import diagnostic
+from driftlens.utils.registry import diagnostic
 
 # Panels of eight nodes on the score map's segment: normalizing a feature close to zero is far from polynomial.
 SCORE_PANELS = 8

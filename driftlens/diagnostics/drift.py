@@ -37,8 +37,8 @@ from driftlens.models.heads import (
     is_of_vocabulary,
 )
 from driftlens.runs.schema import LAYERS, OUTPUTS, PARAMS, SAMPLES
-from driftlens.utils.diagnostic import Seen, diagnostic
 from driftlens.utils.intervals import RESAMPLES
+from driftlens.utils.registry import Seen, diagnostic
 from driftlens.utils.variants import expert_of
 
 QUANTILES = (10, 25, 75, 90)

@@ -24,8 +24,7 @@ from driftlens.experiment.loading import OpenModels, open_study
 from driftlens.experiment.study import Study
 from driftlens.runs.manifest import Manifest, calibration_attachments, calibration_weights, read_manifest
 from driftlens.runs.run import is_live
-from driftlens.runs.status import RunLock
-from driftlens.runs.writer import RunWriter
+from driftlens.runs.writer import RunLock, RunWriter
 from driftlens.utils.devices import (
     HOST,
     accelerator,

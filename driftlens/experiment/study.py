@@ -19,8 +19,8 @@ from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import Attachments, ModelPool, ScoredSamples, attachment_tensors
 from driftlens.models.chain import LayerChain, Pool
 from driftlens.models.heads import ScoreMap
-from driftlens.utils.diagnostic import Diagnostic, chosen
 from driftlens.utils.distributed import ALONE, Team
+from driftlens.utils.registry import Diagnostic, chosen
 from driftlens.utils.variants import expert_of, is_explained
 
 if TYPE_CHECKING:

@@ -53,11 +53,11 @@ from driftlens.runs.run import DriftRun, command_to_resume, is_live, open_run, r
 from driftlens.runs.schema import LAYERS, TABLES
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.devices import device_name, host_work
-from driftlens.utils.diagnostic import ColumnSchema, Diagnostic, chosen, diagnostics
 from driftlens.utils.distributed import Context
 from driftlens.utils.errors import SpecError, did_you_mean
 from driftlens.utils.files import PathLike, write_text_atomic
 from driftlens.utils.progress import Reporter
+from driftlens.utils.registry import ColumnSchema, Diagnostic, chosen, diagnostics
 from driftlens.utils.variants import calibrated, is_explained
 
 if TYPE_CHECKING:

@@ -33,9 +33,9 @@ from driftlens.models.heads import class_rows
 from driftlens.pipelines.evaluation import TaskRows
 from driftlens.runs.schema import GROUP_CONTRIBUTIONS
 from driftlens.utils.devices import to_device
-from driftlens.utils.diagnostic import Diagnostic, Seen
 from driftlens.utils.errors import NotDifferentiableError, NumericsError, SpecError
 from driftlens.utils.progress import Reporter, TaskMeter
+from driftlens.utils.registry import Diagnostic, Seen
 from driftlens.utils.variants import expert_of
 
 Array = NDArray[np.float64]

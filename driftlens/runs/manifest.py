@@ -1,7 +1,8 @@
-"""File names in a run directory, and its manifest: inputs, settings, versions, phases. See `read_manifest`."""
+"""A run directory's file names, manifest (inputs, settings, phases), status and owner. See `read_manifest`."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -14,15 +15,16 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
+import psutil
 import pydantic_core
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 import driftlens
 from driftlens.runs.schema import SCHEMA_VERSION, refuse_newer
-from driftlens.utils.errors import RunError
+from driftlens.utils.errors import RunError, RunLockedError, from_library
 from driftlens.utils.files import escape, from_json, plain_file, write_text_atomic
 from driftlens.utils.registry import installed, origin
 
@@ -44,19 +46,8 @@ SCRATCH = "scratch"
 
 # Everything DriftLens puts directly into a run directory.
 ENTRIES = (
-    *(MANIFEST, SPEC, STATUS, EVENTS, LOCK, GUARD, SCRATCH),
-    *(
-        "tables",
-        "features",
-        "models",
-        "projections",
-        "calibrations",
-        "thumbs",
-        "figures",
-        "reports",
-        "logs",
-        MERGES,
-    ),
+    *(MANIFEST, SPEC, STATUS, EVENTS, LOCK, GUARD, SCRATCH, MERGES, "tables", "features", "models"),
+    *("projections", "calibrations", "thumbs", "figures", "reports", "logs"),
 )
 
 # Entries that the manifest does not list, because they change while results don't.
@@ -452,3 +443,162 @@ def begun_calibration(name: str) -> str:
 def sample_ids_file(task: str) -> str:
     """Return the path of the sample ids that name the rows of a task's features."""
     return f"features/{escape(task)}/sample_ids.json"
+
+
+_FRESH_SECONDS = 60.0
+
+# Largest difference in seconds between two readings of a start time, which the system derives from its boot
+# time.
+_CLOCK_TOLERANCE = 2.0
+
+
+def _with_zone(moment: str) -> str:
+    if moment and datetime.fromisoformat(moment).tzinfo is None:
+        raise ValueError("a time without a time zone")
+    return moment
+
+
+_Moment = Annotated[str, AfterValidator(_with_zone)]
+
+_Whole = Annotated[int, Field(lt=2**63)]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that writes to a run, with its last sign of life (UTC)."""
+
+    pid: Annotated[int, Field(gt=0, lt=2**31)]
+    process_started: float | None
+    host: str
+    heartbeat: Annotated[_Moment, Field(min_length=1)]
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        """Return the current process, alive now."""
+        return cls(os.getpid(), process_started(os.getpid()), platform.node(), utc_now())
+
+    @property
+    def is_alive(self) -> bool:
+        """True if the process runs on this machine, or has a fresh heartbeat on another one."""
+        if self.host != platform.node():
+            # A process on another machine can't be looked up; only its heartbeat shows that it runs.
+            silence = datetime.now(UTC) - datetime.fromisoformat(self.heartbeat)
+            return silence.total_seconds() < _FRESH_SECONDS
+        # The id alone does not identify a process: the system reuses ids.
+        started = process_started(self.pid)
+        if started is None or self.process_started is None:
+            return False
+        return abs(started - self.process_started) < _CLOCK_TOLERANCE
+
+    def __str__(self) -> str:
+        where = "" if self.host == platform.node() else f" on {self.host}"
+        return f"process {self.pid}{where}"
+
+
+def owner_of(folder: pathlib.Path) -> Owner | None:
+    """Return the owner in the lock's note, dead or alive; None without a valid note."""
+    try:
+        return as_declared(Owner, plain_file(folder / LOCK).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def living_owner_of(folder: pathlib.Path) -> Owner | None:
+    """Return the live process that holds the run's lock; None if there is none."""
+    owner = owner_of(folder)
+    return owner if owner is not None and owner.is_alive else None
+
+
+def require_unlocked(folder: pathlib.Path) -> None:
+    """Raise a RunLockedError if a live process writes to the run."""
+    owner = living_owner_of(folder)
+    if owner is not None:
+        raise locked_error(folder, owner)
+
+
+def locked_error(folder: pathlib.Path, owner: Owner | None) -> RunLockedError:
+    """Return the error that a process, by its note or unknown, writes to the run."""
+    hint = "Try again when it has finished, or stop it."
+    # The state of a process on another machine is unknown, and its clock may differ.
+    if owner is not None and owner.host != platform.node():
+        hint = (
+            f"Wait for it, or stop it there. Last heartbeat, by its clock: {owner.heartbeat}. If the process has "
+            f"ended, remove {folder / LOCK}."
+        )
+    return RunLockedError(
+        f"{folder} is being written to by {owner or 'another process'}",
+        hint=hint,
+        pid=None if owner is None else owner.pid,
+    )
+
+
+def process_started(pid: int) -> float | None:
+    """Return the start time of a process in seconds; None if there is no such process."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            # From the boot of the machine, because setting the clock must not make it look like another process.
+            # Field 22, counted from the end of the name, which may contain spaces and brackets.
+            fields = pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return float(process.create_time())
+    except psutil.Error:
+        return None
+
+
+State = Literal["queued", "running", "cancelling", "cancelled", "failed", "done"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The reason why a run ended early: the error's type, its message, and a hint."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
+
+    type: str
+    message: str
+    hint: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Return the failure that describes `error`."""
+        described = from_library(error)
+        message, hint = (described.message, described.hint) if described is not None else (str(error), "")
+        return cls(type(error).__name__, message, hint)
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of a run: units of the phase `done` of `total` (None: unknown) after `seconds`.
+
+    It was written at `heartbeat` (UTC) by the process `pid`. Of `metrics`, those that are not finite are None.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = {"allow_inf_nan": False}
+
+    state: State
+    phase: str = ""
+    done: _Whole = 0
+    total: _Whole | None = None
+    label: str = ""
+    seconds: float = 0.0
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    heartbeat: _Moment = ""
+    pid: _Whole = 0
+    process_started: float | None = None
+    error: Failure | None = None
+
+
+def read_status(folder: pathlib.Path) -> Status | None:
+    """Return the run's status; None without a status.json."""
+    path = folder / STATUS
+    try:
+        return as_declared(Status, plain_file(path).read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{path} can't be read: {error}", hint="Remove it; the results do not depend on it."
+        ) from error

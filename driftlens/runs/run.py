@@ -19,18 +19,20 @@ from driftlens.runs.manifest import (
     THUMB_SIDE,
     CalibrationInfo,
     Manifest,
+    Status,
     begun_calibration,
     feature_file,
+    living_owner_of,
     read_manifest,
+    read_status,
     table_file,
     texts_file,
     thumbs_file,
 )
-from driftlens.runs.status import Status, living_owner_of, read_status
 from driftlens.runs.tables import DAMAGED, empty, read_table, stored_columns
-from driftlens.utils.diagnostic import ColumnSchema
 from driftlens.utils.errors import DataError, LayerNotFoundError, RunError, concerning, did_you_mean, some_of
 from driftlens.utils.files import PathLike, from_json, plain_file
+from driftlens.utils.registry import ColumnSchema
 from driftlens.utils.variants import calibrated, calibration_of
 
 P = ParamSpec("P")

@@ -10,9 +10,9 @@ import pathlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from driftlens.utils.diagnostic import ANY, Range, Worse
-from driftlens.utils.diagnostic import ColumnSchema as ColumnSchema
 from driftlens.utils.errors import RunError, SchemaTooNewError
+from driftlens.utils.registry import ANY, Range, Worse
+from driftlens.utils.registry import ColumnSchema as ColumnSchema
 from driftlens.utils.variants import METRICS
 
 # Raise the minor version with each added column or table. Older versions then refuse to write to such runs, because

@@ -17,9 +17,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from driftlens.runs.schema import SCHEMA_VERSION, TABLES, TableSchema, refuse_newer
-from driftlens.utils.diagnostic import ColumnSchema
 from driftlens.utils.errors import RunError
 from driftlens.utils.files import atomic_path, plain_file
+from driftlens.utils.registry import ColumnSchema
 
 _FILE_TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
 _NULLABLE = {pa.string(): pd.StringDtype(), pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
+import errno
+import json
+import os
 import pathlib
 import platform
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Self
+from dataclasses import asdict, replace
+from math import isfinite
+from typing import Any, Literal, Self
 
 import numpy as np
 import pandas as pd
@@ -19,19 +23,28 @@ from numpy.typing import NDArray
 
 from driftlens.runs.manifest import (
     ENTRIES,
+    EVENTS,
     GUARD,
     LOCK,
     MANIFEST,
     SPEC,
+    STATUS,
     VOLATILE,
+    Failure,
     FileInfo,
     Manifest,
+    Owner,
     PhaseInfo,
+    State,
+    Status,
+    as_plain,
     calibration_folder,
     feature_file,
     feature_folder,
     ids_digest,
+    locked_error,
     new_manifest,
+    owner_of,
     read_manifest,
     sample_ids_file,
     table_file,
@@ -40,29 +53,159 @@ from driftlens.runs.manifest import (
     write_manifest,
 )
 from driftlens.runs.schema import SCHEMA_VERSION, TABLES, refuse_newer
-from driftlens.runs.status import (
-    Failure,
-    RunLock,
-    State,
-    Status,
-    append_event,
-    final_state,
-    write_status,
-)
 from driftlens.runs.tables import appended, filled, plain, without
-from driftlens.utils.diagnostic import ColumnSchema
 from driftlens.utils.errors import Cancelled, RunError, SpecError
 from driftlens.utils.files import (
+    PARTIAL,
+    Guard,
     PathLike,
     atomic_path,
     forget_undo,
+    free_bytes,
     sha256_of,
+    sweep,
     undo_if_stopped,
     write_json_atomic,
     write_text_atomic,
 )
 from driftlens.utils.progress import ProgressEvent
+from driftlens.utils.registry import ColumnSchema
 from driftlens.utils.variants import calibrated, control_of
+
+
+class RunLock:
+    """The right to write to a run directory. The operating system releases it when the process dies.
+
+    On a disk without locks the note in `run.lock` decides.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder = folder
+        self._guard = Guard(folder / GUARD)
+        self._held: os.stat_result | None = None
+        self._has_note = False
+
+    def acquire(self) -> Owner | None:
+        """Take the lock; return the owner that died holding it, if any, and remove its scratch folders."""
+        _refuse_links_out(self._folder)
+        undo_if_stopped(self, self.release)
+        try:
+            self._guard.acquire()
+            self._held = (self._folder / GUARD).stat()
+            previous = owner_of(self._folder)
+            # The guard is reliable except after removal by hand, on a disk without locks, or in a network folder.
+            # There the note decides.
+            if previous is not None and previous.pid != os.getpid() and previous.is_alive:
+                raise locked_error(self._folder, previous)
+            sweep(self._folder.glob(PARTIAL), others=True)
+            # Files of other programs may be large; they are not searched.
+            for entry in ENTRIES:
+                sweep((self._folder / entry).rglob(PARTIAL), others=True)
+            self.beat()
+        except TimeoutError:
+            forget_undo(self)
+            if not (self._folder / GUARD).exists():
+                self.require_own()
+            raise locked_error(self._folder, owner_of(self._folder)) from None
+        except BaseException as error:
+            is_guarded = self._guard.is_held
+            self.release()
+            denied = (errno.EACCES, errno.EPERM, errno.EROFS)
+            if not is_guarded and isinstance(error, OSError) and error.errno in denied:
+                raise RunError(
+                    f"can't write to {self._folder}: {error.strerror}",
+                    hint="Choose another folder with --out, or copy the run to a writable one.",
+                ) from error
+            raise
+        return previous
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def beat(self) -> Owner:
+        """Write the note, with a new heartbeat, and return it."""
+        self.require_own()
+        self._has_note = True
+        owner = Owner.this_process()
+        # Only the guard must survive a power cut.
+        write_json_atomic(self._folder / LOCK, asdict(owner), is_lasting=False)
+        return owner
+
+    @property
+    def is_own(self) -> bool:
+        """True if the folder is still the one that was locked."""
+        try:
+            guard = (self._folder / GUARD).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        # The guard's file is open while the lock is held, so no new file can have its identity.
+        return self._held is not None and os.path.samestat(guard, self._held)
+
+    def require_own(self) -> None:
+        """Raise a RunError if the folder was removed, moved or replaced since it was locked."""
+        if not self.is_own:
+            raise RunError(
+                f"{self._folder} was removed, moved or replaced while it was being written to",
+                hint="Writing has stopped. Restore the folder, or start again.",
+            )
+
+    def release(self) -> None:
+        """Release the lock and remove the note; do nothing if the lock is not held."""
+        if self._guard.is_held:
+            with suppress(OSError):
+                if self._has_note and self.is_own:
+                    (self._folder / LOCK).unlink()
+            self._guard.release()
+        forget_undo(self)
+
+
+def _refuse_links_out(folder: pathlib.Path) -> None:
+    """Refuse a run with links that lead out of it; the run itself may be a link."""
+    home = os.path.realpath(folder)
+    places = [folder / EVENTS, folder / GUARD]
+    for entry in filter(pathlib.Path.is_dir, (folder / name for name in ENTRIES)):
+        places += [entry, *entry.rglob("*")]
+    for place in places:
+        if place.is_symlink() and not pathlib.Path(os.path.realpath(place)).is_relative_to(home):
+            raise RunError(
+                f"{place} is a link that leads out of the run",
+                hint="Replace the link with its target, or remove it.",
+            )
+
+
+def write_status(folder: pathlib.Path, status: Status) -> None:
+    """Replace the run's status.json atomically."""
+    finite = {name: value for name, value in status.metrics.items() if value is not None and isfinite(value)}
+    metrics = {name: float(finite[name]) if name in finite else None for name in status.metrics}
+    # A running job writes hundreds of them; after a power cut it doesn't run any more, so none needs a disk flush.
+    is_lasting = status.state != "running"
+    write_json_atomic(folder / STATUS, as_plain(replace(status, metrics=metrics)), is_lasting=is_lasting)
+
+
+def final_state(error: BaseException) -> Literal["cancelled", "failed"]:
+    """Return the state of a run that `error` ended."""
+    return "cancelled" if isinstance(error, (Cancelled, KeyboardInterrupt)) else "failed"
+
+
+def append_event(folder: pathlib.Path, event: str, **details: object) -> None:
+    """Append one line to the run's events.jsonl."""
+    path = folder / EVENTS
+    line = json.dumps({"time": utc_now(), "event": event, **details}, ensure_ascii=False).encode() + b"\n"
+    try:
+        with path.open("a+b") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - 1))
+            # A killed writer may have left half a line.
+            is_torn = size > 0 and file.read(1) != b"\n"
+            file.write(b"\n" + line if is_torn else line)
+    except OSError as error:
+        hint = f"{free_bytes(folder) / 1e6:,.1f} MB are free there."
+        raise RunError(f"can't write {path}: {error.strerror}", hint=hint) from error
+
 
 _STATUS_SECONDS = 0.5
 
@@ -129,7 +272,7 @@ class RunWriter:
         def current() -> Manifest:
             manifest = read_manifest(folder)
             refuse_newer(manifest.schema_version, folder / MANIFEST, minor=True)
-            return dataclasses.replace(settled(folder, manifest), schema_version=SCHEMA_VERSION)
+            return replace(settled(folder, manifest), schema_version=SCHEMA_VERSION)
 
         return cls._begin(folder, "resumed", current)
 
@@ -248,7 +391,7 @@ class RunWriter:
         with suppress(OSError):
             failure, last = Failure.of(error), self._status
             self.status(final_state(error), phase=last.phase, done=last.done, total=last.total, error=failure)
-            append_event(self.folder, final_state(error), **dataclasses.asdict(failure))
+            append_event(self.folder, final_state(error), **asdict(failure))
             self._save()
 
     def _set_phase(self, name: str, phase: PhaseInfo) -> None:
@@ -353,7 +496,7 @@ class RunWriter:
         if is_listed:
             # Saved with the next entry; until then `rewriting` on disk describes the file.
             files = {**self.manifest.files, relative: new}
-            self.manifest = dataclasses.replace(self.manifest, files=files, rewriting={})
+            self.manifest = replace(self.manifest, files=files, rewriting={})
 
     def begin_variants(self, variants: Sequence[str]) -> None:
         """Hide these variants from readers until `finish_variants`, so that their rows can be written."""
@@ -410,7 +553,7 @@ class RunWriter:
 
     def _save(self, **changes: Any) -> None:
         self._lock.require_own()
-        self.manifest = dataclasses.replace(self.manifest, **changes)
+        self.manifest = replace(self.manifest, **changes)
         write_manifest(self.folder, self.manifest)
 
 
@@ -544,4 +687,4 @@ def settled(folder: pathlib.Path, manifest: Manifest) -> Manifest:
         for name, new in manifest.rewriting.items()
         if (folder / name).is_file() and is_as_described(folder / name, new)
     }
-    return dataclasses.replace(manifest, files={**manifest.files, **replaced}, rewriting={})
+    return replace(manifest, files={**manifest.files, **replaced}, rewriting={})

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from driftlens.utils.diagnostic import ANY, Range
+from driftlens.utils.registry import ANY, Range
 
 Part = Literal["base", "expert", "merged", "calibrated", "baseline"]
 

@@ -30,7 +30,7 @@ from driftlens.models.architectures.language import causal_chain
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import LayerChain, adapters
 from driftlens.models.tracing.block_call import settle
-from driftlens.utils.diagnostic import diagnostics
+from driftlens.utils.registry import diagnostics
 from tests.accelerator import LACKED, turn
 from tests.accelerator.subjects import models, pool_on, same, small, tables
 from tests.calibration.helpers import context

@@ -15,7 +15,7 @@ from driftlens.results.formatting import signs
 from driftlens.results.verdict import verdict
 from driftlens.runs.manifest import CANDIDATE
 from driftlens.runs.run import open_run
-from driftlens.runs.status import append_event
+from driftlens.runs.writer import append_event
 from driftlens.utils.errors import RunError
 from driftlens_app.processes import log_text, watch
 from driftlens_app.requests import sweep_request

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from driftlens.config.requests import CalibrationRequest
-from driftlens.runs.status import Status, write_status
+from driftlens.runs.manifest import Status
+from driftlens.runs.writer import write_status
 from driftlens_app import processes
 from driftlens_app.processes import job_of, watch
 from tests.app.conftest import Open

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from driftlens.runs.run import open_run
-from driftlens.runs.status import RunLock
+from driftlens.runs.writer import RunLock
 from driftlens.utils.errors import RunError, RunLockedError, SpecError
 from driftlens_app import processes
 from driftlens_app.processes import cancel, job_of, log_text, running_drift, start, watch

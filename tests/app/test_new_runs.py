@@ -12,7 +12,8 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from driftlens.config.types import from_yaml
-from driftlens.runs.status import Status, write_status
+from driftlens.runs.manifest import Status
+from driftlens.runs.writer import write_status
 from driftlens.utils.errors import RunError
 from driftlens_app import processes
 from driftlens_app.processes import Job, ask, dismiss, job_of, start

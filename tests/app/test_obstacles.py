@@ -13,8 +13,7 @@ import pytest
 
 from driftlens.runs.run import DriftRun, command_to_resume, open_run
 from driftlens.runs.schema import ANALYZE
-from driftlens.runs.status import RunLock
-from driftlens.runs.writer import RunWriter
+from driftlens.runs.writer import RunLock, RunWriter
 from driftlens_app.show import of_folder
 from driftlens_app.views.repair import obstacle
 from tests.app.conftest import Open

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.runs.manifest import read_manifest, write_manifest
+from driftlens.runs.manifest import Status, read_manifest, write_manifest
 from driftlens.runs.run import open_run
-from driftlens.runs.status import Status, write_status
-from driftlens.runs.writer import RunWriter
+from driftlens.runs.writer import RunWriter, write_status
 from driftlens.utils.errors import Cancelled
 from driftlens_app import processes
 from driftlens_app.processes import watch

@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from driftlens.runs.manifest import begun_calibration
-from driftlens.runs.status import Failure, Owner, RunLock, Status, append_event, write_status
+from driftlens.runs.manifest import Failure, Owner, Status, begun_calibration
+from driftlens.runs.writer import RunLock, append_event, write_status
 
 STEPS = 3
 

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 
 from driftlens.cli.app import cancelling, interrupted_by_signals
+from driftlens.runs.manifest import owner_of
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.status import owner_of
 from driftlens.utils.errors import Cancelled, RunError
 from tests.cli.conftest import Cli
 from tests.cli.worker import COMMAND, analyzing

@@ -6,7 +6,7 @@ import pytest
 
 from driftlens.config.run import Metrics
 from driftlens.runs.schema import ATTRIBUTED, EXPLAIN, LAYERS, TABLES
-from driftlens.utils.diagnostic import diagnostics
+from driftlens.utils.registry import diagnostics
 
 declared = {(table.name, column.name): column.option for table in TABLES.values() for column in table.columns}
 

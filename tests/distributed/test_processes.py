@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 import driftlens as dl
 from driftlens.cli import DISTRIBUTED, run
 from driftlens.config.run import load_spec
-from driftlens.runs.manifest import read_manifest
+from driftlens.runs.manifest import read_manifest, read_status
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.status import read_status
 from tests.distributed.processes import SECONDS, ended, exit_codes, said, started, torchrun
 from tests.pipelines.calibrating import TABLES, copied
 from tests.quick import few

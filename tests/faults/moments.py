@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-import driftlens.runs.status as lock
+import driftlens.runs.manifest as lock
 from driftlens.utils.progress import Reporter
 
 WRITING = frozenset({"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"})

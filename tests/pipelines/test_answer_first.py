@@ -21,10 +21,10 @@ from driftlens.results.listing import find_runs
 from driftlens.runs.manifest import THUMB_SIDE as SIDE
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
-from driftlens.utils.diagnostic import diagnostics
 from driftlens.utils.distributed import Context
 from driftlens.utils.errors import Cancelled, SpecError
 from driftlens.utils.progress import CancelToken, ProgressEvent
+from driftlens.utils.registry import diagnostics
 from tests.pipelines.calibrating import CONTROL, NAME, TABLES, VARIANT, copied, request
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.world import TASKS, World

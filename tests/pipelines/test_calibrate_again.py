@@ -20,8 +20,8 @@ from driftlens.experiment import resume as reopening
 from driftlens.pipelines.analyze import analyze
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.results.listing import find_runs
+from driftlens.runs.manifest import read_status
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.status import read_status
 from driftlens.runs.verify import verify
 from driftlens.utils import errors
 from driftlens.utils.distributed import Context

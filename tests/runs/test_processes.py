@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from driftlens.results.listing import find_runs
-from driftlens.runs.manifest import LOCK
+from driftlens.runs.manifest import LOCK, Owner, living_owner_of, owner_of
 from driftlens.runs.run import current_state, open_run
-from driftlens.runs.status import Owner, RunLock, living_owner_of, owner_of
-from driftlens.runs.writer import RunWriter
+from driftlens.runs.writer import RunLock, RunWriter
 from driftlens.utils.errors import RunLockedError
 from tests.refusing import refusing
 from tests.runs.stopping import process

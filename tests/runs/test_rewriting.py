@@ -14,9 +14,8 @@ import pytest
 from driftlens.runs import writer as writing
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import open_run
-from driftlens.runs.status import RunLock
 from driftlens.runs.verify import verify
-from driftlens.runs.writer import RunWriter, attach
+from driftlens.runs.writer import RunLock, RunWriter, attach
 from driftlens.utils.errors import Cancelled, RunError
 from driftlens.utils.progress import ProgressEvent
 from tests.quick import few

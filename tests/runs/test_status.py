@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from driftlens.results.listing import find_runs
+from driftlens.runs.manifest import Status, read_status
 from driftlens.runs.run import current_state, last_work, left_undone, open_run, require_analyzed
-from driftlens.runs.status import RunLock, Status, read_status, write_status
-from driftlens.runs.writer import RunWriter
+from driftlens.runs.writer import RunLock, RunWriter, write_status
 from driftlens.utils.errors import Cancelled, RunError
 from driftlens.utils.files import Guard
 from tests.refusing import refusing

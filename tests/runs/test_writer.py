@@ -10,10 +10,9 @@ import pandas as pd
 import pytest
 
 from driftlens.runs import tables
-from driftlens.runs.manifest import read_manifest
+from driftlens.runs.manifest import read_manifest, read_status
 from driftlens.runs.run import open_run
 from driftlens.runs.schema import RESOURCES
-from driftlens.runs.status import read_status
 from driftlens.runs.tables import read_table
 from driftlens.runs.verify import verify
 from driftlens.runs.writer import RunWriter, energy_wh
@@ -97,7 +96,7 @@ def test_a_disk_that_takes_nothing_more_does_not_hide_the_first_error(
         raise RunError("disk full")
 
     with pytest.raises(NumericsError), new(tmp_path / "r") as writer, writer.phase("walk"):
-        monkeypatch.setattr("driftlens.runs.status.write_status", full)
+        monkeypatch.setattr("driftlens.runs.writer.write_status", full)
         monkeypatch.setattr("driftlens.runs.writer.write_manifest", full)
         raise NumericsError("NaN in layer 3")
     monkeypatch.undo()

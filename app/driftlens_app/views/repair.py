@@ -15,9 +15,13 @@ from driftlens.results.calibration_summary import arena_sheet, calibration_sheet
 from driftlens.results.formatting import estimate, size, unbroken, written
 from driftlens.results.measures import change_in_words
 from driftlens.results.verdict import Verdict, task_sheet, verdict
-from driftlens.runs.manifest import begun_calibration, calibration_folder, calibration_weights
+from driftlens.runs.manifest import (
+    begun_calibration,
+    calibration_folder,
+    calibration_weights,
+    require_unlocked,
+)
 from driftlens.runs.run import DriftRun, is_live, unanalyzed
-from driftlens.runs.status import require_unlocked
 from driftlens.utils.errors import RunLockedError, counted, listed, some_of
 from driftlens.utils.variants import calibrated, title
 from driftlens_app import calibration

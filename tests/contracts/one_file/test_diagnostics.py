@@ -18,8 +18,8 @@ from driftlens.pipelines.validate import preflight
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import LAYERS
 from driftlens.runs.tables import append_rows, read_table, stored_columns
-from driftlens.utils.diagnostic import ColumnSchema, diagnostics
 from driftlens.utils.errors import SpecError
+from driftlens.utils.registry import ColumnSchema, diagnostics
 from driftlens_reports.charts.picking import ChartOptions, absent, lacking
 from tests.pipelines.fixtures import finished, light, world
 from tests.refusing import refusing
@@ -30,7 +30,7 @@ __all__ = ["finished", "light", "world"]
 MODULE = "toy_gap_diagnostic"
 FILE = """
 import numpy as np
-from driftlens.utils.diagnostic import ColumnSchema, diagnostic
+from driftlens.utils.registry import ColumnSchema, diagnostic
 
 GAP = ColumnSchema("toy_gap", "float", "feature", "Distance of the mean features.", "higher", (0.0, None))
 PEAK = ColumnSchema("toy_peak", "float", "feature", "Largest entry of the drift.", "higher", (0.0, None))

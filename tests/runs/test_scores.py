@@ -32,7 +32,7 @@ from driftlens.utils.variants import METRICS, metric_called
 from driftlens_reports import facts
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
+from driftlens_reports.paper.exhibit import ExhibitOptions, draw
 from driftlens_reports.sections import verdict_of
 from driftlens_reports.terminal import comparison_text, summary
 from tests.runs.full_run import Size, write_full_run
@@ -129,7 +129,7 @@ def test_charts_exhibits_and_reports_show_what_the_run_has(scored: DriftRun) -> 
     assert {f"scores-{NAME}", f"score-change-{NAME}"} <= set(found)
     shown = facts.accuracy_table(scored)
     assert "lower is better" in shown.note and shown.title == "Scores on test samples"
-    rows = exhibits["accuracy"].draw([scored], ExhibitOptions()).data
+    rows = draw("accuracy", [scored], ExhibitOptions()).data
     assert "similar (Spearman correlation)" in set(rows["column"]) and "words" not in " ".join(rows["column"])
     changes = compare(scored).tasks
     heads, *rows = comparison_table(changes).texts()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
@@ -179,11 +178,6 @@ class Plots:
 
         draw.__name__ = name
         draw.__doc__ = f"{chart.title}.\n\n{chart.caption}\n\n{chart.hint}"
-        # Annotations are strings in that module; notebooks show evaluated ones.
-        taken = inspect.signature(ChartOptions, eval_str=True).parameters.values()
-        draw.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in taken], return_annotation=Drawn
-        )
         return draw
 
     def __repr__(self) -> str:

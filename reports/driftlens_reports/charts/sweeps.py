@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ _SETTINGS = {
 _LOGARITHMIC = ("lam", "n")
 # Pixels: height of a panel.
 _PANEL = 200
+# The curves are of many calibrations, in the colour of the first one.
+_CALIBRATED = "calibrated:"
 
 
 class _SweepMeasure(NamedTuple):
@@ -72,7 +75,7 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     needs=("sweeps", ("drift_l2_mean",)),
     lacks=_missing,
     caption="Final drift (diagnosis samples) and scores (test samples) by one setting of the calibration, mean and "
-    "standard deviation over seeds; bold: mean of tasks, thin: each task, ring: default.",
+    "standard deviation over seeds; bold: mean of tasks, thin: each task.",
     hint="Where curves are flat the setting matters little. Differences smaller than the whiskers are noise of the "
     "calibration samples. The best point looks better on these samples than it is.",
 )
@@ -90,12 +93,11 @@ def _draw(run: DriftRun, options: ChartOptions) -> Drawn:
         y_by="row",
         dark=options.dark,
     )
-    curves = []
+    brush, curves = theme.Brush([_CALIBRATED], options.dark), []
     for panel, (measure, setting) in enumerate(product(measures, settings)):
         points = _by_task(rows[rows["sweep"] == setting], setting, measure.column)
-        points["is default"] = points[setting] == _default_of(run, setting)
         curves.append(points)
-        grid.add(panel, *_traces(points, setting, measure, options.dark, legend=panel == 0))
+        grid.add(panel, *_lines(points, setting, measure, brush))
         grid.set_axis("y", panel, tickformat=measure.tick)
     grid.set_axes(x=[_x_axis_settings(rows, setting) for setting in settings])
     data = pd.concat(curves, ignore_index=True)
@@ -121,45 +123,24 @@ def _x_axis_settings(rows: pd.DataFrame, setting: str) -> dict[str, Any]:
     return {**axis, "type": "log", "dtick": 1 if is_wide else None}
 
 
-def _traces(
-    points: pd.DataFrame, setting: str, measure: _SweepMeasure, dark: bool, *, legend: bool
-) -> list[theme.Trace]:
-    """Return thin lines of tasks, their mean with whiskers, and a ring around the default."""
-    colours = theme.palette(dark)
-    main = colours.roles["calibrated"][0]
-    is_main = points["task"] == _main_task(points)
-    bold, thin = points[is_main], points[~is_main]
-    bars = {"array": bold["std over seeds"].fillna(0).tolist(), "color": main, "thickness": 1.2, "width": 3}
-    # With one seed there are no whiskers; those of length 0 would claim certainty.
-    bars = bars if bold["std over seeds"].notna().any() else None
-    ring = {"symbol": "circle-open", "size": 16, "color": colours.ink, "line": {"width": 1.5}}
-    diamond = {"color": main, "symbol": "diamond", "size": 7}
-    quiet, loud = {"color": colours.quiet, "width": 1}, {"color": main, "width": 2}
-    joined = {"mode": "lines+markers", "line": loud, "marker": diamond, "error_y": bars}
-    looks = (
-        ("tasks", "each task", thin, {"mode": "lines", "line": quiet, "opacity": 0.6}),
-        ("mean", words.label(_main_task(points)), bold, joined),
-        ("default", "default", bold[bold["is default"]], {"mode": "markers", "marker": ring}),
-    )
-    return [
-        _line(shown, setting, measure).update(name=name, legendgroup=group, showlegend=legend, **settings)
-        for group, name, shown, settings in looks
-        if group != "tasks" or len(thin)
-    ]
-
-
-def _line(points: pd.DataFrame, setting: str, measure: _SweepMeasure) -> theme.Trace:
-    """Return one trace with a line per task, separated by gaps; a trace per task would be slow."""
-    places: list[tuple[Any, Any, str]] = []
+def _lines(
+    points: pd.DataFrame, setting: str, measure: _SweepMeasure, brush: theme.Brush
+) -> Iterator[theme.Trace]:
+    """Yield a thin line per task, and last a thick one with whiskers for their mean."""
+    main = _main_task(points)
     for task, curve in points.groupby("task", sort=False):
-        name = words.literal(str(task))
-        values = zip(curve[setting].tolist(), theme.gapped(curve["mean"]), strict=True)
-        places += [*((x, y, name) for x, y in values), (None, None, name)]
-    x, y, text = ([*column] for column in zip(*places[:-1], strict=True)) if places else ([], [], [])
-    return theme.scatter(
-        **{"x": x, "y": y, "text": text, "connectgaps": False},
-        hovertemplate=f"%{{text}}<br>{setting} %{{x:{theme.NUMBER}}}: %{{y:{measure.number}}}<extra></extra>",
-    )
+        name = words.label(str(task))
+        hover = f"{name}<br>{setting} %{{x:{theme.NUMBER}}}: %{{y:{measure.number}}}<extra></extra>"
+        if task != main:
+            thin = {"line": {"color": brush.palette.quiet, "width": 1, "dash": None}, "opacity": 0.6}
+            look = {"mode": "lines", **thin, **brush.named("tasks", "each task")}
+            yield brush.line(_CALIBRATED, curve[setting], curve["mean"], hovertemplate=hover, **look)
+            continue
+        spread = curve["std over seeds"].astype(float)
+        # With one seed there are no whiskers; those of length 0 would claim certainty.
+        ends = (curve["mean"] - spread, curve["mean"] + spread) if spread.notna().any() else None
+        look = brush.named("mean", name)
+        yield brush.line(_CALIBRATED, curve[setting], curve["mean"], ends, hovertemplate=hover, **look)
 
 
 def _notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
@@ -180,7 +161,7 @@ def _by_task(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:
     rows, tasks = rows.astype({setting: float}), rows["task"].nunique()
     parts = {str(task): over_seeds(of_task, setting, measure) for task, of_task in rows.groupby("task")}
     parts |= {AVERAGE: over_seeds(rows, setting, measure, tasks)} if tasks > 1 else {}
-    points = pd.concat([part.assign(task=task) for task, part in sorted(parts.items())], ignore_index=True)
+    points = pd.concat([part.assign(task=task) for task, part in parts.items()], ignore_index=True)
     columns = ["task", setting, "mean", "std over seeds", "seeds"]
     return points[columns].assign(sweep=setting, measure=measure)
 
@@ -188,17 +169,3 @@ def _by_task(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:
 def _main_task(points: pd.DataFrame) -> str:
     """Return the mean of tasks, or the only task."""
     return AVERAGE if (points["task"] == AVERAGE).any() else str(points["task"].iloc[0])
-
-
-def _default_of(run: DriftRun, setting: str) -> float | None:
-    """Return the setting's value in other sweeps or in the run's calibrations; None if it is not unique."""
-    rows = run.sweeps()
-    is_varied = rows["sweep"].astype(str).str.split("+").map(lambda names: setting in names).astype(bool)
-    # Sweeps of other settings keep this one at its default.
-    values = set(rows.loc[~is_varied, setting].dropna().astype(float))
-    if not values:
-        infos = run.manifest.calibrations.values()
-        settings = [count for info in infos for count in info.samples.values()] if setting == "n" else []
-        settings = settings or [info.settings.get(setting) for info in infos]
-        values = {float(value) for value in settings if isinstance(value, int | float)}
-    return values.pop() if len(values) == 1 else None

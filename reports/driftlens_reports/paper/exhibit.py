@@ -199,17 +199,11 @@ exhibits: Registry[_Exhibit] = Registry("exhibit", "driftlens_reports.paper")
 
 
 def _registered(kind: Kind, name: str, *, title: str) -> Callable[[Draw], Draw]:
-    """Register a drawing function as an exhibit; a figure is drawn in the style of the options."""
+    """Register a drawing function as an exhibit."""
 
     def register(draw: Draw) -> Draw:
-        @functools.wraps(draw)
-        def drawn(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-            look = sheet(options.style) if kind == "figure" else contextlib.nullcontext()
-            with look, named(options.names_of(runs)):
-                return draw(runs, options)
-
-        exhibits.register(name)(_Exhibit(name, kind, title, drawn))
-        return drawn
+        exhibits.register(name)(_Exhibit(name, kind, title, draw))
+        return draw
 
     return register
 
@@ -340,7 +334,9 @@ def draw(name: str, runs: Sequence[DriftRun], options: ExhibitOptions) -> Artifa
     if not runs:
         raise DataError(f"{name} was given no run", hint="Pass at least one.")
     chosen = exhibits[name]
-    drawn = vars(chosen.draw(runs, options))
+    look = sheet(options.style) if chosen.kind == "figure" else contextlib.nullcontext()
+    with look, named(options.names_of(runs)):
+        drawn = vars(chosen.draw(runs, options))
     return Artifact(**drawn, exhibit=chosen, runs=tuple(runs), options=options)
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from driftlens.runs.run import DriftRun
-from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
+from driftlens_reports.paper.exhibit import ExhibitOptions, draw, exhibits
 from driftlens_reports.paper.tables import escape, latex_table, prose, rounded
 from tests.reports.paper.drawn import rows_of, typeset
 from tests.reports.paper.saved_runs import EIGHT, scores_run, table_run
@@ -92,7 +92,7 @@ def test_a_table_without_a_row_is_its_notes() -> None:
 
 def test_every_line_of_a_tabular_has_as_many_cells_as_it_declares(hostile: DriftRun) -> None:
     for name in TABLES:
-        latex = exhibits[name].draw([hostile], ExhibitOptions()).latex or ""
+        latex = draw(name, [hostile], ExhibitOptions()).latex or ""
         (body,) = re.findall(r"\\begin\{tabular\}.*?\\end\{tabular\}", latex, re.DOTALL)
         assert len({len(cells) for cells in rows_of(body)}) == 1, name
 
@@ -100,6 +100,6 @@ def test_every_line_of_a_tabular_has_as_many_cells_as_it_declares(hostile: Drift
 @pytest.mark.slow
 def test_all_tables_compile(hostile: DriftRun, tmp_path: Path) -> None:
     eight = scores_run(tmp_path / "eight", name="eight", tasks=EIGHT)
-    shown = [exhibits[name].draw([hostile, eight], ExhibitOptions()).latex or "" for name in TABLES]
+    shown = [draw(name, [hostile, eight], ExhibitOptions()).latex or "" for name in TABLES]
     said = typeset(tmp_path, r"\usepackage[textwidth=5.5in]{geometry}", r"\clearpage ".join(shown))
     assert "Overfull" not in said and "Missing character" not in said

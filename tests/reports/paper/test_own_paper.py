@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
 @pytest.mark.parametrize("name", few(NAMED, NAMED[:1]))
 def test_figures_say_the_names_that_a_writer_gives(name: str, run: DriftRun) -> None:
     options = ExhibitOptions(names=NAMES, task="mnist" if name != "scatter-grid" else None)
-    shown = exhibits[name].draw([run], options)
+    shown = draw(name, [run], options)
     said = f"{words(shown.figure)} {shown.caption}"
     assert "Ours" in said and "Rest" in said and "Digits_0 & 50 %" in said
     assert not {"mnist", "residual"} & set(said.replace(",", " ").replace(":", " ").split())
@@ -59,8 +59,7 @@ def test_figures_say_the_names_that_a_writer_gives(name: str, run: DriftRun) -> 
 
 def test_tables_say_them_escaped(run: DriftRun) -> None:
     accuracy, runtime = (
-        exhibits[name].draw([run], ExhibitOptions(names=NAMES)).latex or ""
-        for name in ("accuracy", "runtime")
+        draw(name, [run], ExhibitOptions(names=NAMES)).latex or "" for name in ("accuracy", "runtime")
     )
     assert r"Digits\_0 \& 50 \%" in accuracy and "mnist" not in accuracy
     assert r"Cal\textasciicircum{}1" in accuracy and "featcal" not in accuracy
@@ -108,7 +107,7 @@ def with_answers(run: DriftRun, right: dict[str, int]) -> DriftRun:
 
 
 def bold_of(run: DriftRun) -> list[str]:
-    text = exhibits["accuracy"].draw([run], ExhibitOptions()).latex or ""
+    text = draw("accuracy", [run], ExhibitOptions()).latex or ""
     return [line.partition("&")[0].strip() for line in text.splitlines() if r"\textbf" in line]
 
 
@@ -224,7 +223,7 @@ def test_the_head_has_a_panel_of_its_own_where_drift_is_in_feature_units(run: Dr
 
 @pytest.mark.parametrize("name", ["sweeps", "efficiency"])
 def test_sweeps_name_the_levels_of_merged_model_and_base(name: str, run: DriftRun) -> None:
-    shown = exhibits[name].draw([run], ExhibitOptions(names={"merged": "Ours"}))
+    shown = draw(name, [run], ExhibitOptions(names={"merged": "Ours"}))
     assert shown.figure is not None
     axes = shown.figure.axes[0]
     for variant, said in {"merged": "Ours", "base": "base"}.items():

@@ -13,7 +13,7 @@ from driftlens.results.checks import self_checks
 from driftlens.results.measures import main_metrics, score_of
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.intervals import mean_over_tasks
-from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, exhibits
+from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, draw, exhibits
 from driftlens_reports.paper.tables import AVERAGE, GAIN
 from tests.reports.paper.drawn import rows_of
 from tests.reports.paper.saved_runs import SMALL, scores_run, table_run
@@ -34,7 +34,7 @@ def run(folder: Path) -> DriftRun:
 
 
 def drawn(name: str, *runs: DriftRun, **options: object) -> Exhibited:
-    return exhibits[name].draw(runs, ExhibitOptions(**options))  # type: ignore[arg-type]
+    return draw(name, runs, ExhibitOptions(**options))  # type: ignore[arg-type]
 
 
 def score(run: DriftRun, task: str, variant: str) -> float:

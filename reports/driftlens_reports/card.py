@@ -60,13 +60,7 @@ def save_card(run: DriftRun | PathLike, out: pathlib.Path | None = None, name: s
 
 
 def put_beside(folder: pathlib.Path, run: DriftRun, name: str) -> None:
-    """Write the picture next to saved weights of the calibration `name`, and link it in the model card.
-
-    Args:
-        folder: the folder of the saved weights.
-        run: the run that the calibration belongs to.
-        name: the calibration.
-    """
+    """Write the picture next to saved weights of the calibration `name`, and link it in the model card."""
     picture = save_card(run, folder / "card.png", name)
     card, line = folder / "README.md", f"![Measurements]({picture.name})\n\n"
     text = card.read_text(encoding="utf-8") if card.is_file() else ""

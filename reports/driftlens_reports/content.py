@@ -175,13 +175,7 @@ class ReportContent(Part):
 
 
 def frame_table(name: str, title: str, frame: pd.DataFrame) -> Table:
-    """Convert a data frame to a table; the kind of each column follows from its type.
-
-    Args:
-        name: identifier of the table.
-        title: its heading.
-        frame: the rows.
-    """
+    """Convert a data frame to a table; the kind of each column follows from its type."""
     kinds = {str(head): _kind(frame[head]) for head in frame.columns}
     columns = (frame[head].tolist() for head in frame.columns)
     return Table.of(name, title, kinds, [*zip(*columns, strict=True)])

@@ -96,13 +96,7 @@ def charts_of(section: str, preset: str) -> list[Chart]:
 
 
 def check_known(kind: str, names: Sequence[str], valid: Mapping[str, object]) -> None:
-    """Raise SpecError if a name is unknown or none is given.
-
-    Args:
-        kind: kind of the names, for the message.
-        names: names to check.
-        valid: all valid names.
-    """
+    """Raise SpecError if a name is unknown or none is given."""
     unknown = [name for name in names if name not in valid]
     if unknown or not names:
         problem = f"a report has no {kind} {unknown[0]!r}" if unknown else f"no {kind} is chosen"
@@ -114,15 +108,7 @@ def check_known(kind: str, names: Sequence[str], valid: Mapping[str, object]) ->
 def section_parts(
     name: str, run: DriftRun, judged: Verdict, checks: CheckReport | None, figures: Sequence[Figure]
 ) -> tuple[Iterable[str], Iterable[Table]]:
-    """Return the sentences and tables of a section.
-
-    Args:
-        name: the section.
-        run: the run.
-        judged: the verdict.
-        checks: results of the user's checks.
-        figures: the figures of the whole report.
-    """
+    """Return the sentences and tables of a section."""
     if name == "verdict":
         return judged.sentences, (
             task_sheet(run, verdict(run)),

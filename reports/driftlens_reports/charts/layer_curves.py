@@ -456,14 +456,7 @@ def _thin_lines(
 
 
 def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark: bool) -> Drawn:
-    """Draw the mean drift by layer of the merged model and of a calibration in progress.
-
-    Args:
-        run: the run.
-        name: the calibration.
-        drifts: mean drift of each finished layer, by layer index.
-        dark: True for the dark theme.
-    """
+    """Draw the mean drift of the merged model and of the layers that a calibration has finished, by layer index."""
     measured, variant = run.layers(), calibrated(name)
     merged = measured[measured["variant"] == "merged"].groupby("layer")["drift_l2_mean"].mean()
     lines = {"merged": merged, variant: pd.Series(drifts, dtype=float).sort_index()}

@@ -46,13 +46,7 @@ def is_narrow() -> bool:
 
 
 def titled(label: str, table: str, column: str) -> str:
-    """Return an axis title with the unit of the column in brackets.
-
-    Args:
-        label: the quantity.
-        table: a table of runs.
-        column: a column of the table.
-    """
+    """Return an axis title with the unit of the column in brackets."""
     unit = TABLES[table].column(column).unit
     return f"{label} ({_UNITS.get(unit, unit)})"
 
@@ -195,13 +189,7 @@ class Grid:
                     )
 
     def add_identity(self, panel: int, low: float, high: float) -> None:
-        """Add a thin line from (low, low) to (high, high).
-
-        Args:
-            panel: index of the panel, from 0.
-            low: lower end.
-            high: upper end.
-        """
+        """Add a thin line from (low, low) to (high, high)."""
         self._add_shape(
             line={"color": palette(self.dark).quiet, "width": 1, "dash": "dot"},
             layer="below",

@@ -50,13 +50,7 @@ def chosen_tasks(run: DriftRun, options: ChartOptions) -> list[str]:
 
 
 def chosen_variants(run: DriftRun, options: ChartOptions, *, base: bool = False) -> list[str]:
-    """Return the variants of the options in the order of the run; without options no control and no base.
-
-    Args:
-        run: the run.
-        options: the user's options.
-        base: True to include the base by default.
-    """
+    """Return the variants of the options in the order of the run; without options no control and no base."""
     everything = [name for name in run.variants if name != "expert"]
     if options.variants is None:
         return [name for name in everything if (base or name != "base") and not is_control(name)]
@@ -110,27 +104,14 @@ def rows_at(
 
 
 def worst_task(run: DriftRun, tasks: Sequence[str], variant: str, layer: int | str = "final") -> str:
-    """Return the task with the variant's largest mean drift; the first task if none was measured.
-
-    Args:
-        run: the run.
-        tasks: the candidates.
-        variant: whose drift is compared.
-        layer: layer index, "final" or module path.
-    """
+    """Return the task with the variant's largest mean drift; the first task if none was measured."""
     rows = run.layers(layer=layer) if run.manifest.layers else run.layers()
     rows = rows[(rows["variant"] == variant) & rows["task"].isin(tasks) & rows["drift_l2_mean"].notna()]
     return str(rows.loc[rows["drift_l2_mean"].astype(float).idxmax(), "task"]) if len(rows) else tasks[0]
 
 
 def chosen(run: DriftRun, options: ChartOptions, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the chosen tasks and variants, in order.
-
-    Args:
-        run: the run.
-        options: the user's options.
-        rows: rows of a table of the run.
-    """
+    """Return the rows of the chosen tasks and variants, in order."""
     return ordered(rows, chosen_tasks(run, options), chosen_variants(run, options))
 
 
@@ -142,13 +123,7 @@ def feature_name(run: DriftRun, options: ChartOptions) -> str:
 
 
 def scored_samples(run: DriftRun, options: ChartOptions, *columns: str) -> pd.DataFrame:
-    """Return rows of the output table in which all `columns` are measured.
-
-    Args:
-        run: the run.
-        options: the user's options.
-        columns: required columns.
-    """
+    """Return rows of the output table in which all `columns` are measured."""
     rows = run.outputs()
     return chosen(run, options, rows[rows[list(columns)].notna().all(axis=1)])
 

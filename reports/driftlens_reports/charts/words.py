@@ -74,25 +74,13 @@ def by_variant(texts: Iterable[tuple[object, str]]) -> str:
 
 
 def span(rows: pd.DataFrame, column: str, tell: Tell) -> str:
-    """Return the rows with the smallest and the largest value in words, `a to b`.
-
-    Args:
-        rows: rows with the column.
-        column: the compared column.
-        tell: describes a row.
-    """
+    """Return the rows with the smallest and the largest value in words, `a to b`."""
     values = rows[column].astype(float)
     return " to ".join(tell(rows.loc[row]) for row in dict.fromkeys([values.idxmin(), values.idxmax()]))
 
 
 def spans(rows: pd.DataFrame, column: str, tell: Tell) -> str:
-    """Return the span of each variant that has a number.
-
-    Args:
-        rows: rows with `variant` and the column.
-        column: the compared column.
-        tell: describes a row.
-    """
+    """Return the span of each variant that has a number."""
     groups = rows[rows[column].notna()].groupby("variant", sort=False)
     return by_variant((variant, span(part, column, tell)) for variant, part in groups)
 
@@ -162,13 +150,7 @@ def final_sentence(rows: pd.DataFrame, column: str) -> str:
 
 
 def peak_sentence(rows: pd.DataFrame, column: str, write: Callable[[float], str] = number) -> str:
-    """Describe the highest value of each variant, with its task and layer.
-
-    Args:
-        rows: rows of the layer table.
-        column: the compared column.
-        write: formats a value.
-    """
+    """Describe the highest value of each variant, with its task and layer."""
     peaks = rows[rows[column].notna()].astype({column: float})
     peaks = peaks.loc[peaks.groupby("variant", sort=False)[column].idxmax()]
     texts = [f"{write(row[column])} ({row['task']}, {row['where']})" for row in peaks.to_dict("records")]
@@ -176,13 +158,7 @@ def peak_sentence(rows: pd.DataFrame, column: str, write: Callable[[float], str]
 
 
 def gap_notes(run: DriftRun, rows: pd.DataFrame, column: str) -> list[str]:
-    """Return a note on cells of a task x layer heatmap that have no number.
-
-    Args:
-        run: the run.
-        rows: rows of the layer table.
-        column: the column of the cells.
-    """
+    """Return a note on cells of a task x layer heatmap that have no number."""
     cells = rows["task"].nunique() * rows["variant"].nunique() * len(run.manifest.layers)
     gaps = cells - int(rows[column].notna().sum())
     if not gaps:

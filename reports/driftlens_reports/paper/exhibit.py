@@ -304,7 +304,7 @@ class Artifact(Exhibited):
             "exhibit": self.exhibit.name,
             "kind": self.exhibit.kind,
             "title": self.exhibit.title,
-            "command": command(self.exhibit, self.runs, self.options),
+            "command": _command(self.exhibit, self.runs, self.options),
             "options": self.options.model_dump(),
             "runs": [
                 {
@@ -400,14 +400,8 @@ def _possible(exhibit: _Exhibit, formats: Sequence[str]) -> tuple[str, ...]:
     return chosen
 
 
-def command(exhibit: _Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions) -> str:
-    """Return the command line that draws the exhibit again.
-
-    Args:
-        exhibit: the exhibit.
-        runs: its runs.
-        options: the user's options.
-    """
+def _command(exhibit: _Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions) -> str:
+    """Return the command line that draws the exhibit again."""
     # Names only, as a published command must not show private paths.
     folders = [run.path.resolve().name for run in runs]
     flags = [f"--{exhibit.kind}", exhibit.name, "--style", options.style]

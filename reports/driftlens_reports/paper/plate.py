@@ -57,15 +57,7 @@ class Plate:
         self._rows: list[pd.DataFrame] = []
 
     def record(self, panel: str, run: DriftRun, quantity: str, value: ArrayLike, **key: Any) -> None:
-        """Record plotted numbers, unrounded.
-
-        Args:
-            panel: letter of the panel.
-            run: the run they are from.
-            quantity: name of the quantity.
-            value: one or more numbers.
-            key: further columns, a scalar or one entry per number.
-        """
+        """Record plotted numbers, unrounded; `key` has further columns, a scalar or one entry per number."""
         values = np.atleast_1d(np.asarray(value, float))
         rows = pd.DataFrame({"panel": panel, "run": run.id, "quantity": quantity, **key, "value": values})
         self._rows.append(rows)

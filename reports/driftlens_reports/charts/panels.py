@@ -7,7 +7,8 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal
+from itertools import product
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -25,7 +26,6 @@ _LEGEND_ROW, _LEGEND_WIDTHS, _SYMBOL, _LEGEND_LETTER = 24, (600, 330), 46, 7
 _UNITS = {"feature": "feature units", "score": "score units", "1": "ratio"}
 _MOST_TICKS = 8
 _ONE_COLUMN: ContextVar[bool] = ContextVar("panels are stacked", default=False)
-_ByPanels = Literal["column", "row"]
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
@@ -218,7 +218,6 @@ def panel_grid(
     dark: bool,
     columns: int = _MOST_COLUMNS,
     height: int = 190,
-    y_by: _ByPanels = "column",
     legend: Sequence[str] = (),
     below: int = 0,
 ) -> Grid:
@@ -226,32 +225,27 @@ def panel_grid(
 
     Args:
         titles: one escaped title per panel.
-        x_title: one title for all x axes, or one per column.
-        y_titles: one title for all y axes, or one per column or row.
+        x_title: one title for all x axes, or one per column or panel.
+        y_titles: one title for all y axes, or one per column.
         dark: True for the dark theme.
         columns: the largest number of columns.
         height: height of a panel, in pixels.
-        y_by: whether y axes share a range by "column" or "row".
         legend: names in the legend, for which room is reserved.
         below: pixels reserved for lines of text below each panel.
     """
     is_common, x_titles = len(y_titles) == 1, [x_title] if isinstance(x_title, str) else x_title
     columns = min(columns, len(titles))
     # What differs from column to column would leave none of them the room for its titles. Parts of one have one.
-    kinds = len(y_titles) if y_by != "row" and all(y_titles) else 0
+    kinds = len(y_titles) if all(y_titles) else 0
     if is_narrow() and kinds:
         columns = 1
     rows = -(-len(titles) // columns)
     columns = -(-len(titles) // rows)  # rows of like length: four panels are two and two
     gap = _GAP + (_TITLE if any(titles) else 0) + below
     inner = rows * height + (rows - 1) * gap
-    across = _parts(columns, 0.05 if y_by == "row" or is_common else 0.09)
+    across = _parts(columns, 0.05 if is_common else 0.09)
     down = _parts(rows, gap / inner)[::-1]
-    axes = _grid_axes(len(titles), columns, x_titles, y_titles, y_by)
-    for panel in range(rows * columns):
-        row, column = divmod(panel, columns)
-        axes[_axis("x", panel)] |= {"anchor": _axis("y", panel, ""), "domain": across[column]}
-        axes[_axis("y", panel)] |= {"anchor": _axis("x", panel, ""), "domain": down[row]}
+    axes = _grid_axes(len(titles), across, down, x_titles, y_titles)
     font = {"size": SIZE, "color": palette(dark).ink}
     theme = theme_layout(dark)
     # Of one row where the names are not known.
@@ -265,8 +259,8 @@ def panel_grid(
         "annotations": [
             {
                 **{"text": title, "font": font, "showarrow": False, "xanchor": "center", "yanchor": "bottom"},
-                **{"x": sum(across[panel % columns]) / 2, "xref": "paper"},
-                **{"y": down[panel // columns][1], "yref": "paper"},
+                **{"x": 0.5, "xref": f"{_axis('x', panel, '')} domain"},
+                **{"y": 1, "yref": f"{_axis('y', panel, '')} domain"},
             }
             for panel, title in enumerate(titles)
             if title
@@ -283,30 +277,31 @@ def _parts(count: int, gap: float) -> list[tuple[float, float]]:
 
 
 def _grid_axes(
-    num_panels: int, columns: int, x_titles: Sequence[str], y_titles: Sequence[str], y_by: _ByPanels
+    num_panels: int,
+    across: Sequence[tuple[float, float]],
+    down: Sequence[tuple[float, float]],
+    x_titles: Sequence[str],
+    y_titles: Sequence[str],
 ) -> dict[str, Any]:
-    """Return settings of all axes of a grid: shared ranges, tick labels and titles."""
-    is_common, by_row = len(y_titles) == 1, y_by == "row"
-    axes, apart = {}, len(x_titles)
-    for panel in range(-(-num_panels // columns) * columns):
-        row, column = divmod(panel, columns)
+    """Return settings of all axes of a grid: places, shared ranges, tick labels and titles."""
+    is_common, apart, columns = len(y_titles) == 1, len(x_titles), len(across)
+    axes = {}
+    for panel, (y_domain, x_domain) in enumerate(product(down, across)):
+        column, x, y = panel % columns, _axis("x", panel, ""), _axis("y", panel, "")
         is_panel, is_lowest = panel < num_panels, panel + (columns if apart == 1 else apart) >= num_panels
         # Once, below the middle: side by side, titles run into each other in a narrow window.
         is_named = is_lowest and (apart > 1 or column == (columns - 1) // 2)
         axes[_axis("x", panel)] = {
+            **{"anchor": y, "domain": x_domain, "visible": is_panel, "showticklabels": is_lowest},
             "matches": _axis("x", panel % apart, "") if panel >= apart and is_panel else None,
-            "showticklabels": is_lowest,
             "title": {"text": x_titles[panel % apart]} if is_named else None,
-            "visible": is_panel,
         }
-        # The first axis of a group leads, as plotly refuses one that matches itself.
-        kind = panel % max(columns, len(y_titles))
-        group, leader = (row, row * columns) if by_row else (0, 0) if is_common else (kind, kind)
-        is_beside = column > 0 and (is_common or by_row)
-        y_axis = {
-            "matches": _axis("y", leader, "") if panel != leader else None,
-            "showticklabels": not is_beside,
-            "title": None if is_beside else {"text": y_titles[group]},
+        # The first axis of a kind leads, as plotly refuses one that matches itself.
+        kind = 0 if is_common else panel % max(columns, len(y_titles))
+        has_labels = column == 0 or not is_common
+        axes[_axis("y", panel)] = {
+            **{"anchor": x, "domain": y_domain, "visible": is_panel, "showticklabels": has_labels},
+            "matches": _axis("y", kind, "") if panel != kind and is_panel else None,
+            "title": {"text": y_titles[kind]} if has_labels and is_panel else None,
         }
-        axes[_axis("y", panel)] = y_axis if is_panel else {"visible": False}
     return axes

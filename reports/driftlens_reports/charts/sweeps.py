@@ -1,18 +1,20 @@
-"""Drift and accuracy as one setting of the calibration is varied, with the spread over seeds."""
+"""Charts of calibrations: drift and accuracy as one setting is varied, and the score of each against its cost."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
 import pandas as pd
 
+from driftlens.results.calibration_summary import arena_rows
 from driftlens.results.formatting import number
 from driftlens.results.sweep_results import over_seeds
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import SWEEPS
-from driftlens.utils.variants import METRICS
+from driftlens.utils.variants import METRICS, calibrated
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.per_task import AVERAGE
@@ -80,26 +82,26 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     "calibration samples. The best point looks better on these samples than it is.",
 )
 def _draw(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Draw a grid of panels: measures down, settings across."""
+    """Draw a grid of panels: settings down, measures across."""
     rows = _swept(run, options)
     measures = _measures(rows, options)
     settings = [name for name in _SETTINGS if (rows["sweep"] == name).any()]
+    pairs = list(product(settings, measures))
     grid = panels.panel_grid(
-        [""] * (len(measures) * len(settings)),
-        x_title=[_SETTINGS[setting] for setting in settings],
+        [""] * len(pairs),
+        x_title=[_SETTINGS[setting] for setting, _ in pairs],
         y_titles=[measure.title for measure in measures],
-        columns=len(settings),
+        columns=max(2, len(measures)),
         height=_PANEL,
-        y_by="row",
+        below=20,  # for the titles of the x axes
         dark=options.dark,
     )
     brush, curves = theme.Brush([_CALIBRATED], options.dark), []
-    for panel, (measure, setting) in enumerate(product(measures, settings)):
-        points = _by_task(rows[rows["sweep"] == setting], setting, measure.column)
-        curves.append(points)
-        grid.add(panel, *_lines(points, setting, measure, brush))
-        grid.set_axis("y", panel, tickformat=measure.tick)
-    grid.set_axes(x=[_x_axis_settings(rows, setting) for setting in settings])
+    for panel, (setting, measure) in enumerate(pairs):
+        curves.append(_by_task(rows[rows["sweep"] == setting], setting, measure.column))
+        grid.add(panel, *_lines(curves[-1], setting, measure, brush))
+    x_axes = [_x_axis_settings(rows, setting) for setting, _ in pairs]
+    grid.set_axes(x=x_axes, y=[{"tickformat": measure.tick} for measure in measures])
     data = pd.concat(curves, ignore_index=True)
     main_measure, main = measures[0], _main_task(data)
     means = data[(data["measure"] == main_measure.column) & (data["task"] == main) & data["mean"].notna()]
@@ -169,3 +171,84 @@ def _by_task(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:
 def _main_task(points: pd.DataFrame) -> str:
     """Return the mean of tasks, or the only task."""
     return AVERAGE if (points["task"] == AVERAGE).any() else str(points["task"].iloc[0])
+
+
+def _repairs(run: DriftRun) -> pd.DataFrame:
+    """Return rows of the base, the merged model, scored calibrations and the experts."""
+    rows = pd.DataFrame(arena_rows(run))
+    return rows[rows["score"].notna()]
+
+
+def _no_repairs(run: DriftRun, options: ChartOptions) -> str | None:
+    if len(run.manifest.calibrations) < 2:
+        command = "driftlens sweep RUN --methods featcal,residual,surgery"
+        return f"needs two calibrations of the run; `{command}` makes some."
+    is_scored = _repairs(run)["method"].notna().sum() >= 2
+    return None if is_scored else "needs scores of two calibrations; `driftlens analyze RUN` adds them."
+
+
+@chart(
+    "arena",
+    title="Repairs: gain against cost",
+    section="calibration",
+    rank=5,
+    presets=("calibration",),
+    needs=("accuracy", ("value",)),
+    lacks=_no_repairs,
+    caption="Mean test score against calibration time on all samples, a point per calibration; whiskers: 95 % "
+    "intervals over samples; rings need the task ID at inference; lines: base, merged model and experts.",
+    hint="Upper left is better. Seconds: one run on one machine. A ring has one map per task, so it is not a single "
+    "model.",
+)
+def _arena(run: DriftRun, options: ChartOptions) -> Drawn:
+    """Draw score against seconds."""
+    rows = _repairs(run)
+    is_made = rows["method"].notna()
+    points = rows[is_made]
+    traces, brush = list[theme.Trace](), theme.Brush(run.variants, options.dark)
+    # The middle of a logarithmic axis, from which names point inwards.
+    middle = math.sqrt(points["seconds"].min() * points["seconds"].max())
+    for index, row in points.iterrows():
+        repair = points.loc[[index]]
+        point = brush.line(
+            calibrated(str(row["model"])),
+            repair["seconds"],
+            repair["score"],
+            (repair["low"], repair["high"]),
+            marker_size=11,
+            mode="markers+text",
+            text=[words.label(str(row["model"]))],
+            textposition="top right" if row["seconds"] <= middle else "top left",
+            textfont=theme.ink(dark=options.dark),
+            showlegend=False,
+            hovertemplate="%{text}<br>%{y:.1%}, %{x:.3g} s",
+        )
+        ring = "circle-open" if row["task_id"] else "circle"
+        traces.append(point.update(marker={"symbol": ring, "line": {"width": 2}}))
+    figure = theme.themed_figure(*traces, height=420, dark=options.dark)
+    # Sorted by score, so that names of close lines do not overlap.
+    levels = rows[~is_made].sort_values("score").to_dict("records")
+    for row, place in zip(levels, ("bottom right", "top left", "top right")[-len(levels) :], strict=True):
+        part = "expert" if row["model"] == "experts" else str(row["model"])
+        figure.add_hline(
+            row["score"],
+            line={"color": brush.look(part).colour, "width": 1, "dash": "dot"},
+            annotation_text=words.label(str(row["model"])),
+            annotation_font=theme.ink(dark=options.dark),
+            annotation_position=place,
+        )
+    figure.update_xaxes(title_text="seconds of calibrating", type="log", dtick="D2", tickformat=",~g")
+    low, high = float(rows["score"].min()), float(rows["score"].max())
+    room = {"include": [low - 0.1 * (high - low), high + 0.1 * (high - low)]}  # for names next to lines
+    figure.update_yaxes(
+        title_text="mean score over tasks", tickformat=theme.TICK_SHARE, autorangeoptions=room
+    )
+    scores = "; ".join(
+        f"{name} {score:.1%}" for name, score in zip(rows["model"], rows["score"], strict=True)
+    )
+    return Drawn(
+        figure,
+        alt=f"Mean score: {scores}. Calibrating took {points['seconds'].min():.3g} to {points['seconds'].max():.3g} s.",
+        data=rows,
+        notes=(f"{int(rows['n'].max())} test samples; one draw of calibration samples.",),
+    )

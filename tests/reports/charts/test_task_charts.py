@@ -167,7 +167,7 @@ def test_sweeps_average_tasks_first_and_then_seeds(swept: DriftRun) -> None:
     drawn = charts["sweeps"].draw(swept, ChartOptions())
     rows = swept.sweeps()
     bold = [trace for trace in drawn.figure.data if trace.legendgroup == "mean"]
-    panels = [(measure, sweep) for measure in ("drift_l2_mean", "accuracy") for sweep in ("lam", "alpha")]
+    panels = [(measure, sweep) for sweep in ("lam", "alpha") for measure in ("drift_l2_mean", "accuracy")]
     for (measure, sweep), trace in zip(panels, bold, strict=True):
         own = rows[rows["sweep"] == sweep]
         for value, mean, spread in zip(trace.x, trace.y, trace.error_y.array, strict=True):

@@ -1,8 +1,6 @@
-"""Altered samples, made whenever they are read and never stored: views for calibration, and corrupted images.
+"""Altered samples, made whenever they are read: views for calibration, and corruptions of ImageNet-C (1903.12261).
 
-A view is a copy that expert and merged model both read, so it need not keep its original's label. It depends on the
-seed, its original and, for some kinds, the task's other samples, but not on their order. Corruptions are Gaussian
-noise, motion blur and fog of ImageNet-C (arXiv:1903.12261), at severity 3 in FeatCal's table.
+A view is a copy that expert and merged model both read, so it need not keep its original's label.
 """
 
 from __future__ import annotations
@@ -37,7 +35,10 @@ _REPLACED = 0.3
 
 
 def viewed(samples: SampleSet) -> SampleSet:
-    """Append the first copies, second copies, ... to samples; return them unchanged without views."""
+    """Append the first copies, second copies, ... to samples; return them unchanged without views.
+
+    A copy depends on the seed, its original and, for some kinds, the task's other samples, but not on their order.
+    """
     views = samples.views
     if views is None or not views.count:
         return samples

@@ -26,9 +26,6 @@ def data_entry(place: Path, *, reads: str) -> dict[str, str]:
     """Infer the spec entry of the data at a place, for a model that `reads` text or image.
 
     One file, or one folder of images, serves all splits; sampling keeps them disjoint.
-
-    Raises:
-        SpecError: there is no known data.
     """
     if not place.exists():
         raise SpecError(f"--data: no file or folder {place}", hint="Check the path.")

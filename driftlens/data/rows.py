@@ -69,7 +69,7 @@ def text_view(
         columns: existing columns.
         row: position -> values by column.
         where: the place in messages.
-        origin: the origin of the samples.
+        origin: that of `SplitView`.
         names: meaning of integers among the targets.
         beside: position -> readers of the row's images.
     """
@@ -243,11 +243,6 @@ def _open_table(entry: TableData, split: Split, access: Access) -> SplitView:
     """Open the images or texts of a split's rows; ids of images are their paths as written, ids of texts row numbers.
 
     Relative paths start at the file's folder. Only the test split needs labels.
-
-    Args:
-        entry: the spec's entry.
-        split: the split.
-        access: permissions.
     """
     wanted = {entry.paths, entry.label, entry.pictures, entry.answers}
     if entry.holds_texts:

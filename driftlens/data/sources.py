@@ -1,7 +1,4 @@
-"""Interface of data sources: functions, registered under a `kind`, that list the samples of a split unread.
-
-Images are PIL images or uint8 arrays, texts are pairs (input, target). Entry point: `open_split`.
-"""
+"""Interface of data sources: functions, registered under a `kind`, that list the samples of a split unread."""
 
 from __future__ import annotations
 
@@ -42,12 +39,10 @@ class SplitView:
     Attributes:
         origin: the place, for messages; equal origins mean the same samples under the same ids.
         ids: one identifier per sample (path, `test/17`, row index, line number).
-        class_names: the source's class names; None without labels or names.
         label: position -> class name, or None without a label.
-        read: position -> the image, or the pair of texts (input, target).
+        read: position -> the image (PIL, or a uint8 array), or the pair of texts (input, target).
         holds: kind of samples, `image` or `text`; a model reads one of them (`models.chain.Modality`).
-        notices: for readers of the results.
-        related: position -> the text's counterpart; None without.
+        related: position -> the text's counterpart.
     """
 
     origin: str

@@ -37,7 +37,6 @@ from driftlens.engine.sites import select_layers
 from driftlens.experiment.study import AnalysisSettings, Study, TaskSamples
 from driftlens.models.architecture import CAUSAL, HEADS, Architecture, load_architecture
 from driftlens.models.chain import LayerChain
-from driftlens.models.generation import generate
 from driftlens.models.heads import (
     LmHead,
     LmScores,
@@ -52,7 +51,7 @@ from driftlens.models.heads import (
     text_head,
 )
 from driftlens.models.readouts import EMBEDDED, OwnHead
-from driftlens.models.texts import PictureReader
+from driftlens.models.texts import PictureReader, generate
 from driftlens.models.tracing.block_call import settle
 from driftlens.models.vocabularies import (
     own_head,

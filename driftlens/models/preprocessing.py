@@ -46,9 +46,7 @@ class Preprocess:
 
     Attributes:
         backend: name of the code; backends differ by up to 0.015 per normalized pixel, so runs record it.
-        transform: samples -> raw inputs, or a DataError.
         settings: the settings in the model's files, in the library's own terms.
-        notice: a notice for the user, or "".
         texts: the reader of texts; None for images.
     """
 

@@ -23,9 +23,8 @@ from driftlens.engine.walk import forward, waiting_bytes
 from driftlens.experiment.study import Study
 from driftlens.linalg.state import DEEPEST, RANKINGS, expert_cosine, lengths, similarities
 from driftlens.models.chain import Pool
-from driftlens.models.generation import generate, log_likelihoods
 from driftlens.models.heads import gives_one_score, is_of_vocabulary
-from driftlens.models.texts import Text, TextReader
+from driftlens.models.texts import Text, TextReader, generate, log_likelihoods
 from driftlens.results.measures import interval_of
 from driftlens.utils.devices import to_float64
 from driftlens.utils.errors import DataError

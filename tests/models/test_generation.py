@@ -8,8 +8,7 @@ import pytest
 import torch
 import transformers
 
-from driftlens.models.generation import generate, log_likelihoods
-from driftlens.models.texts import TextReader
+from driftlens.models.texts import TextReader, generate, log_likelihoods
 from tests.zoo.decoders import NEW, QUESTIONS, llama, plain, t5
 from tests.zoo.tokenizers import word_tokenizer
 

@@ -14,8 +14,8 @@ from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
-from driftlens.models.generation import generate, log_likelihoods
 from driftlens.models.heads import LmHead
+from driftlens.models.texts import generate, log_likelihoods
 from driftlens.utils.errors import IncompatibleModelsError
 from tests.zoo.cases import perturbed
 from tests.zoo.seq2seq import families, model, save, small_config

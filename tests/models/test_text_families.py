@@ -21,11 +21,10 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.chain import State, pooled
-from driftlens.models.generation import generate
 from driftlens.models.heads import LmHead
 from driftlens.models.readouts import OwnHead, split_head
 from driftlens.models.saving import save_model
-from driftlens.models.texts import Text
+from driftlens.models.texts import Text, generate
 from driftlens.utils.errors import DataError, NumericsError
 from tests.zoo.cases import perturbed, samples
 from tests.zoo.decoders import CONFIGS, FLOAT32, families, in_float64, saved

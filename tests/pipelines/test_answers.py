@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from driftlens.config.requests import AnalysisRequest, CalibrationRequest
 from driftlens.config.run import load_spec
 from driftlens.experiment.loading import open_study
-from driftlens.models.generation import generate, log_likelihoods
+from driftlens.models.texts import generate, log_likelihoods
 from driftlens.pipelines.analyze import analyze
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.pipelines.evaluation import SPARE_TOKENS

@@ -142,7 +142,7 @@ def run(arguments: list[str]) -> int:
     except typer.Exit as leaving:
         return leaving.exit_code
     except _ClickException as error:
-        return _misused(error, arguments)
+        return _misused(error)
     except (typer.Abort, KeyboardInterrupt):
         return _report("cancelled", "", Cancelled.exit_code)
     except DriftLensError as error:
@@ -210,7 +210,7 @@ def _distributed(arguments: Sequence[str]) -> Iterator[None]:
                 raise reported from error
 
 
-def _misused(error: Any, arguments: Sequence[str]) -> int:
+def _misused(error: Any) -> int:
     """Report a command line that cannot be parsed, and return the exit code."""
     # pydantic puts this prefix before messages of validators.
     message = error.format_message().replace("Value error, ", "")
@@ -218,9 +218,7 @@ def _misused(error: Any, arguments: Sequence[str]) -> int:
     if not message:
         return SpecError.exit_code
     context = getattr(error, "ctx", None)
-    known = getattr(typer.main.get_command(app), "commands", {})
-    words = ["driftlens", *(word for word in arguments if word in known)]
-    command = " ".join(words[:2]) if context is None else context.command_path
+    command = context.command_path if context is not None else "driftlens"
     return _report(message.rstrip("."), f"See `{command} --help`.", SpecError.exit_code)
 
 

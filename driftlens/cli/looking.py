@@ -305,7 +305,7 @@ def compare(
 
     comparison = compared(first, second, before=before, after=after)
     if second is None and tolerance is not None:
-        raise typer.BadParameter("--tolerance compares two runs; give the second one")
+        raise SpecError("--tolerance compares two runs", hint="Give the second one.")
     limit = TOLERANCE if tolerance is None else tolerance
     equal = None if second is None else equality(comparison.before, comparison.after)
     if as_json:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -33,7 +32,7 @@ from driftlens.config.requests import (
 )
 from driftlens.utils.distributed import Access
 from driftlens.utils.errors import SpecError
-from driftlens.utils.progress import ProgressEvent, all_of
+from driftlens.utils.variants import calibrated
 
 if TYPE_CHECKING:
     from driftlens.config.run import RunSpec
@@ -74,9 +73,8 @@ def demo(
     (page,) = Report(run).attach(["html"])
     show_run(run, everyone=True)
     folder = shlex.quote(str(out))
-    say(
-        f"\nReport: {page}\nOne page of all samples: `driftlens view {folder}`\nThe dashboard: `driftlens ui {folder}`"
-    )
+    say(f"\nReport: {page}")
+    say(f"One page of all samples: `driftlens view {folder}`\nThe dashboard: `driftlens ui {folder}`")
 
 
 DataPaths = Annotated[
@@ -235,7 +233,6 @@ def merge(
     method, notices = save_one(spec, request, job.context)
     for text in notices:
         note(f"notice: {text}")
-    _note_memory()
     assert out is not None
     say_json({"out": out, "method": method}) if as_json else say(f"wrote {out}")
 
@@ -252,16 +249,8 @@ def _compare_merges(spec: RunSpec, comparison: ComparisonRequest, job: JobOption
     with job.context() as context:
         compared = compare_merges(spec, merges, context)
         write_merges(compared, out)
-    _note_memory()
     say_json(compared) if as_json else say(sheet_text(merges_sheet(compared)))
     note(f"wrote {out}: merges.csv, .json, .html")
-
-
-def _note_memory() -> None:
-    from driftlens.runs.writer import peak_rss_bytes
-
-    if (peak := peak_rss_bytes()) is not None:
-        note(f"peak memory: {peak / 2**20:.0f} MiB")
 
 
 @app.command()
@@ -317,15 +306,9 @@ def why(
     drafted = draft(models_by_role(models), data or (), overrides or (), job.access)
     from driftlens.pipelines.analyze import analyze as run_analysis
 
-    chosen = [*drafted.chosen]
-
-    def note_choices(event: ProgressEvent) -> None:
-        # Printed once measuring starts: before that, the models may still be refused.
-        while chosen:
-            note(f"notice: {chosen.pop(0)}")
-
+    for choice in drafted.chosen:
+        note(f"notice: {choice}")
     with job.context() as context:
-        context = dataclasses.replace(context, on_progress=all_of(note_choices, context.on_progress))
         run = run_analysis(drafted.spec, AnalysisRequest(out=out, force=force, weights=False), context)
     show_run(run, as_json=as_json)
     note(f"Spec, with {models[-1]} as the merged model: {out / 'spec.yaml'}")
@@ -340,13 +323,15 @@ def calibrate(
     from driftlens.pipelines.calibrate import calibrate as run_calibration
     from driftlens_reports.terminal import before_after_text, first_numbers_text
 
-    name, is_watched = request.name, manner.progress == "jsonl"
+    name = request.name
 
     def _show_first(measured: DriftRun) -> None:
-        note(first_numbers_text(measured, name))
+        # A program that parses JSON lines of progress has no use for these.
+        if manner.progress != "jsonl":
+            note(first_numbers_text(measured, name))
 
     with job.context() as context:
-        finished = run_calibration(run, request, context, on_measured=None if is_watched else _show_first)
+        finished = run_calibration(run, request, context, on_measured=_show_first)
     if request.save_weights is not None and request.save_weights.is_dir():
         from driftlens_reports.card import put_beside
 
@@ -355,7 +340,11 @@ def calibrate(
         # Notices are part of the text output, but not of the document.
         for text in finished.manifest.calibrations[name].notices:
             note(f"notice: {text}")
-        say_json(_document(finished, name))
+        from driftlens.results.calibration_summary import calibration_document
+        from driftlens.results.verdict import verdict
+
+        info = {"name": name, "variant": calibrated(name), **vars(finished.manifest.calibrations[name])}
+        say_json({**info, **calibration_document(finished, name), "verdict": verdict(finished, name)})
         return
     say(before_after_text(finished, name, verbose=manner.verbose))
     if request.save_weights is not None:
@@ -366,15 +355,6 @@ def calibrate(
         note(
             f"The run keeps the calibrated model; {how_to_save(run, name, finished.manifest, *job.access.words)}."
         )
-
-
-def _document(run: DriftRun, name: str) -> dict[str, Any]:
-    from driftlens.results.calibration_summary import calibration_document
-    from driftlens.results.verdict import verdict
-    from driftlens.utils.variants import calibrated
-
-    named = {"name": name, "variant": calibrated(name), **vars(run.manifest.calibrations[name])}
-    return {**named, **calibration_document(run, name), "verdict": verdict(run, name)}
 
 
 @app.command()

@@ -11,7 +11,7 @@ import json
 import math
 import pathlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
@@ -30,7 +30,6 @@ from driftlens.utils.files import PathLike, from_json, plain_file, sha256_of, wr
 from driftlens.utils.progress import CancelToken, ProgressSink, Reporter
 
 Array = NDArray[np.float64]
-Stored = NDArray[np.floating[Any]]
 Method = Literal["pca", "umap", "tsne"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
@@ -109,22 +108,34 @@ def load_points(run: DriftRun, settings: ProjectionSettings) -> Points:
             )
     label_of = labels_of(run, settings.task).to_dict()
     labels = [label_of.get(sample) for sample in ids]
-    measured = {
-        role: _measure(array, arrays["expert"], role, settings, ids) for role, array in arrays.items()
-    }
     # The same samples for all models, as points are matched.
     samples = pd.DataFrame({"sample_id": [*ids], "label": labels})
     shown = thinned(samples, settings.max_points // len(arrays), ["label"]).index.to_numpy()
-    directions = {role: _directions(array[shown]) for role, array in arrays.items()}
-    return Points(
-        sample_ids=[ids[row] for row in shown],
-        labels=[labels[row] for row in shown],
-        directions=directions,
-        cosine={role: cosine for role, (cosine, _) in measured.items()},
-        drift={role: drift for role, (_, drift) in measured.items()},
-        n=len(ids),
-        notes=tuple(_notes(directions, len(shown), len(ids))),
+    directions, cosines, drifts = {}, {}, {}
+    notes = [f"{len(shown):,} of {len(ids):,} samples are shown, evenly over classes"] * (
+        len(shown) < len(ids)
     )
+    # In double precision, as stored features may be float16 and overflow in sums.
+    target = arrays["expert"].astype(np.float64)
+    for role, array in arrays.items():
+        rows = array.astype(np.float64)
+        finite = np.isfinite(rows).all(axis=1)
+        if not finite.all():
+            raise NumericsError(
+                f"features of task {settings.task!r}, {role}, layer {settings.layer} hold NaN or infinity, first for "
+                f"sample {ids[int(finite.argmin())]!r}",
+                hint="Check the weights for NaN: `driftlens validate` on the spec.",
+            )
+        lengths = np.linalg.norm(rows, axis=1)
+        norms = lengths * np.linalg.norm(target, axis=1)
+        cosine = (rows * target).sum(axis=1)[norms > 0] / norms[norms > 0]
+        cosines[role] = float(cosine.mean()) if len(cosine) else math.nan
+        drifts[role] = float(np.linalg.norm(rows - target, axis=1).mean())
+        directions[role] = rows[shown] / np.where(lengths > 0, lengths, 1.0)[shown, None]
+        if num_zero := int((lengths[shown] == 0).sum()):
+            notes.append(f"{num_zero} features of {role} are zero and plotted at the origin")
+    kept = [ids[row] for row in shown], [labels[row] for row in shown]
+    return Points(*kept, directions, cosines, drifts, len(ids), tuple(notes))
 
 
 def thinned(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
@@ -152,41 +163,6 @@ def labels_of(run: DriftRun, task: str) -> pd.Series[Any]:
     """Return the label of every diagnosis sample of a task that has one, by sample id."""
     rows = pd.concat([frame[["sample_id", "label"]] for frame in (run.outputs(task), run.samples(task))])
     return rows.dropna().drop_duplicates("sample_id").set_index("sample_id")["label"]
-
-
-def _measure(
-    array: Stored, expert: Stored, role: str, settings: ProjectionSettings, ids: Sequence[str]
-) -> tuple[float, float]:
-    """Return mean cosine to the expert and mean distance from it; NaN if no cosine exists, as a norm is 0."""
-    # In double precision, as stored features may be float16 and overflow in sums.
-    own, target = (rows.astype(np.float64) for rows in (array, expert))
-    finite = np.isfinite(own).all(axis=1)
-    if not finite.all():
-        raise NumericsError(
-            f"features of task {settings.task!r}, {role}, layer {settings.layer} hold NaN or infinity, first for "
-            f"sample {ids[int(finite.argmin())]!r}",
-            hint="Check the weights for NaN: `driftlens validate` on the spec.",
-        )
-    norms = np.linalg.norm(own, axis=1) * np.linalg.norm(target, axis=1)
-    products = (own * target).sum(axis=1)
-    cosine = products[norms > 0] / norms[norms > 0]
-    drift = float(np.linalg.norm(own - target, axis=1).mean())
-    return float(cosine.mean()) if len(cosine) else math.nan, drift
-
-
-def _directions(array: Stored) -> Array:
-    rows = array.astype(np.float64)
-    norms = np.linalg.norm(rows, axis=1, keepdims=True)
-    return rows / np.where(norms > 0, norms, 1.0)
-
-
-def _notes(directions: Mapping[str, Array], n_shown: int, n: int) -> Iterator[str]:
-    if n_shown < n:
-        yield f"{n_shown:,} of {n:,} samples are shown, evenly over classes"
-    for role, rows in directions.items():
-        num_zero = int((~rows.any(axis=1)).sum())
-        if num_zero:
-            yield f"{num_zero} features of {role} are zero and plotted at the origin"
 
 
 def lay_out(rows: Array, method: Method, seed: int) -> tuple[Array, dict[str, Any]]:

@@ -142,7 +142,7 @@ def run(arguments: list[str]) -> int:
     except typer.Exit as leaving:
         return leaving.exit_code
     except _ClickException as error:
-        return _misused(error)
+        return _misused(error, arguments)
     except (typer.Abort, KeyboardInterrupt):
         return _report("cancelled", "", Cancelled.exit_code)
     except DriftLensError as error:
@@ -187,8 +187,7 @@ def _distributed(arguments: Sequence[str]) -> Iterator[None]:
         if manner.silent:
             silence.enter_context(contextlib.redirect_stdout(nowhere))
             silence.enter_context(contextlib.redirect_stderr(nowhere))
-        names = {name for group in GROUPS.values() for name in group}
-        command = next((part for part in arguments if part in names), "this command")
+        command = _command_in(arguments) or "this command"
         if command not in DISTRIBUTED:
             raise SpecError(
                 f"{command} runs in one process, and this is one of {world_size()}",
@@ -210,16 +209,20 @@ def _distributed(arguments: Sequence[str]) -> Iterator[None]:
                 raise reported from error
 
 
-def _misused(error: Any) -> int:
+def _misused(error: Any, arguments: Sequence[str]) -> int:
     """Report a command line that cannot be parsed, and return the exit code."""
     # pydantic puts this prefix before messages of validators.
     message = error.format_message().replace("Value error, ", "")
     # Without any command typer has printed the help already.
     if not message:
         return SpecError.exit_code
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "driftlens"
+    command = " ".join(filter(None, ("driftlens", _command_in(arguments))))
     return _report(message.rstrip("."), f"See `{command} --help`.", SpecError.exit_code)
+
+
+def _command_in(arguments: Sequence[str]) -> str:
+    """Return the first argument that names a command; empty without one."""
+    return next((word for word in arguments if any(word in names for names in GROUPS.values())), "")
 
 
 def _report(message: str, hint: str, code: int) -> int:

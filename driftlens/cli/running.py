@@ -306,10 +306,10 @@ def why(
     drafted = draft(models_by_role(models), data or (), overrides or (), job.access)
     from driftlens.pipelines.analyze import analyze as run_analysis
 
-    for choice in drafted.chosen:
-        note(f"notice: {choice}")
     with job.context() as context:
         run = run_analysis(drafted.spec, AnalysisRequest(out=out, force=force, weights=False), context)
+    for choice in drafted.chosen:
+        note(f"notice: {choice}")
     show_run(run, as_json=as_json)
     note(f"Spec, with {models[-1]} as the merged model: {out / 'spec.yaml'}")
 

@@ -128,7 +128,7 @@ def test_json_holds_the_same_numbers(folder: Path, run_cli: Cli) -> None:
         (("--preset", "paper"), 2, "paper-clip"),
         (("--set", "lam"), 2, "name=value"),
         (("--set", "lambda=1"), 2, "lambda"),
-        (("--samples", 0), 2, "--samples"),
+        (("--samples", 0), 2, "samples: Input should be"),
         (("--samples", 100), 4, "100"),
         (("--method", "surgery9"), 2, "surgery9"),
         (("--device", "tpu"), 2, "tpu"),

@@ -264,11 +264,8 @@ def test_a_comparison_is_refused_where_its_folder_is_taken_before_anything_is_op
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "label",
-    ["expert of shapes", "base on shapes", "average on shapes", "ties on shapes"],
-)
-def test_a_comparison_stops_between_tasks_and_leaves_nothing(
+@pytest.mark.parametrize("label", ["expert of shapes", "base", "average", "ties"])
+def test_a_comparison_stops_between_models_and_leaves_nothing(
     label: str, world: World, tmp_path: Path
 ) -> None:
     token, said = CancelToken(), list[str]()

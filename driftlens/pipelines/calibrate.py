@@ -234,10 +234,8 @@ def _difference(plan: CalibrationPlan, finished: CalibrationInfo, *, is_chosen: 
     before |= {"auto": finished.automatic, "layers": sorted(before.get("layers", ()))}
     now |= {"auto": is_chosen, "layers": now.get("layers", [])}
     if is_chosen:
-        before["asked"], now["asked"] = (
-            finished.selection.get("asked", plan.starting_point),
-            plan.starting_point,
-        )
+        now["asked"] = plan.starting_point
+        before["asked"] = finished.selection.get("asked", now["asked"])
     # Through JSON, because one side was read from a file: its tuples are lists.
     return reopening.difference(*(json.loads(json.dumps(side)) for side in (before, now)))
 

@@ -490,9 +490,10 @@ class _CrossFitting:
     ) -> None:
         self.study, self.samples = study, unlabelled(study)
         self.scorer = HeldOutScorer(study, self.samples)
-        self._folds = {
-            task: folds_of(len(data), task, parts=_NUM_PARTS) for task, data in self.samples.items()
-        }
+        folds = {task: folds_of(len(data), task, parts=_NUM_PARTS) for task, data in self.samples.items()}
+        self._positions = [
+            {task: of_task[part] for task, of_task in folds.items()} for part in range(_NUM_PARTS)
+        ]
         self._shares, self._progress = shares, progress
         self._fitter = Fitter(
             study,
@@ -506,37 +507,29 @@ class _CrossFitting:
     def measure(self, candidate: _Candidate) -> dict[float, Values]:
         """Return scores by interpolation factor on both halves, each by the model made from the other half."""
         pool, scores = self.study.pool, dict[float, list[Values]]()
-        for part in range(_NUM_PARTS):
+        for part, positions in enumerate(self._positions):
             self._progress.begin(candidate.cost_of_part, candidate.title)
             self._make(candidate, part)
-            positions = {task: folds[part] for task, folds in self._folds.items()}
             model = pool.source(CANDIDATE_MODEL)
             for share in self._shares:
-                if share != 1:
-                    pool.add(CANDIDATE_MODEL, self._in_memory(Between(pool.source("base"), model, share)))
-                else:
-                    pool.add(CANDIDATE_MODEL, model)
+                mixed = model if share == 1 else self._in_memory(Between(pool.source("base"), model, share))
+                pool.add(CANDIDATE_MODEL, mixed)
                 scores.setdefault(share, []).append(self.scorer.of(CANDIDATE_MODEL, positions))
         return {share: _joined(parts) for share, parts in scores.items()}
 
     def unchanged_models(self) -> dict[str, Values]:
         """Return scores of the merged model and the base by name."""
         names = [name for name in _UNCHANGED if name == "merged" or self.study.has_base]
-        # Comparisons pair samples, so these are put in the order in which the halves are joined.
-        order = {task: [place for fold in folds for place in fold] for task, folds in self._folds.items()}
         return {
-            name: {
-                task: {measure: values[order[task]] for measure, values in by_measure.items()}
-                for task, by_measure in self.scorer.of(name).items()
-            }
+            name: _joined([self.scorer.of(name, positions) for positions in self._positions])
             for name in names
         }
 
     def _make(self, candidate: _Candidate, part: int) -> None:
         """Add the model that a candidate makes without one part of the samples to the pool."""
-        pool = self.study.pool
+        pool, others = self.study.pool, self._positions[1 - part]
         shown = {
-            task: part_of(drawn, [*range(1 - part, len(drawn), _NUM_PARTS)])
+            task: replace(part_of(drawn, [*others[task]]), views=candidate.views or drawn.views)
             for task, drawn in self.samples.items()
         }
         if candidate.calibrator is None:
@@ -545,10 +538,7 @@ class _CrossFitting:
                 source = merged_within(self.study.blinded(shown), candidate.merge)
             pool.add(CANDIDATE_MODEL, with_parameters(pool.chain, source, self.study.like, {}))
             return
-        views = candidate.views
-        cache = self._caches[part] if views is None else None
-        if views is not None:
-            shown = {task: replace(drawn, views=views) for task, drawn in shown.items()}
+        cache = self._caches[part] if candidate.views is None else None
         self._fitter.fit(candidate.calibrator, shown, cache)
 
     def _in_memory(self, source: StateSource) -> StateSource:

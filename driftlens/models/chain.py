@@ -137,13 +137,12 @@ class SideInputs(Mapping[str, Tensor]):
             mask: [n, t], true where a token counts; None means everywhere.
         """
         tensors: dict[str, Tensor] = {} if mask is None else {"hidden_mask": mask}
-        store = partial(stored, tensors)
-        named_inputs = replace(inputs, values=named_map(inputs.values, store, "inputs"))
-        named_calls = []
-        for path, call in zip(paths, calls, strict=True):
-            args, kwargs = (named_map(part, store, path) for part in (call.args, call.kwargs))
-            rest = named_map(call.rest, partial(store, stateless=False), f"{path}.output")
-            named_calls.append(replace(call, args=args, kwargs=kwargs, rest=rest))
+        named_inputs = replace(inputs, values=named_map(inputs.values, partial(stored, tensors), "inputs"))
+
+        def store(path: str, leaf: Any, name: str) -> Any:
+            return stored(tensors, leaf, f"{path}.{name}", stateless=not name.startswith("output."))
+
+        named_calls = [call.mapped(partial(store, path)) for path, call in zip(paths, calls, strict=True)]
         # The lowest number of float64 becomes -inf in float32, in which libraries compute the softmax. A row that is
         # masked completely would be NaN.
         lowest = torch.finfo(torch.float32).min
@@ -155,8 +154,7 @@ class SideInputs(Mapping[str, Tensor]):
 
     def call(self, position: int) -> BlockCall:
         """Return the call of one block with its tensors."""
-        call = self.calls[position].mapped(self._tensor)
-        return replace(call, rest=named_map(call.rest, self._tensor))
+        return self.calls[position].mapped(self._tensor)
 
     def raw_inputs(self) -> Inputs:
         """Return the raw inputs with their tensors."""

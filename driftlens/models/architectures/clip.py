@@ -103,6 +103,7 @@ class ClipViT:
         embeddings: the tower's parameters for patches, class token and positions.
         block_sites: the sites of a block in forward order: norm, q, k, v, out, norm, and both layers of the MLP.
         required: names of the parameters that every block has.
+        holds: paths, one of which every tower or whole model of the library has.
         optional: names of parameters that a block may have in addition.
         unpack: a block -> the module to run for it, and its parameters' slots in the checkpoint, relative to the block.
     """
@@ -110,7 +111,6 @@ class ClipViT:
     name: str
     layout: TowerKeyLayout
     library: str
-    supported: str
     inner: str
     blocks: str
     attention: str
@@ -124,13 +124,9 @@ class ClipViT:
     head_norm: str
     projection: str
     required: frozenset[str]
+    holds: tuple[str, ...]
     optional: frozenset[str] = frozenset()
     unpack: Callable[[Any], tuple[nn.Module, dict[str, Slot]]]
-
-    @property
-    def holds(self) -> tuple[str, str]:
-        """Paths, one of which every tower or whole model of the library has."""
-        return self.blocks, f"{self.inner}.{self.blocks}"
 
     def matches(self, module: nn.Module) -> bool:
         """Return True if `module` is, or holds, an image tower that this adapter supports."""
@@ -159,7 +155,7 @@ class ClipViT:
         if reason is not None:
             raise IncompatibleModelsError(
                 f"this model of {self.library} can't be split into layers: {reason}",
-                hint=f"Supported are {self.supported}. {LIVE}",
+                hint=LIVE,
             )
         tower, prefix = self._tower(module)
         blocks = [
@@ -395,9 +391,9 @@ HF_CLIP_VIT = ClipViT(
     name="hf_clip_vit",
     layout=_HF_LAYOUT,
     library="transformers",
-    supported="CLIPVisionModel, CLIPVisionModelWithProjection and CLIPModel",
     inner="vision_model",
     blocks="encoder.layers",
+    holds=("encoder.layers", "vision_model.encoder.layers"),
     attention="self_attn",
     activation="mlp.activation_fn",
     image_size="embeddings.image_size",
@@ -597,9 +593,9 @@ OPEN_CLIP_VIT = ClipViT(
     name="open_clip_vit",
     layout=_OPEN_LAYOUT,
     library="open_clip",
-    supported="open_clip's vision transformers with class-token or average pooling",
     inner="visual",
     blocks="transformer.resblocks",
+    holds=("transformer.resblocks", "visual.transformer.resblocks"),
     attention="attn",
     activation="mlp.gelu",
     image_size="image_size",

@@ -56,6 +56,7 @@ from driftlens.models.tracing.block_call import (
     raw_inputs,
     replaced_forwards,
     result,
+    returning,
     run_until,
     without_padding,
 )
@@ -187,10 +188,9 @@ class AfterHead:
             (core, features if answer is None else answer(last_hidden_state=features))
             for core, answer in self.cores
         ]
-        forwards = [(core, lambda *_, answer=answer, **__: answer) for core, answer in answers]
         ids = torch.zeros(features.shape[:2], dtype=torch.long, device=features.device)
         inputs = {**dict.fromkeys(self.reads, ids), "use_cache": False, "return_dict": True}
-        with replaced_forwards([*forwards, (self.head, head)]):
+        with returning(answers), replaced_forwards([(self.head, head)]):
             scores: Tensor = call(self.whole, weights, (), inputs).logits
         return scores
 
@@ -542,11 +542,8 @@ class _EncoderDecoder:
 
         def forward() -> Tensor:
             encoder = module.get_submodule(self.encoder.path)
-            hook = encoder.register_forward_hook(lambda *args: finished.append(result(args[-1])))
-            try:
+            with encoder.register_forward_hook(lambda *args: finished.append(result(args[-1]))):
                 return run_until(last, partial(run, module, raw_inputs(batch)), past=True)
-            finally:
-                hook.remove()
 
         count = len(self.encoder.chain.blocks)
         recording = observe(blocks, forward, keep=True, starts=(0, count))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -252,11 +252,10 @@ def _traced(parts: BlockRunner, example: Any) -> _Pieces:
                 blocks.append(block_layer(parts, position, block_sites, side.calls[position]))
         if parts.is_on_meta:
             features = {"hidden": torch.zeros(features["hidden"].shape, device=device)}
-        with ReadRecorder() as after, ExitStack() as hooks:
-            # Such a head reads nothing before the last block, but runs the stem again.
-            if parts.final:
-                last = parts.blocks[-1].register_forward_hook(lambda *_: after.seen.clear())
-                hooks.callback(last.remove)
+        # A head in one module reads nothing before the last block, but runs the stem again.
+        after, last = ReadRecorder(), parts.blocks[-1]
+        forget = last.register_forward_hook(lambda *_: after.seen.clear()) if parts.final else nullcontext()
+        with after, forget:
             parts.head(outer, features, side)
     lies_in_space = parts.streams == 1 and any(len(block_call.left) > 2 for block_call in side.calls)
     modality = replace(TENSOR, pool="mean") if lies_in_space else _read_by(module)

@@ -46,7 +46,7 @@ from driftlens.models.tracing.block_call import (
     observe,
     padding_mask,
     raw_inputs,
-    replaced_forwards,
+    returning,
     run_until,
     zeros_like_weights,
 )
@@ -309,12 +309,9 @@ class _VisionLanguageRunner(BlockRunner):
     def _projected(self, parameters: Parameters, outputs: Sequence[Any], side: SideInputs) -> State:
         """Run the projector with `outputs` as the outputs of the tower's blocks; none run for texts alone."""
         args, kwargs = side.raw_inputs().arguments({})
-        replaced = [
-            (block, lambda *_, output=output, **__: output)
-            for block, output in zip(self.blocks[: self.count], outputs, strict=bool(outputs))
-        ]
+        replaced = zip(self.blocks[: self.count], outputs, strict=bool(outputs))
         # The library merges image features into the text itself; only the outputs of the tower are replaced.
-        with replaced_forwards(replaced), _recorded_arguments(self.decoder) as arguments:
+        with returning(replaced), _recorded_arguments(self.decoder) as arguments:
             state = self._reaching(self.count, partial(call, self.module, parameters, args, kwargs), side)
         return {**_deepstack(arguments), **state}
 
@@ -546,10 +543,8 @@ def _recorded_arguments(decoder: nn.Module) -> Iterator[dict[str, Any]]:
     hook = decoder.register_forward_pre_hook(
         lambda _module, _args, kwargs: arguments.update(kwargs), with_kwargs=True, prepend=True
     )
-    try:
+    with hook:
         yield arguments
-    finally:
-        hook.remove()
 
 
 def _deepstack(arguments: Mapping[str, Any]) -> State:

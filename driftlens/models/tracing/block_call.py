@@ -89,8 +89,9 @@ class BlockCall:
         return dict(_named_leaves({**dict(enumerate(self.args)), **self.kwargs}))
 
     def mapped(self, change: Callable[[Any, str], Any]) -> BlockCall:
-        """Return the call with `change(leaf, name)` in the place of every leaf of its arguments."""
-        return replace(self, args=named_map(self.args, change), kwargs=named_map(self.kwargs, change))
+        """Return the call with `change(leaf, name)` in the place of every leaf; names in `rest` begin with `output`."""
+        args, kwargs = named_map(self.args, change), named_map(self.kwargs, change)
+        return replace(self, args=args, kwargs=kwargs, rest=named_map(self.rest, change, "output"))
 
 
 def unflattened(hidden: Tensor, shape: torch.Size) -> Tensor:
@@ -414,16 +415,12 @@ def run_until(module: nn.Module, run: Callable[[], object], *, past: bool = Fals
             features_of("the last", _output[0]) if past else find_features("the first", args, kwargs)[1]
         )
 
-    if past:
-        hook = module.register_forward_hook(stop, with_kwargs=True)
-    else:
-        hook = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+    before = partial(module.register_forward_pre_hook, prepend=True)
     try:
-        run()
+        with (module.register_forward_hook if past else before)(stop, with_kwargs=True):
+            run()
     except _Reached as reached:
         return reached.hidden
-    finally:
-        hook.remove()
     raise SpecError("the model skipped one of its blocks", hint=OTHER_LIST)
 
 
@@ -510,14 +507,9 @@ def _dressed(kind: Any, rest: list[Any] | None, device: torch.device, hidden: Te
     return hidden if rest is None else kind([hidden, *mapped(rest, other)])
 
 
-def skip_blocks(
-    blocks: Sequence[nn.Module], calls: Sequence[BlockCall], hidden: Tensor
-) -> contextlib.AbstractContextManager[None]:
-    """Let each block return features of the shape of the last one's output without running, given their calls."""
-    outputs = [block_call.output(hidden) for block_call in calls]
-    return replaced_forwards(
-        (block, lambda *_, output=output, **__: output) for block, output in zip(blocks, outputs, strict=True)
-    )
+def returning(outputs: Iterable[tuple[nn.Module, Any]]) -> contextlib.AbstractContextManager[None]:
+    """Let modules return the given outputs without running."""
+    return replaced_forwards((module, lambda *_, output=output, **__: output) for module, output in outputs)
 
 
 @dataclass

@@ -37,8 +37,8 @@ from driftlens.models.tracing.block_call import (
     raw_inputs,
     replaced_forwards,
     result,
+    returning,
     run_until,
-    skip_blocks,
     unflattened,
     without_padding,
 )
@@ -411,7 +411,7 @@ class BlockRunner:
             )
         past = self.module.get_submodule(self.final) if self.final else None
         whole = partial(call, self.module, parameters, args, kwargs)
-        with skip_blocks(self.blocks, calls, hidden):
+        with returning((block, call.output(hidden)) for block, call in zip(self.blocks, calls, strict=True)):
             output = whole() if past is None else run_until(past, whole, past=self.is_past)
         return {"hidden": self._output(output, side.mask("hidden"))}
 

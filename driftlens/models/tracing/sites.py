@@ -454,10 +454,8 @@ def mixing(
         return
     names = {site.name for site in sites}
     watch = _Watch(mixture, weights, names, tap, Routes() if routes is None else routes)
-    with contextlib.ExitStack() as hooks:
-        hooks.callback(mixture.module.register_forward_pre_hook(watch.before, with_kwargs=True).remove)
-        with watch:
-            yield
+    with mixture.module.register_forward_pre_hook(watch.before, with_kwargs=True), watch:
+        yield
 
 
 class _Watch(TorchFunctionMode):

@@ -128,14 +128,7 @@ class SideInputs(Mapping[str, Tensor]):
     def of(
         cls, paths: Sequence[str], calls: Sequence[BlockCall], inputs: Inputs, mask: Tensor | None
     ) -> SideInputs:
-        """Return the side inputs of one batch, every tensor stored once.
-
-        Args:
-            paths: the paths of the blocks.
-            calls: their calls, in the same order.
-            inputs: the batch's raw inputs.
-            mask: [n, t], true where a token counts; None means everywhere.
-        """
+        """Return the side inputs of a batch with blocks called by `calls`, every tensor stored once."""
         tensors: dict[str, Tensor] = {} if mask is None else {"hidden_mask": mask}
         named_inputs = replace(inputs, values=named_map(inputs.values, partial(stored, tensors), "inputs"))
 

@@ -1,4 +1,4 @@
-"""Image towers of CLIP in transformers and open_clip: adapters (`ClipViT`) and loaders.
+"""Image towers of CLIP in transformers and open_clip: their adapters and loaders.
 
 Blocks are the library's own modules, called with the weights of any model. Shapes: pixels [n, c, h, w]; hidden
 [n, t, d], token 0 being the class token (CLS) and the others the patches row by row; features [n, d].
@@ -92,19 +92,17 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipViT:
+class _ClipViT:
     """The adapter of one library's CLIP image towers: the paths of their parts, and what is special.
 
     Attributes:
         inner: attribute of whole models that is the tower.
-        image_size: path of the tower's height and width, or of one number for both.
+        holds: paths, one of which every tower or whole model of the library has.
         entry: attribute of whole models that computes the feature of images.
         projects_inside: True if the projection belongs to the tower, stored as [in, out], and not to the whole model.
         embeddings: the tower's parameters for patches, class token and positions.
         block_sites: the sites of a block in forward order: norm, q, k, v, out, norm, and both layers of the MLP.
-        required: names of the parameters that every block has.
-        holds: paths, one of which every tower or whole model of the library has.
-        optional: names of parameters that a block may have in addition.
+        required, optional: names of the parameters that every block has, or may have.
         unpack: a block -> the module to run for it, and its parameters' slots in the checkpoint, relative to the block.
     """
 
@@ -387,7 +385,7 @@ _HF_SITES = (
 _HF_KEYS = tuple(map(".".join, itertools.product(_HF_SITES, ("weight", "bias"))))
 
 
-HF_CLIP_VIT = ClipViT(
+HF_CLIP_VIT = _ClipViT(
     name="hf_clip_vit",
     layout=_HF_LAYOUT,
     library="transformers",
@@ -589,7 +587,7 @@ def _open_unpack(block: Any) -> tuple[nn.Module, dict[str, Slot]]:
     return unpacked, slots
 
 
-OPEN_CLIP_VIT = ClipViT(
+OPEN_CLIP_VIT = _ClipViT(
     name="open_clip_vit",
     layout=_OPEN_LAYOUT,
     library="open_clip",

@@ -106,9 +106,9 @@ scores = model(**inputs).logits
 
 
 @loaders.register("hf-vit")
-def load_hf_vit(request: ArchitectureRequest) -> Architecture:
+def _load_hf_vit(request: ArchitectureRequest) -> Architecture:
     """Return the architecture of a ViT, DeiT, DINOv2 or SigLIP image tower, with or without classifier."""
-    architecture = load_transformers(request, "hf-vit")
+    architecture = _load_transformers(request, "hf-vit")
     assert architecture.folder is not None
     stated: Any = architecture.folder.configs["config.json"]
     if "text_config" not in stated or not (stated.get("architectures") or [""])[0].endswith("Model"):
@@ -123,25 +123,25 @@ def load_hf_vit(request: ArchitectureRequest) -> Architecture:
 
 
 @loaders.register("hf-auto")
-def load_hf_auto(request: ArchitectureRequest) -> Architecture:
+def _load_hf_auto(request: ArchitectureRequest) -> Architecture:
     """Return the architecture of any model of transformers, with special loaders for decoders."""
     if embedding_folder(library_folder(request.source)) is None:
         stated = read_plain_config(request, "hf-auto")
         if is_causal(stated) or is_vision_language(stated):
             return loaders["hf-decoder" if is_causal(stated) else "hf-vlm"](request)
-    return load_transformers(request, "hf-auto")
+    return _load_transformers(request, "hf-auto")
 
 
 @loaders.register("hf-encoder")
-def load_hf_encoder(request: ArchitectureRequest) -> Architecture:
+def _load_hf_encoder(request: ArchitectureRequest) -> Architecture:
     """Return the architecture of an encoder of texts such as BERT, with or without a classifier.
 
     Everything after the features of tokens, BERT's pooler included, is the classification head, which is not merged.
     """
-    return load_transformers(request, "hf-encoder")
+    return _load_transformers(request, "hf-encoder")
 
 
-def load_transformers(request: ArchitectureRequest, loader: str) -> Architecture:
+def _load_transformers(request: ArchitectureRequest, loader: str) -> Architecture:
     """Return the architecture of an encoder of images or texts, for the loader of that name."""
     source, offline = request.source, request.access.offline
     stated = read_plain_config(request, loader)
@@ -299,7 +299,7 @@ def language_model(
         loader: the name of the loader.
         fits: config.json -> True if the loader supports the model.
         expected: the supported kind of models, for the error.
-        mapping: the name of the mapping of transformers from configurations to classes.
+        mapping: the name of the library's mapping from configurations to classes.
     """
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -1,12 +1,8 @@
 """Language models of transformers as chains of layers, found by running them, and their loaders.
 
-Causal models: the head of the chain is the one module between the last block and the language-model head, whose input
-is the final feature; the latter belongs to no layer. If not exactly one module computes that feature (no norm, or a
-factor after it), the chain's head is everything after the blocks. Entry point: `causal_chain`.
-
-Encoder-decoders: `encoder` [n, t, d] passes through the encoder's blocks and the module after them, which is a layer;
-then `hidden` [n, u, d] passes through the decoder's blocks, each of which reads the finished `encoder`. Entry point:
-`seq2seq_chain`.
+`causal_chain`: the head of the chain is the one module between the last block and the language-model head, which
+belongs to no layer. `seq2seq_chain`: `encoder` [n, t, d] passes through the encoder's layers, then `hidden` [n, u, d]
+through the decoder's blocks, each of which reads the finished `encoder`.
 """
 
 from __future__ import annotations
@@ -72,7 +68,7 @@ from driftlens.utils.errors import IncompatibleModelsError, SpecError
 
 # Example batch without a tokenizer. One row is padded, because libraries call blocks without a mask if none is padded.
 PADDED = {"input_ids": torch.tensor([[0, 0], [0, 0]]), "attention_mask": torch.tensor([[1, 0], [1, 1]])}
-NOT_ELEMENTWISE = "its scores are not an elementwise function of its head's outputs"
+_NOT_ELEMENTWISE = "its scores are not an elementwise function of its head's outputs"
 _WRAPPED = (
     "No loader supports it yet. Use live modules that pass only features from block to block; answers are not "
     "measured then."
@@ -86,9 +82,6 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
         whole: the library's model with its head.
         example: a batch as its tokenizer makes it.
         blocks: path of the list of blocks; None searches for it.
-
-    Raises:
-        IncompatibleModelsError: the layers can't reproduce the library's forward pass.
     """
     path, of_blocks = block_list(whole, blocks)
     head, table = whole.get_output_embeddings(), whole.get_input_embeddings()
@@ -96,7 +89,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         raise not_causal(whole, f"its head is a {type(head).__name__}; expected a linear map")
     paths = {id(module): name for name, module in whole.named_modules()}
-    trace = ForwardTrace(whole, list(of_blocks))
+    trace = _ForwardTrace(whole, list(of_blocks))
     read, after_head = _pass(trace, head, example)
     final = trace.final(read) or paths[id(head)]
     chain = sequential_chain(whole, example, blocks=path, final=final, reads_last=trace.reads_last)
@@ -107,6 +100,8 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
         getattr(whole, "_tied_weights_keys", None) or ()
     )
     stem, *middle, last = chain.layers
+    # If not exactly one module computes the final feature (no norm, or a factor after it), the chain's head is
+    # everything after the blocks.
     last = replace(last, path="head") if final == paths[id(head)] else last
     chain = replace(
         chain,
@@ -128,14 +123,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
 def not_causal(
     whole: Any, reason: str, hint: str = _WRAPPED, kind: str = "a causal language model"
 ) -> IncompatibleModelsError:
-    """Return the error for a language model that can't be split into layers.
-
-    Args:
-        whole: the library's model with its head.
-        reason: what was found, without a final period.
-        hint: what to do.
-        kind: the kind of model that was expected.
-    """
+    """Return the error for a language model that can't be split into layers; `reason` has no final period."""
     return IncompatibleModelsError(
         f"a {whole.config.model_type} model ({type(whole).__name__}) can't be split into layers as {kind}: {reason}",
         hint=hint,
@@ -143,15 +131,11 @@ def not_causal(
 
 
 @dataclass(eq=False)
-class AfterHead:
+class _AfterHead:
     """The steps of a model's forward pass between its head and its scores, as a function of the head's output.
 
-    Attributes:
-        whole: the model; none of its weights is read.
-        cores: the modules that compute the head's input, which do not run, and the classes of their outputs; None for
-            a tensor.
-        head: the head, which does not run either.
-        reads: names of the token ids among the model's inputs.
+    Neither the head nor the `cores`, which compute its input, run. With each core is the class of its output, None for
+    a tensor. `reads` are the names of the token ids among the model's inputs.
     """
 
     whole: Any
@@ -174,15 +158,9 @@ class AfterHead:
     def scores(
         self, features: Tensor, head: Callable[..., Tensor], weights: Parameters = MappingProxyType({})
     ) -> Tensor:
-        """Compute the scores of a model whose cores return the given features.
+        """Compute the scores [n, t, classes] of a model whose cores return `features` [n, t, d].
 
-        Args:
-            features: [n, t, d].
-            head: replaces the head.
-            weights: replace some of the model's weights, by key.
-
-        Returns:
-            [n, t, classes].
+        `head` replaces the head, and `weights` some of the model's weights, by key.
         """
         answers = [
             (core, features if answer is None else answer(last_hidden_state=features))
@@ -195,12 +173,12 @@ class AfterHead:
         return scores
 
 
-def slope(after_head: AfterHead, width: int) -> float:
+def slope(after_head: _AfterHead, width: int) -> float:
     """Return a bound on the change of scores per change of the head's output; NaN if unknown."""
     return float(followed(after_head, torch.zeros(1, width, dtype=torch.float64)))
 
 
-def _pass(trace: ForwardTrace, head: nn.Module, example: Any) -> tuple[Tensor, AfterHead | None]:
+def _pass(trace: _ForwardTrace, head: nn.Module, example: Any) -> tuple[Tensor, _AfterHead | None]:
     """Return the features that the head reads in one pass, and the steps after the head, if any."""
     whole = trace.whole
     inputs: list[Tensor] = []
@@ -218,24 +196,21 @@ def _pass(trace: ForwardTrace, head: nn.Module, example: Any) -> tuple[Tensor, A
     with replaced_forwards([(head, score)]), trace.watching():
         logits: Tensor = BlockRunner(whole, blocks).whole(example).logits
     cores = [(module, kind) for module, kind in trace.answers if module is not head]
-    after_head = AfterHead(whole, tuple(cores), head)
+    after_head = _AfterHead(whole, tuple(cores), head)
     output, scores = outputs[-1][:, -1], logits[:, -1]
     if not after_head.computes(output, scores):
-        raise not_causal(whole, NOT_ELEMENTWISE)
+        raise not_causal(whole, _NOT_ELEMENTWISE)
     is_same = scores.dtype == output.dtype and torch.equal(scores, output)
     return inputs[-1], None if is_same else after_head
 
 
 @dataclass(eq=False)
-class ForwardTrace:
-    """The modules outside the blocks that return in one forward pass of a model.
+class _ForwardTrace:
+    """The modules outside the blocks of `paths` that return in one forward pass of a model.
 
     Attributes:
-        whole: the model.
-        paths: the paths of its blocks.
         steps: path, features read and output of each module, blocks included.
-        answers: the outermost module that contains the blocks and those that run after it, with the class of the
-            former's output.
+        answers: the outermost module that contains the blocks, with the class of its output, and those that run later.
         reads_last: True if the module of `final` reads the last block's output.
     """
 
@@ -291,7 +266,7 @@ class ForwardTrace:
 
 
 @loaders.register("hf-decoder")
-def load_hf_decoder(request: ArchitectureRequest) -> Architecture:
+def _load_hf_decoder(request: ArchitectureRequest) -> Architecture:
     """Return the architecture of a causal language model; the chain ends in the input of its language-model head."""
     source = request.source
     stated, skeleton = language_model(
@@ -324,14 +299,9 @@ _MASKS = ("attention_mask", "decoder_attention_mask")
 
 @dataclass(frozen=True, eq=False)
 class _Stack:
-    """The layers of an encoder or a decoder.
+    """The layers of an encoder or a decoder, its path in the whole model, and the class of its output.
 
-    Attributes:
-        name: `encoder` or `decoder`.
-        stream: the name of its features in the state.
-        path: its path in the whole model.
-        chain: its stem, blocks and head.
-        answer: the class of its output.
+    `name` is `encoder` or `decoder`, and `stream` the name of its features in the state.
     """
 
     name: str
@@ -365,7 +335,7 @@ class _EncoderDecoder:
         self.tied = tied_weights(whole)
 
         self.start_token = getattr(whole.config, "decoder_start_token_id", None) or 0
-        batch = self.batch(example)
+        batch = self._batch(example)
         self.encoder = self._stack("encoder", "encoder", whole.get_encoder(), batch)
         self.decoder = self._stack("decoder", "hidden", whole.get_decoder(), batch)
         self.stacks = (self.encoder, self.decoder)
@@ -381,7 +351,7 @@ class _EncoderDecoder:
         if not path or not beside.keys() <= inputs.keys():
             raise SpecError(f"its {name} is no separate module")
         listed, blocks = block_list(module, None)
-        trace = ForwardTrace(module, list(blocks))
+        trace = _ForwardTrace(module, list(blocks))
         with trace.watching():
             output = BlockRunner(module, blocks, beside=beside).whole(inputs)
         finished = result(output)
@@ -394,7 +364,7 @@ class _EncoderDecoder:
         chain = sequential_chain(module, inputs, blocks=listed, final=tail, beside=beside)
         return _Stack(name, stream, path, chain, type(output))
 
-    def batch(self, inputs: Any) -> dict[str, Tensor]:
+    def _batch(self, inputs: Any) -> dict[str, Tensor]:
         """Return the library's inputs of both stacks; a batch without input of the decoder gets its start token."""
         read = inputs[self.reads]
         start = torch.full((len(read), 1), self.start_token, device=read.device)
@@ -432,7 +402,7 @@ class _EncoderDecoder:
 
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
         """Return the state at boundary 0, which is empty for texts, and the side inputs of both stacks."""
-        batch = self.batch(inputs)
+        batch = self._batch(inputs)
         state, encoder_side = self.encoder.chain.start(self._encoder_inputs(batch))
         _, decoder_side = self.decoder.chain.start(self._decoder_inputs(batch, encoder_side))
         tensors: dict[str, Tensor] = {}
@@ -447,7 +417,7 @@ class _EncoderDecoder:
     def chain(self) -> LayerChain:
         """Return both stacks as one chain, under the whole model's names."""
         names = {
-            stack.name: {name: self.key(stack, name) for name in stack.chain.layers[0].parameters}
+            stack.name: {name: self._key(stack, name) for name in stack.chain.layers[0].parameters}
             for stack in self.stacks
         }
         keys = dict.fromkeys(key for of_stack in names.values() for key in of_stack.values())
@@ -472,7 +442,7 @@ class _EncoderDecoder:
             final=self.decoder.left,
         )
 
-    def key(self, stack: _Stack, name: str) -> str:
+    def _key(self, stack: _Stack, name: str) -> str:
         """Return the name of a stack's weight in the whole model; tied weights share one."""
         key = f"{stack.path}.{name}"
         return self.tied.get(key, (key,))[0]
@@ -502,7 +472,7 @@ class _EncoderDecoder:
             role="head" if is_head and not is_encoder else "block",
             path=f"{stack.path}.{layer.path}" if has_weights else stack.path,
             parameters={
-                name: replace(slot, key=self.key(stack, slot.key))
+                name: replace(slot, key=self._key(stack, slot.key))
                 for name, slot in layer.parameters.items()
                 if has_weights
             },
@@ -532,7 +502,7 @@ class _EncoderDecoder:
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
         """Return the states at boundaries 1..L of one ordinary pass of `module`, which computes no scores."""
-        batch, finished = self.batch(inputs), list[Tensor]()
+        batch, finished = self._batch(inputs), list[Tensor]()
         last = module.get_submodule(self.decoder.left)
         blocks = {
             f"{stack.path}.{block.path}": module.get_submodule(f"{stack.path}.{block.path}")
@@ -565,7 +535,7 @@ class _EncoderDecoder:
 
     def require_shared(self, models: Any, inputs: Any) -> None:
         """Raise if the blocks of models are given other tensors than features that are not bit-identical."""
-        batch, models = self.batch(inputs), list(models)
+        batch, models = self._batch(inputs), list(models)
         reads = (self._encoder_inputs(batch), self._decoder_inputs(batch))
         for stack, stack_inputs in zip(self.stacks, reads, strict=True):
             assert stack.chain.require_shared is not None
@@ -585,12 +555,7 @@ NAME = "seq2seq"
 def seq2seq_chain(whole: Any, example: Mapping[str, Tensor]) -> tuple[LayerChain, LmScores | None]:
     """Return the layers of an encoder-decoder, which may be on meta, and its language-model head, if any.
 
-    Args:
-        whole: the library's model.
-        example: a batch as its processor makes it.
-
-    Raises:
-        IncompatibleModelsError: the layers can't reproduce the library's forward pass.
+    `example` is a batch as its processor makes it.
     """
     if any(name.endswith("experts") for name, _ in whole.named_modules()):
         raise _not_seq2seq(whole, "its blocks mix experts")
@@ -608,7 +573,7 @@ def _lm_scores(whole: Any, parts: _EncoderDecoder, head: Any) -> LmScores:
         raise _not_seq2seq(whole, f"its head is a {type(head).__name__}; expected a linear map")
     place = next(path for path, module in whole.named_modules() if module is head)
     cores = tuple((whole.get_submodule(stack.path), stack.answer) for stack in parts.stacks)
-    after_head = AfterHead(whole, cores, head, (parts.reads, "decoder_input_ids"))
+    after_head = _AfterHead(whole, cores, head, (parts.reads, "decoder_input_ids"))
     numbers = torch.Generator().manual_seed(0)
 
     def random(width: int) -> Tensor:
@@ -644,7 +609,7 @@ def _lm_scores(whole: Any, parts: _EncoderDecoder, head: Any) -> LmScores:
     if torch.equal(scores, outputs):
         return lm
     if not after_head.computes(outputs[:, 0], scores[:, 0]):
-        raise _not_seq2seq(whole, NOT_ELEMENTWISE)
+        raise _not_seq2seq(whole, _NOT_ELEMENTWISE)
     return replace(lm, after_head=after_head, slope=slope(after_head, head.out_features))
 
 

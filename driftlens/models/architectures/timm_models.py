@@ -40,7 +40,7 @@ _PIXELS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode"
 
 
 @loaders.register("timm")
-def load_timm(request: ArchitectureRequest) -> Architecture:
+def _load_timm(request: ArchitectureRequest) -> Architecture:
     """Return the architecture of a model of timm; its source is a model name, a folder or a Hub id."""
     import timm
     from timm.data import create_transform, resolve_data_config

@@ -186,7 +186,7 @@ def vision_language_chain(whole: Any, example: Any, tower: str, text_chain: Laye
         text_chain: the chain of its decoder alone.
     """
     parts = _VisionLanguageRunner(whole, tower, text_chain)
-    layers = parts.traced(example)
+    layers = parts._traced(example)
     return replace(
         text_chain,
         layers=layers,
@@ -339,7 +339,7 @@ class _VisionLanguageRunner(BlockRunner):
         added = pending.pop(f"deepstack_{position - self.count}", None)
         return pending | output | ({} if added is None else {"hidden": output["hidden"] + added})
 
-    def traced(self, example: Any) -> tuple[Layer, ...]:
+    def _traced(self, example: Any) -> tuple[Layer, ...]:
         """Return the layers; a pass over a batch shows the weights and sites of each."""
         state, side = self.start(example)
         outer = self.stand_ins(next(tensor.device for tensor in side.values()))

@@ -42,13 +42,11 @@ class BlockCall:
     """One call of one block, without the features.
 
     Attributes:
-        args: positional arguments; None in the place of the features.
-        kwargs: keyword arguments, likewise.
+        args, kwargs: its arguments, with None in the place of the features.
         place: position or keyword of the features.
         rest: what the block returned after the features (a tuple or list), or None if it returned them alone.
         dtype: the features' dtype when the call was recorded.
-        entered: the shape of a sample's features that the block was given.
-        left: the shape of those that it returned.
+        entered, left: the shapes of a sample's features that the block was given and that it returned.
         fixed: tensors among the arguments, by the names of `tensors`, which keep their dtype.
     """
 

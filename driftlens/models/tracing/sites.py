@@ -346,15 +346,11 @@ _TOP = (torch.topk, torch.Tensor.topk)
 
 
 @dataclass(frozen=True, eq=False)
-class Mixture:
+class _Mixture:
     """Experts of one block in one module.
 
-    Attributes:
-        path: path of the module in the block.
-        module: the module, for its structure.
-        size: number of experts.
-        matrices: names of its tensors [experts, ., .].
-        is_routed: True if the module is given routes, False if it is given the tokens of every expert.
+    `matrices` are the names of its `size` experts' tensors [experts, ., .]. It `is_routed` if it is given routes, and
+    not the tokens of every expert.
     """
 
     path: str
@@ -397,7 +393,7 @@ class Mixture:
         )
 
 
-def mixture_of(block: nn.Module) -> Mixture | None:
+def mixture_of(block: nn.Module) -> _Mixture | None:
     """Return the mixture of a block; None without one, or with several."""
     # A router's `topk` is recognized by the number of experts alone, so routes of several mixtures would be confused.
     several = [
@@ -406,7 +402,7 @@ def mixture_of(block: nn.Module) -> Mixture | None:
     return several[0] if len(several) == 1 else None
 
 
-def _mixture(path: str, module: nn.Module) -> Mixture | None:
+def _mixture(path: str, module: nn.Module) -> _Mixture | None:
     """Return the module as a mixture, or None."""
     # Fused experts have no class in common, only tensors [experts, ., .] and a forward function of one or three inputs.
     stacks = {name: weight for name, weight in module.named_parameters(recurse=False) if weight.dim() == 3}
@@ -420,7 +416,7 @@ def _mixture(path: str, module: nn.Module) -> Mixture | None:
     ]
     if len(parameters) not in (1, 3):
         return None
-    return Mixture(path, module, sizes.pop(), tuple(stacks), len(parameters) == 3)
+    return _Mixture(path, module, sizes.pop(), tuple(stacks), len(parameters) == 3)
 
 
 def assembled(slots: Sequence[Slot], parts: Sequence[Tensor]) -> Tensor:
@@ -442,7 +438,7 @@ def assembled(slots: Sequence[Slot], parts: Sequence[Tensor]) -> Tensor:
 @contextlib.contextmanager
 def mixing(
     block: nn.Module,
-    mixture: Mixture | None,
+    mixture: _Mixture | None,
     weights: Mapping[str, Tensor],
     sites: Collection[Site],
     tap: Tap | None,
@@ -463,7 +459,7 @@ class _Watch(TorchFunctionMode):
 
     def __init__(
         self,
-        mixture: Mixture,
+        mixture: _Mixture,
         weights: Mapping[str, Tensor],
         names: Collection[str],
         tap: Tap | None,

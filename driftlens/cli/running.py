@@ -263,13 +263,11 @@ def attach(
     ],
 ) -> None:
     """Add results of lm-evaluation-harness, bigcode's harness or safety-eval to a variant of a run."""
-    from driftlens.experiment.model_card import renew_cards
     from driftlens.runs.external_scores import attach as attach_results
     from driftlens_reports.facts import accuracy_table
     from driftlens_reports.terminal import sheet_text
 
     attached = attach_results(run, variant, results)
-    renew_cards(attached)
     say(sheet_text(accuracy_table(attached)))
 
 

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import re
 import unicodedata
 from collections import Counter
@@ -238,21 +236,12 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT_WITHOUT_DOT, list("-+0123456789"))
 
 
-# Texts up to this length are cached: a job reads a spec several times, and the safe loader is slow.
-_MAX_CACHED = 1 << 16
-
-
-@functools.lru_cache(8)
-def _loaded(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)
-
-
 def from_yaml(text: str, where: str) -> Any:
     """Parse YAML text."""
     if len(text) > MOST_CHARACTERS:
         raise SpecError(f"{where}: {len(text):,} characters; at most {MOST_CHARACTERS:,} are read")
     try:
-        return copy.deepcopy(_loaded(text)) if len(text) <= _MAX_CACHED else _loaded.__wrapped__(text)
+        return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""

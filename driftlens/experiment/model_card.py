@@ -21,11 +21,11 @@ from driftlens.config.requests import CalibrationRequest
 from driftlens.config.types import from_yaml
 from driftlens.models.readouts import EMBEDDED
 from driftlens.results.formatting import printable, setting_text, signs
-from driftlens.runs.manifest import SPEC, CalibrationInfo, calibration_folder, versions
+from driftlens.runs.manifest import SPEC, CalibrationInfo, versions
 from driftlens.runs.run import is_live
 from driftlens.utils.errors import counted
 from driftlens.utils.files import plain_file
-from driftlens.utils.variants import ATTACHED, calibrated, part_of, task_of, title
+from driftlens.utils.variants import calibrated, part_of, task_of, title
 
 if TYPE_CHECKING:
     import jinja2
@@ -40,24 +40,6 @@ _ENTITIES = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
 _PARENTS = ("base", "merged", "expert")
 _LIBRARIES = {"open": "open_clip", "hf": "transformers", "timm": "timm"}
 _SHOWN_VERSIONS = ("driftlens", "python", "torch", "open_clip_torch", "transformers", "safetensors")
-# The Hub's pipeline tags by loader.
-_PIPELINES = {
-    **dict.fromkeys(("hf-t5", "hf_t5", "hf-seq2seq"), "text2text-generation"),
-    "hf-decoder": "text-generation",
-    "hf-vlm": "image-text-to-text",
-    "hf-encoder": "text-classification",
-    **dict.fromkeys(("hf-clip", "open-clip"), "zero-shot-image-classification"),
-    **dict.fromkeys(("hf-vit", "timm"), "image-classification"),
-}
-# The Hub's pipeline tags by the suffix of a saved folder's class; empty for feature extractors.
-_BY_CLASS = {
-    "ForCausalLM": "text-generation",
-    "ForSequenceClassification": "text-classification",
-    "ForImageClassification": "image-classification",
-    "ForMaskedLM": "fill-mask",
-    **dict.fromkeys(("CLIPModel", "SiglipModel", "Siglip2Model"), "zero-shot-image-classification"),
-    **dict.fromkeys(("Model", "ModelWithProjection"), ""),
-}
 
 
 def model_card(run: DriftRun, name: str, usage: str = "") -> str:
@@ -110,7 +92,6 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
         samples=[("Task", "Samples", f"SHA-256 of their {known_by}"), *samples],
         is_live=is_live(manifest),
         sheets=calibration_sheets(run, name),
-        attached=_attached(run, name),
         versions=_version_line(manifest.versions),
     )
 
@@ -149,17 +130,6 @@ def merge_card(
         models=[("Model", "From"), *((model, _shown(origin)) for model, origin in parents.items())],
         versions=_version_line(versions()),
     )
-
-
-def renew_cards(run: DriftRun) -> None:
-    """Write the cards of a run again after external scores were attached."""
-    from driftlens.runs.writer import attach
-
-    for name in run.manifest.calibrations:
-        place = f"{calibration_folder(name)}/README.md"
-        if (run.path / place).is_file():
-            with attach(run.path, place) as file:
-                file.write_text(model_card(run, name), encoding="utf-8")
 
 
 def escaped(text: str) -> str:
@@ -222,12 +192,11 @@ def _rendered(
     **shown: Any,
 ) -> str:
     """Render a card; only models of the Hub become its parents, and only the last part of a path is shown."""
-    library, pipeline = _hub_terms(architecture)
+    loader = str(architecture.get("loader")).partition("-")[0]
     hub = list(dict.fromkeys(filter(None, map(_hub_id, origins.values()))))
     front = ModelCardData(
         tags=[*(["merge", "model-merging"] if is_merge else []), *tags, "driftlens"],
-        library_name=library,
-        pipeline_tag=pipeline,
+        library_name="sentence-transformers" if EMBEDDED in architecture else _LIBRARIES.get(loader),
         base_model=hub or None,
         base_model_relation="merge" if hub and is_merge else None,
     )
@@ -237,19 +206,6 @@ def _rendered(
     ):
         notices = [line.replace(place, _shown(place)) for line in notices]
     return _template().render(front=Markup(front.to_yaml()), notices=notices, **shown) + "\n"
-
-
-def _hub_terms(architecture: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return library and pipeline tag of a saved folder, by its class or else its loader."""
-    loader, saved_as = str(architecture.get("loader")), str(architecture.get("saved_as", ""))
-    if EMBEDDED in architecture:
-        return "sentence-transformers", "sentence-similarity"
-    library = _LIBRARIES.get(loader.partition("-")[0])
-    ends = next((end for end in _BY_CLASS if saved_as.endswith(end)), None)
-    if ends is None:
-        return library, _PIPELINES.get(loader)
-    features = f"{'image-' * (architecture.get('reads') == 'image')}feature-extraction"
-    return library, _BY_CLASS[ends] or features
 
 
 def _about(run: DriftRun, info: CalibrationInfo) -> str:
@@ -279,9 +235,12 @@ def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
         yield "Calibration", f"none; this is {info.unchanged}"
         return
     yield "Calibration", f"{info.method} on layers {_ranges(info.layers)}" if info.layers else "none"
-    # Else an older run does not say which sites were meant.
-    if info.seed is not None:
-        yield from _sites(run, name)
+    solved = run.calibration(name)[["layer", "site", "kind"]].drop_duplicates(["layer", "site"])
+    # An older run does not say which sites were meant, and a trained calibrator solves for none.
+    if info.seed is not None and not solved.empty:
+        kinds = sorted({"linear" if kind == "linear" else "norm" for kind in solved["kind"]})
+        sites = ", ".join(info.sites) or f"every {' and '.join(kinds)} module of these layers"
+        yield "Sites", f"{sites} ({counted(len(solved), 'module')})"
     yield from [("Saved in", info.out_dtype)] if info.out_dtype else []
     if info.shrink:
         how = ", chosen on held-out samples" if "curve" in info.shrink else ""
@@ -292,41 +251,9 @@ def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
     yield "Time", f"{info.seconds:.1f} s on {run.manifest.device}, without the analysis"
 
 
-def _sites(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
-    """Yield the calibrated modules, and the mean share of upstream repair."""
-    rows = run.calibration(name)
-    solved = rows[["layer", "site", "kind"]].drop_duplicates(["layer", "site"])
-    # A trained calibrator solves for none.
-    if solved.empty:
-        return
-    kinds = sorted({"linear" if kind == "linear" else "norm" for kind in solved["kind"]})
-    sites = ", ".join(run.manifest.calibrations[name].sites)
-    sites = sites or f"every {' and '.join(kinds)} module of these layers"
-    yield "Sites", f"{sites} ({counted(len(solved), 'module')})"
-    if "upstream_share" in rows and rows["upstream_share"].notna().any():
-        means = rows.groupby("layer")["upstream_share"].mean().dropna()
-        by_layer = zip(means.index.tolist(), means.tolist(), strict=True)
-        shares = ", ".join(f"{run.layer_name(layer)} {share:.2f}" for layer, share in by_layer)
-        yield "Upstream repair supported", f"{shares} (mean share of the modules)"
-
-
 def _spec(run: DriftRun) -> Mapping[str, Any]:
     spec = from_yaml(plain_file(run.path / SPEC).read_text(encoding="utf-8"), SPEC)
     return spec if isinstance(spec, Mapping) else {}
-
-
-def _attached(run: DriftRun, name: str) -> Rows:
-    """Return scores of other tools for the card's models; empty without."""
-    rows = run.accuracy()
-    is_shown = rows["variant"].isin(["base", "merged", calibrated(name)])
-    rows = rows[is_shown & rows["metric"].str.startswith(ATTACHED)].sort_values(
-        ["task", "metric"], kind="stable"
-    )
-    cells: Rows = [
-        (row["task"], row["metric"].removeprefix(ATTACHED), title(row["variant"]), f"{row['value']:.3g}")
-        for row in rows.to_dict("records")
-    ]
-    return [("Task", "Metric", "Model", "Score"), *cells] if cells else []
 
 
 def _version_line(installed: Mapping[str, str]) -> str:

@@ -101,15 +101,8 @@ class Architecture:
 
     @property
     def described(self) -> dict[str, str]:
-        """Loader, source, and the class of a saved folder, if its library has classes."""
-        config = {} if self.folder is None else self.folder.configs.get("config.json")
-        stated = config.get("architectures") if isinstance(config, Mapping) else None
-        saved_as = str(stated[0]) if isinstance(stated, list) and stated else ""
-        # The config.json of timm has no class name.
-        if self.loader == "timm" and not self.classifier:
-            saved_as = "Model"
-        described = {"loader": self.loader, "source": self.source}
-        return described | {"saved_as": saved_as} if saved_as else described
+        """Loader and source."""
+        return {"loader": self.loader, "source": self.source}
 
     @property
     def keys(self) -> tuple[str, ...]:

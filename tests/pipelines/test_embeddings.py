@@ -148,7 +148,7 @@ def test_scores_of_embeddings_stand_in_the_verdict_with_intervals_of_changes(
         assert row["metric"] == metric and row["low"] <= row["score"] <= row["high"]
     assert run.layers()["closure_error"].max() < 1e-4
     card = (folder / "saved" / "README.md").read_text()
-    for word in ("library_name: sentence-transformers", "pipeline_tag: sentence-similarity", r"| ndcg\@10 |"):
+    for word in ("library_name: sentence-transformers", r"| ndcg\@10 |"):
         assert word in card
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,15 +10,12 @@ from huggingface_hub import ModelCard
 from scipy import stats
 
 import driftlens as dl
-from driftlens.experiment.model_card import escaped, merge_card, model_card, renew_cards
+from driftlens.experiment.model_card import escaped, merge_card, model_card
 from driftlens.merging.method import merge_called
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.results.formatting import signs
 from driftlens.results.verdict import headline, sentence, shareable, verdict
-from driftlens.runs.external_scores import attach
-from driftlens.runs.manifest import read_manifest, write_manifest
-from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.verify import verify
+from driftlens.runs.run import DriftRun
 from tests.pipelines.calibrating import CONTROL, NAME, VARIANT, copied, request
 from tests.zoo.world import TASKS, World, build
 
@@ -65,7 +60,6 @@ def test_parents_on_the_hub_are_named() -> None:
     found = ModelCard(card)
     assert "- model has none" in found.text and "/home/me" not in found.content
     assert found.data.base_model == ["someone/base", "someone/expe"]
-    assert found.data.pipeline_tag == "zero-shot-image-classification"
     assert (
         found.data.to_dict()["base_model_relation"] == "merge" and found.data.library_name == "transformers"
     )
@@ -137,17 +131,3 @@ def test_names_that_a_user_chose_are_shown_and_not_read(tmp_path: Path) -> None:
     title = next(line for line in text.splitlines() if line.startswith("# "))
     assert title == f"# {escaped(HOSTILE)}: featcal"
     assert "<" not in title and not re.search(r"(?<!\\)[|\[\]*_`$@]", title) and "https://" not in title
-
-
-def test_scores_of_other_tools_reach_the_card(run: DriftRun, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(run.path, tmp_path / "run"))
-    manifest = read_manifest(folder)
-    architecture = {**manifest.architecture, "loader": "live", "reads": "text"}
-    write_manifest(folder, dataclasses.replace(manifest, architecture=architecture))
-    results = tmp_path / "results.json"
-    results.write_text('{"results": {"arc_easy": {"acc": 0.75}}}')
-    renew_cards(attach(folder, VARIANT, results))
-    text = (folder / "calibrations" / NAME / "README.md").read_text()
-    assert "| arc\\_easy | acc |" in text
-    assert f"calibrations/{NAME}/README.md" in open_run(folder).manifest.files
-    assert verify(folder).ok

@@ -250,7 +250,7 @@ def _compare_merges(spec: RunSpec, comparison: ComparisonRequest, job: JobOption
         compared = compare_merges(spec, merges, context)
         write_merges(compared, out)
     say_json(compared) if as_json else say(sheet_text(merges_sheet(compared)))
-    note(f"wrote {out}: merges.csv, .json, .html")
+    note(f"wrote {out}: merges.csv, .json")
 
 
 @app.command()

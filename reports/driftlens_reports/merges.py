@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.results.formatting import Kind, Table, printable, with_ends
+from driftlens.results.formatting import Kind, Table, with_ends
 from driftlens.runs.manifest import COMPARISON
 from driftlens.utils.errors import RunError, counted
 from driftlens.utils.files import from_json, write_json_atomic, write_text_atomic
@@ -103,13 +102,9 @@ def draw_merges(ranking: Mapping[str, Any], *, dark: bool = False) -> Drawn:
 
 
 def write_merges(ranking: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write `merges.csv`, `merges.json` and `merges.html` into a folder, replacing existing files."""
-    places = {kind: folder / f"merges.{kind}" for kind in ("csv", "json", "html")}
+    """Write `merges.csv` and `merges.json` into a folder, replacing existing files."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(places["csv"], _table_of(ranking).to_csv(index=False))
-    write_json_atomic(places["json"], ranking)
-    table = merges_sheet(ranking)
-    title = html.escape(printable(table.title))
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-    write_text_atomic(places["html"], f"{head}<h1>{title}</h1>{table._repr_html_()}</html>")
-    return list(places.values())
+    places = [folder / "merges.csv", folder / "merges.json"]
+    write_text_atomic(places[0], _table_of(ranking).to_csv(index=False))
+    write_json_atomic(places[1], ranking)
+    return places

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -26,7 +26,6 @@ _GAINS = (
     *("amplification", "amplification_low", "amplification_high"),
     *("jacobian_error", "random_gain_mean"),
 )
-_OUTCOMES = ("certified", "kept without certificate", "flipped")
 
 
 def draw_norms(
@@ -278,76 +277,36 @@ def _jacobian_samples(rows: pd.DataFrame) -> str:
 
 @figure("output-drift", title="Certified, kept and flipped decisions")
 def _output_drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-    """Draw how many of the expert's decisions each variant keeps, by task, and at which margins they flip."""
+    """Draw how many of the expert's decisions each variant keeps, a stacked bar per task."""
     run, tasks, variants = runs[0], options.tasks_of(runs[0]), options.compared(runs[0])
-    task, columns = options.task_of(run), ["flipped", "certified", "margin"]
+    columns, name = ["flipped", "certified"], "certified, kept and flipped decisions"
     lead = "Decisions of the expert under drift: how many its margins certify, and how many flip."
-    height = 1.1 + 0.2 * len(tasks) + options.width * (0.5 if options.is_narrow else 0.26)
-    plate = _begin(run, options, height)
-    above, below = plate.figure.subfigures(2, 1, height_ratios=[0.5 + 0.2 * len(tasks), 1.4])
-    names = {above: "(a) certified, kept and flipped decisions", below: "(b) flips by margin"}
-    lack = [plate.lacks(part, name, run, "outputs", columns, tasks, variants) for part, name in names.items()]
-    if any(lack):
+    plate = _begin(run, options, 0.9 + 0.2 * len(tasks))
+    if plate.lacks(plate.figure, name, run, "outputs", columns, tasks, variants):
         return plate.exhibited(lead)
     rows = run.outputs()
     rows = rows[rows[columns].notna().all(axis=1) & rows["task"].isin(tasks) & rows["variant"].isin(variants)]
-    rows = rows.assign(flipped=rows["flipped"].astype(bool), certified=rows["certified"].astype(bool))
-    shades = dict(
-        zip(_OUTCOMES, (LIGHT.sequential[1], LIGHT.sequential[3], LIGHT.sequential[5]), strict=True)
-    )
-    panels = above.subplots(1, len(variants), sharey=True, squeeze=False)[0]
+    flipped, certified = (rows[name].astype(bool) for name in columns)
+    shades = {
+        "certified": (LIGHT.sequential[1], certified & ~flipped),
+        "kept without certificate": (LIGHT.sequential[3], ~certified & ~flipped),
+        "flipped": (LIGHT.sequential[5], flipped),
+    }
+    panels = plate.figure.subplots(1, len(variants), sharey=True, squeeze=False)[0]
     for axes, variant in zip(panels, variants, strict=True):
-        _draw_outcomes(plate, axes, run, rows[rows["variant"] == variant], tasks, variant, shades)
-    panels[0].set_title(f"(a) {panels[0].get_title('left')}")
-    of_task = rows[rows["task"] == task]
-    edges = np.linspace(0, float(of_task["margin"].max() if len(of_task) else 0) or 1.0, 21)
-    panels = below.subplots(1, len(variants), sharey=True, squeeze=False)[0]
-    for axes, variant in zip(panels, variants, strict=True):
-        part = of_task[of_task["variant"] == variant]
-        bottom = np.zeros(len(edges) - 1)
-        for name, mask in (("flipped", part["flipped"]), ("kept", ~part["flipped"])):
-            heights = np.histogram(part.loc[mask, "margin"].astype(float), edges)[0]
-            shade = shades["flipped" if name == "flipped" else "certified"]
-            axes.bar(edges[:-1], heights, np.diff(edges), bottom, align="edge", color=shade)
-            bottom = bottom + heights
-            key = {"task": task, "variant": variant, "margin_from": edges[:-1]}
-            plate.record("b", run, f"{name} decisions", heights, **key)
-        axes.set_xlabel("expert's margin")
+        start, is_shown = np.zeros(len(tasks)), rows["variant"] == variant
+        for outcome, (shade, mask) in shades.items():
+            shares = mask[is_shown].groupby(rows["task"]).mean().reindex(tasks).astype(float)
+            axes.barh(range(len(tasks)), shares.fillna(0), 0.7, start, color=shade)
+            start = start + shares.fillna(0).to_numpy()
+            plate.record("a", run, f"share {outcome}", shares, task=list(tasks), variant=variant)
+        axes.set_yticks(range(len(tasks)), [short(called(task)) for task in tasks])
+        axes.set(xlim=(0, 1), ylim=(len(tasks) - 0.5, -0.5))
         axes.set_title(short(title(variant)))
-    panels[0].set_ylabel("samples")
-    panels[0].set_title(f"(b) {panels[0].get_title('left')}")
-    legend(plate.figure, {name: Patch(facecolor=shade) for name, shade in shades.items()})
-    sizes = rows.groupby(["task", "variant"]).size()
+        share_axis(axes.xaxis)
+    legend(plate.figure, {outcome: Patch(facecolor=shade) for outcome, (shade, _) in shades.items()})
     return plate.exhibited(
         lead,
-        "(a) Certified: no score changes by half the expert's margin, so no flip is possible.",
-        f"(b) Task: {called(task)}; samples by the expert's margin (best minus second-best score).",
-        f"n = {between(sizes)} diagnosis samples per task.",
+        "Certified: no score changes by half the expert's margin, so no flip is possible.",
+        f"n = {between(rows.groupby(['task', 'variant']).size())} diagnosis samples per task.",
     )
-
-
-def _draw_outcomes(
-    plate: Plate,
-    axes: Axes,
-    run: DriftRun,
-    rows: pd.DataFrame,
-    tasks: Sequence[str],
-    variant: str,
-    shades: Mapping[str, str],
-) -> None:
-    """Draw one stacked bar per task: the shares of certified, kept and flipped decisions."""
-    outcomes = {
-        "certified": rows["certified"] & ~rows["flipped"],
-        "kept without certificate": ~rows["certified"] & ~rows["flipped"],
-        "flipped": rows["flipped"],
-    }
-    start = np.zeros(len(tasks))
-    for name, mask in outcomes.items():
-        shares = mask.groupby(rows["task"]).mean().reindex(tasks).astype(float)
-        axes.barh(range(len(tasks)), shares.fillna(0), 0.7, start, color=shades[name])
-        start = start + shares.fillna(0).to_numpy()
-        plate.record("a", run, f"share {name}", shares, task=list(tasks), variant=variant)
-    axes.set_yticks(range(len(tasks)), [short(called(task)) for task in tasks])
-    axes.set(xlim=(0, 1), ylim=(len(tasks) - 0.5, -0.5))
-    axes.set_title(short(title(variant)))
-    share_axis(axes.xaxis)

@@ -19,7 +19,7 @@ from driftlens.results.formatting import printable
 from driftlens.results.sweep_results import level, over_seeds, sweep_named, swept_methods, with_scores
 from driftlens.runs.run import DriftRun
 from driftlens.utils.variants import ACCURACY
-from driftlens_reports.charts.words import between, short, spaced, title
+from driftlens_reports.charts.words import between, spaced, title
 from driftlens_reports.paper.exhibit import ROUNDED, Exhibited, ExhibitOptions, figure
 from driftlens_reports.paper.plate import GUIDE, Plate, legend, share_axis
 
@@ -147,28 +147,15 @@ def _draw_lines(
         axes.vlines(x, mean - spread, mean + spread, color=colour, linewidth=1.3 * thin)
         for quantity, values in ((MEAN, mean), (_SPREAD, spread)):
             plate.record(panel, run, quantity, values, method=method, **{factor: list(x)})
-        if is_first:
-            _draw_levels(plate, axes, run, panel, colour, name if len(runs) > 1 else "", options)
+        for variant, dots in _LEVELS.items() if is_first else ():
+            height = level(run, variant, ACCURACY.name, options.tasks_of(run))
+            if not math.isnan(height):
+                named = f"{title(variant)}, {name}" if len(runs) > 1 else title(variant)
+                entries[named] = axes.axhline(height, color=colour, linewidth=1.3 * thin, linestyle=dots)
+                plate.record(panel, run, "accuracy (average over tasks)", height, variant=variant)
         if factor in _FACTORS:
             _mark_default(axes, run, factor, points, options.calibrated_of(run)[-1:], colour)
     return entries, points_of
-
-
-def _draw_levels(
-    plate: Plate, axes: Axes, run: DriftRun, panel: str, colour: str, name: str, options: ExhibitOptions
-) -> None:
-    """Draw horizontal lines at the accuracy of the merged model and of the base, where measured."""
-    for variant, dots in _LEVELS.items():
-        height = level(run, variant, ACCURACY.name, options.tasks_of(run))
-        if math.isnan(height):
-            continue
-        axes.axhline(height, color=colour, linewidth=1.3 * rcParams["axes.linewidth"], linestyle=dots)
-        plate.record(panel, run, "accuracy (average over tasks)", height, variant=variant)
-        label = f"{short(title(variant))}{f', {short(name)}' if name else ''}"
-        place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        note = axes.annotate(label, (0.99, height), (0, 1.5), **place)
-        note.set(color=colour, ha="right", va="bottom", fontsize=rcParams["xtick.labelsize"], in_layout=False)
-        note.set_bbox({"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5})
 
 
 def _mark_default(

@@ -238,8 +238,7 @@ def _checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Return the largest error of every claim that is exact in theory, its limit, and where it is."""
     lines, missing, several = [], [], len(runs) > 1
     for run in runs:
-        results = self_checks(run).results
-        for check in results:
+        for check in self_checks(run).results:
             holds = ("yes" if check.status == "pass" else "NO") if check.where else "not measured"
             cells = {
                 "Claim": Cell(check.claim),
@@ -249,14 +248,11 @@ def _checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
                 "Where": Cell(check.where or "--"),
             }
             lines.append(_Line(check.metric, cells, run.id, block=run.name if several else ""))
-        absent: dict[str, list[str]] = {}
-        for check in results:
             if not check.where:
-                absent.setdefault(measured_by(check.metric), []).append(check.metric)
-        if absent:
-            names = f"self-checks of {', '.join(name for group in absent.values() for name in group)}"
-            how = "; ".join(f"`{command}` measures {', '.join(group)}" for command, group in absent.items())
-            missing.append(MissingPart(f"{names}, {run.name}" if several else names, how))
+                of_run = f", {run.name}" if several else ""
+                missing.append(
+                    MissingPart(f"{check.metric}{of_run}", f"`{measured_by(check.metric)}` measures it")
+                )
     caption = "Self-checks: claims that are exact in theory, and the largest error over all tasks, variants and layers."
     notes = ["A check that was not measured does not count as holding."]
     return _exhibited("self-checks", "Check", [lines], caption, runs, notes, missing)

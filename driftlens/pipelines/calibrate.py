@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import shlex
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,7 +67,6 @@ from driftlens.runs.manifest import (
 from driftlens.runs.run import (
     COMMAND,
     DriftRun,
-    how_to_explain,
     how_to_resume,
     how_to_save,
     open_run,
@@ -135,8 +135,9 @@ def calibrate(
             if on_measured is not None and team.is_main_process:
                 on_measured(open_run(folder))
         # Drift and accuracy are stored; an interruption from here on only delays the attribution.
-        is_live = context.live is not None
-        more = how_to_resume(folder, plan.name, opened.manifest) if is_live else how_to_explain(folder)
+        more = f"`{shlex.join(['driftlens', 'analyze', str(folder)])}` adds the missing attribution"
+        if context.live is not None:
+            more = how_to_resume(folder, plan.name, opened.manifest)
         weights = folder / calibration_weights(plan.name)
         with resumable(lambda: weights.is_file() and more):
             _complete(request, opened, writer, phases, export)

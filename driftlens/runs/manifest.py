@@ -307,7 +307,7 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
     """Return the manifest of the run in `folder`; errors as for `open_run`."""
     path = folder / MANIFEST
     try:
-        manifest = as_declared(Manifest, _text(path))
+        manifest = _as_declared(Manifest, _text(path))
     except ValueError as error:
         # A newer schema explains the error better: it may use other types.
         refuse_newer(str(_record(path).get("schema_version", "")), path)
@@ -368,7 +368,7 @@ def _damaged(path: pathlib.Path, reason: str) -> RunError:
 _adapter_of: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
-def as_declared(kind: type[T], text: bytes) -> T:
+def _as_declared(kind: type[T], text: bytes) -> T:
     """Return the dataclass that JSON text describes, without conversions between types; a ValueError if it doesn't.
 
     Unknown keys are ignored.
@@ -498,7 +498,7 @@ class Owner:
 def owner_of(folder: pathlib.Path) -> Owner | None:
     """Return the owner in the lock's note, dead or alive; None without a valid note."""
     try:
-        return as_declared(Owner, plain_file(folder / LOCK).read_bytes())
+        return _as_declared(Owner, plain_file(folder / LOCK).read_bytes())
     except (OSError, ValueError):
         return None
 
@@ -595,7 +595,7 @@ def read_status(folder: pathlib.Path) -> Status | None:
     """Return the run's status; None without a status.json."""
     path = folder / STATUS
     try:
-        return as_declared(Status, plain_file(path).read_bytes())
+        return _as_declared(Status, plain_file(path).read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -43,13 +43,13 @@ def remembered(work: Callable[Concatenate[DriftRun, P], T]) -> Callable[Concaten
     """Cache the function's answers on the run; arguments must be hashable, and answers must not be modified."""
 
     @functools.wraps(work)
-    def answer(run: DriftRun, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def _answer(run: DriftRun, /, *args: P.args, **kwargs: P.kwargs) -> T:
         key = (work, args, *kwargs.items())
         if key not in run._answers:
             run._answers[key] = work(run, *args, **kwargs)
         return cast("T", run._answers[key])
 
-    return answer
+    return _answer
 
 
 def open_run(path: PathLike) -> DriftRun:
@@ -492,11 +492,6 @@ def command_to_resume(folder: pathlib.Path, manifest: Manifest | None = None) ->
         return "dl.analyze(..., resume=True)"
     folder_name = shlex.quote(str(folder))
     return f"driftlens analyze {folder_name}/spec.yaml --out {folder_name} --resume"
-
-
-def how_to_explain(folder: pathlib.Path) -> str:
-    """Return a sentence on how to add the attribution to a run."""
-    return f"`{shlex.join(['driftlens', 'analyze', str(folder)])}` adds the missing attribution"
 
 
 def _state_of(run: DriftRun) -> tuple[Status | None, str, str]:

@@ -186,7 +186,7 @@ def write_status(folder: pathlib.Path, status: Status) -> None:
     write_json_atomic(folder / STATUS, as_plain(replace(status, metrics=metrics)), is_lasting=is_lasting)
 
 
-def final_state(error: BaseException) -> Literal["cancelled", "failed"]:
+def _final_state(error: BaseException) -> Literal["cancelled", "failed"]:
     """Return the state of a run that `error` ended."""
     return "cancelled" if isinstance(error, (Cancelled, KeyboardInterrupt)) else "failed"
 
@@ -251,7 +251,7 @@ class RunWriter:
             # Before the lock, which leaves a file behind.
             refuse_occupied(folder, force=force)
 
-        def emptied() -> Manifest:
+        def _emptied() -> Manifest:
             # Again under the lock: another process may have started a run in the folder meanwhile.
             refuse_occupied(folder, force=force)
             for entry in ENTRIES:
@@ -260,7 +260,7 @@ class RunWriter:
             write_text_atomic(folder / SPEC, spec_yaml)
             return new_manifest(name, spec_digest, live)
 
-        return cls._begin(folder, "created", emptied)
+        return cls._begin(folder, "created", _emptied)
 
     @classmethod
     def resume(cls, path: PathLike) -> RunWriter:
@@ -269,12 +269,12 @@ class RunWriter:
         # Before the lock, which would leave a file in a folder that is no run.
         read_manifest(folder)
 
-        def current() -> Manifest:
+        def _current() -> Manifest:
             manifest = read_manifest(folder)
             refuse_newer(manifest.schema_version, folder / MANIFEST, minor=True)
             return replace(settled(folder, manifest), schema_version=SCHEMA_VERSION)
 
-        return cls._begin(folder, "resumed", current)
+        return cls._begin(folder, "resumed", _current)
 
     @classmethod
     def _begin(cls, folder: pathlib.Path, event: str, manifest: Callable[[], Manifest]) -> RunWriter:
@@ -354,7 +354,7 @@ class RunWriter:
             error.add_note(f"during phase {name} of {self.folder}")
             # The disk may have failed; report the first error.
             with suppress(OSError):
-                self._set_phase(name, PhaseInfo(final_state(error), self.clock() - clock, started))
+                self._set_phase(name, PhaseInfo(_final_state(error), self.clock() - clock, started))
             raise
         seconds = self.clock() - clock
         row = {"phase": name, "seconds": seconds, "peak_rss_bytes": peak_rss_bytes(), **used}
@@ -390,8 +390,10 @@ class RunWriter:
         # A full disk must not hide the error.
         with suppress(OSError):
             failure, last = Failure.of(error), self._status
-            self.status(final_state(error), phase=last.phase, done=last.done, total=last.total, error=failure)
-            append_event(self.folder, final_state(error), **asdict(failure))
+            self.status(
+                _final_state(error), phase=last.phase, done=last.done, total=last.total, error=failure
+            )
+            append_event(self.folder, _final_state(error), **asdict(failure))
             self._save()
 
     def _set_phase(self, name: str, phase: PhaseInfo) -> None:

@@ -1,4 +1,4 @@
-"""Devices: availability, names, capabilities, memory, streams, synchronization, threads and precision.
+"""Devices: availability, capabilities, memory, streams, threads and precision.
 
 Only this module asks torch about accelerators, through `torch.accelerator` or, before torch 2.9, the device's own
 module. A quantity that a device does not report is None (for example Apple's peak memory).
@@ -19,7 +19,7 @@ from torch import Tensor
 from driftlens.utils.errors import RunError, SpecError
 
 HOST = torch.device("cpu")
-LESS_MEMORY = (
+_LESS_MEMORY = (
     "Lower data.defaults.batch_size, or use `--device cpu`. Finished phases are kept; continue with --resume."
 )
 
@@ -44,10 +44,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
         # Torch accepts names of devices that are missing, such as a second GPU or another build's kind.
         torch.zeros(1, device=resolved).cpu()
     except (RuntimeError, AssertionError, ValueError, TypeError, ImportError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
         there = ", ".join(f"`{name}`" for name in names())
         raise SpecError(
-            f"device {str(device)!r} is not available: {reason}", hint=f"Use `auto` or {there}."
+            f"device {str(device)!r} is not available: {_first_line(error)}", hint=f"Use `auto` or {there}."
         ) from None
     return resolved
 
@@ -56,12 +55,6 @@ def device_name(device: torch.device) -> str:
     """Return the vendor's name of a device, or torch's."""
     vendor_name = None if device.type == "cpu" else _of_module("get_device_name", device)
     return str(vendor_name or device)
-
-
-def kinds() -> list[str]:
-    """List the kinds of devices that are available."""
-    kind = accelerator()
-    return ["cpu"] if kind is None else ["cpu", kind.type]
 
 
 @functools.cache
@@ -140,26 +133,25 @@ def sums_moving() -> Iterator[Callable[[], bool]]:
     # Set to its own value, only for a token that restores it later.
     token = _crowded.set(_crowded.get())
 
-    def move() -> bool:
-        lay_elsewhere = not _crowded.get()
+    def _move() -> bool:
+        moves = not _crowded.get()
         _crowded.set(True)
-        return lay_elsewhere
+        return moves
 
     try:
-        yield move
+        yield _move
     finally:
         _crowded.reset(token)
 
 
 def host_work(device: torch.device) -> list[str]:
     """Describe, in sentences, the computations that run on the host because the device cannot do them."""
-    name, lacks = device_name(device), lacking(device)
-    sentences = (
-        [] if has_float64(device) else [f"{name} has no float64: such sums and solves run on the host"]
-    )
-    return sentences + (
-        [f"{name} has no {', '.join(lacks)}: moments and solves run on the host"] if lacks else []
-    )
+    name, lacks, sentences = device_name(device), lacking(device), []
+    if not has_float64(device):
+        sentences.append(f"{name} has no float64: such sums and solves run on the host")
+    if lacks:
+        sentences.append(f"{name} has no {', '.join(lacks)}: moments and solves run on the host")
+    return sentences
 
 
 def require_dtype(device: torch.device, dtype: torch.dtype) -> None:
@@ -208,7 +200,7 @@ def synchronize(device: torch.device) -> None:
 
 
 @functools.cache
-def has_streams(device: torch.device) -> bool:
+def _has_streams(device: torch.device) -> bool:
     """Return True if the device has streams and copies asynchronously from pinned memory."""
     if device.type == "cpu":
         return False
@@ -228,20 +220,14 @@ def use_device(number: int) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Move a tensor to a device, and to `dtype` if one is given. Copies to a GPU are asynchronous, from pinned memory.
-
-    Args:
-        tensor: the tensor to move.
-        device: its new device.
-        dtype: its new dtype; None keeps it.
-    """
+    """Move a tensor to a device and dtype; copies to a GPU are asynchronous, from pinned memory."""
     if device.type != "cpu" and tensor.device.type == "cpu":
         # The dtype is converted after the copy, which is then as narrow as the stored tensor; but a device without
         # float64 can't receive such a tensor.
         if dtype is not None and tensor.dtype == torch.float64 and not has_float64(device):
             tensor = tensor.to(dtype)
         # The owner of a pinned tensor may overwrite it as soon as this returns, so such a tensor is copied at once.
-        if has_streams(device) and not tensor.is_pinned():
+        if _has_streams(device) and not tensor.is_pinned():
             tensor = tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device, dtype)
 
@@ -274,10 +260,8 @@ def answering(device: torch.device, action: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise RunError(
-            f"{device} has too little memory to {action}: {_first_line(error)}",
-            hint=LESS_MEMORY,
-        ) from error
+        message = f"{device} has too little memory to {action}: {_first_line(error)}"
+        raise RunError(message, hint=_LESS_MEMORY) from error
     except RuntimeError as error:
         # A lost device has no error type of its own; a trial computation distinguishes it from a defect of the
         # code.
@@ -318,10 +302,7 @@ def _of_module(name: str, device: torch.device) -> Any:
 
 @contextmanager
 def using_threads(number: int | None) -> Iterator[None]:
-    """Compute with `number` threads inside the block, at most OMP_NUM_THREADS; None keeps torch's own number.
-
-    Torch's own number is that of the available cores, or OMP_NUM_THREADS where it is set.
-    """
+    """Compute with `number` threads inside the block, at most OMP_NUM_THREADS; None keeps torch's own number."""
     if number is None:
         yield
         return
@@ -351,7 +332,7 @@ def exact_products() -> Iterator[None]:
     backends and operations. Previous settings are restored.
     """
     with ExitStack() as stack:
-        for device in kinds():
+        for device in {"cpu", (accelerator() or HOST).type}:
             # Autocast lowers the precision of operations whatever the switches below are set to.
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))

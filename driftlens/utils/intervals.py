@@ -241,7 +241,7 @@ def _sign_test(gained: int, lost: int) -> float:
 def _paired_interval(gained: int, lost: int, n: int) -> tuple[float, float]:
     """Return the interval of differences that the score test of paired proportions accepts (Tango, 1998)."""
 
-    def is_rejected(difference: float) -> bool:
+    def _is_rejected(difference: float) -> bool:
         # The likeliest share of lost samples if `difference` were the truth solves 2 n q^2 + b q + c = 0.
         b = (2 * n - gained + lost) * difference - gained - lost
         c = -lost * difference * (1 - difference)
@@ -250,7 +250,7 @@ def _paired_interval(gained: int, lost: int, n: int) -> tuple[float, float]:
         return (gained - lost - n * difference) ** 2 > _Z**2 * variance
 
     seen = (gained - lost) / n
-    return _edge(is_rejected, seen, -1.0), _edge(is_rejected, seen, 1.0)
+    return _edge(_is_rejected, seen, -1.0), _edge(_is_rejected, seen, 1.0)
 
 
 def _edge(is_rejected: Callable[[float], bool], inside: float, outside: float) -> float:

@@ -48,14 +48,14 @@ ProgressSink = Callable[[ProgressEvent], None]
 
 
 def all_of(*sinks: ProgressSink | None) -> ProgressSink:
-    """Return one sink that sends every event to all given sinks."""
+    """Return one sink that sends _every event to all given sinks."""
     there = [sink for sink in sinks if sink is not None]
 
-    def every(event: ProgressEvent) -> None:
+    def _every(event: ProgressEvent) -> None:
         for sink in there:
             sink(event)
 
-    return every
+    return _every
 
 
 class CancelToken:
@@ -81,7 +81,7 @@ class CancelToken:
 
 
 class Reporter:
-    """Hands events to a sink and polls the cancel token; every long loop goes through `track` or `step`."""
+    """Hands events to a sink and polls the cancel token; _every long loop goes through `track` or `step`."""
 
     def __init__(self, sink: ProgressSink | None = None, cancel: CancelToken | None = None) -> None:
         self._sink = sink
@@ -267,7 +267,7 @@ def _bars(stream: TextIO) -> Iterator[ProgressSink]:
     # Results go to standard output, which must not be redirected through the bars.
     with Progress(*columns, console=console, redirect_stdout=False) as progress:
 
-        def draw(event: ProgressEvent) -> None:
+        def _draw(event: ProgressEvent) -> None:
             # Writing to a closed terminal fails shortly before the hang-up signal arrives.
             with suppress(OSError):
                 if event.phase not in bars:
@@ -281,4 +281,4 @@ def _bars(stream: TextIO) -> Iterator[ProgressSink]:
                     label="" if is_complete else harmless(event.label),
                 )
 
-        yield draw
+        yield _draw

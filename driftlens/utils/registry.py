@@ -121,7 +121,7 @@ class Registry(Mapping[str, T], Generic[T]):
         In a notebook, a cell that runs again replaces its entry.
         """
 
-        def file(entry: T) -> T:
+        def _file(entry: T) -> T:
             if is_by_hand := _place(entry)[0] == "__main__":
                 # Otherwise a duplicate would be reported for the file that had the name first.
                 self._discover()
@@ -130,7 +130,7 @@ class Registry(Mapping[str, T], Generic[T]):
             self._entries[name] = entry
             return entry
 
-        return file
+        return _file
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
@@ -501,12 +501,12 @@ def diagnostic(
         per_view: quantities of each batch, see `Diagnostic`.
     """
 
-    def file(measure: F) -> F:
+    def _file(measure: F) -> F:
         switch = name if option is None else option
         diagnostics.register(name)(Diagnostic(name, table, tuple(columns), needs, switch, measure, per_view))
         return measure
 
-    return file
+    return _file
 
 
 def chosen(options: Collection[str], *needs: Needs) -> list[Diagnostic]:

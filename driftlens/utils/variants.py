@@ -114,32 +114,34 @@ class Metric:
         return self.name.startswith(ATTACHED)
 
 
+_RANKING: tuple[tuple[str, str, str, Literal["share", "number"]], ...] = (
+    ("ndcg@10", "nDCG@10", "Normalized discounted cumulative gain of the first 10 passages.", "number"),
+    ("accuracy@1", "accuracy@1", "Share of queries whose most similar passage is relevant.", "share"),
+    ("precision@5", "precision@5", "Share of relevant passages among the 5 most similar ones.", "number"),
+    ("mrr@10", "MRR@10", "Reciprocal rank of the first relevant passage; 0 beyond rank 10.", "number"),
+)
 _ALL = (
     Metric(
         "accuracy",
         "accuracy",
-        "Share of test samples whose highest score is that of the true class.",
+        "Share of samples whose highest score is that of the true class.",
         needs="head",
     ),
     Metric(
         "exact_match",
         "exact match",
-        "Share of greedily generated answers equal to the target, ignoring case and spaces.",
+        "Share of generated answers equal to the target, ignoring case and spaces.",
         needs="target",
     ),
     Metric(
-        "choice",
-        "choice accuracy",
-        "Share of test samples whose target has the largest log-likelihood of all choices, summed over tokens "
-        "(for encoder-decoders including the end token).",
-        needs="choices",
+        "choice", "choice accuracy", "Share of samples whose target is the likeliest choice.", needs="choices"
     ),
     Metric(
         "spearman",
         "Spearman correlation",
-        "Rank correlation of predicted and target numbers. The prediction is the embedding similarity of a pair "
-        "of texts, the score of a head, or the generated number (0 if there is none).",
-        range=(-1.0, 1.0),
+        "Rank correlation of predicted and target numbers: of the similarity of two texts, the score of a head, or "
+        "the generated number (0 if there is none).",
+        (-1.0, 1.0),
         kind="number",
         needs="number",
     ),
@@ -153,37 +155,14 @@ _ALL = (
         "perplexity",
         "perplexity",
         "Exponential of the mean negative log-likelihood of the target tokens.",
-        range=(1.0, None),
+        (1.0, None),
         worse="higher",
         kind="number",
         needs="target",
     ),
-    Metric(
-        "ndcg@10",
-        "nDCG@10",
-        "Normalized discounted cumulative gain of the first 10 passages, averaged over queries.",
-        kind="number",
-        needs="passages",
-    ),
-    Metric(
-        "accuracy@1",
-        "accuracy@1",
-        "Share of queries whose most similar passage is relevant.",
-        needs="passages",
-    ),
-    Metric(
-        "precision@5",
-        "precision@5",
-        "Share of relevant passages among the 5 most similar ones, averaged over queries.",
-        kind="number",
-        needs="passages",
-    ),
-    Metric(
-        "mrr@10",
-        "MRR@10",
-        "Reciprocal rank of the first relevant passage (0 beyond rank 10), averaged over queries.",
-        kind="number",
-        needs="passages",
+    *(
+        Metric(name, title, description, kind=kind, needs="passages")
+        for name, title, description, kind in _RANKING
     ),
 )
 # By name, in the order in which tables show them.
@@ -281,18 +260,13 @@ class ModelChange:
         """The length of the difference, relative to the unchanged model."""
         return math.sqrt(self.energy / self.start) if self.start else 0.0
 
-    @property
-    def lost_share(self) -> float:
-        """The share of changed entries that are equal again after rounding; 0 if there is no change."""
-        return self.lost / self.changed if self.changed else 0.0
-
 
 def lost_words(change: ModelChange, subject: str, whose: str = "the base's") -> str:
     """Describe what rounding loses of the change by `subject`; empty if that is negligible."""
-    if change.lost_share < _SAID:
+    share = change.lost / change.changed if change.changed else 0.0
+    if share < _SAID:
         return ""
-    lost = f"{100 * change.lost_share:.1f} %"
-    return f"about {lost} of the entries that {subject} changes equal {whose} again in {change.dtype}"
+    return f"about {100 * share:.1f} % of the entries that {subject} changes equal {whose} again in {change.dtype}"
 
 
 def saved_words(change: ModelChange, subject: str, whose: str = "the base's") -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -559,13 +560,9 @@ def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callab
     if not code:
         return card
     loader = _LOADER.format(file=_ATTACHED_FILE, code=textwrap.indent(code, " " * 12))
+    attach = f"attach(model, {task!r})  # the task of the inputs\n"
 
     def _extended(usage: str) -> str:
-        lines = usage.splitlines(keepends=True)
-        model_line = next((index for index, line in enumerate(lines) if line.startswith("model")), None)
-        if model_line is None:
-            return card(f"{usage}{loader}")
-        lines.insert(model_line + 1, f"attach(model, {task!r})  # the task of the inputs\n")
-        return card(f"{loader}{''.join(lines)}")
+        return card(loader + re.sub(r"(?m)^model.*\n", lambda line: line[0] + attach, usage, count=1))
 
     return _extended

@@ -26,6 +26,7 @@ from driftlens.pipelines.model_selection import (
     named_methods,
     over_samples,
     require_any,
+    shown_settings,
     unlabelled,
 )
 from driftlens.utils.devices import exact_products
@@ -49,13 +50,13 @@ class _Compared(NamedTuple):
 
 def resolve_merges(requested: Sequence[tuple[str, Mapping[str, object]]]) -> list[NamedMethod]:
     """Return the requested merges; `all` means every method, see `named_methods`."""
-    return named_methods(
-        requested,
-        merge_methods,
-        lambda method: merge_methods[method].function,
-        lambda method, settings: " ".join([method, *(f"{key}={value}" for key, value in settings.items())]),
-        kind="merge method",
-    )
+
+    def _named(method: str, settings: Mapping[str, object]) -> NamedMethod:
+        shown = shown_settings(settings, merge_called(method, settings).settings)
+        name = " ".join([method, *(f"{key}={value}" for key, value in shown.items())])
+        return NamedMethod(name, method, settings)
+
+    return named_methods(requested, merge_methods, _named)
 
 
 @exact_products()

@@ -45,7 +45,6 @@ from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecErro
 from driftlens.utils.files import temporary_folder
 from driftlens.utils.intervals import Interval, mean_interval, mean_over_tasks
 from driftlens.utils.progress import Reporter
-from driftlens.utils.registry import resolve
 from driftlens.utils.variants import expert_of
 
 T = TypeVar("T")
@@ -80,37 +79,26 @@ class NamedMethod(NamedTuple):
 def named_methods(
     requested: Sequence[tuple[str, Mapping[str, object]]],
     every: Iterable[str],
-    owner_of: Callable[[str], Callable[..., Any]],
-    name_of: Callable[[str, Mapping[str, object]], str],
-    *,
-    kind: str = "",
-    shared: Collection[str] = (),
+    named: Callable[[str, Mapping[str, object]], NamedMethod],
 ) -> list[NamedMethod]:
     """Return the requested methods without repetition; `all` without settings means every method.
 
     Args:
         requested: methods and settings.
         every: the names of all methods.
-        owner_of: returns the callable whose parameters are a method's settings.
-        name_of: returns a name for a method and its settings.
-        kind: the word for these methods in messages.
-        shared: names of settings that every method accepts, which are not resolved here.
+        named: checks a method and its settings, and names its results.
     """
-    by_name: dict[str, NamedMethod] = {}
-    for requested_name, settings in requested:
-        for method in sorted(every) if requested_name == "all" and not settings else [requested_name]:
-            values = {key: value for key, value in settings.items() if key not in shared}
-            resolved = {
-                **settings,
-                **resolve(owner_of(method), values, f"{kind} {method!r}" if kind else method),
-            }
-            # YAML parses `off` as false; the name contains the value that the method receives.
-            named = {
-                key: resolved[key] if isinstance(value, bool) else value for key, value in settings.items()
-            }
-            name = name_of(method, named)
-            by_name[name] = NamedMethod(name, method, settings)
-    return list(by_name.values())
+    methods = [
+        named(method, settings)
+        for name, settings in requested
+        for method in (sorted(every) if name == "all" and not settings else [name])
+    ]
+    return list({method.name: method for method in methods}.values())
+
+
+def shown_settings(settings: Mapping[str, object], resolved: Mapping[str, object]) -> dict[str, object]:
+    """Return settings as names show them: YAML parses `off` as false, the name has the value a method receives."""
+    return {key: resolved[key] if isinstance(value, bool) else value for key, value in settings.items()}
 
 
 def attempt(work: Callable[[], T], team: Team = ALONE) -> T | DriftLensError:
@@ -400,8 +388,7 @@ def choose_settings(
             progress.step(_PHASE, 1, 1, score=at_best.mean, share=best)
             on_score(name=candidate.title, score=at_best.mean, share=best)
         progress.finish(_PHASE)
-        unchanged = trials.unchanged_models()
-    record = _record(study, candidates, unchanged, measured, failures, measure)
+        record = _record(trials, candidates, measured, failures)
     choice = next((candidate for candidate in candidates if candidate.name == record["choice"]), None)
     chosen = start if choice is None or choice.calibrator is None else choice.calibrator
     score = "Hellinger distance of class probabilities from the expert's"
@@ -571,14 +558,13 @@ def _best(by_share: Mapping[float, Values], measure: str) -> tuple[float, HeldOu
 
 
 def _record(
-    study: Study,
+    trials: _CrossFitting,
     candidates: Sequence[_Candidate],
-    unchanged: Mapping[str, Values],
     measured: Mapping[str, Mapping[float, Values]],
     failures: Mapping[str, str],
-    measure: str,
 ) -> dict[str, Any]:
     """Return the decision and every candidate as plain values."""
+    measure, unchanged = trials.scorer.measure, trials.unchanged_models()
     # `decide` takes the last of equally good ones, so the most expensive comes last.
     by_cost = sorted(candidates, key=lambda candidate: candidate.cost)
     best = {
@@ -615,7 +601,7 @@ def _record(
     }
     if decision.name not in best:
         return record
-    if study.has_base:
+    if trials.study.has_base:
         curve = {0.0: unchanged["base"], **measured[decision.name]}
         entries = [_share_entry(share, values, measure) for share, values in sorted(curve.items())]
         record |= {"share": best[decision.name][0], "curve": entries}

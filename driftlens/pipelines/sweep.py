@@ -41,6 +41,7 @@ from driftlens.pipelines.model_selection import (
     divergences,
     named_methods,
     require_any,
+    shown_settings,
 )
 from driftlens.results.sweep_results import ABLATION, settings_of, sweep_named
 from driftlens.runs.manifest import SCRATCH, SPEC
@@ -419,16 +420,16 @@ _SHARED_SETTINGS = ("views", "shrink")
 def resolve_methods(requested: Sequence[tuple[str, Mapping[str, object]]]) -> list[NamedMethod]:
     """Return calibrators with settings, under names that are valid for calibrations; see `named_methods`."""
 
-    def _name_of(method: str, settings: Mapping[str, object]) -> str:
-        parts = [method, *(f"{key}-{value}" for key, value in settings.items())]
-        return re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(parts)).strip("-")
+    def _named(method: str, settings: Mapping[str, object]) -> NamedMethod:
+        own = {key: value for key, value in settings.items() if key not in _SHARED_SETTINGS}
+        resolved = {**settings, **resolve(calibrators[method], own, method)}
+        parts = [method, *(f"{key}-{value}" for key, value in shown_settings(settings, resolved).items())]
+        name = re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(parts)).strip("-")
+        candidate = NamedMethod(name, method, settings)
+        _request_of(candidate)
+        return candidate
 
-    methods = named_methods(
-        requested, calibrators, calibrators.__getitem__, _name_of, shared=_SHARED_SETTINGS
-    )
-    for method in methods:
-        _request_of(method)
-    return methods
+    return named_methods(requested, calibrators, _named)
 
 
 def _request_of(candidate: NamedMethod, **more: Any) -> CalibrationRequest:

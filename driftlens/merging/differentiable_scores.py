@@ -30,7 +30,7 @@ MOST_CLASSES = 2048
     held=lambda experts: 5,
     runs=lambda settings, samples, classes: _runs(settings, samples, classes),
 )
-def fisher(
+def _fisher(
     base: StateDict,
     experts: Mapping[str, StateDict],
     study: Any,
@@ -56,7 +56,7 @@ def fisher(
         # `placed` may return the expert's own tensor, which must not become a leaf of the graph.
         weights = {key: scored.placed(expert[key]).detach().clone().requires_grad_() for key in scored.keys}
         size = None if estimator == "exact" else batch_size
-        information = diagonal(scored, weights, size)
+        information = _diagonal(scored, weights, size)
         norm = torch.stack([torch.linalg.vector_norm(value) for value in information.values()]).norm()
         share = 1 / (norm + eps) if normalize else torch.ones_like(norm)
         for key, value in information.items():
@@ -83,7 +83,7 @@ def _runs(settings: Mapping[str, Any], samples: int, classes: int) -> int:
     return samples * classes
 
 
-def diagonal(scored: Any, weights: Mapping[str, Tensor], batch_size: int | None) -> dict[str, Tensor]:
+def _diagonal(scored: Any, weights: Mapping[str, Tensor], batch_size: int | None) -> dict[str, Tensor]:
     """Compute E over samples and classes of (d log p / d weight)^2, or published code's estimate with a batch size.
 
     Args:
@@ -127,7 +127,7 @@ def diagonal(scored: Any, weights: Mapping[str, Tensor], batch_size: int | None)
     held=lambda experts: experts + 3,
     runs=lambda settings, samples, classes: settings["steps"] * min(settings["batch_size"], samples),
 )
-def adamerging(
+def _adamerging(
     base: StateDict,
     experts: Mapping[str, StateDict],
     study: Any,

@@ -37,7 +37,7 @@ LAWS = {"expert_order_free", "equal_experts_are_fixed", "one_expert_is_fixed"}
 @merge_methods.method(
     "regmean_pp", title="RegMean++", source="arXiv:2508.03121", laws=LAWS, reads="prefix", needs_base=False
 )
-def regmean(
+def _regmean(
     base: StateDict,
     experts: Mapping[str, StateDict],
     moments: Mapping[str, Tensor],
@@ -85,7 +85,7 @@ def _sum(parts: Iterable[Tensor]) -> Tensor:
     reads="site",
     others="wudi",
 )
-def wudi(
+def _wudi(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
@@ -140,7 +140,7 @@ def _descended(vectors: list[Tensor], *, steps: int, rate: float, eps: float = 1
     reads="site",
     others="iso_c",
 )
-def iso_c(
+def _iso_c(
     base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0
 ) -> dict[str, Tensor]:
     """Return base + scaling * the sum of task vectors with all singular values replaced by their mean.
@@ -164,7 +164,7 @@ def _isotropic(vectors: list[Tensor]) -> Tensor:
     reads="site",
     others="tsv_m",
 )
-def tsv_m(
+def _tsv_m(
     base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0
 ) -> dict[str, Tensor]:
     """Return base + scaling * U S V' from every expert's leading singular vectors, decorrelated by polar factors.

@@ -219,7 +219,7 @@ def average(base: StateDict, experts: Mapping[str, StateDict]) -> dict[str, Tens
         "homogeneous",
     },
 )
-def task_arithmetic(
+def _task_arithmetic(
     base: StateDict, experts: Mapping[str, StateDict], *, scaling: SumScaling = 0.3
 ) -> dict[str, Tensor]:
     """Return base + scaling * sum over tasks of (expert - base)."""
@@ -242,7 +242,7 @@ def task_arithmetic(
     },
     reads="tensor",
 )
-def model_stock(
+def _model_stock(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
@@ -283,7 +283,7 @@ def _stock_step(vectors: list[Tensor], filter_wise: bool) -> Tensor:
     reads="tensor",
     needs_base=False,
 )
-def slerp(
+def _slerp(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
@@ -296,10 +296,10 @@ def slerp(
             hint="Keep two experts in the spec, or use `average`.",
         )
     start, end = experts.values()
-    return {name: between(start[name], end[name], t) for name in base}
+    return {name: _between(start[name], end[name], t) for name in base}
 
 
-def between(start: Tensor, end: Tensor, t: float) -> Tensor:
+def _between(start: Tensor, end: Tensor, t: float) -> Tensor:
     """Return (sin((1-t) a) start + sin(t a) end) / sin(a), with the angle a between the two vectors."""
     a, b = start.double().flatten(), end.double().flatten()
     # A zero tensor has no direction; its cosine becomes 0, so that the result stays finite.

@@ -47,7 +47,7 @@ def _dropped_at_random(vector: Tensor, task: str, name: str, *, seed: int, drop_
     return torch.where(keep, vector / (1 - drop_rate), 0)
 
 
-def agreed(vectors: Sequence[Tensor], merge_func: MergeFunc) -> Tensor:
+def _agreed(vectors: Sequence[Tensor], merge_func: MergeFunc) -> Tensor:
     """Combine the entries that have the sign of their sum; an exact tie elects no sign and gives 0."""
     # As in the paper; the authors' code breaks ties by the majority sign of the whole model.
     stacked = torch.stack(list(vectors))
@@ -81,7 +81,7 @@ def _elected(
             lowest = size.numel() - int(density * size.numel())
             limit = limits[task] if limits else size.flatten().kthvalue(lowest).values if lowest else 0.0
             trimmed.append(torch.where(size >= limit, vector, 0))
-        yield name, start + scaling * agreed(trimmed, merge_func)
+        yield name, start + scaling * _agreed(trimmed, merge_func)
 
 
 def _limits(
@@ -149,7 +149,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 @merge_methods.method("ties", title="TIES-Merging", source="arXiv:2306.01708", laws=STEP_LAWS, reads="model")
-def ties(
+def _ties(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
@@ -176,7 +176,7 @@ def ties(
     laws=STEP_LAWS | {"unbiased_over_masks"},
     reads="tensor",
 )
-def dare(
+def _dare(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,

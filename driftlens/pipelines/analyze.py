@@ -77,6 +77,11 @@ def analyze(
 ) -> DriftRun:
     """Measure the drift of every variant of a spec and write a run directory.
 
+    Args:
+        spec: a spec, its content, or its file.
+        request: output folder, overrides, and what to measure.
+        context: device, progress and cancellation.
+
     Raises:
         SpecError: the spec is invalid, or an unfinished run has another one.
         CheckpointError: a model can't be read, or it changed since the run was started.
@@ -164,6 +169,11 @@ def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] 
     """Measure missing parts of a run: scores, the attribution of drift to layers, and the optional diagnostics `add`.
 
     Variants that have a diagnostic are left unchanged.
+
+    Args:
+        path: the run directory.
+        context: device, progress and cancellation.
+        add: options of optional diagnostics, such as `cka`.
     """
     folder = Path(path)
     require_analyzed(folder, scored=True)
@@ -412,7 +422,13 @@ def _are_alike(features: NDArray[np.floating[Any]]) -> bool:
 
 
 def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
-    """Record models, layers, samples and classes before anything is computed; `synthetic` means generated data."""
+    """Record models, layers, samples and classes before anything is computed.
+
+    Args:
+        writer: of the run.
+        study: the opened models and samples.
+        synthetic: True if the data is generated, as in the demo.
+    """
     pool = study.pool
     writer.describe(
         synthetic=synthetic,

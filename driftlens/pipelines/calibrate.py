@@ -100,6 +100,12 @@ def calibrate(
     Existing rows keep their exact values. The variant becomes visible to readers once its drift and accuracy are
     measured, when `on_measured` is called with the run; the attribution of its drift to layers follows.
 
+    Args:
+        path: the run directory.
+        request: method, settings and samples.
+        context: device, progress and cancellation.
+        on_measured: called with the run once drift and accuracy are measured.
+
     Raises:
         SpecError: a setting is invalid, or the name is taken.
         DataError: there are too few samples, or they changed.
@@ -169,7 +175,13 @@ class OpenCalibration:
 def open_calibration(
     folder: pathlib.Path, request: CalibrationRequest, context: Context = Context()
 ) -> OpenCalibration:
-    """Open a run's models and samples and plan the requested calibration; nothing is written."""
+    """Open a run's models and samples and plan the requested calibration; nothing is written.
+
+    Args:
+        folder: the run directory.
+        request: method, settings and samples.
+        context: device, and how live modules are passed in again.
+    """
     require_analyzed(folder, scored=True)
     run = open_run(folder)
     if context.live is None:

@@ -222,7 +222,13 @@ class CalibrationPlan(Chosen):
 def plan_calibration(
     request: CalibrationRequest, section: Calibration | None, study: Study
 ) -> CalibrationPlan:
-    """Resolve a request to a plan; it overrides the `calibration` section of the run's spec."""
+    """Resolve a request to a plan; it overrides the `calibration` section of the run's spec.
+
+    Args:
+        request: the requested calibration.
+        section: the `calibration` section of the run's spec; None without one.
+        study: the opened models and samples.
+    """
     calibrator = calibrator_of(request, section, has_views=study.has_views)
     calibrator.check(has_base=study.has_base)
     method, is_trained = _method_of(request, section), not calibrator.takes_sites
@@ -476,7 +482,11 @@ def with_parameters(
 ) -> StateSource:
     """Return the merged model with some parameters replaced, in the dtypes of `like`.
 
-    `parameters` are in the layer's layout, by layer index and name in the layer.
+    Args:
+        chain: the layers of the model.
+        merged: the merged model.
+        like: the model with the dtypes of the result, usually the base.
+        parameters: by layer index and name in the layer, in the layer's layout.
     """
     # A merged model stored in fewer bits must not round the solution.
     start = InDtypes(merged, {key: header.dtype for key, header in like.headers.items()})

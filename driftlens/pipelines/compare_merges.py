@@ -69,6 +69,11 @@ def compare_merges(
     No label is read. If a method reads calibration samples, methods get three quarters of them and are scored on the
     last quarter; otherwise all are scored on all samples. The base and the merge of the spec are compared, too.
 
+    Args:
+        spec: the experts and their data.
+        merges: see `resolve_merges`.
+        context: device, progress and cancellation.
+
     Returns:
         Plain values. `merges` has a row per model, best first: `behind` is the difference from the first model and
         `nearer` the gain over the `present` merge, both with intervals that hold for all pairs together (Bonferroni).

@@ -61,7 +61,14 @@ class TaskRows:
 
 
 def scores_of(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> TaskRows:
-    """Score variants on a task's test samples by all its metrics; `expert` means the task's expert."""
+    """Score variants on a task's test samples by all its metrics.
+
+    Args:
+        study: the opened models and samples.
+        task: whose test samples are read.
+        variants: names in the study's pool; `expert` means the task's expert.
+        reporter: receives progress.
+    """
     scores, samples = TaskRows(), study.tasks[task].test
     if samples is None:
         return scores
@@ -144,7 +151,15 @@ def _model(variant: str, task: str) -> str:
 
 @torch.no_grad()
 def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, pooling: Pool) -> Tensor:
-    """Return the features of one model after the last layer, [n, d]; a task's adapters are attached."""
+    """Return the features of one model after the last layer, [n, d].
+
+    Args:
+        pool: the models.
+        model: name in the pool.
+        task: whose adapters are attached.
+        samples: the samples to read.
+        pooling: how tokens are pooled.
+    """
     length = samples.fitting(waiting_bytes(pool, model, samples.load([0])), CHUNK_BYTES)
     parts = ((start, min(start + length, len(samples))) for start in range(0, len(samples), length))
     chunks = (forward(pool, model, samples.batches(*part), task=task, pooling=pooling) for part in parts)

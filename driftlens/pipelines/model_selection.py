@@ -189,7 +189,15 @@ class HeldOutScorer:
         features: Tensor,
         expert: Tensor,
     ) -> Tensor:
-        """Return a measure of class probabilities [n], `distances` or `divergences`, of final features [n, d]."""
+        """Return a measure of class probabilities [n], `distances` or `divergences`, of final features [n, d].
+
+        Args:
+            measure: `distances` or `divergences`.
+            model: the model whose score map is applied.
+            task: a task with a score map.
+            features: final features of the model, [n, d].
+            expert: final features of the expert, [n, d].
+        """
         data = self.study.tasks[task]
         # A candidate of a classifier with its own head is scored like the merged model.
         head = data.own_heads.get("merged" if model == CANDIDATE_MODEL else model, data.head)
@@ -280,7 +288,10 @@ class Fitter:
     ) -> float:
         """Calibrate, add the model to the pool as `CANDIDATE_MODEL`, and return the seconds that the fit took.
 
-        `cache` is used and extended: the experts' features from earlier fits to the same samples.
+        Args:
+            calibrator: the calibrator with its settings.
+            samples: calibration samples by task.
+            cache: the experts' features from earlier fits to the same samples; it is used and extended.
         """
         pool, updates, attached = self.study.pool, dict[ParameterKey, Tensor](), dict[str, Attachment]()
 

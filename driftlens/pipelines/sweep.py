@@ -111,6 +111,11 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
 
     Each point is the calibration that `calibrate` makes of its settings; the weights are not kept. A setting that a
     sweep of the run already has is measured again and keeps its number.
+
+    Args:
+        path: the run directory.
+        request: the values to vary.
+        context: device, progress and cancellation.
     """
     folder = pathlib.Path(path)
     for count in request.param.get("n", ()):
@@ -448,6 +453,12 @@ def compare_methods(
 
     A method's own settings override the spec's `calibration` section for the same method, or else the preset published
     for models of the run's kind.
+
+    Args:
+        run: gains one calibration per method.
+        methods: see `resolve_methods`.
+        context: an interrupted calibration is resumed.
+        samples: calibration samples per task; None takes the spec's.
 
     Returns:
         The error messages of methods that failed, by name.

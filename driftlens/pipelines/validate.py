@@ -127,7 +127,12 @@ def preflight(
 ) -> Preflight:
     """Check a spec, its checkpoints and its data, and estimate memory and disk; errors become findings.
 
-    Only headers and a few matrices of checkpoints are read, unless experts are scored (`deep`).
+    Only headers and a few matrices of checkpoints are read, unless experts are scored.
+
+    Args:
+        spec: the spec.
+        request: whether to score experts, too (`deep`).
+        access: device, network access and trust in code.
     """
     checks = Preflight()
     checks.attempt(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from driftlens.checkpoints.alignment import Layout, Spellings, TowerKeyLayout
+from driftlens.checkpoints.alignment import Layout, Spellings
 from driftlens.checkpoints.loading import (
     embedding_folder,
     library_folder,
@@ -317,16 +317,6 @@ def no_text_tower(source: str) -> SpecError:
         f"{source} has no text tower for class names and templates",
         hint="Use a whole CLIP as base and `architecture.source`, or embeddings in `heads.<task>.file`.",
     )
-
-
-def read_text_side(model: nn.Module, base: StateSource, layout: TowerKeyLayout) -> None:
-    """Load a base's weights into a whole CLIP, except its image tower, in float32; raise if there is no text tower."""
-    before = layout.wrapper(base.headers, base.name)
-    keys = [key for key in model.state_dict() if not key.startswith((layout.tower, layout.projection))]
-    if not all(before + key in base.headers for key in keys):
-        raise no_text_tower(base.name)
-    # `assign`, because the model is on meta; not strict, because the image tower stays there.
-    model.load_state_dict({key: base.read(before + key).float() for key in keys}, strict=False, assign=True)
 
 
 # Limit of the values that a constructor may write into one tensor: 512 MiB in float32. An untrusted configuration

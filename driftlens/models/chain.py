@@ -334,7 +334,13 @@ class Layer:
         return max((site.expert + 1 for site in self.sites if site.expert is not None), default=0)
 
     def vectors(self, state: State, side: SideInputs, how: Pool) -> Tensor:
-        """Return one vector per sample of the layer's own stream, linear in the state."""
+        """Return one vector per sample of the layer's own stream, linear in the state.
+
+        Args:
+            state: the state after the layer.
+            side: the side inputs, which have the stream's mask.
+            how: the pooling; the layer's own replaces it, unless it is `all`.
+        """
         pool = how if how == "all" else self.pool or how
         return pooled(state[self.stream], pool, side.mask(self.stream))
 

@@ -36,7 +36,6 @@ from driftlens.models.architecture import (
     loaders,
     no_text_tower,
     part_at,
-    read_text_side,
     require_own_blocks,
     weightless,
 )
@@ -495,7 +494,7 @@ def _hf_text_tower(config: dict[str, Any], source: str, offline: bool, base: Sta
     if config["model_type"] != "clip":
         raise no_text_tower(source)
     model = weightless(lambda: CLIPModel(CLIPConfig.from_dict(config)), source)
-    read_text_side(model, base, _HF_LAYOUT)
+    _read_text_side(model, base, _HF_LAYOUT)
     tokenizer = _tokenizer(source, model.config.text_config, offline)
     length = model.config.text_config.max_position_embeddings
 
@@ -522,6 +521,16 @@ def _tokenizer(source: str, text_config: Any, offline: bool) -> Any:
             hint="Put the base's tokenizer files next to its config.json, or use `heads.<task>.file`.",
         )
     return tokenizer
+
+
+def _read_text_side(model: nn.Module, base: StateSource, layout: TowerKeyLayout) -> None:
+    """Load a base's weights into a whole CLIP, except its image tower, in float32; raise if there is no text tower."""
+    before = layout.wrapper(base.headers, base.name)
+    keys = [key for key in model.state_dict() if not key.startswith((layout.tower, layout.projection))]
+    if not all(before + key in base.headers for key in keys):
+        raise no_text_tower(base.name)
+    # `assign`, because the model is on meta; not strict, because the image tower stays there.
+    model.load_state_dict({key: base.read(before + key).float() for key in keys}, strict=False, assign=True)
 
 
 CONFIG_FILE = "open_clip_config.json"
@@ -691,7 +700,7 @@ def _open_text_tower(config: dict[str, Any], source: str, base: StateSource) -> 
             hint="Use precomputed class embeddings in `heads.<task>.file`.",
         )
     model = _open_whole(config, source)
-    read_text_side(model, base, _OPEN_LAYOUT)
+    _read_text_side(model, base, _OPEN_LAYOUT)
     tokenizer = SimpleTokenizer(context_length=model.context_length)
 
     @torch.no_grad()

@@ -108,18 +108,7 @@ scores = model(**inputs).logits
 @loaders.register("hf-vit")
 def _load_hf_vit(request: ArchitectureRequest) -> Architecture:
     """Return the architecture of a ViT, DeiT, DINOv2 or SigLIP image tower, with or without classifier."""
-    architecture = _load_transformers(request, "hf-vit")
-    assert architecture.folder is not None
-    stated: Any = architecture.folder.configs["config.json"]
-    if "text_config" not in stated or not (stated.get("architectures") or [""])[0].endswith("Model"):
-        return architecture
-    assert architecture.preprocess is not None
-    notice = (
-        f"{request.source} has an image and a text tower. Final features are the mean over patches of the image tower, "
-        "as a classifier reads it. Attention pooling and text tower stay as in the base."
-    )
-    notices = " ".join(filter(None, (architecture.preprocess.notice, notice)))
-    return replace(architecture, preprocess=replace(architecture.preprocess, notice=notices))
+    return _load_transformers(request, "hf-vit")
 
 
 @loaders.register("hf-auto")

@@ -158,9 +158,12 @@ class _AfterHead:
     def scores(
         self, features: Tensor, head: Callable[..., Tensor], weights: Parameters = MappingProxyType({})
     ) -> Tensor:
-        """Compute the scores [n, t, classes] of a model whose cores return `features` [n, t, d].
+        """Compute the scores [n, t, classes] of a model whose cores return the given features.
 
-        `head` replaces the head, and `weights` some of the model's weights, by key.
+        Args:
+            features: [n, t, d].
+            head: replaces the head.
+            weights: replace some of the model's weights, by key.
         """
         answers = [
             (core, features if answer is None else answer(last_hidden_state=features))
@@ -425,10 +428,12 @@ class _EncoderDecoder:
         path = next(iter(stem)).rpartition(".")[0]
         layers = [
             Layer(1, "stem", path, stem, partial(self._stem, names), stream="encoder", pool="mean"),
-            *(self._layer(self.encoder, block) for block in self.encoder.chain.blocks),
-            *([self._layer(self.encoder, self.encoder.chain.layers[-1])] if self.encoder.chain.final else []),
-            *(self._layer(self.decoder, block) for block in self.decoder.chain.blocks),
-            self._layer(self.decoder, self.decoder.chain.layers[-1]),
+            *(
+                self._layer(stack, layer)
+                for stack in self.stacks
+                for layer in stack.chain.layers[1:]
+                if layer.role == "block" or stack.chain.final or stack is self.decoder
+            ),
         ]
         return LayerChain(
             architecture=f"hf_{self.whole.config.model_type}",

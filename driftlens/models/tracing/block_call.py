@@ -176,7 +176,11 @@ class Reference:
 def stored(tensors: dict[str, Tensor], value: Any, name: str, *, stateless: bool = True) -> Any:
     """Move a tensor to `tensors`, unless it is there already, and return a reference; return other values.
 
-    With `stateless`, raise for values that carry state from call to call.
+    Args:
+        tensors: the tensors of the side inputs by name.
+        value: a tensor or a plain value.
+        name: its name in `tensors`.
+        stateless: True to raise for values that carry state from call to call.
     """
     if not isinstance(value, Tensor):
         if stateless:
@@ -209,7 +213,13 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def named_map(value: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
-    """Return nested tuples, lists and dicts with `change(leaf, path)` in the place of every leaf."""
+    """Return a nested value with every leaf changed.
+
+    Args:
+        value: nested tuples, lists and dicts.
+        change: (leaf, its name) -> the new leaf.
+        name: the name of `value`; those of leaves are paths such as `mask.0`.
+    """
     before = f"{name}." if name else ""
     if isinstance(value, Mapping):
         return {key: named_map(entry, change, f"{before}{key}") for key, entry in value.items()}
@@ -392,7 +402,14 @@ def buffers_on(module: nn.Module, device: torch.device) -> Iterator[None]:
 def call(
     module: nn.Module, parameters: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return the output of `module` in eval mode with other parameters and saved buffers, without changing it."""
+    """Return the output of `module` in eval mode with other parameters and saved buffers, without changing it.
+
+    Args:
+        module: the module.
+        parameters: parameters and saved buffers by name; others keep their values.
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
     with evaluating(module):
         # The weights of a model may be tied where those of the module are not, and the other way round.
         return functional_call(module, dict(parameters), args, dict(kwargs), tie_weights=False)
@@ -406,7 +423,13 @@ class _Reached(BaseException):
 
 
 def run_until(module: nn.Module, run: Callable[[], object], *, past: bool = False) -> Tensor:
-    """Return the features that reach a module while `run` runs the model, or with `past` those that it returns."""
+    """Return the features that reach a module while `run` runs the model, or with `past` those that it returns.
+
+    Args:
+        module: the module at which the pass ends.
+        run: runs the whole model.
+        past: True to end the pass after the module.
+    """
 
     def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_output: Any) -> None:
         raise _Reached(

@@ -363,7 +363,16 @@ class BlockRunner:
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        """Return the state after the block of a number, counted from 0, whose `sites` are tapped."""
+        """Return the state after one block.
+
+        Args:
+            position: the block's number, counted from 0.
+            sites: its sites.
+            parameters: its parameters by its own names.
+            state: the state before the block.
+            side: the side inputs of the batch.
+            tap: called for each site; see `chain.Tap`.
+        """
         block = self.blocks[position]
         # A copy, because blocks may write into their input (residual sums, in-place activations).
         hidden = self._native(state["hidden"], side).clone()
@@ -542,9 +551,12 @@ def is_view(one: Any, other: Tensor) -> bool:
 
 
 def run(module: nn.Module, inputs: Inputs, weights: Parameters | None = None) -> Any:
-    """Return the output of `module` in eval mode, without gradients, for raw inputs, which `fitted` moves and casts.
+    """Return the output of `module` in eval mode, without gradients.
 
-    `weights` replace the module's own; all of them have one dtype, to which inputs are cast.
+    Args:
+        module: the module.
+        inputs: raw inputs, which are moved and cast by `fitted`.
+        weights: replace the module's own, all of one dtype, to which inputs are cast; None keeps its own.
     """
     args, kwargs = fitted(module, inputs.arguments({}))
     if weights:

@@ -88,7 +88,13 @@ _WIDTHS = ("in_channels", "num_features", "num_channels", "in_features")
 
 
 def lies_channels_last(shape: Sequence[int], modules: Iterable[nn.Module], otherwise: bool) -> bool:
-    """Return True if features [n, *shape] have their channels last, by the first of `modules` that reads them."""
+    """Return True if features [n, *shape] have their channels last, by the first of `modules` that reads them.
+
+    Args:
+        shape: the features' shape per sample.
+        modules: the modules after the boundary, in order.
+        otherwise: returned if none of them reads these features.
+    """
     for module in modules:
         reads_last = _reads_channels_last(module)
         width = next((vars(module)[name] for name in _WIDTHS if name in vars(module)), None)
@@ -107,7 +113,13 @@ def _reads_channels_last(module: nn.Module) -> bool | None:
 
 
 def slot_of(block: nn.Module, parameter: str, key: str) -> Slot:
-    """Return the slot of a block's parameter, called `key` in the whole model; weights of sites are [out, in]."""
+    """Return the slot of a block's parameter, which is a matrix [out, in] for sites.
+
+    Args:
+        block: the block.
+        parameter: the parameter's name in the block.
+        key: its name in the whole model.
+    """
     owner, _, leaf = parameter.rpartition(".")
     module = block.get_submodule(owner)
     if leaf == "weight" and _is_convolution(module):
@@ -197,7 +209,13 @@ def _unnumbered(path: str) -> str:
 def no_sites(
     block: nn.Module, parameters: Collection[str], sites: Collection[Site]
 ) -> dict[str, tuple[str, str]]:
-    """Return the parameters of a block that belong to no site -> their module, and its `kind: reason`."""
+    """Return the parameters of a block that belong to no site -> their module, and its `kind: reason`.
+
+    Args:
+        block: the block.
+        parameters: names of its parameters.
+        sites: its sites.
+    """
     names, without_site = {site.name for site in sites}, {}
     for parameter in parameters:
         owner, _, leaf = parameter.rpartition(".")
@@ -444,13 +462,22 @@ def mixing(
     tap: Tap | None,
     routes: Routes | None,
 ) -> Iterator[None]:
-    """Call `tap` for the matrices of experts in `sites` while the block runs with `weights`; write or use `routes`."""
+    """Call `tap` for experts' matrices while the block runs; write `routes`, or use given ones.
+
+    Args:
+        block: the block.
+        mixture: its mixture; None does nothing.
+        weights: the block's weights of this pass by name.
+        sites: the sites to call `tap` for.
+        tap: see `chain.Tap`.
+        routes: written, or used if they are given; None without either.
+    """
     if mixture is None:
         yield
         return
     names = {site.name for site in sites}
     watch = _Watch(mixture, weights, names, tap, Routes() if routes is None else routes)
-    with mixture.module.register_forward_pre_hook(watch.before, with_kwargs=True), watch:
+    with mixture.module.register_forward_pre_hook(watch._before, with_kwargs=True), watch:
         yield
 
 
@@ -476,7 +503,7 @@ class _Watch(TorchFunctionMode):
         self.is_inside = False
         self.read: dict[int, tuple[str, Tensor]] = {}  # keeps tensors, so that no other gets the same id
 
-    def before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record routes and gates, or return arguments with given ones in their place; a forward pre-hook."""
         self.is_inside = True
         # Routes are read here and not only in `topk`, as some routers do not call it.

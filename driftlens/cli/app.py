@@ -225,7 +225,7 @@ def _request_flags(kind: type[Request]) -> Iterator[inspect.Parameter]:
         about |= {"show_default": option.unset} if option.unset else {}
         spelled, default = option.name, field.get_default(call_default_factory=True)
         words = list[str] if option.is_list else str
-        value = words if option.read is not None else _value_of(field.annotation)
+        value: Any = words if option.read is not None else _value_of(field.annotation)
         if value is bool:
             # Typer adds a `--no-` twin to unnamed booleans; a named one has a single flag.
             spelled, default = spelled or option.spelled(name), False

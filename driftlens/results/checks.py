@@ -12,7 +12,6 @@ checks:
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -32,7 +31,7 @@ from driftlens.results.formatting import Kind, Table, number
 from driftlens.results.measures import changed_score, drift_changes, score_of
 from driftlens.runs.run import DriftRun, open_run, remembered
 from driftlens.runs.schema import TABLES
-from driftlens.utils.errors import ChecksFailedError, LayerNotFoundError, did_you_mean, harmless
+from driftlens.utils.errors import ChecksFailedError, DataError, LayerNotFoundError, did_you_mean, harmless
 from driftlens.utils.files import PathLike
 from driftlens.utils.intervals import Interval
 from driftlens.utils.variants import ATTACHED, METRICS, calibrated, metric_called
@@ -170,11 +169,9 @@ class _Checks(SpecSection):
 def load_checks(source: PathLike | Mapping[str, Any]) -> list[Check]:
     """Return the checks that a file, or the mapping in it, describes."""
     if isinstance(source, Mapping):
-        # Validators must not change the mapping of the caller.
-        raw, where = copy.deepcopy(dict(source)), "checks"
-    else:
-        raw, where = read_mapping(Path(source), "checks", "Begin with a line `checks:`."), str(source)
-    return [*checked(_Checks, raw, where).checks]
+        return [*checked(_Checks, dict(source), "checks").checks]
+    raw = read_mapping(Path(source), "checks", "Begin with a line `checks:`.")
+    return [*checked(_Checks, raw, str(source)).checks]
 
 
 def _table_of(metric: str, table: str | None) -> str:
@@ -324,10 +321,10 @@ def check(run: DriftRun | PathLike, tests: PathLike | Mapping[str, Any] | None =
 
 
 def _judge(run: DriftRun, check: Check) -> list[CheckResult]:
-    chosen = _select(run, check)
-    if isinstance(chosen, str):
-        return [_skipped(check, {}, chosen)]
-    rows, shown, tasks = chosen
+    try:
+        rows, shown, tasks = _select(run, check)
+    except (_NoRowsError, LayerNotFoundError) as error:
+        return [_skipped(check, {}, error.message)]
     # A task without rows must not make a check pass unnoticed.
     absent = [task for task in tasks if not (rows["task"] == task).any()]
     # With `per: task` such tasks are groups of their own.
@@ -400,31 +397,31 @@ def _skipped(check: Check, group: Mapping[str, str | int], reason: str) -> Check
     )
 
 
-def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[str]] | str:
-    """Return the rows of a check, the columns that identify them, and its tasks; or a reason for their absence.
+class _NoRowsError(DataError):
+    """A check has no rows to judge."""
+
+
+def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[str]]:
+    """Return the rows of a check, the columns that identify them, and its tasks.
 
     The column `value` has the metric, NaN if it was not measured; `low` and `high` are the ends of its 95 % interval.
     """
     rows = _measured(run, check)
-    if isinstance(rows, str):
-        return rows
     selected = dict(check.where)
     if check.home == "params" and not {"scope", "path"} & set(selected):
         selected["scope"] = "backbone"  # otherwise modules, layers and backbone would be mixed
-    try:
-        selected |= {"layer": run.layer_index(selected["layer"])} if "layer" in selected else {}
-    except LayerNotFoundError as error:
-        return error.message
+    if "layer" in selected:
+        selected["layer"] = run.layer_index(selected["layer"])
     for column, value in selected.items():
         rows = rows[(rows[column] == value).fillna(False).to_numpy(dtype=bool)]
         if rows.empty:
-            return _no_row(run, check, column, value)
+            raise _no_row(run, check, column, value)
     key = [column for column in TABLES[check.home].key if column in rows]
     if check.change is not None:
         ends = next(iter(check.change.values()))
         for variant in ends:
             if not (rows["variant"] == variant).any():
-                return _no_row(run, check, "variant", variant)
+                raise _no_row(run, check, "variant", variant)
         key = [column for column in key if column not in ("variant", "name")]
         rows = _changes(rows, key, *ends, relative=check.relative)
         if check.home == "accuracy" or check.metric == "drift_l2_mean":
@@ -436,28 +433,28 @@ def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[
     return rows, shown, tasks
 
 
-def _measured(run: DriftRun, check: Check) -> pd.DataFrame | str:
-    """Return the table's rows with the metric as `value`, or a reason for their absence."""
+def _measured(run: DriftRun, check: Check) -> pd.DataFrame:
+    """Return the table's rows with the metric as `value`."""
     rows: pd.DataFrame = getattr(run, check.home)()  # a run's tables are its methods
     if rows.empty:
-        return f"the run has no rows in its table {check.home!r}"
+        raise _NoRowsError(f"the run has no rows in its table {check.home!r}")
     if check.home == "calibration":
         rows = rows.assign(variant=rows["name"].map(calibrated))
     rows = rows.assign(value=rows[check.metric].astype("Float64").astype("float64"))
     # A metric that was never measured is skipped; it must not pass.
     if rows["value"].isna().all():
-        return f"{check.metric} was not measured"
+        raise _NoRowsError(f"{check.metric} was not measured")
     if check.home not in _GAPS_BY:
         return rows
     # A layer or kind without any value is undefined there, not missing.
     return rows[rows["value"].groupby(rows[_GAPS_BY[check.home]]).transform("count") > 0]
 
 
-def _no_row(run: DriftRun, check: Check, column: str, value: object) -> str:
+def _no_row(run: DriftRun, check: Check, column: str, value: object) -> _NoRowsError:
     names = {"task": run.tasks, "variant": run.variants}.get(column, ())
     if names and value not in names and value != "expert":
-        return f"the run has no {column} {value!r}; it has {', '.join(names)}"
-    return f"{check.metric} was not measured where {column} is {value}"
+        return _NoRowsError(f"the run has no {column} {value!r}; it has {', '.join(names)}")
+    return _NoRowsError(f"{check.metric} was not measured where {column} is {value}")
 
 
 def _changes(rows: pd.DataFrame, key: list[str], start: str, end: str, *, relative: bool) -> pd.DataFrame:

@@ -248,21 +248,18 @@ def _differences(a: DriftRun, b: DriftRun) -> Iterator[str]:
     if a.manifest.layers != b.manifest.layers:
         yield f"layers ({_span_of_layers(a)} against {_span_of_layers(b)})"
     for split in ("diagnosis", "test"):
-        digests = [run.manifest.sample_id_digests.get(split, {}) for run in (a, b)]
+        own, other = (run.manifest.sample_id_digests.get(split, {}) for run in (a, b))
         # None means that an older run recorded no origin; then ids alone decide.
         unlike = [task for task in a.tasks if task in b.tasks and same_samples(a, b, task, split) is False]
-        yield from _differing(f"{split} samples", *digests, unlike)
+        yield from _differing(f"{split} samples", own, other, unlike)
     yield from _differing("class names", a.manifest.classes, b.manifest.classes)
+    yield from _differing("experts", _experts(a), _experts(b))
+
+
+def _experts(run: DriftRun) -> Mapping[str, str]:
     # By digest of the weights, as the same expert may have another path.
-    experts = [
-        {
-            task: run.manifest.models[expert_of(task)].digest
-            for task in run.tasks
-            if expert_of(task) in run.manifest.models
-        }
-        for run in (a, b)
-    ]
-    yield from _differing("experts", *experts)
+    models = run.manifest.models
+    return {task: models[expert_of(task)].digest for task in run.tasks if expert_of(task) in models}
 
 
 def _differing(

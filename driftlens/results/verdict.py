@@ -339,7 +339,7 @@ def shares(run: DriftRun, variant: str) -> dict[int, Interval]:
     """Return every layer's share of the final drift, the largest first: means over tasks."""
     rows = run.layers(variant=variant) if variant else run.layers().head(0)
     rows = rows[rows["final_share"].notna()].filter(regex="^(layer|final_share.*|jacobian_samples)$")
-    by_layer = {
+    by_layer: dict[Any, Interval] = {
         layer: mean_over_tasks([share_of(row) for row in part.to_dict("records")])
         for layer, part in rows.groupby("layer")
     }

@@ -262,7 +262,15 @@ class Table(Part):
         rows: Sequence[Mapping[Any, object]],
         note: str = "",
     ) -> Table:
-        """Return a table of rows given as mappings; `columns` have format and key in a row, by heading."""
+        """Return a table of rows given as mappings.
+
+        Args:
+            name: unique name, used for files, anchors and labels.
+            title: the title.
+            columns: format and key in a row, by heading.
+            rows: the rows.
+            note: note below the table.
+        """
         kinds = {head: kind for head, (kind, _) in columns.items()}
         cells = [[row.get(key) for _, key in columns.values()] for row in rows]
         return cls.of(name, title, kinds, cells, note)

@@ -199,6 +199,12 @@ def same_samples(a: DriftRun, b: DriftRun, task: str, split: str = "diagnosis") 
     """Return True if equal sample ids of two runs mean the same samples of a task; None if a run doesn't record it.
 
     Ids alone are not enough, because two data sets may both count from 0.
+
+    Args:
+        a: one run.
+        b: the other run; a run shares its samples with itself.
+        task: the task.
+        split: diagnosis, test or calibration.
     """
     if a.id == b.id:
         return True
@@ -218,6 +224,14 @@ def drift_changes(
     """Return changes of the mean of a column of the sample table, by index of the layers that both runs stored.
 
     They are paired if both runs measured exactly the same samples.
+
+    Args:
+        before: the run before.
+        after: the run after; may be the same.
+        task: the task.
+        variants: variant before, in the first run, and after, in the second.
+        column: column of the sample table.
+        layer: only this layer; None for all.
     """
     sides = [
         {layer: rows.set_index("sample_id")[column] for layer, rows in measured.groupby("layer")}
@@ -263,6 +277,13 @@ def changed_score(
     """Return the change of a score, paired by test sample if single results are stored, else from counts.
 
     Without single results the interval of a share assumes independent samples and is too wide.
+
+    Args:
+        before: the run before.
+        after: the run after; may be the same.
+        task: the task.
+        variants: variant before, in the first run, and after, in the second.
+        metric: the metric of both scores.
     """
     sides = list(zip((before, after), variants, strict=True))
     start, end = (score_of(run, task, variant, metric) for run, variant in sides)
@@ -294,6 +315,13 @@ def paired_answers(
     None if the metric is no share, no sample has both answers, or the runs may have different samples. The split is
     "test" if single results of test samples are stored or, in older runs, if the labelled diagnosis samples are
     exactly the test samples; else "diagnosis".
+
+    Args:
+        before: the run before.
+        after: the run after; may be the same.
+        task: the task.
+        variants: variant before, in the first run, and after, in the second.
+        metric: a share of right answers.
     """
     splits = ("test", "diagnosis") if metric == ACCURACY else ("test",)
     # Single results of test samples are preferred; older runs stored answers of diagnosis samples only.
@@ -375,7 +403,14 @@ _LEVELS: Mapping[str, Callable[[DriftRun], _Levels]] = {
 
 
 def level(run: DriftRun, measure: Measure, task: str, variant: str) -> MeasuredValue:
-    """Return the value of a variant on a task; NaN if it was not measured."""
+    """Return the value of a variant on a task; NaN if it was not measured.
+
+    Args:
+        run: the run.
+        measure: the measure; `SCORE` takes the task's main metric.
+        task: the task.
+        variant: the variant, or "expert" for the task's own.
+    """
     row = _LEVELS[measure.role](run).get((measure.role, task, variant))
     metric = main_metrics(run).get(task, ACCURACY) if measure is SCORE else None
     return row or _finding(_measure_of(metric) if metric else measure, Interval(math.nan), task, variant)
@@ -392,7 +427,14 @@ def _changes(run: DriftRun, role: str, task: str, pair: tuple[str, str]) -> Mapp
 
 
 def change(run: DriftRun, measure: Measure, task: str, pair: tuple[str, str]) -> MeasuredValue:
-    """Return the change of a measure from the first variant to the second; without interval if samples are missing."""
+    """Return the change of a measure on a task.
+
+    Args:
+        run: the run.
+        measure: the measure.
+        task: the task.
+        pair: variant before and after; without stored samples of either, the change has no interval.
+    """
     # Features of a layer are compared once for all of their measures.
     role = measure.role if measure.role in (SCORE.role, FLIPS.role) else DRIFT.role
     # A paired change has a narrower interval than the difference of two means.
@@ -411,7 +453,14 @@ def mean(run: DriftRun, measure: Measure, tasks: Sequence[str], variant: str) ->
 def mean_change(
     run: DriftRun, measure: Measure, tasks: Sequence[str], pair: tuple[str, str]
 ) -> MeasuredValue:
-    """Return the change of the mean over tasks: the difference of both means, with the error of changes by task."""
+    """Return the change of the mean over tasks: the difference of both means, with the error of changes by task.
+
+    Args:
+        run: the run.
+        measure: the measure.
+        tasks: tasks on which both variants were measured.
+        pair: variant before and after.
+    """
     by_task = [change(run, measure, task, pair) for task in tasks]
     start, end = (mean(run, measure, tasks, variant).value for variant in pair)
     # The printed change must equal the difference of the printed means.
@@ -582,6 +631,12 @@ def outcomes(run: DriftRun, task: str, merged: str = "merged", repaired: str = "
 
     Indexed by sample_id; columns: expert, merged, repaired (True if the answer is right) and outcome, one of
     `OUTCOMES`. Empty if right answers are unknown.
+
+    Args:
+        run: the run.
+        task: the task.
+        merged: the model before the repair.
+        repaired: the model after it; if empty, outcomes are those of the merge alone.
     """
     models = {"expert": "expert", "merged": merged} | ({"repaired": repaired} if repaired else {})
     metric = main_metrics(run).get(task, ACCURACY)

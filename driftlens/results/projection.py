@@ -166,7 +166,13 @@ def labels_of(run: DriftRun, task: str) -> pd.Series[Any]:
 
 
 def lay_out(rows: Array, method: Method, seed: int) -> tuple[Array, dict[str, Any]]:
-    """Return two coordinates `[r, 2]` for finite features `[r, d]`, and the fields of a `Projection` that say how."""
+    """Return two coordinates `[r, 2]` per row, and the fields of a `Projection` that describe the layout.
+
+    Args:
+        rows: finite features `[r, d]`, of norm 1.
+        method: pca, umap or tsne; PCA replaces both others for fewer than 15 distinct rows.
+        seed: random seed.
+    """
     from sklearn.decomposition import PCA
 
     # Libraries place equal rows apart or fail on them, so each distinct row is laid out once.

@@ -136,7 +136,7 @@ def test_a_tolerance_is_demanded_with_exit_code_three(run_cli: Cli, written: Pat
     assert tight.code == 3 and "Not equal within 1e-05" in tight.out
     assert run_cli("compare", written, own).code == 0  # nothing was demanded
     alone = run_cli("compare", written, "--tolerance", 1e-3)
-    assert alone.code == 2 and "second" in alone.message
+    assert alone.code == 2 and "second" in alone.hint
 
 
 def test_names_that_would_steer_the_terminal_are_made_harmless(run_cli: Cli, tmp_path: Path) -> None:

@@ -23,15 +23,6 @@ from driftlens.data.samples import DRAWN_BY
 from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import OpenModels, calibration_settings, open_study
 from driftlens.experiment.merging import merge_of, save_merge
-from driftlens.experiment.resume import (
-    MERGED_FILE,
-    deterministic_algorithms,
-    difference,
-    on_main_process,
-    open_writer,
-    resumable,
-    run_phase,
-)
 from driftlens.experiment.sanity_checks import companions, suspicions, task_vectors
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.models.heads import is_of_vocabulary
@@ -66,7 +57,7 @@ if TYPE_CHECKING:
 
 # Options of the attribution that fill a separate table.
 _FOLLOWED = {"adjoint": "adjoint", "groups": "group_contributions"}
-# Largest difference of equal samples in float32 batches of different sizes, relative to the largest feature.
+# Largest reopening.difference of equal samples in float32 batches of different sizes, relative to the largest feature.
 _ROUNDING = 1e-5
 
 
@@ -107,8 +98,8 @@ def analyze(
     create = partial(RunWriter.create, out, **about, force=request.force)
     less = " --no-attribution" * (not request.attribution)
     again = f"`{command_to_resume(out)}{less}` resumes"
-    opened = open_writer(team, partial(RunWriter.resume, out) if resumes else create)
-    with opened as writer, resumable(lambda: (out / MANIFEST).is_file() and again):
+    opened = reopening.open_writer(team, partial(RunWriter.resume, out) if resumes else create)
+    with opened as writer, reopening.resumable(lambda: (out / MANIFEST).is_file() and again):
         reporter = context.reporter(writer.progress)
 
         # Before anything is computed, so that readers can name what is missing in an unfinished run.
@@ -124,10 +115,10 @@ def analyze(
                 if finding.level == "notice":
                     writer.notice(finding.text)
 
-        on_main_process(team, writer, _begin)
+        reopening.on_main_process(team, writer, _begin)
         if resolved.merge is not None:
             _merge(writer, resolved, study, models, reporter)
-        with deterministic_algorithms(study.settings.deterministic):
+        with reopening.deterministic_algorithms(study.settings.deterministic):
             phases = Phases(writer, study, reporter)
             phases.analyze(attribution=request.attribution, weights=request.weights)
     return open_run(out)
@@ -141,7 +132,7 @@ def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Re
         stored = spec if is_live(manifest) else load_spec(folder / SPEC)
         if is_live(manifest) or stored != spec:
             raise SpecError(
-                f"{folder} was begun with {difference(stored.as_dict(), spec.as_dict()) or 'another spec'}",
+                f"{folder} was begun with {reopening.difference(stored.as_dict(), spec.as_dict()) or 'another spec'}",
                 hint=f"Resume with `{command_to_resume(folder)}`, choose another --out, or replace it with --force.",
             )
     reopening.require_same_models(manifest, study, reporter)
@@ -153,15 +144,18 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
     writer.describe(merge=merge.record)
 
     def _save() -> None:
-        with writer.file(MERGED_FILE) as path, deterministic_algorithms(study.settings.deterministic):
+        with (
+            writer.file(reopening.MERGED_FILE) as path,
+            reopening.deterministic_algorithms(study.settings.deterministic),
+        ):
             record, notices = save_merge(models, merge, path, study, reporter)
         writer.describe(merge=record)
         for notice in notices:
             writer.notice(notice)
 
     # Also when resumed: the other phases read the stored file, never the model in memory.
-    run_phase(writer, "merge", lambda: on_main_process(study.team, writer, _save))
-    saved = open_checkpoint(writer.folder / MERGED_FILE)
+    reopening.run_phase(writer, "merge", lambda: reopening.on_main_process(study.team, writer, _save))
+    saved = open_checkpoint(writer.folder / reopening.MERGED_FILE)
     study.pool.add("merged", models.architecture.align(saved))
 
 
@@ -287,7 +281,7 @@ class Phases:
     def _run(
         self, name: str, work: Callable[[], object], study: Study | None = None, *, again: bool = False
     ) -> None:
-        run_phase(self.writer, f"{self.prefix}{name}", work, study, again=again)
+        reopening.run_phase(self.writer, f"{self.prefix}{name}", work, study, again=again)
 
     def _present(self, table: str, columns: Sequence[str] = ()) -> set[tuple[str, str]]:
         """Return tasks and variants with rows in a table; with `columns`, with a number in one of them."""

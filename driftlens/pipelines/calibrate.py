@@ -34,12 +34,6 @@ from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.sites import coverage
 from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import OpenModels, all_in, open_models
-from driftlens.experiment.resume import (
-    on_main_process,
-    resumable,
-    run_phase,
-    seconds_in,
-)
 from driftlens.experiment.study import Study
 from driftlens.models.saving import require_target, save_state_dict
 from driftlens.pipelines.analyze import Phases
@@ -136,7 +130,9 @@ def calibrate(
         _require_free_name(request, opened, writer.manifest)
         phases = Phases(writer, study, reporter, f"{plan.phase}:")
         if request.replace or not (request.resume and plan.name in writer.manifest.calibrations):
-            with resumable(lambda: scratch.is_there and how_to_resume(folder, plan.name, writer.manifest)):
+            with reopening.resumable(
+                lambda: scratch.is_there and how_to_resume(folder, plan.name, writer.manifest)
+            ):
                 _solve_and_measure(request, opened, writer, phases, reporter)
             if on_measured is not None and team.is_main_process:
                 on_measured(open_run(folder))
@@ -145,7 +141,7 @@ def calibrate(
         if context.live is not None:
             more = how_to_resume(folder, plan.name, opened.manifest)
         weights = folder / calibration_weights(plan.name)
-        with resumable(lambda: weights.is_file() and more):
+        with reopening.resumable(lambda: weights.is_file() and more):
             _complete(request, opened, writer, phases, export)
     return open_run(folder)
 
@@ -282,7 +278,7 @@ def _solve_and_measure(
                 # Leftovers of an interrupted one.
                 writer.remove_calibration(name)
 
-    on_main_process(team, writer, _clear)
+    reopening.on_main_process(team, writer, _clear)
     if request.auto:
         opened = _with_choice(request, opened, writer, reporter)
     plan, identity = opened.plan, opened.identity
@@ -304,11 +300,11 @@ def _solve_and_measure(
             )
             save_variants(writer, opened.models, study, plan, solution, info, identity)
 
-        on_main_process(team, writer, _write)
+        reopening.on_main_process(team, writer, _write)
 
     # From here until `finish_variants`, readers ignore the rows of these variants.
     writer.begin_variants(plan.variants)
-    run_phase(writer, plan.phase, _save, study, sums=True)
+    reopening.run_phase(writer, plan.phase, _save, study, sums=True)
     reopening.add_calibration(study, opened.models, writer.folder, name, plan.method, plan.control)
     phases.measure(plan.variants)
     attached = attachment_tensors(study.pool.variant(plan.variant).attachments, len(study.pool.chain.layers))
@@ -347,7 +343,7 @@ def _with_choice(
             selection = {**record, "preset": preset_of(plan.calibrator), "asked": plan.starting_point}
         chosen = dataclasses.replace(opened, plan=plan.with_choice(calibrator, selection, study))
 
-    run_phase(writer, f"{plan.phase}:choose", _choose, study, again=True, sums=True)
+    reopening.run_phase(writer, f"{plan.phase}:choose", _choose, study, again=True, sums=True)
     return chosen
 
 
@@ -355,7 +351,7 @@ def _make_room(opened: OpenCalibration, writer: RunWriter, solved: Callable[[], 
     """Remove the old calibration of the same name once all layers of the new one are solved."""
     plan, study, scratch = opened.plan, opened.study, opened.scratch
     try:
-        run_phase(writer, f"{plan.phase}:solve", solved, study, again=True, sums=True)
+        reopening.run_phase(writer, f"{plan.phase}:solve", solved, study, again=True, sums=True)
     except DriftLensError as error:
         if study.team.is_main_process and not isinstance(error, Cancelled | RunError):
             # The old one is kept, and resuming would only fail again.
@@ -366,7 +362,7 @@ def _make_room(opened: OpenCalibration, writer: RunWriter, solved: Callable[[], 
         with scratch.hidden():
             writer.remove_calibration(plan.name)
 
-    on_main_process(study.team, writer, _remove)
+    reopening.on_main_process(study.team, writer, _remove)
 
 
 def _complete(
@@ -392,7 +388,7 @@ def _complete(
         with writer.file(f"{calibration_folder(plan.name)}/README.md") as file:
             file.write_text(model_card(open_run(folder), plan.name), encoding="utf-8")
 
-    on_main_process(study.team, writer, _describe)
+    reopening.on_main_process(study.team, writer, _describe)
     if export is not None:
         study.team.run_on_main(lambda: export.save(info))
     if request.attribution:
@@ -601,7 +597,7 @@ class _Scratch:
     @property
     def seconds(self) -> float:
         """The seconds that the stored layers took to solve, including interrupted jobs."""
-        return seconds_in(self._folder)
+        return reopening.seconds_in(self._folder)
 
     def layers(self) -> dict[int, CalibratedLayer]:
         """Return the stored layers by index; their values are read from disk on demand."""

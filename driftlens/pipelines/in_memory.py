@@ -17,13 +17,9 @@ import torch
 from driftlens.config.requests import AnalysisRequest, LiveSettings, Modules, refuse_unknown
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.sites import select_layers
+from driftlens.experiment import resume as reopening
 from driftlens.experiment.live import open_live
 from driftlens.experiment.loading import OpenModels
-from driftlens.experiment.resume import (
-    deterministic_algorithms,
-    require_same_models,
-    require_same_samples,
-)
 from driftlens.experiment.study import AnalysisSettings, Study
 from driftlens.models.architecture import Architecture
 from driftlens.pipelines.analyze import Phases, describe
@@ -144,16 +140,16 @@ def analyze_study(
                 f"{out} was begun with other settings",
                 hint="Resume with the same settings, or choose another out.",
             )
-        require_same_samples(manifest, study)
+        reopening.require_same_samples(manifest, study)
         _require_same_contents(recorded.get("contents", {}), study)
-        require_same_models(manifest, study, context.reporter())
+        reopening.require_same_models(manifest, study, context.reporter())
     described = "# made from live modules; pass them in again to add to this run\n"
     text = f"{described}name: {json.dumps(study.name)}\n"
     about: dict[str, Any] = {"spec_yaml": text, "spec_digest": digest, "name": study.name, "live": live}
     with RunWriter.resume(out) if resumes else RunWriter.create(out, **about, force=request.force) as writer:
         reporter = context.reporter(writer.progress)
         describe(writer, study, synthetic=False)
-        with deterministic_algorithms(study.settings.deterministic):
+        with reopening.deterministic_algorithms(study.settings.deterministic):
             Phases(writer, study, reporter).analyze()
     return open_run(out)
 

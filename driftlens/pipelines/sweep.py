@@ -26,7 +26,6 @@ from driftlens.engine.calibrating import ExpertFeatures
 from driftlens.engine.sites import select_sites
 from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import open_data, with_own_answers
-from driftlens.experiment.resume import run_phase
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.pipelines.calibrate import OpenCalibration, calibrate, open_calibration
 from driftlens.pipelines.calibration_plan import calibrator_of, method_called
@@ -184,7 +183,7 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
 
         for seed in seeds:
             work = functools.partial(_measure, seed)
-            run_phase(writer, f"{_PHASE}:{seed}", work, study, again=True, sums=True)
+            reopening.run_phase(writer, f"{_PHASE}:{seed}", work, study, again=True, sums=True)
     if unsolved:
         error = next(iter(unsolved.values()))
         raise type(error)(

@@ -200,12 +200,7 @@ def output_columns(
         expert_head: the expert's score map, with the same classes; None if it is `head`.
 
     Returns:
-        Columns [n]: `expert_pred` and `pred` (rows of the head), `flipped`, `score_drift_l2`, `score_drift_inf`, the
-        estimates of B in `_ScoreGains` (`score_gain` is the directional one), `score_bound`, `score_map_mismatch`,
-        `margin` (NaN with a single class), `certified`, `confidence` and `confidence_expert` (largest class
-        probability, at the temperature of the head's scores), `kl` from the expert's class probabilities to the
-        variant's in nats, `softmax_integral_error`; with labels the cross-entropies `ce` and `ce_expert` in nats and
-        `ce_integral_error`.
+        Columns [n], see `driftlens.runs.schema.OUTPUTS`; predictions as rows of the head, `ce` only with labels.
     """
     expert, variant = expert.double(), variant.double()
     scores, expert_scores = head.scores(variant), (expert_head or head).scores(expert)

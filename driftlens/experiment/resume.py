@@ -9,11 +9,10 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import open_checkpoint
@@ -286,19 +285,6 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned)
-
-
-def seconds_in(folder: pathlib.Path) -> float:
-    """Return the total work time that the headers of a folder's safetensors files record."""
-    seconds = [0.0]
-    for file in folder.glob("*.safetensors"):
-        with (
-            # A damaged file is written anew.
-            suppress(SafetensorError),
-            safe_open(file, framework="pt") as opened,
-        ):
-            seconds.append(float(opened.metadata()["seconds"]))
-    return max(seconds)
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

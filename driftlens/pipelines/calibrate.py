@@ -509,9 +509,8 @@ def _trained_on(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
     means, groups = list[tuple[float, float]](), list[NDArray[np.float64]]()
     for task, drawn in samples.items():
         model, head = expert_of(task), study.head(task, expert_of(task))
-        diagnosed = part_of(
-            study.tasks[task].diagnosis, range(min(_MAX_CONFIDENCE_SAMPLES, len(study.tasks[task].diagnosis)))
-        )
+        measured = study.tasks[task].diagnosis
+        diagnosed = part_of(measured, range(min(_MAX_CONFIDENCE_SAMPLES, len(measured))))
         if head is None or min(len(drawn), len(diagnosed)) < 2:
             continue
         confidences = []
@@ -597,7 +596,8 @@ class _Scratch:
     @property
     def seconds(self) -> float:
         """The seconds that the stored layers took to solve, including interrupted jobs."""
-        return reopening.seconds_in(self._folder)
+        files = sorted(self._folder.glob("*.safetensors"))
+        return float(_metadata(files[-1])["seconds"]) if files else 0.0
 
     def layers(self) -> dict[int, CalibratedLayer]:
         """Return the stored layers by index; their values are read from disk on demand."""
@@ -614,8 +614,11 @@ class _Scratch:
 
 
 def _read_solved_layer(path: pathlib.Path) -> CalibratedLayer:
-    source = open_checkpoint(path)
-    with safe_open(path, framework="pt") as file:
-        stored = from_json(file.metadata()["reports"])
+    source, stored = open_checkpoint(path), from_json(_metadata(path)["reports"])
     reports = tuple(SiteReport(**report) for report in stored)
     return CalibratedLayer(int(path.stem), OnDemand(source.headers, source.read), reports)
+
+
+def _metadata(path: pathlib.Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata())

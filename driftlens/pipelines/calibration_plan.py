@@ -94,13 +94,8 @@ class CalibrationPlan(Chosen):
     """A calibration with all settings resolved.
 
     Attributes:
-        name: of the calibration; its variant is `calibrated:NAME`.
-        method: registered name of the calibrator.
-        calibrator: the calibrator with its settings.
-        sites: names of the modules to solve, by layer.
-        samples: calibration samples by task.
         control: variant of the anchor alone; empty without anchor, or if it is the merged model.
-        automatic: True if settings were chosen by `--auto`; `selection` is how.
+        selection: how `--auto` chose the settings.
         patterns: requested patterns of sites; empty means linear and norm modules inside blocks.
         boundaries: layers after which a trained calibrator attaches an adapter; it has no sites.
         out_dtype: dtype of the saved model; empty for the base's.

@@ -192,22 +192,8 @@ def save_model(
             index = {"metadata": {"total_size": size}, "weight_map": places}
             write_json_atomic(folder / f"{form.weights}.index.json", index)
         if card is not None:
-            save_card(architecture, base, folder, card, heads)
-
-
-def save_card(
-    architecture: Architecture,
-    base: StateSource,
-    folder: pathlib.Path,
-    card: Callable[[str], str],
-    heads: Collection[str] = (),
-) -> None:
-    """Rewrite the card of a folder that `save_model` wrote, whose parameters these are; `heads` are paths in it."""
-    form = architecture.folder
-    assert form is not None
-    names, companions = _library_names(architecture, base, form), _companions(architecture, base, form)
-    usage = form.usage(names, [*form.configs, *companions, *heads])
-    write_text_atomic(folder / "README.md", card(usage))
+            usage = form.usage(names, [*form.configs, *companions, *heads])
+            write_text_atomic(folder / "README.md", card(usage))
 
 
 def library_prefix(architecture: Architecture, base: StateSource, key: str) -> str:

@@ -303,7 +303,7 @@ def without_gates(weights: Any) -> Any:
 
 VIT, STATE, ATTRIBUTION = partial(put, clip), partial(put, state), partial(put, attribution)
 WALK, SUMS, POOL = partial(put, walk), partial(put, calibrating), partial(put, pool_module)
-FEATCAL, ADVANCE = partial(put, FeatCal), partial(put, calibrating.SnapshotWalk, "advance")
+FEATCAL, ADVANCE = partial(put, FeatCal), partial(put, calibrating.SnapshotWalk, "_advance")
 PLANTED: dict[Check, dict[str, Fault]] = {
     agrees_with_the_library: {
         "transposed_weight": VIT("call", transposed_weights),

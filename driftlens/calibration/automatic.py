@@ -127,7 +127,14 @@ def decide(
 def folds_of(
     num_samples: int, task: str, purpose: str = "choosing settings", *, parts: int = NUM_FOLDS
 ) -> list[range]:
-    """Return the positions of every fold's samples; raise a `DataError` if a task has too few for `purpose`."""
+    """Return the positions of every fold's samples; raise a `DataError` if there are too few.
+
+    Args:
+        num_samples: the number of samples.
+        task: the task, for messages.
+        purpose: the purpose of holding out, for messages.
+        parts: the number of folds.
+    """
     if num_samples < 2 * NUM_FOLDS:
         raise DataError(
             f"task {task} has {num_samples} calibration samples; {purpose} takes at least {2 * NUM_FOLDS}",

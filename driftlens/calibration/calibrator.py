@@ -247,7 +247,13 @@ class Trained(Calibrator):
 
 
 def over_preset(method: str, preset: str | None, settings: Mapping[str, object]) -> dict[str, Any]:
-    """Return a method's settings on top of one of its presets; raise a `SpecError` if there is no such preset."""
+    """Return a method's settings on top of one of its presets; `resolve` checks them.
+
+    Args:
+        method: the name of a calibrator.
+        preset: the name of a preset; None for none.
+        settings: the settings, which override the preset's.
+    """
     kind = calibrators[method]
     if preset is not None and preset not in kind.presets:
         raise SpecError(

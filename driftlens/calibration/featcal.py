@@ -148,7 +148,13 @@ def _layer_norm_closed_form(
 
 
 def module_inputs(model: nn.Module, block: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Run a model; return the inputs of each module of one of its blocks, [n, d] in float64, one row per token."""
+    """Run a model; return the inputs of each module of a block, [n, d] in float64, one row per token.
+
+    Args:
+        model: the model, in eval mode.
+        block: one of its blocks.
+        inputs: keyword arguments of the forward call.
+    """
     rows: dict[str, Tensor] = {}
 
     def record(name: str, args: tuple[Any, ...]) -> None:

@@ -57,7 +57,7 @@ def uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:
 class _LowRankTrained(Trained):
     """Trains a low-rank correction by Adam, for a fixed number of steps on calibration samples alone.
 
-    A subclass adds `start`, which draws the leaves with D and U first, and `loss`.
+    A subclass adds `_start`, which draws the leaves with D and U first, and `_loss`.
     """
 
     normalize = False
@@ -74,25 +74,25 @@ class _LowRankTrained(Trained):
         return _LowRank(tensors["down"], tensors["up"], "normalize" in tensors)
 
     @abstractmethod
-    def start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
+    def _start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
         """Return the parameters at the start, for features like `merged`."""
 
     @abstractmethod
-    def loss(
+    def _loss(
         self, merged: Tensor, expert: Tensor, parameters: Sequence[Tensor], generator: torch.Generator
     ) -> Tensor:
         """Return the loss of the merged model's and the expert's vectors, [T, d] each."""
 
     def train(self, features: FinalFeatures, course: Course) -> _LowRank:
         """Fit the correction of one task; there is no validation and no choice among steps."""
-        parameters = [leaf.requires_grad_() for leaf in self.start(features.merged, course.generator)]
+        parameters = [leaf.requires_grad_() for leaf in self._start(features.merged, course.generator)]
         # Samples are taken without replacement, so that each is seen equally often.
         descent, order = torch.optim.Adam(parameters, lr=self.lr), torch.empty(0, dtype=torch.long)
         for step in range(1, self.steps + 1):
             if not len(order):
                 order = torch.randperm(len(features.merged), generator=course.generator)
             chosen, order = order[: self.batch], order[self.batch :]
-            loss = self.loss(*features.rows(chosen), parameters, course.generator)
+            loss = self._loss(*features.rows(chosen), parameters, course.generator)
             descent.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             descent.step()
@@ -122,14 +122,14 @@ class Surgery(_LowRankTrained):
         super().__init__(rank, steps, batch, lr)
         self.normalize = normalize
 
-    def start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
+    def _start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
         """Return D, sampled, and U, zero."""
         width, device = merged.shape[-1], merged.device
         down = to_device(uniform(self.rank, width, generator), device)
         # U is zero at the start, so training begins at the merged model's features.
         return [down, torch.zeros(width, self.rank, device=device)]
 
-    def loss(
+    def _loss(
         self, merged: Tensor, expert: Tensor, parameters: Sequence[Tensor], generator: torch.Generator
     ) -> Tensor:
         """Return the mean distance of the corrected features from the expert's."""
@@ -160,13 +160,13 @@ class ProbSurgery(_LowRankTrained):
         super().__init__(rank, steps, batch, lr)
         self.weight = weight
 
-    def start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
+    def _start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
         """Return D, sampled, and M and V, zero."""
         width = merged.shape[-1]
         down = to_match(merged, uniform(self.rank, width, generator))
         return [down, merged.new_zeros(width, self.rank), merged.new_zeros(width, self.rank)]
 
-    def loss(
+    def _loss(
         self, merged: Tensor, expert: Tensor, parameters: Sequence[Tensor], generator: torch.Generator
     ) -> Tensor:
         """Return the loss with one sample of z per vector; parameters are D, M and V."""

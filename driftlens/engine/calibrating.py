@@ -352,15 +352,15 @@ class CalibrationWalk(ABC):
             for layer in self.pool.chain.layers[: self.last]:
                 if layer.index not in self.sites:
                     done = self.context.done.get(layer.index, {})
-                    self.pass_through(layer, done if self.calibrator.inputs == "deployed" else {})
+                    self._pass_through(layer, done if self.calibrator.inputs == "deployed" else {})
                     continue
-                yield self.calibrate(layer, self.sites[layer.index], is_last=layer.index == self.last)
+                yield self._calibrate(layer, self.sites[layer.index], is_last=layer.index == self.last)
                 # A step after the solve, so that an interruption here finds the layer stored.
                 label = f"layer {layer.index} of {self.last}"
                 self.context.on_step(CalibrationProgress(layer.index, "", layer.index, self.last, label))
 
     @abstractmethod
-    def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
+    def _calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
         """Solve the sites `names` of one layer. Unless it `is_last`, pass all features to the next boundary."""
 
     def _tell(self, layer: int, task: str) -> None:
@@ -371,23 +371,23 @@ class CalibrationWalk(ABC):
 
     @torch.no_grad()
     @exact_products()
-    def pass_through(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
+    def _pass_through(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
         """Move all features to the next boundary, the merged model's with the parameters in `done`."""
         merged = self.pool.parameters("merged", layer)
         # Stored updates come from a file, in its dtype and on the host.
         merged = replaced(layer, merged, {name: value.to(merged[name]) for name, value in done.items()})
         for task in self.parts:
-            expert = LayerMap(layer, self.expert(layer, task))
+            expert = LayerMap(layer, self._expert(layer, task))
             for batch in self.stream.batches(layer, task):
                 self.stream.take(layer, batch, EXPERT, expert, named="the expert")
                 self.stream.take(layer, batch, MERGED, LayerMap(layer, merged), named="the merged model")
         self.stream.check()
 
-    def expert(self, layer: Layer, task: str) -> Parameters:
+    def _expert(self, layer: Layer, task: str) -> Parameters:
         """Return the parameters of a task's expert."""
         return self.pool.parameters(expert_of(task), layer)
 
-    def advance(self, layer: Layer, merged: Parameters, updates: dict[str, Tensor]) -> dict[str, float]:
+    def _advance(self, layer: Layer, merged: Parameters, updates: dict[str, Tensor]) -> dict[str, float]:
         """Run the merged features through the calibrated layer; return the mean drift after it by task.
 
         `updates` become views of the layer's new parameters, see `replaced`.
@@ -410,7 +410,7 @@ class CalibrationWalk(ABC):
         drift = {task: mean for part in self.team.gather(own) for task, mean in part.items()}
         return {task: drift[task] for task in self.tasks if task in drift}
 
-    def solved(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> _Solved:
+    def _solved(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> _Solved:
         """Solve problems of one snapshot in the main process; return new parameters and a report per site.
 
         Parameters are rounded to the dtype of the saved model, so that later layers are fitted to what it computes.
@@ -553,7 +553,15 @@ class _LinearSums:
     def add(
         self, rows: Tensor, seen: SiteRows, weights: Tensor | None, expert: Parameters, num_batches: int
     ) -> None:
-        """Add one batch of a task: inputs in the merged model [T, k], rows of the expert, weights [T]."""
+        """Add one batch of a task.
+
+        Args:
+            rows: inputs of the sites in the merged model, [T, k].
+            seen: inputs and outputs of the sites in the expert.
+            weights: weights of the rows, [T]; None weighs each 1.
+            expert: the expert's parameters of the layer.
+            num_batches: approximate number of batches of the task.
+        """
         if self._cross is None:
             self._cross = OutputCross(
                 stacked(expert, self.sites),
@@ -715,8 +723,7 @@ class SnapshotWalk(CalibrationWalk):
 
     @torch.no_grad()
     @exact_products()
-    def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
-        """Solve the sites of one layer."""
+    def _calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
         merged = self.pool.parameters("merged", layer)
         updates: dict[str, Tensor] = {}
         reports: list[SiteReport] = []
@@ -726,15 +733,15 @@ class SnapshotWalk(CalibrationWalk):
             is_final = number == len(runs)
             self._sum_up(layer, merged, parts, is_final=is_final, moves=is_final and not is_last)
             problems = (part.problem(merged, self._base(layer, part.sites)) for part in parts)
-            of_run, reports_of_run = self.solved(layer, problems)
+            of_run, reports_of_run = self._solved(layer, problems)
             updates |= of_run
             reports += reports_of_run
             del parts, problems  # free their memory before features pass
         drift: dict[str, float] = {}
         if not is_last and self.calibrator.inputs == "deployed":
-            drift = self.advance(layer, merged, updates)
+            drift = self._advance(layer, merged, updates)
         elif not is_last:
-            self.advance(layer, merged, {})
+            self._advance(layer, merged, {})
         return CalibratedLayer(layer.index, updates, reports, drift)
 
     def _runs(self, layer: Layer, merged: Parameters, names: Collection[str]) -> list[list[str]]:
@@ -786,7 +793,7 @@ class SnapshotWalk(CalibrationWalk):
         for task, owner in self.owners.items():
             expert: Parameters = {}
             if owner == self.team.rank:
-                expert = self.expert(layer, task)
+                expert = self._expert(layer, task)
                 for batch in self.stream.batches(layer, task):
                     if layer.sees(batch.side):
                         self._add(layer, merged, expert, batch, parts, moves=moves)

@@ -44,9 +44,14 @@ def input_bytes(inputs: object) -> int:
 
 
 def replaced(layer: Layer, parameters: Parameters, updates: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a layer's parameters with some of them updated; updates of a fused tensor become views of it.
+    """Return a layer's parameters with some of them updated.
 
     If a fused tensor of a mixture changes, its experts are copied into one tensor; otherwise every pass would do that.
+
+    Args:
+        layer: the layer.
+        parameters: all of its parameters.
+        updates: the new ones; those of a fused tensor become views of it.
     """
     new = {**parameters, **updates}
     for slots in _stacks(layer).values():
@@ -187,7 +192,13 @@ class ModelPool:
         return wide
 
     def parameters(self, model: str, layer: Layer, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return parameters of a layer by its names, on `device` in `dtype`; `names` None reads all."""
+        """Return parameters of a layer by its names, on `device` in `dtype`.
+
+        Args:
+            model: the model's name.
+            layer: the layer.
+            names: the parameters to read; None reads all.
+        """
         if names is not None:
             return {name: self._parameter(model, layer.parameters[name]) for name in names}
         read = self._table if layer.role == "stem" else self._parameter
@@ -234,7 +245,10 @@ class ModelPool:
     def library_states(self, model: str, inputs: Any, task: str = "") -> list[State]:
         """Return the states at boundaries 1..L from one forward pass of the library's module with these weights.
 
-        The last state includes the attachment of `task`. One block's weights are in memory at a time.
+        Args:
+            model: the model's name; one block of its weights is in memory at a time.
+            inputs: raw inputs.
+            task: the task of the attachment, which corrects the last state.
         """
         if model in self._modules:
             states = self.chain.library_states(self._modules[model], inputs)
@@ -319,10 +333,12 @@ class ModelPool:
 
 
 def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: StateSource) -> None:
-    """Raise if keys are missing or unknown, shapes differ, or integers are stored in the place of floats.
+    """Raise an `IncompatibleModelsError` for missing or unknown keys, other shapes, or integers in the place of floats.
 
-    Raises:
-        IncompatibleModelsError: names the keys.
+    Args:
+        skeleton: the library's module.
+        chain: its layers.
+        source: the weights to check.
     """
     expected = {
         name: TensorHeader(tuple(p.shape), p.dtype) for name, p in skeleton.state_dict(keep_vars=True).items()

@@ -161,8 +161,7 @@ class _StepWalk(CalibrationWalk):
 
     @torch.no_grad()
     @exact_products()
-    def calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
-        """Solve the sites of one layer."""
+    def _calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
         if not self.groups:
             self._begin(layer)
         groups, merged = self.groups[layer.index], self.pool.parameters("merged", layer)
@@ -175,7 +174,7 @@ class _StepWalk(CalibrationWalk):
                 # One pass per group, and its solve before the next pass: their sums together may not fit in memory.
                 sums = self._sums(layer, student, merged, number, group, streams)
                 problems = (sums.problem(group, merged, has_views=self.context.has_views) for _ in range(1))
-                parameters, group_reports = self.solved(layer, problems)
+                parameters, group_reports = self._solved(layer, problems)
                 solved |= parameters
                 reports += group_reports
             updates |= solved
@@ -183,7 +182,7 @@ class _StepWalk(CalibrationWalk):
             student = replaced(layer, merged, updates)
         for batch in itertools.chain.from_iterable(self.stream.cached.values()):
             batch.drop(_WANTED)
-        drift = {} if is_last else self.advance(layer, merged, updates)
+        drift = {} if is_last else self._advance(layer, merged, updates)
         return CalibratedLayer(layer.index, updates, reports, drift)
 
     def _steps(self, groups: Sequence[_Group]) -> list[list[tuple[int, _Group]]]:
@@ -252,7 +251,7 @@ class _StepWalk(CalibrationWalk):
         self._record(task, layers)
         sums: dict[_Key, _GradientSums] = {}
         for layer in reversed(layers):
-            parameters = self.expert(layer, task)
+            parameters = self._expert(layer, task)
             entered = EXPERT if layer is layers[0] else _recorded(layer.index - 1)
             sees = all(layer.sees(batch.side) for batch in self.stream.cached[task])
             groups = self.groups.get(layer.index, ()) if sees else ()
@@ -386,7 +385,7 @@ class _StepWalk(CalibrationWalk):
         self.chosen = {}
         names = [site.name for group in groups for site in group.sites]
         for task in self.parts:
-            expert = self.expert(layer, task)
+            expert = self._expert(layer, task)
             counts: list[list[Tensor]] = [[] for _ in groups]
             for batch in self.stream.batches(layer, task):
                 if not layer.sees(batch.side):

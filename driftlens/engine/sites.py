@@ -149,7 +149,14 @@ def tied_sites(chain: LayerChain) -> dict[str, tuple[str, ...]]:
 def coverage(
     chain: LayerChain, source: StateSource, sites: Mapping[int, Collection[str]], update: Collection[str]
 ) -> tuple[float, str]:
-    """Return the share of the blocks' parameters that is solved for, and a sentence about it."""
+    """Return the share of the blocks' parameters that is solved for, and a sentence about it.
+
+    Args:
+        chain: the model as layers.
+        source: any model of the architecture; only headers are read.
+        sites: names of the sites by layer index.
+        update: kinds of parameters that are solved for: `linear` for weights, `bias`, `norm`.
+    """
     total, solved, left = Counter[bool](), Counter[bool](), Counter[str]()  # by "in a block", and by name
     tied, counted = tied_sites(chain), set[object]()
     for layer in chain.layers:
@@ -385,6 +392,13 @@ def added_to(
 
     The layer runs once; a later module reads h + y, or the layer returns it. Sites without such a sum are left out, for
     instance where an output is scaled or normalised before it is added.
+
+    Args:
+        layer: the layer.
+        parameters: its parameters.
+        state: features before it.
+        side: the batch's side inputs.
+        names: the sites.
     """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, tuple[Tensor, int]] = {}  # with the number of inputs read before

@@ -111,7 +111,15 @@ class FeatureStream:
         *,
         named: str = "",
     ) -> State:
-        """Run a model's features through a layer, cache the result and return it; `named` is for messages."""
+        """Run a model's features through a layer, cache the result and return it.
+
+        Args:
+            layer: the layer.
+            batch: the cached batch.
+            model: the features' name in the cache.
+            through: (state, side inputs) -> next state.
+            named: the model's name in messages.
+        """
         left = through(batch.get(model), batch.side)
         self.keep(layer, batch, model, left, named=named)
         return left
@@ -477,7 +485,15 @@ def forward(
     task: str = "",
     pooling: Pool | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield final features, pooled if there is a `pooling`: (position of the first sample, [n, d]) by batch."""
+    """Yield final features of one model, batch by batch: (position of the first sample, [n, d]).
+
+    Args:
+        pool: the models.
+        model: the model's name.
+        batches: the samples.
+        task: the task of the attachment.
+        pooling: the pooling to one vector per sample; None returns features as they are.
+    """
     for layer, states in _layer_states(pool, model, batches, task=task):
         if layer.role == "head":
             for start, state, side in states:
@@ -485,7 +501,14 @@ def forward(
 
 
 def waiting_bytes(pool: ModelPool, model: str, inputs: object, num_models: int = 1) -> int:
-    """Return the cached bytes of one sample at a boundary, for the features of `num_models`."""
+    """Return the cached bytes of one sample at a boundary.
+
+    Args:
+        pool: the models.
+        model: any model's name.
+        inputs: raw inputs of one sample.
+        num_models: the number of models whose features are cached.
+    """
     state, side = pool.begun(inputs)
     stem = pool.chain.layers[0]
     out = pool.layer_map(model, stem, "")(state, side)

@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.checkpoints.tensor_sources import StateSource, written
-from driftlens.data.altered import viewed
-from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import Attachment, LayerMap, ModelPool, replaced
 from driftlens.engine.sites import SiteRows, require_rule, row_weights, rows_and_output, site_path, stacked
 from driftlens.engine.walk import CachedBatch, FeatureStore, FeatureStream, Parts
@@ -214,9 +212,7 @@ class ExpertFeatures:
         passed = rows_and_output(layer, expert, state, batch.side, inputs, outputs, stops=stops)
         rows, left = passed
         tensors = [*rows.inputs.values(), *rows.outputs.values(), *left.values()]
-        # Sites that read the same tensor share its memory.
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-        num_bytes = self._num_bytes + sum(storage.nbytes() for storage in storages.values())
+        num_bytes = self._num_bytes + sum(tensor.nbytes for tensor in tensors)
         if num_bytes <= self.budget:
             self._num_bytes = num_bytes
             self._passes[key] = passed
@@ -241,7 +237,7 @@ class CalibrationContext:
 
     Attributes:
         pool: base, merged model and one expert per task.
-        parts: calibration samples by task, views included. Tasks are processed in the order of their names.
+        parts: calibration samples by task, `viewed` if they have views; tasks are processed in the order of names.
         sites: layer index -> names of its sites, see `select_sites`; empty for trained corrections.
         base: the pool's name of the base; None without one.
         done: layers calibrated before an interruption -> their updates, which are applied and not recomputed.
@@ -270,14 +266,6 @@ class CalibrationContext:
     seed: int = 0
     like: StateSource | None = None
     expert_features: ExpertFeatures = field(default_factory=ExpertFeatures)
-
-    def __post_init__(self) -> None:
-        parts = {
-            task: viewed(part) if isinstance(part, SampleSet) and part.views is not None else part
-            for task, part in self.parts.items()
-        }
-        # The dataclass is frozen, and views belong to the samples from the beginning.
-        object.__setattr__(self, "parts", parts)
 
     @property
     def has_views(self) -> bool:

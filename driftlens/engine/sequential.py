@@ -405,10 +405,6 @@ class _StepWalk(CalibrationWalk):
                     for number, rows in enumerate(counts)
                 }
         self.stream.check()
-        # One copy per layer brings the routes to the host; a copy per batch would synchronize each time.
-        if chosen := [routes.chosen for routes in self.chosen.values() if routes.chosen is not None]:
-            parts = torch.split(torch.cat(chosen).cpu(), [*map(len, chosen)])
-            self.chosen = {batch: Routes(part) for batch, part in zip(self.chosen, parts, strict=True)}
         if self.calibrator.weights == "uniform":
             self._gather_energies()
         answers = [entry for entry in self.team.gather((first_task, streams)) if entry[0]]
@@ -441,7 +437,7 @@ class _StepWalk(CalibrationWalk):
             and routes.gates is not None
         ):
             targets |= {_CHOSEN: routes.chosen, _GATES: routes.gates}
-            self.chosen[batch] = Routes(routes.chosen)
+            self.chosen[batch] = Routes(routes.chosen.cpu())
         for name, stream in streams.items():
             targets[name] = targets[name] + stream_of(layer, stream, state, seen.inputs)
         batch.put(_WANTED, targets)

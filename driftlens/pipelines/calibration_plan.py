@@ -279,7 +279,7 @@ def calibration_context(
     """Return the context in which a study's merged model is calibrated; `options` are further fields of it."""
     return CalibrationContext(
         study.pool,
-        samples,
+        {task: viewed(drawn) for task, drawn in samples.items()},
         sites,
         base="base" if study.has_base else None,
         feature_budget=study.settings.feature_budget,

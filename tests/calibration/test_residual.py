@@ -277,7 +277,7 @@ def test_solves_agree_with_the_slow_reference(name: str, of: str, copies: int) -
             leave={task: lambda hidden, head=head: head(hidden[None])[0] for task, head in heads.items()},
         ),
     )
-    found = calibrated(models, product, parts=dict.fromkeys(TASKS, given_samples))
+    found = calibrated(models, product, parts=dict.fromkeys(TASKS, viewed(given_samples)))
     assert len(found) == sum(map(len, want))
     for (layer, parameter), value in found.items():
         site, _, part = parameter.rpartition(".")

@@ -1,1 +1,1 @@
-"""Data sources and samples: one file per kind of source, sampling, class names, data in memory."""
+"""Data sources and samples: sources by kind, sampling, class names, altered samples, data in memory."""

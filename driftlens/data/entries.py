@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from driftlens.data.images import SUFFIXES
-from driftlens.data.library import column_names
+from driftlens.data.rows import column_names
+from driftlens.data.sources import SUFFIXES
 from driftlens.utils.errors import SpecError
 from driftlens.utils.files import entries, from_json, plain_file
 

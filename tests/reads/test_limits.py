@@ -19,7 +19,7 @@ from driftlens.config import run as spec_run
 from driftlens.config import types
 from driftlens.config.requests import MOST_DRAWS, Modules
 from driftlens.config.run import load_spec
-from driftlens.data.images import read_image
+from driftlens.data.sources import read_image
 from driftlens.merging import method
 from driftlens.models import architecture
 from driftlens.results.projection import MOST_POINTS

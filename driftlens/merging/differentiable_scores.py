@@ -84,13 +84,7 @@ def _runs(settings: Mapping[str, Any], samples: int, classes: int) -> int:
 
 
 def _diagonal(scored: Any, weights: Mapping[str, Tensor], batch_size: int | None) -> dict[str, Tensor]:
-    """Compute E over samples and classes of (d log p / d weight)^2, or published code's estimate with a batch size.
-
-    Args:
-        scored: the samples and the scores of one task.
-        weights: the expert's parameters.
-        batch_size: samples per gradient, or None for the exact diagonal.
-    """
+    """Compute E over samples and classes of (d log p / d weight)^2, or published code's estimate with a batch size."""
     total = {key: torch.zeros_like(value) for key, value in weights.items()}
     leaves, count = list(weights.values()), len(scored)
 

@@ -169,7 +169,6 @@ PARALLEL = 0.9995
 
 
 def _vectors_of(base: StateDict, experts: Mapping[str, StateDict], name: str) -> list[Tensor]:
-    """Return the task vectors of one tensor."""
     start = base[name]
     return [expert[name] - start for expert in experts.values()]
 

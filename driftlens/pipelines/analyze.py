@@ -307,7 +307,6 @@ class Phases:
             self.writer.notice(notice)
 
     def _digest(self, names: Sequence[str]) -> None:
-        """Record digest, size and origin of models of the study's pool."""
         self.writer.describe(models=self.study.team.map(names, self.study.model_info))
 
     def _compare_parameters(self, variants: Sequence[str]) -> None:
@@ -342,7 +341,6 @@ class Phases:
         return diagnose(study, task, self.reporter, base)
 
     def _diagnose(self, study: Study, task: str, variants: Sequence[str]) -> None:
-        """Write the rows and features of one task."""
         writer = self.writer
         diagnosis = study.of_task(task, partial(self._diagnosed, study, task))
         if diagnosis is None:
@@ -400,7 +398,6 @@ class Phases:
 
 
 def _frame(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Return a table from its rows, or from parts of its columns."""
     if not any(map(np.ndim, parts[0].values())):
         return pd.DataFrame(parts)
     return pd.concat([pd.DataFrame(dict(part)) for part in parts], ignore_index=True)
@@ -484,13 +481,11 @@ def thumb(picture: Picture) -> NDArray[np.uint8]:
 
 
 def _addable() -> tuple[str, ...]:
-    """Return the options of all optional diagnostics."""
     declared = [column.option for table in TABLES.values() for column in table.columns]
     return tuple(sorted({*declared, *(entry.option for entry in diagnostics.values())} - {""}))
 
 
 def _asking(study: Study, add: Collection[str]) -> Study:
-    """Return the study with these options switched on."""
     for name in add:
         if name not in _addable():
             raise SpecError(

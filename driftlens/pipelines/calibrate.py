@@ -440,12 +440,10 @@ def _solve_layers(
 
 
 def _total(values: Iterable[float | None]) -> float:
-    """Return the sum; NaN if a value is None."""
     return sum(math.nan if value is None else value for value in values)
 
 
 def _notices(plan: CalibrationPlan, study: Study) -> list[str]:
-    """Return notices on the samples and the scope of a calibration."""
     # Samples from files never overlap: splits are drawn without replacement.
     notices = _diagnosed_too(plan.samples, study) if study.architecture.get("loader") == "live" else []
     notices += _trained_on(plan.samples, study) if plan.automatic else []
@@ -545,12 +543,10 @@ class _Scratch:
 
     @property
     def is_there(self) -> bool:
-        """True if the calibration was started and is not finished."""
         return self._settings.is_file()
 
     @property
     def begun(self) -> dict[str, Any]:
-        """The settings with which it was started."""
         try:
             return dict(from_json(self._settings.read_bytes()))
         except (OSError, ValueError, TypeError) as error:
@@ -559,7 +555,6 @@ class _Scratch:
             ) from error
 
     def remove(self) -> None:
-        """Remove the folder."""
         remove_tree(self._folder)
 
     def begin(self, settings: Mapping[str, Any]) -> None:

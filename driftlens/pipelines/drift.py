@@ -336,7 +336,6 @@ def attribution_of(
 
 
 def _joined(parts: Iterable[Tensor]) -> NDArray[np.float64]:
-    """Join parts along the last axis."""
     return torch.cat([*parts], dim=-1).cpu().double().numpy()
 
 
@@ -389,7 +388,6 @@ class _Targets:
 
 
 def _targets(study: Study, pull_back: attribution.PullBack, variant: str) -> list[_Targets]:
-    """Return the targets of every batch of a variant."""
     batches, stream = [*pull_back.batches.values()], study.pool.chain.layers[-1].stream
     ends = [pull_back.ends(batch, variant) for batch in batches]
     targets = []

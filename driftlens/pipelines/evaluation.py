@@ -145,7 +145,6 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
 
 
 def _model(variant: str, task: str) -> str:
-    """Return a variant's name in the pool."""
     return expert_of(task) if variant == "expert" else variant
 
 

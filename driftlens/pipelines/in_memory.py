@@ -160,7 +160,6 @@ def _recorded(settings: LiveSettings) -> dict[str, Any]:
 
 
 def _require_same_settings(before: LiveSettings, now: LiveSettings) -> None:
-    """Refuse settings that differ from those of the run."""
     old, new = _recorded(before), _recorded(now)
     for name in now.model_fields_set - {*_CHANGEABLE}:
         if new[name] != old[name]:
@@ -171,7 +170,6 @@ def _require_same_settings(before: LiveSettings, now: LiveSettings) -> None:
 
 
 def _contents(study: Study) -> dict[str, dict[str, Any]]:
-    """Return digests of each task's samples, labels and head."""
     return {
         task: {
             "samples": ids_digest(data.diagnosis.digests),
@@ -184,7 +182,6 @@ def _contents(study: Study) -> dict[str, dict[str, Any]]:
 
 
 def _require_same_contents(recorded: Mapping[str, Any], study: Study) -> None:
-    """Refuse samples, labels or heads that differ from the run's."""
     contents = _contents(study)
     if recorded and recorded.keys() != contents.keys():
         raise SpecError(

@@ -342,7 +342,6 @@ class _Candidate(NamedTuple):
 
     @property
     def cost_of_part(self) -> float:
-        """The cost of making it from one part of the samples and scoring it on the other."""
         return self.cost / _NUM_PARTS + _SCORING_COST
 
 
@@ -516,7 +515,6 @@ class _CrossFitting:
         return {share: _joined(parts) for share, parts in scores.items()}
 
     def unchanged_models(self) -> dict[str, Values]:
-        """Return scores of the merged model and the base by name."""
         names = [name for name in _UNCHANGED if name == "merged" or self.study.has_base]
         return {
             name: _joined([self.scorer.of(name, positions) for positions in self._positions])
@@ -549,7 +547,6 @@ class _CrossFitting:
 
 
 def _joined(parts: Sequence[Values]) -> Values:
-    """Concatenate the scores of all parts."""
     return {
         task: {name: np.concatenate([part[task][name] for part in parts]) for name in by_measure}
         for task, by_measure in parts[0].items()

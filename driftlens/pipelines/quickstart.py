@@ -295,7 +295,6 @@ def _architecture(place: str, access: Access) -> dict[str, str]:
 def _entries(
     tasks: Sequence[str], data: Sequence[str], reads: str
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return every task's data entry, and a notice if built-in samples are used."""
     if not data:
         entry, samples = PROBES[reads]
         notice = f"no --data: using {samples} that belong to no task. Pass your own for reliable results"

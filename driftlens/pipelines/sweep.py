@@ -70,18 +70,15 @@ class _Setting:
 
     @classmethod
     def of(cls, method: str, settings: Mapping[str, Any], n: int, corruption: str = CLEAN) -> _Setting:
-        """Return the setting with these values over the method's defaults."""
         resolved = resolve(calibrators[method], settings, method)
         return cls(method, json.dumps(resolved), n, written(corruption))
 
     @property
     def values(self) -> dict[str, Any]:
-        """The values that a sweep can vary, by name."""
         return {**json.loads(self.settings), "n": self.n, "corruption": self.corruption}
 
     @property
     def calibrator(self) -> Calibrator:
-        """The calibrator with these settings."""
         return calibrators[self.method](**json.loads(self.settings))
 
     def changed(self, values: Mapping[str, Any]) -> _Setting:
@@ -223,7 +220,6 @@ def _open(
 
 
 def _starting_requests(request: SweepRequest, samples: int | None) -> list[CalibrationRequest]:
-    """Return the calibrations that sweeps vary, one per method."""
     starts = {method.method: dict(method.settings) for method in resolve_methods(request.methods or ())}
     # A preset belongs to one method; if no method has it, all get it, and the error names them.
     has_preset = [name for name in starts if request.preset in calibrators[name].presets] or [*starts]
@@ -350,7 +346,6 @@ def _samples_by_seed(
 
 
 def _without(samples: SampleSet, ids: Collection[str]) -> SampleSet:
-    """Return the samples whose ids are not among `ids`."""
     positions = [position for position, sample in enumerate(samples.ids) if sample not in ids]
     return samples if len(positions) == len(samples) else part_of(samples, positions)
 
@@ -405,7 +400,6 @@ def _fit_and_measure(
 
 
 def _columns(scorer: HeldOutScorer, task: str, features: Tensor, expert: Tensor) -> dict[str, Any]:
-    """Return the candidate's drift and accuracy on one task as columns of the sweep table."""
     row: dict[str, Any] = {"task": task, **final_drift(features, expert)}
     if not scorer.without_head:
         row["kl"] = float(

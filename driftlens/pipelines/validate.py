@@ -241,7 +241,6 @@ def _check_merge(
     data: Mapping[str, TaskData],
     checks: Preflight,
 ) -> Merge | None:
-    """Check the spec's merge and return it; None if it can't be made."""
     section = spec.merge
     if section is None:
         return None
@@ -454,10 +453,7 @@ def _judge(
 
 
 def _check_ties(chain: LayerChain, checks: Preflight) -> None:
-    """Report tied weights: calibrating one of them changes the others.
-
-    Weights that no calibration solves are left out, such as a table of positions that all blocks read.
-    """
+    """Report tied weights that a calibration would solve: solving one of them changes the others."""
     sites = {(layer.index, site.name) for layer in chain.layers for site in layer.sites}
     places: defaultdict[tuple[str, tuple[int, int] | None], list[str]] = defaultdict(list)
     solved = set[tuple[str, tuple[int, int] | None]]()
@@ -640,7 +636,6 @@ def _stored_features(study: Study, sizes: _Sizes, num_models: int) -> int:
 
 
 def _linear_shapes(layer: Layer, source: StateSource) -> dict[str, tuple[int, int]]:
-    """Return [outputs, inputs] of the layer's linear modules, by name."""
     shapes = {}
     for site in layer.sites:
         slot = layer.parameters.get(f"{site.name}.weight")

@@ -29,7 +29,7 @@ from driftlens.engine.walk import FeatureStream, OnStep
 from driftlens.models.chain import Layer
 from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError, SpecError, did_you_mean
-from driftlens.utils.registry import Registry, read, settings_of
+from driftlens.utils.registry import Registry, resolve, settings_of
 from driftlens.utils.variants import expert_of
 
 
@@ -109,7 +109,7 @@ class Calibrator:
 
     def check(self, *, has_base: bool = True) -> None:
         """Raise a `SpecError` for an invalid setting, with its value and what was expected."""
-        read(settings_of(type(self)), self.get_params())
+        resolve(type(self), self.get_params())
 
 
 class ClosedFormBase(Layerwise, Calibrator):

@@ -20,10 +20,7 @@ from driftlens.utils.errors import counted
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The comparison of a run's files with its manifest: number of files compared, and those that differ.
-
-    Unlisted files belong to another program, or to an unfinished job on a finished run.
-    """
+    """The number of files compared with the manifest, and those that differ; unlisted ones may be another program's."""
 
     checked: int
     missing: tuple[str, ...]

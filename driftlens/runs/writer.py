@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from math import isfinite
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -179,8 +178,7 @@ def _refuse_links_out(folder: pathlib.Path) -> None:
 
 def write_status(folder: pathlib.Path, status: Status) -> None:
     """Replace the run's status.json atomically."""
-    finite = {name: value for name, value in status.metrics.items() if value is not None and isfinite(value)}
-    metrics = {name: float(finite[name]) if name in finite else None for name in status.metrics}
+    metrics = {name: plain(value) for name, value in status.metrics.items()}
     # A running job writes hundreds of them; after a power cut it doesn't run any more, so none needs a disk flush.
     is_lasting = status.state != "running"
     write_json_atomic(folder / STATUS, as_plain(replace(status, metrics=metrics)), is_lasting=is_lasting)
@@ -599,9 +597,8 @@ def remove_tree(entry: pathlib.Path) -> None:
         else:
             entry.unlink(missing_ok=True)
     except OSError as error:
-        raise RunError(
-            f"can't remove {entry}: {error.strerror}", hint="Remove it, or choose another folder."
-        ) from error
+        hint = "Remove it, or choose another folder."
+        raise RunError(f"can't remove {entry}: {error.strerror}", hint=hint) from error
 
 
 def peak_rss_bytes() -> int | None:
@@ -618,13 +615,10 @@ def peak_rss_bytes() -> int | None:
 
 def energy_wh(counters: pathlib.Path = pathlib.Path("/sys/class/powercap")) -> float | None:
     """Return the energy that the processors have used for all programs, in Wh; None without readable counters."""
+    files = counters.glob("intel-rapl:[0-9]*/energy_uj")
     try:
-        readings = [
-            int(file.read_text())
-            for file in counters.glob("intel-rapl:[0-9]*/energy_uj")
-            # `intel-rapl:0:0` is a part of `intel-rapl:0`, whose counter includes it.
-            if ":" not in file.parent.name[11:]
-        ]
+        # `intel-rapl:0:0` is a part of `intel-rapl:0`, whose counter includes it.
+        readings = [int(file.read_text()) for file in files if file.parent.name.count(":") == 1]
     except (OSError, ValueError):
         return None
     return sum(readings) / 3.6e9 if readings else None

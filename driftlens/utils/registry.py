@@ -349,17 +349,20 @@ def expected(schema: Schema) -> str:
     return f"{words}, or nothing" if "anyOf" in schema else words
 
 
-def read(settings: type[BaseModel], values: Mapping[str, object], owner_name: str = "") -> dict[str, Any]:
+def resolve(
+    owner: Callable[..., object], values: Mapping[str, object], owner_name: str = ""
+) -> dict[str, Any]:
     """Validate settings and merge them over the defaults; numbers become floats, lists tuples.
 
     Args:
-        settings: the settings model.
-        values: values by name.
+        owner: the function or class.
+        values: settings by name.
         owner_name: the owner's name in messages, for example "merge method 'ties'".
 
     Raises:
         SpecError: an unknown name, a value that is not allowed, or a missing value without default.
     """
+    settings = settings_of(owner)
     before = f"{owner_name}: " if owner_name else ""
     try:
         return dict(settings.model_validate(dict(values)))
@@ -370,33 +373,15 @@ def read(settings: type[BaseModel], values: Mapping[str, object], owner_name: st
     # Unknown names first: a misspelt name is usually the cause of a missing one.
     for name in values:
         if name not in fields:
-            takes = ", ".join(fields) or "none"
-            hint = did_you_mean(name, fields)
-            raise SpecError(
-                f"{owner_name} has no parameter {name!r}; it takes {takes}", hint=hint, setting=name
-            )
-    name = str(next(iter(field for field in fields if field in problems)))
+            message = f"{owner_name} has no parameter {name!r}; it takes {', '.join(fields) or 'none'}"
+            raise SpecError(message, hint=did_you_mean(name, fields), setting=name)
+    name = next(field for field in fields if field in problems)
     schema = schemas_of(settings)[name]
     if problems[name] == "missing":
         raise SpecError(f"{owner_name} needs {name}: {expected(schema)}", setting=name)
+    message = f"{before}{name} is {values[name]!r}; expected {expected(schema)}"
     hint = did_you_mean(values[name], choices_of(entry_of(schema)[0]))
-    raise SpecError(
-        f"{before}{name} is {values[name]!r}; expected {expected(schema)}", hint=hint, setting=name
-    )
-
-
-def resolve(owner: Callable[..., object], values: Mapping[str, object], owner_name: str) -> dict[str, Any]:
-    """Validate the settings of a function or class and merge them over the defaults.
-
-    Args:
-        owner: the function or class.
-        values: values by name.
-        owner_name: the owner's name in messages.
-
-    Raises:
-        SpecError: as for `read`.
-    """
-    return read(settings_of(owner), values, owner_name)
+    raise SpecError(message, hint=hint, setting=name)
 
 
 Kind = Literal["str", "int", "float", "bool"]

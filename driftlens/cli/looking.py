@@ -401,7 +401,7 @@ def report(
         sections=None if is_preset else chosen,
         checks=checks,
     )
-    paths = made.attach(parts(formats)) if out is None else made.save(out, parts(formats))
+    paths = made.save(out, parts(formats))
     if as_json:
         say_json(paths)
         return

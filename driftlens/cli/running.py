@@ -70,7 +70,7 @@ def demo(
         run = calibrate(
             out, CalibrationRequest(name="residual", method="residual"), context.about("residual")
         )
-    (page,) = Report(run).attach(["html"])
+    (page,) = Report(run).save(formats=["html"])
     show_run(run, everyone=True)
     folder = shlex.quote(str(out))
     say(f"\nReport: {page}")

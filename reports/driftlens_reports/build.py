@@ -18,7 +18,6 @@ import functools
 import html
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import driftlens
@@ -35,7 +34,6 @@ from driftlens_reports.formats.texts import fragments, json_document, markdown, 
 from driftlens_reports.sections import PRESETS, TITLES, charts_of, check_known, section_parts, verdict_of
 
 Checks: TypeAlias = CheckReport | PathLike | Mapping[str, Any]
-Composed: TypeAlias = tuple[ReportContent, Mapping[str, Drawn]]
 
 
 class Report:
@@ -76,9 +74,36 @@ class Report:
         return self._composed[0]
 
     @functools.cached_property
-    def _composed(self) -> Composed:
+    def _composed(self) -> tuple[ReportContent, Mapping[str, Drawn]]:
         """The content, and the drawn charts of the figures that are not missing, by name."""
-        return _compose(self.run, self._preset, self._sections, self._checks)
+        run, names = self.run, self._sections
+        figures: dict[str, list[Figure]] = {}
+        drawn: dict[str, Drawn] = {}
+        for name in names:
+            pairs = [_figure(run, chart) for chart in charts_of(name, self._preset)]
+            figures[name] = [figure for figure, _ in pairs]
+            drawn |= {figure.name: picture for figure, picture in pairs if picture is not None}
+        # Caveats list the missing figures of all sections, so all charts are drawn first.
+        everything = [figure for group in figures.values() for figure in group]
+        judged = verdict_of(run)
+        sections = []
+        for name in names:
+            sentences, tables = section_parts(name, run, judged, self._checks, everything)
+            shown = tuple(table for table in tables if table.rows)
+            parts = {"sentences": tuple(sentences), "tables": shown, "figures": tuple(figures[name])}
+            sections.append(Section(name=name, title=TITLES[name], **parts))
+        recorded = ("created", "synthetic", "spec_digest", "schema_version")
+        info = {name: getattr(run.manifest, name) for name in recorded}
+        info |= {"id": run.id, "name": run.name, "state": current_state(run)}
+        content = ReportContent(
+            driftlens=driftlens.__version__,
+            preset=self._preset,
+            run=RunInfo(**info, tasks=run.tasks, variants=run.variants),
+            stamps=(*stamps(run), *overlap_notes(run)),
+            verdict=judged,
+            sections=tuple(sections),
+        )
+        return content, drawn
 
     def _repr_html_(self) -> str:
         """Return the light page in an iframe, for notebooks."""
@@ -89,67 +114,24 @@ class Report:
     def files(self, formats: Iterable[str] = ("html", "json", "md")) -> dict[str, bytes]:
         """Return the report's files by path relative to its folder."""
         chosen = [formats] if isinstance(formats, str) else list(formats)
-        check_known("format", chosen, _FORMATS)
+        check_known("format", chosen, FORMATS)
         return {
-            file: data for name in chosen for file, data in _FORMATS[name](self.run, *self._composed).items()
+            file: data for name in chosen for file, data in FORMATS[name](self.run, *self._composed).items()
         }
 
-    def save(self, folder: PathLike, formats: Iterable[str] = ("html", "json", "md")) -> list[pathlib.Path]:
+    def save(
+        self, folder: PathLike | None = None, formats: Iterable[str] = ("html", "json", "md")
+    ) -> list[pathlib.Path]:
         """Write the report into `folder`, every file whole or not at all, and return their paths.
 
-        Raises:
-            SpecError: there is no such format.
-            RunError: a table can't be read, or a file can't be written.
-        """
-        return save_files(self.run, self.files(formats), pathlib.Path(folder))
-
-    def attach(self, formats: Iterable[str] = ("html", "json", "md")) -> list[pathlib.Path]:
-        """Write the report into the run's own folder `reports`, where the run lists it among its files.
+        Without a folder the files go into the run's own `reports`, where the run lists them.
 
         Raises:
             SpecError: there is no such format.
             RunError: a table can't be read, or a file can't be written.
-            RunLockedError: another process is writing to the run.
+            RunLockedError: the files go into the run, and another process is writing to it.
         """
-        return save_files(self.run, self.files(formats), None)
-
-
-def formats() -> tuple[str, ...]:
-    """Return the names of all formats."""
-    return tuple(_FORMATS)
-
-
-def _compose(run: DriftRun, preset: str, names: Sequence[str], checks: CheckReport | None) -> Composed:
-    """Build the content of a report on `run`, and draw its charts."""
-    figures: dict[str, list[Figure]] = {}
-    drawn: dict[str, Drawn] = {}
-    for name in names:
-        pairs = [_figure(run, chart) for chart in charts_of(name, preset)]
-        figures[name] = [figure for figure, _ in pairs]
-        drawn |= {figure.name: picture for figure, picture in pairs if picture is not None}
-    # Caveats list the missing figures of all sections, so all charts are drawn first.
-    everything = [figure for group in figures.values() for figure in group]
-    judged = verdict_of(run)
-    sections = []
-    for name in names:
-        sentences, tables = section_parts(name, run, judged, checks, everything)
-        shown = tuple(table for table in tables if table.rows)
-        parts = {"sentences": tuple(sentences), "tables": shown, "figures": tuple(figures[name])}
-        sections.append(Section(name=name, title=TITLES[name], **parts))
-    recorded = ("created", "synthetic", "spec_digest", "schema_version")
-    info = {name: getattr(run.manifest, name) for name in recorded}
-    content = ReportContent(
-        driftlens=driftlens.__version__,
-        preset=preset,
-        run=RunInfo(
-            **{"id": run.id, "name": run.name, "state": current_state(run), **info},
-            **{"tasks": run.tasks, "variants": run.variants},
-        ),
-        stamps=(*stamps(run), *overlap_notes(run)),
-        verdict=judged,
-        sections=tuple(sections),
-    )
-    return content, drawn
+        return save_files(self.run, self.files(formats), None if folder is None else pathlib.Path(folder))
 
 
 def _figure(run: DriftRun, chart: Chart) -> tuple[Figure, Drawn | None]:
@@ -173,17 +155,14 @@ def _interactive(run: DriftRun, content: ReportContent, drawn: Mapping[str, Draw
     return interactive_page(content, drawn, dark)
 
 
-_FORMATS: Mapping[str, Callable[[DriftRun, ReportContent, Mapping[str, Drawn]], dict[str, bytes]]] = (
-    MappingProxyType(
-        {
-            "html": lambda run, content, drawn: {"report.html": _interactive(run, content, drawn)},
-            "html-light": lambda run, content, drawn: {
-                "report-light.html": light_page(content, pictures_of(run, drawn))
-            },
-            "json": lambda run, content, drawn: {"report.json": json_document(content)},
-            "md": lambda run, content, drawn: {"report.md": markdown(content)},
-            "csv": lambda run, content, drawn: spreadsheets(run, content),
-            "latex": lambda run, content, drawn: fragments(content),
-        }
-    )
-)
+# The files of each format, by path.
+FORMATS: Mapping[str, Callable[[DriftRun, ReportContent, Mapping[str, Drawn]], dict[str, bytes]]] = {
+    "html": lambda run, content, drawn: {"report.html": _interactive(run, content, drawn)},
+    "html-light": lambda run, content, drawn: {
+        "report-light.html": light_page(content, pictures_of(run, drawn))
+    },
+    "json": lambda run, content, drawn: {"report.json": json_document(content)},
+    "md": lambda run, content, drawn: {"report.md": markdown(content)},
+    "csv": lambda run, content, drawn: spreadsheets(run, content),
+    "latex": lambda run, content, drawn: fragments(content),
+}

@@ -69,7 +69,6 @@ def put_beside(folder: pathlib.Path, run: DriftRun, name: str) -> None:
 
 
 def _picture(run: DriftRun, name: str) -> bytes:
-    """Return the PNG of a run, or of its calibration `name`."""
     from matplotlib.figure import Figure
 
     head = headline(run, name)
@@ -154,7 +153,6 @@ def _pair(run: DriftRun, name: str) -> list[tuple[str, str, Any]]:
 
 
 def _draw_points(axes: Axes, variant: str, frames: Any) -> None:
-    """Draw the expert's points and the variant's points over them."""
     experts, points = frames
     is_expert = variant == "expert"
     looks = {"s": 9, "linewidths": 0}

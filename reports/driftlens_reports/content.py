@@ -56,7 +56,6 @@ class Estimate(Part):
 
 
 def _null_without_number(value: Any) -> Any:
-    """Replace an interval without a number by null."""
     return None if isinstance(value, Interval) and math.isnan(value.value) else value
 
 

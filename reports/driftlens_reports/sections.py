@@ -148,7 +148,6 @@ def _setup_sentences(run: DriftRun) -> Iterator[str]:
 
 
 def _setup_tables(run: DriftRun) -> Iterator[Table]:
-    """Yield models with their digests, samples by task, and layers."""
     manifest = run.manifest
     models = [
         (title(name), name, info.parameters, info.digest[:16], info.source)
@@ -168,7 +167,6 @@ def _setup_tables(run: DriftRun) -> Iterator[Table]:
 
 
 def _environment_tables(run: DriftRun) -> Iterator[Table]:
-    """Yield software and machine, and time, memory and energy by phase."""
     manifest = run.manifest
     groups = {"version": manifest.versions, "platform": manifest.platform}
     groups |= {"variable": manifest.environment, "threads": manifest.threads}
@@ -193,7 +191,6 @@ def _glossary() -> Table:
 
 
 def _cosine_sentences(run: DriftRun) -> Iterator[str]:
-    """Yield the mean cosine of each variant, and the task with the lowest."""
     for variant in run.variants:
         rows = [row for task in run.tasks if (row := level(run, COSINE, task, variant)).is_measured]
         if rows:
@@ -205,7 +202,6 @@ def _cosine_sentences(run: DriftRun) -> Iterator[str]:
 
 
 def _calibration_sentences(run: DriftRun) -> Iterator[str]:
-    """Yield a summary of each calibration, or how to add one."""
     if not run.manifest.calibrations and not any(part_of(name) == "calibrated" for name in run.variants):
         yield f"The run has no calibrated variant; `{CALIBRATE}` adds one."
     for name, info in run.manifest.calibrations.items():
@@ -343,7 +339,6 @@ def _means_table(verdict: Verdict) -> Table:
 
 
 def _checks_sentence(report: CheckReport, noun: str) -> str:
-    """Return the number of checks that hold."""
     if not report.executed:
         return f"No {noun} had the required numbers."
     verb = "holds" if report.executed == 1 else "hold"
@@ -354,7 +349,6 @@ def _checks_sentence(report: CheckReport, noun: str) -> str:
 
 
 def _checks_parts(self_checks: CheckReport, checks: CheckReport | None) -> tuple[list[str], list[Table]]:
-    """Return sentences and tables of the self-checks and of the user's checks."""
     sentences = [_checks_sentence(self_checks, "self-check")]
     tables = [self_checks.table("self-checks", "Self-checks: claims that are exact in theory", "error")]
     if checks is not None:

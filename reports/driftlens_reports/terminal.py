@@ -153,7 +153,6 @@ def sheet_text(sheet: Table) -> str:
 
 
 def _sheet_lines(sheet: Table) -> list[str]:
-    """Return title, rows and notes of a table."""
     names = [shown for shown in sheet.shown() if shown.kind == "text"]
     rows = aligned(sheet.texts(ascii_only=not shows_signs(), gap="-"), num_names=len(names))
     return [*filter(None, [sheet.title, *rows, sheet.notes()])]

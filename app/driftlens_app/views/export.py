@@ -15,7 +15,7 @@ from driftlens.runs.run import DriftRun
 from driftlens_app.runs import key_of
 from driftlens_app.selection import selection
 from driftlens_app.show import Page, note, open_part, plain, shown_errors
-from driftlens_reports.build import Report, formats
+from driftlens_reports.build import FORMATS, Report
 from driftlens_reports.paper.exhibit import WIDTHS, ExhibitOptions, exhibits
 from driftlens_reports.sections import PRESETS
 
@@ -67,7 +67,7 @@ def _report(run: DriftRun) -> None:
             )
             selected = st.multiselect(
                 "Formats",
-                formats(),
+                FORMATS,
                 default=["html", "html-light"],
                 format_func=_FORMATS.__getitem__,
                 key="formats",

@@ -57,7 +57,6 @@ class Drawn:
         return f"<Drawn: {textwrap.shorten(self.alt, 60, placeholder=' ...')} {len(self.data)} rows>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **options: Any) -> dict[str, Any]:
-        """Return the figure as notebooks show it."""
         shown: dict[str, Any] = self.figure._repr_mimebundle_(include, exclude, **options)
         return shown
 

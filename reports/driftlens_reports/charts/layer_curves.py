@@ -155,7 +155,6 @@ def band(rows: pd.DataFrame, low: str, high: str, brush: theme.Brush, *, opacity
 def _of_layers(
     run: DriftRun, figure: go.Figure, rows: pd.DataFrame, *columns: str, alt: str, notes: Sequence[str] = ()
 ) -> Drawn:
-    """Return a chart of the layer table with its data and notes."""
     data = rows[["task", "variant", "layer", "role", "path", "n", *columns]]
     return Drawn(figure, alt, data, (*words.sample_notes(run, rows), *notes))
 
@@ -178,7 +177,6 @@ _DRIFTS = {
     "not a fault by itself: see relative drift, and amplification for inherited drift (full state).",
 )
 def _layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Draw panels of curves with one y range, so that tasks compare."""
     rows = picking.layer_rows(run, options).rename(columns=_DRIFTS)
     source, quantity, band = (
         "drift_l2_mean",
@@ -217,7 +215,6 @@ _PARTS = {
     "contributions do.",
 )
 def _decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Draw three panels per task; both norms share a y range."""
     names = {source: name for name, (source, _) in _PARTS.items()}
     rows = picking.layer_rows(run, options).rename(columns=names)
     norms = panels.value_axis(options)
@@ -252,7 +249,6 @@ def _decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     "does not explain the layer.",
 )
 def _amplification(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Draw the amplification of inherited drift by layer, a panel per task, with a line at 1."""
     names = {"random_gain_mean": "random gain", "jacobian_error": "Jacobian error"}
     ends = tuple(f"amplification {end}" for end in ("low", "high"))
     called = {
@@ -313,7 +309,6 @@ _MOST_NUMBERED = 16
     "remainder means that the quadrature of the Jacobians was too coarse.",
 )
 def _contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Draw panels of cells on a scale that is symmetric around zero."""
     rows = picking.layer_rows(run, options).rename(columns=_SHARES)
     rows = rows[rows[CONTRIBUTED].notna().groupby(rows["variant"]).transform("any")]
     ends = [name for name in (_SHARE_LOW, _SHARE_HIGH) if rows[name].notna().any()]
@@ -487,7 +482,6 @@ def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark
 
 
 def _placed(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows with each layer's role, path and name."""
     columns = {"layer": "index", "role": "role", "path": "path"}
     layers = {name: [getattr(entry, key) for entry in run.manifest.layers] for name, key in columns.items()}
     return picking.named_layers(run, rows.merge(pd.DataFrame(layers), on="layer", how="left"))

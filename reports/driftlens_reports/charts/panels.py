@@ -58,7 +58,6 @@ def layer_title(run: DriftRun) -> str:
 
 
 def _last_layer(run: DriftRun) -> int:
-    """Return the index of the head."""
     return max((layer.index for layer in run.manifest.layers), default=1)
 
 

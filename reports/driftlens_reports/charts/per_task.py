@@ -106,7 +106,6 @@ def _scores(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 
 
 def _unmeasured(run: DriftRun) -> list[str]:
-    """Return the notices about scores that were left out."""
     return [f"{text}." for text in run.manifest.notices if " not measured: " in text]
 
 
@@ -129,7 +128,6 @@ def _no_scores(run: DriftRun, options: ChartOptions) -> str | None:
     hint="Widely overlapping intervals may mean no difference. The mean hides the worst task.",
 )
 def _accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Draw the main score by task and variant with its interval, and the mean over tasks."""
     rows = _scores(run, options)
     metrics = {name: metric_called(name) for name in rows["metric"].unique()}
     quantity, column = title_of(metrics.values()), "accuracy" if [*metrics] == [ACCURACY.name] else "score"
@@ -180,7 +178,6 @@ def _no_cosines(run: DriftRun, options: ChartOptions) -> str | None:
     hint="Higher is closer to the expert; 1 is the same direction. Cosine ignores length, so drift can shrink alone.",
 )
 def _task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Draw the mean cosine by task and variant, and the mean over tasks."""
     tasks = picking.chosen_tasks(run, options)
     means = picking.rows_at(run, options, "layers")[["task", "variant", "n", "cos_mean"]]
     bands = spread(picking.rows_at(run, options, "samples"), "cos")
@@ -208,7 +205,6 @@ _VALUE, _SCOPES = "mean cosine of task vectors", ("layer", "group")
 
 
 def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Return mean, lowest and highest cosine of each variant at each value of `by`."""
     groups = rows.groupby(["variant", by], sort=False)["cos"]
     ends = {"lowest": groups.min(), "highest": groups.max()}
     return pd.DataFrame({_VALUE: groups.mean(), **ends, "cosines": groups.size()}).reset_index()
@@ -226,7 +222,6 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     "direction. Calibration may lower these cosines: it repairs features, not weights.",
 )
 def _alignment(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Draw two panels on one axis of cosines."""
     table = run.params()
     params = picking.chosen(run, options, table[table["scope"].isin(_SCOPES)]).dropna(subset="cos")
     index = {layer.path: layer.index for layer in run.manifest.layers}

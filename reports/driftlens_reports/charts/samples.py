@@ -58,7 +58,6 @@ def _no_pairs(run: DriftRun, options: ChartOptions) -> str | None:
     "lower left were far off before.",
 )
 def _sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Draw panels of points with the same axes."""
     rows = _paired(run, options)
     gains = rows.assign(**{"mean gain": rows["cosine"] - rows["baseline cosine"]})
     means = gains.groupby(["task", "variant"], sort=False)["mean gain"].mean().reset_index()
@@ -144,7 +143,6 @@ def _shown_task(run: DriftRun, options: ChartOptions) -> str:
 
 
 def _variants_but_base(run: DriftRun, options: ChartOptions) -> list[str]:
-    """Return the chosen variants without the base, which the layout leaves out."""
     return [name for name in picking.chosen_variants(run, options) if name != "base"]
 
 
@@ -178,7 +176,6 @@ def _no_layout(run: DriftRun, options: ChartOptions) -> str | None:
     "panels. `driftlens view RUN` writes a page in which these samples move from model to model.",
 )
 def _scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Draw panels with the same axes."""
     task = _shown_task(run, options)
     layout = project(run, task, ProjectionRequest(layer=options.layer), store_it=False)
     names = ["expert", *_variants_but_base(run, options)]
@@ -225,7 +222,6 @@ def _scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
 
 
 def _with_drifts(run: DriftRun, task: str, rows: pd.DataFrame, options: ChartOptions) -> pd.DataFrame:
-    """Add drift and text to the rows of the layout."""
     drifts = run.samples(task, layer=options.layer)[["variant", "sample_id", "drift_l2"]]
     rows = rows.merge(drifts.rename(columns={"drift_l2": "drift"}), on=["variant", "sample_id"], how="left")
     if texts := run.texts(task):
@@ -281,7 +277,6 @@ _FLIPPED_SHARE = "share flipped, all margins"
     "Score scales differ between tasks: choose one task to compare.",
 )
 def _flips(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Draw stacked histograms with the same bins, one panel per variant."""
     samples = picking.scored_samples(run, options, "flipped", "margin")
     # Without gaps nullable columns become plain ones, which numpy can mask.
     samples = samples.astype({"flipped": bool, "margin": float})
@@ -382,7 +377,6 @@ def _bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     "spectral gains are sampled and guarantee nothing.",
 )
 def _bound(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Draw four panels of points with the same logarithmic axes."""
     rows = _bounds(run, options)
     share = rows[_ACTUAL] / rows["certified"].where(rows["certified"] > 0)
     rows = rows.assign(**{_USE: share.groupby(rows["variant"], sort=False).transform("median")})

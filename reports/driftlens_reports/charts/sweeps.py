@@ -40,7 +40,6 @@ class _SweepMeasure(NamedTuple):
 
 
 def _measures(rows: pd.DataFrame, options: ChartOptions) -> list[_SweepMeasure]:
-    """Return the measures that have numbers: drift, accuracy and other scores."""
     column = "drift_rel" if options.relative else "drift_l2_mean"
     quantity = "final drift / expert norm" if options.relative else "mean final drift"
     drift = _SweepMeasure(column, panels.titled(quantity, "sweeps", column))
@@ -54,7 +53,6 @@ def _measures(rows: pd.DataFrame, options: ChartOptions) -> list[_SweepMeasure]:
 
 
 def _swept(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """Return rows of one-factor sweeps of the chosen tasks."""
     # A sweep's points are no variants, but one that is not there is a mistake.
     picking.chosen_variants(run, options)
     rows = run.sweeps()
@@ -82,7 +80,6 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     "calibration samples. The best point looks better on these samples than it is.",
 )
 def _draw(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Draw a grid of panels: settings down, measures across."""
     rows = _swept(run, options)
     measures = _measures(rows, options)
     settings = [name for name in _SETTINGS if (rows["sweep"] == name).any()]
@@ -115,7 +112,6 @@ def _draw(run: DriftRun, options: ChartOptions) -> Drawn:
 
 
 def _x_axis_settings(rows: pd.DataFrame, setting: str) -> dict[str, Any]:
-    """Return settings of the x axis of a setting."""
     axis: dict[str, Any] = {"tickformat": theme.TICK_NUMBER}
     if setting not in _LOGARITHMIC:
         return axis
@@ -169,7 +165,6 @@ def _by_task(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:
 
 
 def _main_task(points: pd.DataFrame) -> str:
-    """Return the mean of tasks, or the only task."""
     return AVERAGE if (points["task"] == AVERAGE).any() else str(points["task"].iloc[0])
 
 
@@ -201,7 +196,6 @@ def _no_repairs(run: DriftRun, options: ChartOptions) -> str | None:
     "model.",
 )
 def _arena(run: DriftRun, options: ChartOptions) -> Drawn:
-    """Draw score against seconds."""
     rows = _repairs(run)
     is_made = rows["method"].notna()
     points = rows[is_made]

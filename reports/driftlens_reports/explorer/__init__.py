@@ -98,7 +98,6 @@ class Explorer:
         return f"<Explorer of {self.run.id}; `save(path)` writes its page>"
 
     def _repr_html_(self) -> str:
-        """Return the page in a sandboxed iframe, for notebooks."""
         inside = html.escape(self.page.decode())
         allowed = "allow-scripts allow-downloads"
         look = 'width="100%" height="860" style="border:0"'
@@ -485,7 +484,6 @@ def _pictures(run: DriftRun, shown: Sequence[ShownSamples], total: int) -> dict[
 def _notes(
     run: DriftRun, shown: Sequence[ShownSamples], planes: Sequence[Sequence[Any]], request: ViewRequest
 ) -> Iterator[str]:
-    """Yield notes on omitted samples and missing measurements."""
     every = sum(len(_ids(run, part.task)) for part in shown)
     num_shown = sum(len(part.ids) for part in shown)
     if num_shown < every:

@@ -188,7 +188,6 @@ def _prose(text: str) -> Markup:
 
 
 def _anchor(name: str) -> str:
-    """Return a name as an element id."""
     return re.sub(r"[^A-Za-z0-9]+", "-", name)
 
 

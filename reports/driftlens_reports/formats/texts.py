@@ -104,7 +104,6 @@ def _bars(table: Table, rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _few(lines: Iterable[str], most: int, mark: str) -> list[str]:
-    """Return the first lines, and how many more there are."""
     every = list(lines)
     return every if len(every) <= most else [*every[: most - 1], f"{mark}{len(every) - most + 1} more"]
 

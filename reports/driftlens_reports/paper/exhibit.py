@@ -187,8 +187,6 @@ Draw = Callable[[Sequence[DriftRun], ExhibitOptions], Exhibited]
 
 @dataclass(frozen=True)
 class _Exhibit:
-    """One figure or table that can be drawn from runs."""
-
     name: str
     kind: Kind
     title: str
@@ -199,8 +197,6 @@ exhibits: Registry[_Exhibit] = Registry("exhibit", "driftlens_reports.paper")
 
 
 def _registered(kind: Kind, name: str, *, title: str) -> Callable[[Draw], Draw]:
-    """Register a drawing function as an exhibit."""
-
     def register(draw: Draw) -> Draw:
         exhibits.register(name)(_Exhibit(name, kind, title, draw))
         return draw
@@ -262,11 +258,9 @@ class Artifact(Exhibited):
         return f"<Artifact {self.exhibit.name} of {', '.join(run.id for run in self.runs)}, {len(self.data)} rows>"
 
     def _repr_png_(self) -> bytes | None:
-        """Return the figure, for notebooks."""
         return self.content("png") if self.exhibit.kind == "figure" else None
 
     def _repr_html_(self) -> str | None:
-        """Return the numbers of a table, for notebooks."""
         return self.data.to_html(index=False) if self.exhibit.kind == "table" else None
 
     def save(self, path: PathLike) -> pathlib.Path:
@@ -401,7 +395,6 @@ def _possible(exhibit: _Exhibit, formats: Sequence[str]) -> tuple[str, ...]:
 
 
 def _command(exhibit: _Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions) -> str:
-    """Return the command line that draws the exhibit again."""
     # Names only, as a published command must not show private paths.
     folders = [run.path.resolve().name for run in runs]
     flags = [f"--{exhibit.kind}", exhibit.name, "--style", options.style]

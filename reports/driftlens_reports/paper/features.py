@@ -34,7 +34,6 @@ _METHODS = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
 
 @exhibit.figure("intro", title="Feature drift before and after calibration")
 def _intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
-    """Draw one task's matched features and its drift by layer, and every task's accuracy."""
     run, task = runs[0], options.typical_task_of(runs[0])
     calibrated, compared = options.calibrated_of(run), options.compared(run)
     plate = Plate([run], options, options.width * (1.8 if options.is_narrow else 0.74))

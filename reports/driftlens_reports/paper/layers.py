@@ -73,7 +73,6 @@ def _layer_axis(run: DriftRun, axes: Axes, layers: Sequence[int]) -> None:
 
 @figure("drift", title="Relative drift by task and layer")
 def _drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-    """Draw drift against the expert's feature norm, tasks down and layers across, one panel per variant."""
     run, tasks, variants = runs[0], options.tasks_of(runs[0]), options.compared(runs[0])
     lead = (
         "Drift relative to the expert's feature norm (ratios of sums over samples) by task and layer, one panel per "
@@ -133,7 +132,6 @@ def _draw_line(
 
 @figure("decomposition", title="Local mismatch and propagation by layer")
 def _decomposition(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-    """Draw drift, mismatch, propagation and their cross term by layer, on one task."""
     run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
     plate = _begin(run, options, options.width * (1.9 if options.is_narrow else 0.62))
     parts = plate.figure.subfigures(4, 1) if options.is_narrow else plate.figure.subfigures(2, 2).ravel()
@@ -202,7 +200,6 @@ def _contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibit
 
 
 def _draw_shares(plate: Plate, axes: Axes, run: DriftRun, panel: str, task: str, variant: str) -> None:
-    """Draw the bars of one variant."""
     rows = run.layers(task, variant).sort_values("layer")
     layers, colour = rows["layer"].to_numpy(), colour_of(run, variant)
     carried, swapped = (rows[name].astype(float).to_numpy() for name in ("final_share", "prefix_share"))
@@ -228,7 +225,6 @@ def _draw_shares(plate: Plate, axes: Axes, run: DriftRun, panel: str, task: str,
 
 @figure("amplification", title="Growth of incoming drift by layer")
 def _amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-    """Draw what each layer makes of the drift that reaches it, on one task, next to its gain on random directions."""
     run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
     lead = "Norm of the propagated drift relative to the incoming drift. Above 1 drift grows."
     plate = _begin(run, options, options.width * (0.75 if options.is_narrow else 0.42))

@@ -49,7 +49,6 @@ _LOOKS = (
 
 @figure("efficiency", title="Accuracy by calibration samples per task")
 def _efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-    """Draw mean and standard deviation over seeds by the number of calibration samples."""
     plate = Plate(runs, options, options.width * (0.8 if options.is_narrow else 0.48))
     axes = plate.figure.subplots()
     entries, points_of = _draw_lines(plate, axes, runs, "a", "n", options)
@@ -177,7 +176,6 @@ def _mark_default(
 
 
 def _sweeping(factor: str) -> str:
-    """Return the command that measures a sweep, as a sentence's beginning."""
     values = ",".join(f"{value:g}" for value in _EXAMPLES[factor])
     return f"`driftlens sweep RUN --param {factor}={values}` measures it"
 
@@ -185,7 +183,6 @@ def _sweeping(factor: str) -> str:
 def _about_points(
     runs: Sequence[DriftRun], points: Sequence[pd.DataFrame], options: ExhibitOptions
 ) -> Iterator[str]:
-    """Yield the number of tasks, test samples and seeds."""
     rows = pd.concat(points)
     counts = sorted({len(options.tasks_of(run)) for run in runs})
     yield f"Averages are over {' or '.join(map(str, counts))} task{'' if counts == [1] else 's'}."

@@ -137,7 +137,6 @@ def _accuracy(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
 
 
 def _head(task: str, metric: Metric) -> str:
-    """Return the column of a task, with its metric unless that is accuracy."""
     return called(task) if metric == ACCURACY else f"{called(task)} ({metric.title})"
 
 
@@ -295,7 +294,6 @@ def _frame(lines: Sequence[_Line], label: str) -> pd.DataFrame:
 
 
 def _tidy(parts: Sequence[Sequence[_Line]]) -> pd.DataFrame:
-    """Return every number and word of the tables, a row each, unrounded."""
     rows = [
         {
             **{

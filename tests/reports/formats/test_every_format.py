@@ -27,7 +27,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify
 from driftlens.utils.errors import RunError, SpecError
 from driftlens.utils.variants import title
-from driftlens_reports.build import Report, formats
+from driftlens_reports.build import FORMATS, Report
 from driftlens_reports.charts.chart import charts
 from driftlens_reports.charts.theme import DARK, LIGHT
 from driftlens_reports.formats.page import interactive_page
@@ -119,7 +119,7 @@ def markdown_tables(text: str) -> dict[str, list[list[str]]]:
 
 @pytest.fixture(scope="module")
 def files(standard: Report) -> dict[str, bytes]:
-    return standard.files(formats())
+    return standard.files(FORMATS)
 
 
 def expected(run: DriftRun) -> dict[Key, float]:
@@ -190,7 +190,7 @@ def test_single_samples_are_in_csv_only_if_asked_for(full: DriftRun, files: dict
 
 @pytest.mark.slow
 def test_a_second_report_has_the_same_bytes(full: DriftRun, files: dict[str, bytes]) -> None:
-    assert Report(open_run(full.path)).files(formats()) == files
+    assert Report(open_run(full.path)).files(FORMATS) == files
 
 
 def test_saving_leaves_the_files_and_nothing_else(
@@ -205,7 +205,7 @@ def test_saving_leaves_the_files_and_nothing_else(
 
 def test_a_report_in_the_run_is_one_of_its_files(tmp_path: Path) -> None:
     run = open_run(write_full_run(tmp_path / "run", size=SMALL))
-    paths = Report(run, "summary").attach(["json", "md"])
+    paths = Report(run, "summary").save(formats=["json", "md"])
     listed = {run.path / name for name in open_run(run.path).manifest.files if name.startswith("reports/")}
     assert set(paths) == listed and len(paths) == 2
     assert verify(run.path).ok
@@ -228,10 +228,10 @@ def test_reports_need_neither_torch_nor_streamlit(full: DriftRun) -> None:
                     raise ImportError(name)
 
         sys.meta_path.insert(0, Without())
-        from driftlens_reports.build import Report, formats
+        from driftlens_reports.build import FORMATS, Report
         report = Report(sys.argv[1])
         assert report.files(["json", "html"]) and "matplotlib" not in sys.modules  # it takes as long to import
-        print(len(report.files(formats())) > 50)
+        print(len(report.files(FORMATS)) > 50)
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(full.path)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
@@ -262,7 +262,7 @@ SOME = ("one sample", "no labels", "names with markup")
 @pytest.mark.parametrize("name", few(RUNS, QUICK, some=SOME))
 def test_every_run_has_a_report_in_every_format_and_no_invented_number(name: str, tmp_path: Path) -> None:
     folder = write_full_run(tmp_path / "run", **{"size": TINY, **RUNS[name]})  # type: ignore[arg-type]
-    found = Report(folder).files(formats())
+    found = Report(folder).files(FORMATS)
     for file in ("report.md", "report-light.html"):
         assert not re.search(r"\b(nan|inf|None|<NA>)\b", found[file].decode()), file
     assert json.loads(found["report.json"])["run"]["tasks"] == list(open_run(folder).tasks)
@@ -292,7 +292,7 @@ def test_a_damaged_table_is_an_error_that_names_it(harm: str, tmp_path: Path) ->
     path = folder / table_file("layers")
     path.write_bytes(path.read_bytes()[:200]) if harm == "truncated" else path.unlink()
     with pytest.raises(RunError, match=re.escape(str(path))):
-        Report(folder).save(tmp_path / "out", formats())
+        Report(folder).save(tmp_path / "out", FORMATS)
     assert not (tmp_path / "out").exists()
 
 

@@ -112,7 +112,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         "csv": lambda *_: {"csv/layers.csv": b"task\n", "csv/layers.units.csv": b"unit\n"},
         "json": fail,
     }
-    monkeypatch.setattr(build, "_FORMATS", {**build._FORMATS, **made})
+    monkeypatch.setattr(build, "FORMATS", {**build.FORMATS, **made})
 
 
 @pytest.mark.usefixtures("quick")

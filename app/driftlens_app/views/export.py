@@ -67,7 +67,7 @@ def _report(run: DriftRun) -> None:
             )
             selected = st.multiselect(
                 "Formats",
-                FORMATS,
+                [*FORMATS],
                 default=["html", "html-light"],
                 format_func=_FORMATS.__getitem__,
                 key="formats",

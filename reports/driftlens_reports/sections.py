@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from driftlens.results.calibration_summary import arena_sheet, calibration_sheets, selection_sentences
@@ -109,28 +109,23 @@ def section_parts(
     name: str, run: DriftRun, judged: Verdict, checks: CheckReport | None, figures: Sequence[Figure]
 ) -> tuple[Iterable[str], Iterable[Table]]:
     """Return the sentences and tables of a section."""
-    if name == "verdict":
-        return judged.sentences, (
-            task_sheet(run, verdict(run)),
-            _means_table(judged),
-            final_sheet(run),
-            routing_sheet(run),
-        )
-    if name == "checks":
-        return _checks_parts(self_checks(run), checks)
-    if name == "caveats":
-        return _caveats(run, [figure.title for figure in figures if figure.missing]), ()
-    if name == "calibration":
-        return _calibration_sentences(run), calibration_tables(run)
-    sentences, tables = {
-        "setup": (_setup_sentences, _setup_tables),
-        "origins": (lambda run: [f"{text}." for text in facts.origins(run).values()], None),
-        "cosine": (_cosine_sentences, None),
-        "outputs": (facts.decision_sentences, lambda run: [facts.accuracy_table(run)]),
-        "glossary": (None, lambda run: [_glossary()]),
-        "environment": (None, _environment_tables),
-    }.get(name, (None, None))
-    return sentences(run) if sentences else (), tables(run) if tables else ()
+    parts: dict[str, Callable[[], tuple[Iterable[str], Iterable[Table]]]] = {
+        "verdict": lambda: (judged.sentences, _verdict_tables(run, judged)),
+        "setup": lambda: (_setup_sentences(run), _setup_tables(run)),
+        "origins": lambda: ([f"{text}." for text in facts.origins(run).values()], ()),
+        "cosine": lambda: (_cosine_sentences(run), ()),
+        "outputs": lambda: (facts.decision_sentences(run), [facts.accuracy_table(run)]),
+        "calibration": lambda: (_calibration_sentences(run), calibration_tables(run)),
+        "checks": lambda: _checks_parts(self_checks(run), checks),
+        "caveats": lambda: (_caveats(run, [figure.title for figure in figures if figure.missing]), ()),
+        "glossary": lambda: ((), [_glossary()]),
+        "environment": lambda: ((), _environment_tables(run)),
+    }
+    return parts[name]() if name in parts else ((), ())
+
+
+def _verdict_tables(run: DriftRun, judged: Verdict) -> list[Table]:
+    return [task_sheet(run, verdict(run)), _means_table(judged), final_sheet(run), routing_sheet(run)]
 
 
 def _setup_sentences(run: DriftRun) -> Iterator[str]:

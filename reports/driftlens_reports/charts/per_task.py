@@ -160,11 +160,6 @@ def spread(samples: pd.DataFrame, column: str) -> pd.DataFrame:
     return pd.DataFrame({"low": groups.quantile(0.1), "high": groups.quantile(0.9)}).reset_index()
 
 
-def _no_cosines(run: DriftRun, options: ChartOptions) -> str | None:
-    is_there = picking.rows_at(run, options, "layers")["cos_mean"].notna().any()
-    return None if is_there else picking.absent("layers", ["cos_mean"])
-
-
 @chart(
     "task-cosine",
     title="Cosine to the expert, by task",
@@ -172,7 +167,6 @@ def _no_cosines(run: DriftRun, options: ChartOptions) -> str | None:
     rank=10,
     presets=("standard", "calibration"),
     needs=("layers", ("cos_mean",)),
-    lacks=_no_cosines,
     caption="Mean cosine to the expert's feature over diagnosis samples, per task and on average (right), with "
     "whiskers over samples.",
     hint="Higher is closer to the expert; 1 is the same direction. Cosine ignores length, so drift can shrink alone.",

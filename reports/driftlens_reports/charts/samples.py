@@ -38,11 +38,8 @@ def _paired(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 def _no_pairs(run: DriftRun, options: ChartOptions) -> str | None:
     if len(_paired(run, options)):
         return None
-    if picking.rows_at(run, options, "samples")["cos"].isna().all():
-        return picking.absent("samples", ["cos"])
-    if any(name not in ("base", "expert", _BASELINE) for name in run.variants):
-        return "needs a variant besides the merged model; choose another variant."
-    return f"needs a variant besides the merged model; `{CALIBRATE}` adds one."
+    lack = picking.lacking(run, options, "samples", ["cos"])
+    return lack or f"needs a variant besides the merged model; choose one, or `{CALIBRATE}` adds one."
 
 
 @chart(

@@ -78,10 +78,7 @@ log = logging.getLogger("driftlens")
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str],
-    *,
-    offline: bool = False,
-    base: StateSource | None = None,
+    path: str | os.PathLike[str], *, offline: bool = False, base: StateSource | None = None
 ) -> StateSource:
     """Open the weights at a path for reading tensor by tensor. Only headers are read.
 
@@ -149,8 +146,7 @@ def _require_plain_folder(folder: pathlib.Path) -> None:
 def _require_readable(path: pathlib.Path) -> None:
     if not path.exists():
         raise CheckpointError(
-            f"there is no file {path}",
-            hint="Check the path; paths in a spec are relative to its folder.",
+            f"there is no file {path}", hint="Check the path; paths in a spec are relative to its folder."
         )
     if path.suffix.lower() not in _READABLE:
         hint = "Save the weights as safetensors, or give their folder."

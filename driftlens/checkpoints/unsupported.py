@@ -47,11 +47,7 @@ _FAMILIES = (
     ("layer.0.SelfAttention.relative_attention_bias.", "a T5", "hf-t5"),
     ("embeddings.cls_token", "a ViT, DeiT or DINOv2 (transformers)", "hf-vit"),
     ("blocks.0.attn.qkv.", "a timm ViT", "timm"),
-    (
-        "encoder.layers.0.self_attn.",
-        "an encoder of transformers",
-        "hf-auto",
-    ),
+    ("encoder.layers.0.self_attn.", "an encoder of transformers", "hf-auto"),
     ("layers.0.self_attn.q_proj.", "a language model of transformers", "hf-decoder"),
     ("layer.0.attention.", "an encoder of transformers (BERT and similar)", "hf-encoder"),
     ("h.0.attn.c_attn.", "a GPT-2", "hf-decoder"),

@@ -243,8 +243,7 @@ class TextEntry(Entry):
             others = {*Entry.model_fields, *(["classes"] if has_classes else [])}
             if own := [name for name in TextEntry.model_fields if name in set_fields and name not in others]:
                 raise problem(
-                    f"{own[0]} needs a text column",
-                    "Add `input: COLUMN`, or a `prompt` with {COLUMN}.",
+                    f"{own[0]} needs a text column", "Add `input: COLUMN`, or a `prompt` with {COLUMN}."
                 )
             return self
         if "label" in set_fields:

@@ -14,13 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PlainSerializer,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from driftlens.config.data import ViewsSetting
@@ -337,10 +331,7 @@ class SweepRequest(Request, title="sweep"):
     @model_validator(mode="after")
     def _comparison_varies_nothing(self) -> Self:
         if self.compares and (self.preset or self.seeds > 1 or self.grid):
-            raise problem(
-                "preset, seeds and grid need a setting to vary",
-                "Name one with param.",
-            )
+            raise problem("preset, seeds and grid need a setting to vary", "Name one with param.")
         return self
 
 
@@ -417,8 +408,7 @@ class ViewRequest(Request, title="view"):
     )
     tasks: tuple[str, ...] = _option_field("Only this task; repeatable.", (), name="--task", metavar="TASK")
     method: Literal["pca", "umap", "tsne"] = _option_field(
-        "Projection: pca (fast), umap or tsne (slow, cached in the run).",
-        "pca",
+        "Projection: pca (fast), umap or tsne (slow, cached in the run).", "pca"
     )
     samples: Annotated[Count, Field(le=32_000)] = _option_field(
         "Largest number of samples over all tasks.", 20_000
@@ -435,9 +425,7 @@ class ExhibitRequest(Request, title="export"):
         "Task of single-task exhibits; default: median gain (intro) or largest drift."
     )
     calibrated: str | tuple[str, ...] | None = _option_field(
-        "Comma-separated calibrations; default: the last one (tables: all).",
-        read=str,
-        is_list=False,
+        "Comma-separated calibrations; default: the last one (tables: all).", read=str, is_list=False
     )
     tasks: tuple[str, ...] | None = _option_field("Comma-separated tasks.", read=parts, is_list=False)
     names: dict[str, str] = _option_field(
@@ -461,14 +449,9 @@ class ExportRequest(ExhibitRequest, title="analyze"):
         metavar="ID",
     )
     tables: tuple[str, ...] = _option_field("Table; repeatable.", (), name="--table", metavar="ID")
-    card: Flag = _option_field(
-        "Image to share (1200 x 630 pixels); no exhibits unless named.",
-        False,
-    )
+    card: Flag = _option_field("Image to share (1200 x 630 pixels); no exhibits unless named.", False)
     formats: str = _option_field(
-        "File formats; csv, json and txt are always written.",
-        "pdf,svg,png,tex,csv",
-        name="--format",
+        "File formats; csv, json and txt are always written.", "pdf,svg,png,tex,csv", name="--format"
     )
     out: Path = _option_field("Folder for the files.", Path("exhibits"))
     strict: Flag = _option_field("Exit with 4 if a part is missing.", False)

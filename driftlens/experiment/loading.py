@@ -62,12 +62,7 @@ from driftlens.models.vocabularies import (
 )
 from driftlens.utils.devices import require_dtype, resolve_device
 from driftlens.utils.distributed import Access
-from driftlens.utils.errors import (
-    CheckpointError,
-    DataError,
-    DriftLensError,
-    SpecError,
-)
+from driftlens.utils.errors import CheckpointError, DataError, DriftLensError, SpecError
 from driftlens.utils.files import escape, expanded
 from driftlens.utils.registry import resolve
 from driftlens.utils.variants import METRICS, baseline, expert_of, task_of

@@ -256,11 +256,7 @@ def run_phase(
     def _report(fallback: str) -> None:
         writer.notice(f"{device} has too little memory for {name}: continuing with {fallback}")
 
-    with (
-        exact_products(),
-        writer.phase(name) as usage,
-        answering(device, f"{name.partition(':')[0]} here"),
-    ):
+    with exact_products(), writer.phase(name) as usage, answering(device, f"{name.partition(':')[0]} here"):
         reset_peak_memory(device)
         # Several processes would have to begin again together: there, too little memory ends the job.
         if study is None or study.team.size > 1:

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from driftlens.checkpoints.tensor_sources import (
-    StateSource,
-    TensorsSource,
-    content_digest,
-    in_dtype,
-)
+from driftlens.checkpoints.tensor_sources import StateSource, TensorsSource, content_digest, in_dtype
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import Attachments, ModelPool, ScoredSamples, attachment_tensors
 from driftlens.models.chain import LayerChain, Pool

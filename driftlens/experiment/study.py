@@ -34,7 +34,7 @@ class TaskSamples:
 
     Attributes:
         test: samples for scores; None without labels or known classes.
-        head: final features -> class scores, for the expert and all variants without an entry in `own_heads`.
+        head: final features -> class scores.
         calibration: samples that a calibrator may read; None for the diagnosis samples.
         picture: image of a diagnosis sample, by its id; None if samples are no images.
         metrics: metrics of the test samples; empty chooses them by the kind of samples.
@@ -46,7 +46,6 @@ class TaskSamples:
     head: ScoreMap | None = None
     calibration: SampleSet | None = None
     picture: Callable[[str], Picture] | None = None
-    own_heads: Mapping[str, ScoreMap] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
     choices: Mapping[str, str] = field(default_factory=dict)
 
@@ -107,9 +106,8 @@ class Study:
         return self.team.run_on(self.team.owners([*self.tasks])[task], work)
 
     def head(self, task: str, variant: str) -> ScoreMap | None:
-        """Return the score map of a variant for a task: its own head's, if it has one, else the expert's."""
-        data = self.tasks[task]
-        return self.pool.score_map(data.own_heads.get(variant, data.head), variant)
+        """Return the score map of a variant for a task; None without a head."""
+        return self.pool.score_map(self.tasks[task].head, variant)
 
     def asked(self, task: str) -> ScoredSamples:
         """Return a task's calibration samples with its expert's score map, which it must have."""

@@ -92,7 +92,7 @@ def diagnose(
                 diagnosis.features["expert", layer.index],
                 all_columns[variant, layer.index],
                 None if base is None else {"drift_l2": base[layer.index]},
-                study.pool.score_map(data.own_heads.get(variant, data.head), variant),
+                study.head(task, variant),
                 data.head,
                 samples.labels,
             )

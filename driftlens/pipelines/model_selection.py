@@ -198,10 +198,7 @@ class HeldOutScorer:
             features: final features of the model, [n, d].
             expert: final features of the expert, [n, d].
         """
-        data = self.study.tasks[task]
-        # A candidate of a classifier with its own head is scored like the merged model.
-        head = data.own_heads.get("merged" if model == CANDIDATE_MODEL else model, data.head)
-        score_map, expert_map = self.study.pool.score_map(head, model), self.study.head(task, expert_of(task))
+        score_map, expert_map = self.study.head(task, model), self.study.head(task, expert_of(task))
         assert score_map is not None and expert_map is not None
         return measure(features, score_map, expert, expert_map)
 

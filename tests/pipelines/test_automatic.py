@@ -339,27 +339,6 @@ def test_the_score_is_the_divergence_of_class_probabilities_from_the_experts() -
     torch.testing.assert_close(same, torch.zeros(7).double(), rtol=0, atol=1e-6)
 
 
-def test_the_judge_reads_every_model_by_its_own_score_map_and_compares_pairs(study: Study) -> None:
-    task = TASKS[0]
-    at = study.tasks[task]
-    assert isinstance(at.head, Head) and at.calibration is not None
-    turned = Head(at.head.classes, at.head.embeddings.roll(1, dims=0), at.head.logit_scale)
-    samples = {task: dataclasses.replace(at.calibration, labels=None)}
-    given = dataclasses.replace(study, tasks={task: dataclasses.replace(at, own_heads={"base": turned})})
-    expert = f"expert:{task}"
-    plain, found = (
-        {
-            name: HeldOutScores({task: HeldOutScorer(one, samples).of(name)[task]["hellinger"]})
-            for name in ("merged", "base", expert)
-        }
-        for one in (study, given)
-    )
-    assert found["merged"].mean == plain["merged"].mean and found["base"].mean > plain["base"].mean
-    assert found[expert].mean == pytest.approx(0, abs=1e-6)
-    gap = found[expert].compared_with(found["base"])
-    assert gap.is_clear and gap.low > 0 and gap.high == pytest.approx(2 * gap.advantage - gap.low)
-
-
 def test_without_a_head_the_score_is_the_relative_drift() -> None:
     generator = torch.Generator().manual_seed(0)
     expert, found = torch.randn(2, 7, 5, generator=generator)

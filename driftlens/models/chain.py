@@ -283,14 +283,9 @@ class Site:
     expert: int | None = None
 
 
-class LayerCall(Protocol):
-    """One layer as a function, which modifies nothing."""
-
-    def __call__(
-        self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None
-    ) -> State:
-        """Return the state at the next boundary, given the layer's parameters by its own names."""
-        ...
+# One layer as a function that modifies nothing: its parameters by its own names, the state before it, the side inputs
+# and perhaps a tap -> the state after it.
+LayerCall = Callable[..., State]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from driftlens.config.run import RunSpec, load_spec
 from driftlens.experiment.loading import open_models
 from driftlens.experiment.merging import merge_experts
 from driftlens.models.architecture import weightless
-from driftlens.models.architectures.hf_auto import built, file_names, spellings
+from driftlens.models.architectures.encoders import built, file_names, spellings
 from driftlens.utils.distributed import Context
 from driftlens.utils.errors import IncompatibleModelsError
 from tests.quick import few

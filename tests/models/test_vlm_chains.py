@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from driftlens.models.architecture import weightless
-from driftlens.models.architectures.hf_auto import built
+from driftlens.models.architectures.encoders import built
 from driftlens.models.architectures.language import PADDED, causal_chain
 from driftlens.models.architectures.module_list import block_list
 from driftlens.models.architectures.vlm import decoder_path, tower_list, vision_language_chain

@@ -39,7 +39,7 @@ from driftlens.models.architecture import (
     require_own_blocks,
     weightless,
 )
-from driftlens.models.architectures.hf_auto import read_plain_config
+from driftlens.models.architectures.encoders import read_plain_config
 from driftlens.models.chain import (
     IMAGE,
     Layer,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.unsupported import LIVE, is_causal, is_seq2seq
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
-from driftlens.models.architectures.hf_auto import (
+from driftlens.models.architectures.encoders import (
     file_names,
     ignored_patterns,
     language_model,

@@ -21,7 +21,7 @@ from driftlens.checkpoints.alignment import Spellings
 from driftlens.checkpoints.tensor_sources import Composed, StateSource
 from driftlens.checkpoints.unsupported import is_vision_language
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
-from driftlens.models.architectures.hf_auto import (
+from driftlens.models.architectures.encoders import (
     file_names,
     ignored_patterns,
     language_model,

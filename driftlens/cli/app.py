@@ -68,7 +68,7 @@ _global_option = functools.partial(typer.Option, show_envvar=False)
 
 
 @app.callback()
-def set_manner(
+def _set_manner(
     quiet: Annotated[bool, _global_option("--quiet", "-q", help="No progress, no notices.")] = False,
     verbose: Annotated[bool, _global_option("--verbose", "-v", help="Print more details.")] = False,
     debug: Annotated[bool, _global_option("--debug", help="Show tracebacks of errors.")] = False,
@@ -319,7 +319,7 @@ GRACE_SECONDS = 5.0
 
 
 @dataclass
-class Stopping:
+class _Stopping:
     """The times at which this process began to stop, by a signal or an error, and the token of the running job."""
 
     since: float | None = None
@@ -330,14 +330,14 @@ class Stopping:
     token: CancelToken | None = None
 
     @property
-    def _is_on_its_way(self) -> bool:
+    def is_on_its_way(self) -> bool:
         """True while cleanup after an interrupt or error may still run."""
         # A grace period and not a permanent flag, since some libraries swallow an interrupt.
         last = max((time for time in (self.since, self.failed) if time is not None), default=float("-inf"))
         return self.is_over or time.monotonic() - last < GRACE_SECONDS
 
 
-stopped = Stopping()
+stopped = _Stopping()
 
 
 @contextmanager
@@ -347,7 +347,7 @@ def interrupted_by_signals(*, last: bool) -> Iterator[None]:
     # Signals ignored by the parent, as under nohup, stay ignored; a calling program keeps its own handlers.
     defaults = (signal.SIG_DFL, signal.default_int_handler)
     usual = [number for number, handler in before.items() if handler in defaults]
-    vars(stopped).update(vars(Stopping()))
+    vars(stopped).update(vars(_Stopping()))
     try:
         for number in usual:
             signal.signal(number, interrupt)
@@ -366,7 +366,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     """
     _leave_lost_terminal()
     token = stopped.token
-    if stopped._is_on_its_way or (token is not None and token.is_heard):
+    if stopped.is_on_its_way or (token is not None and token.is_heard):
         return
     if token is not None and not token.is_set:
         token.cancel()

@@ -64,7 +64,7 @@ def show(run: RunFolder, as_json: JsonFlag = False) -> None:
 
 
 @app.command("ls")
-def list_runs(
+def _list_runs(
     root: Annotated[Path, typer.Argument(help="Folder to search.")] = Path(), as_json: JsonFlag = False
 ) -> None:
     """List the runs below a folder."""

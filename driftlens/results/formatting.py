@@ -206,7 +206,7 @@ _TOGETHER: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
 
 
 @dataclass(frozen=True)
-class MergedColumns:
+class _MergedColumns:
     """Columns that are shown as one: heading, format, positions, and the text that follows each number."""
 
     head: str
@@ -288,16 +288,16 @@ class Table(Part):
             frame[column.name] = pd.Series([row[place] for row in self.rows], dtype=dtype)
         return pd.DataFrame(frame)
 
-    def shown(self) -> Iterator[MergedColumns]:
+    def shown(self) -> Iterator[_MergedColumns]:
         """Yield the columns as a reader sees them: a number with its interval, ends alone, before and after."""
         places, taken = {column.name: place for place, column in enumerate(self.columns)}, set[int]()
         for name, place in places.items():
             if place not in taken:
                 head, group, joints = _cell_of(name, places)
                 taken |= {*group}
-                yield MergedColumns(head, self.columns[place].kind, group, joints)
+                yield _MergedColumns(head, self.columns[place].kind, group, joints)
 
-    def cell(self, row: Sequence[Cell], shown: MergedColumns, gap: str = NO_VALUE) -> list[tuple[str, str]]:
+    def cell(self, row: Sequence[Cell], shown: _MergedColumns, gap: str = NO_VALUE) -> list[tuple[str, str]]:
         """Return the texts of one cell with their joints: only the first if others are missing or the same."""
         values = [row[place] for place in shown.at]
         texts = [written(value, shown.kind, gap) for value in values]

@@ -23,12 +23,11 @@ class RunSummary:
     Attributes:
         state: see `current_state`; "unreadable" with a `problem`.
         final_drift: mean L2 drift of the merged model's final feature, by task, where it was measured.
-        merge: how the merged model was made; empty where the run was given it.
-        scores: mean over the tasks on which all of them were measured, of base, merged model, the last calibration
-            and experts, by variant; empty where tasks have scores of different kinds.
-        relative: mean relative final drift, of the last calibration or else of the merged model; NaN if not measured.
+        merge: method that made the merged model; empty if the run was given it.
+        scores: means of base, merged model, last calibration and experts, by variant; empty if metrics differ in kind.
+        relative: mean relative final drift of the last calibration, else of the merged model; NaN if not measured.
         bytes: size of the files that the manifest lists.
-        left: what later work left undone, in sentences; see `left_undone`.
+        left: see `left_undone`.
     """
 
     path: pathlib.Path

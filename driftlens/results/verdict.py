@@ -126,7 +126,7 @@ class ModelGap:
 
 
 @dataclass(frozen=True)
-class DriftSource:
+class _DriftSource:
     """The layer with the largest mean share of a variant's final drift; `rivals` may have a larger one."""
 
     layer: int
@@ -158,7 +158,7 @@ class Verdict:
     gaps: tuple[ModelGap, ...]
     worst: str
     bad_experts: tuple[str, ...]
-    source: DriftSource | None
+    source: _DriftSource | None
     command: str
     sentences: tuple[str, ...]
 
@@ -323,7 +323,7 @@ def _counts(gap: ModelGap, num_tasks: int) -> str:
     return f"clear on {on}" + (f", {sides[other]} {other}" if sides[other] else "")
 
 
-def _source_of(run: DriftRun, variant: str) -> DriftSource | None:
+def _source_of(run: DriftRun, variant: str) -> _DriftSource | None:
     """Return the layer with the largest share of a variant's final drift; None if no share was measured."""
     by_layer = shares(run, variant)
     if not by_layer:
@@ -331,7 +331,7 @@ def _source_of(run: DriftRun, variant: str) -> DriftSource | None:
     (layer, share), *others = by_layer.items()
     # Without an interval any other layer may carry as much.
     rivals = tuple(run.layer_name(rival) for rival, other in others if not other.high < share.low)
-    return DriftSource(layer, run.layer_name(layer), share, rivals)
+    return _DriftSource(layer, run.layer_name(layer), share, rivals)
 
 
 @remembered
@@ -353,7 +353,7 @@ def share_of(row: Mapping[Any, Any]) -> Interval:
     return Interval(share, low, high, plain(row["jacobian_samples"]) or 0)
 
 
-def _of_source(source: DriftSource | None, variant: str) -> Iterator[str]:
+def _of_source(source: _DriftSource | None, variant: str) -> Iterator[str]:
     if source is None:
         return
     share, n = source.share, f" (n = {source.share.n})" if source.share.n else ""

@@ -56,7 +56,7 @@ def _order_commands() -> None:
     groups = {name: group for group, names in GROUPS.items() for name in names}
     for command in app.registered_commands:
         assert command.callback is not None
-        command.name = command.name or command.callback.__name__
+        command.name = command.name or command.callback.__name__.removeprefix("_")
         command.rich_help_panel = groups.get(command.name)
         command.cls = _Command
         # Lines are joined, so that the help fills the terminal independent of the docstring's width.

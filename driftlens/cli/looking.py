@@ -56,7 +56,7 @@ def show_run(run: DriftRun, *, as_json: bool = False, everyone: bool = False) ->
 
 
 @app.command()
-def show(run: RunFolder, as_json: JsonFlag = False) -> None:
+def _show(run: RunFolder, as_json: JsonFlag = False) -> None:
     """Show a run's results: drift, its sources, accuracy and self-checks."""
     from driftlens.runs.run import open_run
 
@@ -79,7 +79,7 @@ def _list_runs(
 
 
 @app.command()
-def doctor(
+def _doctor(
     methods: Annotated[
         bool, typer.Option("--methods", help="List calibrators and merge methods with settings.")
     ] = False,
@@ -233,7 +233,7 @@ def _plugins() -> Iterator[str]:
 
 
 @app.command()
-def check(
+def _check(
     run: RunFolder,
     tests: Annotated[
         Path | None,
@@ -275,7 +275,7 @@ def check(
 
 
 @app.command()
-def compare(
+def _compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="The run before.")],
     second: Annotated[
         Path | None,
@@ -330,7 +330,7 @@ def compare(
 
 
 @app.command()
-def ui(
+def _ui(
     root: Annotated[
         Path, typer.Argument(metavar="[RUN or FOLDER]", help="A run, or a folder of runs.", show_default=".")
     ] = Path(),
@@ -371,7 +371,7 @@ def ui(
 
 
 @app.command()
-def report(
+def _report(
     run: RunFolder,
     formats: Annotated[
         str,
@@ -419,7 +419,7 @@ def _abbreviated(paths: list[Path]) -> list[str]:
 
 @app.command()
 @flagged
-def export(
+def _export(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     request: ExportRequest,
     as_json: JsonFlag = False,
@@ -471,7 +471,7 @@ def _print_exported(written: Sequence[Exported], runs: Sequence[Path], out: Path
 
 @app.command()
 @flagged
-def view(run: RunFolder, request: ViewRequest) -> None:
+def _view(run: RunFolder, request: ViewRequest) -> None:
     """Write a stand-alone page to explore samples across models: select, filter, search, export."""
     from driftlens_reports.explorer import Explorer
 

@@ -43,7 +43,7 @@ SpecFile = Annotated[Path, typer.Argument(metavar="RUN.YAML", help="Run spec; se
 
 @app.command()
 @flagged
-def demo(
+def _demo(
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("driftlens-demo"),
     force: Annotated[bool, typer.Option("--force", help="Replace an existing run.")] = False,
     suite: Annotated[Literal["image", "text"], typer.Option(help="Embedded suite.")] = "text",
@@ -94,7 +94,7 @@ Overrides = Annotated[
 
 @app.command()
 @flagged
-def init(
+def _init(
     models: Annotated[
         list[str] | None,
         typer.Argument(
@@ -139,7 +139,7 @@ def init(
 
 @app.command()
 @flagged
-def validate(
+def _validate(
     spec: SpecFile,
     request: PreflightRequest,
     job: JobOptions,
@@ -158,7 +158,7 @@ def validate(
 
 @app.command()
 @flagged
-def analyze(
+def _analyze(
     source: Annotated[Path, typer.Argument(metavar="RUN.YAML|RUN", help="Run spec, or run to extend.")],
     request: AnalysisRequest,
     add: Annotated[
@@ -202,7 +202,7 @@ def analyze(
 
 @app.command()
 @flagged
-def merge(
+def _merge(
     spec: SpecFile,
     request: MergeRequest,
     comparison: ComparisonRequest,
@@ -254,7 +254,7 @@ def _compare_merges(spec: RunSpec, comparison: ComparisonRequest, job: JobOption
 
 
 @app.command()
-def attach(
+def _attach(
     run: RunFolder,
     variant: Annotated[str, typer.Option(help="Evaluated variant of the run, or expert:TASK.")],
     results: Annotated[
@@ -273,7 +273,7 @@ def attach(
 
 @app.command()
 @flagged
-def why(
+def _why(
     models: Annotated[
         list[str],
         typer.Argument(
@@ -314,7 +314,7 @@ def why(
 
 @app.command()
 @flagged
-def calibrate(
+def _calibrate(
     run: RunFolder, request: CalibrationRequest, job: JobOptions, as_json: JsonFlag = False
 ) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
@@ -357,7 +357,7 @@ def calibrate(
 
 @app.command()
 @flagged
-def sweep(run: RunFolder, request: SweepRequest, job: JobOptions, as_json: JsonFlag = False) -> None:
+def _sweep(run: RunFolder, request: SweepRequest, job: JobOptions, as_json: JsonFlag = False) -> None:
     """Calibrate a run with many settings; drift and accuracy of each become rows of its sweep table.
 
     With --methods and nothing to vary, compare methods on the same samples instead: each becomes a calibration of

@@ -382,7 +382,13 @@ def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[s
 def arena_sheet(
     run: DriftRun, names: Sequence[str] | None = None, failed: Mapping[str, str] | None = None
 ) -> Table:
-    """Return the rows of `arena_rows` as a table without empty columns; `failed` has reasons for missing repairs."""
+    """Return the rows of `arena_rows` as a table without empty columns.
+
+    Args:
+        run: the run.
+        names: names of calibrations; None takes all.
+        failed: reasons for missing repairs, by name.
+    """
     rows = arena_rows(run, names)
     leader = "against the first"
     columns: dict[str, tuple[Kind, str]] = {

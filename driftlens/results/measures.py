@@ -123,6 +123,11 @@ def change_in_words(measure: Measure, before: float, change: Interval) -> str:
     """Format a change with its interval: points for shares, percent for lengths, else the measure's own unit.
 
     If the interval contains 0, no change is claimed. Empty without a change.
+
+    Args:
+        measure: the measure.
+        before: its value before, to which a change of a length is relative.
+        change: after minus before, with its interval.
     """
     if not is_measured(change.value):
         return ""
@@ -356,7 +361,14 @@ def _right_answers(run: DriftRun, task: str, variant: str, metric: Metric, split
 
 @remembered
 def score_of(run: DriftRun, task: str, variant: str, metric: Metric) -> Interval:
-    """Return a variant's score on test samples with its interval and their number; NaN and 0 without a score."""
+    """Return a variant's score on test samples with its interval and their number; NaN and 0 without a score.
+
+    Args:
+        run: the run.
+        task: the task.
+        variant: the variant, or "expert".
+        metric: any metric of the accuracy table.
+    """
     rows = run.accuracy(task, variant)
     rows = rows[(rows["metric"] == metric.name) & rows["value"].notna() & rows["n"].notna()]
     if rows.empty:
@@ -445,7 +457,14 @@ def change(run: DriftRun, measure: Measure, task: str, pair: tuple[str, str]) ->
 
 
 def mean(run: DriftRun, measure: Measure, tasks: Sequence[str], variant: str) -> MeasuredValue:
-    """Return the mean of a variant over tasks."""
+    """Return the mean of a variant over tasks.
+
+    Args:
+        run: the run.
+        measure: the measure; means of scores need metrics of one kind.
+        tasks: tasks on which the variant was measured.
+        variant: the variant.
+    """
     over = mean_over_tasks([level(run, measure, task, variant) for task in tasks])
     return replace(_finding(measure, over, "", variant), tasks=tuple(tasks))
 

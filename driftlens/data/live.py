@@ -155,7 +155,7 @@ def live_texts(
     notices = tuple(dict.fromkeys(notice for samples in sets.values() for notice in samples.notices))
     shown = replace(sets["diagnosis"], notices=notices)
     kept = (sets.get("calibration", shown), shown, shown)
-    return TaskData(task, view.class_names, (), 0, *kept, {"diagnosis": view})
+    return TaskData(task, view.class_names, (), *kept, {})
 
 
 def _named(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from driftlens.data.rows import related_columns
 from driftlens.data.samples import COUNT_KEYS, SampleSet, Shown, Texts, data_digest, draw
-from driftlens.data.sources import Picture, Related, Split, SplitView, open_split
+from driftlens.data.sources import Related, Split, SplitView, open_split
 from driftlens.models.texts import Form, Pictured, PictureReader, Text, TextReader
 from driftlens.utils.distributed import Access
 from driftlens.utils.errors import DataError, SpecError, concerning, some_of
@@ -78,7 +78,6 @@ class TaskData:
 
     Attributes:
         class_names: all classes, in the head's order if it names them.
-        overlap: number of diagnosis samples that are also calibration samples; results are marked unless it is 0.
         diagnosis: samples on which drift is measured; from the test split unless they have their own.
         test: samples on which scores are measured; never calibration samples.
     """
@@ -86,20 +85,14 @@ class TaskData:
     task: str
     class_names: tuple[str, ...] | None
     notices: tuple[str, ...]
-    overlap: int
     calibration: SampleSet
     diagnosis: SampleSet
     test: SampleSet
-    _views: Mapping[Split, SplitView]
-
-    @property
-    def has_pictures(self) -> bool:
-        """True if the samples are images."""
-        return self._views["diagnosis"].holds == "image"
+    origins: Mapping[Split, str]
 
     def shares(self, split: Split) -> bool:
         """Return True if a split and the calibration samples have one origin: equal ids are the same samples."""
-        return self._views[split].origin == self._views["calibration"].origin
+        return self.origins[split] == self.origins["calibration"]
 
     def answers(self) -> dict[str, str]:
         """Map class names to their answers in text tasks; without classes, the labels that occur."""
@@ -107,13 +100,6 @@ class TaskData:
         labels = {label for samples in sets for label in samples.labels or ()}
         texts, names = self.test.texts, self.class_names or sorted(labels)
         return {} if texts is None else {name: texts.answered(name) for name in names}
-
-    def picture(self, split: Split, sample_id: str) -> Picture:
-        """Return a sample's original image."""
-        view = self._views[split]
-        if view.holds != "image" or sample_id not in view.ids:
-            raise DataError(f"task {self.task}: {view.origin} has no image {sample_id!r}")
-        return view.read(view.ids.index(sample_id))
 
 
 def open_task_data(
@@ -180,12 +166,8 @@ def open_task_data(
         "diagnosis": drawn("diagnosis", taken if views["diagnosis"] is views["test"] else ()),
         "test": drawn("test", taken),
     }
-    # Equal ids mean equal samples only if the origins are equal.
-    shares = views["diagnosis"].origin == views["calibration"].origin
-    overlap = len(set(calibration.ids) & set(sets["diagnosis"].ids)) if shares else 0
-    return TaskData(
-        task, class_names, tuple(_notices(task, views, sets, overlap)), overlap, **sets, _views=views
-    )
+    origins = {split: view.origin for split, view in views.items()}
+    return TaskData(task, class_names, tuple(_notices(task, views, sets)), **sets, origins=origins)
 
 
 def _agreed_classes(
@@ -410,14 +392,14 @@ def _passages(entry: TextEntry, rows: Sequence[Related], access: Access) -> _Pas
     return _Passages(tuple(texts), {key: tuple(places) for key, places in keys.items()})
 
 
-def _notices(
-    task: str, views: Mapping[Split, SplitView], sets: Mapping[Split, SampleSet], overlap: int
-) -> Iterator[str]:
+def _notices(task: str, views: Mapping[Split, SplitView], sets: Mapping[Split, SampleSet]) -> Iterator[str]:
     origin, num_calibration = views["calibration"].origin, len(sets["calibration"])
     for samples in sets.values():
         yield from samples.notices
     yield from dict.fromkeys(f"{task}: {notice}" for view in views.values() for notice in view.notices)
     if views["diagnosis"].origin == origin:
+        # Equal ids mean equal samples only if the origins are equal.
+        overlap = len({*sets["calibration"].ids} & {*sets["diagnosis"].ids})
         # Reports find this notice in saved runs by its words.
         yield (
             f"{task}: calibration and diagnosis draw from the same samples, {origin}; "

@@ -527,7 +527,6 @@ def task_samples(
         test=test if test.labels is not None or has["number"] or compared is not None else None,
         head=head,
         calibration=with_own_answers(data.calibration, pool),
-        picture=partial(data.picture, "diagnosis") if data.has_pictures else None,
         metrics=tuple(metrics),
         choices=choices,
     )

@@ -20,7 +20,6 @@ from driftlens.utils.variants import expert_of, is_explained
 
 if TYPE_CHECKING:
     from driftlens.config.data import Views
-    from driftlens.data.sources import Picture
     from driftlens.diagnostics.attribution import JacobianSettings
     from driftlens.runs.manifest import ModelInfo
 
@@ -36,7 +35,6 @@ class TaskSamples:
         test: samples for scores; None without labels or known classes.
         head: final features -> class scores.
         calibration: samples that a calibrator may read; None for the diagnosis samples.
-        picture: image of a diagnosis sample, by its id; None if samples are no images.
         metrics: metrics of the test samples; empty chooses them by the kind of samples.
         choices: class -> the text that answers with it; empty without classes or texts.
     """
@@ -45,7 +43,6 @@ class TaskSamples:
     test: SampleSet | None = None
     head: ScoreMap | None = None
     calibration: SampleSet | None = None
-    picture: Callable[[str], Picture] | None = None
     metrics: tuple[str, ...] = ()
     choices: Mapping[str, str] = field(default_factory=dict)
 
@@ -168,7 +165,7 @@ class Study:
         tasks = {}
         for task, data in self.tasks.items():
             shown = replace(samples[task], labels=None)
-            tasks[task] = replace(data, diagnosis=shown, calibration=shown, test=None, picture=None)
+            tasks[task] = replace(data, diagnosis=shown, calibration=shown, test=None)
         return replace(self, tasks=tasks)
 
 

@@ -464,9 +464,10 @@ def _store_shown(writer: RunWriter, task: str, data: TaskSamples) -> None:
         short = [text if len(text) <= LONGEST_TEXT else f"{text[:half]} … {text[-half:]}" for text in texts]
         with writer.file(texts_file(task)) as path:
             path.write_text(json.dumps(dict(zip(ids, short, strict=True))), encoding="utf-8")
-    if data.picture is None or not ids:
+    picture = data.diagnosis.picture
+    if picture is None or not ids:
         return
-    pictures = np.stack([thumb(data.picture(sample)) for sample in ids])
+    pictures = np.stack([thumb(picture(position)) for position in range(len(ids))])
     with writer.file(thumbs_file(task)) as path, path.open("wb") as file:
         np.savez_compressed(file, pictures=pictures)
 

@@ -55,7 +55,7 @@ def test_inputs_labels_and_ids_stay_together(folders: dict[str, str]) -> None:
         assert loaded.tolist() == [shade_of(sample) for sample in samples.ids]
         assert samples.labels == tuple(sample.split("/")[0] for sample in samples.ids)
         assert (samples.task, samples.batch_size) == ("Autos 車", 2)
-    assert (data.notices, data.overlap) == ((), 0)
+    assert data.notices == ()
     assert data.class_names == ("a", "花")
 
 
@@ -76,7 +76,7 @@ def test_diagnosis_draws_from_the_test_split_unless_it_has_its_own(
 def test_equal_ids_of_different_folders_are_no_overlap(folders: dict[str, str]) -> None:
     data = opened(folders, counts=(12, 10, "all"))
     assert set(data.calibration.ids) > set(data.diagnosis.ids)
-    assert (data.overlap, data.notices) == (0, ())
+    assert data.notices == ()
 
 
 def test_one_folder_for_calibration_and_test_keeps_their_samples_apart(folders: dict[str, str]) -> None:
@@ -85,7 +85,6 @@ def test_one_folder_for_calibration_and_test_keeps_their_samples_apart(folders: 
     assert not calibration & set(data.test.ids)
     assert not calibration & set(data.diagnosis.ids)
     assert len(data.test) == 12 - 4
-    assert data.overlap == 0
     assert any("excluded from the test" in notice for notice in data.notices)
 
 
@@ -93,7 +92,6 @@ def test_one_folder_for_calibration_and_diagnosis_is_stamped_with_the_overlap(
     folders: dict[str, str],
 ) -> None:
     data = opened({**folders, "diagnosis": folders["calibration"]}, counts=(12, 7, "all"))
-    assert data.overlap == 7
     (notice,) = data.notices
     assert "Autos 車: calibration and diagnosis draw from the same samples" in notice
     assert "7 of 7 diagnosis samples are in both" in notice
@@ -124,13 +122,6 @@ def test_samples_without_labels_have_no_accuracy_and_say_so(folders: dict[str, s
     data = opened({**folders, "test": str(bare)}, head_classes=("a", "花"))
     assert (data.test.labels, data.diagnosis.labels) == (None, None)
     assert data.notices == ("Autos 車: test samples have no labels, so accuracy is not measured",)
-
-
-def test_a_picture_is_found_by_its_id(folders: dict[str, str]) -> None:
-    data = opened(folders)
-    assert np.asarray(data.picture("test", "花/3.png"))[0, 0, 0] == 23
-    with pytest.raises(DataError, match="no image 'nowhere'"):
-        data.picture("test", "nowhere")
 
 
 def test_real_arrays_meet_a_head_in_another_order(real: Path) -> None:

@@ -19,7 +19,6 @@ from driftlens.utils.errors import DataError
 
 if TYPE_CHECKING:
     from driftlens.config.data import Views
-    from driftlens.data.task_data import SimilarityTask
 
 # Keys of the spec for the number of samples per split.
 COUNT_KEYS: Mapping[Split, str] = {"calibration": "n", "diagnosis": "n_diagnosis", "test": "n_test"}
@@ -133,7 +132,8 @@ class Texts:
     reader: TextReader | None = None
     answer: str = "{target}"
     shown: Shown = "none"
-    compared: SimilarityTask | None = None
+    # A `SimilarityTask` of task_data.py, which imports this module.
+    compared: Any = None
     answers: Callable[[Sequence[Any]], list[str]] | None = None
 
     def answered(self, word: str) -> str:

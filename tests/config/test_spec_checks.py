@@ -32,7 +32,7 @@ def test_the_example_means_what_it_says(tmp_path: Path) -> None:
     )
     assert first.where == {"variant": "calibrated:featcal", "layer": "final"} and first.severity == "error"
     assert first.title == "cos_mean >= 0.8 where variant is calibrated:featcal, layer is final"
-    assert second.ends == ("merged", "calibrated:featcal") and second.severity == "warn"
+    assert [*second.change.values()] == [("merged", "calibrated:featcal")] and second.severity == "warn"
     assert (
         second.title == "drift_l2_mean change from merged to calibrated:featcal <= -0.2 where layer is final"
     )
@@ -47,7 +47,7 @@ def test_a_score_is_checked_by_its_own_name_and_a_change_in_points_or_relative()
     ]
     points, relative = load_checks({"checks": entries})
     for check in (points, relative):
-        assert (check.home, check.metric, check.ends) == ("accuracy", "value", tuple(ends))
+        assert (check.home, check.metric, *check.change.values()) == ("accuracy", "value", tuple(ends))
         assert check.where == {"task": "dtd", "metric": "accuracy"}
     assert (points.relative, relative.relative) == (False, True)
     assert points.title.startswith("accuracy difference from merged") and "change" in relative.title

@@ -5,23 +5,18 @@ Checkpoints are opened without reading them, and no code in them is run. Entry p
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import math
 import os
 import pathlib
-import pickle
 import re
-import warnings
-import zipfile
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from driftlens.checkpoints.unsupported import (
-    STATE_DICT_KEYS,
+    ADAPTER,
     conversion,
-    refuse_pointer,
     require_unquantised,
     wrong_family,
 )
@@ -46,7 +41,6 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-ADAPTER = "adapter_config.json"
 
 # Weight files to download, best format first: a repository often holds the same weights twice.
 _FORMS = (["*.safetensors", "*.safetensors.index.json"], ["*.bin", "*.bin.index.json"])
@@ -100,6 +94,8 @@ def open_checkpoint(
             if place.is_dir():
                 return _open_any_folder(place, base)
             _require_readable(place)
+            from driftlens.checkpoints.tensor_sources import open_file
+
             return open_file(place)
     except OSError as error:
         raise CheckpointError(
@@ -163,6 +159,8 @@ def is_lora_folder(folder: pathlib.Path) -> bool:
 
 def open_folder(folder: pathlib.Path) -> StateSource:
     """Open the weights in a folder of `save_pretrained`, open_clip or the Hub."""
+    from driftlens.checkpoints.tensor_sources import open_file
+
     path = _weights_in(folder)
     return _open_shards(path) if path.suffix == ".json" else open_file(path)
 
@@ -187,7 +185,7 @@ def _weights_in(folder: pathlib.Path) -> pathlib.Path:
 
 def _open_shards(index: pathlib.Path) -> StateSource:
     """Open the shards of an index as one source and read all headers."""
-    from driftlens.checkpoints.tensor_sources import Composed
+    from driftlens.checkpoints.tensor_sources import Composed, open_file
 
     listed = _weight_map(index)
     sources = {shard: open_file(path) for shard, path in _shards(index, listed).items()}
@@ -263,90 +261,6 @@ def folder_notices(source: StateSource) -> list[str]:
     ghosts = [key for key in shards_of(source) if key not in source.headers]
     named = some_of([*map(repr, ghosts)], 1)
     return [f"{folder}: its index lists {named}, missing from all files and unused"] if ghosts else []
-
-
-def open_file(path: pathlib.Path) -> StateSource:
-    """Open the weights in one `.safetensors` or PyTorch file."""
-    from driftlens.checkpoints.tensor_sources import SafetensorsSource
-
-    refuse_pointer(path)
-    return SafetensorsSource(path) if path.suffix.lower() == ".safetensors" else _open_torch_file(path)
-
-
-# The first version whose `weights_only` reader has no known vulnerability.
-SAFE_TORCH = (2, 10)
-# Types that `torch.load` may build in addition to its own: training scripts save their command line.
-SAFE_TYPES: list[Any] = [argparse.Namespace]
-
-
-def _open_torch_file(path: pathlib.Path) -> StateSource:
-    """Open a PyTorch checkpoint, whose weights may be under a key as in training; memory-mapped if possible."""
-    import torch
-    from torch import Tensor
-
-    from driftlens.checkpoints.tensor_sources import TensorsSource
-
-    content, tensors = _load(path), dict[str, Tensor]()
-    if isinstance(content, Mapping):
-        inner = (content[key] for key in STATE_DICT_KEYS if isinstance(content.get(key), Mapping))
-        content = next(inner, content)
-        tensors = {
-            key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)
-        }
-    if not tensors:
-        raise CheckpointError(
-            f"{path} holds a {type(content).__name__} without tensors, expected weights",
-            hint=f"Save `model.state_dict()` as safetensors, or under {', '.join(STATE_DICT_KEYS)}.",
-        )
-    # Half of a model must not pass for all of it.
-    nested = [key for key, value in content.items() if key not in tensors and _holds_weights(value)]
-    if nested:
-        raise CheckpointError(
-            f"{path}: the entry {str(nested[0])[:40]!r} also holds weights, which would be ignored",
-            hint=f"Save all weights as safetensors, or under {', '.join(STATE_DICT_KEYS)}.",
-        )
-    for key, value in tensors.items():
-        if value.layout != torch.strided or value.is_quantized:
-            raise CheckpointError(f"{path}: tensor {key!r} is sparse or quantised", hint="Save it dense.")
-    # DistributedDataParallel holds the model as its submodule `module`.
-    prefix = "module." if all(key.startswith("module.") for key in tensors) else ""
-    return TensorsSource(str(path), {key.removeprefix(prefix): value for key, value in tensors.items()})
-
-
-def _holds_weights(value: Any) -> bool:
-    """Return True if a value is a mapping with tensors at names, however deep."""
-    from torch import Tensor
-
-    entries = value.values() if isinstance(value, Mapping) else ()
-    return any(isinstance(entry, Tensor) or _holds_weights(entry) for entry in entries)
-
-
-def _load(path: pathlib.Path) -> Any:
-    """Return what `torch.load` builds from a file without running code of the file."""
-    import torch
-
-    if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE_TORCH:
-        raise CheckpointError(
-            f"{path} can run code when torch {torch.__version__} reads it (CVE-2026-24747)",
-            hint=f"Install torch {SAFE_TORCH[0]}.{SAFE_TORCH[1]} or newer, or convert the file to safetensors.",
-        )
-    try:
-        with warnings.catch_warnings(), torch.serialization.safe_globals(SAFE_TYPES):
-            warnings.simplefilter("ignore")
-            # Only the zip format, which PyTorch writes since 1.6, can be mapped.
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # a damaged file can raise anything
-        reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
-        # PyTorch goes from the cause to the advice to allow the type, which would run the file's code.
-        reason = reason.splitlines()[0].partition(". ")[0].partition(" was not an allowed global")[0]
-        if isinstance(error, pickle.UnpicklingError) or "TorchScript" in reason:
-            raise CheckpointError(
-                f"{path} holds objects other than tensors ({reason})", hint=conversion(path)
-            ) from error
-        raise CheckpointError(
-            f"{path} is not a complete PyTorch checkpoint ({reason})",
-            hint="It may be truncated; copy or download it again.",
-        ) from error
 
 
 def is_hub_id(text: str) -> bool:

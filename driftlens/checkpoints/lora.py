@@ -14,8 +14,15 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from driftlens.checkpoints.loading import ADAPTER, open_file
-from driftlens.checkpoints.tensor_sources import Composed, StateSource, TensorHeader, promoted, require_key
+from driftlens.checkpoints.tensor_sources import (
+    Composed,
+    StateSource,
+    TensorHeader,
+    open_file,
+    promoted,
+    require_key,
+)
+from driftlens.checkpoints.unsupported import ADAPTER
 from driftlens.utils.errors import CheckpointError
 from driftlens.utils.files import from_json, plain_file
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import difflib
 import functools
@@ -9,6 +10,9 @@ import hashlib
 import json
 import math
 import pathlib
+import pickle
+import warnings
+import zipfile
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -17,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from driftlens.checkpoints.unsupported import STATE_DICT_KEYS, conversion, refuse_pointer
 from driftlens.utils.errors import CheckpointError, NumericsError
 from driftlens.utils.variants import ModelChange
 
@@ -454,3 +459,76 @@ def task_vector(base: StateSource, expert: StateSource) -> ModelChange:
             narrow = header.dtype if header.dtype.itemsize < own.dtype.itemsize else own.dtype
             total += sampled(base, key, functools.partial(expert.read, key), narrow)
     return total
+
+
+def open_file(path: pathlib.Path) -> StateSource:
+    """Open the weights in one `.safetensors` or PyTorch file."""
+    refuse_pointer(path)
+    return SafetensorsSource(path) if path.suffix.lower() == ".safetensors" else _open_torch_file(path)
+
+
+# The first version whose `weights_only` reader has no known vulnerability.
+_SAFE_TORCH = (2, 10)
+# Types that `torch.load` may build in addition to its own: training scripts save their command line.
+_SAFE_TYPES: list[Any] = [argparse.Namespace]
+
+
+def _open_torch_file(path: pathlib.Path) -> StateSource:
+    """Open a PyTorch checkpoint, whose weights may be under a key as in training; memory-mapped if possible."""
+    content, tensors = _load(path), dict[str, Tensor]()
+    if isinstance(content, Mapping):
+        inner = (content[key] for key in STATE_DICT_KEYS if isinstance(content.get(key), Mapping))
+        content = next(inner, content)
+        tensors = {
+            key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)
+        }
+    if not tensors:
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__} without tensors, expected weights",
+            hint=f"Save `model.state_dict()` as safetensors, or under {', '.join(STATE_DICT_KEYS)}.",
+        )
+    # Half of a model must not pass for all of it.
+    nested = [key for key, value in content.items() if key not in tensors and _holds_weights(value)]
+    if nested:
+        raise CheckpointError(
+            f"{path}: the entry {str(nested[0])[:40]!r} also holds weights, which would be ignored",
+            hint=f"Save all weights as safetensors, or under {', '.join(STATE_DICT_KEYS)}.",
+        )
+    for key, value in tensors.items():
+        if value.layout != torch.strided or value.is_quantized:
+            raise CheckpointError(f"{path}: tensor {key!r} is sparse or quantised", hint="Save it dense.")
+    # DistributedDataParallel holds the model as its submodule `module`.
+    prefix = "module." if all(key.startswith("module.") for key in tensors) else ""
+    return TensorsSource(str(path), {key.removeprefix(prefix): value for key, value in tensors.items()})
+
+
+def _holds_weights(value: Any) -> bool:
+    """Return True if a value is a mapping with tensors at names, however deep."""
+    entries = value.values() if isinstance(value, Mapping) else ()
+    return any(isinstance(entry, Tensor) or _holds_weights(entry) for entry in entries)
+
+
+def _load(path: pathlib.Path) -> Any:
+    """Return what `torch.load` builds from a file without running code of the file."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _SAFE_TORCH:
+        raise CheckpointError(
+            f"{path} can run code when torch {torch.__version__} reads it (CVE-2026-24747)",
+            hint=f"Install torch {_SAFE_TORCH[0]}.{_SAFE_TORCH[1]} or newer, or convert the file to safetensors.",
+        )
+    try:
+        with warnings.catch_warnings(), torch.serialization.safe_globals(_SAFE_TYPES):
+            warnings.simplefilter("ignore")
+            # Only the zip format, which PyTorch writes since 1.6, can be mapped.
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # a damaged file can raise anything
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
+        # PyTorch goes from the cause to the advice to allow the type, which would run the file's code.
+        reason = reason.splitlines()[0].partition(". ")[0].partition(" was not an allowed global")[0]
+        if isinstance(error, pickle.UnpicklingError) or "TorchScript" in reason:
+            raise CheckpointError(
+                f"{path} holds objects other than tensors ({reason})", hint=conversion(path)
+            ) from error
+        raise CheckpointError(
+            f"{path} is not a complete PyTorch checkpoint ({reason})",
+            hint="It may be truncated; copy or download it again.",
+        ) from error

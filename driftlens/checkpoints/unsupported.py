@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from driftlens.utils.errors import CheckpointError, DriftLensError, IncompatibleModelsError
 from driftlens.utils.files import plain_file
 
+ADAPTER = "adapter_config.json"
+
 LIVE = (
     "Build it in your own code: `loader: python:module:function` (with --trust-code), or pass live modules that "
     "run a list of blocks to `dl.analyze`."

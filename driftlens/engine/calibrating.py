@@ -77,8 +77,6 @@ class StepProblem:
         folds: moments of every fold of the samples, all tasks together, each counting its task weight.
         tasks: output metric and moments of every task over all folds, where the calibrator has an output metric.
         has_bias: whether the last input is the constant that the biases belong to.
-        merged: the sites' parameters in the merged model, by the layer's own names.
-        task_weight_sum: sum over tasks of the task weights.
         num_rows: of every fold.
         has_views: whether some of the samples are copies of others.
     """
@@ -162,12 +160,8 @@ class TargetSpec:
 class CalibratedLayer:
     """One calibrated layer, or the correction of one task.
 
-    Attributes:
-        layer: its index; 1 is the stem.
-        updates: parameters by the layer's names, in the pool's dtype, rounded to the checkpoint's.
-        reports: one per site.
-        drift_l2_mean: by task, the mean norm of the pooled drift after the layer; empty for the last layer.
-        attachments: corrections of the last layer's output, by task.
+    `updates` are parameters by the layer's names, in the pool's dtype but rounded to the checkpoint's; `drift_l2_mean` is
+    by task the mean norm of the pooled drift after the layer, empty for the last; `attachments` are corrections by task.
     """
 
     layer: int
@@ -285,11 +279,8 @@ class CalibrationContext:
 class ClosedForm:
     """A calibrator that solves from moments and never holds a model: `Layerwise` or `Stepwise`.
 
-    Attributes:
-        solve_dtype: `float32` or `float64`, the dtype of sums and solves.
-        update: kinds of parameters that are solved for: `linear`, `bias`, `norm`.
-        inputs: features that a layer reads while its moments are summed: `deployed` from the calibrated layers before
-            it, or `merged` or `expert` from that model.
+    `update` are the kinds of parameters that are solved for. `inputs` are the features that a layer reads while its
+    moments are summed: `deployed` from the calibrated layers before it, or `merged` or `expert` from that model.
     """
 
     solve_dtype: str = "float64"

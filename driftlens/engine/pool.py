@@ -117,14 +117,9 @@ class LayerMap:
 class ModelPool:
     """Several models with one architecture, of which only one layer at a time is read; nothing is modified.
 
-    Args:
-        chain: the architecture as layers; parameter names are those of `skeleton.state_dict()`.
-        skeleton: the library's module; its parameters may be on the meta device.
-        models: weights by name (`base`, `merged`, `expert:<task>`, ...) in the skeleton's key names.
-        device: the device of parameters.
-        dtype: the floating dtype of all computations.
-        modules: live modules by the same names; their own forward pass runs.
-        budget: bytes that a whole model may take where one has to be in memory.
+    `models` are weights by name (`base`, `merged`, `expert:<task>`, ...) in the key names of `skeleton`, whose parameters
+    may be on the meta device; `modules` are live modules by the same names, whose own forward pass runs. `budget` is how
+    many bytes a whole model may take where one has to be in memory.
     """
 
     def __init__(

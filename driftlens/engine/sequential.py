@@ -101,12 +101,7 @@ class _Sums:
 class Stepwise(ClosedForm):
     """A calibrator that solves the sites of a layer in steps, each on inputs collected after the last one.
 
-    Attributes:
-        order: `steps`, or `block` to solve all sites of a layer from one snapshot.
-        residual: the largest share of upstream repair; 0 disables it.
-        weights: `gradient` for token weights from random backward passes of the experts, or `uniform`.
-        mu: share of the gradients' second moment in the output metric.
-        seed: seed of the backward passes.
+    `order`, `residual`, `weights`, `mu` and `seed` are the settings of `ResidualCal`.
     """
 
     order: str

@@ -50,17 +50,10 @@ Parts = Mapping[str, SampleSet | InMemoryBatches]
 
 @dataclass
 class FeatureStream:
-    """The features of several models at one boundary, batch by batch.
+    """The features of several models at one boundary, batch by batch; all `models` start with the same inputs.
 
-    Attributes:
-        pool: the models.
-        parts: samples by task.
-        models: cache names of the features; all start with the same inputs.
-        store: where features are cached.
-        on_step: called before every batch with layer index and task.
-        hashes: True to record the digests of samples.
-        file_prefix: prefix of file names, different from other streams in one store.
-        cached: task -> its batches, once read.
+    `on_step` is called before every batch, `hashes` records digests of samples, and `file_prefix` differs from that of
+    other streams in one store.
     """
 
     pool: ModelPool
@@ -265,15 +258,11 @@ class CachedBatch:
 
 @dataclass(frozen=True)
 class LayerView:
-    """The states of one layer on one batch, for one variant and the task's expert.
+    """The states of one layer on one batch, for one variant (named "merged" here) and the task's expert.
 
-    Fields named "merged" are of the variant, whatever its name.
-
-    Attributes:
-        crossed_out: the output of the variant's layer on the expert's features.
-        crossed_layer: the map from the expert's features to `crossed_out`.
-        routes: the expert choice per token of a mixture, in the passes `merged`, `expert` and `crossed`.
-        variant_along: for a mixture of experts, (state, routes=) -> output of the variant's layer on these routes.
+    `crossed_out` is the output of the variant's layer on the expert's features, and `crossed_layer` the map to it. For a
+    mixture of experts, `routes` are the expert choices in the passes `merged`, `expert` and `crossed`, and
+    `variant_along` is (state, routes=) -> output of the variant's layer on these routes.
     """
 
     layer: Layer
@@ -568,9 +557,8 @@ def tolerance(dtype: str, drift_rel: float) -> float:
 class LibraryDrift:
     """The drift of a task's first samples by the models' own library, to verify the walk.
 
-    Attributes:
-        batch: the samples: one batch, fewer if its features exceed the budget, and at most `most`.
-        error: |e - e_library| / |e| by variant and layer; NaN without drift.
+    `batch` has at most `most` samples, and as many as fit the budget. `error` is |e - e_library| / |e| by variant and
+    layer; NaN without drift.
     """
 
     def __init__(

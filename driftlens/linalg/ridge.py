@@ -25,10 +25,8 @@ _SUSPICION = 8.0  # an estimate this close to the limit is replaced by exact eig
 class Factor:
     """The Cholesky factor L of a symmetric positive definite matrix L L'.
 
-    Attributes:
-        lower: L, [k, k]; entries above the diagonal are uninitialized.
-        smallest_eigenvalue: of the matrix, estimated by inverse-power steps, so at least the true one.
-        largest_eigenvalue: of the matrix, estimated by power steps, so at most the true one.
+    `lower` is uninitialized above the diagonal. The eigenvalues are estimates by power steps: the smallest is at least the
+    true one, the largest at most.
     """
 
     lower: Tensor
@@ -183,8 +181,8 @@ class Moments:
         output_cross: E[y x'], [o, k]; W_i C_i there, when y = W_i x_target.
         mean_in: E[x], [k].
         mean_target: E[y], [o].
-        target_energy: E[y * y], [o]; None if not computed, and then there is no misfit.
-        weight_sum: the sum of the weights of all rows, a number.
+        target_energy: E[y * y], [o]; None if not computed.
+        weight_sum: the sum of the weights of all rows.
     """
 
     gram: Tensor

@@ -160,8 +160,9 @@ class TargetSpec:
 class CalibratedLayer:
     """One calibrated layer, or the correction of one task.
 
-    `updates` are parameters by the layer's names, in the pool's dtype but rounded to the checkpoint's; `drift_l2_mean` is
-    by task the mean norm of the pooled drift after the layer, empty for the last; `attachments` are corrections by task.
+    `updates` are parameters by the layer's names, in the pool's dtype but rounded to the checkpoint's; `drift_l2_mean`
+    is by task the mean norm of the pooled drift after the layer, empty for the last; `attachments` are corrections by
+    task.
     """
 
     layer: int

@@ -117,9 +117,9 @@ class LayerMap:
 class ModelPool:
     """Several models with one architecture, of which only one layer at a time is read; nothing is modified.
 
-    `models` are weights by name (`base`, `merged`, `expert:<task>`, ...) in the key names of `skeleton`, whose parameters
-    may be on the meta device; `modules` are live modules by the same names, whose own forward pass runs. `budget` is how
-    many bytes a whole model may take where one has to be in memory.
+    `models` are weights by name (`base`, `merged`, `expert:<task>`, ...) in the key names of `skeleton`, whose
+    parameters may be on the meta device; `modules` are live modules by the same names, whose own forward pass runs.
+    `budget` is how many bytes a whole model may take where one has to be in memory.
     """
 
     def __init__(
@@ -173,7 +173,13 @@ class ModelPool:
         return self._heads[key]
 
     def add(self, model: str, source: StateSource, attachments: Attachments | None = None) -> None:
-        """Add or replace a model; raise if its parameters differ from the architecture's."""
+        """Add or replace a model; raise if its parameters differ from the architecture's.
+
+        Args:
+            model: its name.
+            source: its weights.
+            attachments: corrections of its final feature by task.
+        """
         require_same_parameters(self._skeleton, self.chain, source)
         self._models[model] = Variant(source, dict(attachments or {}))
 
@@ -231,7 +237,13 @@ class ModelPool:
         return self.chain.start(on_device(inputs, self.device, self.dtype))
 
     def layer_map(self, model: str, layer: Layer, task: str) -> LayerMap:
-        """Read one layer of one model; the last layer includes the attachment of `task`."""
+        """Read one layer of one model for one task.
+
+        Args:
+            model: the model's name.
+            layer: the layer; the last one includes the attachment.
+            task: the task of the attachment.
+        """
         # Attachments correct the final feature, which the last layer returns.
         is_last = layer.index == len(self.chain.layers)
         attachment = self._models[model].attachments.get(task) if is_last else None

@@ -79,7 +79,7 @@ class _Sums:
         self.num_rows = [before + more for before, more in zip(self.num_rows, other.num_rows, strict=True)]
 
     def problem(self, group: _Group, merged: Parameters, *, has_views: bool) -> StepProblem:
-        """Return the problem to solve, with Gram matrices scaled to mean norm 1."""
+        # Gram matrices are scaled to mean norm 1.
         norms = [self.norms[task] for task in sorted(self.norms)]
         # All inputs may be 0, which can't be scaled to norm 1.
         scale = 1 / float(torch.stack(norms).mean()) if sum(norms) > 0 else 1.0

@@ -215,7 +215,13 @@ def _matching(kind: str, pattern: str, paths: Sequence[str], hint: str) -> list[
 def updated_sites(
     chain: LayerChain, sites: Mapping[int, Sequence[str]], update: Collection[str]
 ) -> dict[int, tuple[str, ...]]:
-    """Return the sites by layer index at which a calibrator with these kinds of parameters changes anything."""
+    """Return the sites at which a calibrator changes anything.
+
+    Args:
+        chain: the model as layers.
+        sites: names of the sites by layer index.
+        update: the calibrator's kinds of parameters.
+    """
     updated = {}
     for index, names in sites.items():
         by_name = {site.name: site for site in chain.layers[index - 1].sites}
@@ -430,7 +436,14 @@ def added_to(
 
 
 def stream_of(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the residual stream called `name` by `added_to`."""
+    """Return the residual stream called `name` by `added_to`.
+
+    Args:
+        layer: the layer.
+        name: a module, or `""` for the layer's input.
+        entered: features before the layer.
+        inputs: inputs of its modules.
+    """
     return entered[layer.stream] if name == ENTERED else inputs[name]
 
 

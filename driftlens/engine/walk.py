@@ -260,8 +260,8 @@ class CachedBatch:
 class LayerView:
     """The states of one layer on one batch, for one variant (named "merged" here) and the task's expert.
 
-    `crossed_out` is the output of the variant's layer on the expert's features, and `crossed_layer` the map to it. For a
-    mixture of experts, `routes` are the expert choices in the passes `merged`, `expert` and `crossed`, and
+    `crossed_out` is the output of the variant's layer on the expert's features, and `crossed_layer` the map to it. For
+    a mixture of experts, `routes` are the expert choices in the passes `merged`, `expert` and `crossed`, and
     `variant_along` is (state, routes=) -> output of the variant's layer on these routes.
     """
 

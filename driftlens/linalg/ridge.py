@@ -25,8 +25,8 @@ _SUSPICION = 8.0  # an estimate this close to the limit is replaced by exact eig
 class Factor:
     """The Cholesky factor L of a symmetric positive definite matrix L L'.
 
-    `lower` is uninitialized above the diagonal. The eigenvalues are estimates by power steps: the smallest is at least the
-    true one, the largest at most.
+    `lower` is uninitialized above the diagonal. The eigenvalues are estimates by power steps: the smallest is at least
+    the true one, the largest at most.
     """
 
     lower: Tensor

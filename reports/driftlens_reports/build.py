@@ -1,16 +1,4 @@
-"""Drift reports of saved runs in several formats. Entry point: `Report`.
-
-    dl.Report(run, preset="standard").save("out/", formats=["html", "json", "md"])
-
-| format | files |
-|---|---|
-| html | report.html: interactive charts, one offline file |
-| html-light | report-light.html: figures as pictures, no script, below 1 MB |
-| json | report.json, by the schema in report.schema.json |
-| md | report.md for a pull-request comment |
-| csv | csv/*.csv, a file per table, and their units |
-| latex | latex/*.tex, a file per table, for \\input |
-"""
+"""Drift reports of saved runs as HTML, JSON, Markdown, CSV and LaTeX. Entry point: `Report`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ _OTHER_ENDS = (("warn", "warned"), ("skip", "skipped"))
 _INDICATIVE = "Distances on the plane are approximate; these numbers come from the features."
 
 
-def aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
+def _aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
     """Align columns by their width in a terminal; the first `num_names` to the left, numbers to the right."""
     # Cells instead of characters: CJK letters take two.
     from rich.cells import cell_len
@@ -132,7 +132,7 @@ def listing_text(runs: Sequence[RunSummary]) -> str:
         rows.append([run.path.name, run.name, run.state, *counts, largest])
     problems = [printable(f"{run.path.name}: {run.problem}") for run in runs if run.problem]
     left = [printable(f"{run.path.name}: {text}") for run in runs for text in run.left]
-    return "\n".join([*aligned([header, *rows], num_names=3), *problems, *left])
+    return "\n".join([*_aligned([header, *rows], num_names=3), *problems, *left])
 
 
 def verification_text(result: VerifyResult) -> str:
@@ -154,7 +154,7 @@ def sheet_text(sheet: Table) -> str:
 
 def _sheet_lines(sheet: Table) -> list[str]:
     names = [shown for shown in sheet.shown() if shown.kind == "text"]
-    rows = aligned(sheet.texts(ascii_only=not shows_signs(), gap="-"), num_names=len(names))
+    rows = _aligned(sheet.texts(ascii_only=not shows_signs(), gap="-"), num_names=len(names))
     return [*filter(None, [sheet.title, *rows, sheet.notes()])]
 
 
@@ -167,7 +167,7 @@ def checks_text(report: CheckReport) -> str:
     rows = [
         {**vars(check), "title": check.title, "samples": check.samples or None} for check in report.results
     ]
-    lines = aligned(Table.from_rows("checks", "", columns, rows).texts(gap=""), num_names=2)
+    lines = _aligned(Table.from_rows("checks", "", columns, rows).texts(gap=""), num_names=2)
     lines += [f"{check.status}: {check.title}: {check.reason}" for check in report.results if check.reason]
     counts = [f"{report.count('pass')} passed", f"{report.count('fail')} failed"]
     counts += [f"{report.count(status)} {words}" for status, words in _OTHER_ENDS if report.count(status)]
@@ -310,7 +310,7 @@ def sweep_text(run: DriftRun, name: str) -> str:
     lines = Table.from_rows("sweep", name, columns, swept.to_dict("records")).texts(gap=NOT_MEASURED)
     means = f"{name}: means of {counted(tasks, 'task')}, {counted(rows['seed'].nunique(), 'seed')}"
     notes = [means, *_sweep_notes(run, rows, has_accuracy=has_accuracy)]
-    return "\n".join([*aligned(lines, num_names=0), "", "; ".join(notes)])
+    return "\n".join([*_aligned(lines, num_names=0), "", "; ".join(notes)])
 
 
 def _sweep_notes(run: DriftRun, rows: pd.DataFrame, *, has_accuracy: bool) -> Iterator[str]:

@@ -1,8 +1,7 @@
 """The explorer of samples as one offline HTML page. Entry point: `Explorer`.
 
-`gathered` packs the page's data as JSON. Columns are lists over the samples of all tasks, in one order. Large columns
-are
-base64 of little-endian arrays, `[model, layer, sample]` where they depend on model and layer; NaN and -1 are missing.
+Columns of `gathered` are lists over the samples of all tasks, in one order; large ones are base64 of little-endian
+arrays, `[model, layer, sample]` where they depend on model and layer; NaN and -1 are missing.
 """
 
 from __future__ import annotations
@@ -79,13 +78,11 @@ class Explorer:
         )
 
     def inside(self, *, only_points: bool = False) -> bytes:
-        """Return the page without name, headline and commands, for embedding in the dashboard.
+        """Return the page without name, headline and commands, for an iframe without an origin in the dashboard.
 
-        The host puts it into an iframe without an origin. The frame's name is "driftlens " and JSON: `state` (the
-        page's URL
-        fragment), `dark`, and `show` ("" for all, "points" or "wall" for that part). The page posts its `height`, its
-        `state`,
-        and in `open` the state to show in full. The host posts a changed theme or task: `{dark: true, task: "cars"}`.
+        The frame's name is "driftlens " and JSON: `state` (the page's URL fragment), `dark`, and `show` ("" for all,
+        "points" or "wall"). The page posts its `height`, its `state`, and in `open` the state to show in full; the
+        host posts a changed theme or task: `{dark: true, task: "cars"}`.
         """
         data = gathered(self.run, self._request, only_points=True) if only_points else self._data
         return page({**data, "notes": [_COMMAND.sub(".", text) for text in data["notes"]]})
@@ -181,7 +178,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class ShownSamples:
+class _ShownSamples:
     """The samples of one task on the page: their rows in the run, and their start among all samples."""
 
     task: str
@@ -260,7 +257,7 @@ def gathered(
     }
 
 
-def _shown(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[ShownSamples]:
+def _shown(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[_ShownSamples]:
     """Yield the samples of each task, thinned evenly over classes if there are too many."""
     sizes = {task: len(_ids(run, task)) for task in tasks}
     total, start = sum(sizes.values()), 0
@@ -271,7 +268,7 @@ def _shown(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[ShownSamp
         limit = len(ids) if total <= most else max(1, most * len(ids) // total)
         rows = thinned(frame, limit, ["label"]).index.to_numpy()
         if len(rows):
-            yield ShownSamples(task, rows, tuple(ids[row] for row in rows), start)
+            yield _ShownSamples(task, rows, tuple(ids[row] for row in rows), start)
         start += len(rows)
 
 
@@ -283,7 +280,7 @@ def _ids(run: DriftRun, task: str) -> tuple[str, ...]:
 
 
 def _planes(
-    run: DriftRun, shown: ShownSamples, layers: Sequence[int], stages: Sequence[str], request: ViewRequest
+    run: DriftRun, shown: _ShownSamples, layers: Sequence[int], stages: Sequence[str], request: ViewRequest
 ) -> list[dict[str, Any] | None]:
     """Return joint coordinates and neighbours by layer; None for layers without stored features.
 
@@ -323,7 +320,7 @@ def _is_stored(run: DriftRun, task: str, variant: str, layer: int) -> bool:
 
 
 def _laid_out(
-    run: DriftRun, shown: ShownSamples, layer: int, rows: Mapping[str, Array], request: ViewRequest
+    run: DriftRun, shown: _ShownSamples, layer: int, rows: Mapping[str, Array], request: ViewRequest
 ) -> tuple[dict[str, Array], str]:
     """Return coordinates `[n, 2]` by model and the method; NaN for samples that a stored layout has thinned out."""
     if request.method == "pca":
@@ -370,7 +367,7 @@ def _neighbours(rows: Array) -> Array:
 
 
 def _columns(
-    run: DriftRun, shown: Sequence[ShownSamples], stages: Sequence[str], layers: Sequence[int]
+    run: DriftRun, shown: Sequence[_ShownSamples], stages: Sequence[str], layers: Sequence[int]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the columns over all samples, and the words that columns of names index."""
     total = sum(len(part.ids) for part in shown)
@@ -422,7 +419,7 @@ def _repairs(stages: Sequence[str]) -> list[str]:
     return [name for name in reversed(stages) if part_of(name) == "calibrated"] or [""]
 
 
-def _fill(column: Array, shown: ShownSamples, values: pd.Series[Any]) -> None:
+def _fill(column: Array, shown: _ShownSamples, values: pd.Series[Any]) -> None:
     """Write the values, by sample id, into their places of a column over all samples."""
     places = shown.places
     values = values[values.index.isin(places) & values.notna()]
@@ -430,7 +427,7 @@ def _fill(column: Array, shown: ShownSamples, values: pd.Series[Any]) -> None:
 
 
 def _fill_layers(
-    by_layer: Mapping[str, Array], stage: int, shown: ShownSamples, rows: pd.DataFrame, layers: Sequence[int]
+    by_layer: Mapping[str, Array], stage: int, shown: _ShownSamples, rows: pd.DataFrame, layers: Sequence[int]
 ) -> None:
     rows = rows[rows["sample_id"].isin(shown.places) & rows["layer"].isin(layers)]
     layer_places = rows["layer"].map({layer: place for place, layer in enumerate(layers)}).to_numpy(dtype=int)
@@ -443,13 +440,13 @@ def _packed(values: ArrayLike, kind: str) -> str:
     return base64.b64encode(np.ascontiguousarray(values, dtype=kind).tobytes()).decode()
 
 
-def _texts(run: DriftRun, shown: ShownSamples, without: bool) -> Iterator[str]:
+def _texts(run: DriftRun, shown: _ShownSamples, without: bool) -> Iterator[str]:
     stored = {} if without else run.texts(shown.task)
     for name in shown.ids:
         yield "\n".join(map(printable, stored.get(name, "").splitlines()))
 
 
-def _pictures(run: DriftRun, shown: Sequence[ShownSamples], total: int) -> dict[str, Any]:
+def _pictures(run: DriftRun, shown: Sequence[_ShownSamples], total: int) -> dict[str, Any]:
     """Return one image of all thumbnails in a grid, and each sample's cell; -1 without a thumbnail."""
     # Every task gets the same number of pictures.
     share = _MOST_PICTURES // max(1, len(shown))
@@ -482,7 +479,7 @@ def _pictures(run: DriftRun, shown: Sequence[ShownSamples], total: int) -> dict[
 
 
 def _notes(
-    run: DriftRun, shown: Sequence[ShownSamples], planes: Sequence[Sequence[Any]], request: ViewRequest
+    run: DriftRun, shown: Sequence[_ShownSamples], planes: Sequence[Sequence[Any]], request: ViewRequest
 ) -> Iterator[str]:
     every = sum(len(_ids(run, part.task)) for part in shown)
     num_shown = sum(len(part.ids) for part in shown)

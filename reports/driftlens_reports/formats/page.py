@@ -94,7 +94,7 @@ def _other(light: Any, dark: Any) -> Any:
     return {key: _other(light.get(key), value) for key, value in dark.items() if value != light.get(key)}
 
 
-def light_page(content: ReportContent, pictures: Mapping[str, Picture]) -> bytes:
+def light_page(content: ReportContent, pictures: Mapping[str, _Picture]) -> bytes:
     """Return the page without a script or data tables. If too large for a mail, it drops its largest pictures."""
     pictures = dict(pictures)
     page = _render(content, set(), pictures=pictures)
@@ -105,14 +105,14 @@ def light_page(content: ReportContent, pictures: Mapping[str, Picture]) -> bytes
 
 
 @dataclass(frozen=True)
-class Picture:
+class _Picture:
     """A picture inside a page, as a data address, with its caption."""
 
     source: str
     caption: str
 
 
-def pictures_of(run: DriftRun, names: Iterable[str]) -> dict[str, Picture]:
+def pictures_of(run: DriftRun, names: Iterable[str]) -> dict[str, _Picture]:
     """Return the paper figures that show what charts of these names show, without those that the run can't fill."""
     pictures = {}
     for name in names:
@@ -120,7 +120,7 @@ def pictures_of(run: DriftRun, names: Iterable[str]) -> dict[str, Picture]:
             drawn = draw(_EXHIBITS[name], [run], ExhibitOptions())
             if len(drawn.data):
                 encoded = base64.b64encode(drawn.content("png")).decode()
-                pictures[name] = Picture(f"data:image/png;base64,{encoded}", drawn.caption)
+                pictures[name] = _Picture(f"data:image/png;base64,{encoded}", drawn.caption)
     return pictures
 
 
@@ -132,7 +132,7 @@ def _render(
     content: ReportContent,
     shown_data: set[str],
     *,
-    pictures: Mapping[str, Picture] | None = None,
+    pictures: Mapping[str, _Picture] | None = None,
     plots: Mapping[str, Any] | None = None,
     scripts: Sequence[str] = (),
     policy: str = "",

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib import rcParams
 from matplotlib.artist import Artist
@@ -103,7 +102,7 @@ def _sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     lead = "Accuracy, averaged over tasks, as one coefficient of the calibration varies."
     about = [*_about_points(runs, drawn, options)] if drawn else []
     if drawn:
-        marked = "the ring or dashed line marks the run's own setting"
+        marked = "the dashed line marks the run's own setting"
         notes = [f"One line per run; {marked}.", *notes]
     return plate.exhibited(lead, *about, *notes, ROUNDED)
 
@@ -153,26 +152,12 @@ def _draw_lines(
                 entries[named] = axes.axhline(height, color=colour, linewidth=1.3 * thin, linestyle=dots)
                 plate.record(panel, run, "accuracy (average over tasks)", height, variant=variant)
         if factor in _FACTORS:
-            _mark_default(axes, run, factor, points, options.calibrated_of(run)[-1:], colour)
+            newest = "".join(options.calibrated_of(run)[-1:]).removeprefix("calibrated:")
+            info = run.manifest.calibrations.get(newest)
+            own = info.settings.get(factor) if info else None
+            if isinstance(own, int | float):
+                axes.axvline(own, color=colour, linewidth=thin, linestyle=(0, (4, 2)), label=GUIDE)
     return entries, points_of
-
-
-def _mark_default(
-    axes: Axes, run: DriftRun, factor: str, points: pd.DataFrame, calibrated: Sequence[str], colour: str
-) -> None:
-    """Draw a ring around the point of the run's own setting, or a line there if it was not swept."""
-    info = run.manifest.calibrations.get("".join(calibrated).removeprefix("calibrated:"))
-    setting = None if info is None else info.settings.get(factor)
-    if not isinstance(setting, (int, float)):
-        return
-    # Only relative: the absolute tolerance of numpy would match small lambdas with each other.
-    default = points[np.isclose(points["setting"], setting, rtol=1e-9, atol=0)]
-    style: dict[str, Any] = {"color": colour, "label": GUIDE}
-    if default.empty:
-        axes.axvline(setting, linewidth=rcParams["axes.linewidth"], linestyle=(0, (4, 2)), **style)
-    else:
-        (ring,) = axes.plot(default["setting"], default["mean"], linestyle="", marker="o", **style)
-        ring.set(markerfacecolor="none", markersize=2.4 * ring.get_markersize())
 
 
 def _sweeping(factor: str) -> str:

@@ -29,7 +29,7 @@ from driftlens.experiment.loading import open_data, with_own_answers
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.pipelines.calibrate import OpenCalibration, calibrate, open_calibration
 from driftlens.pipelines.calibration_plan import calibrator_of, method_called
-from driftlens.pipelines.evaluation import final_drift, metrics_of, scores_of
+from driftlens.pipelines.evaluation import final_drift, scores_of
 from driftlens.pipelines.model_selection import (
     CANDIDATE_MODEL,
     CombinedProgress,
@@ -353,16 +353,11 @@ def _without(samples: SampleSet, ids: Collection[str]) -> SampleSet:
 def _missing(
     points: Mapping[_Setting, Sequence[_Point]], rows: pd.DataFrame, study: Study
 ) -> dict[_Setting, list[_Point]]:
-    """Return by setting the points without a row for every task and a score for every scored task."""
-    scored = {task for task, data in study.tasks.items() if data.test is not None and metrics_of(study, task)}
-
-    def _is_done(point: _Point) -> bool:
-        present = rows[(rows["sweep"] == point[0]) & (rows["point"] == point[1])]
-        has_score = present["task"][present[[*METRICS]].notna().any(axis=1)]
-        return {*present["task"]} >= {*study.tasks} and {*has_score} >= scored
-
+    """Return by setting the points without a row for every task."""
+    present = {*zip(rows["sweep"], rows["point"], rows["task"], strict=True)}
     missing = {
-        setting: [point for point in named if not _is_done(point)] for setting, named in points.items()
+        setting: [point for point in named if any((*point, task) not in present for task in study.tasks)]
+        for setting, named in points.items()
     }
     return {setting: named for setting, named in missing.items() if named}
 

@@ -35,16 +35,8 @@ _REMEDY = (
 _RESTORE = f"Correct {ADAPTER}, or save the adapters with peft again."
 # Options of peft's LoraConfig whose change of the model is more than `scaling * B @ A`.
 _UNSUPPORTED = (
-    "target_parameters",
-    "lora_bias",
-    "layer_replication",
-    "use_qalora",
-    "use_bdlora",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "velora_config",
-    "monteclora_config",
-    "kasa_config",
+    *("target_parameters", "lora_bias", "layer_replication", "use_qalora", "use_bdlora"),
+    *("alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config", "kasa_config"),
     "trainable_token_indices",
 )
 _OF_ADAPTERS = re.compile(r"\.lora_|\.original_module\.")

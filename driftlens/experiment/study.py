@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from driftlens.runs.manifest import ModelInfo
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,6 @@ class AnalysisSettings:
         options: optional diagnostics that are switched on, by their names in the spec's `metrics`.
         feature_budget: bytes of features that may be cached at a boundary; more samples are processed in chunks.
         deterministic: True to prefer deterministic kernels.
-        measured: the diagnostics that are measured during the walk.
     """
 
     pool: Pool
@@ -65,10 +64,11 @@ class AnalysisSettings:
     jacobian: JacobianSettings | None = None
     feature_budget: int = 2 << 30
     deterministic: bool = False
-    measured: tuple[Diagnostic, ...] = field(init=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "measured", tuple(chosen(self.options)))
+    @functools.cached_property
+    def measured(self) -> tuple[Diagnostic, ...]:
+        """The diagnostics that are measured during the walk."""
+        return tuple(chosen(self.options))
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,6 @@ class Study:
     def has_views(self) -> bool:
         """True if calibrations also read augmented copies of samples."""
         return any(samples.num_read > len(samples) for samples in self.calibration_sets.values())
-
-    @property
-    def is_told_views(self) -> bool:
-        """True if the spec or a request sets the augmented copies, even to none."""
-        return any(samples.views is not None for samples in self.calibration_sets.values())
 
     def viewing(self, views: Views | None) -> Study:
         """Return the study with these views for all calibration samples; None keeps the present ones."""

@@ -374,8 +374,9 @@ def choose_settings(
     """
     started = time.perf_counter()
     counts = {task: len(data.calibration or ()) for task, data in study.tasks.items()}
-    flags = {"has_base": study.has_base, "has_views": study.is_told_views}
-    candidates = _candidates(start, counts, others=others, **flags)
+    # The spec or a request sets the augmented copies, even to none.
+    has_views = any(samples.views is not None for samples in study.calibration_sets.values())
+    candidates = _candidates(start, counts, others=others, has_base=study.has_base, has_views=has_views)
     shares = (1.0,) if not study.has_base else _SHARES if share is None else (share,)
     total = sum(_NUM_PARTS * candidate.cost_of_part for candidate in candidates)
     progress = CombinedProgress(reporter, total)

@@ -453,7 +453,13 @@ def _begun(run: DriftRun) -> list[str]:
 
 
 def how_to_resume(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
-    """Return a sentence on how to resume a calibration that was begun and not finished."""
+    """Return a sentence on how to resume a calibration that was begun and not finished.
+
+    Args:
+        folder: the run's folder.
+        name: name of the calibration, which may replace a finished one.
+        manifest: the run's manifest.
+    """
     is_replacing = name in manifest.calibrations
     if is_live(manifest):
         both = f"name={name!r}, {'replace=True, ' if is_replacing else ''}resume=True"
@@ -466,7 +472,14 @@ def how_to_resume(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
 
 
 def how_to_save(folder: pathlib.Path, name: str, manifest: Manifest, *words: str) -> str:
-    """Return a sentence on how to save a finished calibration in its base's format; `words` are further options."""
+    """Return a sentence on how to save a finished calibration in the format of its base.
+
+    Args:
+        folder: the run's folder.
+        name: name of the calibration.
+        manifest: the run's manifest.
+        words: further options of the command.
+    """
     if is_live(manifest):
         return f"`run.calibrate(..., name={name!r}, save_weights=...)` with the same settings saves it"
     command = shlex.join(["driftlens", "calibrate", str(folder), "--name", name, *words, "--save-weights"])

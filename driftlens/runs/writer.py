@@ -430,7 +430,13 @@ class RunWriter:
         self._write(path, appended(path, TABLES[table].extended(columns), frame, replace=replace))
 
     def fill(self, table: str, frame: pd.DataFrame, columns: Sequence[ColumnSchema] = ()) -> None:
-        """Set values in columns of existing rows, by the key columns in `frame`; all other values stay exact."""
+        """Set values in columns of existing rows, by key; all other values stay exact.
+
+        Args:
+            table: the table's name.
+            frame: key columns and the columns to set.
+            columns: columns that a diagnostic adds to the schema.
+        """
         path = self.folder / table_file(table)
         self._write(path, filled(path, TABLES[table].extended(columns), frame))
 

@@ -220,7 +220,13 @@ def use_device(number: int) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Move a tensor to a device and dtype; copies to a GPU are asynchronous, from pinned memory."""
+    """Move a tensor to a device, and to `dtype` if one is given. Copies to a GPU are asynchronous, from pinned memory.
+
+    Args:
+        tensor: the tensor to move.
+        device: its new device.
+        dtype: its new dtype; None keeps it.
+    """
     if device.type != "cpu" and tensor.device.type == "cpu":
         # The dtype is converted after the copy, which is then as narrow as the stored tensor; but a device without
         # float64 can't receive such a tensor.

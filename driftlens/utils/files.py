@@ -105,7 +105,13 @@ def require_free(path: PathLike) -> None:
 
 
 def write_text_atomic(path: PathLike, text: str, *, is_lasting: bool = True) -> None:
-    """Write text as UTF-8 with Unix line ends, completely or not at all."""
+    """Write text as UTF-8 with Unix line ends, completely or not at all.
+
+    Args:
+        path: the file.
+        text: its content.
+        is_lasting: as for `atomic_path`.
+    """
     data = text.encode()
     with atomic_path(path, need=len(data), is_lasting=is_lasting) as written:
         written.write_bytes(data)
@@ -114,7 +120,14 @@ def write_text_atomic(path: PathLike, text: str, *, is_lasting: bool = True) -> 
 def write_json_atomic(
     path: PathLike, value: object, *, allow_nan: bool = False, is_lasting: bool = True
 ) -> None:
-    """Write indented JSON, keys in the given order, completely or not at all."""
+    """Write indented JSON, keys in the given order, completely or not at all.
+
+    Args:
+        path: the file.
+        value: its content.
+        allow_nan: True to write infinite numbers as Python's JSON reader accepts them.
+        is_lasting: as for `atomic_path`.
+    """
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=allow_nan)
     write_text_atomic(path, f"{text}\n", is_lasting=is_lasting)
 

@@ -126,6 +126,12 @@ def unpaired_difference(k_before: int, n_before: int, k_after: int, n_after: int
 
     Newcombe's hybrid score interval (method 10, 1998, independent proportions). For counts from the same samples, whose
     errors are correlated, it may be too wide.
+
+    Args:
+        k_before: right answers before.
+        n_before: samples before.
+        k_after: right answers after.
+        n_after: samples after.
     """
     before, after = k_before / n_before if n_before else 0.0, k_after / n_after if n_after else 0.0
     (low_before, high_before), (low_after, high_after) = wilson(k_before, n_before), wilson(k_after, n_after)

@@ -262,7 +262,13 @@ class ModelChange:
 
 
 def lost_words(change: ModelChange, subject: str, whose: str = "the base's") -> str:
-    """Describe what rounding loses of the change by `subject`; empty if that is negligible."""
+    """Describe what rounding loses of a change; empty if that is negligible.
+
+    Args:
+        change: counts of the change.
+        subject: the subject that changes entries.
+        whose: the owner of the unchanged entries.
+    """
     share = change.lost / change.changed if change.changed else 0.0
     if share < _SAID:
         return ""
@@ -270,7 +276,13 @@ def lost_words(change: ModelChange, subject: str, whose: str = "the base's") -> 
 
 
 def saved_words(change: ModelChange, subject: str, whose: str = "the base's") -> list[str]:
-    """Describe what saving in a narrower type loses of a change, and the option that keeps it; empty if negligible."""
+    """Describe what saving in a narrower type loses of a change, and the option that keeps it; empty if negligible.
+
+    Args:
+        change: counts of the change.
+        subject: the subject that changes entries.
+        whose: the owner of the unchanged entries.
+    """
     text = lost_words(change, subject, whose)
     return [f"{text}, the dtype of the output; `--out-dtype float32` keeps them"] if text else []
 

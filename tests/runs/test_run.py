@@ -214,7 +214,16 @@ def test_names_are_escaped_in_notebooks(tmp_path: Path) -> None:
     shown = dl.open_run(run.path)._repr_html_()
     parser.feed(shown)
     table = {"b", "table", "thead", "tbody", "tr", "th", "td", "p"}
-    assert table <= {*tags} and {*tags} - table == {"style", "section", "dl", "div", "dt", "dd", "img"}
+    assert table <= {*tags} and {*tags} - table == {
+        "style",
+        "section",
+        "dl",
+        "div",
+        "dt",
+        "dd",
+        "img",
+        "span",
+    }
     assert shown.index("headline") < shown.index("<table")
     unbroken = percent(run.value("drift_rel", task=name)).replace(" ", "\N{NO-BREAK SPACE}")
     assert f"<td>{unbroken}</td>" in shown

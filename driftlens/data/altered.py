@@ -284,7 +284,14 @@ def corrupted(samples: SampleSet, corruption: str, seed: int) -> SampleSet:
 
 
 def corrupt(picture: Picture, kind: str, severity: int, drawn: tuple[int, str]) -> NDArray[np.uint8]:
-    """Return a corrupted image [h, w, 3]; equal seeds and names (`drawn`) give equal results on every machine."""
+    """Return a corrupted image [h, w, 3]; equal seeds and names give equal results on every machine.
+
+    Args:
+        picture: the image.
+        kind: of the corruption.
+        severity: 1 to 5.
+        drawn: seed and name of the sample.
+    """
     from PIL import Image
 
     image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)

@@ -131,8 +131,14 @@ def live_texts(
 ) -> TaskData:
     """Sample texts in memory, read and validated like those of files.
 
-    `sources` has the rows per split (diagnosis, perhaps calibration), and how many to keep (None: all). A row maps
-    columns to values, or is a question, or a pair of question and answer.
+    Args:
+        task: the task's name.
+        sources: per split (diagnosis, perhaps calibration) the rows and how many to keep (None: all). A row maps
+            columns to values, or is a question, or a pair of question and answer.
+        entry: the rules of a spec entry.
+        reader: the tokenizer and its rules.
+        seed: of the sampling.
+        batch_size: samples per batch.
     """
     if related := related_columns(entry):
         raise SpecError(

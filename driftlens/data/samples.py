@@ -42,8 +42,12 @@ def halving_batches(
 ) -> Iterator[Callable[[Callable[[], object]], None]]:
     """Yield a function that runs work, and repeats it with smaller batches when memory runs out.
 
-    Batches are halved down from `size` to one sample. If `sums` did not fit, or nothing else helps, they move to the
-    host. Work must start from the beginning whenever it is called.
+    Work must start from the beginning whenever it is called.
+
+    Args:
+        size: samples of the largest batch, halved down to one.
+        tell: reports the new batch size.
+        sums: True if the work accumulates moments, which move to the host where they or nothing else fit.
     """
     import torch
 
@@ -342,6 +346,14 @@ def draw(
     """Sample positions at random, in random order; `all` keeps the split's order.
 
     Equal arguments give equal samples on every machine, and a smaller `n` gives a prefix of a larger one.
+
+    Args:
+        view: the split.
+        n: number of samples; fewer left is an error.
+        seed: of the sampling.
+        task: the task's name; tasks on the same data get different samples.
+        split: the split's name.
+        exclude_ids: samples that must not be chosen.
     """
     excluded = frozenset(exclude_ids)
     left = [position for position, sample in enumerate(view.ids) if sample not in excluded]

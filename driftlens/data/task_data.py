@@ -422,7 +422,14 @@ def _notices(task: str, views: Mapping[Split, SplitView], sets: Mapping[Split, S
 def require_same_classes(
     data: Iterable[str], head: Iterable[str], *, where: str, all_of_head: bool = True
 ) -> None:
-    """Refuse data whose classes differ from the head's, in any order; with `all_of_head`, data that lack one, too."""
+    """Refuse data whose classes differ from the head's, in any order.
+
+    Args:
+        data: classes of the data.
+        head: classes of the head.
+        where: the place in messages.
+        all_of_head: True if the data must have every class; only the test split must.
+    """
     only_data = sorted(set(data) - set(head))
     only_head = sorted(set(head) - set(data))
     if not only_data and not (only_head and all_of_head):

@@ -51,7 +51,14 @@ def class_names(classes: ClassNames) -> tuple[str, ...]:
 
 
 def file_head(file: str | os.PathLike[str], tensor: str, logit_scale: float, classes: ClassNames) -> Head:
-    """Return a head of precomputed class embeddings: rows of unit norm, [classes, d], under the key `tensor`."""
+    """Return a head of precomputed class embeddings.
+
+    Args:
+        file: the file of the embeddings.
+        tensor: their key in it; rows of unit norm, [classes, d].
+        logit_scale: factor on the cosines.
+        classes: class names in the order of the rows.
+    """
     source = open_checkpoint(file)
     require_key(source, tensor)
     embeddings, where = source.read(tensor).float(), f"{tensor!r} in {source.name}"
@@ -135,8 +142,13 @@ def text_head(
 ) -> Head:
     """Return the zero-shot head of the base, from class names and templates.
 
-    A class embedding is the mean over templates of unit-norm prompt embeddings, normalized again. Prompts have `{}` in
-    the place of the class name, or of its word in `words`.
+    A class embedding is the mean over templates of unit-norm prompt embeddings, normalized again.
+
+    Args:
+        tower: the base's text tower.
+        classes: class names.
+        templates: prompts with `{}` in the place of the class name.
+        words: names to use in prompts instead, one per class.
     """
     names = class_names(classes)
     if not templates or not all("{}" in template for template in templates):

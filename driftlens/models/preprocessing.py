@@ -111,7 +111,10 @@ def _processed_by(processor: Any, settings: Mapping[str, Any], notice: str) -> P
 def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     """Return the preprocessing of an image model of transformers, by its own processor with PIL.
 
-    Without a `preprocessor_config.json`, the family's defaults at the configuration's `image_size` are used.
+    Args:
+        source: a folder or Hub id. Without a `preprocessor_config.json`, the family's defaults are used, with a notice.
+        config: the model's configuration, whose `image_size` the defaults need.
+        offline: True to search only caches.
     """
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
@@ -186,7 +189,13 @@ def open_clip_preprocess(
 def image_preprocess(
     backend: str, transform: Callable[[Any], Tensor], settings: Mapping[str, Any] | None = None
 ) -> Preprocess:
-    """Return the preprocessing of one function, from a PIL image in RGB to a tensor [3, h, w]; with its settings."""
+    """Return the preprocessing of one function, as in torchvision and timm.
+
+    Args:
+        backend: name of the code.
+        transform: PIL image in RGB -> tensor [3, h, w].
+        settings: the settings of `transform`, for the manifest.
+    """
 
     def batch(images: Sequence[Any]) -> Any:
         return torch.stack([torch.as_tensor(transform(_rgb(image))) for image in images])
@@ -256,7 +265,14 @@ def text_preprocess(
 ) -> Preprocess:
     """Return the preprocessing of texts by a tokenizer, which may get a pad token.
 
-    Messages name `code`, the tokenizer's own, which is never run.
+    Args:
+        tokenizer: the tokenizer, or None, which is refused.
+        config: the model's configuration.
+        generation: the model's generation settings, which override the configuration.
+        form: encoder, decoder or encoder-decoder.
+        source: the model's source, for messages.
+        code: code of the tokenizer's own, which is never run, for messages.
+        lowers: True to read texts in lower case.
     """
     size = config.get_text_config().vocab_size
     filler = next((token for name in _FILLERS if (token := getattr(tokenizer, name, None)) is not None), None)

@@ -116,7 +116,13 @@ class HeadForm:
     pool: Pool = "cls"
 
     def run(self, weights: Mapping[str, Tensor], tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Compute scores [n, classes] of features of tokens [n, t, d]; the mask [n, t] is 0 for padding."""
+        """Compute scores [n, classes] of features of tokens.
+
+        Args:
+            weights: the head's weights by their names in `names`.
+            tokens: [n, t, d].
+            mask: [n, t], 0 for padding; None means no padding.
+        """
         inputs: dict[str, Tensor] = {self.takes: tokens}
         # Only texts are padded: forward functions of image models take no mask.
         if self.takes == "input_ids":
@@ -125,7 +131,13 @@ class HeadForm:
         return result(call(self.module, weights, (), inputs))
 
     def head(self, source: StateSource, keys: Sequence[str], classes: Sequence[str]) -> OwnHead:
-        """Return the head of one expert, with the weights in `source` under `keys`, in the order of `names`."""
+        """Return the head of one expert.
+
+        Args:
+            source: the expert's weights.
+            keys: keys of the head's weights in `source`, in the order of `names`.
+            classes: class names in the order of scores.
+        """
         weights = {name: source.read(key).float() for name, key in zip(self.names, keys, strict=True)}
         for key, value in zip(keys, weights.values(), strict=True):
             check_finite(source.name, key, value)

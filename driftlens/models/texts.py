@@ -130,7 +130,10 @@ class TextReader:
     ) -> dict[str, Tensor]:
         """Return a decoder's batch of questions followed by token ids, [n, t], padded on the left.
 
-        Questions, as `asked` returns them, are cut to leave `spare` tokens free.
+        Args:
+            questions: questions, as `asked` returns them.
+            tails: the token ids after each question.
+            spare: the number of tokens that questions leave free; longer ones are cut.
         """
         prefixes = self.questions(questions, spare=spare)
         rows = [[*question, *tail] for question, tail in zip(prefixes, tails, strict=True)]
@@ -389,8 +392,12 @@ def generate(
 ) -> list[str]:
     """Return a model's greedy answer to each question, without special tokens and surrounding spaces.
 
-    Questions, as `reader.asked` returns them, are cut if they leave no room for an answer of `max_new_tokens`, its end
-    token included.
+    Args:
+        module: the library's model.
+        reader: its reader of texts.
+        inputs: questions, as `reader.asked` returns them; those that leave no room for an answer are cut.
+        max_new_tokens: limit of an answer's tokens, its end token included.
+        batch_size: questions per forward pass.
     """
     answers: list[str] = []
     is_decoder = reader.form == "decoder"
@@ -451,7 +458,13 @@ def log_likelihoods(
 ) -> tuple[Tensor, Tensor]:
     """Return log-likelihoods [n, c] in nat of c answers to each of n questions, and their numbers of tokens [n, c].
 
-    The end token counts for an encoder-decoder, and not for a decoder. Questions are cut to leave room.
+    The end token counts for an encoder-decoder, and not for a decoder.
+
+    Args:
+        module: the library's model.
+        reader: its reader of texts.
+        questions: one batch; those that leave no room for answers are cut.
+        answers: c answers for each question.
     """
     was_training = module.training
     module.eval()

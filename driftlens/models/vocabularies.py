@@ -122,7 +122,10 @@ def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
 def own_head(stored: StateSource, source: StateSource, lm: LmScores) -> str | None:
     """Return the key of a language model's head that is no copy of its embeddings, or None.
 
-    `stored` is the model under its own key names, `source` under the skeleton's, where the head is the embeddings.
+    Args:
+        stored: the model under its own key names.
+        source: the model under the skeleton's key names, where the head is the embeddings.
+        lm: the head of the architecture.
     """
     head = next((name for name in stored.headers if f".{name}".endswith(f".{lm.head}")), None)
     if head is None or lm.key not in source.headers:

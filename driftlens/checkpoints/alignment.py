@@ -247,7 +247,13 @@ class Spellings:
     def key_map(
         self, headers: Mapping[str, TensorHeader], model_keys: Collection[str], name: str
     ) -> dict[str, str]:
-        """Map the model's keys to those of a checkpoint, by the spelling that finds most of the model."""
+        """Map the model's keys to those of a checkpoint, by the spelling that finds most of the model.
+
+        Args:
+            headers: the checkpoint's tensors.
+            model_keys: the model's keys.
+            name: the checkpoint's name in messages.
+        """
         stored, wrapper = self._best(headers)
         used, beside = set(stored.values()), tuple(wrapper + part for part in self.left_out)
         # Kept, so that a comparison of keys reports them.
@@ -382,7 +388,13 @@ class TowerKeyLayout:
     def key_map(
         self, headers: Mapping[str, TensorHeader], model_keys: Collection[str], name: str
     ) -> dict[str, str]:
-        """Map the tower's keys; text tower, logit scale and index buffers of older versions are left out."""
+        """Map the tower's keys; text tower, logit scale and index buffers of older versions are left out.
+
+        Args:
+            headers: the checkpoint's tensors.
+            model_keys: the model's keys.
+            name: the checkpoint's name in messages.
+        """
         prefix, canonical = self.prefix(headers, name), self.prefix(model_keys, "the architecture")
         projection, target = self._projection(headers, prefix), self._projection(model_keys, canonical)
         stored = {}

@@ -400,7 +400,15 @@ def _require_sane_config(config: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def needed_config(source: str, file: str, expected: str, *, offline: bool, hint: str) -> dict[str, Any]:
-    """Read a loader's configuration; of a source without it, name the family instead of the expected one."""
+    """Read the configuration file that a loader needs; refuse a source without it and name its family.
+
+    Args:
+        source: the folder or Hub id.
+        file: the file's name.
+        expected: the expected family, for messages.
+        offline: True to use only the local cache.
+        hint: the remedy in messages.
+    """
     config = read_config(source, file, offline=offline)
     if config is not None:
         return config

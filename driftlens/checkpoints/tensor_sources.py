@@ -368,7 +368,14 @@ BROKEN = "It is damaged, or overflowed in a cast; save it again from the origina
 
 
 def check_finite(name: str, key: str, tensor: Tensor, hint: str = BROKEN) -> None:
-    """Refuse NaN and infinity in the floating-point tensor `key` of the source `name`."""
+    """Refuse NaN and infinity in floating-point tensors.
+
+    Args:
+        name: the source's name.
+        key: the tensor's name.
+        tensor: its values.
+        hint: the remedy.
+    """
     if not tensor.is_floating_point():
         return
     # One-byte floats know neither sums nor `isfinite`; float32 holds all their values.
@@ -419,7 +426,7 @@ def _ordinal(tensor: Tensor) -> Tensor:
 Rows = tuple[int, int] | None
 
 
-def sampled(
+def _sampled(
     source: StateSource, key: str, other: Callable[[Rows], Tensor], dtype: torch.dtype, rows: Rows = None
 ) -> ModelChange:
     """Estimate, from the first rows, how another tensor differs; norms are scaled up to all rows.
@@ -439,9 +446,17 @@ def sampled(
 def written(
     source: StateSource, key: str, value: Tensor, dtype: torch.dtype, rows: Rows = None
 ) -> ModelChange:
-    """Count how values that are about to be stored in `dtype`, at these rows, differ from a source."""
+    """Count how values that are about to be stored in `dtype` differ from a source.
+
+    Args:
+        source: the unchanged model.
+        key: the tensor's name.
+        value: the changed values.
+        dtype: the number type.
+        rows: the rows [start, stop) that `value` replaces; all if None.
+    """
     start_row = 0 if rows is None else rows[0]
-    return sampled(
+    return _sampled(
         source,
         key,
         lambda few: value if few is None else value[few[0] - start_row : few[1] - start_row].cpu(),
@@ -457,7 +472,7 @@ def task_vector(base: StateSource, expert: StateSource) -> ModelChange:
         own = expert.headers.get(key)
         if own is not None and own.shape == header.shape and header.dtype.is_floating_point:
             narrow = header.dtype if header.dtype.itemsize < own.dtype.itemsize else own.dtype
-            total += sampled(base, key, functools.partial(expert.read, key), narrow)
+            total += _sampled(base, key, functools.partial(expert.read, key), narrow)
     return total
 
 

@@ -260,7 +260,13 @@ def from_yaml(text: str, where: str) -> Any:
 
 
 def read_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
-    """Read the mapping in a YAML file; `what` names it in messages, `start` is a hint how to begin."""
+    """Read the mapping in a YAML file.
+
+    Args:
+        file: the file.
+        what: its name in messages.
+        start: a hint how to begin.
+    """
     try:
         # /dev/stdin and /dev/fd/63 are pipes from the shell; endless devices stop at the limit.
         place = file if file.is_relative_to("/dev") else plain_file(file)
@@ -284,7 +290,14 @@ _Part = TypeVar("_Part", bound=BaseModel)
 
 
 def checked(kind: type[_Part], raw: Any, where: str, context: Any = None) -> _Part:
-    """Validate a spec or a part of one; refuse it with all problems, after `where`."""
+    """Validate a spec or a part of one; a SpecError lists all problems.
+
+    Args:
+        kind: the model to validate against.
+        raw: the values.
+        where: the beginning of the message.
+        context: passed to pydantic.
+    """
     try:
         return kind.model_validate(raw, context=context)
     except ValidationError as error:
@@ -294,7 +307,10 @@ def checked(kind: type[_Part], raw: Any, where: str, context: Any = None) -> _Pa
 def spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
     """Convert pydantic's errors into one `SpecError`: a dotted path and message each, and a hint if there is one.
 
-    Errors at one path come from members of a union and are one problem.
+    Args:
+        error: pydantic's error; errors at one path come from members of a union and are one problem.
+        raw: the values.
+        where: the beginning of the message.
     """
     # pydantic reports an error per member of a union; grouped by path, they read as alternatives.
     by_path: dict[str, tuple[list[str], str]] = {}

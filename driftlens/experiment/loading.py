@@ -118,7 +118,15 @@ def study_of(
     *,
     access: Access = Access(),
 ) -> Study:
-    """Build the study of opened models, samples and score maps. Raises the errors of `open_study`."""
+    """Build the study of opened models, samples and score maps. Raises the errors of `open_study`.
+
+    Args:
+        spec: the settings.
+        models: the opened checkpoints.
+        data: samples by task.
+        heads: score maps by task.
+        access: permissions, device and processes.
+    """
     access.team.warn_idle([*data])
     pool = open_pool(spec, models, device=access.device)
     preprocess = models.architecture.preprocess
@@ -244,7 +252,13 @@ def model_folder(origin: str, source: StateSource) -> pathlib.Path | None:
 
 
 def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) -> Architecture:
-    """Load a spec's architecture; untie a language model's head if any checkpoint has a separate one."""
+    """Load a spec's architecture; untie a language model's head if any checkpoint has a separate one.
+
+    Args:
+        spec: the settings.
+        access: permissions, device and processes.
+        unread: True if no sample will be read.
+    """
     entry = spec.architecture
     load = partial(
         load_architecture,
@@ -278,7 +292,13 @@ def origins_of(spec: RunSpec) -> dict[str, str]:
 
 
 def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -> ModelPool:
-    """Build the pool of models after comparing keys, shapes and dtypes; `device` overrides the spec's."""
+    """Build the pool of models after comparing keys, shapes and dtypes.
+
+    Args:
+        spec: the settings.
+        models: the checkpoints.
+        device: overrides the spec's device.
+    """
     place, dtype = resolve_device(device or spec.compute.device), getattr(torch, spec.compute.dtype)
     require_dtype(place, dtype)
     # Modules that run as they are bring tensors of their own, such as positions.
@@ -296,7 +316,13 @@ def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -
 def open_heads(
     spec: RunSpec, models: OpenModels, data: Mapping[str, tuple[str, ...] | None]
 ) -> dict[str, ScoreMap]:
-    """Open each task's score map: the spec's, else its expert's classifier; `data` has class names by task."""
+    """Open each task's score map: the spec's, else its expert's classifier.
+
+    Args:
+        spec: the settings.
+        models: the checkpoints.
+        data: class names by task, if the data has any.
+    """
     # The text tower is read once, and only if a task needs it.
     tower: TextTower | None = None
     heads: dict[str, ScoreMap] = {}
@@ -387,7 +413,13 @@ def _rows_of_expert(spec: RunSpec, task: str, models: OpenModels) -> tuple[str, 
 
 
 def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the names of a head's rows: its own, or the data's; a suite's order takes precedence."""
+    """Return the names of a head's rows: its own, or the data's; a suite's order takes precedence.
+
+    Args:
+        task: the task's name.
+        entry: the spec's head.
+        named: class names of the data.
+    """
     named = class_names(entry.classes) if entry.classes is not None else named
     if entry.suite is not None:
         return _rows_of(published_task(entry.suite), named)
@@ -449,7 +481,14 @@ def _notices(
 
 
 def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, access: Access) -> TaskData:
-    """Sample one task's data. Without the architecture, samples can be listed but not read."""
+    """Sample one task's data.
+
+    Args:
+        spec: the settings.
+        task: the task's name.
+        architecture: None if it is unknown; samples can then be listed but not read.
+        access: permissions.
+    """
     entry, head = spec.data.tasks.get(task), spec.heads.get(task)
     if entry is None:
         kind = next((source.kind for source in spec.data.tasks.values()), "imagefolder")
@@ -496,7 +535,15 @@ def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
 def task_samples(
     task: str, data: TaskData, head: ScoreMap | None, metrics: Sequence[str], pool: ModelPool
 ) -> TaskSamples:
-    """Build a task's samples with its score map; refuse metrics that the task or the model can't serve."""
+    """Build a task's samples with its score map; refuse metrics that the task or the model can't serve.
+
+    Args:
+        task: the task's name.
+        data: its samples.
+        head: its score map, if it has one.
+        metrics: names of the requested metrics.
+        pool: the models.
+    """
     test, diagnosis, texts = data.test, data.diagnosis, data.test.texts
     choices = {} if test.labels is None else data.answers()
     reader = None if texts is None else texts.reader
@@ -549,7 +596,13 @@ _LIBRARY_POOLS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
 def settings_of(
     spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] | None = None
 ) -> AnalysisSettings:
-    """Return the analysis settings of a spec; features are pooled as the experts' own heads read them."""
+    """Return the analysis settings of a spec; features are pooled as the experts' own heads read them.
+
+    Args:
+        spec: the settings as written.
+        chain: the layers.
+        heads: score maps by task.
+    """
     pool = spec.layers.pool
     for task, head in (heads or {}).items():
         if isinstance(head, OwnHead) and (pool := pool or head.form.pool) != head.form.pool:

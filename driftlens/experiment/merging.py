@@ -64,7 +64,13 @@ def save_one(
     request: MergeRequest,
     context: Callable[[], AbstractContextManager[Context]],
 ) -> tuple[str, list[str]]:
-    """Make the requested merge, or else the spec's own, and save it; return the method and notices."""
+    """Make the requested merge, or else the spec's own, and save it; return the method and notices.
+
+    Args:
+        source: the spec, or its path.
+        request: method, settings and output path.
+        context: opens device and progress.
+    """
     method, parameters, out = request.method, request.parameters, request.out
     if out is None:
         raise SpecError("no output path is set", hint="Give `--out merged.safetensors` or `--out FOLDER`.")
@@ -92,7 +98,13 @@ def merge_experts(
 ) -> list[str]:
     """Open the models that a method reads, merge them, and save the result in the base's format.
 
-    `out_dtype` is the dtype of saved floating-point tensors; None keeps the base's.
+    Args:
+        spec: the settings.
+        method: name of the merge method.
+        parameters: its settings.
+        path: the output file or folder.
+        context: device and progress.
+        out_dtype: dtype of saved floating-point tensors; None keeps the base's.
     """
     merge, study = merge_of(spec, method, parameters), None
     if merge.method.runs_models:
@@ -124,7 +136,15 @@ def save_merge(
     *,
     notices: Sequence[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
-    """Merge open models and save the result in the base's format; a folder gets a model card with `notices`.
+    """Merge open models and save the result in the base's format; a folder gets a model card.
+
+    Args:
+        models: the checkpoints.
+        merge: the method and its settings.
+        path: the output file or folder.
+        study: models and samples for methods that run models.
+        reporter: shows progress.
+        notices: for the card.
 
     Returns:
         The manifest's record of the merge, and the notices with those about rounding.
@@ -488,7 +508,13 @@ def _slots_by_name(chain: LayerChain, keys: Collection[str]) -> dict[str, Slot]:
 
 
 def pieces(key: str, shape: tuple[int, ...], most: int | None) -> list[Slot]:
-    """Split a tensor into slots of rows with at most `most` entries each, or one row; None keeps it whole."""
+    """Split a tensor into slots of rows.
+
+    Args:
+        key: the tensor's name.
+        shape: its shape.
+        most: entries per slot, but at least one row; None keeps the tensor whole.
+    """
     rows = max(1, (most or sys.maxsize) // max(1, math.prod(shape[1:])))
     if not shape or shape[0] <= rows:
         return [Slot(key)]

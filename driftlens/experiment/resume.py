@@ -93,7 +93,16 @@ def reopened(
 def add_calibration(
     study: Study, models: OpenModels, folder: pathlib.Path, name: str, method: str, control: str
 ) -> None:
-    """Add a calibrated variant with its attachments, and its control if it has one, to the study's pool."""
+    """Add a calibrated variant with its attachments and its control to the study's pool.
+
+    Args:
+        study: models and samples.
+        models: the checkpoints.
+        folder: the run directory.
+        name: of the calibration.
+        method: its method.
+        control: the control's variant name; empty without.
+    """
     for variant in filter(None, (calibrated(name), control)):
         is_control = variant == control
         weights = open_checkpoint(folder / calibration_weights(name, control=is_control))
@@ -122,7 +131,13 @@ def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
 
 
 def redrawn(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -> RunSpec:
-    """Return the spec with other numbers of calibration samples by task, and another sampling seed if given."""
+    """Return the spec with other numbers of calibration samples.
+
+    Args:
+        spec: the spec.
+        counts: samples by task.
+        seed: another sampling seed; None keeps it.
+    """
     values = spec.as_dict()
     if seed is not None:
         values["data"]["defaults"]["seed"] = seed
@@ -204,7 +219,13 @@ def resumable(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
 
 
 def on_main_process(team: Team, writer: RunWriter, work: Callable[[], object]) -> None:
-    """Run work that writes in the main process alone, then share the manifest with all processes."""
+    """Run work that writes in the main process alone, then share the manifest with all processes.
+
+    Args:
+        team: the processes.
+        writer: the run's writer.
+        work: writes to the run.
+    """
 
     def _done() -> Manifest:
         work()

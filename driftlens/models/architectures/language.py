@@ -28,7 +28,7 @@ from driftlens.models.architectures.encoders import (
     spellings,
     text_folder,
 )
-from driftlens.models.architectures.module_list import block_list, sequential_chain
+from driftlens.models.architectures.module_list import block_list, path_of, sequential_chain
 from driftlens.models.chain import (
     TENSOR,
     TEXT,
@@ -88,13 +88,13 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
     # A subclass of `nn.Linear` with another forward function may compute more than the product.
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         raise not_causal(whole, f"its head is a {type(head).__name__}; expected a linear map")
-    paths = {id(module): name for name, module in whole.named_modules()}
+    place = path_of(whole, head)
     trace = _ForwardTrace(whole, list(of_blocks))
     read, after_head = _pass(trace, head, example)
-    final = trace.final(read) or paths[id(head)]
+    final = trace.final(read) or place
     chain = sequential_chain(whole, example, blocks=path, final=final, reads_last=trace.reads_last)
-    weight = f"{paths[id(head)]}.weight"
-    keys = (f"{paths[id(table)]}.weight", weight)
+    weight, embedding = f"{place}.weight", path_of(whole, table)
+    keys = (f"{embedding}.weight", weight)
     # The library ties weights when it loads them, so two tensors on meta do not show it; the configuration does.
     is_tied = getattr(whole.config, "tie_word_embeddings", False) and weight in (
         getattr(whole, "_tied_weights_keys", None) or ()
@@ -102,11 +102,11 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
     stem, *middle, last = chain.layers
     # If not exactly one module computes the final feature (no norm, or a factor after it), the chain's head is
     # everything after the blocks.
-    last = replace(last, path="head") if final == paths[id(head)] else last
+    last = replace(last, path="head") if final == place else last
     chain = replace(
         chain,
         architecture=f"hf_{whole.config.model_type}",
-        layers=(replace(stem, path=paths[id(table)]), *middle, last),
+        layers=(replace(stem, path=embedding), *middle, last),
         tied=dict.fromkeys(keys, keys) if is_tied else {},
         modality=replace(TEXT, pool="last"),
         settings={**chain.settings, "model": type(whole).__name__},
@@ -114,7 +114,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
     return chain, LmScores(
         key=keys[0] if is_tied else weight,
         head=weight,
-        bias="" if head.bias is None else f"{paths[id(head)]}.bias",
+        bias="" if head.bias is None else f"{place}.bias",
         after_head=after_head,
         slope=1.0 if after_head is None else slope(after_head, head.out_features),
     )
@@ -347,7 +347,7 @@ class _EncoderDecoder:
 
     def _stack(self, name: str, stream: str, module: nn.Module, batch: dict[str, Tensor]) -> _Stack:
         """Split one stack into layers, by a pass over a batch."""
-        path = next((path for path, part in self.whole.named_modules() if path and part is module), "")
+        path = path_of(self.whole, module)
         is_decoder = name == "decoder"
         inputs = self._decoder_inputs(batch) if is_decoder else self._encoder_inputs(batch)
         beside = {_ENCODER_FEATURES: "encoder"} if is_decoder else {}
@@ -576,7 +576,7 @@ def _lm_scores(whole: Any, parts: _EncoderDecoder, head: Any) -> LmScores:
     """Return the head, its scale, bias and further steps, found by passes without the stacks."""
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         raise _not_seq2seq(whole, f"its head is a {type(head).__name__}; expected a linear map")
-    place = next(path for path, module in whole.named_modules() if module is head)
+    place = path_of(whole, head)
     cores = tuple((whole.get_submodule(stack.path), stack.answer) for stack in parts.stacks)
     after_head = _AfterHead(whole, cores, head, (parts.reads, "decoder_input_ids"))
     numbers = torch.Generator().manual_seed(0)

@@ -98,6 +98,11 @@ def sequential_chain(
     )
 
 
+def path_of(module: nn.Module, part: object) -> str:
+    """Return the path of a part in a module; "" if it is none, or the module itself."""
+    return next((path for path, inner in module.named_modules() if inner is part), "")
+
+
 def block_list(module: nn.Module, path: str | None) -> tuple[str, dict[str, nn.Module]]:
     """Return the path of the list of blocks or their pattern, and path -> block in forward order."""
     lists = _candidates(module)

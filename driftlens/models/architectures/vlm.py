@@ -29,7 +29,13 @@ from driftlens.models.architectures.encoders import (
     text_folder,
 )
 from driftlens.models.architectures.language import PADDED, causal_chain, not_causal
-from driftlens.models.architectures.module_list import ReadRecorder, block_layer, block_list, names_read
+from driftlens.models.architectures.module_list import (
+    ReadRecorder,
+    block_layer,
+    block_list,
+    names_read,
+    path_of,
+)
 from driftlens.models.chain import TEXT, Layer, LayerChain, Parameters, SideInputs, Site, Slot, State, Tap
 from driftlens.models.preprocessing import (
     Preprocess,
@@ -142,9 +148,7 @@ def _preprocess(request: ArchitectureRequest, config: Any) -> Preprocess | None:
 
 def decoder_path(whole: Any) -> str:
     """Return the path of a model's decoder, which reads embeddings of texts and features of images."""
-    decoder = whole.get_decoder()
-    path = next((name for name, part in whole.named_modules() if part is decoder), "")
-
+    path = path_of(whole, whole.get_decoder())
     if not path or whole.get_output_embeddings() is None:
         raise not_causal(whole, "it has no decoder with a head")
     return path
@@ -169,7 +173,7 @@ _DEEPSTACK = "deepstack_visual_embeds"
 def tower_list(whole: Any) -> str:
     """Return the path of the list of blocks in the library's encoder of images."""
     encoder = whole.get_encoder(modality="image")
-    path = next((name for name, part in whole.named_modules() if part is encoder), "")
+    path = path_of(whole, encoder)
     with contextlib.suppress(SpecError):
         if path:
             return f"{path}.{block_list(encoder, None)[0]}"

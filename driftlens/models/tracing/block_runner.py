@@ -394,7 +394,7 @@ class BlockRunner:
                 weights[slot.key.removeprefix(f"{path}.")] = slot.stored(parameters[name])
         for stack, names in stacks.items():
             weights[stack] = assembled([slots[name] for name in names], [parameters[name] for name in names])
-        mixed = mixing(block, self.mixtures[position], weights, sites, tap, side.routes)
+        mixed = mixing(self.mixtures[position], weights, sites, tap, side.routes)
         with tapped(block, [site for site in sites if site.expert is None], tap), mixed:
             hidden = features_of(path, call(block, weights, tuple(args), kwargs))
         mask = side.mask("hidden")

@@ -455,18 +455,16 @@ def assembled(slots: Sequence[Slot], parts: Sequence[Tensor]) -> Tensor:
 
 @contextlib.contextmanager
 def mixing(
-    block: nn.Module,
     mixture: _Mixture | None,
     weights: Mapping[str, Tensor],
     sites: Collection[Site],
     tap: Tap | None,
     routes: Routes | None,
 ) -> Iterator[None]:
-    """Call `tap` for experts' matrices while the block runs; write `routes`, or use given ones.
+    """Call `tap` for experts' matrices while their block runs; write `routes`, or use given ones.
 
     Args:
-        block: the block.
-        mixture: its mixture; None does nothing.
+        mixture: the block's mixture; None does nothing.
         weights: the block's weights of this pass by name.
         sites: the sites to call `tap` for.
         tap: see `chain.Tap`.

@@ -179,7 +179,14 @@ def stepped(
     scaling: float,
     of_matrices: Callable[[list[Tensor]], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Return base + scaling * step: the mean task vector, or `of_matrices(task vectors)` for a matrix."""
+    """Return base + scaling * step: the mean task vector, or `of_matrices(task vectors)` for a matrix.
+
+    Args:
+        base: the base's tensors.
+        experts: the experts' tensors by task.
+        scaling: factor of the step.
+        of_matrices: combines the task vectors of one matrix.
+    """
     merged = {}
     for name, start in base.items():
         vectors = _vectors_of(base, experts, name)

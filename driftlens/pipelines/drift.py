@@ -271,7 +271,15 @@ def precision_error(
 def attribution_of(
     study: Study, task: str, variants: Sequence[str], spill: Path, reporter: Reporter
 ) -> TaskRows:
-    """Compute the attribution of variants' drift to layers; features beyond the budget go to the folder `spill`."""
+    """Compute the attribution of variants' drift to layers.
+
+    Args:
+        study: models, samples and settings.
+        task: whose first diagnosis samples are read.
+        variants: names in the study's pool.
+        spill: folder for features beyond the feature budget.
+        reporter: receives progress.
+    """
     settings, samples, explanation = study.settings.jacobian, study.tasks[task].diagnosis, TaskRows()
     assert settings is not None
     if not variants:

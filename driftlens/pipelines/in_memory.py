@@ -126,7 +126,14 @@ def _require_complete(
 def analyze_study(
     study: Study, request: AnalysisRequest, settings: LiveSettings, context: Context = Context()
 ) -> DriftRun:
-    """Measure the drift of a study of live modules and write a run directory, which stores the settings."""
+    """Measure the drift of a study of live modules and write a run directory, which stores the settings.
+
+    Args:
+        study: the modules and samples, see `live_study`.
+        request: output folder, and whether to resume or replace a run.
+        settings: stored in the run.
+        context: device, progress and cancellation.
+    """
     out = request.out or pathlib.Path("runs", study.name)
     live = {"settings": _recorded(settings), "contents": _contents(study)}
     # Stands in for the digest of a spec, which live modules don't have.

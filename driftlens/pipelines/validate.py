@@ -74,7 +74,13 @@ class Preflight:
     def attempt(
         self, subject: str, work: Callable[[], T], describe: Callable[[T], str] | None = None
     ) -> T | None:
-        """Return the result of `work`, recorded as `describe` returns it; or None after recording its error."""
+        """Return the result of `work`, recorded as `describe` returns it; or None after recording its error.
+
+        Args:
+            subject: name of the check.
+            work: performs the check.
+            describe: returns the text to record for a result.
+        """
         try:
             result = work()
         except Exception as error:

@@ -98,7 +98,7 @@ class TextReader:
             led = len(begin) - (begin[-1] in self.tokenizer.all_special_ids)
             columns["pooling_mask"] = [[0] * min(led, len(row)) + [1] * (len(row) - led) for row in rows]
         if self.form == "encoder-decoder":
-            before = self.before_answers
+            before = self._before_answers
             answers = [[*before, *self.answer_tokens(sample[1])][: self.max_length] for sample in samples]
             masks = [[1] * len(row) for row in answers]
             columns |= {"decoder_input_ids": answers, "decoder_attention_mask": masks}
@@ -122,19 +122,13 @@ class TextReader:
         return rows
 
     def asked(self, sample: Any) -> Any:
-        """Return the question of a sample, as `continued` takes it."""
+        """Return the question of a sample, as `generate` takes it."""
         return sample.input
 
-    def continued(
+    def _continued(
         self, questions: Sequence[Any], tails: Sequence[Sequence[int]], *, spare: int = 0
     ) -> dict[str, Tensor]:
-        """Return a decoder's batch of questions followed by token ids, [n, t], padded on the left.
-
-        Args:
-            questions: questions, as `asked` returns them.
-            tails: the token ids after each question.
-            spare: the number of tokens that questions leave free; longer ones are cut.
-        """
+        """Return a batch of questions, cut to leave `spare` tokens free, and token ids, padded on the left."""
         prefixes = self.questions(questions, spare=spare)
         rows = [[*question, *tail] for question, tail in zip(prefixes, tails, strict=True)]
         columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
@@ -154,7 +148,7 @@ class TextReader:
         return tuple(whole[len(before) :] if before and whole[: len(before)] == before else ids(answer))
 
     @property
-    def before_answers(self) -> tuple[int, ...]:
+    def _before_answers(self) -> tuple[int, ...]:
         """The tokens of an encoder-decoder before the first token of an answer."""
         return (self.start or 0, *self.opening)
 
@@ -194,12 +188,12 @@ class TextReader:
             content: Any = parts if self.takes_images else sample.input
             conversations.append([{"role": "user", "content": content}])
         texts: list[str] = self.tokenizer.apply_chat_template(
-            conversations, chat_template=self.template, tokenize=False, add_generation_prompt=True
+            conversations, chat_template=self._template, tokenize=False, add_generation_prompt=True
         )
         return texts
 
     @property
-    def template(self) -> Any:
+    def _template(self) -> Any:
         """The processor's chat template, or else the tokenizer's, or None."""
         templates = None if self.processor is None else self.processor.chat_template
         template = templates.get("default") if isinstance(templates, Mapping) else templates
@@ -303,7 +297,7 @@ class PictureReader(TextReader):
         """See `TextReader`; the image is part of the question."""
         return sample
 
-    def continued(
+    def _continued(
         self, questions: Sequence[Any], tails: Sequence[Sequence[int]], *, spare: int = 0
     ) -> dict[str, Tensor]:
         """Return a batch of questions with images followed by token ids, padded on the left; nothing is cut."""
@@ -403,12 +397,12 @@ def generate(
     is_decoder = reader.form == "decoder"
     # Answers of an encoder-decoder have their own positions; a decoder's share those of the question, which is cut.
     if not is_decoder:
-        max_new_tokens = max(1, min(max_new_tokens, reader.limit - len(reader.before_answers)))
+        max_new_tokens = max(1, min(max_new_tokens, reader.limit - len(reader._before_answers)))
     with _greedy(module, reader, max_new_tokens) as settings:
         for start in range(0, len(inputs), batch_size):
             questions = inputs[start : start + batch_size]
             if is_decoder:
-                batch = reader.continued(questions, [()] * len(questions), spare=max_new_tokens)
+                batch = reader._continued(questions, [()] * len(questions), spare=max_new_tokens)
             else:
                 batch = reader(_unanswered(questions))
                 del batch["decoder_attention_mask"]
@@ -504,7 +498,7 @@ def _answer_scores(
     every = [[reader.answer_tokens(answer) for answer in column] for column in columns]
     spare = max(len(tokens) for column in every for tokens in column)
     for tokens in every:
-        batch, num_kept = reader.continued(questions, tokens, spare=spare), max(map(len, tokens)) + 1
+        batch, num_kept = reader._continued(questions, tokens, spare=spare), max(map(len, tokens)) + 1
         # Scores of all tokens [n, t, vocabulary] may not fit into memory, but not every model can return a part.
         inputs: dict[str, Any] = {"logits_to_keep": num_kept}
         # Models with positions in images compute them from `mm_token_type_ids`; others need those without padding.
@@ -528,7 +522,7 @@ def _encoded_once(
     for column in columns:
         tokens = [(*reader.answer_tokens(answer), *ends) for answer in column]
         longest = max(map(len, tokens))
-        rows = [[*reader.before_answers, *row[:-1]] for row in tokens]
+        rows = [[*reader._before_answers, *row[:-1]] for row in tokens]
         ids = torch.tensor([row + [reader.tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
         scores = module(
             encoder_outputs=encoded, decoder_input_ids=to_device(ids, device), use_cache=False, **mask

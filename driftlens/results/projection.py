@@ -334,10 +334,9 @@ def project(
     record = {"settings": asdict(settings), "features": _feature_digests(opened, settings)}
     key = json.dumps({**record, "parameters": PARAMETERS[settings.method]}, sort_keys=True)
     digest = hashlib.sha256(key.encode()).hexdigest()[:32]
-    described = opened.path / _FOLDER / f"{digest}.json"
     reporter, label = Reporter(on_progress, cancel), f"{settings.method} of {task}"
     reporter.step("layout", 0, 1, label)
-    if described.exists():
+    if (described := _stored(opened.path / _FOLDER, record)) is not None:
         projection = _read(described, settings)
     else:
         points = load_points(opened, settings)
@@ -373,6 +372,21 @@ def _feature_digests(run: DriftRun, settings: ProjectionSettings) -> dict[str, s
     return digests
 
 
+def _stored(folder: pathlib.Path, wanted: Mapping[str, Any]) -> pathlib.Path | None:
+    """Find a stored layout of these settings and features, which earlier versions stored under another name."""
+    wanted = from_json(json.dumps(wanted))
+    for path in sorted(folder.glob("*.json")):
+        try:
+            record = from_json(plain_file(path).read_text(encoding="utf-8"))
+            # `fit_on` was a setting of earlier versions.
+            settings = {key: value for key, value in record["settings"].items() if key != "fit_on"}
+            if {"settings": settings, "features": record["features"]} == wanted:
+                return path
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(path, error) from error
+    return None
+
+
 def _write(run: DriftRun, projection: Projection, record: Mapping[str, Any]) -> None:
     base = f"{_FOLDER}/{projection.digest}"
     versions = {name: version_of(name) for name in ("scikit-learn", "umap-learn")}
@@ -398,7 +412,11 @@ def _read(path: pathlib.Path, settings: ProjectionSettings) -> Projection:
             values["explained_variance"] = (float(variance[0]), float(variance[1]))
         values["quality"] = pd.DataFrame(record["quality"]).astype(_QUALITY)
     except (OSError, KeyError, TypeError, ValueError, IndexError) as error:
-        hint = "Delete the file to recompute the projection. `driftlens check` lists damaged files."
-        raise RunError(f"{path} can't be read: {error}", hint=hint) from error
+        raise _damaged(path, error) from error
     frame = read_table(path.with_suffix(".parquet"), _POINTS)
     return Projection(settings=settings, frame=frame, digest=path.stem, **values)
+
+
+def _damaged(path: pathlib.Path, error: Exception) -> RunError:
+    hint = "Delete the file to recompute the projection. `driftlens check` lists damaged files."
+    return RunError(f"{path} can't be read: {error}", hint=hint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,29 +123,6 @@ def test_the_accuracy_is_that_of_the_librarys_own_modules(case: str, task: str) 
             at.test.ids, predictions(made, variant, task, at.head), at.test.labels, strict=True
         )
     ]
-
-
-def test_a_variant_with_a_score_map_of_its_own_is_scored_by_it() -> None:
-    made = prepared()
-    task, head = "a", made.study.tasks["a"].head
-    assert isinstance(head, Head)
-    turned = Head(head.classes, head.embeddings.roll(1, dims=0), head.logit_scale)
-    at_hand = dataclasses.replace(made.study.tasks[task], own_heads={"merged": turned})
-    study = dataclasses.replace(made.study, tasks={**made.study.tasks, task: at_hand})
-    before, after = (
-        {
-            str(row["variant"]): row["value"]
-            for row in scores_of(of, task, VARIANTS, Reporter()).tables["accuracy"]
-        }
-        for of in (made.study, study)
-    )
-    named = predictions(made, "merged", task, turned)
-    assert at_hand.test is not None and at_hand.test.labels is not None
-    right = sum(a == b for a, b in zip(named, at_hand.test.labels, strict=True))
-    assert after["merged"] == right / COUNTS[task]
-    assert {name: after[name] for name in ("base", "expert")} == {
-        name: before[name] for name in ("base", "expert")
-    }
 
 
 @pytest.mark.parametrize("variants", [["merged"], VARIANTS], ids=["one variant", "three variants"])

@@ -427,7 +427,11 @@ Rows = tuple[int, int] | None
 
 
 def _sampled(
-    source: StateSource, key: str, other: Callable[[Rows], Tensor], dtype: torch.dtype, rows: Rows = None
+    source: StateSource,
+    key: str,
+    other: Callable[[Rows], Tensor],
+    dtype: torch.dtype,
+    rows: Rows = None,
 ) -> ModelChange:
     """Estimate, from the first rows, how another tensor differs; norms are scaled up to all rows.
 

@@ -133,7 +133,11 @@ def _text(values: Mapping[str, Any], column: str, where: str) -> str:
 
 
 def _target(
-    entry: TextEntry, value: Any, names: Sequence[str] | None, classes: Sequence[str] | None, where: str
+    entry: TextEntry,
+    value: Any,
+    names: Sequence[str] | None,
+    classes: Sequence[str] | None,
+    where: str,
 ) -> str:
     """Return the answer of a row's target; empty without one."""
     # `datasets` marks unlabelled rows of a ClassLabel column with -1.
@@ -235,7 +239,11 @@ def _open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
 
 
 def _beside(
-    entry: TextEntry, columns: Collection[str], rows: Sequence[Mapping[str, Any]], file: Path, where: str
+    entry: TextEntry,
+    columns: Collection[str],
+    rows: Sequence[Mapping[str, Any]],
+    file: Path,
+    where: str,
 ) -> _Beside | None:
     """Return a function from a row to readers of its images; None if the entry names no image column."""
     column = entry.pictures

@@ -531,7 +531,12 @@ class _LinearSums:
     _bias: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def add(
-        self, rows: Tensor, seen: SiteRows, weights: Tensor | None, expert: Parameters, num_batches: int
+        self,
+        rows: Tensor,
+        seen: SiteRows,
+        weights: Tensor | None,
+        expert: Parameters,
+        num_batches: int,
     ) -> None:
         """Add one batch of a task.
 

@@ -551,7 +551,12 @@ class _StepWalk(CalibrationWalk):
                 chunk = []
 
     def _rows(
-        self, layer: Layer, student: Parameters, group: _Group, streams: Mapping[str, str], batch: CachedBatch
+        self,
+        layer: Layer,
+        student: Parameters,
+        group: _Group,
+        streams: Mapping[str, str],
+        batch: CachedBatch,
     ) -> tuple[Tensor, Tensor, tuple[int, Tensor] | None]:
         """Return a batch's inputs x~ [T, k], target outputs y1 [T, o], and for an expert of a mixture its tokens."""
         state, goals = batch.get(MERGED), batch.get(_WANTED)

@@ -332,7 +332,13 @@ def rows_and_output(
 
 
 def row_weights(
-    chain: LayerChain, layer: Layer, site: Site, x: Tensor, state: State, side: SideInputs, rule: str = ""
+    chain: LayerChain,
+    layer: Layer,
+    site: Site,
+    x: Tensor,
+    state: State,
+    side: SideInputs,
+    rule: str = "",
 ) -> Tensor | None:
     """Return the weights of the rows of `x`, [T]; None weighs each 1. Padding has weight 0 under every rule.
 

@@ -117,7 +117,11 @@ def _by_variant(built: Modules) -> dict[str, nn.Module]:
 
 
 def _marks(
-    head_of: Mapping[str, ScoreMap], skeleton: nn.Module, chain: LayerChain, example: Any, pooling: Pool
+    head_of: Mapping[str, ScoreMap],
+    skeleton: nn.Module,
+    chain: LayerChain,
+    example: Any,
+    pooling: Pool,
 ) -> dict[str, list[float]]:
     """Return scores of fixed features by task, which identify its head; a misfit raises before a run starts."""
     # Refuse unreadable inputs before any model runs.

@@ -208,7 +208,11 @@ class OutputCross:
         self._sums: OutputSums | None = None
 
     def add(
-        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
+        self,
+        rows: Tensor,
+        expert_rows: Tensor,
+        expert_outputs: Sequence[Tensor],
+        weights: Tensor | None,
     ) -> None:
         """Add rows.
 
@@ -233,7 +237,11 @@ class OutputCross:
         self._sums = more
 
     def _of_outputs(
-        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
+        self,
+        rows: Tensor,
+        expert_rows: Tensor,
+        expert_outputs: Sequence[Tensor],
+        weights: Tensor | None,
     ) -> OutputSums:
         targets = rows @ self._weight.mT
         for part_target, part_expert in zip(_split(targets, expert_outputs), expert_outputs, strict=True):
@@ -245,7 +253,11 @@ class OutputCross:
         return OutputSums(counted.mT @ rows, counted.sum(dim=0), energy)
 
     def _of_inputs(
-        self, rows: Tensor, expert_rows: Tensor, expert_outputs: Sequence[Tensor], weights: Tensor | None
+        self,
+        rows: Tensor,
+        expert_rows: Tensor,
+        expert_outputs: Sequence[Tensor],
+        weights: Tensor | None,
     ) -> OutputSums:
         targets = torch.lerp(rows, expert_rows, self._alpha)
         if weights is not None:

@@ -382,7 +382,12 @@ def as_the_library(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def generate(
-    module: Any, reader: TextReader, inputs: Sequence[Any], max_new_tokens: int, *, batch_size: int = 32
+    module: Any,
+    reader: TextReader,
+    inputs: Sequence[Any],
+    max_new_tokens: int,
+    *,
+    batch_size: int = 32,
 ) -> list[str]:
     """Return a model's greedy answer to each question, without special tokens and surrounding spaces.
 

@@ -489,7 +489,11 @@ def with_parameters(
 
 
 def _anchors(
-    chain: LayerChain, merged: StateSource, base: StateSource, reach: float, keys: Collection[ParameterKey]
+    chain: LayerChain,
+    merged: StateSource,
+    base: StateSource,
+    reach: float,
+    keys: Collection[ParameterKey],
 ) -> OnDemand[ParameterKey]:
     """Return the anchor of Eq. 11, base + reach * (merged - base), for some parameters, in float64."""
 

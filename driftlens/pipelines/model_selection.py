@@ -414,7 +414,12 @@ def choose_settings(
 
 
 def _candidates(
-    start: Calibrator, counts: Mapping[str, int], *, others: bool, has_base: bool, has_views: bool = False
+    start: Calibrator,
+    counts: Mapping[str, int],
+    *,
+    others: bool,
+    has_base: bool,
+    has_views: bool = False,
 ) -> list[_Candidate]:
     """Return the start, other candidates that calibrators declare and, with `others`, other merges.
 

@@ -436,7 +436,11 @@ def _score_experts(study: Study, checks: Preflight) -> None:
 
 
 def _judge(
-    checks: Preflight, subject: str, rows: Mapping[str, Mapping[str, Any]], metric: Metric, num_classes: int
+    checks: Preflight,
+    subject: str,
+    rows: Mapping[str, Mapping[str, Any]],
+    metric: Metric,
+    num_classes: int,
 ) -> None:
     scores = {name: Interval(row["value"], row["ci_low"], row["ci_high"]) for name, row in rows.items()}
     shown = {name: with_interval(value, metric.kind) for name, value in scores.items()}

@@ -416,7 +416,12 @@ class RunWriter:
         self.event("notice", text=text)
 
     def append(
-        self, table: str, frame: pd.DataFrame, *, replace: bool = False, columns: Sequence[ColumnSchema] = ()
+        self,
+        table: str,
+        frame: pd.DataFrame,
+        *,
+        replace: bool = False,
+        columns: Sequence[ColumnSchema] = (),
     ) -> None:
         """Add rows to a table; existing rows keep their exact values.
 

@@ -694,7 +694,11 @@ def set_inputs(
 
 
 def _remaining_inputs(
-    position: int, blocks: Sequence[nn.Module], state: State, shared: Mapping[str, Any], mask: Tensor | None
+    position: int,
+    blocks: Sequence[nn.Module],
+    state: State,
+    shared: Mapping[str, Any],
+    mask: Tensor | None,
 ) -> State:
     """Return the state after block number `position` without features: inputs of later blocks, all keys and values."""
     later = {f"{LAYER_INPUT}.{index}" for index in range(position + 1, len(blocks))}

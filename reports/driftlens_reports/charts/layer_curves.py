@@ -153,7 +153,12 @@ def band(rows: pd.DataFrame, low: str, high: str, brush: theme.Brush, *, opacity
 
 
 def _of_layers(
-    run: DriftRun, figure: go.Figure, rows: pd.DataFrame, *columns: str, alt: str, notes: Sequence[str] = ()
+    run: DriftRun,
+    figure: go.Figure,
+    rows: pd.DataFrame,
+    *columns: str,
+    alt: str,
+    notes: Sequence[str] = (),
 ) -> Drawn:
     data = rows[["task", "variant", "layer", "role", "path", "n", *columns]]
     return Drawn(figure, alt, data, (*words.sample_notes(run, rows), *notes))

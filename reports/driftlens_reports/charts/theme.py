@@ -255,7 +255,12 @@ class Brush:
         return {"name": name or shown(group), "legendgroup": group, "showlegend": is_first}
 
     def line(
-        self, variant: str, x: Iterable[Any], y: pd.Series[Any], ends: Ends | None = None, **changes: Any
+        self,
+        variant: str,
+        x: Iterable[Any],
+        y: pd.Series[Any],
+        ends: Ends | None = None,
+        **changes: Any,
     ) -> Trace:
         """Return a variant's values as a line that breaks at gaps.
 
@@ -277,7 +282,12 @@ class Brush:
         return trace.update(**changes)
 
     def bars(
-        self, variant: str, x: Iterable[Any], y: pd.Series[Any], ends: Ends | None = None, **changes: Any
+        self,
+        variant: str,
+        x: Iterable[Any],
+        y: pd.Series[Any],
+        ends: Ends | None = None,
+        **changes: Any,
     ) -> Trace:
         """Return a variant's values as bars with its hatch.
 

@@ -280,7 +280,11 @@ def _ids(run: DriftRun, task: str) -> tuple[str, ...]:
 
 
 def _planes(
-    run: DriftRun, shown: _ShownSamples, layers: Sequence[int], stages: Sequence[str], request: ViewRequest
+    run: DriftRun,
+    shown: _ShownSamples,
+    layers: Sequence[int],
+    stages: Sequence[str],
+    request: ViewRequest,
 ) -> list[dict[str, Any] | None]:
     """Return joint coordinates and neighbours by layer; None for layers without stored features.
 
@@ -427,7 +431,11 @@ def _fill(column: Array, shown: _ShownSamples, values: pd.Series[Any]) -> None:
 
 
 def _fill_layers(
-    by_layer: Mapping[str, Array], stage: int, shown: _ShownSamples, rows: pd.DataFrame, layers: Sequence[int]
+    by_layer: Mapping[str, Array],
+    stage: int,
+    shown: _ShownSamples,
+    rows: pd.DataFrame,
+    layers: Sequence[int],
 ) -> None:
     rows = rows[rows["sample_id"].isin(shown.places) & rows["layer"].isin(layers)]
     layer_places = rows["layer"].map({layer: place for place, layer in enumerate(layers)}).to_numpy(dtype=int)

@@ -29,7 +29,13 @@ _GAINS = (
 
 
 def draw_norms(
-    plate: Plate, part: SubFigure, run: DriftRun, panel: str, task: str, variants: Sequence[str], column: str
+    plate: Plate,
+    part: SubFigure,
+    run: DriftRun,
+    panel: str,
+    task: str,
+    variants: Sequence[str],
+    column: str,
 ) -> tuple[Axes, dict[str, Artist]]:
     """Draw a norm by layer, one line per variant, with a narrow panel for the head and a band around mean drifts.
 

@@ -120,7 +120,12 @@ def _sweep_points(run: DriftRun, factor: str, tasks: Sequence[str], method: str 
 
 
 def _draw_lines(
-    plate: Plate, axes: Axes, runs: Sequence[DriftRun], panel: str, factor: str, options: ExhibitOptions
+    plate: Plate,
+    axes: Axes,
+    runs: Sequence[DriftRun],
+    panel: str,
+    factor: str,
+    options: ExhibitOptions,
 ) -> tuple[dict[str, Artist], dict[str, pd.DataFrame]]:
     """Draw a line per run and method. Return the legend's lines by name, and the points by run id."""
     entries: dict[str, Artist] = {}

@@ -77,6 +77,7 @@ def test_the_example_is_found_in_the_lists_of_reports_pages_and_methods(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_installed_by_pip_it_merges_what_a_spec_says(world: World, spec_file: Path, tmp_path: Path) -> None:
     for name in ("pip", "setuptools"):
         if importlib.util.find_spec(name) is None:

@@ -18,6 +18,7 @@ from driftlens.runs.manifest import calibration_folder
 from driftlens.utils import devices
 from tests.accelerator import NAME
 from tests.distributed.processes import ended, said, torchrun
+from tests.quick import few
 from tests.zoo.world import CLASSES, build, write_images
 
 pytestmark = pytest.mark.slow
@@ -58,11 +59,11 @@ def analyzed(pretended: torch.device, tmp_path_factory: pytest.TempPathFactory) 
     return shared, Path(alone)
 
 
-@pytest.mark.parametrize("options", JOBS.values(), ids=JOBS)
+@pytest.mark.parametrize("job", few(JOBS, (), some=["residual"]))
 def test_a_job_of_processes_with_a_device_each(
-    sim: torch.device, analyzed: tuple[Path, Path], tmp_path: Path, options: tuple[str, ...]
+    sim: torch.device, analyzed: tuple[Path, Path], tmp_path: Path, job: str
 ) -> None:
-    repair = "--name", "one", "--no-attribution", *options, "--device", NAME
+    repair = "--name", "one", "--no-attribution", *JOBS[job], "--device", NAME
     shared, alone = (shutil.copytree(of, tmp_path / of.name) for of in analyzed)
     codes, told = ended(2, "calibrate", str(shared), *repair, module="tests.accelerator.worker")
     assert codes == [0, 0], told

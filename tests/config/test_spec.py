@@ -207,9 +207,7 @@ def test_any_other_value_changes_the_digest(override: str) -> None:
 
 @pytest.mark.slow
 def test_the_digest_is_equal_under_any_hash_seed() -> None:
-    script = (
-        "import json, sys; import driftlens.config as s; print(s.load_spec(json.load(sys.stdin)).digest())"
-    )
+    script = "import json, sys; import driftlens.config.run as s; print(s.load_spec(json.load(sys.stdin)).digest())"
     digests = {
         subprocess.run(
             [sys.executable, "-c", script],

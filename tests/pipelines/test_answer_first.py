@@ -152,7 +152,7 @@ def test_an_attribution_that_was_cancelled_goes_on(
     stopped = open_run(folder)
     assert VARIANT in stopped.variants and unexplained(dl.open_run(folder), VARIANT) is False
     (summary,) = find_runs(folder)
-    assert summary.state == "done" and "driftlens analyze" in summary.left[0]
+    assert summary.state == "done" and "ended early (cancelled)" in summary.left[0]
     again = copied(stopped, tmp_path / "again")
     same(add_to_run(folder), at_once)
     same(calibrate(again, request(resume=True)), at_once)

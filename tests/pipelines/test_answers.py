@@ -44,7 +44,11 @@ def value(run: DriftRun, task: str, variant: str, metric: str) -> float:
 @pytest.mark.slow
 @pytest.mark.shows(heads="each model's own")
 @pytest.mark.parametrize(
-    "form", ["decoder", pytest.param("encoder-decoder", marks=pytest.mark.family("T5 (transformers)"))]
+    "form",
+    [
+        "decoder",
+        pytest.param("encoder-decoder", marks=[pytest.mark.family("T5 (transformers)"), pytest.mark.every]),
+    ],
 )
 def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: Path) -> None:
     suite = Suite(form, tmp_path)

@@ -90,7 +90,7 @@ def in_float64(whole: Any, chosen: list[int]) -> Any:
     return part.double() if part.is_floating_point() else part
 
 
-KINDS = {"Mixtral", "BART"}
+KINDS = {"BART"}
 FAMILIES: dict[str, Callable[[], Subject]] = {
     **{name: partial(decoder, config) for name, config in (CONFIGS | MORE | MIXTURES).items()},
     **{name: partial(encoder_decoder, name) for name in seq2seq.NAMES},

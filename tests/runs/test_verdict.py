@@ -131,12 +131,10 @@ def follows_the_tables(
         ends = {at: (shares[at][0] - d, shares[at][0] + u) for at, d, u in zip(shares, down, up, strict=True)}
         assume(all(abs(ends[at][1] - ends[top][0]) > 1e-9 for at in shares))
         is_clear = all(ends[at][1] < ends[top][0] for at in shares if at != top)
-        assert (found.source is not None and found.source.layer == top) or len(set(shares.values())) < len(
-            shares
-        )
+        assert found.source is not None and shares[found.source.layer][0] == shares[top][0]
         source = next(said for said in found.sentences if said.startswith("Main source of merged's drift: "))
         assert ("(too close to call)" in source) != is_clear
-        assert run.layer_name(top) in source
+        assert found.source.name in source
     else:
         assert "source" not in text
     sheet = task_sheet(run, found)

@@ -52,11 +52,11 @@ def test_another_process_writes_the_same_bytes(run: DriftRun, tmp_path: Path) ->
 
         sys.meta_path.insert(0, NoTorch())
         from driftlens.runs.run import open_run
-        from driftlens_reports.paper.exhibit import ExhibitOptions, exhibits
+        from driftlens_reports.paper.exhibit import ExhibitOptions, draw, exhibits
         from driftlens_reports.paper.exhibit import export
         run = open_run(sys.argv[1])
         export([run], sys.argv[2], names={names})
-        assert all(entry.draw([run], ExhibitOptions()) for entry in exhibits.values())
+        assert all(draw(name, [run], ExhibitOptions()) for name in exhibits)
         assert "matplotlib.pyplot" not in sys.modules
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(run.path), str(tmp_path / "there")]

@@ -33,7 +33,7 @@ PARTIAL = ".partial-*"
 # Also underscores that could be read as a colon, and leading dots: names map to files one to one, and no name
 # leaves its folder.
 _UNSAFE = re.compile(r"_(?=[_:])|(?<=[_:])_|^\.|[^A-Za-z0-9._-]")
-# Bytes for an _escaped name: file systems allow 255 bytes, and suffixes are appended.
+# Bytes for an escaped name: file systems allow 255 bytes, and suffixes are appended.
 LONGEST_FILE_NAME = 240
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 # Error numbers of file systems without locks.
@@ -48,7 +48,7 @@ _unfinished: dict[tuple[int, object], Callable[[], None]] = {}
 
 
 def escape(name: str) -> str:
-    """Return a file name for a task or variant name: `:` becomes `__`, unsafe characters are percent-_escaped."""
+    """Return a file name for a task or variant name: `:` becomes `__`, unsafe characters are percent-escaped."""
     if not name:
         raise ValueError("an empty name can't be a file name")
 

@@ -48,7 +48,7 @@ ProgressSink = Callable[[ProgressEvent], None]
 
 
 def all_of(*sinks: ProgressSink | None) -> ProgressSink:
-    """Return one sink that sends _every event to all given sinks."""
+    """Return one sink that sends every event to all given sinks."""
     there = [sink for sink in sinks if sink is not None]
 
     def _every(event: ProgressEvent) -> None:
@@ -81,7 +81,7 @@ class CancelToken:
 
 
 class Reporter:
-    """Hands events to a sink and polls the cancel token; _every long loop goes through `track` or `step`."""
+    """Hands events to a sink and polls the cancel token; every long loop goes through `track` or `step`."""
 
     def __init__(self, sink: ProgressSink | None = None, cancel: CancelToken | None = None) -> None:
         self._sink = sink

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,8 +25,9 @@ def _context() -> ForkServerContext:
     """Started with the first command, and gone with this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
-    # It imports what lies in its working folder.
-    with contextlib.chdir(ROOT):
+    # It imports what lies in its working folder. A test that starts it without the variable would leave all commands
+    # of later tests with more threads, which round differently.
+    with contextlib.chdir(ROOT), mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
         multiprocessing.forkserver.ensure_running()
     return context
 

@@ -54,7 +54,7 @@ ADDED: dict[str, Callable[[Path], Sequence[object]]] = {
 }
 """Commands that look at a run, or add to it."""
 COMPOSED = {"demo", "sweep"}
-"""Made of what the others do: on the second device they are `make every`'s."""
+"""Made of what the others do."""
 ELSEWHERE = {
     "validate": "runs no model",
 }
@@ -126,14 +126,18 @@ def on_cpu(
     request: pytest.FixtureRequest, played: Played, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
     """A command, and what it makes on the CPU."""
+    if request.param in COMPOSED and not os.environ.get("DRIFTLENS_EVERY"):
+        pytest.skip("made of what the others do; `make every` runs it")
     with sdpa_kernel([SDPBackend.MATH]):
         return request.param, played(request.param, tmp_path_factory.mktemp("cpu") / "run", "cpu")
 
 
 @pytest.mark.parametrize(
     ("place", "switches"),
-    [(NAME, {}), (f"{NAME}:1", {"no_double": True, "lacks": LACKED})],
-    ids=["plain", "second_as_apples"],
+    [
+        pytest.param(NAME, {}, id="plain", marks=pytest.mark.every),
+        pytest.param(f"{NAME}:1", {"no_double": True, "lacks": LACKED}, id="second_as_apples"),
+    ],
 )
 def test_a_command(
     sim: torch.device,
@@ -144,8 +148,6 @@ def test_a_command(
     switches: dict[str, Any],
 ) -> None:
     command, expected = on_cpu
-    if switches and command in COMPOSED and not os.environ.get("DRIFTLENS_EVERY"):
-        pytest.skip("made of what other commands do; `make every` runs it here, too")
     turn(**switches)
     found = played(command, tmp_path / "there", place)
     equal_tables(found, expected)

@@ -72,7 +72,7 @@ def axe() -> str:
 @pytest.mark.parametrize(
     ("scheme", "width"),
     [
-        ("light", 420),
+        pytest.param("light", 420, marks=pytest.mark.every),
         pytest.param("light", 1440, marks=pytest.mark.every),
         pytest.param("dark", 420, marks=pytest.mark.every),
         ("dark", 1440),

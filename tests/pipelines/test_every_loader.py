@@ -159,7 +159,7 @@ MADE: dict[str, tuple[str, Callable[[Path], Made]]] = {
 """By name, the loader and what it is to open."""
 
 
-FAST, SOME = ("timm ViT", "CLIP of open_clip"), ("CLIP of transformers", "LLaVA")
+FAST, SOME = ("timm ViT", "CLIP of open_clip"), ("CLIP of transformers",)
 """Those that no other test walks from files to a folder faster, and what CI walks beside them."""
 
 

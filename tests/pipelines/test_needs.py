@@ -36,9 +36,9 @@ def bytes_below(folder: Path, *names: str) -> int:
     return sum(file.stat().st_size for name in names for file in (folder / name).rglob("*") if file.is_file())
 
 
-@pytest.mark.slow
-def test_peaks_of_an_embedded_suite_are_within_a_factor_of_the_sum(tmp_path: Path) -> None:
-    spec, run, out = spec_file("image"), tmp_path / "run", tmp_path / "out.txt"
+@pytest.mark.parametrize("suite", few(["image", "text"], (), some=["text"]))
+def test_peaks_of_an_embedded_suite_are_within_a_factor_of_the_sum(suite: str, tmp_path: Path) -> None:
+    spec, run, out = spec_file(suite), tmp_path / "run", tmp_path / "out.txt"
     peak_of("validate", spec, "--json", output=out)
     needs = json.loads(out.read_text())["needs"]
     peaks = {"analyze": peak_of("analyze", spec, "--out", run, "--no-attribution", output=out)}

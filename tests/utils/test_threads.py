@@ -57,7 +57,7 @@ CHOICES = [
 
 @pytest.mark.slow
 @pytest.mark.skipif(not NEW_SWITCHES, reason="torch 2.9 brought these switches")
-@pytest.mark.parametrize("choices", [CHOICES[:2], pytest.param(CHOICES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("choices", [CHOICES[:2], pytest.param(CHOICES, marks=pytest.mark.every)])
 def test_every_choice_is_overridden_and_comes_back(choices: list[str]) -> None:
     """In processes of their own: torch can't tell a switch that was set to its default from one never touched."""
     for choice in choices:

@@ -292,7 +292,7 @@ EACH_KIND = (
     *("Mixtral", "gpt-oss", "DeepSeek-V3", "Phi-3.5-MoE"),
 )
 """A family of each kind of block: attention, windows, places that are counted, states, mixtures."""
-EACH_LAYOUT = ("Phi-3", "Falcon", "OPT, projected", "Gemma 3n")
+EACH_LAYOUT = ("Phi-3", "Falcon", "OPT, projected")
 """Families whose files lay weights out in further ways: fused, interleaved, projected, shared, stacked experts."""
 
 

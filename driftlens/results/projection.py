@@ -13,6 +13,7 @@ import pathlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -170,7 +171,7 @@ def lay_out(rows: Array, method: Method, seed: int) -> tuple[Array, dict[str, An
 
     Args:
         rows: finite features `[r, d]`, of norm 1.
-        method: pca, umap or tsne; PCA replaces both others for fewer than 15 distinct rows.
+        method: pca, umap or tsne; PCA replaces both others for fewer than 15 distinct rows, and UMAP if it is missing.
         seed: random seed.
     """
     from sklearn.decomposition import PCA
@@ -180,6 +181,9 @@ def lay_out(rows: Array, method: Method, seed: int) -> tuple[Array, dict[str, An
     notes, variance = [], None
     if method != "pca" and len(distinct) < _FEWEST_POINTS:
         notes.append(f"{len(distinct)} distinct points are too few for {_TITLES[method]}; this is PCA")
+        method = "pca"
+    if method == "umap" and find_spec("umap") is None:
+        notes.append("umap-learn is not installed, so this is PCA; `pip install umap-learn` adds UMAP")
         method = "pca"
     parameters = dict(PARAMETERS[method])
     fitted = rows if method == "pca" else distinct
@@ -315,7 +319,7 @@ def project(
     """Return one joint layout of the expert's and the variants' features; read it if it is stored.
 
     Features are scaled to norm 1; for UMAP and t-SNE, PCA reduces them to 50 dimensions. Equal features share their
-    place. With fewer than 15 distinct points the method is PCA, and a note says so.
+    place. With fewer than 15 distinct points, or without umap-learn, the method is PCA, and a note says so.
 
     Args:
         run: the run, or its folder.

@@ -167,6 +167,14 @@ def test_few_points_are_drawn_by_pca_and_the_note_says_why(tmp_path: Path, metho
     assert dl.project(run, "cars", method=method).notes == found.notes
 
 
+def test_without_umap_points_are_drawn_by_pca_and_the_note_says_what_to_install(
+    run: DriftRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("driftlens.results.projection.find_spec", lambda name: None)
+    found = dl.project(run, "cars", method="umap", store_it=False)
+    assert found.method == "pca" and "pip install umap-learn" in found.notes[0]
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_hardly_any_samples_have_places_but_no_neighbourhoods(tmp_path: Path, n: int) -> None:
     run = run_of(tmp_path / "run", {"expert": cloud(n), "merged": cloud(n, seed=1)})

@@ -224,11 +224,13 @@ def _open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
     """Open the rows of a split's file; ids are line numbers from 1. Blank lines are skipped."""
     file = Path(getattr(entry, split))
     rows: dict[str, dict[str, Any]] = {}
-    with plain_file(file).open(encoding=_UTF8) as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                with refused(f"{file}, line {number}"):
-                    rows[str(number)] = {**from_json(line)}
+    # Read as lines and parsed here: the JSON reader of `datasets` would turn some texts into dates, and a 1 in a column
+    # with 2.5 into 1.0.
+    lines = _load_files("text", [file], encoding=_UTF8)[:].get("text", [])
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            with refused(f"{file}, line {number}"):
+                rows[str(number)] = {**from_json(line)}
     values = list(rows.values())
     keys = dict.fromkeys(key for row in values for key in row)
     where, beside = str(file), _beside(entry, keys, values, file, str(file))

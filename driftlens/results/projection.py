@@ -340,9 +340,8 @@ def project(
     digest = hashlib.sha256(key.encode()).hexdigest()[:32]
     reporter, label = Reporter(on_progress, cancel), f"{settings.method} of {task}"
     reporter.step("layout", 0, 1, label)
-    if (described := _stored(opened.path / _FOLDER, record)) is not None:
-        projection = _read(described, settings)
-    else:
+    projection = _stored(opened.path / _FOLDER, settings, record)
+    if projection is None:
         points = load_points(opened, settings)
         rows = np.concatenate([points.directions[role] for role in settings.roles])
         plane, how = lay_out(rows, settings.method, settings.seed)
@@ -376,18 +375,24 @@ def _feature_digests(run: DriftRun, settings: ProjectionSettings) -> dict[str, s
     return digests
 
 
-def _stored(folder: pathlib.Path, wanted: Mapping[str, Any]) -> pathlib.Path | None:
-    """Find a stored layout of these settings and features, which earlier versions stored under another name."""
+def _stored(
+    folder: pathlib.Path, settings: ProjectionSettings, wanted: Mapping[str, Any]
+) -> Projection | None:
+    """Return a stored layout of these settings and features, which earlier versions stored under another name."""
     wanted = from_json(json.dumps(wanted))
     for path in sorted(folder.glob("*.json")):
         try:
             record = from_json(plain_file(path).read_text(encoding="utf-8"))
             # `fit_on` was a setting of earlier versions.
-            settings = {key: value for key, value in record["settings"].items() if key != "fit_on"}
-            if {"settings": settings, "features": record["features"]} == wanted:
-                return path
-        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _damaged(path, error) from error
+            stored = {key: value for key, value in record["settings"].items() if key != "fit_on"}
+            if {"settings": stored, "features": record["features"]} != wanted:
+                continue
+            values = _parsed(record)
+        except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            hint = "Delete the file to recompute the projection. `driftlens check` lists damaged files."
+            raise RunError(f"{path} can't be read: {error}", hint=hint) from error
+        frame = read_table(path.with_suffix(".parquet"), _POINTS)
+        return Projection(settings=settings, frame=frame, digest=path.stem, **values)
     return None
 
 
@@ -406,21 +411,11 @@ def _write(run: DriftRun, projection: Projection, record: Mapping[str, Any]) -> 
         write_json_atomic(path, record)
 
 
-def _read(path: pathlib.Path, settings: ProjectionSettings) -> Projection:
-    try:
-        record = from_json(plain_file(path).read_text(encoding="utf-8"))
-        if record["format"] != _FORMAT:
-            raise ValueError(f"format {record['format']} instead of {_FORMAT}")
-        values = {name: record[name] for name in _AS_THEY_ARE} | {"notes": tuple(record["notes"])}
-        if (variance := record["explained_variance"]) is not None:
-            values["explained_variance"] = (float(variance[0]), float(variance[1]))
-        values["quality"] = pd.DataFrame(record["quality"]).astype(_QUALITY)
-    except (OSError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise _damaged(path, error) from error
-    frame = read_table(path.with_suffix(".parquet"), _POINTS)
-    return Projection(settings=settings, frame=frame, digest=path.stem, **values)
-
-
-def _damaged(path: pathlib.Path, error: Exception) -> RunError:
-    hint = "Delete the file to recompute the projection. `driftlens check` lists damaged files."
-    return RunError(f"{path} can't be read: {error}", hint=hint)
+def _parsed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Projection` that its description holds."""
+    if record["format"] != _FORMAT:
+        raise ValueError(f"format {record['format']} instead of {_FORMAT}")
+    values = {name: record[name] for name in _AS_THEY_ARE} | {"notes": tuple(record["notes"])}
+    if (variance := record["explained_variance"]) is not None:
+        values["explained_variance"] = (float(variance[0]), float(variance[1]))
+    return values | {"quality": pd.DataFrame(record["quality"]).astype(_QUALITY)}

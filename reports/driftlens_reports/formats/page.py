@@ -215,15 +215,10 @@ def shown_alone(head: Headline, *, dark: bool = False) -> str:
     colours |= {**theme.tones, **{f"role-{part}": shades[0] for part, shades in theme.roles.items()}}
     variables = "".join(f"--{name}:{colour};" for name, colour in colours.items())
     html = str(block(head))
-    if drawing := re.search(r"<svg.*</svg>", html):
-        svg = re.sub(r"var\(--([\w-]+)\)", lambda match: colours[match[1]], drawing[0])
-        label = re.search(r'aria-label="[^"]*"', svg)
-        alt = label[0].removeprefix("aria-") if label else ""
-        data = base64.b64encode(svg.encode()).decode()
-        html = html.replace(
-            drawing[0],
-            f'<img class="bar" {alt.replace("label=", "alt=", 1)} src="data:image/svg+xml;base64,{data}">',
-        )
+    if drawing := str(_bar(head)):
+        svg = re.sub(r"var\(--([\w-]+)\)", lambda match: colours[match[1]], drawing)
+        image = Markup('<img class="bar" alt="{}" src="data:image/svg+xml;base64,{}">')
+        html = html.replace(drawing, image.format(_bar_label(head), base64.b64encode(svg.encode()).decode()))
     return f"<style>.headline{{{variables}}}{STYLE}</style>{html}"
 
 
@@ -260,10 +255,13 @@ def _bar(head: Headline) -> Markup:
         return Markup("")
     low, high = reach(head)
 
+    def place(value: float) -> float:
+        return 2 + 96 * (value - low) / (high - low)
+
     def line(start: float, end: float, thickness: int, colour: str) -> Markup:
-        x, width = (96 * (value / (high - low)) for value in (min(start, end) - low, abs(end - start)))
+        left, right = sorted((place(start), place(end)))
         return Markup('<rect x="{:.2f}%" y="{}" width="{:.2f}%" height="{}" fill="var(--{})"/>').format(
-            2 + x, 16 - thickness / 2, width, thickness, colour
+            left, 16 - thickness / 2, right - left, thickness, colour
         )
 
     parts = {part_of(name): mean for name, mean in head.tiles.items()}
@@ -276,14 +274,18 @@ def _bar(head: Headline) -> Markup:
         if is_measured(mean.low) and is_measured(mean.high):
             marks.append(line(mean.low, mean.high, 3, f"role-{part}"))
         dot = '<circle cx="{:.2f}%" cy="16" r="7" fill="var(--role-{})" stroke="var(--surface)" stroke-width="2"/>'
-        marks.append(Markup(dot).format(2 + 96 * (mean.value - low) / (high - low), part))
+        marks.append(Markup(dot).format(place(mean.value), part))
     for x, anchor, value in ((2, "start", low), (98, "end", high)):
         text = Markup('<text x="{}%" y="42" text-anchor="{}" fill="var(--quiet)">{}</text>')
         marks.append(text.format(x, anchor, written(value, head.kind)))
-    models = ", ".join(
-        f"{called(name)} {written(mean.value, head.kind)}" for name, mean in head.tiles.items()
-    )
     return Markup(
         '<svg xmlns="http://www.w3.org/2000/svg" class="bar" role="img" aria-label="{}" width="100%" height="46"'
         ' font-size="12" font-family="sans-serif">{}</svg>'
-    ).format(printable(f"{head.measure} on one scale: {models}"), Markup("").join(marks))
+    ).format(_bar_label(head), Markup("").join(marks))
+
+
+def _bar_label(head: Headline) -> str:
+    models = ", ".join(
+        f"{called(name)} {written(mean.value, head.kind)}" for name, mean in head.tiles.items()
+    )
+    return printable(f"{head.measure} on one scale: {models}")

@@ -116,6 +116,8 @@ def test_a_full_disk_does_not_hide_how_a_job_ended(run: Path, fill_disk: Callabl
     begin(run, "refused")
     fill_disk()
     until(lambda: state(run) == "failed", "it is refused")
+    # Its process ends a moment after it has said so.
+    until(lambda: (seen := watch(run)) is not None and seen.job.code is not None, "its process has ended")
     view, written = watch(run), job_of(run)
     assert view is not None and written is not None
     assert (view.job.code, written.code) == (2, None)

@@ -271,7 +271,7 @@ def expert_path_replaced(original: Any) -> Any:
 
 
 def bias_of_the_merged_weight(patch: Patch) -> None:
-    solve, original = featcal._solve_linear, featcal.solve_bias
+    solve, original = featcal._solve_linear_sites, featcal.solve_bias
     outputs = []
 
     def noted(problem, *rest, **more):  # type: ignore[no-untyped-def]
@@ -285,7 +285,7 @@ def bias_of_the_merged_weight(patch: Patch) -> None:
     def late(target, output, *rest, **more):  # type: ignore[no-untyped-def]
         return original(target, outputs.pop(0), *rest, **more)
 
-    patch.setattr(featcal, "_solve_linear", noted)
+    patch.setattr(featcal, "_solve_linear_sites", noted)
     patch.setattr(featcal, "solve_bias", late)
 
 
@@ -303,7 +303,7 @@ def without_gates(weights: Any) -> Any:
 
 VIT, STATE, ATTRIBUTION = partial(put, clip), partial(put, state), partial(put, attribution)
 WALK, SUMS, POOL = partial(put, walk), partial(put, calibrating), partial(put, pool_module)
-FEATCAL, ADVANCE = partial(put, FeatCal), partial(put, calibrating.SnapshotWalk, "_advance")
+FEATCAL, ADVANCE = partial(put, FeatCal), partial(put, calibrating.SnapshotWalk, "_advance_merged_features")
 PLANTED: dict[Check, dict[str, Fault]] = {
     agrees_with_the_library: {
         "transposed_weight": VIT("call", transposed_weights),
@@ -321,7 +321,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
         ),
         "mean_left_in_the_norms_derivative": put(
             state,
-            "_without_moments",
+            "_layer_norm_projection",
             lambda _: lambda vector, z: vector - z * (z * vector).mean(dim=-1, keepdim=True),
         ),
         # The path ends at the expert's input: no drift to average over.
@@ -359,12 +359,12 @@ PLANTED: dict[Check, dict[str, Fault]] = {
         "prefix_off_by_one": put(attribution.PrefixSwaps, "add", prefix_off_by_one)
     },
     models_are_left_as_they_were: {
-        "hook_left_behind": POOL("_stream_block", hook_left_behind),
-        "weights_not_put_back": POOL("_replaced", weights_not_put_back),
+        "hook_left_behind": POOL("_register_streaming_hooks", hook_left_behind),
+        "weights_not_put_back": POOL("_temporary_weights", weights_not_put_back),
     },
     a_certified_decision_never_flips: {
         "certificate_without_the_half": put(
-            drift, "_margin", lambda margin: lambda scores: 4 * margin(scores)
+            drift, "_decision_margin", lambda margin: lambda scores: 4 * margin(scores)
         ),
         "bound_from_the_longest_feature": put(
             heads.Head,
@@ -390,7 +390,9 @@ PLANTED: dict[Check, dict[str, Fault]] = {
             "_pooled_tokens",
             lambda pooled: lambda tokens, mask, modes: pooled(tokens, mask, tuple(sorted(modes))),
         ),
-        "maps_left_out": put(embeddings, "_dense", lambda _: lambda weights, activation, is_residual, x: x),
+        "maps_left_out": put(
+            embeddings, "_apply_dense_layer", lambda _: lambda weights, activation, is_residual, x: x
+        ),
     },
     labels_meet_rows_by_name: {
         "labels_by_position": put(
@@ -423,7 +425,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
             "OutputCross", lambda cross: lambda *given, **options: cross(*given, **options | {"alpha": 1.0})
         ),
         "expert_outputs_with_their_bias": SUMS(
-            "_stacked_bias", lambda bias: lambda *given: torch.zeros_like(bias(*given))
+            "_stacked_biases_or_zeros", lambda bias: lambda *given: torch.zeros_like(bias(*given))
         ),
         "norm_of_half_a_matrix": put(gram.GramSum, "norm", lambda norm: lambda self: norm(self) / 2),
         "bias_of_the_merged_weight": bias_of_the_merged_weight,

@@ -137,7 +137,9 @@ def calibration_form(
         )
         _suggest_name(chosen, taken)
         with st.form("calibrate", enter_to_submit=False):
-            fields, pressed = _form_fields(chosen, loader, blocked=blocked, may_export=exports is not None)
+            fields, pressed = _show_request_fields(
+                chosen, loader, blocked=blocked, may_export=exports is not None
+            )
     if best:
         return CalibrationRequest(name=free_name("best", taken), preset=preset, auto=True), True
     if fields.pop("export"):
@@ -145,7 +147,9 @@ def calibration_form(
     return CalibrationRequest(**fields), pressed
 
 
-def _form_fields(chosen: str, loader: str, *, blocked: bool, may_export: bool) -> tuple[dict[str, Any], bool]:
+def _show_request_fields(
+    chosen: str, loader: str, *, blocked: bool, may_export: bool
+) -> tuple[dict[str, Any], bool]:
     """Return the values of a request and whether weights are exported, and whether the button was pressed."""
     method = methods()[chosen]
     fields: dict[str, Any] = {"method": chosen}
@@ -163,7 +167,7 @@ def _form_fields(chosen: str, loader: str, *, blocked: bool, may_export: bool) -
     )
     fields["preset"] = None if preset == _OWN else preset
     published = method.presets.get(preset, {})
-    parameters = _fields(chosen, method)
+    parameters = _show_method_settings(chosen, method)
     fields["parameters"] = {name: value for name, value in parameters.items() if value != published.get(name)}
     fields["samples"] = st.number_input(
         "Samples per task",
@@ -174,13 +178,13 @@ def _form_fields(chosen: str, loader: str, *, blocked: bool, may_export: bool) -
         key="samples",
         help="Calibration samples: unlabelled, and disjoint from test samples.",
     )
-    fields["views"] = _text(
+    fields["views"] = _optional_text_field(
         "Views of samples",
         placeholder="as in the spec",
         key="views",
         help="Augmented copies per sample: crop:3, mix:3, words:3, auto or none.",
     )
-    fields["shrink"] = _text(
+    fields["shrink"] = _optional_text_field(
         "Interpolation with the base",
         placeholder="1",
         key="shrink",
@@ -198,20 +202,18 @@ def _form_fields(chosen: str, loader: str, *, blocked: bool, may_export: bool) -
         help="Comma-separated numbers or patterns on module paths.",
     )
     fields["layers"] = layers_named(layers) or None
-    fields |= _saved_fields(may_export=may_export)
+    fields |= _show_export_fields(may_export=may_export)
     fields["replace"] = st.checkbox(REPLACE, key="replace")
     label = f"{method.title} calibrate"
     pressed = st.form_submit_button(label, icon=":material/tune:", disabled=blocked, key=_START)
     return fields, pressed
 
 
-def _text(label: str, **field: Any) -> str | None:
-    """Return the value of a text field; None if it is empty."""
+def _optional_text_field(label: str, **field: Any) -> str | None:
     return st.text_input(label, **field).strip() or None
 
 
-def _saved_fields(*, may_export: bool) -> dict[str, Any]:
-    """Show the fields for exported weights and their number type."""
+def _show_export_fields(*, may_export: bool) -> dict[str, Any]:
     types = get_args(OutDtype)
     export = st.checkbox(
         "Also export for the original library",
@@ -231,46 +233,48 @@ def _saved_fields(*, may_export: bool) -> dict[str, Any]:
 
 
 def _suggest_name(stem: str, taken: Container[str]) -> None:
-    """Put a free name into the form, and the next one once a calibration has got it."""
+    """Fill in a free name, and the next one once a calibration has taken it."""
     state = st.session_state
     # A name that was just submitted is kept, even if another user took it meanwhile.
     if not any(state.get(button) for button in (_START, _BEST)) and state.get("name", "") in ("", *taken):
         state["name"], state["replace"] = free_name(stem, taken), False
 
 
-def _fields(owner: str, method: Method) -> dict[str, Any]:
-    """Return the settings whose fields are not empty."""
+def _show_method_settings(owner: str, method: Method) -> dict[str, Any]:
+    """Show the settings of a method; return those whose fields are not empty."""
     # Settings outside every preset are rarely changed, so they are shown in an expander.
     published = {name for preset in method.presets.values() for name in preset} or {*method.settings}
     rest = {name: schema for name, schema in method.settings.items() if name not in published}
-    values = _columns({name: schema for name, schema in method.settings.items() if name in published}, owner)
+    values = _show_setting_columns(
+        {name: schema for name, schema in method.settings.items() if name in published}, owner
+    )
     if rest:
         with st.expander("More settings"):
-            values |= _columns(rest, owner)
+            values |= _show_setting_columns(rest, owner)
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _columns(settings: Mapping[str, Schema], owner: str) -> dict[str, Any]:
-    """Draw the fields of settings, numbers first, three in a row."""
-    numbers = [name for name, schema in settings.items() if _is_number(schema)]
+def _show_setting_columns(settings: Mapping[str, Schema], owner: str) -> dict[str, Any]:
+    """Show the fields of settings, numbers first, three in a row; return their values."""
+    numbers = [name for name, schema in settings.items() if _is_single_number(schema)]
     columns = st.columns(3) if numbers else []
     places = {name: columns[place % 3] for place, name in enumerate(numbers)}
     return {
-        name: _value(f"{owner}.{name}", settings[name], places.get(name, st))
+        name: _show_setting_field(f"{owner}.{name}", settings[name], places.get(name, st))
         for name in sorted(settings, key=lambda name: name not in places)
     }
 
 
-def _is_number(schema: Schema) -> bool:
+def _is_single_number(schema: Schema) -> bool:
     entry, is_list = entry_of(schema)
     return entry.get("type") in _NUMBERS and not choices_of(entry) and not is_list
 
 
-def _value(key: str, schema: Schema, place: Any) -> Any:
+def _show_setting_field(key: str, schema: Schema, place: Any) -> Any:
     """Show the field of a setting and return its value; None if it is empty."""
     entry, is_list = entry_of(schema)
     default = schema.get("default")
-    usual = "" if default is None else f"; default {_in_words(default)}"
+    usual = "" if default is None else f"; default {_format_setting_value(default)}"
     about = schema.get("description") or key.rpartition(".")[2]
     look: dict[str, Any] = {
         "label": schema["title"],
@@ -281,8 +285,8 @@ def _value(key: str, schema: Schema, place: Any) -> Any:
     if choices_of(entry) or entry["type"] == "boolean":
         options = choices_of(entry) or (True, False)
         if not is_list:
-            return place.selectbox(options=options, index=None, format_func=_in_words, **look)
-        chosen = place.multiselect(options=options, format_func=_in_words, **look)
+            return place.selectbox(options=options, index=None, format_func=_format_setting_value, **look)
+        chosen = place.multiselect(options=options, format_func=_format_setting_value, **look)
         return tuple(option for option in options if option in chosen) or None
     number = _NUMBERS.get(entry["type"])
     if number is not None and not is_list:
@@ -291,11 +295,11 @@ def _value(key: str, schema: Schema, place: Any) -> Any:
         form = "%g" if number is float else "%d"
         return place.number_input(min_value=low, max_value=high, value=None, format=form, **look)
     text = place.text_input(**look)
-    entries = tuple(_entry(part, number or str) for part in text.split(",") if part.strip())
+    entries = tuple(_parse_list_entry(part, number or str) for part in text.split(",") if part.strip())
     return (entries or None) if is_list else text.strip() or None
 
 
-def _entry(text: str, kind: type) -> Any:
+def _parse_list_entry(text: str, kind: type) -> Any:
     try:
         return kind(text)
     except ValueError:
@@ -303,17 +307,16 @@ def _entry(text: str, kind: type) -> Any:
         return text
 
 
-def _in_words(value: Any) -> str:
+def _format_setting_value(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _preset_label(name: str, presets: Mapping[str, Mapping[str, Any]]) -> str:
-    numbers = _valued(presets.get(name, {}))
+    numbers = _format_numeric_settings(presets.get(name, {}))
     return f"{name}: {numbers}" if numbers else name
 
 
-def _valued(settings: Mapping[str, Any]) -> str:
-    """Format the numbers among settings."""
+def _format_numeric_settings(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value:g}" for key, value in settings.items() if isinstance(value, int | float))

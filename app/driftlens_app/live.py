@@ -76,7 +76,7 @@ _STEP_PAGES = {"Repair": ("build", "repair"), "Write a report": ("description", 
 def show_live(run: Path, more: Callable[[View], None] | None = None) -> bool:
     """Show the run's live job with a button to cancel it, and `more` below its progress; return True if it is live."""
     if is_live := is_at_work(run):
-        _live(run, more)
+        _show_live_job(run, more)
     return is_live
 
 
@@ -129,11 +129,11 @@ def show_new_runs(settings: Settings) -> bool:
         if view.job.dismissed or is_finished_since(view.job):
             continue
         with st.container(border=True):
-            st.markdown(f"**{_what(view.job)}**")
+            st.markdown(f"**{_job_title(view.job)}**")
             show_bad_end(view)
             with shown_errors():
                 if not settings.read_only and st.button(
-                    "Dismiss", key=f"dismiss-{_key(view.job)}", icon=":material/close:"
+                    "Dismiss", key=f"dismiss-{_job_widget_key(view.job)}", icon=":material/close:"
                 ):
                     dismiss(view.job)
                     st.rerun()
@@ -156,7 +156,7 @@ def show_bad_end(view: View | None) -> bool:
         return False
     if view.state == "cancelled":
         again = " To resume, start it again under the same name." if view.job.kind == "analyze" else ""
-        note(f"{_what(view.job)} was cancelled. The run is unchanged.{again}", "cancel")
+        note(f"{_job_title(view.job)} was cancelled. The run is unchanged.{again}", "cancel")
     elif view.state == "stopped":
         show_error(
             "Worker stopped",
@@ -170,8 +170,7 @@ def show_bad_end(view: View | None) -> bool:
 
 
 def _show_log(job: Job) -> None:
-    """Show the end of the job's log and a download button."""
-    drawer = st.expander("Log", key=f"open-log-{_key(job)}", on_change="rerun")
+    drawer = st.expander("Log", key=f"open-log-{_job_widget_key(job)}", on_change="rerun")
     if not drawer.open:
         return
     text = log_text(job.log)
@@ -187,25 +186,25 @@ def _show_log(job: Job) -> None:
             mime="text/plain",
             on_click="ignore",
             icon=":material/download:",
-            key=f"log-{_key(job)}",
+            key=f"log-{_job_widget_key(job)}",
         )
 
 
 @st.fragment(run_every=SECONDS)
-def _live(run: Path, more: Callable[[View], None] | None) -> None:
+def _show_live_job(run: Path, more: Callable[[View], None] | None) -> None:
     with shown_errors():
         view = live_job(run)
         if view is None:
             st.rerun()
         with st.container(border=True):
-            st.markdown(f"**{_what(view.job)}**")
+            st.markdown(f"**{_job_title(view.job)}**")
             _show_progress(view)
             if more is not None:
                 more(view)
             if not Settings.from_environment().read_only:
                 is_pressed = st.button(
                     "Cancel",
-                    key=f"cancel-{_key(view.job)}",
+                    key=f"cancel-{_job_widget_key(view.job)}",
                     icon=":material/stop_circle:",
                     disabled=view.state == "cancelling",
                 )
@@ -229,11 +228,11 @@ def _show_progress(view: View) -> None:
     st.caption(f"{label}{duration(event.seconds)} so far{left}")
 
 
-def _key(job: Job) -> str:
+def _job_widget_key(job: Job) -> str:
     return f"{job.run.name}-{job.log.name}"
 
 
-def _what(job: Job) -> str:
+def _job_title(job: Job) -> str:
     words = {
         "analyze": "Analysis",
         "calibrate": "Calibration",

@@ -95,7 +95,7 @@ class JobRequest:
     @property
     def folder(self) -> Path:
         """The folder of its record and log."""
-        return _beside(self.run) if self.kind in MAKING else self.run / "logs"
+        return _new_run_job_folder(self.run) if self.kind in MAKING else self.run / "logs"
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def dismiss(job: Job) -> None:
 
 def job_of(run: Path, kind: Kind | None = None) -> Job | None:
     """Return the newest job, optionally of one kind, that wrote to a run directory, which need not exist yet."""
-    jobs = [*_jobs(run / "logs", run), *_jobs(_beside(run), run)]
+    jobs = [*_newest_jobs(run / "logs", run), *_newest_jobs(_new_run_job_folder(run), run)]
     wanted = [job for job in jobs if kind in (None, job.kind)]
     return max(wanted, key=lambda job: job.started, default=None)
 
@@ -150,20 +150,20 @@ def jobs_beside(root: Path) -> list[Job]:
     """List the jobs that make runs inside `root`, newest first."""
     side = root / _SIDE
     folders = sorted(side.iterdir()) if side.is_dir() and is_inside(side) else []
-    jobs = [job for folder in folders for job in _jobs(folder, root / folder.name)]
+    jobs = [job for folder in folders for job in _newest_jobs(folder, root / folder.name)]
     return sorted(jobs, key=lambda job: job.started, reverse=True)
 
 
-def _beside(run: Path) -> Path:
+def _new_run_job_folder(run: Path) -> Path:
     return run.parent / _SIDE / run.name
 
 
-def _jobs(folder: Path, run: Path) -> list[Job]:
+def _newest_jobs(folder: Path, run: Path) -> list[Job]:
     """List the newest job of each kind in `folder`."""
-    return [job for kind in get_args(Kind) if (job := _read(folder, kind, run)) is not None]
+    return [job for kind in get_args(Kind) if (job := _read_job_record(folder, kind, run)) is not None]
 
 
-def _read(folder: Path, kind: Kind, run: Path) -> Job | None:
+def _read_job_record(folder: Path, kind: Kind, run: Path) -> Job | None:
     """Read the newest job of a kind from its record in `folder`; an invalid record counts as none."""
     file = folder / f"{kind}-job.json"
     if not is_file_inside(file):
@@ -182,7 +182,7 @@ def _read(folder: Path, kind: Kind, run: Path) -> Job | None:
         return None
 
 
-def environment() -> dict[str, str]:
+def _job_environment() -> dict[str, str]:
     """Return the environment of a job: this server's without its own settings, with plain-text logs."""
     settings = Settings(Path()).environment()
     inherited = {
@@ -202,7 +202,7 @@ def answer(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProces
             capture_output=True,
             text=True,
             cwd=folder,
-            env=environment(),
+            env=_job_environment(),
             timeout=PATIENCE_SECONDS,
             check=False,
         )
@@ -220,7 +220,7 @@ def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     try:
         document = json.loads(done.stdout)
     except ValueError:
-        failure = _printed_failure(done.stderr)
+        failure = _parse_printed_error(done.stderr)
         if failure is None:
             reason = f"exited with code {done.returncode} without output"
             raise RunError(f"`driftlens {arguments[0]}` {reason}") from None
@@ -229,7 +229,7 @@ def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     return document
 
 
-def _printed_failure(output: str) -> Failure | None:
+def _parse_printed_error(output: str) -> Failure | None:
     """Parse the error that the command line printed as `error: ...` and `hint: ...`; None without."""
     _, sign, text = "\n".join(["", *output.splitlines()]).rpartition("\nerror: ")
     message, _, hint = text.partition("\nhint: ")
@@ -248,7 +248,7 @@ def start(request: JobRequest) -> Job:
         request.folder.mkdir(parents=True, exist_ok=True)
         # Held between check and start, so that a second click, tab or server cannot start the job twice.
         with Guard(request.folder / _GUARD, _START_SECONDS):
-            return _running(request) or _started(request)
+            return _running_job(request) or _start_process(request)
     except DriftLensError:
         raise
     except OSError as error:
@@ -258,7 +258,7 @@ def start(request: JobRequest) -> Job:
         ) from error
 
 
-def _running(request: JobRequest) -> Job | None:
+def _running_job(request: JobRequest) -> Job | None:
     """Return the running job if it is the requested one; refuse if another one is running."""
     run, job = request.run, job_of(request.run)
     if job is not None and job.code is None and job.owner.is_alive:
@@ -279,7 +279,7 @@ def _running(request: JobRequest) -> Job | None:
     return None
 
 
-def _started(request: JobRequest) -> Job:
+def _start_process(request: JobRequest) -> Job:
     started = utc_now()
     stamp = re.sub(r"\D", "", started)
     log = request.folder / f"{request.kind}-{stamp}.log"
@@ -291,7 +291,7 @@ def _started(request: JobRequest) -> Job:
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=request.run.parent,
-            env=environment(),
+            env=_job_environment(),
             # In its own process group, a job outlives the server, and cancelling reaches its child processes.
             start_new_session=True,
         )
@@ -311,13 +311,13 @@ def _started(request: JobRequest) -> Job:
         write_job(job)
     except BaseException:
         # Without a record nobody could watch or cancel the process.
-        _signal(process.pid, signal.SIGKILL)
+        _signal_process_group(process.pid, signal.SIGKILL)
         process.wait()
         raise
     return job
 
 
-def exit_code(pid: int) -> int | None:
+def _child_exit_code(pid: int) -> int | None:
     """Return the exit code of a child of this server, or minus its signal; None while it runs, or for others."""
     child = _CHILDREN.get(pid)
     return None if child is None else child.poll()
@@ -325,30 +325,30 @@ def exit_code(pid: int) -> int | None:
 
 def cancel(job: Job) -> None:
     """Ask the job to stop at its next batch, like Ctrl-C, even if recording this fails."""
-    if job.cancelled or not _is_here(job):
+    if job.cancelled or not _is_alive_on_this_machine(job):
         return
     try:
         # Written first, so that a restarted server knows that the user cancelled the job.
         write_job(dataclasses.replace(job, cancelled=utc_now()))
     finally:
-        _signal(job.pid, signal.SIGINT)
+        _signal_process_group(job.pid, signal.SIGINT)
 
 
-def kill_overdue(job: Job) -> None:
+def _kill_overdue_job(job: Job) -> None:
     """Kill the job's processes if it was asked to stop longer ago than the grace period."""
-    if not job.cancelled or not _is_here(job):
+    if not job.cancelled or not _is_alive_on_this_machine(job):
         return
     elapsed = datetime.now(UTC) - datetime.fromisoformat(job.cancelled)
     if elapsed.total_seconds() > GRACE_SECONDS:
-        _signal(job.pid, signal.SIGKILL)
+        _signal_process_group(job.pid, signal.SIGKILL)
 
 
-def _is_here(job: Job) -> bool:
+def _is_alive_on_this_machine(job: Job) -> bool:
     """Return True if the process id still belongs to the job on this machine."""
     return job.code is None and job.host == platform.node() and job.owner.is_alive
 
 
-def _signal(pid: int, number: signal.Signals) -> None:
+def _signal_process_group(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         # A job leads its own process group.
         os.killpg(pid, number)
@@ -374,19 +374,19 @@ def watch(run: Path, kind: Kind | None = None) -> View | None:
     job = job_of(run, kind)
     if job is None:
         return None
-    code = exit_code(job.pid) if job.code is None else None
+    code = _child_exit_code(job.pid) if job.code is None else None
     if code is not None:
         # Recorded for a restarted server. A full disk must not hide the state; it is recorded at a later call.
         job = dataclasses.replace(job, code=code)
         with contextlib.suppress(RunError):
             write_job(job)
-    status = _own_status(job)
+    status = _status_written_by_job(job)
     if job.code is None and job.owner.is_alive:
-        kill_overdue(job)
+        _kill_overdue_job(job)
         state: State = "cancelling" if job.cancelled else "running"
-        progress = _progress(job, status)
+        progress = _read_progress(job, status)
         return View(job, state if progress is not None or job.cancelled else "starting", progress)
-    return _ended(job, status)
+    return _ended_job_view(job, status)
 
 
 def live_job(run: Path, kind: Kind | None = None) -> View | None:
@@ -402,13 +402,13 @@ def is_at_work(run: Path) -> bool:
 
 def is_finished_since(job: Job) -> bool:
     """Return True if the run was finished after the job began, for example in a terminal."""
-    status = _status(job.run)
+    status = _read_run_status(job.run)
     return status is not None and status.state == "done" and str(status.heartbeat) > job.started
 
 
-def _own_status(job: Job) -> Status | None:
+def _status_written_by_job(job: Job) -> Status | None:
     """Return the run's status if this job's process wrote it."""
-    status = _status(job.run)
+    status = _read_run_status(job.run)
     if status is None or status.pid != job.pid:
         return None
     times = status.process_started, job.process_started
@@ -417,7 +417,7 @@ def _own_status(job: Job) -> Status | None:
     return status
 
 
-def _status(run: Path) -> Status | None:
+def _read_run_status(run: Path) -> Status | None:
     """Read the run's status; a damaged one, or one outside the root, counts as none."""
     try:
         return read_status(run) if is_inside(run / STATUS) else None
@@ -425,10 +425,10 @@ def _status(run: Path) -> Status | None:
         return None
 
 
-def _ended(job: Job, status: Status | None) -> View:
-    progress = _progress(job, status)
+def _ended_job_view(job: Job, status: Status | None) -> View:
+    progress = _read_progress(job, status)
     state, error = (None, None) if status is None else (status.state, status.error)
-    failure = error or _printed_failure(log_text(job.log))
+    failure = error or _parse_printed_error(log_text(job.log))
     was_killed = job.code is None or job.code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
     if job.code == 0 or (job.code is None and state == "done"):
         return View(job, "done", progress)
@@ -439,7 +439,7 @@ def _ended(job: Job, status: Status | None) -> View:
     # A printed error means that the job ended by itself, even if no server was running to read its exit code.
     if state == "failed" or (failure is not None and (job.code is None or not was_killed)):
         return View(job, "failed", progress, failure or Failure("Error", "no reason was reported"))
-    if job.code is None and _is_fresh(status):
+    if job.code is None and _has_recent_heartbeat(status):
         # The process may run on another host: a recent heartbeat means that it is alive.
         return View(job, "running", progress)
     if job.code is not None and job.code > 0:
@@ -447,18 +447,18 @@ def _ended(job: Job, status: Status | None) -> View:
     return View(job, "stopped", progress)
 
 
-def _is_fresh(status: Status | None) -> bool:
+def _has_recent_heartbeat(status: Status | None) -> bool:
     if status is None or status.state not in ("running", "cancelling") or not status.heartbeat:
         return False
     age = datetime.now(UTC) - datetime.fromisoformat(status.heartbeat)
     return age.total_seconds() < SILENT_SECONDS
 
 
-def _progress(job: Job, status: Status | None) -> ProgressEvent | None:
+def _read_progress(job: Job, status: Status | None) -> ProgressEvent | None:
     """Read progress from the run's status, or from the log before there is a run."""
     if status is not None and status.phase:
         return ProgressEvent(status.phase, status.done, status.total, status.label, status.seconds)
-    events = [event for _, event in _lines(job.log) if event.get("event") == "progress"]
+    events = [event for _, event in _read_last_lines(job.log) if event.get("event") == "progress"]
     try:
         return _EVENT.validate_python({**events[-1], "metrics": {}}) if events else None
     except ValueError:
@@ -467,7 +467,7 @@ def _progress(job: Job, status: Status | None) -> ProgressEvent | None:
 
 def log_text(log: Path) -> str:
     """Return the end of the log without progress lines; empty if there is none yet."""
-    lines = ((line, event) for line, event in _lines(log) if event.get("event") != "progress")
+    lines = ((line, event) for line, event in _read_last_lines(log) if event.get("event") != "progress")
     # With `--progress jsonl`, log messages are JSON too.
     return "\n".join(
         str(event.get("message", "")) if event.get("event") == "log" else line for line, event in lines
@@ -477,7 +477,7 @@ def log_text(log: Path) -> str:
 def running_drift(job: Job) -> dict[int, float]:
     """Return the mean drift after each layer that the job has calibrated, by layer index."""
     drifts: dict[int, float] = {}
-    for event in _events(job):
+    for event in _job_events(job):
         numbers = event.get("metrics", event)
         layer, drift = numbers.get("layer"), numbers.get("drift_l2_mean")
         if isinstance(layer, int | float) and isinstance(drift, int | float):
@@ -488,23 +488,23 @@ def running_drift(job: Job) -> dict[int, float]:
 def running_scores(job: Job) -> dict[str, float]:
     """Return held-out scores of the candidates that the job's choice has tried so far, by name."""
     scores: dict[str, float] = {}
-    for event in _events(job):
+    for event in _job_events(job):
         name, score = event.get("name"), event.get("score")
         if event.get("event") == CANDIDATE and isinstance(name, str):
             scores[name] = float(score) if isinstance(score, int | float) else math.inf
     return scores
 
 
-def _events(job: Job) -> Iterator[dict[str, Any]]:
+def _job_events(job: Job) -> Iterator[dict[str, Any]]:
     """Yield the run's events since the job began; an incomplete line is left for the next call."""
     return (
         event
-        for _, event in _lines(job.run / EVENTS, _EVENT_BYTES)
+        for _, event in _read_last_lines(job.run / EVENTS, _EVENT_BYTES)
         if str(event.get("time", "")) >= job.started
     )
 
 
-def _lines(file: Path, most: int = _TAIL_BYTES) -> list[tuple[str, dict[str, Any]]]:
+def _read_last_lines(file: Path, most: int = _TAIL_BYTES) -> list[tuple[str, dict[str, Any]]]:
     """Return the last lines of a file, each with its JSON object; empty for plain text."""
     if not is_file_inside(file):
         return []
@@ -515,10 +515,10 @@ def _lines(file: Path, most: int = _TAIL_BYTES) -> list[tuple[str, dict[str, Any
             lines = opened.read().decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    return [(line, _object(line)) for line in (lines if size <= most else lines[1:])]
+    return [(line, _parse_json_object(line)) for line in (lines if size <= most else lines[1:])]
 
 
-def _object(line: str) -> dict[str, Any]:
+def _parse_json_object(line: str) -> dict[str, Any]:
     try:
         event = from_json(line) if line.startswith("{") else None
     # The last line may be incomplete while the job writes it.

@@ -42,7 +42,7 @@ def demo_request(settings: Settings, suite: str = "text") -> JobRequest:
     """Build the request of a demo run; an unfinished one is started again."""
     run = settings.root / DEMO
     earlier = job_of(run)
-    force = ("--force",) if earlier is not None and _is_run(run) else ()
+    force = ("--force",) if earlier is not None and _has_readable_manifest(run) else ()
     arguments = ("demo", "--suite", suite, "--out", str(run), *force, *_PROGRESS)
     return JobRequest("demo", "Demo run", run, arguments, {"suite": suite})
 
@@ -53,7 +53,7 @@ def comparisons(root: Path) -> list[str]:
     return [file.parent.name for file in sorted(files, key=lambda file: -file.stat().st_mtime_ns)]
 
 
-def _new_folder(settings: Settings, name: str) -> Path:
+def _new_run_folder(settings: Settings, name: str) -> Path:
     if not _NAME.fullmatch(name):
         raise SpecError(
             f"{name!r} is not a valid folder name",
@@ -67,7 +67,7 @@ def _new_folder(settings: Settings, name: str) -> Path:
 
 def new_spec(settings: Settings, name: str) -> Path:
     """Return the file of a new spec called `name`; refuse existing names."""
-    run, file = _new_folder(settings, name), settings.root / f"{name}.yaml"
+    run, file = _new_run_folder(settings, name), settings.root / f"{name}.yaml"
     # `exists` is False for a dangling link, which writing would follow.
     for place in (run, file):
         if place.exists() or place.is_symlink():
@@ -83,8 +83,8 @@ def analyze_request(settings: Settings, spec: str, name: str) -> JobRequest:
         spec: path of the spec relative to the root.
         name: name of the run's folder.
     """
-    run, file = _new_folder(settings, name), spec_file(settings.root, spec)
-    resume = ("--resume",) if _is_run(run) and job_of(run) is not None else ()
+    run, file = _new_run_folder(settings, name), spec_file(settings.root, spec)
+    resume = ("--resume",) if _has_readable_manifest(run) and job_of(run) is not None else ()
     arguments = ("analyze", str(file), "--out", str(run), *resume, *_PROGRESS)
     return JobRequest("analyze", name, run, arguments, {"spec": spec, "name": name})
 
@@ -95,7 +95,7 @@ def resume_request(run: DriftRun) -> JobRequest:
     return JobRequest("analyze", run.name, run.path, arguments)
 
 
-def _on_run(kind: Kind, name: str, run: DriftRun, /, *words: str, **settings: Any) -> JobRequest:
+def _request_for_run(kind: Kind, name: str, run: DriftRun, /, *words: str, **settings: Any) -> JobRequest:
     """Build the request of a command that adds to a run."""
     # Positional-only, since `settings` may have the keys `kind` and `name`.
     return JobRequest(kind, name, run.path, (kind, str(run.path), *words, *_PROGRESS), settings)
@@ -104,7 +104,9 @@ def _on_run(kind: Kind, name: str, run: DriftRun, /, *words: str, **settings: An
 def calibrate_request(run: DriftRun, request: CalibrationRequest) -> JobRequest:
     """Build the calibration of a run; refuse a name that is taken."""
     require_free_name(request, run.manifest.calibrations)
-    return _on_run("calibrate", request.name, run, *request.words(), **request.model_dump(mode="json"))
+    return _request_for_run(
+        "calibrate", request.name, run, *request.words(), **request.model_dump(mode="json")
+    )
 
 
 def sweep_request(run: DriftRun) -> JobRequest:
@@ -117,14 +119,14 @@ def sweep_request(run: DriftRun) -> JobRequest:
             high, centre = method.settings[name].get("maximum"), method.presets[preset][name]
             values = sorted({min(factor * centre, high or math.inf) for factor in factors})
             words.append(f"--param={name}={','.join(f'{value:g}' for value in values)}")
-    return _on_run("sweep", listed(method.swept), run, *words)
+    return _request_for_run("sweep", listed(method.swept), run, *words)
 
 
 def methods_request(run: DriftRun, names: Sequence[str]) -> JobRequest:
     """Build a comparison of methods on the same samples; each becomes a calibration of the run."""
     if not names:
         raise SpecError("no method is selected", hint="Select at least two.")
-    return _on_run("sweep", ",".join(names), run, *SweepRequest(methods=names).words())
+    return _request_for_run("sweep", ",".join(names), run, *SweepRequest(methods=names).words())
 
 
 def explain_request(run: DriftRun) -> JobRequest:
@@ -133,7 +135,7 @@ def explain_request(run: DriftRun) -> JobRequest:
     return JobRequest("explain", run.manifest.name, run.path, words)
 
 
-def _is_run(folder: Path) -> bool:
+def _has_readable_manifest(folder: Path) -> bool:
     try:
         read_manifest(folder)
     # RunError is an OSError.

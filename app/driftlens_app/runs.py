@@ -25,37 +25,37 @@ _SUBFOLDER = "runs"
 def listed_runs(settings: Settings) -> list[RunSummary]:
     """List the runs under the root by folder name, with the reason for those that can't be read."""
     summaries = []
-    for folder in _folders(settings.root):
+    for folder in _run_folders(settings.root):
         now = stamp(folder)
         try:
-            _require_links_inside(folder, settings.root, now)
+            _require_links_inside_cached(folder, settings.root, now)
         except RunError as error:
             summaries.append(RunSummary(folder, name=folder.name, problem=error.message, hint=error.hint))
             continue
         is_alive = is_file_inside(folder / LOCK) and living_owner_of(folder) is not None
-        summaries.append(_summary(str(folder), now + _file_stamp(folder / STATUS), is_alive))
-    return _without_doubles(summaries)
+        summaries.append(_cached_run_summary(str(folder), now + _file_stamp(folder / STATUS), is_alive))
+    return _mark_duplicate_runs(summaries)
 
 
-def _readable(settings: Settings) -> list[RunSummary]:
+def _readable_runs(settings: Settings) -> list[RunSummary]:
     return [run for run in listed_runs(settings) if not run.problem]
 
 
 def run_ids(settings: Settings) -> list[str]:
     """List the ids of readable runs, newest first."""
-    return [run.id for run in sorted(_readable(settings), key=lambda run: run.created, reverse=True)]
+    return [run.id for run in sorted(_readable_runs(settings), key=lambda run: run.created, reverse=True)]
 
 
 def run_titles(settings: Settings) -> dict[str, str]:
     """Return the names of readable runs by id; a name that two runs share is followed by the id."""
-    named = {run.id: printable(run.name) for run in _readable(settings)}
+    named = {run.id: printable(run.name) for run in _readable_runs(settings)}
     counts = Counter(named.values())
     return {id_: name if counts[name] == 1 else f"{name} ({id_})" for id_, name in named.items()}
 
 
 def folder_of(settings: Settings, run_id: str) -> Path:
     """Return the folder of a run id, which must be under the root and readable."""
-    for run in _readable(settings):
+    for run in _readable_runs(settings):
         if run.id == run_id:
             return run.path
     raise DataError(
@@ -66,8 +66,8 @@ def folder_of(settings: Settings, run_id: str) -> Path:
 def opened(folder: Path) -> DriftRun:
     """Open the run in `folder`, again if it has changed; refuse links that leave the root."""
     now = stamp(folder)
-    _require_links_inside(folder, Settings.from_environment().root, now)
-    return _opened(str(folder), now)
+    _require_links_inside_cached(folder, Settings.from_environment().root, now)
+    return _cached_run(str(folder), now)
 
 
 def stamp(folder: Path) -> str:
@@ -83,40 +83,40 @@ def key_of(run: DriftRun) -> tuple[str, str]:
     return run.id, stamp(run.path)
 
 
-def _require_links_inside(folder: Path, root: Path, now: str) -> None:
+def _require_links_inside_cached(folder: Path, root: Path, now: str) -> None:
     # Adding a link changes the time of its folder. Links placed deeper while the dashboard is open are noticed at the
     # next change of the run.
     folders = (folder, folder / "tables", folder / "features", folder / "calibrations", folder / "thumbs")
-    _searched(str(folder), str(root), now + "".join(map(_file_stamp, folders)))
+    _cached_link_check(str(folder), str(root), now + "".join(map(_file_stamp, folders)))
 
 
 @st.cache_data(max_entries=500, show_spinner=False)
-def _searched(folder: str, root: str, stamp: str) -> None:
+def _cached_link_check(folder: str, root: str, stamp: str) -> None:
     require_links_inside(Path(folder), Path(root))
 
 
 # A shared resource and not cached data: runs are read-only objects that return copies, and pickling their tables on
 # every rerun would cost more than reading them. `max_entries` bounds the memory.
 @st.cache_resource(max_entries=4, show_spinner=False)
-def _opened(folder: str, stamp: str) -> DriftRun:
+def _cached_run(folder: str, stamp: str) -> DriftRun:
     return open_run(folder)
 
 
 @st.cache_data(max_entries=500, show_spinner=False)
-def _summary(folder: str, stamp: str, is_alive: bool) -> RunSummary:
+def _cached_run_summary(folder: str, stamp: str, is_alive: bool) -> RunSummary:
     (summary,) = find_runs(folder)
     if not summary.problem and not _ID.fullmatch(summary.id):
         return RunSummary(summary.path, name=summary.name, problem="its id has invalid characters")
     return summary
 
 
-def _folders(root: Path) -> list[Path]:
+def _run_folders(root: Path) -> list[Path]:
     """List the folders of runs, each once, even if links lead to it."""
-    if _is_run(root):
+    if _is_run_folder(root):
         return [root]
     parents = [parent for parent in (root, root / _SUBFOLDER) if parent.is_dir() and is_inside(parent, root)]
     children = [child for parent in parents for child in sorted(parent.iterdir())]
-    runs = [child for child in children if _is_run(child) and is_inside(child, root)]
+    runs = [child for child in children if _is_run_folder(child) and is_inside(child, root)]
     preferred: dict[str, Path] = {}
     # Folders come before links, so that a run is listed by its own name.
     for run in sorted(runs, key=Path.is_symlink):
@@ -124,7 +124,7 @@ def _folders(root: Path) -> list[Path]:
     return [run for run in runs if preferred[os.path.realpath(run)] is run]
 
 
-def _is_run(folder: Path) -> bool:
+def _is_run_folder(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (MANIFEST, STATUS, LOCK))
 
 
@@ -137,7 +137,7 @@ def _file_stamp(file: Path) -> str:
     return f"{status.st_mtime_ns} {status.st_size} {status.st_ino};"
 
 
-def _without_doubles(summaries: list[RunSummary]) -> list[RunSummary]:
+def _mark_duplicate_runs(summaries: list[RunSummary]) -> list[RunSummary]:
     """Mark copies of runs, which have the same id: the first keeps it, others are listed with the reason."""
     originals: dict[str, Path] = {}
     listed = []

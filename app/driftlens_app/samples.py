@@ -52,7 +52,7 @@ def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state
             require_inside(run.path / file)
     with shown_errors():
         requested, requested_state = st.session_state.get(_REQUESTED, (0, "")) if part == "" else (0, "")
-        name, page = _inside(run, part == "points")
+        name, page = _cached_explorer_page(run, part == "points")
         data = {
             "page": name,
             "run": run.id,
@@ -70,14 +70,17 @@ def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state
             head = f"{json.dumps([part, name])}\n".encode()
             bring(data=head + page, key=f"explorer-page-{part}", height=1)
             clicked = embedded(
-                data=data, key=f"explorer-{part}", on_open_change=lambda: None, on_task_change=_choose_task
+                data=data,
+                key=f"explorer-{part}",
+                on_open_change=lambda: None,
+                on_task_change=_select_explorer_task,
             )
         if clicked.open:
             explore(str(clicked.open))
 
 
-def _choose_task() -> None:
-    """Let all pages show the task that was chosen in the whole explorer."""
+def _select_explorer_task() -> None:
+    """Select the task that was chosen in the explorer, on all pages."""
     task = st.session_state["explorer-"].get("task")
     if task:
         choose(TASK, str(task))
@@ -96,8 +99,8 @@ def offer_page(run: DriftRun) -> None:
 
 
 @st.cache_data(max_entries=8, show_spinner="Arranging samples", hash_funcs={DriftRun: key_of})
-def _inside(run: DriftRun, only_points: bool) -> tuple[str, bytes]:
-    """Return the page and a name that changes with it."""
+def _cached_explorer_page(run: DriftRun, only_points: bool) -> tuple[str, bytes]:
+    """Return the hash of the page, and the page."""
     page = Explorer(run).inside(only_points=only_points)
     return hashlib.sha256(page).hexdigest(), page
 

@@ -61,7 +61,7 @@ class Selection:
 def selection(*controls: str, with_base: bool = False) -> Selection:
     """Return the user's selection; show the controls that the page names."""
     if controls:
-        _draw(controls, "All" if with_base else "All but the base")
+        _show_controls(controls, "All" if with_base else "All but the base")
     chosen: Selection = st.session_state[_CHOSEN]
     return chosen
 
@@ -72,7 +72,7 @@ def lead(view: str, *, query: Mapping[str, str] | None = None, **others: str) ->
     This is one step in the browser's history.
     """
     for name, chosen in others.items():
-        _kept()[name] = [chosen]
+        _stored_selection()[name] = [chosen]
     st.switch_page(path_of(view), query_params=query)
 
 
@@ -82,7 +82,7 @@ def choose_run(settings: Settings) -> DriftRun | None:
     if not ids:
         return None
     # Streamlit's own binding leaves defaults out of the URL, but the newest run changes with time.
-    from_page = _kept().pop(RUN, [None])
+    from_page = _stored_selection().pop(RUN, [None])
     requested, shown = st.query_params.get(RUN, from_page[0]), st.session_state.get(_IN_URL)
     if requested not in (None, shown):
         st.session_state[RUN] = st.session_state[_IN_URL] = requested
@@ -98,7 +98,7 @@ def choose_run(settings: Settings) -> DriftRun | None:
         "Run", ids, format_func=lambda name: titles.get(name, name), key=RUN, help="Newest first."
     )
     if chosen is None:
-        broken = ", ".join(run.path.name for run in _unreadable(settings))
+        broken = ", ".join(run.path.name for run in _unreadable_runs(settings))
         reason = f" Unreadable: {broken}; see the page Runs." if broken else ""
         missing = st.session_state[_IN_URL]
         raise DataError(f"the run {missing!r} is not here", hint=f"Choose one in the sidebar.{reason}")
@@ -108,11 +108,11 @@ def choose_run(settings: Settings) -> DriftRun | None:
 
 def require_no_unreadable(settings: Settings) -> None:
     """Refuse to call a folder empty whose runs can't be read; names the first one, and why."""
-    for run in _unreadable(settings):
+    for run in _unreadable_runs(settings):
         raise DataError(f"no readable run: {run.path.name} can't be read: {run.problem}", hint=run.hint)
 
 
-def _unreadable(settings: Settings) -> list[RunSummary]:
+def _unreadable_runs(settings: Settings) -> list[RunSummary]:
     """Return runs that can't be read, without those of live jobs."""
     # Copies have another state: their files can be read.
     unread = [run for run in listed_runs(settings) if run.state == RunSummary(run.path).state]
@@ -123,9 +123,9 @@ def choose_view(run: DriftRun) -> None:
     """Read the selection from the URL, or from the previous page."""
     layers = [FINAL, *(str(entry.index) for entry in run.manifest.layers)]
     offered = {TASK: run.tasks, VARIANTS: run.variants, LAYER: layers, MEASURE: _MEASURES}
-    selected = {name: _selected(name, values) for name, values in offered.items()}
+    selected = {name: _selected_values(name, values) for name, values in offered.items()}
     # Set at once and without defaults, since every change of the URL adds an entry to the browser's history.
-    shown = {name: chosen for name, chosen in selected.items() if _is_in_address(name, chosen)}
+    shown = {name: chosen for name, chosen in selected.items() if _is_shown_in_url(name, chosen)}
     for name in {*offered} - {*shown}:
         st.query_params.pop(name, None)
     st.query_params.update({RUN: run.id, **shown})
@@ -139,7 +139,7 @@ def choose_view(run: DriftRun) -> None:
     )
 
 
-def _kept() -> dict[str, list[str]]:
+def _stored_selection() -> dict[str, list[str]]:
     """Return the selection that is kept for pages whose address does not have it."""
     kept: dict[str, list[str]] = st.session_state.setdefault(_KEPT, {})
     return kept
@@ -148,36 +148,36 @@ def _kept() -> dict[str, list[str]]:
 def choose(name: str, chosen: Any) -> None:
     """Select a value by name, as if it were in the URL."""
     # Runs as a callback before the script, which may be interrupted when the user leaves the page.
-    _kept()[name] = listed = [chosen] if isinstance(chosen, str) else [*(chosen or ())]
-    if _is_in_address(name, listed):
+    _stored_selection()[name] = listed = [chosen] if isinstance(chosen, str) else [*(chosen or ())]
+    if _is_shown_in_url(name, listed):
         st.query_params[name] = listed
     else:
         st.query_params.pop(name, None)
 
 
-def _is_in_address(name: str, chosen: list[str]) -> bool:
+def _is_shown_in_url(name: str, chosen: list[str]) -> bool:
     return bool(chosen) and (name, chosen) not in ((LAYER, [FINAL]), (MEASURE, [_MEASURES[0]]))
 
 
-def _selected(name: str, options: Sequence[str]) -> list[str]:
+def _selected_values(name: str, options: Sequence[str]) -> list[str]:
     """Return the selected values of a name, also on pages that do not show the control."""
     # Streamlit forgets widgets that a page leaves out, and clears the URL when the page changes.
-    kept, values = _kept(), st.query_params.get_all(name)
+    kept, values = _stored_selection(), st.query_params.get_all(name)
     # After a step in the browser's history the URL is complete, so a missing name means the default.
-    if not values and not _is_step_in_history():
+    if not values and not _is_history_navigation():
         values = kept.get(name, [])
     chosen = [value for value in values if value in options]
     kept[name] = chosen
     return chosen
 
 
-def _is_step_in_history() -> bool:
+def _is_history_navigation() -> bool:
     context = get_script_run_ctx()
     return bool(getattr(context, "is_history_navigation", False))
 
 
-def _draw(names: Sequence[str], everything: str) -> None:
-    """Show controls in a row; `everything` is the label for no selected variants."""
+def _show_controls(names: Sequence[str], everything: str) -> None:
+    """Show controls in a row; `everything` labels an empty choice of variants."""
     chosen = selection()
     run = chosen.run
     layers = {FINAL: FINAL} | {str(layer.index): run.layer_name(layer.index) for layer in run.manifest.layers}

@@ -26,12 +26,12 @@ _PAGES = [file.stem for file in Path(views.__path__[0]).glob("[!_]*.py")]
 _BASE = '<script>window.__streamlit = {BACKEND_BASE_URL: new URL(".", location).href}</script>'
 
 
-async def _to_first_page(request: Request) -> RedirectResponse:
+async def _redirect_to_runs_page(request: Request) -> RedirectResponse:
     """Redirect to the page Runs, which Streamlit serves without a name."""
     return RedirectResponse(request.url.replace(path="/"))
 
 
-async def _page(_request: Request) -> HTMLResponse:
+async def _page_document(_request: Request) -> HTMLResponse:
     """Return Streamlit's document for a page by its name."""
     # Without the base URL, the client would look for the server below the page's path.
     document = (files("streamlit") / "static" / "index.html").read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ async def _page(_request: Request) -> HTMLResponse:
     )
 
 
-def _is_own(scope: Scope) -> bool:
+def _is_same_origin(scope: Scope) -> bool:
     """Return True if a page of this server sent the request: same scheme, name and port."""
     # Streamlit alone would accept requests without an origin, and pages from any port of this machine.
     headers = Headers(scope=scope)
@@ -51,7 +51,7 @@ def _is_own(scope: Scope) -> bool:
     return not origin_needed if origin is None else origin == f"{scheme}://{headers.get('Host')}"
 
 
-def _framed_by() -> str:
+def _allowed_frame_site() -> str:
     """Return the site whose frames may show the dashboard; none by default."""
     # A page could overlay a frame to redirect clicks (clickjacking), so only a read-only dashboard may be framed.
     site = os.environ.get("DRIFTLENS_FRAMED_BY", "") if Settings.from_environment().read_only else ""
@@ -65,14 +65,16 @@ class _OwnAnswers:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan" and not _is_own(scope):
+        if scope["type"] != "lifespan" and not _is_same_origin(scope):
             refusal = PlainTextResponse("This page is not the dashboard's own.\n", status_code=403)
             await (WebSocketClose(1008) if scope["type"] == "websocket" else refusal)(scope, receive, send)
             return
 
         async def send_with_policy(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["Content-Security-Policy"] = f"frame-ancestors {_framed_by()}"
+                MutableHeaders(scope=message)["Content-Security-Policy"] = (
+                    f"frame-ancestors {_allowed_frame_site()}"
+                )
             await send(message)
 
         await self.app(scope, receive, send_with_policy)
@@ -83,7 +85,7 @@ net_util.get_external_ip = lambda: None
 
 app = st.App(
     Path(__file__).with_name("main.py"),
-    routes=[Route("/runs", _to_first_page), *(Route(f"/{name}", _page) for name in _PAGES)],
+    routes=[Route("/runs", _redirect_to_runs_page), *(Route(f"/{name}", _page_document) for name in _PAGES)],
     # Streamlit checks host names for its websocket only.
     middleware=[
         Middleware(_OwnAnswers),

@@ -79,7 +79,7 @@ def require_inside(path: Path) -> None:
 def require_links_inside(run: Path, root: Path) -> None:
     """Refuse a run with a link that leaves the root or a folder that can't be searched for one. Slow: cache it."""
 
-    def unsearched(error: OSError) -> None:
+    def raise_unsearchable(error: OSError) -> None:
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             # A running job has removed it.
             return
@@ -89,7 +89,7 @@ def require_links_inside(run: Path, root: Path) -> None:
         ) from error
 
     seen: set[str] = set()
-    for folder, folders, files in os.walk(run, followlinks=True, onerror=unsearched):
+    for folder, folders, files in os.walk(run, followlinks=True, onerror=raise_unsearchable):
         real = os.path.realpath(folder)
         # Links may form a cycle.
         if real in seen:
@@ -106,13 +106,13 @@ def require_links_inside(run: Path, root: Path) -> None:
 
 def is_local(host: str) -> bool:
     """Return True if only this machine can reach a server that listens on `host`."""
-    address = _address(host)
+    address = _parse_ip_address(host)
     return host.lower() == "localhost" if address is None else address.is_loopback
 
 
 def in_url(host: str) -> str:
     """Write a host as in URLs and the header `Host`: lower case, IPv6 addresses short and in brackets."""
-    name = _name(host)
+    name = _normalized_host(host)
     return f"[{name}]" if ":" in name else name
 
 
@@ -134,7 +134,7 @@ def server_command(*, host: str = "127.0.0.1", port: int | None = None, browser:
         "server.maxUploadSize": "1",
         "browser.gatherUsageStats": "false",
         # Streamlit's default link to "localhost" may reach another server that listens on ::1.
-        "browser.serverAddress": "localhost" if _is_every_address(host) else in_url(host),
+        "browser.serverAddress": "localhost" if _is_unspecified_address(host) else in_url(host),
         "client.toolbarMode": "minimal",
         "client.showErrorDetails": "type",
         "client.showErrorLinks": "false",
@@ -155,8 +155,8 @@ def server_command(*, host: str = "127.0.0.1", port: int | None = None, browser:
 def allowed_hosts(host: str) -> Sequence[str]:
     """Return the host names that requests may use, as Streamlit compares them."""
     # Any other name points to this server by DNS rebinding.
-    others = () if is_local(host) else (socket.gethostname(), *_addresses(host))
-    return tuple(dict.fromkeys(map(_name, ("localhost", "127.0.0.1", host, *others))))
+    others = () if is_local(host) else (socket.gethostname(), *_machine_addresses(host))
+    return tuple(dict.fromkeys(map(_normalized_host, ("localhost", "127.0.0.1", host, *others))))
 
 
 def server_environment(settings: Settings) -> dict[str, str]:
@@ -165,7 +165,7 @@ def server_environment(settings: Settings) -> dict[str, str]:
     return {**inherited, **settings.environment()}
 
 
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _parse_ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """Parse an IP address without its zone; None for a name."""
     try:
         return ipaddress.ip_address(host.partition("%")[0])
@@ -173,20 +173,20 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def _name(host: str) -> str:
+def _normalized_host(host: str) -> str:
     """Return `host` as browsers write it."""
-    return str(_address(host) or host.lower())
+    return str(_parse_ip_address(host) or host.lower())
 
 
-def _is_every_address(host: str) -> bool:
+def _is_unspecified_address(host: str) -> bool:
     """Return True if `host` means all addresses of this machine, like 0.0.0.0."""
-    address = _address(host)
+    address = _parse_ip_address(host)
     return address is not None and address.is_unspecified
 
 
-def _addresses(host: str) -> list[str]:
+def _machine_addresses(host: str) -> list[str]:
     """List this machine's addresses if `host` means all of them."""
-    if not _is_every_address(host):
+    if not _is_unspecified_address(host):
         return []
     import psutil
 

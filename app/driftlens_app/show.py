@@ -310,16 +310,16 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
     if is_narrow() and first not in long and rows[first].astype(str).str.len().max() > _LONG_NAME:
         named[first] = TextColumn(first, width=190)
     # Streamlit's formats write a hyphen instead of a minus sign.
-    signed, written = _below_zero(rows, columns), rows
+    signed, written = _formats_with_negatives(rows, columns), rows
     if signed:
-        formats = {name: functools.partial(_signed, form) for name, form in signed.items()}
+        formats = {name: functools.partial(_format_with_minus_sign, form) for name, form in signed.items()}
         written = rows.style.format(formats, na_rep="–")
-        columns = {**columns, **{name: _unformatted(columns[name]) for name in signed}}
+        columns = {**columns, **{name: _without_number_format(columns[name]) for name in signed}}
     looks = {"hide_index": True, "placeholder": "–", "column_config": {**named, **columns}}
     return st.dataframe(written, key=key, alt=alt, **looks, **more)
 
 
-def _below_zero(rows: pd.DataFrame, columns: Mapping[str, Any]) -> dict[str, str]:
+def _formats_with_negatives(rows: pd.DataFrame, columns: Mapping[str, Any]) -> dict[str, str]:
     """Return the columns with negative numbers and their formats."""
     formats = {name: ((look or {}).get("type_config") or {}).get("format") for name, look in columns.items()}
     return {
@@ -329,12 +329,12 @@ def _below_zero(rows: pd.DataFrame, columns: Mapping[str, Any]) -> dict[str, str
     }
 
 
-def _signed(form: str, value: float) -> str:
+def _format_with_minus_sign(form: str, value: float) -> str:
     # Browsers write exponents without a leading zero.
     return signs(re.sub(r"(e[+-])0", r"\1", form % value))
 
 
-def _unformatted(look: Mapping[str, Any]) -> dict[str, Any]:
+def _without_number_format(look: Mapping[str, Any]) -> dict[str, Any]:
     return {**look, "type_config": {**look["type_config"], "format": None}}
 
 
@@ -379,7 +379,7 @@ def with_dots(
         judged: the verdict.
     """
     heads = dict(zip(judged.means, [*rows][1:], strict=False))
-    named = {role: heads[name] for role, name in dotted(judged).items()}
+    named = {role: heads[name] for role, name in _variants_by_legend_name(judged).items()}
     scores = [
         {role: row[head] / 100 for role, head in named.items() if is_measured(row[head])}
         for row in rows.to_dict("records")
@@ -423,7 +423,7 @@ def dots(scores: Mapping[str, float], low: float = 0.0) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(drawn.encode()).decode()}"
 
 
-def dotted(judged: Verdict) -> dict[str, str]:
+def _variants_by_legend_name(judged: Verdict) -> dict[str, str]:
     """Return the variants that are shown as dots, by their names in `MODELS`."""
     variants = ("base", judged.merged, judged.after, "expert")
     return {name: variant for name, variant in zip(MODELS, variants, strict=True) if variant in judged.means}
@@ -431,7 +431,7 @@ def dotted(judged: Verdict) -> dict[str, str]:
 
 def show_key(judged: Verdict) -> None:
     """Show the legend of the dots."""
-    colours, variants = palette(is_dark()), dotted(judged)
+    colours, variants = palette(is_dark()), _variants_by_legend_name(judged)
     dot = "display:inline-block;width:.75em;height:.75em;border-radius:50%;margin:0 .4em 0 0;background:"
     st.html(
         " ".join(
@@ -505,7 +505,7 @@ def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
     """
     if isinstance(figure, _Checked):
         return figure
-    traces = [_lists(trace.to_plotly_json()) for trace in figure.data]
+    traces = [_arrays_to_lists(trace.to_plotly_json()) for trace in figure.data]
     layout = figure.layout.to_plotly_json()
     content_json = to_json({"data": traces, "layout": layout}, validate=False)
     layout["datarevision"] = hashlib.sha256(content_json.encode()).hexdigest()
@@ -536,9 +536,8 @@ class _Checked(Figure):  # type: ignore[misc]
         return self._settings
 
 
-def _lists(settings: Any) -> Any:
-    """Replace arrays in a trace's settings by lists."""
+def _arrays_to_lists(settings: Any) -> Any:
     if isinstance(settings, Mapping):
-        return {name: _lists(value) for name, value in settings.items()}
+        return {name: _arrays_to_lists(value) for name, value in settings.items()}
     is_number = isinstance(settings, np.ndarray) and settings.dtype.kind in "iuf"
     return settings.tolist() if is_number else settings

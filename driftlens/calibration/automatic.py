@@ -100,7 +100,7 @@ def decide(
     """
     among = max(1, len(scores) - 1) if among is None else among
 
-    def _beats(one: str, other: str) -> bool:
+    def _is_clearly_better(one: str, other: str) -> bool:
         return scores[one].compared_with(scores[other], among=among).is_clear
 
     # The merged model is always usable: it needs no solve.
@@ -113,7 +113,7 @@ def decide(
         # Of candidates that the samples can't separate, the last one in the list is taken.
         near = [name for name, by in behind.items() if name == lowest or by.advantage <= by.standard_error]
         standing = [name for name in standing if name in near[-1:] or name not in there]
-    name = next(name for name in standing if not any(_beats(other, name) for other in usable))
+    name = next(name for name in standing if not any(_is_clearly_better(other, name) for other in usable))
     others = [other for other in scores if other != "merged"]
     return Decision(
         name,

@@ -143,10 +143,12 @@ class FinalFeatures:
             )
         places = slice(None) if chosen is None else to_device(chosen, self.merged.device)
         mask = None if self.mask is None else self.mask[places]
-        return _token_rows(self.merged[places], mask), _token_rows(self.expert[places], mask)
+        return _unmasked_token_rows(self.merged[places], mask), _unmasked_token_rows(
+            self.expert[places], mask
+        )
 
 
-def _token_rows(features: Tensor, mask: Tensor | None) -> Tensor:
+def _unmasked_token_rows(features: Tensor, mask: Tensor | None) -> Tensor:
     """Return unmasked tokens, [T, d]; a mask of another shape is ignored: a head may return its own tokens."""
     is_masked = mask is not None and features.dim() == 3 and mask.shape == features.shape[:2]
     return features[mask.bool()] if mask is not None and is_masked else features.flatten(0, -2)
@@ -178,12 +180,13 @@ def _final_features(context: CalibrationContext, task: str, on_step: OnStep) -> 
             part.new_ones(part.shape[:2]) if own_mask is None else own_mask
             for part, own_mask in zip(merged, masks, strict=True)
         ]
-        mask = _joined(counts, longest).bool()
-    return FinalFeatures(layer, task, _joined(merged, longest), _joined(expert, longest), mask)
+        mask = _pad_and_concatenate(counts, longest).bool()
+    return FinalFeatures(
+        layer, task, _pad_and_concatenate(merged, longest), _pad_and_concatenate(expert, longest), mask
+    )
 
 
-def _joined(parts: Sequence[Tensor], length: int) -> Tensor:
-    """Concatenate batches [n, t, ...], padded with zeros to a length."""
+def _pad_and_concatenate(parts: Sequence[Tensor], length: int) -> Tensor:
     return torch.cat([F.pad(x, [0, 0] * (x.dim() - 2) + [0, length - x.shape[1]]) for x in parts])
 
 
@@ -220,30 +223,32 @@ class Trained(Calibrator):
         for done, start in enumerate(rounds):
             tasks, tensors = context.tasks[start : start + team.size], dict[str, Tensor]()
             if team.rank < len(tasks):
-                trained = self._of_task(context, tasks[team.rank], done, len(rounds))
+                trained = self._train_task_correction(context, tasks[team.rank], done, len(rounds))
                 tensors = {name: value.detach().cpu() for name, value in trained.tensors().items()}
             # The last round may have fewer tasks than processes.
             for task, of_task in zip(tasks, team.gather(tensors), strict=False):
                 yield CalibratedLayer(last, attachments={task: self.attachment(of_task)})
         context.on_step(CalibrationProgress(0, "", len(rounds), len(rounds), ""))
 
-    def _of_task(self, context: CalibrationContext, task: str, done: int, total: int) -> Attachment:
+    def _train_task_correction(
+        self, context: CalibrationContext, task: str, done: int, total: int
+    ) -> Attachment:
         last = len(context.pool.chain.layers)
 
-        def walked(layer: int, task: str) -> None:
+        def report_layer(layer: int, task: str) -> None:
             context.on_step(CalibrationProgress(layer, task, done, total, f"layer {layer}, task {task}"))
 
-        def told(step: int, steps: int, loss: float) -> None:
+        def report_training_step(step: int, steps: int, loss: float) -> None:
             label = f"layer {last}, task {task}: step {step} of {steps}"
             progress = (done, total) if total > 1 else (step, steps)
             context.on_step(CalibrationProgress(last, task, *progress, label, loss))
 
-        features = _final_features(context, task, walked)
+        features = _final_features(context, task, report_layer)
         # A seed per task, so that the result doesn't depend on the number of processes.
         seed = context.seed + zlib.crc32(f"{last} {task}".encode())
         # The caller computes without gradients.
         with torch.enable_grad():
-            return self.train(features, Course(torch.Generator().manual_seed(seed), told))
+            return self.train(features, Course(torch.Generator().manual_seed(seed), report_training_step))
 
 
 def over_preset(method: str, preset: str | None, settings: Mapping[str, object]) -> dict[str, Any]:

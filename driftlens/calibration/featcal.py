@@ -90,9 +90,9 @@ def featcal_blocks(
                 (expert.get_submodule(name), x[name], x_expert[name]) for expert, x, x_expert in snapshot
             ]
             if isinstance(module, nn.Linear):
-                solved[name] = _linear_closed_form(tasks, anchor, lam, alpha, eps)
+                solved[name] = _one_page_linear_solution(tasks, anchor, lam, alpha, eps)
             else:
-                solved[name] = _layer_norm_closed_form(tasks, anchor, lam)
+                solved[name] = _one_page_norm_solution(tasks, anchor, lam)
         for name, parameters in solved.items():
             block.get_submodule(name).load_state_dict(parameters)
     return calibrated
@@ -102,7 +102,7 @@ def featcal_blocks(
 _Task = tuple[Any, Tensor, Tensor]
 
 
-def _linear_closed_form(
+def _one_page_linear_solution(
     tasks: Sequence[_Task], anchor: Mapping[str, Tensor], lam: float, alpha: float, eps: float
 ) -> dict[str, Tensor]:
     """Solve for the weight [m, d] (Eq. 17), then for the bias [m] with that weight fixed (Eq. 55)."""
@@ -126,7 +126,7 @@ def _linear_closed_form(
     return solved
 
 
-def _layer_norm_closed_form(
+def _one_page_norm_solution(
     tasks: Sequence[_Task], anchor: Mapping[str, Tensor], lam: float
 ) -> dict[str, Tensor]:
     """Solve for scale and shift [d]. Targets are the experts' affine maps of the calibrated features (Eq. 57)."""
@@ -157,12 +157,12 @@ def module_inputs(model: nn.Module, block: nn.Module, inputs: Mapping[str, Tenso
     """
     rows: dict[str, Tensor] = {}
 
-    def record(name: str, args: tuple[Any, ...]) -> None:
+    def record_input(name: str, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor):
             rows[name] = args[0].flatten(0, -2).double()
 
     hooks = [
-        module.register_forward_pre_hook(lambda _, args, name=name: record(name, args))
+        module.register_forward_pre_hook(lambda _, args, name=name: record_input(name, args))
         for name, module in block.named_modules()
     ]
     try:
@@ -173,7 +173,7 @@ def module_inputs(model: nn.Module, block: nn.Module, inputs: Mapping[str, Tenso
     return rows
 
 
-def _solve_linear(
+def _solve_linear_sites(
     problem: LinearProblem, anchor: Mapping[str, Tensor] | None, *, lam: float, update: Collection[str]
 ) -> list[SiteUpdate]:
     """Solve for the weight (Eq. 17) and bias (Eq. 55) of each site, as `update` says; all share one factor.
@@ -206,7 +206,7 @@ def _solve_linear(
         else:
             solution = solve_ridge(of_site, pulled, lam=pull, factor=factor)
             weight, after = solution.weight, solution.objective
-            before = None if after is None else after + solution.excess(merged)
+            before = None if after is None else after + solution.objective_increase(merged)
             parameters[name] = weight
             right = of_site.weight_sum * (of_site.output_cross @ direction)
             if pulled is not None:
@@ -243,8 +243,8 @@ def relative_change(new: Tensor, old: Tensor) -> float | None:
     return float(torch.linalg.vector_norm(new.to(old) - old)) / size if size else None
 
 
-def _solve_norm(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, lam: float) -> SiteUpdate:
-    """Solve for the scale and, where the norm has one, the shift (Eq. 59)."""
+def _solve_norm_site(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, lam: float) -> SiteUpdate:
+    """Solve for the scale and, if the norm has one, the shift (Eq. 59)."""
     moments, pull = problem.moments, anchor or {}
     (site,) = problem.sites
     scale_name, shift_name = f"{site.name}.weight", f"{site.name}.bias"
@@ -260,18 +260,18 @@ def _solve_norm(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, la
         site=site.name,
         kind=site.kind,
         lam=lam if anchor is not None else 0.0,
-        objective_before=_objective(problem, merged, anchor, lam),
-        objective_after=_objective(problem, parameters, anchor, lam),
+        objective_before=_norm_objective(problem, merged, anchor, lam),
+        objective_after=_norm_objective(problem, parameters, anchor, lam),
         weight_change=relative_change(torch.cat([*parameters.values()]), torch.cat([*merged.values()])),
         task_weight_sum=float(moments.weight_sum),
     )
     return SiteUpdate(parameters, report)
 
 
-def _objective(
+def _norm_objective(
     problem: NormProblem, parameters: Mapping[str, Tensor], anchor: Mapping[str, Tensor] | None, lam: float
 ) -> float:
-    """Compute Eq. 57 from the moments alone."""
+    """Compute the objective of Eq. 57 from the moments alone."""
     name = problem.sites[0].name
     total = problem.moments.misfit(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
     for key, value in (anchor or {}).items():
@@ -435,5 +435,5 @@ class FeatCal(ClosedFormBase):
         """Solve for the problem's sites: Eq. 17 and 55 for linear ones, Eq. 59 for norms."""
         anchor = self.anchor_of(problem.merged, problem.base)
         if isinstance(problem, LinearProblem):
-            return _solve_linear(problem, anchor, lam=self.lam, update=self.update)
-        return [_solve_norm(problem, anchor, lam=self.lam)]
+            return _solve_linear_sites(problem, anchor, lam=self.lam, update=self.update)
+        return [_solve_norm_site(problem, anchor, lam=self.lam)]

@@ -62,17 +62,19 @@ def residual_blocks(
                 tasks = []
                 for task, expert in of_experts.items():
                     x, x_expert = own[task], reads[task]
-                    target = _affine(expert.get_submodule(name), x_expert[name])
+                    target = _apply_linear_in_float64(expert.get_submodule(name), x_expert[name])
                     if stream := adds_to.get(name):
                         target = target + x_expert[stream] - x[stream]
-                    tasks.append((x[name], _affine(expert.get_submodule(name), x[name]), target))
-                solved[name] = _joint_closed_form(block.get_submodule(name), tasks, ridge, share)
+                    tasks.append(
+                        (x[name], _apply_linear_in_float64(expert.get_submodule(name), x[name]), target)
+                    )
+                solved[name] = _solve_weight_and_bias(block.get_submodule(name), tasks, ridge, share)
             for name, parameters in solved.items():
                 block.get_submodule(name).load_state_dict(parameters)
     return calibrated
 
 
-def _joint_closed_form(
+def _solve_weight_and_bias(
     merged: nn.Module, tasks: Sequence[tuple[Tensor, Tensor, Tensor]], ridge: float, share: float
 ) -> dict[str, Tensor]:
     """Solve for weight [m, d] and bias [m] at once, by ridge regression around the merged ones.
@@ -82,7 +84,7 @@ def _joint_closed_form(
     weight, bias = merged.get_parameter("weight").double(), merged.state_dict().get("bias")
     grams, crosses, norms = [], [], []
     for x, local, residual in tasks:
-        gap = local - _affine(merged, x) + share * (residual - local)
+        gap = local - _apply_linear_in_float64(merged, x) + share * (residual - local)
         norms.append(torch.linalg.matrix_norm(x.mT @ x) / len(x))
         # The constant input is large, so that the ridge hardly penalises the bias.
         if bias is not None:
@@ -99,7 +101,7 @@ def _joint_closed_form(
     return solved
 
 
-def _affine(module: nn.Module, x: Tensor) -> Tensor:
+def _apply_linear_in_float64(module: nn.Module, x: Tensor) -> Tensor:
     parameters = {name: value.double() for name, value in module.named_parameters()}
     return F.linear(x, **parameters)
 

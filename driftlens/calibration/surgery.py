@@ -38,12 +38,10 @@ class _LowRank:
         return f'{unit}f = f - (f @ t["down"].T).relu() @ t["up"].T'
 
     def __call__(self, stream: Tensor) -> Tensor:
-        """Return corrected features of the same shape."""
         f = F.normalize(stream, dim=-1) if self.normalize else stream
         return f - (f @ self.down.to(f).mT).relu() @ self.up.to(f).mT
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the tensors to save."""
         flag = {"normalize": torch.ones(())} if self.normalize else {}
         return {"down": self.down, "up": self.up, **flag}
 
@@ -74,25 +72,27 @@ class _LowRankTrained(Trained):
         return _LowRank(tensors["down"], tensors["up"], "normalize" in tensors)
 
     @abstractmethod
-    def _start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
+    def _initial_parameters(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
         """Return the parameters at the start, for features like `merged`."""
 
     @abstractmethod
-    def _loss(
+    def _feature_loss(
         self, merged: Tensor, expert: Tensor, parameters: Sequence[Tensor], generator: torch.Generator
     ) -> Tensor:
         """Return the loss of the merged model's and the expert's vectors, [T, d] each."""
 
     def train(self, features: FinalFeatures, course: Course) -> _LowRank:
         """Fit the correction of one task; there is no validation and no choice among steps."""
-        parameters = [leaf.requires_grad_() for leaf in self._start(features.merged, course.generator)]
+        parameters = [
+            leaf.requires_grad_() for leaf in self._initial_parameters(features.merged, course.generator)
+        ]
         # Samples are taken without replacement, so that each is seen equally often.
         descent, order = torch.optim.Adam(parameters, lr=self.lr), torch.empty(0, dtype=torch.long)
         for step in range(1, self.steps + 1):
             if not len(order):
                 order = torch.randperm(len(features.merged), generator=course.generator)
             chosen, order = order[: self.batch], order[self.batch :]
-            loss = self._loss(*features.rows(chosen), parameters, course.generator)
+            loss = self._feature_loss(*features.rows(chosen), parameters, course.generator)
             descent.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             descent.step()
@@ -122,17 +122,17 @@ class Surgery(_LowRankTrained):
         super().__init__(rank, steps, batch, lr)
         self.normalize = normalize
 
-    def _start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
+    def _initial_parameters(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
         """Return D, sampled, and U, zero."""
         width, device = merged.shape[-1], merged.device
         down = to_device(uniform(self.rank, width, generator), device)
         # U is zero at the start, so training begins at the merged model's features.
         return [down, torch.zeros(width, self.rank, device=device)]
 
-    def _loss(
+    def _feature_loss(
         self, merged: Tensor, expert: Tensor, parameters: Sequence[Tensor], generator: torch.Generator
     ) -> Tensor:
-        """Return the mean distance of the corrected features from the expert's."""
+        """Return the mean absolute difference of corrected and expert features."""
         down, up = parameters
         target = F.normalize(expert, dim=-1) if self.normalize else expert
         return (_LowRank(down, up, self.normalize)(merged) - target).abs().mean()
@@ -160,13 +160,13 @@ class ProbSurgery(_LowRankTrained):
         super().__init__(rank, steps, batch, lr)
         self.weight = weight
 
-    def _start(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
+    def _initial_parameters(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
         """Return D, sampled, and M and V, zero."""
         width = merged.shape[-1]
         down = to_match(merged, uniform(self.rank, width, generator))
         return [down, merged.new_zeros(width, self.rank), merged.new_zeros(width, self.rank)]
 
-    def _loss(
+    def _feature_loss(
         self, merged: Tensor, expert: Tensor, parameters: Sequence[Tensor], generator: torch.Generator
     ) -> Tensor:
         """Return the loss with one sample of z per vector; parameters are D, M and V."""

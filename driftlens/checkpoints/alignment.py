@@ -38,8 +38,8 @@ _ROWS = re.compile(r"(?P<whole>.+)\[(?P<start>\d+):(?P<stop>\d+)\]")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def whole(key: str) -> str:
-    """Return the tensor's name in a key, which may refer to some of its rows."""
+def strip_row_range(key: str) -> str:
+    """Return a key without its row range: `qkv.weight[0:64]` becomes `qkv.weight`."""
     rows = _ROWS.fullmatch(key)
     return key if rows is None else rows["whole"]
 
@@ -55,19 +55,19 @@ def joint_name(names: Sequence[str]) -> str:
         several = "*" if kinds == [*map(str, range(len(kinds)))] else f"{{{','.join(kinds)}}}"
         parts.append(kinds[0] if len(kinds) == 1 else several)
     joint = ".".join(parts)
-    count = len(names) // len(_alternatives(joint))
-    return joint if ("*" in joint or "{" in joint) and names_of(joint, count) == [*names] else ""
+    count = len(names) // len(_expand_braces(joint))
+    return joint if ("*" in joint or "{" in joint) and expand_joint_name(joint, count) == [*names] else ""
 
 
-def _alternatives(joint: str) -> list[str]:
+def _expand_braces(joint: str) -> list[str]:
     before, brace, rest = joint.partition("{")
     inside, _, after = rest.partition("}")
     return [before + part + after for part in inside.split(",")] if brace else [joint]
 
 
-def names_of(joint: str, count: int) -> list[str]:
+def expand_joint_name(joint: str, count: int) -> list[str]:
     """List the names of a joint name, for numbers below `count`, in the order of concatenation."""
-    names = _alternatives(joint)
+    names = _expand_braces(joint)
     return [name.replace("*", str(n)) for n in range(count) for name in names] if "*" in joint else names
 
 
@@ -103,7 +103,7 @@ class Refitted:
                 self.headers[part] = TensorHeader((stop - start, *header.shape[1:]), header.dtype)
                 self._places[part] = key, start
             if key in joint_of:
-                self.headers[joint_of[key]] = self._joint(joint_of[key], joints[joint_of[key]])
+                self.headers[joint_of[key]] = self._concatenated_header(joint_of[key], joints[joint_of[key]])
             elif key not in rows and key not in joined:
                 self.headers[key] = header
 
@@ -113,14 +113,13 @@ class Refitted:
         header = self.headers[key]
         start, stop = rows or (0, header.shape[0] if header.shape else 0)
         if header.parts:
-            return self._joined(header, start, stop)
+            return self._read_concatenated(header, start, stop)
         stored, offset = self._places.get(key, (key, 0))
         return self.whole.read(stored, (offset + start, offset + stop) if stored != key else rows)
 
-    def _joint(self, key: str, names: Sequence[str]) -> TensorHeader:
-        """Return the header of concatenated tensors."""
+    def _concatenated_header(self, key: str, names: Sequence[str]) -> TensorHeader:
         headers = [self.whole.headers[name] for name in names]
-        num_kinds = len(_alternatives(key))
+        num_kinds = len(_expand_braces(key))
         length = sum(math.prod(header.shape[:1]) for header in headers[:num_kinds])
         shape = (length, *headers[0].shape[1:])
         for name, header, like in zip(names, headers, itertools.cycle(headers[:num_kinds])):
@@ -137,7 +136,7 @@ class Refitted:
         parts = tuple((name, header.shape) for name, header in zip(names, headers, strict=True))
         return TensorHeader((*count, *shape), dtype, parts)
 
-    def _joined(self, header: TensorHeader, start: int, stop: int) -> Tensor:
+    def _read_concatenated(self, header: TensorHeader, start: int, stop: int) -> Tensor:
         # One allocation: concatenating would hold all parts twice.
         joined = torch.empty((stop - start, *header.shape[1:]), dtype=header.dtype)
         flat, place = joined.view(-1), -start * math.prod(header.shape[1:])
@@ -172,7 +171,7 @@ class Stored:
                 self._joints[name] = key, place
                 place += math.prod(shape)
             if not place:
-                self._rows.setdefault(whole(key), []).append(key)
+                self._rows.setdefault(strip_row_range(key), []).append(key)
         for name, keys in self._rows.items():
             header = source.headers[keys[0]]
             length = [sum(source.headers[key].shape[0] for key in keys)] if keys != [name] else []
@@ -222,14 +221,14 @@ class Spellings:
         }
         rows: dict[str, list[tuple[int, int]]] = {}
         joints: dict[str, list[str]] = {}
-        numbers = _numbers(source.headers) if named else {}
+        numbers = _numbers_by_pattern(source.headers) if named else {}
         for key in (wrapper + name for wrapper in _WRAPPERS for name in named):
             if part := _ROWS.fullmatch(key):
                 if part["whole"] in source.headers:
                     rows.setdefault(part["whole"], []).append((int(part["start"]), int(part["stop"])))
                 continue
-            count = max((len(numbers.get(name, ())) for name in _alternatives(key)), default=0)
-            names = names_of(key, count)
+            count = max((len(numbers.get(name, ())) for name in _expand_braces(key)), default=0)
+            names = expand_joint_name(key, count)
             if not names or not any(name in source.headers for name in names):
                 continue
             missing = [name for name in names if name not in source.headers]
@@ -254,7 +253,7 @@ class Spellings:
             model_keys: the model's keys.
             name: the checkpoint's name in messages.
         """
-        stored, wrapper = self._best(headers)
+        stored, wrapper = self._best_spelling(headers)
         used, beside = set(stored.values()), tuple(wrapper + part for part in self.left_out)
         # Kept, so that a comparison of keys reports them.
         unknown = {
@@ -263,42 +262,42 @@ class Spellings:
             if key not in used
             and not key.startswith(beside)
             and header.dtype.is_floating_point
-            and not self._is_passed_over(key.removeprefix(wrapper))
+            and not self._is_ignored_by_library(key.removeprefix(wrapper))
         }
         return stored | unknown
 
     def passed_over(self, headers: Collection[str], name: str) -> dict[str, str]:
         """Map keys that the library does not use, except buffers and the wrapper's prefix, to the file's keys."""
-        stored, wrapper = self._best(headers)
+        stored, wrapper = self._best_spelling(headers)
         used, beside = set(stored.values()), (*TEXT_SIDE, *self.left_out)
         named = {key.removeprefix(wrapper): key for key in headers if key not in used}
         return {
             key: stored_key
             for key, stored_key in named.items()
-            if self._is_passed_over(key)
-            and key.rpartition(".")[0] not in self._modules
+            if self._is_ignored_by_library(key)
+            and key.rpartition(".")[0] not in self._module_paths
             and not key.startswith(beside)
         }
 
-    def _is_passed_over(self, key: str) -> bool:
+    def _is_ignored_by_library(self, key: str) -> bool:
         """Return True if the library loads the model without this tensor, by pattern or for lack of its module."""
         if any(re.search(pattern, key) for pattern in self.ignored):
             return True
         parts = key.split(".")
-        depth = next(n for n in range(len(parts), -1, -1) if ".".join(parts[:n]) in self._modules)
+        depth = next(n for n in range(len(parts), -1, -1) if ".".join(parts[:n]) in self._module_paths)
         is_numbered = any(part.isdigit() for part in parts[: depth + 1])
         if parts[0] in _ANSWERS:
             return False
         # A bias that the model's module lacks, or a further block, changes features: neither is ignored.
-        is_inside = depth == len(parts) - 1 and self._modules[".".join(parts[:-1])]
+        is_inside = depth == len(parts) - 1 and self._module_paths[".".join(parts[:-1])]
         return self.is_lenient and not is_numbered and not is_inside
 
     @functools.cached_property
-    def _modules(self) -> dict[str, bool]:
-        """Paths of the model's modules, as any spelling has them, and whether they hold tensors of their own."""
+    def _module_paths(self) -> dict[str, bool]:
+        """Map the paths of the model's modules, in any spelling, to True if they have tensors of their own."""
         modules = {"": False}
         for name in itertools.chain(*(names.values() for names in self.names)):
-            parts = whole(name).split(".")[:-1]
+            parts = strip_row_range(name).split(".")[:-1]
             modules |= {
                 ".".join(parts[:n]): False for n in range(len(parts)) if ".".join(parts[:n]) not in modules
             }
@@ -324,7 +323,7 @@ class Spellings:
 
     def wrapper(self, headers: Collection[str], name: str) -> str:
         """Return the prefix of the library's names in a checkpoint, such as `module.`."""
-        return self._best(headers)[1]
+        return self._best_spelling(headers)[1]
 
     def beside_tower(self, keys: Collection[str], name: str) -> dict[str, str]:
         """Map a whole model's keys that no layer reads, without the wrapper's prefix, to the file's keys."""
@@ -334,8 +333,8 @@ class Spellings:
         kept = {key: stored for key, stored in named.items() if key.startswith(beside)}
         return kept | self.passed_over(keys, name)
 
-    def _best(self, headers: Collection[str]) -> tuple[dict[str, str], str]:
-        """Return the model's keys that are found, and the prefix of the names in the file."""
+    def _best_spelling(self, headers: Collection[str]) -> tuple[dict[str, str], str]:
+        """Return the model's keys that the spelling with most matches finds, and the prefix in the file."""
         tried = (
             ({key: wrapper + stored for key, stored in names.items() if wrapper + stored in headers}, wrapper)
             # The plain spelling comes first, so that it wins ties.
@@ -344,7 +343,7 @@ class Spellings:
         return max(tried, key=lambda candidate: len(candidate[0]))
 
 
-def _numbers(keys: Collection[str]) -> dict[str, list[int]]:
+def _numbers_by_pattern(keys: Collection[str]) -> dict[str, list[int]]:
     """Group keys by their name with a star for one number, and list the numbers."""
     numbers: dict[str, list[int]] = {}
     for key in keys:
@@ -366,7 +365,7 @@ class TowerKeyLayout:
     tower: str
     projection: str
 
-    def prefix(self, keys: Collection[str], name: str) -> str:
+    def tower_prefix(self, keys: Collection[str], name: str) -> str:
         """Return the prefix of the tower's keys: `visual.`, `module.visual.`, `vision_model.` or an empty string."""
         family = family_of_keys(keys)
         if family is not None and family.loader != self.loader:
@@ -395,8 +394,14 @@ class TowerKeyLayout:
             model_keys: the model's keys.
             name: the checkpoint's name in messages.
         """
-        prefix, canonical = self.prefix(headers, name), self.prefix(model_keys, "the architecture")
-        projection, target = self._projection(headers, prefix), self._projection(model_keys, canonical)
+        prefix, canonical = (
+            self.tower_prefix(headers, name),
+            self.tower_prefix(model_keys, "the architecture"),
+        )
+        projection, target = (
+            self._find_projection_key(headers, prefix),
+            self._find_projection_key(model_keys, canonical),
+        )
         stored = {}
         for key, header in headers.items():
             place = canonical + key.removeprefix(prefix)
@@ -414,7 +419,7 @@ class TowerKeyLayout:
     ) -> StateSource:
         """Return the checkpoint under the model's keys; `fallback`, the base, supplies a missing projection."""
         mapping = self.key_map(source.headers, model_keys, source.name)
-        projection = self._projection(model_keys, self.prefix(model_keys, "the architecture"))
+        projection = self._find_projection_key(model_keys, self.tower_prefix(model_keys, "the architecture"))
         if projection is None or projection in mapping:
             return renamed(source, mapping)
         if fallback is None:
@@ -430,11 +435,11 @@ class TowerKeyLayout:
 
     def wrapper(self, headers: Collection[str], name: str) -> str:
         """Return the prefix of the library's names in a checkpoint, such as `module.`."""
-        return self.prefix(headers, name).removesuffix(self.tower)
+        return self.tower_prefix(headers, name).removesuffix(self.tower)
 
     def beside_tower(self, keys: Collection[str], name: str) -> dict[str, str]:
         """Map a whole model's keys that no layer reads, without the wrapper's prefix, to the file's keys."""
-        prefix = self.prefix(keys, name)
+        prefix = self.tower_prefix(keys, name)
         if not prefix.endswith(self.tower):
             # The file holds a tower alone.
             return {}
@@ -446,8 +451,7 @@ class TowerKeyLayout:
             if key.startswith(wrapper) and not key.startswith(inside)
         }
 
-    def _projection(self, keys: Collection[str], prefix: str) -> str | None:
-        """Return the projection's key, inside the tower or next to it."""
+    def _find_projection_key(self, keys: Collection[str], prefix: str) -> str | None:
         places = (prefix + self.projection, prefix.removesuffix(self.tower) + self.projection)
         return next((key for key in places if key in keys), None)
 

@@ -92,8 +92,8 @@ def open_checkpoint(
         place = place if place.exists() else expanded(place)
         with concerning(place):
             if place.is_dir():
-                return _open_any_folder(place, base)
-            _require_readable(place)
+                return _open_weights_or_adapters(place, base)
+            _require_weights_file(place)
             from driftlens.checkpoints.tensor_sources import open_file
 
             return open_file(place)
@@ -109,13 +109,13 @@ def fetched(path: str, *, offline: bool = False) -> str:
     # A local path wins over a Hub id of the same form; `folder/model.pt` has that form, too.
     if place.exists() or not is_hub_id(path) or place.suffix in _READABLE:
         return path
-    return str(_hub_folder(path, offline=offline))
+    return str(_hub_cache_folder(path, offline=offline))
 
 
-def _open_any_folder(folder: pathlib.Path, base: StateSource | None) -> StateSource:
+def _open_weights_or_adapters(folder: pathlib.Path, base: StateSource | None) -> StateSource:
     if not is_lora_folder(folder):
         folder = _transformer_folder(folder)
-        _require_plain_folder(folder)
+        _require_readable_weights(folder)
         return open_folder(folder)
     if base is None:
         raise CheckpointError(
@@ -127,7 +127,7 @@ def _open_any_folder(folder: pathlib.Path, base: StateSource | None) -> StateSou
     return LoraSource(base, folder)
 
 
-def _require_plain_folder(folder: pathlib.Path) -> None:
+def _require_readable_weights(folder: pathlib.Path) -> None:
     """Refuse a folder whose weights are quantised, or only there in a form that can't be read."""
     # Loaders that need the configuration report damage.
     with contextlib.suppress(CheckpointError):
@@ -136,10 +136,10 @@ def _require_plain_folder(folder: pathlib.Path) -> None:
     suffixes = (*_READABLE, *_OTHERS, *_PICKLES)
     files = sorted(entry for entry in folder.iterdir() if entry.suffix.lower() in suffixes)
     if files and not any(file.suffix.lower() in _READABLE for file in files):
-        _require_readable(files[0])
+        _require_weights_file(files[0])
 
 
-def _require_readable(path: pathlib.Path) -> None:
+def _require_weights_file(path: pathlib.Path) -> None:
     if not path.exists():
         raise CheckpointError(
             f"there is no file {path}", hint="Check the path; paths in a spec are relative to its folder."
@@ -161,12 +161,12 @@ def open_folder(folder: pathlib.Path) -> StateSource:
     """Open the weights in a folder of `save_pretrained`, open_clip or the Hub."""
     from driftlens.checkpoints.tensor_sources import open_file
 
-    path = _weights_in(folder)
+    path = _find_weights_file(folder)
     return _open_shards(path) if path.suffix == ".json" else open_file(path)
 
 
-def _weights_in(folder: pathlib.Path) -> pathlib.Path:
-    """Return the file of a folder that its weights are read from, or the index of their shards."""
+def _find_weights_file(folder: pathlib.Path) -> pathlib.Path:
+    """Return the path of a folder's weights file, or of the index of its shards."""
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
             return folder / name
@@ -184,11 +184,10 @@ def _weights_in(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _open_shards(index: pathlib.Path) -> StateSource:
-    """Open the shards of an index as one source and read all headers."""
     from driftlens.checkpoints.tensor_sources import Composed, open_file
 
-    listed = _weight_map(index)
-    sources = {shard: open_file(path) for shard, path in _shards(index, listed).items()}
+    listed = _read_weight_map(index)
+    sources = {shard: open_file(path) for shard, path in _needed_shard_files(index, listed).items()}
     there = {
         key: (sources[shard], key)
         for key, shard in listed.items()
@@ -205,7 +204,7 @@ def _open_shards(index: pathlib.Path) -> StateSource:
     return Composed(str(index.parent), there)
 
 
-def _weight_map(index: pathlib.Path) -> Mapping[str, str]:
+def _read_weight_map(index: pathlib.Path) -> Mapping[str, str]:
     """Read the file name of each tensor's shard from an index."""
     try:
         shards = from_json(plain_file(index).read_bytes())["weight_map"]
@@ -223,7 +222,7 @@ def _weight_map(index: pathlib.Path) -> Mapping[str, str]:
     return shards
 
 
-def _shards(index: pathlib.Path, listed: Mapping[str, str]) -> dict[str, pathlib.Path]:
+def _needed_shard_files(index: pathlib.Path, listed: Mapping[str, str]) -> dict[str, pathlib.Path]:
     """Return the files that an index lists, by name, without those that the model does not need."""
     files = {name: index.parent / name for name in sorted({*listed.values()})}
     there = {key.partition(".")[0] for key, name in listed.items() if files[name].is_file()}
@@ -248,7 +247,7 @@ def shards_of(source: StateSource) -> Mapping[str, str]:
     """Return the file name of each tensor's shard for a source that `open_folder` made; empty for others."""
     folder = pathlib.Path(source.name)
     index = next((path for name in WEIGHT_FILES if (path := folder / name).is_file()), None)
-    return _weight_map(index) if index is not None and index.suffix == ".json" else {}
+    return _read_weight_map(index) if index is not None and index.suffix == ".json" else {}
 
 
 def folder_notices(source: StateSource) -> list[str]:
@@ -268,16 +267,16 @@ def is_hub_id(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w./-]*)?", text) is not None
 
 
-def _hub_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
+def _hub_cache_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
     """Return the cache folder of a repository's weights and settings; download it, with a log entry, if necessary."""
     from huggingface_hub import constants
 
     if offline or constants.HF_HUB_OFFLINE:
-        return _snapshot(repository, _FORMS[0] + _FORMS[1], local=True)
+        return _fetch_hub_snapshot(repository, _FORMS[0] + _FORMS[1], local=True)
     # A warning, so that it is seen where logging is not set up: the network is never used silently.
     log.warning("downloading weights of %s from the Hugging Face Hub", repository)
     for patterns in _FORMS:
-        folder = _snapshot(repository, patterns, local=False)
+        folder = _fetch_hub_snapshot(repository, patterns, local=False)
         if any(folder.glob(patterns[0])):
             return folder
     raise CheckpointError(
@@ -298,15 +297,15 @@ def files_beside_weights(place: str, *, offline: bool = False) -> pathlib.Path |
         return _transformer_folder(folder) if folder.is_dir() else None
     cached = None
     with contextlib.suppress(CheckpointError):
-        cached = _snapshot(place, [], local=True)
+        cached = _fetch_hub_snapshot(place, [], local=True)
     if offline or constants.HF_HUB_OFFLINE:
         return cached and _transformer_folder(cached)
     if cached is None:
         log.warning("downloading configuration of %s from the Hugging Face Hub", place)
-    return _transformer_folder(_snapshot(place, [], local=False))
+    return _transformer_folder(_fetch_hub_snapshot(place, [], local=False))
 
 
-def _snapshot(place: str, patterns: list[str], *, local: bool) -> pathlib.Path:
+def _fetch_hub_snapshot(place: str, patterns: list[str], *, local: bool) -> pathlib.Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -349,12 +348,14 @@ def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
     if folder is None:
         return {}
     # Links out of the folder are skipped: the files are copied next to saved models, which may be published.
-    inside = [(_sentence_folder(folder) or folder).resolve()]
+    inside = [(_sentence_transformers_folder(folder) or folder).resolve()]
     # Files in the Hub's cache are links to the repository's blobs.
     if inside[0].parent.name == "snapshots":
         inside.append(inside[0].parents[1] / "blobs")
     beside = [path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()]
-    paths = {path.relative_to(folder).as_posix(): path for path in beside} | _sentence_files(folder)
+    paths = {path.relative_to(folder).as_posix(): path for path in beside} | _sentence_transformers_files(
+        folder
+    )
     return {
         name: paths[name] for name in sorted(paths) if any(map(paths[name].resolve().is_relative_to, inside))
     }
@@ -379,17 +380,17 @@ def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, A
         )
     if folder is None or not (folder / file).is_file():
         return None
-    return _require_sane_config(read_json(folder / file), source)
+    return _require_plausible_config(read_json(folder / file), source)
 
 
-def _require_sane_config(config: dict[str, Any], source: str) -> dict[str, Any]:
+def _require_plausible_config(config: dict[str, Any], source: str) -> dict[str, Any]:
     """Refuse a configuration with NaN, or with sizes so large that building the model would not end."""
     for key, value in config.items():
         if value == {"__float__": "NaN"} or (isinstance(value, float) and math.isnan(value)):
             hint = "Restore the original configuration."
             raise IncompatibleModelsError(f"{source}: the configuration has NaN for {key}", hint=hint)
         if isinstance(value, dict):
-            _require_sane_config(value, source)
+            _require_plausible_config(value, source)
         for kind, (most, names) in _MOST.items():
             if isinstance(value, int) and value > most and names.search(key):
                 raise IncompatibleModelsError(
@@ -416,7 +417,7 @@ def needed_config(source: str, file: str, expected: str, *, offline: bool, hint:
         if other != file and (stated := read_config(source, other, offline=True)) is not None:
             raise wrong_family(stated, source, expected)
     if (folder := expanded(source)).is_dir():
-        _require_plain_folder(folder)
+        _require_readable_weights(folder)
     is_cached = offline and not folder.exists()
     raise SpecError(f"{source} has no {file}{' in the local cache' if is_cached else ''}", hint=hint)
 
@@ -501,7 +502,7 @@ def _transformer_folder(folder: pathlib.Path) -> pathlib.Path:
     return folder / leading.place if leading.kind == "Transformer" else folder
 
 
-def _sentence_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
+def _sentence_transformers_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
     """Return the sentence-transformers folder that contains a transformer; None for other transformers."""
     places = () if transformer is None else (transformer, transformer.parent)
     return next(
@@ -511,7 +512,7 @@ def _sentence_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
 
 def embedding_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
     """Return the same for embedding models; None for a cross-encoder, whose transformer gives scores itself."""
-    root = _sentence_folder(transformer)
+    root = _sentence_transformers_folder(transformer)
     if root is None or json_object(root, _WHOLE).get("model_type") == "CrossEncoder":
         return None
     # Older cross-encoders are known only by these settings.
@@ -596,7 +597,7 @@ def require_same_reading(base: pathlib.Path | None, other: pathlib.Path | None) 
     home, root = embedding_folder(base), embedding_folder(other)
     if root is None:
         return ""
-    of_base, later = ([] if place is None else _weights_behind(place) for place in (home, root))
+    of_base, later = ([] if place is None else _modules_after_transformer(place) for place in (home, root))
     if later != of_base:
         place = (later or of_base)[0][0]
         raise IncompatibleModelsError(
@@ -618,9 +619,9 @@ def require_same_reading(base: pathlib.Path | None, other: pathlib.Path | None) 
     return ""
 
 
-def _sentence_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+def _sentence_transformers_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """List the files of sentence-transformers around a transformer, by their place in a saved folder."""
-    root = _sentence_folder(folder)
+    root = _sentence_transformers_folder(folder)
     if root is None:
         return {}
     paths = {path.name: path for place in (folder, root) for name in _SETTINGS for path in place.glob(name)}
@@ -635,7 +636,7 @@ def flat(modules: Any) -> Any:
     return [{**modules[0], "path": ""}, *modules[1:]]
 
 
-def _weights_behind(folder: pathlib.Path) -> list[tuple[str, str, Any]]:
+def _modules_after_transformer(folder: pathlib.Path) -> list[tuple[str, str, Any]]:
     """List folder name, digest of the weights and settings of every module with weights after the transformer."""
     from driftlens.checkpoints.tensor_sources import content_digest
 

@@ -51,7 +51,7 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 def named_base(folder: pathlib.Path) -> tuple[str, str]:
     """Return the base model that an adapter's configuration names, and its revision; empty without."""
-    config = _config(folder)
+    config = _read_adapter_config(folder)
     return str(config.get("base_model_name_or_path") or ""), str(config.get("revision") or "")
 
 
@@ -59,8 +59,7 @@ def named_base(folder: pathlib.Path) -> tuple[str, str]:
 _Number = Annotated[float, Field(gt=-1e9, lt=1e9)]
 
 
-def _ends(name: str, end: str) -> bool:
-    """Return True if a dotted name ends with another one."""
+def _has_dotted_suffix(name: str, end: str) -> bool:
     return f".{name}".endswith(f".{end}")
 
 
@@ -104,19 +103,19 @@ class LoraSource:
     def __init__(self, base: StateSource, place: str | os.PathLike[str]) -> None:
         folder = pathlib.Path(place)
         self.name, self._folder = str(folder), folder
-        self._config = _config(folder)
-        self._settings = _settings(folder, self._config)
+        self._config = _read_adapter_config(folder)
+        self._settings = _validate_adapter_config(folder, self._config)
         self._is_transposed = bool(self._config.get("fan_in_fan_out"))
         weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
         if weights is None:
-            raise _refusal(folder, f"{_WEIGHTS[0]} is missing", "Download the folder again.")
+            raise _adapter_error(folder, f"{_WEIGHTS[0]} is missing", "Download the folder again.")
         self._adapters = open_file(weights)
-        self._saved = self._saved_whole(base)
+        self._saved = self._fully_saved_tensors(base)
         places = {key: (base, key) for key in base.headers}
         places |= {name: (self._adapters, key) for name, key in self._saved.items()}
         self._base: StateSource = Composed(base.name, places)
-        self._updates = self._matched()
-        self._require_biases()
+        self._updates = self._match_updates_to_weights()
+        self._require_saved_biases()
         # Sums are not rounded to the base's dtype: a model with unmerged adapters does not round them either.
         self.headers: Mapping[str, TensorHeader] = {
             key: replace(header, dtype=promoted(header.dtype, torch.float32))
@@ -130,7 +129,7 @@ class LoraSource:
         require_key(self, key)
         weight = self._base.read(key, rows).to(self.headers[key].dtype)
         update = self._updates.get(key)
-        return weight if update is None else self._adapted(key, update, weight, rows)
+        return weight if update is None else self._add_adapter(key, update, weight, rows)
 
     def unties(self, table: str, head: str) -> bool:
         """Return True if the adapters change a head but not the embedding table it is tied to."""
@@ -146,7 +145,7 @@ class LoraSource:
             scalings[rank] = max(update.scaling, scalings.get(rank, update.scaling))
         return dict(sorted(scalings.items()))
 
-    def _adapted(self, key: str, update: _Update, weight: Tensor, rows: tuple[int, int] | None) -> Tensor:
+    def _add_adapter(self, key: str, update: _Update, weight: Tensor, rows: tuple[int, int] | None) -> Tensor:
         """Add an adapter to rows of a weight, and scale them to their trained lengths."""
         if rows is not None and update.magnitude and update.is_transposed:
             # Lengths belong to whole columns, so all rows are needed.
@@ -161,7 +160,7 @@ class LoraSource:
         lengths, axis = self._adapters.read(update.magnitude).to(weight.dtype), int(not update.is_transposed)
         return weight * (lengths[within] / torch.linalg.vector_norm(weight, dim=axis)).unsqueeze(axis)
 
-    def _saved_whole(self, base: StateSource) -> dict[str, str]:
+    def _fully_saved_tensors(self, base: StateSource) -> dict[str, str]:
         """Map tensors that were saved completely, by the base's names or their own, to the adapter's keys."""
         modules = self._config.get("modules_to_save") or []
         places = {}
@@ -170,26 +169,31 @@ class LoraSource:
             if _OF_ADAPTERS.search(key):
                 continue
             name = _COPIES.sub(".", key.removeprefix(_WRAPPER))
-            there = [base_key for base_key in base.headers if _ends(base_key, name) or _ends(name, base_key)]
+            there = [
+                base_key
+                for base_key in base.headers
+                if _has_dotted_suffix(base_key, name) or _has_dotted_suffix(name, base_key)
+            ]
             if len(there) == 1 or any(module in name.split(".") for module in modules):
                 places[there[0] if len(there) == 1 else name] = key
             else:
-                raise _refusal(self._folder, f"{key!r} is neither an adapter nor a weight of {base.name}")
+                raise _adapter_error(
+                    self._folder, f"{key!r} is neither an adapter nor a weight of {base.name}"
+                )
         return places
 
-    def _require_biases(self) -> None:
-        """Refuse adapters whose biases were trained and not saved."""
+    def _require_saved_biases(self) -> None:
         kind = self._config.get("bias") or "none"
         biases = [f"{key.removesuffix('weight')}bias" for key in self._updates]
         lost = [key for key in biases if key in self._base.headers and key not in self._saved]
         if kind != "none" and lost:
-            raise _refusal(self._folder, f"bias is {kind!r}, but {lost[0]!r} was not saved", _RESTORE)
+            raise _adapter_error(self._folder, f"bias is {kind!r}, but {lost[0]!r} was not saved", _RESTORE)
 
-    def _matched(self) -> dict[str, _Update]:
+    def _match_updates_to_weights(self) -> dict[str, _Update]:
         """Find the weight of every adapter, and check ranks and shapes."""
-        pairs = self._pairs()
-        ranks = _numbers(self._settings.r, self._settings.rank_pattern or {}, pairs)
-        alphas = _numbers(self._settings.lora_alpha, self._settings.alpha_pattern or {}, pairs)
+        pairs = self._adapter_keys_by_module()
+        ranks = _values_by_module(self._settings.r, self._settings.rank_pattern or {}, pairs)
+        alphas = _values_by_module(self._settings.lora_alpha, self._settings.alpha_pattern or {}, pairs)
         updates: dict[str, _Update] = {}
         for name, (down, up, magnitude) in pairs.items():
             # peft transposes the update of an embedding table, as it does for GPT-2's Conv1D (fan_in_fan_out).
@@ -197,24 +201,24 @@ class LoraSource:
             down_shape, up_shape = self._adapters.headers[down].shape, self._adapters.headers[up].shape
             if len(down_shape) != 2 or len(up_shape) != 2:
                 reason = f"{name!r} is not linear: its lora_A has shape {list(down_shape)}"
-                raise _refusal(self._folder, reason)
+                raise _adapter_error(self._folder, reason)
             rank, shape = down_shape[0], (up_shape[0], down_shape[1])
             if not 0 < rank == up_shape[1] or rank != ranks[name]:
                 reason = f"{name!r} has rank {rank} in the weights and {ranks[name]:g} in {ADAPTER}"
-                raise _refusal(self._folder, reason, "Correct r or rank_pattern there.")
-            key = self._weight_key(f"{name}.weight", shape[::-1] if is_transposed else shape)
+                raise _adapter_error(self._folder, reason, "Correct r or rank_pattern there.")
+            key = self._find_weight_key(f"{name}.weight", shape[::-1] if is_transposed else shape)
             if key in updates:
-                raise _refusal(self._folder, f"two adapters fit {key!r} of {self._base.name}")
+                raise _adapter_error(self._folder, f"two adapters fit {key!r} of {self._base.name}")
             if magnitude and self._adapters.headers[magnitude].shape != shape[:1]:
                 lengths = list(self._adapters.headers[magnitude].shape)
                 reason = f"{name!r} has lengths {lengths} for {shape[0]} rows"
-                raise _refusal(self._folder, reason, _RESTORE)
+                raise _adapter_error(self._folder, reason, _RESTORE)
             # Rank-stabilized LoRA (arXiv:2312.03732).
             root = math.sqrt(rank) if self._config.get("use_rslora") else rank
             updates[key] = _Update(down, up, alphas[name] / root, is_transposed, magnitude)
         return updates
 
-    def _require_targets(self, modules: Iterable[str]) -> None:
+    def _require_targeted_modules(self, modules: Iterable[str]) -> None:
         """Refuse adapters of modules that the configuration does not name, or leaves out: peft passes over them."""
         from peft.tuners.tuners_utils import check_target_module_exists
 
@@ -226,15 +230,15 @@ class LoraSource:
         if lost:
             reason = f"peft ignores its adapter of {lost[0]!r} because of {ADAPTER}"
             hint = "Correct target_modules, exclude_modules, modules_to_save or layers_to_transform."
-            raise _refusal(self._folder, reason, hint)
+            raise _adapter_error(self._folder, reason, hint)
 
-    def _pairs(self) -> dict[str, tuple[str, str, str]]:
+    def _adapter_keys_by_module(self) -> dict[str, tuple[str, str, str]]:
         """Map module paths to the keys of A, B and row lengths (or "")."""
         parts: dict[str, dict[str, str]] = {}
         for key in (key for key in self._adapters.headers if ".lora_" in key):
             match = _PART.fullmatch(key)
             if match is None:
-                raise _refusal(self._folder, f"{key!r} is not A or B of a linear adapter")
+                raise _adapter_error(self._folder, f"{key!r} is not A or B of a linear adapter")
             parts.setdefault(match["module"].removeprefix(_WRAPPER), {})[match["part"]] = key
         expected = {"A", "B", *(["magnitude_vector"] if self._config.get("use_dora") else [])}
         for module, held in parts.items():
@@ -242,17 +246,19 @@ class LoraSource:
                 listed, there = (
                     " and ".join(f"lora_{part}" for part in sorted(kinds)) for kinds in (expected, held)
                 )
-                raise _refusal(self._folder, f"{module!r} has {there}, expected {listed}", _RESTORE)
-        self._require_targets(parts)
+                raise _adapter_error(self._folder, f"{module!r} has {there}, expected {listed}", _RESTORE)
+        self._require_targeted_modules(parts)
         return {
             module: (keys["A"], keys["B"], keys.get("magnitude_vector", "")) for module, keys in parts.items()
         }
 
-    def _weight_key(self, expected_key: str, shape: tuple[int, int]) -> str:
+    def _find_weight_key(self, expected_key: str, shape: tuple[int, int]) -> str:
         """Find the one key of the base with this shape that ends like `expected_key`, or the reverse."""
         headers = self._base.headers
         candidates = [
-            key for key in headers if _ends(key, expected_key) or ("." in key and _ends(expected_key, key))
+            key
+            for key in headers
+            if _has_dotted_suffix(key, expected_key) or ("." in key and _has_dotted_suffix(expected_key, key))
         ]
         fitting = [key for key in candidates if headers[key].shape == shape]
         if expected_key in fitting:
@@ -261,15 +267,17 @@ class LoraSource:
             return fitting[0]
         if fitting:
             reason = f"the adapter of {expected_key!r} fits several weights: {', '.join(fitting)}"
-            raise _refusal(self._folder, reason)
+            raise _adapter_error(self._folder, reason)
         near = f"; {candidates[0]!r} has {list(headers[candidates[0]].shape)}" if candidates else ""
         reason = f"the adapter of {expected_key!r} {list(shape)} fits no weight of {self._base.name}{near}"
         named = self._config.get("base_model_name_or_path")
         hint = "Give the base of these adapters" + (f": {named}." if named else ".")
-        raise _refusal(self._folder, reason, hint)
+        raise _adapter_error(self._folder, reason, hint)
 
 
-def _numbers(default: float, by_pattern: Mapping[str, float], modules: Collection[str]) -> dict[str, float]:
+def _values_by_module(
+    default: float, by_pattern: Mapping[str, float], modules: Collection[str]
+) -> dict[str, float]:
     """Return a number for every module: that of the first pattern that matches the end of its path."""
     from peft.utils.other import get_pattern_key
 
@@ -278,26 +286,26 @@ def _numbers(default: float, by_pattern: Mapping[str, float], modules: Collectio
     return {module: by_pattern.get(get_pattern_key(patterns, module), default) for module in modules}
 
 
-def _config(folder: pathlib.Path) -> dict[str, Any]:
-    """Read the adapter's settings and refuse options that are not supported."""
+def _read_adapter_config(folder: pathlib.Path) -> dict[str, Any]:
+    """Read `adapter_config.json` and refuse unsupported options."""
     try:
         config = from_json(plain_file(folder / ADAPTER).read_bytes())
     except (OSError, ValueError) as error:
-        raise _refusal(folder, f"{ADAPTER} can't be read", "Download the folder again.") from error
+        raise _adapter_error(folder, f"{ADAPTER} can't be read", "Download the folder again.") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise _refusal(folder, f"{ADAPTER}: unsupported peft_type, expected LORA")
+        raise _adapter_error(folder, f"{ADAPTER}: unsupported peft_type, expected LORA")
     for option in _UNSUPPORTED:
         if config.get(option):
-            raise _refusal(folder, f"{option} is {config[option]!r}")
+            raise _adapter_error(folder, f"{option} is {config[option]!r}")
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
-        raise _refusal(
+        raise _adapter_error(
             folder, f"init_lora_weights is {config['init_lora_weights']!r}, which changes the base"
         )
     return config
 
 
-def _settings(folder: pathlib.Path, config: Mapping[str, Any]) -> _AdapterSettings:
-    """Return the adapter's settings, once their values and patterns are what they should be."""
+def _validate_adapter_config(folder: pathlib.Path, config: Mapping[str, Any]) -> _AdapterSettings:
+    """Validate the adapter's settings and compile their patterns."""
     try:
         settings = _AdapterSettings.model_validate(config)
         named = (settings.rank_pattern, settings.alpha_pattern, settings.modules_to_save)
@@ -312,11 +320,11 @@ def _settings(folder: pathlib.Path, config: Mapping[str, Any]) -> _AdapterSettin
     except ValidationError as error:
         detail = error.errors()[0]
         reason = f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}, got {str(detail['input'])[:80]!r}"
-        raise _refusal(folder, reason, _RESTORE) from error
+        raise _adapter_error(folder, reason, _RESTORE) from error
     except (re.error, RecursionError, OverflowError) as error:
-        raise _refusal(folder, f"{ADAPTER} has an invalid pattern: {error}", _RESTORE) from error
+        raise _adapter_error(folder, f"{ADAPTER} has an invalid pattern: {error}", _RESTORE) from error
     return settings
 
 
-def _refusal(folder: pathlib.Path, reason: str, hint: str = _REMEDY) -> CheckpointError:
+def _adapter_error(folder: pathlib.Path, reason: str, hint: str = _REMEDY) -> CheckpointError:
     return CheckpointError(f"LoRA adapters {folder}: {reason}", hint=hint)

@@ -173,34 +173,34 @@ class SafetensorsSource:
 
         self.name = str(path)
         self._path = path
-        with _opened(path) as file:
+        with _open_safetensors(path) as file:
             keys: list[str] = file.keys()
-            self.headers = {key: _header(self.name, key, file.get_slice(key)) for key in keys}
+            self.headers = {key: _tensor_header(self.name, key, file.get_slice(key)) for key in keys}
         if not self.headers:
             raise CheckpointError(f"{path} holds no tensors", hint="The file is empty; save the model again.")
         self._kept = safe_open(path, framework="pt") if path.stat().st_size <= KEPT_OPEN else None
         self._mapped: dict[str, Tensor] = {}
-        self._stamp = _stamp(path)
+        self._stamp = _size_and_mtime(path)
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
         """Read a tensor, or its rows [start, stop); only these bytes are read."""
         require_key(self, key)
         # Reading on from a file that was cut short meanwhile would kill the process.
-        if self._kept is not None and _stamp(self._path) == self._stamp:
+        if self._kept is not None and _size_and_mtime(self._path) == self._stamp:
             if key not in self._mapped:
-                self._mapped[key] = _piece(self._kept, key, None)
+                self._mapped[key] = _read_rows(self._kept, key, None)
             mapped = self._mapped[key]
             # A copy, since later reads share the mapping.
             return (mapped if rows is None else mapped[slice(*rows)]).clone()
         # Opened anew for each read: the file stays mapped only as long as the tensor lives, so that resident
         # memory is what is in use, and changes to a returned tensor do not affect later reads.
-        with _opened(self._path) as file:
-            return _piece(file, key, rows)
+        with _open_safetensors(self._path) as file:
+            return _read_rows(file, key, rows)
 
 
 @contextlib.contextmanager
-def _opened(path: pathlib.Path) -> Iterator[Any]:
-    """Open a file of tensors; damage that shows meanwhile is named."""
+def _open_safetensors(path: pathlib.Path) -> Iterator[Any]:
+    """Open a safetensors file; name the file in errors that damage causes."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -213,8 +213,8 @@ def _opened(path: pathlib.Path) -> Iterator[Any]:
         ) from error
 
 
-def _stamp(path: pathlib.Path) -> tuple[int, int] | None:
-    """Return modification time and size of a file; None if it is gone."""
+def _size_and_mtime(path: pathlib.Path) -> tuple[int, int] | None:
+    """Return size and modification time of a file; None if it is gone."""
     try:
         stat = path.stat()
     except OSError:
@@ -222,12 +222,12 @@ def _stamp(path: pathlib.Path) -> tuple[int, int] | None:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _piece(file: Any, key: str, rows: tuple[int, int] | None) -> Tensor:
+def _read_rows(file: Any, key: str, rows: tuple[int, int] | None) -> Tensor:
     tensor: Tensor = file.get_tensor(key) if rows is None else file.get_slice(key)[slice(*rows)]
     return tensor
 
 
-def _header(name: str, key: str, piece: Any) -> TensorHeader:
+def _tensor_header(name: str, key: str, piece: Any) -> TensorHeader:
     dtype = DTYPES.get(piece.get_dtype())
     if dtype is None:
         raise CheckpointError(
@@ -281,14 +281,17 @@ class EmbeddingTable(Tensor):
                 return args[0]._wide
             if func is Tensor.detach or func == Tensor.data.__get__:  # type: ignore[attr-defined]
                 # `state_dict` detaches tensors; the subclass must survive.
-                return cls.of(_plain(args[0]), args[0]._wide)
+                return cls.of(_unwrap_embedding_table(args[0]), args[0]._wide)
             if (
                 getattr(func, "__name__", "") in ("size", "dim", "numel", "is_floating_point")
                 or func in _ASKS
             ):
                 # These ask about the matrix, not about its entries.
-                return func(*(_plain(value) for value in args), **named)
-            return func(*map(_converted, args), **{name: _converted(value) for name, value in named.items()})
+                return func(*(_unwrap_embedding_table(value) for value in args), **named)
+            return func(
+                *map(_convert_embedding_tables, args),
+                **{name: _convert_embedding_tables(value) for name, value in named.items()},
+            )
 
 
 _ASKS = [
@@ -297,14 +300,14 @@ _ASKS = [
 ]
 
 
-def _plain(value: Any) -> Any:
+def _unwrap_embedding_table(value: Any) -> Any:
     return value.as_subclass(Tensor) if isinstance(value, EmbeddingTable) else value
 
 
-def _converted(value: Any) -> Any:
+def _convert_embedding_tables(value: Any) -> Any:
     if isinstance(value, EmbeddingTable):
         return value.as_subclass(Tensor).to(value._wide)
-    return type(value)(map(_converted, value)) if type(value) in (tuple, list) else value
+    return type(value)(map(_convert_embedding_tables, value)) if type(value) in (tuple, list) else value
 
 
 def module_source(module: nn.Module, name: str) -> StateSource:
@@ -399,7 +402,7 @@ LOOKED_AT = 1 << 12
 _ORDERED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def change_of(start: Tensor, end: Tensor, dtype: torch.dtype) -> ModelChange:
+def count_differences(start: Tensor, end: Tensor, dtype: torch.dtype) -> ModelChange:
     """Count the differences of two tensors of one shape, and those that `dtype` keeps."""
     name = str(dtype).removeprefix("torch.")
     wide = promoted(start.dtype, end.dtype, torch.float32)
@@ -409,13 +412,13 @@ def change_of(start: Tensor, end: Tensor, dtype: torch.dtype) -> ModelChange:
     if not (changed := int(differs.sum())):
         return ModelChange(name, start=norm)
     # In steps of `dtype`: rounding removes a change of 0, and one of 1 is as small as the type allows.
-    apart = (_ordinal(start.to(dtype)) - _ordinal(end.to(dtype)))[differs]
+    apart = (_order_preserving_integers(start.to(dtype)) - _order_preserving_integers(end.to(dtype)))[differs]
     steps = {count: int((apart.abs() == count).sum()) for count in (0, 1)}
     energy = float((end - start).double().square().sum())
     return ModelChange(name, start.numel(), changed, steps[0], steps[1], energy, norm)
 
 
-def _ordinal(tensor: Tensor) -> Tensor:
+def _order_preserving_integers(tensor: Tensor) -> Tensor:
     """Map floating-point numbers to integers of the same order, neighbours one apart; both zeros are 0."""
     bits = tensor.contiguous().view(_ORDERED[tensor.dtype.itemsize]).long()
     # Floats are stored as sign and magnitude: as integers, the negative ones would sort in reverse.
@@ -426,7 +429,7 @@ def _ordinal(tensor: Tensor) -> Tensor:
 Rows = tuple[int, int] | None
 
 
-def _sampled(
+def _estimate_change(
     source: StateSource,
     key: str,
     other: Callable[[Rows], Tensor],
@@ -443,7 +446,7 @@ def _sampled(
         shape = (stop_row - start_row, *shape[1:])
         few = (start_row, min(stop_row, start_row + max(1, LOOKED_AT // max(1, math.prod(shape[1:])))))
     start = source.read(key, few)
-    change, scale = change_of(start, other(few), dtype), math.prod(shape) / max(1, start.numel())
+    change, scale = count_differences(start, other(few), dtype), math.prod(shape) / max(1, start.numel())
     return replace(change, energy=scale * change.energy, start=scale * change.start)
 
 
@@ -460,7 +463,7 @@ def written(
         rows: the rows [start, stop) that `value` replaces; all if None.
     """
     start_row = 0 if rows is None else rows[0]
-    return _sampled(
+    return _estimate_change(
         source,
         key,
         lambda few: value if few is None else value[few[0] - start_row : few[1] - start_row].cpu(),
@@ -476,7 +479,7 @@ def task_vector(base: StateSource, expert: StateSource) -> ModelChange:
         own = expert.headers.get(key)
         if own is not None and own.shape == header.shape and header.dtype.is_floating_point:
             narrow = header.dtype if header.dtype.itemsize < own.dtype.itemsize else own.dtype
-            total += _sampled(base, key, functools.partial(expert.read, key), narrow)
+            total += _estimate_change(base, key, functools.partial(expert.read, key), narrow)
     return total
 
 
@@ -494,7 +497,7 @@ _SAFE_TYPES: list[Any] = [argparse.Namespace]
 
 def _open_torch_file(path: pathlib.Path) -> StateSource:
     """Open a PyTorch checkpoint, whose weights may be under a key as in training; memory-mapped if possible."""
-    content, tensors = _load(path), dict[str, Tensor]()
+    content, tensors = _load_torch_file(path), dict[str, Tensor]()
     if isinstance(content, Mapping):
         inner = (content[key] for key in STATE_DICT_KEYS if isinstance(content.get(key), Mapping))
         content = next(inner, content)
@@ -507,7 +510,7 @@ def _open_torch_file(path: pathlib.Path) -> StateSource:
             hint=f"Save `model.state_dict()` as safetensors, or under {', '.join(STATE_DICT_KEYS)}.",
         )
     # Half of a model must not pass for all of it.
-    nested = [key for key, value in content.items() if key not in tensors and _holds_weights(value)]
+    nested = [key for key, value in content.items() if key not in tensors and _has_nested_tensors(value)]
     if nested:
         raise CheckpointError(
             f"{path}: the entry {str(nested[0])[:40]!r} also holds weights, which would be ignored",
@@ -521,13 +524,12 @@ def _open_torch_file(path: pathlib.Path) -> StateSource:
     return TensorsSource(str(path), {key.removeprefix(prefix): value for key, value in tensors.items()})
 
 
-def _holds_weights(value: Any) -> bool:
-    """Return True if a value is a mapping with tensors at names, however deep."""
+def _has_nested_tensors(value: Any) -> bool:
     entries = value.values() if isinstance(value, Mapping) else ()
-    return any(isinstance(entry, Tensor) or _holds_weights(entry) for entry in entries)
+    return any(isinstance(entry, Tensor) or _has_nested_tensors(entry) for entry in entries)
 
 
-def _load(path: pathlib.Path) -> Any:
+def _load_torch_file(path: pathlib.Path) -> Any:
     """Return what `torch.load` builds from a file without running code of the file."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < _SAFE_TORCH:
         raise CheckpointError(

@@ -51,7 +51,7 @@ class _Command(typer.core.TyperCommand):
             vars(parameter)["show_envvar"] = False
 
 
-def _order_commands() -> None:
+def _configure_commands() -> None:
     """Set every command's group and its place in `--help`."""
     groups = {name: group for group, names in GROUPS.items() for name in names}
     for command in app.registered_commands:
@@ -66,7 +66,7 @@ def _order_commands() -> None:
     app.registered_commands.sort(key=lambda command: [*groups, command.name].index(command.name))
 
 
-_order_commands()
+_configure_commands()
 # Longest message printed: libraries may quote a whole file in an error.
 MAX_LINES, MAX_COLUMNS = 60, 2000
 # The base class of usage errors: typer bundles its own click, without a public name for it.
@@ -133,7 +133,7 @@ def _split_global_options(arguments: Sequence[str]) -> tuple[list[str], list[str
 def run(arguments: list[str]) -> int:
     """Run one command line, whose global flags come first; returns its exit code."""
     try:
-        with _distributed(arguments):
+        with _join_distributed_run(arguments):
             result = typer.main.get_command(app).main(arguments, prog_name="driftlens", standalone_mode=False)
             # Newer versions of typer return this code after an interrupt instead of raising.
             if result == Cancelled.exit_code:
@@ -142,14 +142,14 @@ def run(arguments: list[str]) -> int:
     except typer.Exit as leaving:
         return leaving.exit_code
     except _ClickException as error:
-        return _misused(error, arguments)
+        return _report_usage_error(error, arguments)
     except (typer.Abort, KeyboardInterrupt):
-        return _report("cancelled", "", Cancelled.exit_code)
+        return _print_error("cancelled", "", Cancelled.exit_code)
     except DriftLensError as error:
-        return _report(error.message, error.hint, error.exit_code)
+        return _print_error(error.message, error.hint, error.exit_code)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            return _report(f"the disk is full: {error}", "Free some space; finished phases are kept.", 4)
+            return _print_error(f"the disk is full: {error}", "Free some space; finished phases are kept.", 4)
         # After a signal, writing to a closed terminal fails.
         if stopped.since is not None:
             return Cancelled.exit_code
@@ -158,26 +158,26 @@ def run(arguments: list[str]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         if error.errno is None and (known := from_library(error)) is not None:
-            return _report(known.message, known.hint, known.exit_code)
+            return _print_error(known.message, known.hint, known.exit_code)
         # The file system refused, for example a folder where a file is expected, or a path that is too long.
         place = f"{error.filename2 or error.filename}: " if error.filename else ""
         hint = "Check the path and its permissions."
-        return _report(f"{place}{error.strerror or error}", hint, RunError.exit_code)
+        return _print_error(f"{place}{error.strerror or error}", hint, RunError.exit_code)
     except Exception as error:
         if (known := from_library(error)) is not None:
-            return _report(known.message, known.hint, known.exit_code)
+            return _print_error(known.message, known.hint, known.exit_code)
         hint = "This is a bug in DriftLens. Run it again with --debug and report the traceback."
-        return _report(f"{type(error).__name__}: {error}", hint, 1)
+        return _print_error(f"{type(error).__name__}: {error}", hint, 1)
     except BaseException as error:
         # Libraries in Rust raise this BaseException when they panic on a damaged file.
         if type(error).__name__ != "PanicException":
             raise
         hint = "A tokenizer or weights file may be damaged; restore it from the original."
-        return _report(f"a library crashed: {error}", hint, RunError.exit_code)
+        return _print_error(f"a library crashed: {error}", hint, RunError.exit_code)
 
 
 @contextlib.contextmanager
-def _distributed(arguments: Sequence[str]) -> Iterator[None]:
+def _join_distributed_run(arguments: Sequence[str]) -> Iterator[None]:
     """Run a command in as many processes as the environment states; all but the main one are silent."""
     if world_size() == 1:
         yield
@@ -187,7 +187,7 @@ def _distributed(arguments: Sequence[str]) -> Iterator[None]:
         if manner.silent:
             silence.enter_context(contextlib.redirect_stdout(nowhere))
             silence.enter_context(contextlib.redirect_stderr(nowhere))
-        command = _command_in(arguments) or "this command"
+        command = _find_command(arguments) or "this command"
         if command not in DISTRIBUTED:
             raise SpecError(
                 f"{command} runs in one process, and this is one of {world_size()}",
@@ -209,26 +209,26 @@ def _distributed(arguments: Sequence[str]) -> Iterator[None]:
                 raise reported from error
 
 
-def _misused(error: Any, arguments: Sequence[str]) -> int:
+def _report_usage_error(error: Any, arguments: Sequence[str]) -> int:
     """Report a command line that cannot be parsed, and return the exit code."""
     # pydantic puts this prefix before messages of validators.
     message = error.format_message().replace("Value error, ", "")
     # Without any command typer has printed the help already.
     if not message:
         return SpecError.exit_code
-    command = " ".join(filter(None, ("driftlens", _command_in(arguments))))
-    return _report(message.rstrip("."), f"See `{command} --help`.", SpecError.exit_code)
+    command = " ".join(filter(None, ("driftlens", _find_command(arguments))))
+    return _print_error(message.rstrip("."), f"See `{command} --help`.", SpecError.exit_code)
 
 
-def _command_in(arguments: Sequence[str]) -> str:
+def _find_command(arguments: Sequence[str]) -> str:
     """Return the first argument that names a command; empty without one."""
     return next((word for word in arguments if any(word in names for names in GROUPS.values())), "")
 
 
-def _report(message: str, hint: str, code: int) -> int:
+def _print_error(message: str, hint: str, code: int) -> int:
     if manner.silent:
         return code
-    message, hint = _shortened(message), _shortened(hint)
+    message, hint = _shorten_for_terminal(message), _shorten_for_terminal(hint)
     text = message if code == Cancelled.exit_code else f"error: {message}"
     typer.echo(text if os.environ.get("NO_COLOR") else typer.style(text, fg=typer.colors.RED), err=True)
     if hint:
@@ -238,7 +238,7 @@ def _report(message: str, hint: str, code: int) -> int:
     return code
 
 
-def _shortened(text: str) -> str:
+def _shorten_for_terminal(text: str) -> str:
     """Shorten a text for a terminal: no control characters, limited line length and number of lines."""
     lines = harmless(text).splitlines()
     shown = [line if len(line) <= MAX_COLUMNS else f"{line[:MAX_COLUMNS]}..." for line in lines[:MAX_LINES]]

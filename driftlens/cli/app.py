@@ -68,7 +68,7 @@ _global_option = functools.partial(typer.Option, show_envvar=False)
 
 
 @app.callback()
-def _set_manner(
+def _set_global_options(
     quiet: Annotated[bool, _global_option("--quiet", "-q", help="No progress, no notices.")] = False,
     verbose: Annotated[bool, _global_option("--verbose", "-v", help="Print more details.")] = False,
     debug: Annotated[bool, _global_option("--debug", help="Show tracebacks of errors.")] = False,
@@ -156,7 +156,7 @@ class JobOptions:
         from driftlens.utils.progress import sink_for
 
         mode: Any = "none" if manner.quiet or not manner.team.is_main_process else manner.progress
-        with limited_threads(manner.threads), cancelling() as cancel, sink_for(mode) as sink:
+        with limited_threads(manner.threads), cancel_on_signals() as cancel, sink_for(mode) as sink:
             yield Context(self.access, sink, cancel)
 
 
@@ -175,32 +175,32 @@ def flagged(command: Callable[..., None]) -> Callable[..., None]:
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         kind, *names = typing.get_args(parameter.annotation) or [parameter.annotation]
         if inspect.isclass(kind) and issubclass(kind, Request):
-            parameters |= {flag.name: flag for flag in _request_flags(kind)}
-            makers[name] = functools.partial(_request, kind)
+            parameters |= {flag.name: flag for flag in _request_flag_parameters(kind)}
+            makers[name] = functools.partial(_request_from_flags, kind)
         elif kind is JobOptions:
             options = inspect.signature(JobOptions, eval_str=True).parameters
             parameters |= {option: options[option] for option in names or options}
-            makers[name] = functools.partial(_job, names or [*options])
+            makers[name] = functools.partial(_job_options_from_flags, names or [*options])
         else:
             parameters[name] = parameter
             makers[name] = operator.itemgetter(name)
 
-    def run(**values: Any) -> None:
+    def call_with_flags(**values: Any) -> None:
         command(**{name: make(values) for name, make in makers.items()})
 
-    functools.update_wrapper(run, command)
+    functools.update_wrapper(call_with_flags, command)
     # Typer reads the signature first and then the annotations by name.
     keywords = [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in parameters.values()]
-    vars(run)["__signature__"] = inspect.Signature(keywords)
-    run.__annotations__ = {flag.name: flag.annotation for flag in keywords}
-    return run
+    vars(call_with_flags)["__signature__"] = inspect.Signature(keywords)
+    call_with_flags.__annotations__ = {flag.name: flag.annotation for flag in keywords}
+    return call_with_flags
 
 
-def _job(names: list[str], values: Mapping[str, Any]) -> JobOptions:
+def _job_options_from_flags(names: list[str], values: Mapping[str, Any]) -> JobOptions:
     return JobOptions(**{name: values[name] for name in names})
 
 
-def _request(kind: type[Request], values: Mapping[str, Any]) -> Request:
+def _request_from_flags(kind: type[Request], values: Mapping[str, Any]) -> Request:
     """Build the request from flags; missing fields have their defaults."""
     fields_set = {}
     for name, field in kind.model_fields.items():
@@ -215,8 +215,7 @@ def _request(kind: type[Request], values: Mapping[str, Any]) -> Request:
     return kind(**fields_set)
 
 
-def _request_flags(kind: type[Request]) -> Iterator[inspect.Parameter]:
-    """Yield the flags of a request as parameters for typer."""
+def _request_flag_parameters(kind: type[Request]) -> Iterator[inspect.Parameter]:
     for name, field in kind.model_fields.items():
         option = Option.of(field)
         if not option.is_given:
@@ -225,7 +224,7 @@ def _request_flags(kind: type[Request]) -> Iterator[inspect.Parameter]:
         about |= {"show_default": option.unset} if option.unset else {}
         spelled, default = option.name, field.get_default(call_default_factory=True)
         words = list[str] if option.is_list else str
-        value: Any = words if option.read is not None else _value_of(field.annotation)
+        value: Any = words if option.read is not None else _flag_value_type(field.annotation)
         if value is bool:
             # Typer adds a `--no-` twin to unnamed booleans; a named one has a single flag.
             spelled, default = spelled or option.spelled(name), False
@@ -238,13 +237,13 @@ def _request_flags(kind: type[Request]) -> Iterator[inspect.Parameter]:
         yield inspect.Parameter(option.parameter or name, place, default=default, annotation=flag)
 
 
-def _value_of(annotation: Any) -> Any:
+def _flag_value_type(annotation: Any) -> Any:
     """Return the type of a flag's value: without metadata and `None`, tuples as lists of words."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        return _value_of(arguments[0])
+        return _flag_value_type(arguments[0])
     if origin in (typing.Union, types.UnionType):
-        return _value_of(next(member for member in arguments if member is not type(None)))
+        return _flag_value_type(next(member for member in arguments if member is not type(None)))
     # Values without a type are parsed later, by `Option.read` or by the request.
     if annotation is Any:
         return str
@@ -254,16 +253,16 @@ def _value_of(annotation: Any) -> Any:
 def expanding_home(command: Any) -> Callable[..., Any]:
     """Expand `~` in a command's paths, since shells do not expand it in quotes or after `=`."""
 
-    def expand(value: Any) -> Any:
+    def expand_paths(value: Any) -> Any:
         if isinstance(value, list):
-            return [expand(entry) for entry in value]
+            return [expand_paths(entry) for entry in value]
         return expanded(value) if isinstance(value, Path) else value
 
     @functools.wraps(command)
-    def run(**values: Any) -> Any:
-        return command(**{name: expand(value) for name, value in values.items()})
+    def call_with_expanded_paths(**values: Any) -> Any:
+        return command(**{name: expand_paths(value) for name, value in values.items()})
 
-    return run
+    return call_with_expanded_paths
 
 
 def limited_threads(number: int | None) -> AbstractContextManager[None]:
@@ -293,20 +292,19 @@ def note(text: str) -> None:
 
 def say_json(value: object) -> None:
     """Print one JSON document to stdout; tables are lists of rows, missing and non-finite numbers null."""
-    text = json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(_to_json_types(value), indent=2, ensure_ascii=False, allow_nan=False)
     typer.echo(harmless(text, is_json=True))
 
 
-def _plain(value: Any) -> Any:
-    """Convert a result to JSON types."""
+def _to_json_types(value: Any) -> Any:
     from driftlens.runs.tables import plain, plain_rows
 
     if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: _to_json_types(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: _to_json_types(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [_to_json_types(entry) for entry in value]
     if isinstance(value, Path):
         return str(value)
     return plain_rows(value) if hasattr(value, "columns") else plain(value)
@@ -330,7 +328,7 @@ class _Stopping:
     token: CancelToken | None = None
 
     @property
-    def is_on_its_way(self) -> bool:
+    def is_cleaning_up(self) -> bool:
         """True while cleanup after an interrupt or error may still run."""
         # A grace period and not a permanent flag, since some libraries swallow an interrupt.
         last = max((time for time in (self.since, self.failed) if time is not None), default=float("-inf"))
@@ -350,7 +348,7 @@ def interrupted_by_signals(*, last: bool) -> Iterator[None]:
     vars(stopped).update(vars(_Stopping()))
     try:
         for number in usual:
-            signal.signal(number, interrupt)
+            signal.signal(number, handle_ending_signal)
         yield
     finally:
         stopped.is_over = last
@@ -358,15 +356,15 @@ def interrupted_by_signals(*, last: bool) -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-def interrupt(number: int, frame: FrameType | None) -> None:
+def handle_ending_signal(number: int, frame: FrameType | None) -> None:
     """Cancel the running job at its next batch; without one, or on a second signal, raise KeyboardInterrupt.
 
     Many libraries swallow an interrupt during import or crash, so there it is raised a moment later. For some seconds
     after the first interrupt, cleanup is not interrupted.
     """
-    _leave_lost_terminal()
+    _redirect_closed_terminal()
     token = stopped.token
-    if stopped.is_on_its_way or (token is not None and token.is_heard):
+    if stopped.is_cleaning_up or (token is not None and token.is_heard):
         return
     if token is not None and not token.is_set:
         token.cancel()
@@ -386,7 +384,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _leave_lost_terminal() -> None:
+def _redirect_closed_terminal() -> None:
     """Redirect output to /dev/null if the terminal was closed."""
     # Otherwise the message about the interrupt would itself raise an error.
     for stream in (1, 2):
@@ -396,7 +394,7 @@ def _leave_lost_terminal() -> None:
 
 
 @contextmanager
-def cancelling() -> Iterator[CancelToken]:
+def cancel_on_signals() -> Iterator[CancelToken]:
     """Yield a token that the first `ENDING` signal sets; a second one stops at once, later ones are ignored."""
     stopped.token = CancelToken()
     try:

@@ -87,7 +87,7 @@ def _doctor(
 ) -> None:
     """Report the environment (versions, devices, problems) or, with --methods, all methods."""
     if methods:
-        say_json(_catalog()) if as_json else say(_catalog_text(_catalog()))
+        say_json(_method_catalog()) if as_json else say(_format_method_catalog(_method_catalog()))
         return
     facts = environment()
     if as_json:
@@ -97,7 +97,7 @@ def _doctor(
         say("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
 
 
-def _catalog() -> dict[str, dict[str, Any]]:
+def _method_catalog() -> dict[str, dict[str, Any]]:
     """Return calibrators, merge methods and loaders by name, each with title, source and settings.
 
     Calibrators also have presets, the settings and candidates of `--auto`, and the fewest samples per task that
@@ -149,7 +149,7 @@ def _catalog() -> dict[str, dict[str, Any]]:
     return catalog
 
 
-def _catalog_text(catalog: dict[str, dict[str, Any]]) -> str:
+def _format_method_catalog(catalog: dict[str, dict[str, Any]]) -> str:
     """Format the catalog: a paragraph per method, a line per setting."""
     from driftlens.results.formatting import setting_text
     from driftlens.utils.registry import expected
@@ -201,11 +201,11 @@ def environment() -> dict[str, str]:
         "gpu": gpu,
         "offline": "yes (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "no",
         "transformers with torchvision": clip,
-        "plugins": "; ".join(_plugins()) or "none",
+        "plugins": "; ".join(_describe_plugins()) or "none",
     }
 
 
-def _plugins() -> Iterator[str]:
+def _describe_plugins() -> Iterator[str]:
     """Yield the plug-ins of other installed distributions and those that fail to import."""
     from driftlens.calibration.calibrator import calibrators
     from driftlens.data.sources import data_sources
@@ -405,11 +405,11 @@ def _report(
     if as_json:
         say_json(paths)
         return
-    for path in _abbreviated(paths):
+    for path in _summarize_written_files(paths):
         say(f"wrote {path}")
 
 
-def _abbreviated(paths: list[Path]) -> list[str]:
+def _summarize_written_files(paths: list[Path]) -> list[str]:
     """Return a line per file, and one per folder of many files."""
     folders = dict.fromkeys(path.parent for path in paths if path.parent.name in ("csv", "latex"))
     files = [str(path) for path in paths if path.parent not in folders]
@@ -444,12 +444,12 @@ def _export(
         formats=parts(request.formats),
         options=ExhibitOptions.of(request),
     )
-    _print_exported(written, runs, request.out, as_json)
+    _print_export_result(written, runs, request.out, as_json)
     if request.strict and any(entry.missing and entry.files for entry in written):
         raise typer.Exit(DataError.exit_code)
 
 
-def _print_exported(written: Sequence[Exported], runs: Sequence[Path], out: Path, as_json: bool) -> None:
+def _print_export_result(written: Sequence[Exported], runs: Sequence[Path], out: Path, as_json: bool) -> None:
     """Print written files to stdout and missing parts to stderr."""
     if as_json:
         keys = ("exhibit", "files", "missing")

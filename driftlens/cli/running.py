@@ -228,7 +228,7 @@ def _merge(
             raise SpecError(
                 "--set belongs to --method", hint="Write settings after a method: ties:scaling=0.4."
             )
-        _compare_merges(load_spec(spec), comparison, job, as_json=as_json)
+        _print_merge_comparison(load_spec(spec), comparison, job, as_json=as_json)
         return
     method, notices = save_one(spec, request, job.context)
     for text in notices:
@@ -237,7 +237,9 @@ def _merge(
     say_json({"out": out, "method": method}) if as_json else say(f"wrote {out}")
 
 
-def _compare_merges(spec: RunSpec, comparison: ComparisonRequest, job: JobOptions, *, as_json: bool) -> None:
+def _print_merge_comparison(
+    spec: RunSpec, comparison: ComparisonRequest, job: JobOptions, *, as_json: bool
+) -> None:
     from driftlens.pipelines.compare_merges import compare_merges, resolve_merges
     from driftlens.utils.files import require_free
     from driftlens_reports.merges import merges_sheet, write_merges
@@ -323,13 +325,13 @@ def _calibrate(
 
     name = request.name
 
-    def _show_first(measured: DriftRun) -> None:
+    def _print_first_numbers(measured: DriftRun) -> None:
         # A program that parses JSON lines of progress has no use for these.
         if manner.progress != "jsonl":
             note(first_numbers_text(measured, name))
 
     with job.context() as context:
-        finished = run_calibration(run, request, context, on_measured=_show_first)
+        finished = run_calibration(run, request, context, on_measured=_print_first_numbers)
     if request.save_weights is not None and request.save_weights.is_dir():
         from driftlens_reports.card import put_beside
 
@@ -364,7 +366,7 @@ def _sweep(run: RunFolder, request: SweepRequest, job: JobOptions, as_json: Json
     the run, and a table compares gains (paired intervals) and costs.
     """
     if request.compares:
-        _compare_methods(run, request, job, as_json=as_json)
+        _print_method_comparison(run, request, job, as_json=as_json)
         return
     from driftlens.pipelines.sweep import sweep as run_sweep
     from driftlens_reports.terminal import sweep_text
@@ -386,7 +388,7 @@ def _sweep(run: RunFolder, request: SweepRequest, job: JobOptions, as_json: Json
     say_json({"run": finished.id, "sweeps": sweeps, "rows": ordered})
 
 
-def _compare_methods(run: Path, request: SweepRequest, job: JobOptions, *, as_json: bool) -> None:
+def _print_method_comparison(run: Path, request: SweepRequest, job: JobOptions, *, as_json: bool) -> None:
     from driftlens.pipelines.sweep import compare_methods, resolve_methods
     from driftlens.results.calibration_summary import arena_rows, arena_sheet
     from driftlens.runs.run import open_run

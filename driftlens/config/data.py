@@ -64,7 +64,7 @@ class Views(SpecSection):
 _VIEWS = re.compile(r"(?P<kind>[a-z]+)?:?(?P<copies>\d{1,9})?(:(?P<seed>\d{1,9}))?")
 
 
-def _views_spelled_out(views: Any) -> Any:
+def _expand_short_views(views: Any) -> Any:
     """Expand `3`, `crop`, `crop:3` and `crop:3:1` to named parts."""
     if isinstance(views, int) and not isinstance(views, bool):
         return {"copies": views}
@@ -79,7 +79,7 @@ def _views_spelled_out(views: Any) -> Any:
     }
 
 
-ViewsSetting = Annotated[Views | None, BeforeValidator(_views_spelled_out)]
+ViewsSetting = Annotated[Views | None, BeforeValidator(_expand_short_views)]
 """Views as a mapping, or in short form: `crop:3`."""
 
 
@@ -94,13 +94,13 @@ class DataDefaults(SpecSection):
     views: ViewsSetting = None
 
 
-def _metric(name: str) -> str:
+def _require_known_metric(name: str) -> str:
     if name not in METRICS:
         raise problem(f"unknown metric {name!r}", f"Choose one of {', '.join(METRICS)}.")
     return name
 
 
-MetricName = Annotated[Text, AfterValidator(_metric)]
+MetricName = Annotated[Text, AfterValidator(_require_known_metric)]
 
 
 class Entry(SpecSection):
@@ -131,7 +131,7 @@ def filled(template: str, values: Mapping[str, str]) -> str:
     return _FIELD.sub(lambda match: match[1] or values[match[2]], template)
 
 
-def _word_by_label(words: Any) -> Any:
+def _labels_as_text(words: Any) -> Any:
     """Return the labels as text; YAML makes numbers, true and false of some."""
     if not isinstance(words, Mapping):
         return words
@@ -141,13 +141,13 @@ def _word_by_label(words: Any) -> Any:
     }
 
 
-def _with_field(template: str) -> str:
+def _require_prompt_field(template: str) -> str:
     if not fields_of(template):
         raise problem(f"the prompt {template!r} has no field", "Write {COLUMN} for the text of a row.")
     return template
 
 
-def _with_target(template: str) -> str:
+def _require_target_field(template: str) -> str:
     if set(fields_of(template)) != {"target"}:
         raise problem(f"the answer {template!r} must have the field {{target}} only", 'Example: " {target}".')
     return template
@@ -166,10 +166,10 @@ class Corpus(SpecSection):
     split: Text | None = None
     text: Text = "text"
     key: Text | None = None
-    prompt: Annotated[Text, AfterValidator(_with_field)] | None = None
+    prompt: Annotated[Text, AfterValidator(_require_prompt_field)] | None = None
 
     @model_validator(mode="after")
-    def _one_place(self) -> Self:
+    def _require_file_or_split(self) -> Self:
         if (self.file is None) == (self.split is None):
             raise problem(
                 "a corpus is a file or a split", "Give `file: FILE`, or `split: NAME` of the entry's data."
@@ -203,10 +203,10 @@ class TextEntry(Entry):
 
     input: Text | None = None
     target: Text | None = None
-    prompt: Annotated[Text, AfterValidator(_with_field)] | None = None
-    answer: Annotated[Text, AfterValidator(_with_target)] | None = None
+    prompt: Annotated[Text, AfterValidator(_require_prompt_field)] | None = None
+    answer: Annotated[Text, AfterValidator(_require_target_field)] | None = None
     classes: Classes = False
-    words: Annotated[dict[str, Text], Field(min_length=1), BeforeValidator(_word_by_label)] | None = None
+    words: Annotated[dict[str, Text], Field(min_length=1), BeforeValidator(_labels_as_text)] | None = None
     chat: Flag = False
     max_length: Count | None = None
     too_long: Literal["cut", "refuse"] = "cut"
@@ -234,7 +234,7 @@ class TextEntry(Entry):
         return getattr(self, "image", None) if self.holds_texts else None
 
     @model_validator(mode="after")
-    def _texts_agree(self) -> Self:
+    def _require_consistent_fields(self) -> Self:
         fields = type(self).model_fields
         # Fields with their default are left out, also if the file has them: runs store specs with all defaults.
         set_fields = [name for name in fields if getattr(self, name) != fields[name].default]
@@ -250,14 +250,14 @@ class TextEntry(Entry):
             raise problem(
                 "label belongs to images, but the entry has texts", "The column of answers is `target`."
             )
-        self._require_one_comparison(set_fields)
+        self._refuse_conflicting_fields(set_fields)
         columns = {self.input if name == "input" else name for name in fields_of(self.prompt or "")}
         # With the answer in the question, accuracy would measure copying.
         if self.answers in columns:
             raise problem(f"the prompt contains the answer, {self.answers}", "Remove it from the prompt.")
         return self
 
-    def _require_one_comparison(self, set_fields: Collection[str]) -> None:
+    def _refuse_conflicting_fields(self, set_fields: Collection[str]) -> None:
         # Each kind of comparison ignores these fields, so setting one of them is a mistake.
         conflicts: dict[str, tuple[str, ...]] = {
             "pair": ("positive", "negative", "corpus", "classes", "words", "chat", "answer"),
@@ -305,7 +305,7 @@ class NpzData(Entry):
     diagnosis: NpzArrays | None = None
 
     @model_validator(mode="after")
-    def _every_split_has_a_file(self) -> Self:
+    def _require_file_per_split(self) -> Self:
         splits = [self.calibration, self.test, *filter(None, [self.diagnosis])]
         if self.file is None and not all(arrays and arrays.file for arrays in splits):
             raise problem(
@@ -343,15 +343,15 @@ class JsonlData(_Places, TextEntry):
     image: Text | None = None
 
 
-def _file_or_value(value: str, info: ValidationInfo) -> str:
+def _resolve_file_or_split_value(value: str, info: ValidationInfo) -> str:
     return value if info.data.get("file") is not None else resolved(value, info)
 
 
-Rows = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_file_or_value)]
+Rows = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_resolve_file_or_split_value)]
 """A file of one split; with `file`, the value of its rows in the column `split`."""
 
 
-def _separator(text: Any) -> Any:
+def _expand_tab_name(text: Any) -> Any:
     return "\t" if text in ("tab", "\\t") else text
 
 
@@ -373,7 +373,9 @@ class TableData(TextEntry):
     label: Text | None = "label"
     classes: Classes = None
     encoding: Text | None = None
-    separator: Annotated[str, Field(min_length=1, max_length=1), BeforeValidator(_separator)] | None = None
+    separator: Annotated[str, Field(min_length=1, max_length=1), BeforeValidator(_expand_tab_name)] | None = (
+        None
+    )
 
     @property
     def paths(self) -> str:
@@ -405,7 +407,7 @@ KINDS = ("imagefolder", "npz", "hf", "table", "webdataset", "jsonl", "python")
 data_kinds: Registry[type[Entry]] = Registry("kind of data", "driftlens.config", "driftlens.data_sources")
 
 
-def _of_its_kind(entry: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+def _validate_by_kind(entry: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
     kind = entry.get("kind") if isinstance(entry, Mapping) else None
     if isinstance(kind, str) and kind not in KINDS and kind in data_kinds:
         return data_kinds[kind].model_validate(entry, context=info.context)
@@ -415,7 +417,7 @@ def _of_its_kind(entry: Any, check: ValidatorFunctionWrapHandler, info: Validati
 TaskData = Annotated[
     SerializeAsAny[ImageFolderData | NpzData | HfData | TableData | WebdatasetData | JsonlData | PythonData],
     Field(discriminator="kind"),
-    WrapValidator(_of_its_kind),
+    WrapValidator(_validate_by_kind),
 ]
 """The data of one task."""
 

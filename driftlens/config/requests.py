@@ -43,51 +43,49 @@ def parts(text: str | Sequence[str]) -> list[str]:
     return [part.strip() for part in joined.split(",") if part.strip()]
 
 
-def _index_or_pattern(text: str) -> int | str:
-    """Return a layer's number, or a pattern for its path."""
+def _layer_index_or_pattern(text: str) -> int | str:
     # More than nine digits cannot be an index, and could be a module name.
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else text
 
 
 def layers_named(text: str | Sequence[str]) -> list[int | str]:
     """Return the layers in comma-separated text."""
-    return [*map(_index_or_pattern, parts(text))]
+    return [*map(_layer_index_or_pattern, parts(text))]
 
 
-def _pair(text: str, option: str, example: str) -> tuple[str, str]:
-    """Return name and value of `name=value`."""
+def _split_assignment(text: str, option: str, example: str) -> tuple[str, str]:
     name, equals, value = (part.strip() for part in text.partition("="))
     if not name or not equals:
         raise SpecError(f"{option} {text}: expected name=value", hint=f"Example: {option} {example}.")
     return name, value
 
 
-def _assignments(texts: Sequence[str] | None) -> dict[str, Any]:
-    """Return the values of `--set name=value`, each read as YAML."""
-    pairs = (_pair(text, "--set", "scaling=0.4") for text in texts or ())
+def _parse_assignments(texts: Sequence[str] | None) -> dict[str, Any]:
+    """Parse the values of `--set name=value` as YAML."""
+    pairs = (_split_assignment(text, "--set", "scaling=0.4") for text in texts or ())
     return {name: from_yaml(value, f"--set {name}") for name, value in pairs}
 
 
-def lists(texts: Sequence[str]) -> dict[str, list[Any]]:
+def parse_value_lists(texts: Sequence[str]) -> dict[str, list[Any]]:
     """Return the values of `--param name=1,2`, each read as YAML; the same name twice adds to its values."""
     by_name: dict[str, list[Any]] = {}
     for text in texts:
-        name, values = _pair(text, "--param", "lam=0.01,0.05")
+        name, values = _split_assignment(text, "--param", "lam=0.01,0.05")
         by_name.setdefault(name, []).extend(from_yaml(f"[{values}]", f"--param {name}"))
     return by_name
 
 
-def with_settings(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+def parse_methods(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     """Parse methods joined by commas, each with settings after colons: `ties:scaling=0.4`."""
     methods = []
     # Commas inside brackets belong to a list of values, not to the list of methods.
     for text in re.split(r",(?![^\[]*\])", ",".join(texts)):
         name, *settings = text.strip().split(":")
-        methods.append((name, _assignments(settings)))
+        methods.append((name, _parse_assignments(settings)))
     return methods
 
 
-def _spelled_out(entry: object) -> str:
+def _format_list_entry(entry: object) -> str:
     """Format an entry of a list as in its option: a name, a number, or a method with settings."""
     if not isinstance(entry, tuple):
         return str(entry)
@@ -95,9 +93,8 @@ def _spelled_out(entry: object) -> str:
     return ":".join([method, *(f"{name}={json.dumps(value)}" for name, value in settings.items())])
 
 
-def _names_shown(text: str) -> dict[str, str]:
-    """Parse display names: `mnist=MNIST,merged=Ours`."""
-    return dict(_pair(pair, "--names", "mnist=MNIST,merged=Ours") for pair in parts(text))
+def _parse_display_names(text: str) -> dict[str, str]:
+    return dict(_split_assignment(pair, "--names", "mnist=MNIST,merged=Ours") for pair in parts(text))
 
 
 @dataclass(frozen=True)
@@ -164,7 +161,7 @@ class Request(SpecSection, title="calibrate"):
 
     @model_validator(mode="before")
     @classmethod
-    def _use_python_numbers(cls, keywords: Any) -> Any:
+    def _convert_numpy_scalars(cls, keywords: Any) -> Any:
         if not isinstance(keywords, Mapping):
             return keywords
         # Requests are stored as JSON, which has no scalars of numpy or torch.
@@ -187,7 +184,7 @@ class Request(SpecSection, title="calibrate"):
             elif isinstance(value, dict):
                 options += [f"{spelled}={key}={json.dumps(entry)}" for key, entry in value.items()]
             elif isinstance(value, tuple):
-                options.append(f"{spelled}={','.join(map(_spelled_out, value))}")
+                options.append(f"{spelled}={','.join(map(_format_list_entry, value))}")
             else:
                 options.append(f"{spelled}={value}")
         return options
@@ -206,15 +203,15 @@ def refuse_unknown(command: str, keywords: Mapping[str, Any], allowed: Mapping[s
             )
 
 
-def _plain_layers(layers: Any) -> Any:
+def _layers_as_python_types(layers: Any) -> Any:
     """Convert layers to plain Python types: records have no ranges or numpy numbers."""
     if layers is None or isinstance(layers, str | int):
         return layers
     return tuple(layer if isinstance(layer, str) else operator.index(layer) for layer in layers)
 
 
-def _jacobian(settings: Any) -> Any:
-    """Convert the settings of Jacobians from the words of a spec."""
+def _parse_jacobian_settings(settings: Any) -> Any:
+    """Convert True to default settings, and False to None."""
     return ({} if settings else None) if isinstance(settings, bool) else settings
 
 
@@ -223,7 +220,7 @@ _MERGED_TO = (
 )
 # Number types of saved models.
 OutDtype = Literal["float32", "float16", "bfloat16"]
-LayerPatterns = Annotated[tuple[str | int, ...] | None, BeforeValidator(_plain_layers)]
+LayerPatterns = Annotated[tuple[str | int, ...] | None, BeforeValidator(_layers_as_python_types)]
 # Names alone are methods without settings.
 Methods = Annotated[
     tuple[tuple[Text, dict[str, Any]], ...],
@@ -243,8 +240,8 @@ _OUT_DTYPE = _option_field("Number type: float32, float16 or bfloat16; default: 
 _OVERRIDES = _option_field("Override a value of the spec; repeatable.", (), name="--set", metavar="a.b=value")
 
 
-def _parameters(text: str) -> Any:
-    return _option_field(text, dict, name="--set", metavar="name=value", read=_assignments)
+def _method_settings_field(text: str) -> Any:
+    return _option_field(text, dict, name="--set", metavar="name=value", read=_parse_assignments)
 
 
 class CalibrationRequest(Request):
@@ -255,7 +252,7 @@ class CalibrationRequest(Request):
     )
     method: Text | None = _option_field("A registered calibrator.", unset=DEFAULT_METHOD)
     preset: Text | None = _option_field("Published settings; see `driftlens doctor --methods`.")
-    parameters: dict[str, Any] = _parameters("Method setting, such as lam=0.05; repeatable.")
+    parameters: dict[str, Any] = _method_settings_field("Method setting, such as lam=0.05; repeatable.")
     samples: Count | None = _option_field("Calibration samples per task.", unset="the spec's")
     views: ViewsSetting = _option_field(
         "Augmented copies per sample: crop:3, mix:3, words:3, auto or none.",
@@ -303,7 +300,7 @@ class SweepRequest(Request, title="sweep"):
         "Method setting, or n (samples per task), with values: lam=0.01,0.05. Repeatable.",
         dict,
         metavar="name=values",
-        read=lists,
+        read=parse_value_lists,
     )
     ablate: Flag = _option_field("Ablate every declared part of the method.", False)
     seeds: Annotated[Count, Field(le=MOST_DRAWS)] = _option_field(
@@ -316,7 +313,7 @@ class SweepRequest(Request, title="sweep"):
         "Methods to sweep or, with nothing to vary, to compare; settings after colons; `all` for all.",
         unset=DEFAULT_METHOD,
         metavar="A,B:key=value,...",
-        read=with_settings,
+        read=parse_methods,
     )
     preset: Text | None = _option_field("Published settings for what is not varied.")
     samples: Count | None = _option_field("Calibration samples per task.", unset="the spec's")
@@ -329,7 +326,7 @@ class SweepRequest(Request, title="sweep"):
         return self.methods is not None and not (self.param or self.ablate)
 
     @model_validator(mode="after")
-    def _comparison_varies_nothing(self) -> Self:
+    def _require_setting_to_vary(self) -> Self:
         if self.compares and (self.preset or self.seeds > 1 or self.grid):
             raise problem("preset, seeds and grid need a setting to vary", "Name one with param.")
         return self
@@ -341,7 +338,7 @@ class MergeRequest(Request, title="merge"):
     method: Text | None = _option_field("Merge method; see `driftlens doctor --methods`.")
     out: Path | None = _option_field(_MERGED_TO)
     out_dtype: OutDtype | None = _OUT_DTYPE
-    parameters: dict[str, Any] = _parameters("Method setting; repeatable.")
+    parameters: dict[str, Any] = _method_settings_field("Method setting; repeatable.")
 
 
 class ComparisonRequest(Request, title="compare_merges"):
@@ -352,7 +349,7 @@ class ComparisonRequest(Request, title="compare_merges"):
         name="--compare",
         parameter="compare",
         metavar="A,B:key=value,...",
-        read=with_settings,
+        read=parse_methods,
     )
     out: Path | None = _option_field(_MERGED_TO)
 
@@ -369,7 +366,7 @@ class AnalysisRequest(Request, title="analyze"):
     weights: Flag = _hidden_field(True)
 
     @model_validator(mode="after")
-    def _resume_or_force(self) -> Self:
+    def _refuse_resume_with_force(self) -> Self:
         if self.resume and self.force:
             raise problem("resume continues an existing run, force replaces it", "Give one of them.")
         return self
@@ -392,7 +389,11 @@ class ProjectionRequest(Request, title="project"):
     """
 
     layer: int | str = _option_field(
-        "Layer index, final, or module path.", "final", unset="final", read=_index_or_pattern, is_list=False
+        "Layer index, final, or module path.",
+        "final",
+        unset="final",
+        read=_layer_index_or_pattern,
+        is_list=False,
     )
     method: Literal["pca", "umap", "tsne"] = _option_field("Projection method.", "pca")
     seed: Annotated[Seed, Field(lt=2**32)] = _option_field("Random seed.", 0)
@@ -432,7 +433,7 @@ class ExhibitRequest(Request, title="export"):
         "Display names, such as mnist=MNIST,merged=Ours; override `names` in the spec.",
         dict,
         metavar="NAME=SHOWN,...",
-        read=_names_shown,
+        read=_parse_display_names,
         is_list=False,
     )
     method: str = _option_field("Projection of features: pca, umap or tsne.", "pca")
@@ -495,13 +496,13 @@ class LiveSettings(LiveInputs, title="analyze"):
         name: of the run.
     """
 
-    layers: Annotated[str | int | tuple[str | int, ...], BeforeValidator(_plain_layers)] = "blocks"
+    layers: Annotated[str | int | tuple[str | int, ...], BeforeValidator(_layers_as_python_types)] = "blocks"
     pool: Literal["cls", "mean", "last", "all"] | None = None
     n_calibration: Count | None = 256
     cka: Flag = False
     jacobian: Annotated[
         Any,
-        BeforeValidator(_jacobian),
+        BeforeValidator(_parse_jacobian_settings),
         # A dataclass is stored as a mapping.
         PlainSerializer(lambda made: made if made is None or isinstance(made, Mapping) else vars(made)),
     ] = None

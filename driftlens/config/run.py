@@ -76,7 +76,7 @@ class ArchitectureSpec(SpecSection):
     vocab: Vocab | None = None
 
     @model_validator(mode="after")
-    def _libraries_need_a_source(self) -> ArchitectureSpec:
+    def _require_source_of_loader(self) -> ArchitectureSpec:
         if self.source is None and ":" not in self.loader:
             raise problem(
                 f"the loader {self.loader} needs `source`",
@@ -118,7 +118,7 @@ class Calibration(_MethodSpec):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_left_out(cls, section: Any) -> Any:
+    def _drop_null_settings(cls, section: Any) -> Any:
         # Specs of older runs have all settings of FeatCal, most of them null.
         if not isinstance(section, Mapping):
             return section
@@ -148,13 +148,13 @@ class JacobianMetrics(SpecSection):
     spectral: Flag = False
 
     @model_validator(mode="after")
-    def _range_of_nodes(self) -> JacobianMetrics:
+    def _require_ordered_node_counts(self) -> JacobianMetrics:
         if self.max_nodes < self.nodes:
             raise problem(f"max_nodes is {self.max_nodes}, below nodes, which is {self.nodes}")
         return self
 
 
-def _jacobian_kind(value: Any) -> str | None:
+def _jacobian_union_tag(value: Any) -> str | None:
     if value is False:
         return "off"
     return "settings" if isinstance(value, dict | JacobianMetrics) else None
@@ -172,7 +172,7 @@ class Metrics(SpecSection):
     jacobian: Annotated[
         Annotated[JacobianMetrics, Tag("settings")] | Annotated[Literal[False], Tag("off")],
         Discriminator(
-            _jacobian_kind,
+            _jacobian_union_tag,
             custom_error_type="jacobian",
             custom_error_message="expected a mapping such as {nodes: 4}, or false",
         ),
@@ -185,7 +185,7 @@ class Metrics(SpecSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_known_diagnostics(cls, section: Any) -> Any:
+    def _refuse_unknown_diagnostics(cls, section: Any) -> Any:
         usual = list(cls.model_fields)
         further = [key for key in section if key not in usual] if isinstance(section, Mapping) else []
         # Imported only for further keys, since importing all diagnostics is slow.
@@ -210,14 +210,14 @@ class Compute(SpecSection):
     feature_budget: Bytes = ByteSize(2 * 2**30)
 
 
-def _known_suite(name: str) -> str:
+def _canonical_suite_name(name: str) -> str:
     try:
         return published_task(name).name
     except SpecError as error:
         raise problem(error.message, error.hint) from None
 
 
-SuiteTask = Annotated[Text, AfterValidator(_known_suite)]
+SuiteTask = Annotated[Text, AfterValidator(_canonical_suite_name)]
 """A published task (see `driftlens.config.published`), which provides class names and templates."""
 
 
@@ -234,11 +234,11 @@ class TextHead(SpecSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _templates_of_the_suite(cls, section: Any) -> Any:
+    def _fill_in_suite_templates(cls, section: Any) -> Any:
         suite = section.get("suite") if isinstance(section, Mapping) else None
         if not isinstance(suite, str) or "templates" in section:
             return section
-        return {**section, "templates": published_task(_known_suite(suite)).templates}
+        return {**section, "templates": published_task(_canonical_suite_name(suite)).templates}
 
 
 class FileHead(SpecSection):
@@ -265,7 +265,7 @@ class LinearHeadSpec(SpecSection):
     classes: ClassNames = None
 
 
-def _head_kind(head: Any) -> str:
+def _head_union_tag(head: Any) -> str:
     if isinstance(head, dict):
         return "file head" if "file" in head else "linear head" if "linear" in head else "text head"
     if isinstance(head, LinearHeadSpec):
@@ -277,7 +277,7 @@ Head = Annotated[
     Annotated[TextHead, Tag("text head")]
     | Annotated[FileHead, Tag("file head")]
     | Annotated[LinearHeadSpec, Tag("linear head")],
-    Discriminator(_head_kind),
+    Discriminator(_head_union_tag),
 ]
 
 
@@ -325,7 +325,7 @@ class RunSpec(SpecSection):
         return tuple(self.experts)
 
     @model_validator(mode="after")
-    def _one_merged_model(self) -> RunSpec:
+    def _require_one_merged_model(self) -> RunSpec:
         if (self.merged is None) == (self.merge is None):
             which = "neither" if self.merged is None else "both"
             raise problem(
@@ -335,7 +335,7 @@ class RunSpec(SpecSection):
         return self
 
     @model_validator(mode="after")
-    def _only_known_tasks(self) -> RunSpec:
+    def _refuse_unknown_tasks(self) -> RunSpec:
         # The key of that task in `data` would be ambiguous.
         if "defaults" in self.experts:
             raise problem(
@@ -392,7 +392,7 @@ def load_spec(source: Path | str | Mapping[str, Any] | RunSpec, overrides: Seque
         )
     else:
         file, where = Path(source).absolute(), str(source)
-        folder, raw = file.parent, _read(file, where)
+        folder, raw = file.parent, _read_spec_file(file, where)
     for text in overrides:
         override(raw, text)
     # Checked first: unknown keys of another version would hide the reason.
@@ -404,7 +404,7 @@ def load_spec(source: Path | str | Mapping[str, Any] | RunSpec, overrides: Seque
     return checked(RunSpec, raw, where, {"folder": folder})
 
 
-def _read(file: Path, where: str) -> dict[str, Any]:
+def _read_spec_file(file: Path, where: str) -> dict[str, Any]:
     raw = read_mapping(file, "spec", "`driftlens init` writes a commented spec to start from.")
     if is_recipe(raw):
         raise SpecError(
@@ -471,65 +471,78 @@ def recipe_of(content: _Settings) -> Recipe:
     """Read a recipe of mergekit."""
     method = content.get("merge_method")
     if not isinstance(method, str):
-        raise _refused(f"merge_method is {method!r}", "Recipes for mergekit-yaml need a `merge_method`.")
-    parts = [*_parts(content)]
+        raise _recipe_error(f"merge_method is {method!r}", "Recipes for mergekit-yaml need a `merge_method`.")
+    parts = [*_recipe_sections(content)]
     base = next((part["base_model"] for part in parts if part.get("base_model") is not None), None)
-    entries = [entry for part in parts for entry in _listed(part, "models") + _listed(part, "sources")]
-    listed = {_model(entry.get("model")): _mapping(entry.get("parameters")) for entry in entries}
-    base = None if base is None else _model(base)
+    entries = [
+        entry
+        for part in parts
+        for entry in _list_of_mappings(part, "models") + _list_of_mappings(part, "sources")
+    ]
+    listed = {
+        _model_with_adapter(entry.get("model")): _mapping_or_empty(entry.get("parameters"))
+        for entry in entries
+    }
+    base = None if base is None else _model_with_adapter(base)
     names = [*dict.fromkeys([*listed, *([base] if base else [])])]
     if base is not None and not (method in _PAIRWISE and len(names) == 2):
         names.remove(base)
     else:
         base = None
     if not names:
-        raise _refused("it names no models besides the base", "Write `models` or `slices` with `sources`.")
+        raise _recipe_error(
+            "it names no models besides the base", "Write `models` or `slices` with `sources`."
+        )
     shared: dict[str, Any] = {}
     for part in parts:
-        shared |= _mapping(part.get("parameters"))
+        shared |= _mapping_or_empty(part.get("parameters"))
     own = [{**shared, **listed.get(name, {})} for name in names]
-    return Recipe(method, base, tuple(names), _nearest(method, own, has_base=base is not None))
+    return Recipe(method, base, tuple(names), _nearest_merge_section(method, own, has_base=base is not None))
 
 
-def _parts(content: _Settings) -> Iterator[_Settings]:
+def _recipe_sections(content: _Settings) -> Iterator[_Settings]:
     """Yield the recipe, its modules and their slices: all mappings that may name models."""
     yield content
-    modules = [entry for entry in _mapping(content.get("modules")).values() if isinstance(entry, Mapping)]
+    modules = [
+        entry for entry in _mapping_or_empty(content.get("modules")).values() if isinstance(entry, Mapping)
+    ]
     yield from modules
     for part in (content, *modules):
-        yield from _listed(part, "slices")
+        yield from _list_of_mappings(part, "slices")
 
 
-def _listed(part: _Settings, key: str) -> list[_Settings]:
+def _list_of_mappings(part: _Settings, key: str) -> list[_Settings]:
     entries = part.get(key) or []
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-        raise _refused(f"{key} is {str(entries)[:80]!r}", "Write a list of mappings.")
+        raise _recipe_error(f"{key} is {str(entries)[:80]!r}", "Write a list of mappings.")
     return entries
 
 
-def _mapping(value: Any) -> _Settings:
+def _mapping_or_empty(value: Any) -> _Settings:
     return value if isinstance(value, Mapping) else {}
 
 
-def _model(name: Any) -> str:
+def _model_with_adapter(name: Any) -> str:
     """Return `MODEL` or `MODEL+ADAPTER` of a model that may be spelled out as a mapping."""
     if isinstance(name, Mapping) and "model" in name:
-        name = "+".join(_path(part) for part in (name["model"], name.get("lora")) if part)
+        name = "+".join(_path_with_revision(part) for part in (name["model"], name.get("lora")) if part)
     if not isinstance(name, str) or not all(name.split("+")):
-        raise _refused(f"the model {str(name)[:80]!r} is no path or Hub id", "Write PATH, or PATH+ADAPTER.")
+        raise _recipe_error(
+            f"the model {str(name)[:80]!r} is no path or Hub id", "Write PATH, or PATH+ADAPTER."
+        )
     return name
 
 
-def _path(part: Any) -> str:
+def _path_with_revision(part: Any) -> str:
     if not isinstance(part, Mapping):
         return str(part)
     return f"{part.get('path')}@{part['revision']}" if part.get("revision") else str(part.get("path"))
 
 
-def _nearest(method: str, own: list[dict[str, Any]], *, has_base: bool) -> dict[str, Any]:
+def _nearest_merge_section(method: str, own: list[dict[str, Any]], *, has_base: bool) -> dict[str, Any]:
     """Return the `merge` section that is nearest, with the settings that all experts share."""
 
-    def common(name: str, default: float) -> float:
+    def shared_setting(name: str, default: float) -> float:
         values = [settings.get(name, default) for settings in own]
         is_number = isinstance(values[0], int | float) and not isinstance(values[0], bool)
         return float(values[0]) if is_number and values == values[:1] * len(values) else default
@@ -539,7 +552,11 @@ def _nearest(method: str, own: list[dict[str, Any]], *, has_base: bool) -> dict[
     if not has_base or method in _WEIGHT_METHODS:
         return {"method": "average"}
     # Spec methods have one value for all experts, so settings that differ keep their default.
-    scaling, density, weight = common("lambda", 1.0), common("density", 1.0), common("weight", 1.0)
+    scaling, density, weight = (
+        shared_setting("lambda", 1.0),
+        shared_setting("density", 1.0),
+        shared_setting("weight", 1.0),
+    )
     drop = {"scaling": scaling * weight, "drop_rate": round(1 - density, 6)}
     nearest: dict[str, dict[str, Any]] = {
         "model_stock": {"method": "model_stock"},
@@ -551,5 +568,5 @@ def _nearest(method: str, own: list[dict[str, Any]], *, has_base: bool) -> dict[
     return nearest.get(method, {"method": "task_arithmetic"})
 
 
-def _refused(what: str, hint: str) -> SpecError:
+def _recipe_error(what: str, hint: str) -> SpecError:
     return SpecError(f"mergekit recipe: {what}", hint=hint)

@@ -64,7 +64,7 @@ def unknown_keys(unknown: list[Any], allowed: list[str]) -> PydanticCustomError:
     return PydanticCustomError("unknown_keys", "unknown keys", {"keys": unknown, "allowed": allowed})
 
 
-def _checked_name(name: str) -> str:
+def _require_valid_name(name: str) -> str:
     if not isinstance(name, str) or not name.strip():
         raise problem(f"the name {name!r} is not text, or empty", "Give it at least one visible character.")
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
@@ -81,12 +81,12 @@ def _checked_name(name: str) -> str:
 def require_name(name: str) -> None:
     """Refuse, by a SpecError, what can't name a task."""
     try:
-        _checked_name(name)
+        _require_valid_name(name)
     except PydanticCustomError as error:
         raise SpecError(str(error.context["message"]), hint=str(error.context["hint"])) from None  # type: ignore[index]
 
 
-Name = Annotated[str, AfterValidator(_checked_name)]
+Name = Annotated[str, AfterValidator(_require_valid_name)]
 """A task's or variant's name: any text but control characters, as long as a file's name may be."""
 
 Text = Annotated[str, Field(min_length=1)]
@@ -129,7 +129,7 @@ def resolved(value: str, info: ValidationInfo) -> str:
         raise problem(error.message, error.hint) from error
 
 
-def _resolved_if_a_path(value: str, info: ValidationInfo) -> str:
+def _resolve_if_path(value: str, info: ValidationInfo) -> str:
     path = Path(value)
     is_path = (
         value.startswith((".", "/", "~"))
@@ -143,7 +143,7 @@ def _resolved_if_a_path(value: str, info: ValidationInfo) -> str:
 LocalPath = Annotated[Text, BeforeValidator(plain_text), AfterValidator(resolved)]
 """A file or folder; relative ones are resolved against the spec file's folder."""
 
-Source = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_resolved_if_a_path)]
+Source = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_resolve_if_path)]
 """A path if it exists, starts with `.`, `/` or `~`, or ends like a file; else a name such as a Hub id."""
 
 Bytes = Annotated[
@@ -225,12 +225,12 @@ class _Dumper(yaml.SafeDumper):
 _NEEDS_ESCAPES = re.compile("[\x85\u2028\u2029\ufeff]")
 
 
-def _quoted_where_needed(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     style = '"' if _NEEDS_ESCAPES.search(text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _quoted_where_needed)
+_Dumper.add_representer(str, _represent_text)
 
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT_WITHOUT_DOT, list("-+0123456789"))
@@ -315,7 +315,7 @@ def spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
     # pydantic reports an error per member of a union; grouped by path, they read as alternatives.
     by_path: dict[str, tuple[list[str], str]] = {}
     for details in error.errors():
-        for path, text, hint in _findings(details, raw):
+        for path, text, hint in _problems_of_error(details, raw):
             texts, _ = by_path.setdefault(path, ([], hint))
             texts.append(text)
     findings = [
@@ -330,10 +330,10 @@ def spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
     return SpecError("\n".join([f"{where}: {len(findings)} problems", *lines]), problems=problems)
 
 
-def _findings(details: Any, raw: Any) -> list[tuple[str, str, str]]:
-    """Return path, text and hint of everything that one of pydantic's findings is about."""
+def _problems_of_error(details: Any, raw: Any) -> list[tuple[str, str, str]]:
+    """Return path, text and hint of every problem in one of pydantic's errors."""
     kind, context, given = details["type"], details.get("ctx", {}), details["input"]
-    path = _path_of(details["loc"], kind, raw)
+    path = _dotted_path(details["loc"], kind, raw)
     if kind == "unknown_keys":
         allowed = context["allowed"]
         return [
@@ -357,10 +357,10 @@ def _findings(details: Any, raw: Any) -> list[tuple[str, str, str]]:
         hint = did_you_mean(given.get("kind") if kind == "union_tag_invalid" else given, allowed)
     elif kind == "string_type" and isinstance(given, int | float):
         hint = f'Write it in quotes: "{given}".'
-    return [(path, f"{details['msg']}, got {_short(given)}", hint)]
+    return [(path, f"{details['msg']}, got {_truncated_repr(given)}", hint)]
 
 
-def _path_of(location: tuple[int | str, ...], kind: str, raw: Any) -> str:
+def _dotted_path(location: tuple[int | str, ...], kind: str, raw: Any) -> str:
     """Return the dotted path of an error without the names of union members, which are not in the file."""
     # An invalid key has no path of its own, so its section is reported.
     if kind == "invalid_key":
@@ -382,12 +382,12 @@ def _path_of(location: tuple[int | str, ...], kind: str, raw: Any) -> str:
     return ".".join(parts)
 
 
-def _short(value: Any, limit: int = 80) -> str:
+def _truncated_repr(value: Any, limit: int = 80) -> str:
     shown = "nothing" if value is None else repr(value)
     return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
 
 
-def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
+def _require_unique_names(names: tuple[str, ...]) -> tuple[str, ...]:
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise problem(
@@ -396,5 +396,5 @@ def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-ClassNames = Annotated[Texts, AfterValidator(_each_once)] | LocalPath | None
+ClassNames = Annotated[Texts, AfterValidator(_require_unique_names)] | LocalPath | None
 """Class names in the order of the rows, or a JSON file of them; None leaves naming to the data source."""

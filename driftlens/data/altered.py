@@ -45,7 +45,7 @@ def viewed(samples: SampleSet) -> SampleSet:
     original = replace(samples, views=None)
     count, kind, dims = len(original), views.kind, list[int]()
     if original.texts is None:
-        _changed(lambda x: dims.append(x.dim()) if x.is_floating_point() else None, original.load([0]))
+        _map_tensors(lambda x: dims.append(x.dim()) if x.is_floating_point() else None, original.load([0]))
     if kind == "auto":
         kind = "words" if original.texts is not None else "crop" if 4 in dims else "mix"
     fits = {"words": original.texts is not None, "crop": 4 in dims, "mix": bool(dims)}
@@ -61,7 +61,7 @@ def viewed(samples: SampleSet) -> SampleSet:
         )
     identities, seed = original.identities, views.seed
 
-    def random(place: int) -> Generator:
+    def view_generator(place: int) -> Generator:
         return drawing(seed, f"view {place // count}/{samples.task}/{identities[place % count]}")
 
     copies = [f"{name}, view {number}" for number in range(1, 1 + views.count) for name in original.ids]
@@ -73,42 +73,49 @@ def viewed(samples: SampleSet) -> SampleSet:
         original=original,
     )
     if kind == "words":
-        return _reworded(every, random)
-    every = replace(every, load=(_cropped if kind == "crop" else _mixed)(original, random))
+        return _replace_prompt_words(every, view_generator)
+    every = replace(
+        every,
+        load=(_cropped_batch_loader if kind == "crop" else _mixed_batch_loader)(original, view_generator),
+    )
     # Fail now rather than during the calibration.
     every.load([count])
     return every
 
 
-def _changed(change: Callable[..., Any], *inputs: Any) -> Any:
+def _map_tensors(change: Callable[..., Any], *inputs: Any) -> Any:
     """Apply `change` to the tensors of raw inputs of one structure."""
     sample = inputs[0]
     if isinstance(sample, Mapping):
-        return {name: _changed(change, *(batch[name] for batch in inputs)) for name in sample}
+        return {name: _map_tensors(change, *(batch[name] for batch in inputs)) for name in sample}
     if isinstance(sample, list | tuple):
-        return tuple(_changed(change, *parts) for parts in zip(*inputs, strict=True))
+        return tuple(_map_tensors(change, *parts) for parts in zip(*inputs, strict=True))
     return change(*inputs) if hasattr(sample, "is_floating_point") else sample
 
 
-def _cropped(original: SampleSet, random: Callable[[int], Generator]) -> Callable[[Sequence[int]], Any]:
+def _cropped_batch_loader(
+    original: SampleSet, random: Callable[[int], Generator]
+) -> Callable[[Sequence[int]], Any]:
     """Return a reader of samples and copies: images [n, c, h, w], shifted, times 1 + u, plus v."""
     import torch
 
     count = len(original)
 
-    def load(positions: Sequence[int]) -> Any:
-        def images(value: Tensor) -> Tensor:
+    def load_cropped_batch(positions: Sequence[int]) -> Any:
+        def shift_images(value: Tensor) -> Tensor:
             if value.dim() != 4 or not value.is_floating_point():
                 return value
             pairs = zip(positions, value, strict=True)
-            return torch.stack([row if place < count else _moved(row, random(place)) for place, row in pairs])
+            return torch.stack(
+                [row if place < count else _shift_and_relight(row, random(place)) for place, row in pairs]
+            )
 
-        return _changed(images, original.load([view % count for view in positions]))
+        return _map_tensors(shift_images, original.load([view % count for view in positions]))
 
-    return load
+    return load_cropped_batch
 
 
-def _moved(image: Tensor, random: Generator) -> Tensor:
+def _shift_and_relight(image: Tensor, random: Generator) -> Tensor:
     from torch.nn.functional import pad
 
     down, right = (min(side - 1, max(1, round(side * _MARGIN))) for side in image.shape[-2:])
@@ -118,7 +125,9 @@ def _moved(image: Tensor, random: Generator) -> Tensor:
     return wide[..., top : top + image.shape[-2], left : left + image.shape[-1]] * (1 + scale) + shift
 
 
-def _mixed(original: SampleSet, random: Callable[[int], Generator]) -> Callable[[Sequence[int]], Any]:
+def _mixed_batch_loader(
+    original: SampleSet, random: Callable[[int], Generator]
+) -> Callable[[Sequence[int]], Any]:
     """Return a reader of samples and copies: w times a sample + (1 - w) times another; integers are not mixed.
 
     w is drawn from [0.5, 1]."""
@@ -127,7 +136,7 @@ def _mixed(original: SampleSet, random: Callable[[int], Generator]) -> Callable[
     order = sorted(range(count), key=original.identities.__getitem__)
     ranks = {position: rank for rank, position in enumerate(order)}
 
-    def load(positions: Sequence[int]) -> Any:
+    def load_mixed_batch(positions: Sequence[int]) -> Any:
         import torch
 
         others, shares = list[int](), list[float]()
@@ -142,7 +151,7 @@ def _mixed(original: SampleSet, random: Callable[[int], Generator]) -> Callable[
                 shares.append(float(drawn.uniform(0.5, 1)))
         is_copy = torch.tensor([position >= count for position in positions])
 
-        def mixture(value: Tensor, other: Tensor) -> Tensor:
+        def mix_tensors(value: Tensor, other: Tensor) -> Tensor:
             if not value.is_floating_point():
                 return value
             if value.shape != other.shape:
@@ -156,20 +165,21 @@ def _mixed(original: SampleSet, random: Callable[[int], Generator]) -> Callable[
             # Originals stay bit-identical; 1 * x + 0 * y would turn an infinite y into NaN.
             return torch.where(is_copy.reshape(side_by_side), share * value + (1 - share) * other, value)
 
-        return _changed(mixture, original.load([view % count for view in positions]), original.load(others))
+        return _map_tensors(
+            mix_tensors, original.load([view % count for view in positions]), original.load(others)
+        )
 
-    return load
+    return load_mixed_batch
 
 
-def _beginning(texts: Sequence[str]) -> str:
-    """Return the common beginning of all texts."""
+def _common_prefix(texts: Sequence[str]) -> str:
     # The extremes of the sorted texts share the least.
     lowest, highest = min(texts), max(texts)
     alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(lowest, highest, strict=False))
     return "".join(letter for letter, _ in alike)
 
 
-def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet:
+def _replace_prompt_words(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet:
     """Add copies of samples whose prompts have words replaced by words of the task's other prompts.
 
     What all prompts of the task begin and end with, and special tokens of the tokenizer, stay.
@@ -180,8 +190,8 @@ def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet
     questions = [row.input for row in rows]
     special = () if texts.reader is None else texts.reader.marks
     kept = re.compile("|".join([*map(re.escape, special), r"(\w+)"]))
-    head = re.sub(r"\w+$", "", _beginning(questions))
-    tail = re.sub(r"^\w+", "", _beginning([text[::-1] for text in questions])[::-1])
+    head = re.sub(r"\w+$", "", _common_prefix(questions))
+    tail = re.sub(r"^\w+", "", _common_prefix([text[::-1] for text in questions])[::-1])
     middles = [slice(len(head), max(len(head), len(text) - len(tail))) for text in questions]
     words, ends = list[str](), dict[int, tuple[int, int]]()
     for position in sorted(range(len(questions)), key=original.identities.__getitem__):
@@ -189,28 +199,27 @@ def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet
         ends[position] = len(words), len(words) + len(between)
         words += between
 
-    def copy(place: int) -> Any:
+    def reworded_row(place: int) -> Any:
         position, drawn = place % len(questions), random(place)
         text, middle, (start, stop) = questions[position], middles[position], ends[position]
         num_others = len(words) - (stop - start)
 
-        def word(match: re.Match[str]) -> str:
+        def replacement_word(match: re.Match[str]) -> str:
             if not match[1] or not num_others or drawn.random() >= _REPLACED:
                 return match[0]
             other = int(drawn.integers(num_others))
             return words[other if other < start else other + stop - start]
 
-        changed = kept.sub(word, text[middle])
+        changed = kept.sub(replacement_word, text[middle])
         return rows[position]._replace(input=text[: middle.start] + changed + text[middle.stop :])
 
-    rows += [copy(place) for place in range(len(questions), len(every))]
+    rows += [reworded_row(place) for place in range(len(questions), len(every))]
     # The data's answers would belong to another question, so copies show none of them; an expert whose own
     # answers are shown answers the copies anew.
     anew = len(questions) if texts.shown == "target" else 0
 
     @functools.cache
-    def shown_rows() -> list[Any]:
-        """Return the rows with the answers that are shown."""
+    def rows_with_shown_answers() -> list[Any]:
         silent = [row._replace(target="") for row in rows[anew:]]
         if texts.shown != "expert" or texts.answers is None:
             return [*rows[:anew], *silent]
@@ -222,7 +231,7 @@ def _reworded(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet
 
     return replace(
         every,
-        load=lambda positions: read([shown_rows()[position] for position in positions]),
+        load=lambda positions: read([rows_with_shown_answers()[position] for position in positions]),
         texts=replace(texts, read=rows.__getitem__),
     )
 
@@ -239,7 +248,7 @@ SEVERITY = 3
 _SIDE = 224
 
 
-def parse(word: str) -> tuple[str, int]:
+def parse_corruption(word: str) -> tuple[str, int]:
     """Parse `fog` (severity 3), `fog:5` or `none` (0) into kind and severity."""
     kind, colon, severity = str(word).partition(":")
     if kind == CLEAN and not colon:
@@ -255,14 +264,14 @@ def parse(word: str) -> tuple[str, int]:
 
 
 def written(word: str) -> str:
-    """Format a corruption as in tables: `none`, or the kind with its severity. Errors as for `parse`."""
-    kind, severity = parse(word)
+    """Format a corruption as in tables: `none`, or the kind with its severity."""
+    kind, severity = parse_corruption(word)
     return f"{kind}:{severity}" if severity else CLEAN
 
 
 def corrupted(samples: SampleSet, corruption: str, seed: int) -> SampleSet:
     """Return samples whose images are corrupted when read. The noise depends only on seed, kind and sample id."""
-    kind, severity = parse(corruption)
+    kind, severity = parse_corruption(corruption)
     if kind == CLEAN:
         return samples
     picture, preprocess = samples.picture, samples.preprocess
@@ -272,18 +281,20 @@ def corrupted(samples: SampleSet, corruption: str, seed: int) -> SampleSet:
             hint="Use image data, or remove `corruption`.",
         )
 
-    def load(positions: Sequence[int]) -> Any:
+    def load_corrupted_batch(positions: Sequence[int]) -> Any:
         return preprocess(
             [
-                corrupt(picture(position), kind, severity, (seed, f"{samples.task}/{samples.ids[position]}"))
+                corrupt_image(
+                    picture(position), kind, severity, (seed, f"{samples.task}/{samples.ids[position]}")
+                )
                 for position in positions
             ]
         )
 
-    return replace(samples, load=load, picture=None)
+    return replace(samples, load=load_corrupted_batch, picture=None)
 
 
-def corrupt(picture: Picture, kind: str, severity: int, drawn: tuple[int, str]) -> NDArray[np.uint8]:
+def corrupt_image(picture: Picture, kind: str, severity: int, drawn: tuple[int, str]) -> NDArray[np.uint8]:
     """Return a corrupted image [h, w, 3]; equal seeds and names give equal results on every machine.
 
     Args:
@@ -327,13 +338,13 @@ def _motion_blur(pixels: Pixels, severity: int, random: np.random.Generator) -> 
 def _fog(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
     strength, decay = ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))[severity]
     height, width = pixels.shape[:2]
-    fog = _plasma(max(height, width), decay, random)[:height, :width, None]
+    fog = _plasma_fractal(max(height, width), decay, random)[:height, :width, None]
     top = pixels.max()
     # As in ImageNet-C, black stays black.
     return np.asarray((pixels + strength * fog) * top / (top + strength))
 
 
-def _plasma(side: int, decay: float, random: np.random.Generator) -> Pixels:
+def _plasma_fractal(side: int, decay: float, random: np.random.Generator) -> Pixels:
     """Generate a fractal map from 0 to 1 by the diamond-square algorithm on a torus."""
     # Halving the step needs a power of two; the caller crops.
     size = 2 ** math.ceil(math.log2(max(side, 2)))

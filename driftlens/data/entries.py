@@ -30,7 +30,7 @@ def data_entry(place: Path, *, reads: str) -> dict[str, str]:
     if not place.exists():
         raise SpecError(f"--data: no file or folder {place}", hint="Check the path.")
     path = str(place.resolve())
-    entry = _split_entry(place, path)
+    entry = _infer_split_entry(place, path)
     if entry is None and place.is_file() and place.suffix.lower() in _ROWS:
         entry = {"kind": _ROWS[place.suffix.lower()], "calibration": path, "test": path}
     files = (file for pattern in ("*", "*/*") for file in place.glob(pattern))
@@ -43,10 +43,10 @@ def data_entry(place: Path, *, reads: str) -> dict[str, str]:
             "kinds write a spec: `driftlens init`, docs/data.md.",
         )
     is_rows = entry["kind"] in ("jsonl", "table", "hf")
-    return {**entry, **_columns(place, entry)} if reads == "text" and is_rows else entry
+    return {**entry, **_infer_text_columns(place, entry)} if reads == "text" and is_rows else entry
 
 
-def _columns(place: Path, entry: dict[str, str]) -> dict[str, str]:
+def _infer_text_columns(place: Path, entry: dict[str, str]) -> dict[str, str]:
     """Find the columns of texts and answers by common names."""
     is_saved = entry["kind"] == "hf"
     file = place / entry["test"] / "dataset_info.json" if is_saved else Path(entry["test"])
@@ -66,11 +66,11 @@ def _columns(place: Path, entry: dict[str, str]) -> dict[str, str]:
     return {"input": text} | ({"target": answer} if answer else {})
 
 
-def _split_entry(place: Path, name: str) -> dict[str, str] | None:
+def _infer_split_entry(place: Path, name: str) -> dict[str, str] | None:
     """Infer the entry of a folder with splits, or of an archive of arrays, called `name`; None for others."""
     if place.suffix.lower() == ".npz":
         return {"kind": "npz", "file": name}
-    splits = [_split(place, names) for names in _SPLITS]
+    splits = [_find_split(place, names) for names in _SPLITS]
     if not place.is_dir() or None in splits:
         return None
     if (place / "dataset_dict.json").is_file():
@@ -85,7 +85,7 @@ def _split_entry(place: Path, name: str) -> dict[str, str] | None:
     }
 
 
-def _split(folder: Path, names: Sequence[str]) -> Any:
+def _find_split(folder: Path, names: Sequence[str]) -> Any:
     """Return the first entry of a folder with one of these names, ignoring extensions; None without."""
     there = {entry.stem.lower(): entry for entry in sorted(entries(folder), reverse=True)}
     return next((there[name] for name in names if name in there), None)

@@ -40,8 +40,7 @@ class _LiveBatch:
     def __len__(self) -> int:
         return len(next(iter(self.inputs.values())))
 
-    def pick(self, rows: Sequence[int]) -> _LiveBatch:
-        """Select samples in the given order."""
+    def select_samples(self, rows: Sequence[int]) -> _LiveBatch:
         import torch
 
         index = torch.as_tensor(list(rows), dtype=torch.long)
@@ -91,23 +90,23 @@ def live_samples(
             number; other numbers index the rows.
     """
     where = f"data[{task!r}]"
-    opened = _opened(source, batch_size, where)
+    opened = _open_live_source(source, batch_size, where)
     positions, notices = None, list(opened.notices)
     if n is not None and opened.total is not None and n < opened.total:
         positions = shuffled(opened.total, seed, task=task, split=split)[:n]
         notices.append(f"{n} of {opened.total} samples were sampled with seed {seed}")
-    whole = _together(list(_read(opened, positions, n, where)), where)
+    whole = _concatenate_batches(list(_read_batches(opened, positions, n, where)), where)
     count, inputs = len(whole), whole.inputs
     if opened.total is None and count == n:
         notices.append(f"the first {n} samples are used; give a Dataset to sample at random")
     notices += [f"ignored in every batch: {entry}" for entry in sorted(whole.dropped)]
     labels = None
     if whole.labels is not None:
-        labels, remarks = _named(whole.labels, opened.class_names, class_names, where)
+        labels, remarks = _label_class_names(whole.labels, opened.class_names, class_names, where)
         notices += remarks
 
-    def load(rows: Sequence[int]) -> Any:
-        picked = _LiveBatch(inputs, None).pick(rows).inputs
+    def load_batch(rows: Sequence[int]) -> Any:
+        picked = _LiveBatch(inputs, None).select_samples(rows).inputs
         return picked.get(_ONLY, picked)
 
     return SampleSet(
@@ -115,7 +114,7 @@ def live_samples(
         split,
         tuple(str(position) for position in (range(count) if positions is None else positions)),
         labels,
-        load,
+        load_batch,
         batch_size,
         notices=tuple(f"task {task}: {notice}" for notice in notices),
     )
@@ -164,7 +163,7 @@ def live_texts(
     return TaskData(task, view.class_names, (), *kept, {})
 
 
-def _named(
+def _label_class_names(
     labels: Sequence[int | str], names_of_data: tuple[str, ...] | None, rows: Sequence[str] | None, where: str
 ) -> tuple[tuple[str, ...], list[str]]:
     """Return the class name of every label (by the head's `rows` if there is a head), and notices."""
@@ -187,34 +186,36 @@ def _named(
     return chosen, [f"labels are used as names: {apart[0]} is row {place[str(apart[0])]} of the head"]
 
 
-def _opened(source: Any, batch_size: int, where: str) -> _LiveSource:
+def _open_live_source(source: Any, batch_size: int, where: str) -> _LiveSource:
     from torch import Tensor
     from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
     if isinstance(source, Tensor):
-        return _in_memory([source], where)
-    if _is_hugging_face(source, "iterable_dataset", "IterableDataset"):
+        return _in_memory_source([source], where)
+    if _is_datasets_instance(source, "iterable_dataset", "IterableDataset"):
         rows = source.with_format("torch")
-        return _LiveSource(lambda _: (_parsed(batch, where) for batch in rows.iter(batch_size)), None)
+        return _LiveSource(lambda _: (_parse_batch(batch, where) for batch in rows.iter(batch_size)), None)
     is_dataset = isinstance(source, Dataset) and not isinstance(source, IterableDataset)
-    if _is_hugging_face(source, "arrow_dataset", "Dataset"):
-        source, is_dataset = _as_tensors(source, where), True
+    if _is_datasets_instance(source, "arrow_dataset", "Dataset"):
+        source, is_dataset = _with_tensor_format(source, where), True
     if is_dataset:
         source = DataLoader(source, batch_size=batch_size)
     if isinstance(source, DataLoader) and source.batch_size is not None:
         # By exact type: a subclass may choose samples, so its order is part of the data.
         if type(source.sampler) is RandomSampler:
-            return _from_dataset(source, where, "the loader shuffles; its data set is read in order instead")
+            return _dataset_source(
+                source, where, "the loader shuffles; its data set is read in order instead"
+            )
         if type(source.sampler) is SequentialSampler:
-            return _from_dataset(source, where)
+            return _dataset_source(source, where)
     if isinstance(source, list | tuple):
-        return _in_memory([source] if _is_labelled_batch(source) else source, where)
+        return _in_memory_source([source] if _is_labelled_batch(source) else source, where)
     if isinstance(source, Iterator):
         raise DataError(
             f"{where}: a {type(source).__name__} is read only once",
             hint="Give list(batches) or a DataLoader.",
         )
-    return _LiveSource(lambda _: (_parsed(batch, where) for batch in source), None)
+    return _LiveSource(lambda _: (_parse_batch(batch, where) for batch in source), None)
 
 
 def _is_labelled_batch(source: Sequence[Any]) -> bool:
@@ -224,22 +225,24 @@ def _is_labelled_batch(source: Sequence[Any]) -> bool:
     inputs, labels = source
     # A pair of label-like vectors is ambiguous; it counts as two batches.
     is_line = getattr(inputs, "ndim", 0) == 1
-    return not is_line and getattr(labels, "ndim", 1) == 1 and bool(_class_labels(labels))
+    return not is_line and getattr(labels, "ndim", 1) == 1 and bool(_class_labels_or_none(labels))
 
 
-def _is_hugging_face(value: Any, file: str, name: str) -> bool:
+def _is_datasets_instance(value: Any, file: str, name: str) -> bool:
     """Return True if a value has this class of the library `datasets`, without importing it."""
     # A module called `datasets` may be the user's own file.
     module = sys.modules.get(f"datasets.{file}")
     return module is not None and isinstance(value, getattr(module, name))
 
 
-def _as_tensors(rows: Any, where: str) -> Any:
+def _with_tensor_format(rows: Any, where: str) -> Any:
     """Set a Hugging Face data set's format to tensors, unless it has a format."""
     if rows.format["type"] is not None:
         return rows
     columns = rows.features.items()
-    pictures = [name for name, feature in columns if _is_hugging_face(feature, "features.image", "Image")]
+    pictures = [
+        name for name, feature in columns if _is_datasets_instance(feature, "features.image", "Image")
+    ]
     if pictures:
         raise DataError(
             f"{where}: column {pictures[0]!r} holds images, expected model inputs",
@@ -249,15 +252,16 @@ def _as_tensors(rows: Any, where: str) -> Any:
     return rows.with_format("torch")
 
 
-def _in_memory(batches: Sequence[Any], where: str) -> _LiveSource:
-    parts = [_parsed(batch, where) for batch in batches]
-    whole = [_together(parts, where)] if parts else []
+def _in_memory_source(batches: Sequence[Any], where: str) -> _LiveSource:
+    parts = [_parse_batch(batch, where) for batch in batches]
+    whole = [_concatenate_batches(parts, where)] if parts else []
     return _LiveSource(
-        lambda chosen: (part if chosen is None else part.pick(chosen) for part in whole), sum(map(len, whole))
+        lambda chosen: (part if chosen is None else part.select_samples(chosen) for part in whole),
+        sum(map(len, whole)),
     )
 
 
-def _from_dataset(loader: DataLoader[Any], where: str, *notices: str) -> _LiveSource:
+def _dataset_source(loader: DataLoader[Any], where: str, *notices: str) -> _LiveSource:
     """Read a loader's data set in its own order with the loader's collation."""
     import torch
     from torch.utils.data import DataLoader, Subset, default_collate
@@ -265,9 +269,9 @@ def _from_dataset(loader: DataLoader[Any], where: str, *notices: str) -> _LiveSo
     dataset: Any = loader.dataset
     collate = loader.collate_fn
     if collate is default_collate:
-        collate = partial(_collated, where=where)
+        collate = partial(_collate_padded, where=where)
 
-    def start(positions: Sequence[int] | None) -> Iterator[_LiveBatch]:
+    def iterate_batches(positions: Sequence[int] | None) -> Iterator[_LiveBatch]:
         again: DataLoader[Any] = DataLoader(
             dataset if positions is None else Subset(dataset, list(positions)),
             batch_size=loader.batch_size,
@@ -278,20 +282,19 @@ def _from_dataset(loader: DataLoader[Any], where: str, *notices: str) -> _LiveSo
             # A separate generator, because starting a loader draws from the global one.
             generator=torch.Generator(),
         )
-        return (_parsed(batch, where) for batch in again)
+        return (_parse_batch(batch, where) for batch in again)
 
-    return _LiveSource(start, len(dataset), notices, _class_names(dataset))
+    return _LiveSource(iterate_batches, len(dataset), notices, _dataset_class_names(dataset))
 
 
-def _collated(rows: Sequence[Any], where: str) -> _LiveBatch:
+def _collate_padded(rows: Sequence[Any], where: str) -> _LiveBatch:
     """Join rows as torch does, but pad sequences of different lengths."""
     from torch.utils.data import default_collate
 
-    return _together([_parsed(default_collate([row]), where) for row in rows], where)
+    return _concatenate_batches([_parse_batch(default_collate([row]), where) for row in rows], where)
 
 
-def _class_names(dataset: Any) -> tuple[str, ...] | None:
-    """Return the data set's meaning of numeric labels."""
+def _dataset_class_names(dataset: Any) -> tuple[str, ...] | None:
     features = getattr(dataset, "features", None)
     of_labels = [features[key] for key in _LABELS if isinstance(features, Mapping) and key in features]
     names = next((feature.names for feature in of_labels if hasattr(feature, "names")), names_of(dataset))
@@ -299,7 +302,7 @@ def _class_names(dataset: Any) -> tuple[str, ...] | None:
     return tuple(names) if names and are_names else None
 
 
-def _read(
+def _read_batches(
     source: _LiveSource, positions: Sequence[int] | None, n: int | None, where: str
 ) -> Iterator[_LiveBatch]:
     """Yield batches up to `n` samples; the first is read twice and compared."""
@@ -308,20 +311,19 @@ def _read(
         raise DataError(f"{where}: no batches", hint="Give at least one sample.")
     left = n
     for index, part in enumerate(source.start(positions)):
-        if index == 0 and not _same(probe.inputs, part.inputs):
+        if index == 0 and not _is_equal_batch(probe.inputs, part.inputs):
             raise DataError(
                 f"{where}: the first batch differs when read again",
                 hint="Every model must see the same samples: remove random augmentation, and shuffle only "
                 "in a DataLoader.",
             )
-        yield part if left is None else part.pick(range(min(left, len(part))))
+        yield part if left is None else part.select_samples(range(min(left, len(part))))
         left = None if left is None else left - len(part)
         if left is not None and left <= 0:
             return
 
 
-def _same(one: Inputs, other: Inputs) -> bool:
-    """Return True if two batches are equal, NaN included."""
+def _is_equal_batch(one: Inputs, other: Inputs) -> bool:
     import torch
 
     forms = [{name: (value.shape, value.dtype) for name, value in batch.items()} for batch in (one, other)]
@@ -330,7 +332,7 @@ def _same(one: Inputs, other: Inputs) -> bool:
     )
 
 
-def _parsed(batch: Any, where: str) -> _LiveBatch:
+def _parse_batch(batch: Any, where: str) -> _LiveBatch:
     from torch import Tensor
 
     if isinstance(batch, _LiveBatch):
@@ -339,7 +341,7 @@ def _parsed(batch: Any, where: str) -> _LiveBatch:
     if isinstance(batch, tuple | list) and batch:
         values, *rest = batch
         second = rest[0] if rest else None
-        labels = _class_labels(second)
+        labels = _class_labels_or_none(second)
         if second is not None and labels is None:
             raise DataError(
                 f"{where}: the second entry of a batch is {getattr(second, 'dtype', type(second).__name__)}, "
@@ -350,7 +352,7 @@ def _parsed(batch: Any, where: str) -> _LiveBatch:
     inputs = dict(values) if isinstance(values, Mapping) else {_ONLY: values}
     nothing = "no inputs" if inputs else "an empty dict"
     for name in [name for name in _LABELS if name in inputs]:
-        classes = _class_labels(inputs.pop(name))
+        classes = _class_labels_or_none(inputs.pop(name))
         dropped |= {name} if classes is None or labels is not None else set()
         labels = classes if labels is None else labels
     lists = {name: value for name, value in inputs.items() if isinstance(value, list | tuple) and value}
@@ -371,16 +373,14 @@ def _parsed(batch: Any, where: str) -> _LiveBatch:
     return _LiveBatch(on_cpu, labels, frozenset(dropped | texts))
 
 
-def _class_labels(value: Any) -> tuple[int | str, ...] | None:
-    """Return one class per sample, by name or number; None for other values."""
+def _class_labels_or_none(value: Any) -> tuple[int | str, ...] | None:
     classes = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(classes, list | tuple) and all(isinstance(label, int | str) for label in classes):
         return tuple(classes)
     return None
 
 
-def _together(parts: Sequence[_LiveBatch], where: str) -> _LiveBatch:
-    """Concatenate parts in their order."""
+def _concatenate_batches(parts: Sequence[_LiveBatch], where: str) -> _LiveBatch:
     import torch
 
     if any(
@@ -388,13 +388,13 @@ def _together(parts: Sequence[_LiveBatch], where: str) -> _LiveBatch:
         for part in parts
     ):
         raise DataError(f"{where}: batches have different entries", hint="Give every batch the same entries.")
-    inputs = {name: torch.cat(_of_one_length(name, parts)) for name in parts[0].inputs}
+    inputs = {name: torch.cat(_pad_to_one_length(name, parts)) for name in parts[0].inputs}
     labels = [label for part in parts for label in part.labels or ()]
     dropped = frozenset().union(*(part.dropped for part in parts))
     return _LiveBatch(inputs, None if parts[0].labels is None else tuple(labels), dropped)
 
 
-def _of_one_length(name: str, parts: Sequence[_LiveBatch]) -> list[Tensor]:
+def _pad_to_one_length(name: str, parts: Sequence[_LiveBatch]) -> list[Tensor]:
     """Collect the parts' tensors of a name; pad sequences that are as long as their mask."""
     import torch.nn.functional as F
 

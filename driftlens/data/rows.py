@@ -49,7 +49,7 @@ _LONGEST_LINE = 1 << 20
 _Beside = Callable[[int], Sequence[Callable[[], Picture]]]
 
 
-def _columns_asked(entry: TextEntry) -> dict[str, str]:
+def _prompt_columns(entry: TextEntry) -> dict[str, str]:
     """Map the names in a prompt to their columns."""
     from driftlens.config.data import fields_of
 
@@ -84,7 +84,7 @@ def text_view(
     """
     from driftlens.config.data import filled
 
-    asked = _columns_asked(entry)
+    asked = _prompt_columns(entry)
     for name, column in asked.items():
         require_column(column, columns, name if name == "input" else "prompt", where)
     if split == "test" and entry.target is not None:
@@ -96,43 +96,45 @@ def text_view(
         classes = tuple(names)
     are_classes = entry.classes not in (None, False) or entry.words is not None
 
-    def place(position: int) -> str:
+    def row_location(position: int) -> str:
         return f"{where}, {'line' if entry.kind == 'jsonl' else 'row'} {ids[position]}"
 
-    def target(position: int) -> str:
-        return _target(entry, row(position).get(entry.answers), names, classes, place(position))
+    def answer_of_row(position: int) -> str:
+        return _answer_of_target(
+            entry, row(position).get(entry.answers), names, classes, row_location(position)
+        )
 
-    def label(position: int) -> str | None:
-        return (target(position) or None) if are_classes else None
+    def label_of_row(position: int) -> str | None:
+        return (answer_of_row(position) or None) if are_classes else None
 
-    def read(position: int) -> Text | Pictured:
+    def read_text_row(position: int) -> Text | Pictured:
         values = row(position)
-        fields = {name: _text(values, column, place(position)) for name, column in asked.items()}
+        fields = {name: _cell_text(values, column, row_location(position)) for name, column in asked.items()}
         if not any(text.strip() for text in fields.values()):
             raise DataError(
-                f"{place(position)}: the text is empty ({', '.join(map(repr, asked.values()))})",
+                f"{row_location(position)}: the text is empty ({', '.join(map(repr, asked.values()))})",
                 hint="Remove such rows, or set `input` to the text column.",
             )
         question = filled(entry.prompt or "{input}", fields)
         if beside is None:
-            return Text(question, target(position))
+            return Text(question, answer_of_row(position))
         images = tuple(beside(position))
         if not images:
-            raise DataError(f"{place(position)}: no image", hint="Add one, or remove the row.")
-        return Pictured(question, target(position), images)
+            raise DataError(f"{row_location(position)}: no image", hint="Add one, or remove the row.")
+        return Pictured(question, answer_of_row(position), images)
 
-    related = _related_in(entry, columns, row, place, where) if split == "test" else None
-    return SplitView(origin, tuple(ids), classes, label, read, holds="text", related=related)
+    related = _related_texts_reader(entry, columns, row, row_location, where) if split == "test" else None
+    return SplitView(origin, tuple(ids), classes, label_of_row, read_text_row, holds="text", related=related)
 
 
-def _text(values: Mapping[str, Any], column: str, where: str) -> str:
+def _cell_text(values: Mapping[str, Any], column: str, where: str) -> str:
     value = values.get(column)
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         raise DataError(f"{where}: {column!r} is {value!r}, expected text; columns are {', '.join(values)}")
     return str(value)
 
 
-def _target(
+def _answer_of_target(
     entry: TextEntry,
     value: Any,
     names: Sequence[str] | None,
@@ -169,7 +171,7 @@ def related_columns(entry: TextEntry) -> dict[str, str]:
     return {key: column for key in keys if (column := getattr(entry, key)) is not None}
 
 
-def _related_in(
+def _related_texts_reader(
     entry: TextEntry,
     columns: Collection[str],
     row: Callable[[int], Mapping[str, Any]],
@@ -185,10 +187,11 @@ def _related_in(
     if not related:
         return None
 
-    def read(position: int) -> Related:
+    def read_related_texts(position: int) -> Related:
         values = row(position)
         shown = {
-            key: _several(values.get(column), column, place(position)) for key, column in related.items()
+            key: _list_of_texts(values.get(column), column, place(position))
+            for key, column in related.items()
         }
         if "pair" in shown and len(shown["pair"]) != 1:
             raise DataError(f"{place(position)}: {entry.pair!r} has {len(shown['pair'])} texts, expected one")
@@ -206,10 +209,10 @@ def _related_in(
             pair = filled(entry.prompt, fields)
         return Related(pair, shown.get("positive", ()), shown.get("negative", ()))
 
-    return read
+    return read_related_texts
 
 
-def _several(value: Any, column: str, place: str) -> tuple[str, ...]:
+def _list_of_texts(value: Any, column: str, place: str) -> tuple[str, ...]:
     values = value if isinstance(value, list | tuple) else [] if value is None or value == "" else [value]
     if odd := [one for one in values if isinstance(one, bool) or not isinstance(one, str | int | float)]:
         raise DataError(
@@ -226,21 +229,21 @@ def _open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
     rows: dict[str, dict[str, Any]] = {}
     # Read as lines and parsed here: the JSON reader of `datasets` would turn some texts into dates, and a 1 in a column
     # with 2.5 into 1.0.
-    lines = _load_files("text", [file], encoding=_UTF8)[:].get("text", [])
+    lines = _load_dataset_files("text", [file], encoding=_UTF8)[:].get("text", [])
     for number, line in enumerate(lines, start=1):
         if line.strip():
             with refused(f"{file}, line {number}"):
                 rows[str(number)] = {**from_json(line)}
     values = list(rows.values())
     keys = dict.fromkeys(key for row in values for key in row)
-    where, beside = str(file), _beside(entry, keys, values, file, str(file))
+    where, beside = str(file), _row_image_readers(entry, keys, values, file, str(file))
     origin = str(file.resolve())
     return text_view(
         entry, split, list(rows), keys, values.__getitem__, where=where, origin=origin, beside=beside
     )
 
 
-def _beside(
+def _row_image_readers(
     entry: TextEntry,
     columns: Collection[str],
     rows: Sequence[Mapping[str, Any]],
@@ -253,7 +256,7 @@ def _beside(
         return None
     require_column(column, columns, "image", where)
     cells = [cell if isinstance(cell := row.get(column), list) else [cell] for row in rows]
-    _require_there([path for listed in cells for path in listed], file.parent, where)
+    _require_image_files([path for listed in cells for path in listed], file.parent, where)
     return lambda position: [partial(read_image, file.parent / str(path)) for path in cells[position]]
 
 
@@ -265,11 +268,11 @@ def _open_table(entry: TableData, split: Split, access: Access) -> SplitView:
     """
     wanted = {entry.paths, entry.label, entry.pictures, entry.answers}
     if entry.holds_texts:
-        wanted |= {*_columns_asked(entry).values(), *related_columns(entry).values()}
-    file, where, origin, numbers, columns = _table_rows(entry, split, wanted)
+        wanted |= {*_prompt_columns(entry).values(), *related_columns(entry).values()}
+    file, where, origin, numbers, columns = _read_table_split(entry, split, wanted)
     if entry.holds_texts:
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        beside, ids = _beside(entry, columns, rows, file, where), list(map(str, numbers))
+        beside, ids = _row_image_readers(entry, columns, rows, file, where), list(map(str, numbers))
         return text_view(
             entry, split, ids, columns, rows.__getitem__, where=where, origin=origin, beside=beside
         )
@@ -277,14 +280,14 @@ def _open_table(entry: TableData, split: Split, access: Access) -> SplitView:
     if entry.label is not None and split == "test":
         require_column(entry.label, columns, "label", str(file))
     paths = columns[entry.paths]
-    _require_there(paths, file.parent, where)
-    places = _places(paths, file.parent)
+    _require_image_files(paths, file.parent, where)
+    places = _normalized_paths(paths, file.parent)
     if twice := [path for path, count in Counter(places).items() if count > 1]:
         raise DataError(f"{where}: {twice[0]} occurs more than once", hint="List every image once.")
     labels = [None if label == "" else label for label in columns.get(entry.label or "", [None] * len(paths))]
     names, class_names = named(labels, listed_classes(entry.classes), where)
     if split != "calibration" and getattr(entry, split) != entry.calibration:
-        _require_apart(entry, places, where, origin)
+        _refuse_shared_images(entry, places, where, origin)
     return SplitView(
         origin=origin,
         ids=tuple(paths),
@@ -294,7 +297,7 @@ def _open_table(entry: TableData, split: Split, access: Access) -> SplitView:
     )
 
 
-def _table_rows(
+def _read_table_split(
     entry: TableData, split: Split, wanted: Collection[str | None]
 ) -> tuple[Path, str, str, Sequence[int], dict[str, list[Any]]]:
     """Return a split's file, its name in messages, its origin, the numbers of its rows and the wanted columns."""
@@ -319,18 +322,18 @@ def column_names(file: Path, encoding: str = _UTF8, separator: str = "") -> list
     with plain_file(file).open(encoding=encoding, newline="") as lines:
         if file.suffix.lower() == ".jsonl":
             return [*from_json(lines.readline(_LONGEST_LINE))]
-        return next(csv.reader(lines, delimiter=separator or _separator(file)), [])
+        return next(csv.reader(lines, delimiter=separator or _default_separator(file)), [])
 
 
 def _read_table(
     file: Path, wanted: Collection[str | None], encoding: str | None = None, separator: str | None = None
 ) -> dict[str, list[Any]]:
     """Read a CSV, TSV or Parquet file by column; cells of Parquet files in other than the wanted columns are None."""
-    encoding, separator = encoding or _UTF8, separator or _separator(file)
+    encoding, separator = encoding or _UTF8, separator or _default_separator(file)
     names = column_names(file, encoding, separator)
     if file.suffix.lower() in _PARQUET:
         columns = [name for name in names if name in wanted]
-        cells = _load_files("parquet", [file], columns=columns)[:] if columns else {}
+        cells = _load_dataset_files("parquet", [file], columns=columns)[:] if columns else {}
         count = max(map(len, cells.values()), default=0)
         return {name: cells.get(name, [None] * count) for name in names}
     names = [name or f"column {place}" for place, name in enumerate(names)]
@@ -343,14 +346,16 @@ def _read_table(
     # Cells stay text: `datasets` would turn 007 into 7, and NA into a missing value.
     settings = {"column_names": names, "header": 0, "index_col": False, "na_filter": False}
     text = Features({name: Value("string") for name in names})
-    return dict(_load_files("csv", [file], features=text, encoding=encoding, sep=separator, **settings)[:])
+    return dict(
+        _load_dataset_files("csv", [file], features=text, encoding=encoding, sep=separator, **settings)[:]
+    )
 
 
-def _separator(file: Path) -> str:
+def _default_separator(file: Path) -> str:
     return "\t" if file.suffix.lower() == ".tsv" else ","
 
 
-def _load_files(builder: str, files: Sequence[Path], **options: Any) -> Any:
+def _load_dataset_files(builder: str, files: Sequence[Path], **options: Any) -> Any:
     """Return a `datasets.Dataset` of local files; only that of tar files stays in the library's cache."""
     import datasets
 
@@ -358,7 +363,7 @@ def _load_files(builder: str, files: Sequence[Path], **options: Any) -> Any:
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     # The library reads `[` and `*` in paths as patterns.
     paths = [glob.escape(str(plain_file(file).resolve(strict=True))) for file in files]
-    with _quiet(), warnings.catch_warnings(), tempfile.TemporaryDirectory() as cache:
+    with _silence_datasets(), warnings.catch_warnings(), tempfile.TemporaryDirectory() as cache:
         # pandas cuts rows that are longer than the header, and warns.
         warnings.filterwarnings("error", message="Length of header or names")
         if builder != "webdataset":
@@ -367,7 +372,7 @@ def _load_files(builder: str, files: Sequence[Path], **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_datasets() -> Iterator[None]:
     """Keep `datasets` from showing bars and logging errors that are raised anyway."""
     import datasets
 
@@ -382,11 +387,11 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _require_apart(entry: TableData, places: Iterable[str], where: str, origin: str) -> None:
+def _refuse_shared_images(entry: TableData, places: Iterable[str], where: str, origin: str) -> None:
     """Refuse images that are calibration samples too, unless one list serves both: then drawing keeps them apart."""
-    file, _, calibration, _, columns = _table_rows(entry, "calibration", {entry.paths})
+    file, _, calibration, _, columns = _read_table_split(entry, "calibration", {entry.paths})
     listed = [path for path in columns.get(entry.paths, ()) if isinstance(path, str)]
-    shared = sorted(set(places).intersection(_places(listed, file.parent)))
+    shared = sorted(set(places).intersection(_normalized_paths(listed, file.parent)))
     if shared and calibration != origin:
         raise DataError(
             f"{where}: images shared with calibration: {len(shared)}, such as {shared[0]}",
@@ -394,13 +399,13 @@ def _require_apart(entry: TableData, places: Iterable[str], where: str, origin: 
         )
 
 
-def _places(paths: Iterable[str], folder: Path) -> list[str]:
+def _normalized_paths(paths: Iterable[str], folder: Path) -> list[str]:
     """Normalize paths for comparison without following links."""
     folder = folder.resolve()
     return [os.path.normpath(folder / path) for path in paths]
 
 
-def _require_there(paths: Sequence[Any], folder: Path, where: str) -> None:
+def _require_image_files(paths: Sequence[Any], folder: Path, where: str) -> None:
     missing = [path for path in paths if not (folder / path).is_file()]
     if missing:
         raise DataError(
@@ -414,7 +419,7 @@ def _open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
     """Open the rows of one split of a Hugging Face data set; ids are row numbers."""
     from datasets import ClassLabel
 
-    splits, name = _load(entry, access), getattr(entry, split)
+    splits, name = _load_hf_dataset(entry, access), getattr(entry, split)
     if name not in splits:
         raise DataError(
             f"{entry.path}: no split {name!r}, expected {', '.join(splits)}", hint=did_you_mean(name, splits)
@@ -423,13 +428,13 @@ def _open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
     rows, where = splits[name].with_format(None), f"{entry.path}, split {name}"
     ids, origin = tuple(map(str, range(len(rows)))), f"{entry.path}[{entry.config or ''}]:{name}"
     column = entry.pictures if entry.holds_texts else entry.image or "image"
-    beside = None if column is None else _pictures(entry, rows, column, where)
+    beside = None if column is None else _hf_image_readers(entry, rows, column, where)
     label = entry.answers if entry.holds_texts else entry.label
     feature = rows.features.get(label)
     classes = tuple(feature.names) if isinstance(feature, ClassLabel) else None
     if entry.holds_texts:
         columns = rows.column_names
-        wanted = (*_columns_asked(entry).values(), entry.answers, *related_columns(entry).values())
+        wanted = (*_prompt_columns(entry).values(), entry.answers, *related_columns(entry).values())
         present = [name for name in dict.fromkeys(wanted) if name in columns]
         read = rows.select_columns(present).__getitem__ if present else lambda _: {}
         about = {"where": where, "origin": origin}
@@ -442,7 +447,7 @@ def _open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
     return SplitView(origin, ids, classes, labels.__getitem__, lambda position: beside(position)[0]())
 
 
-def _pictures(entry: HfData, rows: Any, column: str, where: str) -> _Beside:
+def _hf_image_readers(entry: HfData, rows: Any, column: str, where: str) -> _Beside:
     """Return a function from a row to readers of its images."""
     from datasets import Image
 
@@ -461,9 +466,9 @@ def _pictures(entry: HfData, rows: Any, column: str, where: str) -> _Beside:
     images = rows.select_columns([column]).cast_column(
         column, type(feature)(encoded) if are_lists else encoded
     )
-    folders = _folders(entry)
+    folders = _allowed_image_folders(entry)
 
-    def read(row: int, position: int) -> Picture:
+    def read_row_image(row: int, position: int) -> Picture:
         cell, place = images[row][column], f"{where}, row {row}"
         content = (cell[position] if are_lists else cell) or {"bytes": None, "path": None}
         source: Any = None if content["bytes"] is None else io.BytesIO(content["bytes"])
@@ -477,14 +482,14 @@ def _pictures(entry: HfData, rows: Any, column: str, where: str) -> _Beside:
         picture = read_image(source, place)
         return picture.convert(mode) if mode else picture
 
-    def readers_of(row: int) -> Sequence[Callable[[], Picture]]:
+    def image_readers_of_row(row: int) -> Sequence[Callable[[], Picture]]:
         count = len(images[row][column] or ()) if are_lists else 1
-        return [partial(read, row, position) for position in range(count)]
+        return [partial(read_row_image, row, position) for position in range(count)]
 
-    return readers_of
+    return image_readers_of_row
 
 
-def _folders(entry: HfData) -> list[Path]:
+def _allowed_image_folders(entry: HfData) -> list[Path]:
     """List the folders that rows may refer to: the data set's own, or the caches it is loaded into."""
     if Path(entry.path).is_dir():
         return [Path(entry.path)]
@@ -494,7 +499,7 @@ def _folders(entry: HfData) -> list[Path]:
     return [config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH, Path(constants.HF_HUB_CACHE)]
 
 
-def _load(entry: HfData, access: Access) -> Any:
+def _load_hf_dataset(entry: HfData, access: Access) -> Any:
     import datasets
 
     if Path(entry.path).is_dir():
@@ -509,12 +514,12 @@ def _load(entry: HfData, access: Access) -> Any:
             )
         return loaded
     if access.offline or datasets.config.HF_HUB_OFFLINE:
-        return _cached(entry)
+        return _load_hf_from_cache(entry)
     log.info("loading data set %s from the Hugging Face Hub", entry.path)
     return datasets.load_dataset(entry.path, entry.config, revision=entry.revision)
 
 
-def _cached(entry: HfData) -> Any:
+def _load_hf_from_cache(entry: HfData) -> Any:
     """Load a Hub data set from the local cache: as loaded before, or from its downloaded repository."""
     import datasets
     from huggingface_hub import constants, snapshot_download
@@ -547,13 +552,13 @@ def _open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> Spl
     from datasets import Image
 
     place = getattr(entry, split)
-    shards = _shards(Path(place))
+    shards = _list_tar_files(Path(place))
     origin = _origin_of_shards(entry, place, shards)
     for shard in shards:
         with refused(str(shard)):
-            _require_whole(shard)
+            _require_intact_tar(shard)
     with refused(str(shards[0] if len(shards) == 1 else shards[0].parent)):
-        rows = _load_files("webdataset", shards)
+        rows = _load_dataset_files("webdataset", shards)
     # Names with two underscores are the library's own columns.
     endings = [name for name in rows.column_names if not name.startswith("__")]
     by_ending = {name.lower(): name for name in endings}
@@ -574,14 +579,13 @@ def _open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> Spl
     names, class_names = named(values, listed_classes(entry.classes), place)
     encoded = rows.select_columns([image]).cast_column(image, Image(decode=False))
 
-    def read(position: int) -> Picture:
+    def read_member_image(position: int) -> Picture:
         return read_image(io.BytesIO(encoded[position][image]["bytes"]), ids[position])
 
-    return SplitView(origin, ids, class_names, names.__getitem__, read)
+    return SplitView(origin, ids, class_names, names.__getitem__, read_member_image)
 
 
-def _require_whole(shard: Path) -> None:
-    """Raise if a tar file is damaged."""
+def _require_intact_tar(shard: Path) -> None:
     with tarfile.open(plain_file(shard)) as tar:
         for member in tar:
             # A negative size would make tarfile loop forever.
@@ -595,7 +599,7 @@ def _require_whole(shard: Path) -> None:
             raise ValueError(f"damaged after byte {tar.offset}")
 
 
-def _shards(place: Path) -> list[Path]:
+def _list_tar_files(place: Path) -> list[Path]:
     """List a tar file, the tar files of a folder, or those that match a pattern."""
     if place.is_file():
         return [place]
@@ -611,7 +615,7 @@ def _origin_of_shards(entry: WebdatasetData, place: str, shards: list[Path]) -> 
     """Return the origin of a split's tar files: the calibration samples' origin if the files are the same."""
     if place != entry.calibration:
         of_split = {file.resolve() for file in shards}
-        other = {file.resolve() for file in _shards(Path(entry.calibration))}
+        other = {file.resolve() for file in _list_tar_files(Path(entry.calibration))}
         shared = sorted(file.name for file in of_split & other)
         if shared and of_split != other:
             raise DataError(

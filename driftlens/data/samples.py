@@ -53,7 +53,7 @@ def halving_batches(
 
     from driftlens.utils.devices import SumsTooLarge, free_cached, sums_moving
 
-    def done(work: Callable[[], object]) -> None:
+    def run_halving_batches(work: Callable[[], object]) -> None:
         while True:
             try:
                 work()
@@ -76,7 +76,7 @@ def halving_batches(
     token = _parts.set(_parts.get())
     try:
         with sums_moving() as move:
-            yield done
+            yield run_halving_batches
     finally:
         _parts.reset(token)
 
@@ -95,15 +95,15 @@ class Batch:
 
     def first(self, count: int) -> Batch:
         """Return the first samples, with their padding."""
-        return self._part(0, count)
+        return self._select_rows(0, count)
 
     @property
     def digests(self) -> tuple[str, ...]:
         """Digest of every sample's content, however far it is padded at its end."""
-        parts = (self._part(row, row + 1).inputs for row in range(self.stop - self.start))
-        return tuple(_digest(_unpadded(inputs)) for inputs in parts)
+        parts = (self._select_rows(row, row + 1).inputs for row in range(self.stop - self.start))
+        return tuple(_content_digest(_remove_padding(inputs)) for inputs in parts)
 
-    def _part(self, begin: int, end: int) -> Batch:
+    def _select_rows(self, begin: int, end: int) -> Batch:
         inputs = cut(self.inputs, slice(begin, end))
         return Batch(self.start + begin, min(self.stop, self.start + end), inputs, self.copied[begin:end])
 
@@ -235,7 +235,7 @@ class SampleSet:
     @cached_property
     def digests(self) -> tuple[str, ...]:
         """Digest of every sample's content, however far it is padded at its end; all samples are read."""
-        return tuple(_digest(_unpadded(self.load([position]))) for position in range(len(self)))
+        return tuple(_content_digest(_remove_padding(self.load([position]))) for position in range(len(self)))
 
     @property
     def identities(self) -> tuple[str, ...]:
@@ -271,7 +271,7 @@ def mask_beside(inputs: Mapping[str, Any], name: str) -> Any:
     return inputs.get(_MASKS[name.startswith("decoder_")])
 
 
-def _unpadded(inputs: Any) -> Any:
+def _remove_padding(inputs: Any) -> Any:
     """Remove padding before the first and after the last token of one sample [1, ...]."""
     if not isinstance(inputs, Mapping):
         return inputs
@@ -285,9 +285,9 @@ def _unpadded(inputs: Any) -> Any:
     return kept
 
 
-def _digest(sample: Any) -> str:
+def _content_digest(sample: Any) -> str:
     digest = hashlib.sha256()
-    for part in _contents(sample):
+    for part in _content_bytes(sample):
         digest.update(part)
     return digest.hexdigest()
 
@@ -305,22 +305,24 @@ def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
             sample = read(order[place])
         except DataError:  # it may never be sampled
             sample = "unreadable"
-        for part in _contents(sample):
+        for part in _content_bytes(sample):
             digest.update(part)
     return digest.hexdigest()
 
 
-def _contents(value: Any) -> Iterable[bytes]:
+def _content_bytes(value: Any) -> Iterable[bytes]:
     # Hash the images themselves, not their paths.
     if isinstance(value, Pictured):
-        yield from _contents([value.input, value.target, *(np.asarray(image()) for image in value.images)])
+        yield from _content_bytes(
+            [value.input, value.target, *(np.asarray(image()) for image in value.images)]
+        )
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield str(key).encode()
-            yield from _contents(value[key])
+            yield from _content_bytes(value[key])
     elif isinstance(value, list | tuple):
         for entry in value:
-            yield from _contents(entry)
+            yield from _content_bytes(entry)
     elif isinstance(value, str | bytes):
         yield value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass")
     else:

@@ -113,17 +113,17 @@ def open_split(entry: Any, split: Split, access: Access) -> SplitView:
         raise DataError(f"{place}: {twice} occurs more than once", hint="List every sample once.")
 
     # Samples are read later, where a damaged one would otherwise be reported without its place.
-    def guarded(ask: Callable[[int], Any]) -> Callable[[int], Any]:
-        def answer(position: int) -> Any:
+    def name_sample_in_errors(ask: Callable[[int], Any]) -> Callable[[int], Any]:
+        def ask_about_sample(position: int) -> Any:
             with refused(f"{place}, {view.ids[position]}"):
                 return ask(position)
 
-        return answer
+        return ask_about_sample
 
-    return replace(view, label=guarded(view.label), read=guarded(view.read))
+    return replace(view, label=name_sample_in_errors(view.label), read=name_sample_in_errors(view.read))
 
 
-def _check_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> None:
+def _require_byte_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> None:
     """Refuse anything but a grey [h, w] or colour [h, w, 3] image of bytes."""
     if dtype != np.uint8:
         raise DataError(f"{where}: pixels are {dtype}, expected uint8", hint=BYTES_REMEDY)
@@ -134,7 +134,7 @@ def _check_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> N
         )
 
 
-def _as_picture(value: Any, where: str) -> Picture:
+def _require_byte_image(value: Any, where: str) -> Picture:
     """Return an image of bytes unchanged: a PIL image of at most 8 bits per channel, or a uint8 array."""
     from PIL import Image, ImageMode
 
@@ -148,7 +148,7 @@ def _as_picture(value: Any, where: str) -> Picture:
             )
         return value
     if isinstance(value, np.ndarray):
-        _check_pixels(value.shape, value.dtype, where)
+        _require_byte_pixels(value.shape, value.dtype, where)
         return value
     raise DataError(
         f"{where}: expected a PIL image or a uint8 array, got {type(value).__name__}", hint=BYTES_REMEDY
@@ -236,7 +236,7 @@ def _open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> 
     have no test images. Images without class folders, or with those that the entry calls unlabelled, have no labels.
     """
     folder = Path(getattr(entry, split))
-    images = sorted(_walk(folder))
+    images = sorted(_image_paths(folder))
     nested = [parts for parts in images if len(parts) > 1]
     is_labelled = bool(nested) and split not in entry.unlabelled
     if is_labelled and len(nested) < len(images):
@@ -247,7 +247,7 @@ def _open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> 
             f"`unlabelled: [{split}]`.",
         )
     classes = {parts[0] for parts in nested} if is_labelled else set()
-    absent = _absent(entry, classes) if split == "test" and classes else []
+    absent = _classes_without_test_images(entry, classes) if split == "test" and classes else []
     ids = tuple("/".join(parts) for parts in images)
     return SplitView(
         origin=str(folder.resolve()),
@@ -259,24 +259,28 @@ def _open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> 
     )
 
 
-def _absent(entry: ImageFolderData, classes: set[str]) -> list[str]:
+def _classes_without_test_images(entry: ImageFolderData, classes: set[str]) -> list[str]:
     """Return classes that only calibration has; none where the test split has others, which may be misspelled."""
     if "calibration" in entry.unlabelled:
         return []
     place = Path(entry.calibration)
     names = {folder.name for folder in place.iterdir() if folder.is_dir() and not _is_hidden(folder.name)}
-    return [name for name in names - classes if next(_walk(place / name), None)] if classes <= names else []
+    return (
+        [name for name in names - classes if next(_image_paths(place / name), None)]
+        if classes <= names
+        else []
+    )
 
 
-def _walk(top: Path) -> Iterator[tuple[str, ...]]:
+def _image_paths(top: Path) -> Iterator[tuple[str, ...]]:
     """Yield the path of every image below `top` in parts, so that sorting doesn't depend on the separator."""
 
-    def fail(error: OSError) -> None:
+    def raise_error(error: OSError) -> None:
         raise error
 
     # Not the builder `imagefolder` of `datasets`: it takes the innermost folder for the class, passes over linked
     # folders, and writes a table of all files first (of 50,000 images in 14 seconds instead of one).
-    for current, folders, files in os.walk(top, onerror=fail, followlinks=True):
+    for current, folders, files in os.walk(top, onerror=raise_error, followlinks=True):
         # In place, because `os.walk` descends into what is left in the list.
         folders[:] = [name for name in folders if not _is_hidden(name)]
         parts = Path(current).relative_to(top).parts
@@ -303,7 +307,7 @@ def read_image(source: Path | BinaryIO, where: str = "") -> Image:
         # Pillow would start Ghostscript to read it.
         if image.format == "EPS":
             raise ValueError("PostScript is a program, which is not run")
-        _as_picture(image, f"{where or source}")
+        _require_byte_image(image, f"{where or source}")
         return exif_transpose(image).convert("RGB")
 
 
@@ -318,9 +322,9 @@ def _open_npz(entry: NpzData, split: Split, access: Access) -> SplitView:
     # Its stub wants an open file, which nothing would close where it is no archive.
     opened = np.lib.npyio.NpzFile(plain_file(file), allow_pickle=False)  # type: ignore[arg-type]
     with opened as archive:
-        images, labels = (arrays.x, arrays.y) if arrays else _arrays(archive.files, split)
+        images, labels = (arrays.x, arrays.y) if arrays else _split_array_names(archive.files, split)
         pixels = archive[images]
-        _check_pixels(pixels.shape[1:], pixels.dtype, f"{file}, array {images}")
+        _require_byte_pixels(pixels.shape[1:], pixels.dtype, f"{file}, array {images}")
         names: list[str | None] = [None] * len(pixels)
         class_names = None
         if labels is not None:
@@ -342,7 +346,7 @@ def _open_npz(entry: NpzData, split: Split, access: Access) -> SplitView:
     )
 
 
-def _arrays(keys: Sequence[str], split: Split) -> tuple[str, str | None]:
+def _split_array_names(keys: Sequence[str], split: Split) -> tuple[str, str | None]:
     """Return the names of a split's image and label arrays (None: unlabelled)."""
     end = "_train" if split == "calibration" else "_test"
     if f"x{end}" not in keys and "x" in keys:
@@ -367,7 +371,7 @@ def _open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
     # A method, or text, of that name says nothing about classes.
     classes = tuple(map(str, names)) if isinstance(names, Iterable) and not isinstance(names, str) else None
 
-    def pair(position: int) -> tuple[Any, Any]:
+    def image_and_label(position: int) -> tuple[Any, Any]:
         item = items[position]
         if not isinstance(item, tuple) or len(item) != 2:
             raise DataError(
@@ -376,8 +380,8 @@ def _open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
             )
         return item
 
-    def label(position: int) -> str | None:
-        of_sample = pair(position)[1]
+    def label_of_item(position: int) -> str | None:
+        of_sample = image_and_label(position)[1]
         if of_sample is None or isinstance(of_sample, str):
             return of_sample
         return class_name(operator.index(of_sample), classes, f"{where}[{position}]")
@@ -386,6 +390,6 @@ def _open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
         origin=where,
         ids=tuple(map(str, range(len(items)))),
         class_names=classes,
-        label=label,
-        read=lambda position: _as_picture(pair(position)[0], f"{where}[{position}]"),
+        label=label_of_item,
+        read=lambda position: _require_byte_image(image_and_label(position)[0], f"{where}[{position}]"),
     )

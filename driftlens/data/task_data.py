@@ -140,9 +140,9 @@ def open_task_data(
             f"task {task}: {origin} (kind {entry.kind}) has {holds} samples, but the model reads {reads}",
             hint="For texts use kind: jsonl, or `input:` in a table or hf entry; for images a source of images.",
         )
-    class_names = _agreed_classes(task, views, head_classes)
+    class_names = _common_class_names(task, views, head_classes)
 
-    def drawn(split: Split, taken: Sequence[str] = ()) -> SampleSet:
+    def draw_samples(split: Split, taken: Sequence[str] = ()) -> SampleSet:
         view, count = views[split], getattr(entry, COUNT_KEYS[split]) or getattr(defaults, COUNT_KEYS[split])
         positions = draw(view, count, defaults.seed, task=task, split=split, exclude_ids=taken)
         samples = sample_set(task, split, view, positions, class_names, preprocess, defaults.batch_size)
@@ -151,26 +151,26 @@ def open_task_data(
         rows = [view.read(position) for position in positions]
         if split != "test":
             return as_texts(samples, rows, rules, reader)
-        compared, reads_by = _comparison(task, rules, view, positions, reader, access), reader
+        compared, reads_by = _similarity_task(task, rules, view, positions, reader, access), reader
         if reader is not None and reader.prompts and compared is not None and compared.passages is not None:
             reads_by = replace(reader, lead=reader.prompts.before("query"))
         return as_texts(samples, rows, rules, reads_by, compared)
 
     requested_views = defaults.views if entry.views is None else entry.views
-    calibration = replace(drawn("calibration"), views=requested_views)
+    calibration = replace(draw_samples("calibration"), views=requested_views)
     # Accuracy is never measured on calibration samples, and diagnosis draws from the test samples unless
     # it has a split of its own: then overlap is the user's choice, and reported.
     taken = calibration.ids if origin == views["calibration"].origin else ()
     sets: dict[Split, SampleSet] = {
         "calibration": calibration,
-        "diagnosis": drawn("diagnosis", taken if views["diagnosis"] is views["test"] else ()),
-        "test": drawn("test", taken),
+        "diagnosis": draw_samples("diagnosis", taken if views["diagnosis"] is views["test"] else ()),
+        "test": draw_samples("test", taken),
     }
     origins = {split: view.origin for split, view in views.items()}
-    return TaskData(task, class_names, tuple(_notices(task, views, sets)), **sets, origins=origins)
+    return TaskData(task, class_names, tuple(_task_notices(task, views, sets)), **sets, origins=origins)
 
 
-def _agreed_classes(
+def _common_class_names(
     task: str, views: Mapping[Split, SplitView], head_classes: Sequence[str] | None
 ) -> tuple[str, ...] | None:
     """Return the task's class names, after every split's own names were compared with them."""
@@ -205,16 +205,24 @@ def sample_set(
     if labels is not None and class_names is not None:
         require_same_classes(labels, class_names, where=where, all_of_head=False)
 
-    def read(position: int) -> Any:
+    def read_sample(position: int) -> Any:
         return view.read(drawn[position])
 
-    def load(positions: Sequence[int]) -> Any:
-        return preprocess([read(position) for position in positions])
+    def load_batch(positions: Sequence[int]) -> Any:
+        return preprocess([read_sample(position) for position in positions])
 
     digest = functools.partial(data_digest, view.ids, view.read)
-    picture = read if view.holds == "image" else None
+    picture = read_sample if view.holds == "image" else None
     return SampleSet(
-        task, split, ids, labels, load, batch_size, source=digest, picture=picture, preprocess=preprocess
+        task,
+        split,
+        ids,
+        labels,
+        load_batch,
+        batch_size,
+        source=digest,
+        picture=picture,
+        preprocess=preprocess,
     )
 
 
@@ -254,7 +262,7 @@ def as_texts(
         rows = [row._replace(input=question) for question, row in zip(questions, rows, strict=True)]
     answer = entry.answer or (" {target}" if form == "decoder" and not entry.chat else "{target}")
     shows = split == "calibration" and not related_columns(entry)
-    shown = _shown(task, entry, form, any(have)) if shows else "none"
+    shown = _shown_answers(task, entry, form, any(have)) if shows else "none"
     texts = Texts(rows.__getitem__, reader, answer, shown, compared)
     rows = [row._replace(target=texts.answered(row.target) if row.target else "") for row in rows]
     shown_rows = [row if shown == "target" else row._replace(target="") for row in rows]
@@ -264,12 +272,12 @@ def as_texts(
         samples,
         load=lambda positions: read([shown_rows[position] for position in positions]),
         preprocess=read,
-        notices=samples.notices + on_answers + _too_long(samples, shown_rows, entry, reader),
+        notices=samples.notices + on_answers + _truncation_notice(samples, shown_rows, entry, reader),
         texts=replace(texts, read=rows.__getitem__),
     )
 
 
-def _too_long(
+def _truncation_notice(
     samples: SampleSet, texts: Sequence[Text], entry: TextEntry, reader: TextReader | None
 ) -> tuple[str, ...]:
     """Return a notice of how many rows are cut, if any; rows with images are only estimated from one."""
@@ -292,7 +300,7 @@ def _too_long(
     return (f"{task}: {count}; {reader.rule}",)
 
 
-def _shown(task: str, entry: TextEntry, form: Form | None, has_targets: bool) -> Shown:
+def _shown_answers(task: str, entry: TextEntry, form: Form | None, has_targets: bool) -> Shown:
     """Return which answers calibration shows, by the entry or the data and model."""
     if form == "encoder":
         if entry.decoder_inputs is not None:
@@ -308,7 +316,7 @@ def _shown(task: str, entry: TextEntry, form: Form | None, has_targets: bool) ->
     return entry.decoder_inputs or ("target" if has_targets else unlabelled)
 
 
-def _comparison(
+def _similarity_task(
     task: str,
     entry: TextEntry,
     view: SplitView,
@@ -329,7 +337,7 @@ def _comparison(
         elif reader.prompts is not None and entry.pair is None:
             reader = replace(reader, lead=reader.prompts.before(*_PASSAGE))
     if entry.pair is None:
-        passages = _passages(entry, rows, access)
+        passages = _read_passages(entry, rows, access)
         if lost := [number for number, row in enumerate(rows) if not passages.answers(row)]:
             raise DataError(
                 f"task {task}: test: {len(lost)} of {len(rows)} queries have no positive in the corpus, such as "
@@ -361,7 +369,7 @@ def number_of(text: str) -> float:
     return number if math.isfinite(number) else math.nan
 
 
-def _passages(entry: TextEntry, rows: Sequence[Related], access: Access) -> _Passages:
+def _read_passages(entry: TextEntry, rows: Sequence[Related], access: Access) -> _Passages:
     """Read an entry's corpus; without one, collect what its queries name."""
     corpus = entry.corpus
     if corpus is None:
@@ -392,7 +400,9 @@ def _passages(entry: TextEntry, rows: Sequence[Related], access: Access) -> _Pas
     return _Passages(tuple(texts), {key: tuple(places) for key, places in keys.items()})
 
 
-def _notices(task: str, views: Mapping[Split, SplitView], sets: Mapping[Split, SampleSet]) -> Iterator[str]:
+def _task_notices(
+    task: str, views: Mapping[Split, SplitView], sets: Mapping[Split, SampleSet]
+) -> Iterator[str]:
     origin, num_calibration = views["calibration"].origin, len(sets["calibration"])
     for samples in sets.values():
         yield from samples.notices

@@ -67,7 +67,9 @@ def loss_target(head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor)
     # The averaged gradient times the change of scores is the change of the loss itself, not its linearization.
     for t, weight in composite_nodes(end - start):
         gradient += weight * (torch.lerp(start, end, t).softmax(dim=1) - one_hot)
-    return Target(_pulled(head, expert, variant, gradient), (gradient * (end - start)).sum(dim=1))
+    return Target(
+        _pull_back_through_head(head, expert, variant, gradient), (gradient * (end - start)).sum(dim=1)
+    )
 
 
 def margin_target(head: ScoreMap, expert: Tensor, variant: Tensor) -> Target:
@@ -88,12 +90,12 @@ def margin_target(head: ScoreMap, expert: Tensor, variant: Tensor) -> Target:
     chosen = start.argmax(dim=1, keepdim=True)
     before, after = (scores.scatter(1, chosen, -torch.inf).amax(dim=1) for scores in (start, end))
     # On the straight segment of scores the margin is piecewise linear: its change is the product with this direction.
-    direction = torch.zeros_like(start).scatter_(1, chosen, 1.0) - _rivals(start, end)
+    direction = torch.zeros_like(start).scatter_(1, chosen, 1.0) - _rival_class_fractions(start, end)
     change = ((end - start).gather(1, chosen)[:, 0]) - (after - before)
-    return Target(_pulled(head, expert, variant, direction), change)
+    return Target(_pull_back_through_head(head, expert, variant, direction), change)
 
 
-def _rivals(start: Tensor, end: Tensor) -> Tensor:
+def _rival_class_fractions(start: Tensor, end: Tensor) -> Tensor:
     """Return on how much of each segment of scores each class but that chosen at its start is the largest, [n, c]."""
     change = end - start
     others = start.scatter(1, start.argmax(dim=1, keepdim=True), -torch.inf)
@@ -111,7 +113,7 @@ def _rivals(start: Tensor, end: Tensor) -> Tensor:
     return shares
 
 
-def _pulled(head: ScoreMap, expert: Tensor, variant: Tensor, direction: Tensor) -> Tensor:
+def _pull_back_through_head(head: ScoreMap, expert: Tensor, variant: Tensor, direction: Tensor) -> Tensor:
     """Multiply a direction in score space by the transposed, path-averaged Jacobian of the score map."""
     total = torch.zeros_like(expert)
     for t, weight in composite_nodes(direction, panels=SCORE_PANELS):
@@ -196,10 +198,12 @@ class BackwardStep:
         side = self.batch.side.along(self.routes)
         return PathJacobian(lambda state: self.layer_map(state, side), self.expert_in, self.merged_in, nodes)
 
-    def checked(self, settings: JacobianSettings, nodes: int) -> tuple[LayerSensitivity, State]:
+    def sensitivity_and_pullback(
+        self, settings: JacobianSettings, nodes: int
+    ) -> tuple[LayerSensitivity, State]:
         """Return the sensitivity of the layer and A' u; nodes double until A e is close enough to p."""
         drift_in = floating(subtract(self.merged_in, self.expert_in))
-        random = self._random(drift_in, settings.seed)
+        random = self._random_directions(drift_in, settings.seed)
         # The drift checks the quadrature; its gain is compared with that of a random direction.
         vectors = stacked([drift_in, random] if settings.random else [drift_in])
         operator = self.operator(nodes)
@@ -210,7 +214,7 @@ class BackwardStep:
                 break
             operator = replace(operator, nodes=2 * operator.nodes)
             pushed, pulled = operator.products(vectors, self.covectors)
-        spectral = _spectral_norm(operator, drift_in) if settings.spectral else (None, None)
+        spectral = _spectral_norm_and_residual(operator, drift_in) if settings.spectral else (None, None)
         sensitivity = LayerSensitivity(
             error=norm(subtract(stack_item(pushed, 0), self.propagation)),
             size=norm(self.propagation),
@@ -221,7 +225,7 @@ class BackwardStep:
         )
         return sensitivity, pulled
 
-    def _random(self, state: State, seed: int) -> State:
+    def _random_directions(self, state: State, seed: int) -> State:
         """Draw normal directions on the CPU, so on any device alike; they are zero on padding."""
         # The large factor keeps the seeds of all layers and batches apart.
         generator = torch.Generator().manual_seed((seed + self.layer.index) * 1_000_003 + self.batch.start)
@@ -312,14 +316,16 @@ class PullBack:
             nodes = self.settings.nodes
             for start, batch in self.batches.items():
                 for variant in self.variants:
-                    step = self._step(layer, variant, batch, maps[variant], covectors[start, variant])
+                    step = self._backward_step(
+                        layer, variant, batch, maps[variant], covectors[start, variant]
+                    )
                     yield step
                     # Inputs are the same for all models: no drift enters layer 1.
                     if layer.index == 1:
                         continue
                     # A check repeats the products with twice the nodes until they suffice: one batch is enough.
                     if start == first_start:
-                        sensitivity, pulled = step.checked(self.settings, nodes)
+                        sensitivity, pulled = step.sensitivity_and_pullback(self.settings, nodes)
                         self.sensitivities[variant, layer.index] = sensitivity
                         nodes = sensitivity.nodes
                     else:
@@ -328,7 +334,7 @@ class PullBack:
             # Before the next layer is read, so that one layer's weights are in memory at a time.
             maps.clear()
 
-    def _step(
+    def _backward_step(
         self, layer: Layer, variant: str, batch: CachedBatch, layer_map: LayerMap, covectors: State
     ) -> BackwardStep:
         names = {name: f"{name}-{variant}-{layer.index}" for name in ("merged", "mismatch", "jump")}
@@ -374,20 +380,22 @@ class PrefixSwaps:
         """Run the merged layer on every prefix, and start one more prefix after the expert's layer."""
         self.seen = view.layer.index
         for prefix in range(1, self.seen - 1):
-            self.batch.put(self.file(prefix), view.crossed_layer(self.batch.get(self.file(prefix))))
+            self.batch.put(
+                self.prefix_key(prefix), view.crossed_layer(self.batch.get(self.prefix_key(prefix)))
+            )
         # The walk has run the merged layer after the expert's prefix already.
         if self.seen > 1:
-            self.batch.put(self.file(self.seen - 1), view.crossed_out)
+            self.batch.put(self.prefix_key(self.seen - 1), view.crossed_out)
         self.ends = view.merged_out, view.expert_out
 
-    def file(self, prefix: int) -> str:
+    def prefix_key(self, prefix: int) -> str:
         """Return the batch's name for the features after the expert's first `prefix` layers."""
         return f"prefix-{self.variant}-{prefix}"
 
     def finals(self) -> list[State]:
         """Return the feature after the last layer seen when the first l layers are the expert's, for every l."""
         merged, expert = self.ends
-        return [merged, *(self.batch.get(self.file(prefix)) for prefix in range(1, self.seen)), expert]
+        return [merged, *(self.batch.get(self.prefix_key(prefix)) for prefix in range(1, self.seen)), expert]
 
     def shares(self) -> Tensor:
         """Return <c_l, e_L> per layer and sample, [L, n]. The sum over layers is |e_L|^2 up to rounding."""
@@ -412,7 +420,7 @@ def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: Si
     group_of, has_more = parameter_groups(variant.layer), variant.attachment is not None
     order = [group for group in GROUPS if group in group_of.values()] + ["attached"] * has_more
 
-    def out(changed: Sequence[str]) -> State:
+    def _mixed_layer_output(changed: Sequence[str]) -> State:
         mixed = {
             name: (variant if group in changed else expert).parameters[name]
             for name, group in group_of.items()
@@ -420,9 +428,9 @@ def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: Si
         attachment = variant.attachment if "attached" in changed else None
         return LayerMap(variant.layer, mixed, attachment)(state, side)
 
-    forward = [out(order[:count]) for count in range(len(order) + 1)]
+    forward = [_mixed_layer_output(order[:count]) for count in range(len(order) + 1)]
     # Both orders start and end at the same two models, which are run once.
-    back = [forward[-1], *(out(order[count:]) for count in range(1, len(order))), forward[0]]
+    back = [forward[-1], *(_mixed_layer_output(order[count:]) for count in range(1, len(order))), forward[0]]
     return {
         group: {
             name: (leaf + subtract(back[place], back[place + 1])[name]) / 2
@@ -432,22 +440,26 @@ def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: Si
     }
 
 
-def _spectral_norm(operator: PathJacobian, start: State, iterations: int = 30) -> tuple[Tensor, Tensor]:
+def _spectral_norm_and_residual(
+    operator: PathJacobian, start: State, iterations: int = 30
+) -> tuple[Tensor, Tensor]:
     """Estimate the largest gain per sample by power iteration on A'A, and the residual of the last step, [n] each."""
-    vector = _unit(start)
+    vector = _normalize_per_sample(start)
     for _ in range(iterations):
         image = operator.vjp(operator.jvp(vector))
-        vector, before = _unit(image), vector
+        vector, before = _normalize_per_sample(image), vector
     squared = inner(before, image)
     # A small residual shows that the iteration has converged to a singular vector, not necessarily the largest.
-    residual = norm({name: leaf - _spread(squared, leaf) * before[name] for name, leaf in image.items()})
+    residual = norm(
+        {name: leaf - _broadcast_per_sample(squared, leaf) * before[name] for name, leaf in image.items()}
+    )
     return squared.clamp_min(0).sqrt(), residual / squared
 
 
-def _unit(state: State) -> State:
+def _normalize_per_sample(state: State) -> State:
     size = norm(state)
-    return {name: leaf / _spread(size, leaf) for name, leaf in state.items()}
+    return {name: leaf / _broadcast_per_sample(size, leaf) for name, leaf in state.items()}
 
 
-def _spread(per_sample: Tensor, leaf: Tensor) -> Tensor:
+def _broadcast_per_sample(per_sample: Tensor, leaf: Tensor) -> Tensor:
     return per_sample.view(-1, *[1] * (leaf.dim() - 1))

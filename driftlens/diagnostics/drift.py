@@ -67,15 +67,15 @@ _OF_LAYERS = (
     option="",
     per_view=drift_columns,
 )
-def _sample_values(seen: Seen) -> dict[str, NDArray[np.float64]]:
+def _sample_drift_columns(seen: Seen) -> dict[str, NDArray[np.float64]]:
     """Return the columns of the sample table. A ratio over zero is NaN."""
     columns = seen.columns
-    amplification = _ratio(columns["state_propagation"], columns["state_in"])
+    amplification = _ratio_or_nan(columns["state_propagation"], columns["state_in"])
     return {name: columns[name] for name in _AS_SEEN} | {"amplification": amplification}
 
 
 @diagnostic("drift", columns=LAYERS.only(*_OF_LAYERS), needs="view", option="", per_view=drift_columns)
-def _layer_values(seen: Seen) -> dict[str, float]:
+def _layer_drift_columns(seen: Seen) -> dict[str, float]:
     """Compute the columns of the layer table that follow from drift alone.
 
     Means, standard deviations (divided by n) and quantiles are over samples; ratios are ratios of sums over samples.
@@ -83,8 +83,8 @@ def _layer_values(seen: Seen) -> dict[str, float]:
     """
     columns, base = seen.columns, seen.base
     drift = columns["drift_l2"]
-    gain_excess = _ratio(columns["state_propagation"], columns["state_in"]) - 1
-    mismatch_ratio = _ratio(columns["state_mismatch"], columns["state_in"])
+    gain_excess = _ratio_or_nan(columns["state_propagation"], columns["state_in"]) - 1
+    mismatch_ratio = _ratio_or_nan(columns["state_mismatch"], columns["state_in"])
     defined = ~np.isnan(gain_excess)
     ends = share_intervals(columns["state_propagation"][None], columns["state_in"])[:, 0]
     values = {
@@ -92,29 +92,29 @@ def _layer_values(seen: Seen) -> dict[str, float]:
         "drift_l2_std": drift.std(),
         "drift_l2_median": np.median(drift),
         **{f"drift_l2_q{q}": np.quantile(drift, q / 100) for q in QUANTILES},
-        "drift_rel": _total_ratio(drift, columns["expert_l2"]),
-        "drift_vs_base": np.nan if base is None else _total_ratio(drift, base["drift_l2"]),
-        "cos_mean": _mean(columns["cos"]),
-        "cos_std": _std(columns["cos"]),
+        "drift_rel": _ratio_of_sums(drift, columns["expert_l2"]),
+        "drift_vs_base": np.nan if base is None else _ratio_of_sums(drift, base["drift_l2"]),
+        "cos_mean": _mean_without_nan(columns["cos"]),
+        "cos_std": _std_without_nan(columns["cos"]),
         "mismatch_l2_mean": columns["mismatch_l2"].mean(),
         "propagation_l2_mean": columns["propagation_l2"].mean(),
-        "cross_term": _total_ratio(columns["mixed"] * columns["unit"] ** 2, drift**2),
-        "amplification": _total_ratio(columns["state_propagation"], columns["state_in"]),
+        "cross_term": _ratio_of_sums(columns["mixed"] * columns["unit"] ** 2, drift**2),
+        "amplification": _ratio_of_sums(columns["state_propagation"], columns["state_in"]),
         **dict(zip(("amplification_low", "amplification_high"), ends, strict=True)),
     }
     if "residual_l2" in columns:
         holds = (gain_excess > 0) & (mismatch_ratio < gain_excess)
         values |= {
             "residual_l2_mean": columns["residual_l2"].mean(),
-            "gain_excess_mean": _mean(gain_excess),
-            "mismatch_ratio_mean": _mean(mismatch_ratio),
+            "gain_excess_mean": _mean_without_nan(gain_excess),
+            "mismatch_ratio_mean": _mean_without_nan(mismatch_ratio),
             "growth_holds": holds[defined].mean() if defined.any() else np.nan,
         }
     if "rerouted" in columns:
         values |= {
             "rerouted": columns["rerouted"].mean(),
             "rerouted_l2_mean": columns["rerouted_l2"].mean(),
-            "rerouted_share": _total_ratio(columns["rerouted_along"] * columns["unit"] ** 2, drift**2),
+            "rerouted_share": _ratio_of_sums(columns["rerouted_along"] * columns["unit"] ** 2, drift**2),
         }
     return {name: float(value) for name, value in values.items()}
 
@@ -136,7 +136,7 @@ def share_intervals(parts: NDArray[np.float64], whole: NDArray[np.float64]) -> N
     if n < 2 or not whole.sum() > 0:
         return np.full((2, rows), np.nan)
     # Resamples as counts of each sample turn all sums into one matrix product.
-    counts = _drawn_again(n)
+    counts = _bootstrap_counts(n)
     sums = counts @ whole
     ratios = (counts @ parts.T)[sums > 0] / sums[sums > 0, None]
     return np.quantile(ratios, (0.025, 0.975), axis=0)
@@ -144,27 +144,27 @@ def share_intervals(parts: NDArray[np.float64], whole: NDArray[np.float64]) -> N
 
 # All layers of a task have as many samples and share their resamples.
 @functools.lru_cache(maxsize=1)
-def _drawn_again(n: int) -> NDArray[np.int64]:
+def _bootstrap_counts(n: int) -> NDArray[np.int64]:
     """Return the count of each of n samples in every bootstrap resample, [RESAMPLES, n]."""
     return np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
 
 
-def _ratio(over: NDArray[np.float64], under: NDArray[np.float64]) -> NDArray[np.float64]:
+def _ratio_or_nan(over: NDArray[np.float64], under: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.divide(over, under, out=np.full_like(over, np.nan), where=under > 0)
 
 
-def _total_ratio(over: NDArray[np.float64], under: NDArray[np.float64]) -> float:
+def _ratio_of_sums(over: NDArray[np.float64], under: NDArray[np.float64]) -> float:
     total = under.sum()
     return float(over.sum() / total) if total > 0 else np.nan
 
 
-def _mean(values: NDArray[np.float64]) -> float:
+def _mean_without_nan(values: NDArray[np.float64]) -> float:
     # Not `nanmean`, which warns if all values are NaN.
     defined = values[~np.isnan(values)]
     return float(defined.mean()) if len(defined) else np.nan
 
 
-def _std(values: NDArray[np.float64]) -> float:
+def _std_without_nan(values: NDArray[np.float64]) -> float:
     defined = values[~np.isnan(values)]
     return float(defined.std()) if len(defined) else np.nan
 
@@ -221,8 +221,8 @@ def output_columns(
         "score_gain_certified": gains.certified,
         "score_bound": gains.certified * torch.linalg.vector_norm(variant - expert, dim=1) + mismatch,
         "score_map_mismatch": mismatch,
-        "margin": _margin(expert_scores),
-        **decisions(expert_scores, scores),
+        "margin": _decision_margin(expert_scores),
+        **_decision_columns(expert_scores, scores),
         # Rounding may leave the logarithm of a certain class a hair above 0; no probability exceeds 1.
         "confidence": log_p.amax(dim=1).exp().clamp_max(1.0),
         "confidence_expert": expert_log_p.amax(dim=1).exp().clamp_max(1.0),
@@ -239,19 +239,19 @@ def output_columns(
     return columns
 
 
-def decisions(expert_scores: Tensor, scores: Tensor) -> dict[str, Tensor]:
+def _decision_columns(expert_scores: Tensor, scores: Tensor) -> dict[str, Tensor]:
     """Return `flipped`, `certified` and `kl` for scores [n, c], [n] each, as `output_columns` defines them."""
     log_p, expert_log_p = scores.log_softmax(dim=1), expert_scores.log_softmax(dim=1)
     return {
         "flipped": scores.argmax(dim=1) != expert_scores.argmax(dim=1),
-        "certified": (scores - expert_scores).abs().amax(dim=1) < _margin(expert_scores) / 2,
+        "certified": (scores - expert_scores).abs().amax(dim=1) < _decision_margin(expert_scores) / 2,
         # Rounding may leave the divergence of equal distributions a hair below 0.
         "kl": (expert_log_p.exp() * (expert_log_p - log_p)).sum(dim=1).clamp_min(0),
     }
 
 
 @diagnostic("output", table="outputs", columns=OUTPUTS.columns[len(OUTPUTS.key) + 1 :], option="")
-def _of_samples(seen: Seen) -> dict[str, Any]:
+def _output_columns_by_chunk(seen: Seen) -> dict[str, Any]:
     """Return `output_columns`, a chunk of samples at a time; of a language model also `token_` columns."""
     head: ScoreMap = seen.head
     # A language model's decisions are compared over all tokens too, not only those of the classes.
@@ -275,7 +275,7 @@ def _of_samples(seen: Seen) -> dict[str, Any]:
         if len(of_tokens) == 2:
             # A head over the vocabulary has compared all tokens already.
             if not is_of_vocabulary(head):
-                decided = decisions(
+                decided = _decision_columns(
                     *(lm_head.scores(x) for lm_head, x in zip(of_tokens, (expert, variant), strict=True))
                 )
             columns = columns | {f"token_{name}": decided[name] for name in ("flipped", "certified", "kl")}
@@ -285,7 +285,7 @@ def _of_samples(seen: Seen) -> dict[str, Any]:
     return joined | {name: names[joined[name]] for name in ("expert_pred", "pred")}
 
 
-def _margin(scores: Tensor) -> Tensor:
+def _decision_margin(scores: Tensor) -> Tensor:
     if scores.shape[1] < 2:
         return torch.full_like(scores[:, 0], float("nan"))
     best = scores.topk(2, dim=1).values
@@ -333,24 +333,25 @@ def score_gains(head: ScoreMap, start: Tensor, end: Tensor, change: Tensor | Non
         return _ScoreGains(secant, secant, certified, certified)
     times = (0.0, *(node for node, _ in gauss_legendre(GAIN_NODES)), 1.0)
     points = torch.cat([start + t * drift for t in times])
-    along, largest = _gains_at(head, points, direction.repeat(len(times), 1))
+    along, largest = _drift_and_largest_gains(head, points, direction.repeat(len(times), 1))
     # By the mean-value inequality some point of the segment reaches the secant, though perhaps no sampled one.
     directional = torch.maximum(secant, along.view(len(times), -1).amax(dim=0))
     spectral = torch.maximum(directional, largest.view(len(times), -1).amax(dim=0))
     return _ScoreGains(secant, directional, spectral, certified)
 
 
-def _derivative(head: ScoreMap, point: Tensor) -> Derivative:
-    """Compute the derivative of a map that does not provide one."""
+def _autograd_derivative(head: ScoreMap, point: Tensor) -> Derivative:
     pull = vjp(head.scores, point)[1]
     return Derivative(lambda v: jvp(head.scores, (point,), (v,))[1], lambda w: pull(w)[0])
 
 
-def _gains_at(head: ScoreMap, point: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+def _drift_and_largest_gains(head: ScoreMap, point: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
     """Return |J u| along the drift u, and the largest gain found by power iteration from u."""
     with forward_mode_attention():
         derivative = (
-            head.derivative(point) if isinstance(head, Head | LinearHead) else _derivative(head, point)
+            head.derivative(point)
+            if isinstance(head, Head | LinearHead)
+            else _autograd_derivative(head, point)
         )
         image = along = derivative.push(direction)
         for _ in range(GAIN_ITERATIONS):
@@ -424,7 +425,7 @@ def alignment_rows(pool: ModelPool, task: str, variant: str) -> Iterator[dict[st
         group_of = parameter_groups(layer)
         for name, slot in chain.owned(layer).items():
             path, group = _module_path(chain, layer, name, slot), group_of[name]
-            alignment = _alignment(pool, slot, task, variant)
+            alignment = _task_vector_alignment(pool, slot, task, variant)
             modules[path] = modules.get(path, Alignment()) + alignment
             groups[group] += alignment
         for path, alignment in modules.items():
@@ -433,15 +434,15 @@ def alignment_rows(pool: ModelPool, task: str, variant: str) -> Iterator[dict[st
             whole = sum(modules.values(), Alignment())
             yield {"scope": "layer", "path": layer.path, **whole.values()}
             backbone = backbone + whole
-    for key in _outside(pool, ("base", variant, expert_of(task))):
-        groups["head"] += _alignment(pool, Slot(key), task, variant)
+    for key in _matrix_keys_outside_layers(pool, ("base", variant, expert_of(task))):
+        groups["head"] += _task_vector_alignment(pool, Slot(key), task, variant)
     for group, alignment in groups.items():
         if alignment.expert_energy or alignment.variant_energy:
             yield {"scope": "group", "path": group, **alignment.values()}
     yield {"scope": "backbone", "path": "", **backbone.values()}
 
 
-def _outside(pool: ModelPool, models: Sequence[str]) -> Iterator[str]:
+def _matrix_keys_outside_layers(pool: ModelPool, models: Sequence[str]) -> Iterator[str]:
     """Yield the keys of matrices that all these models have and that belong to no layer."""
     inside = {*pool.chain.parameter_keys(), *pool.chain.tied}
     headers, *others = (pool.source(model).headers for model in models)
@@ -451,7 +452,7 @@ def _outside(pool: ModelPool, models: Sequence[str]) -> Iterator[str]:
             yield key
 
 
-def _alignment(pool: ModelPool, slot: Slot, task: str, variant: str) -> Alignment:
+def _task_vector_alignment(pool: ModelPool, slot: Slot, task: str, variant: str) -> Alignment:
     alignment = Alignment()
     weights = (pool.stored(model, slot) for model in ("base", variant, expert_of(task)))
     for piece in zip(*(torch.split(weight.flatten(), _PIECE) for weight in weights), strict=True):

@@ -15,8 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.checkpoints.tensor_sources import StateSource, written
-from driftlens.engine.pool import Attachment, LayerMap, ModelPool, replaced
-from driftlens.engine.sites import SiteRows, require_rule, row_weights, rows_and_output, site_path, stacked
+from driftlens.engine.pool import Attachment, LayerMap, ModelPool, with_updated_parameters
+from driftlens.engine.sites import (
+    SiteRows,
+    require_rule,
+    row_weights,
+    rows_and_output,
+    site_path,
+    stacked_weights,
+)
 from driftlens.engine.walk import CachedBatch, FeatureStore, FeatureStream, Parts
 from driftlens.linalg.gram import (
     GramSum,
@@ -322,28 +329,28 @@ class CalibrationWalk(ABC):
             self.parts,
             (EXPERT, MERGED),
             self.context.store(),
-            self._tell,
+            self._report_step,
             file_prefix=f"{self.team.rank}-",
         )
 
-    def walked(self) -> Iterator[CalibratedLayer]:
+    def calibrated_layers(self) -> Iterator[CalibratedLayer]:
         """Yield calibrated layers, up to the last one with chosen sites."""
         with self.stream.store:
             for layer in self.pool.chain.layers[: self.last]:
                 if layer.index not in self.sites:
                     done = self.context.done.get(layer.index, {})
-                    self._pass_through(layer, done if self.calibrator.inputs == "deployed" else {})
+                    self._propagate_features(layer, done if self.calibrator.inputs == "deployed" else {})
                     continue
-                yield self._calibrate(layer, self.sites[layer.index], is_last=layer.index == self.last)
+                yield self._calibrate_layer(layer, self.sites[layer.index], is_last=layer.index == self.last)
                 # A step after the solve, so that an interruption here finds the layer stored.
                 label = f"layer {layer.index} of {self.last}"
                 self.context.on_step(CalibrationProgress(layer.index, "", layer.index, self.last, label))
 
     @abstractmethod
-    def _calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
+    def _calibrate_layer(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
         """Solve the sites `names` of one layer. Unless it `is_last`, pass all features to the next boundary."""
 
-    def _tell(self, layer: int, task: str) -> None:
+    def _report_step(self, layer: int, task: str) -> None:
         """Report a step in a layer, or in layer 0 while token weights are computed."""
         layer = 0 if self.is_weighing else layer
         label = f"layer {layer} of {self.last}, task {task}" if layer else f"weighing tokens, task {task}"
@@ -351,28 +358,31 @@ class CalibrationWalk(ABC):
 
     @torch.no_grad()
     @exact_products()
-    def _pass_through(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
-        """Move all features to the next boundary, the merged model's with the parameters in `done`."""
+    def _propagate_features(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
+        """Pass all features through a layer; the merged model's use the parameters in `done`."""
         merged = self.pool.parameters("merged", layer)
         # Stored updates come from a file, in its dtype and on the host.
-        merged = replaced(layer, merged, {name: value.to(merged[name]) for name, value in done.items()})
+        merged = with_updated_parameters(
+            layer, merged, {name: value.to(merged[name]) for name, value in done.items()}
+        )
         for task in self.parts:
-            expert = LayerMap(layer, self._expert(layer, task))
+            expert = LayerMap(layer, self._expert_parameters(layer, task))
             for batch in self.stream.batches(layer, task):
                 self.stream.take(layer, batch, EXPERT, expert, named="the expert")
                 self.stream.take(layer, batch, MERGED, LayerMap(layer, merged), named="the merged model")
         self.stream.check()
 
-    def _expert(self, layer: Layer, task: str) -> Parameters:
-        """Return the parameters of a task's expert."""
+    def _expert_parameters(self, layer: Layer, task: str) -> Parameters:
         return self.pool.parameters(expert_of(task), layer)
 
-    def _advance(self, layer: Layer, merged: Parameters, updates: dict[str, Tensor]) -> dict[str, float]:
+    def _advance_merged_features(
+        self, layer: Layer, merged: Parameters, updates: dict[str, Tensor]
+    ) -> dict[str, float]:
         """Run the merged features through the calibrated layer; return the mean drift after it by task.
 
         `updates` become views of the layer's new parameters, see `replaced`.
         """
-        calibrated_layer = LayerMap(layer, replaced(layer, merged, updates))
+        calibrated_layer = LayerMap(layer, with_updated_parameters(layer, merged, updates))
         means: dict[str, Tensor] = {}
         for task in self.parts:
             sizes = []
@@ -390,16 +400,16 @@ class CalibrationWalk(ABC):
         drift = {task: mean for part in self.team.gather(own) for task, mean in part.items()}
         return {task: drift[task] for task in self.tasks if task in drift}
 
-    def _solved(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> _Solved:
+    def _solve_on_main_process(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> _Solved:
         """Solve problems of one snapshot in the main process; return new parameters and a report per site.
 
         Parameters are rounded to the dtype of the saved model, so that later layers are fitted to what it computes.
         """
         # One process solves, so that all continue with the same bits.
-        return self.team.run_on_main(partial(self._solve_all, layer, problems))
+        return self.team.run_on_main(partial(self._solve_problems, layer, problems))
 
     @summing()
-    def _solve_all(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> _Solved:
+    def _solve_problems(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> _Solved:
         updates: dict[str, Tensor] = {}
         reports: list[SiteReport] = []
         for problem in problems:
@@ -407,7 +417,10 @@ class CalibrationWalk(ABC):
             paths = {site.name: site_path(layer, site) for site in problem.sites}
             try:
                 # A name for the unrounded solutions would keep them in memory during the next solve.
-                solved = [self._rounded(layer, update) for update in self._solved_or_kept(problem)]
+                solved = [
+                    self._round_to_saved_dtype(layer, update)
+                    for update in self._solve_or_keep_expert(problem)
+                ]
             except NumericsError as error:
                 named = ", ".join(paths.values())
                 raise type(error)(
@@ -421,7 +434,7 @@ class CalibrationWalk(ABC):
                 updates |= update.parameters
         return updates, reports
 
-    def _solved_or_kept(self, problem: Problem | StepProblem) -> Sequence[SiteUpdate]:
+    def _solve_or_keep_expert(self, problem: Problem | StepProblem) -> Sequence[SiteUpdate]:
         """Solve a problem, or keep an expert of a mixture that received too few tokens."""
         solve = self.calibrator.solve
         if isinstance(problem, NormProblem) or problem.sites[0].expert is None:
@@ -435,8 +448,7 @@ class CalibrationWalk(ABC):
             ]
         return [replace(update, report=replace(update.report, num_rows=rows)) for update in solve(problem)]
 
-    def _rounded(self, layer: Layer, update: SiteUpdate) -> SiteUpdate:
-        """Cast new parameters to the dtype of the saved model."""
+    def _round_to_saved_dtype(self, layer: Layer, update: SiteUpdate) -> SiteUpdate:
         source, parameters, change = self.pool.source("merged"), dict[str, Tensor](), ModelChange("")
         saved = (self.context.like or self.pool.source(self.context.base or "merged")).headers
         for name, value in update.parameters.items():
@@ -457,7 +469,7 @@ class Layerwise(ClosedForm):
 
     def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
         """Yield calibrated layers."""
-        return SnapshotWalk(context, self).walked()
+        return SnapshotWalk(context, self).calibrated_layers()
 
     def target_spec(self, site: Site, *, in_last_block: bool) -> TargetSpec:
         """Return the regression target of a site."""
@@ -549,8 +561,8 @@ class _LinearSums:
         """
         if self._cross is None:
             self._cross = OutputCross(
-                stacked(expert, self.sites),
-                _stacked_bias(expert, self.sites),
+                stacked_weights(expert, self.sites),
+                _stacked_biases_or_zeros(expert, self.sites),
                 alpha=self.target.expert_share,
                 num_rows=max(1, len(rows)) * max(1, num_batches),
                 dtype=self.dtype,
@@ -565,7 +577,7 @@ class _LinearSums:
         self._inputs.add(rows, weights)
 
     @summing()
-    def end_task(self, expert: Parameters) -> _TaskSums | None:
+    def finish_task_sums(self, expert: Parameters) -> _TaskSums | None:
         """Return the sums of the current task and start the next; None if the layer read nothing of it."""
         cross, self._cross = self._cross, None
         if cross is None:
@@ -576,7 +588,7 @@ class _LinearSums:
         return _TaskSums(self._inputs, cross.sums(self._inputs.gram), biases)
 
     @summing()
-    def _fold_task(self, task: _TaskSums) -> None:
+    def _add_task_sums(self, task: _TaskSums) -> None:
         """Add a task to the sums over tasks, unless no row of it counts; its memory serves the next task."""
         inputs, sums = task.inputs, task.outputs
         if self._total is None:
@@ -602,7 +614,6 @@ class _LinearSums:
             self._bias[name] = self._bias.get(name, 0.0) + omega * bias.to(self._rows)
 
     def problem(self, merged: Parameters, base: Parameters | None) -> LinearProblem:
-        """Return the problem to solve."""
         assert self._total is not None
         place = self._total.device
         return LinearProblem(
@@ -617,13 +628,13 @@ class _LinearSums:
                 weight_sum=self._weight,
             ),
             expert_bias={name: bias / self._weight for name, bias in self._bias.items()},
-            merged=_of_sites(merged, self.sites, place),
-            base=None if base is None else _of_sites(base, self.sites, place),
+            merged=_parameters_of_sites(merged, self.sites, place),
+            base=None if base is None else _parameters_of_sites(base, self.sites, place),
             num_rows=() if self.sites[0].expert is None else (int(self._count),),
         )
 
 
-def _stacked_bias(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
+def _stacked_biases_or_zeros(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
     weights = (parameters[f"{site.name}.weight"] for site in sites)
     biases = (parameters.get(f"{site.name}.bias") for site in sites)
     return torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)])
@@ -641,7 +652,7 @@ class _NormSums:
 
     def add(self, rows: Tensor, weights: Tensor | None) -> None:
         """Add inputs of the norm in the merged model, [T, k], and the weights of the rows."""
-        unit = normalised(self.sites[0], rows)
+        unit = normalised_rows(self.sites[0], rows)
         weights = rows.new_ones(len(rows)) if weights is None else weights
         weighted = unit * weights[:, None]
         sums = weighted.sum(dim=0), (weighted * unit).sum(dim=0), weights.sum()
@@ -651,7 +662,7 @@ class _NormSums:
             total, squares, count = total + self._task[0], squares + self._task[1], count + self._task[2]
         self._task = total, squares, count
 
-    def end_task(self, expert: Parameters) -> NormMoments | None:
+    def finish_task_sums(self, expert: Parameters) -> NormMoments | None:
         """Return the moments of the current task, means of weight 1; None if the layer read nothing of it."""
         task, self._task = self._task, None
         if task is None:
@@ -666,25 +677,25 @@ class _NormSums:
             weight_sum=torch.ones((), dtype=self.dtype, device=total.device),
         )
 
-    def _fold_task(self, task: NormMoments) -> None:
-        """Add a task to the moments over tasks."""
+    def _add_task_sums(self, task: NormMoments) -> None:
         self._total = task if self._total is None else self._total + task
 
     def problem(self, merged: Parameters, base: Parameters | None) -> NormProblem:
-        """Return the problem to solve."""
         total = self._total
         assert total is not None
         place = total.mean.device
-        pulls = None if base is None else _of_sites(base, self.sites, place)
-        return NormProblem(self.sites, total, _of_sites(merged, self.sites, place), pulls)
+        pulls = None if base is None else _parameters_of_sites(base, self.sites, place)
+        return NormProblem(self.sites, total, _parameters_of_sites(merged, self.sites, place), pulls)
 
 
-def _of_sites(parameters: Parameters, sites: Sequence[Site], place: torch.device) -> dict[str, Tensor]:
+def _parameters_of_sites(
+    parameters: Parameters, sites: Sequence[Site], place: torch.device
+) -> dict[str, Tensor]:
     names = (f"{site.name}.{part}" for site in sites for part in ("weight", "bias"))
     return {name: parameters[name].to(place) for name in names if name in parameters}
 
 
-def normalised(site: Site, rows: Tensor) -> Tensor:
+def normalised_rows(site: Site, rows: Tensor) -> Tensor:
     """Return rows before the scale and shift of a norm, [T, k]."""
     # torch's RMSNorm uses this eps if none is set.
     eps = torch.finfo(rows.dtype).eps if site.eps is None else site.eps
@@ -708,29 +719,31 @@ class SnapshotWalk(CalibrationWalk):
 
     @torch.no_grad()
     @exact_products()
-    def _calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
+    def _calibrate_layer(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
         merged = self.pool.parameters("merged", layer)
         updates: dict[str, Tensor] = {}
         reports: list[SiteReport] = []
-        runs = self._runs(layer, merged, names)
+        runs = self._sites_by_pass(layer, merged, names)
         for number, run in enumerate(runs, start=1):
-            parts = self._empty_sums(layer, run)
+            parts = self._empty_moment_sums(layer, run)
             is_final = number == len(runs)
-            self._sum_up(layer, merged, parts, is_final=is_final, moves=is_final and not is_last)
-            problems = (part.problem(merged, self._base(layer, part.sites)) for part in parts)
-            of_run, reports_of_run = self._solved(layer, problems)
+            self._accumulate_layer_moments(
+                layer, merged, parts, is_final=is_final, moves=is_final and not is_last
+            )
+            problems = (part.problem(merged, self._base_site_parameters(layer, part.sites)) for part in parts)
+            of_run, reports_of_run = self._solve_on_main_process(layer, problems)
             updates |= of_run
             reports += reports_of_run
             del parts, problems  # free their memory before features pass
         drift: dict[str, float] = {}
         if not is_last and self.calibrator.inputs == "deployed":
-            drift = self._advance(layer, merged, updates)
+            drift = self._advance_merged_features(layer, merged, updates)
         elif not is_last:
-            self._advance(layer, merged, {})
+            self._advance_merged_features(layer, merged, {})
         return CalibratedLayer(layer.index, updates, reports, drift)
 
-    def _runs(self, layer: Layer, merged: Parameters, names: Collection[str]) -> list[list[str]]:
-        """Return sites in the order in which they are solved, those together that are summed up in one pass."""
+    def _sites_by_pass(self, layer: Layer, merged: Parameters, names: Collection[str]) -> list[list[str]]:
+        """Group sites, in solve order, into passes over the samples whose sums fit in memory."""
         sites = sorted((site for site in layer.sites if site.name in names), key=lambda x: x.kind != "linear")
         runs: list[list[str]] = [[]]
         total = 0
@@ -744,7 +757,7 @@ class SnapshotWalk(CalibrationWalk):
             total += size
         return runs
 
-    def _empty_sums(self, layer: Layer, names: Collection[str]) -> list[_Sums]:
+    def _empty_moment_sums(self, layer: Layer, names: Collection[str]) -> list[_Sums]:
         """Return empty sums of some sites; linear ones with the same input and token weights share a Gram matrix."""
         dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
         groups: dict[tuple[str, TargetSpec], list[Site]] = {}
@@ -765,7 +778,7 @@ class SnapshotWalk(CalibrationWalk):
         ]
         return [*linear, *norms]
 
-    def _sum_up(
+    def _accumulate_layer_moments(
         self,
         layer: Layer,
         merged: Parameters,
@@ -774,24 +787,24 @@ class SnapshotWalk(CalibrationWalk):
         is_final: bool,
         moves: bool,
     ) -> None:
-        """Add what sites see to the sums, and if it `moves`, take the experts through the layer."""
+        """Accumulate the moments of all tasks; if `moves`, also pass the experts' features on."""
         for task, owner in self.owners.items():
             expert: Parameters = {}
             if owner == self.team.rank:
-                expert = self._expert(layer, task)
+                expert = self._expert_parameters(layer, task)
                 for batch in self.stream.batches(layer, task):
                     if layer.sees(batch.side):
-                        self._add(layer, merged, expert, batch, parts, moves=moves)
+                        self._accumulate_batch_moments(layer, merged, expert, batch, parts, moves=moves)
                     elif is_final:
                         self.stream.take(layer, batch, EXPERT, LayerMap(layer, expert), named="the expert")
             part: Any
             for part in parts:
-                of_task = self.team.run_on(owner, partial(part.end_task, expert))
+                of_task = self.team.run_on(owner, partial(part.finish_task_sums, expert))
                 if of_task is not None:
-                    part._fold_task(of_task)
+                    part._add_task_sums(of_task)
         self.stream.check()
 
-    def _add(
+    def _accumulate_batch_moments(
         self,
         layer: Layer,
         merged: Parameters,
@@ -801,7 +814,6 @@ class SnapshotWalk(CalibrationWalk):
         *,
         moves: bool,
     ) -> None:
-        """Add one batch to the sums."""
         linear = [part for part in parts if isinstance(part, _LinearSums)]
         # Linear sites of one group read the same rows, so one tap per group is enough.
         inputs = {part.sites[0].name for part in linear}
@@ -832,7 +844,7 @@ class SnapshotWalk(CalibrationWalk):
             else:
                 part.add(rows, seen, weights, expert, num_batches)
 
-    def _base(self, layer: Layer, sites: Collection[Site]) -> Parameters | None:
+    def _base_site_parameters(self, layer: Layer, sites: Collection[Site]) -> Parameters | None:
         """Return the base's parameters of some sites; None without a base."""
         names = [f"{site.name}.{part}" for site in sites for part in ("weight", "bias")]
         held = [name for name in names if name in layer.parameters]

@@ -43,7 +43,9 @@ def input_bytes(inputs: object) -> int:
     return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
 
 
-def replaced(layer: Layer, parameters: Parameters, updates: dict[str, Tensor]) -> dict[str, Tensor]:
+def with_updated_parameters(
+    layer: Layer, parameters: Parameters, updates: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """Return a layer's parameters with some of them updated.
 
     If a fused tensor of a mixture changes, its experts are copied into one tensor; otherwise every pass would do that.
@@ -54,7 +56,7 @@ def replaced(layer: Layer, parameters: Parameters, updates: dict[str, Tensor]) -
         updates: the new ones; those of a fused tensor become views of it.
     """
     new = {**parameters, **updates}
-    for slots in _stacks(layer).values():
+    for slots in _slots_by_fused_tensor(layer).values():
         # Untouched stacks stay views of the file or of the live model.
         if not updates.keys().isdisjoint(slots):
             whole = assembled([*slots.values()], [new[name] for name in slots])
@@ -64,8 +66,8 @@ def replaced(layer: Layer, parameters: Parameters, updates: dict[str, Tensor]) -
     return new
 
 
-def _stacks(layer: Layer) -> dict[str, dict[str, Slot]]:
-    """Return the parameters that are one row of a fused tensor each, by the tensor's key."""
+def _slots_by_fused_tensor(layer: Layer) -> dict[str, dict[str, Slot]]:
+    """Group the parameters that are rows of a fused tensor by the tensor's key."""
     stacks: dict[str, dict[str, Slot]] = {}
     for name, slot in layer.parameters.items():
         if slot.is_stacked:
@@ -201,10 +203,10 @@ class ModelPool:
             names: the parameters to read; None reads all.
         """
         if names is not None:
-            return {name: self._parameter(model, layer.parameters[name]) for name in names}
-        read = self._table if layer.role == "stem" else self._parameter
+            return {name: self._read_parameter(model, layer.parameters[name]) for name in names}
+        read = self._read_stem_parameter if layer.role == "stem" else self._read_parameter
         # One tensor for all experts of a mixture, or every pass would concatenate them.
-        fused = {key: self._parameter(model, Slot(key)) for key in _stacks(layer)}
+        fused = {key: self._read_parameter(model, Slot(key)) for key in _slots_by_fused_tensor(layer)}
         return {
             name: slot.own(slot.of(fused[slot.key])) if slot.is_stacked else read(model, slot)
             for name, slot in layer.parameters.items()
@@ -220,19 +222,19 @@ class ModelPool:
             self._known_finite.add((model, slot))
         return slot.own(tensor)
 
-    def _parameter(self, model: str, slot: Slot) -> Tensor:
+    def _read_parameter(self, model: str, slot: Slot) -> Tensor:
         return to_device(self.stored(model, slot), self.device, self.dtype)
 
-    def _table(self, model: str, slot: Slot) -> Tensor:
-        """Return a parameter of the stem, converted row by row on use if it may be the embeddings of a vocabulary."""
+    def _read_stem_parameter(self, model: str, slot: Slot) -> Tensor:
+        """Read a parameter of the stem; a possible embedding table is converted row by row on use."""
         header = self.source(model).headers[slot.key]
         if self.device.type != "cpu" or len(header.shape) != 2 or header.dtype == self.dtype:
-            return self._parameter(model, slot)
+            return self._read_parameter(model, slot)
         if (model, slot) not in self._known_finite:
             self.stored(model, slot)  # checked, then read again: the checked pages would stay in memory
         return EmbeddingTable.of(self.stored(model, slot), self.dtype)
 
-    def begun(self, inputs: object) -> tuple[State, SideInputs]:
+    def initial_state(self, inputs: object) -> tuple[State, SideInputs]:
         """Return the state at boundary 0 of a batch of raw inputs, and the side inputs of the layers."""
         return self.chain.start(on_device(inputs, self.device, self.dtype))
 
@@ -260,15 +262,15 @@ class ModelPool:
         if model in self._modules:
             states = self.chain.library_states(self._modules[model], inputs)
         else:
-            with self._streamed(model):
+            with self._stream_model_weights(model):
                 states = self.chain.library_states(self._skeleton, inputs)
         if (attachment := self._models[model].attachments.get(task)) is not None:
             stream = self.chain.layers[-1].stream
             states[-1][stream] = attachment(states[-1][stream])
         return states
 
-    def _streamed(self, model: str) -> AbstractContextManager[None]:
-        """Put a model's weights into the skeleton, block by block, inside the context."""
+    def _stream_model_weights(self, model: str) -> AbstractContextManager[None]:
+        """Load a model's weights into the skeleton, block by block, inside the context."""
         # The library may read a tied weight under any of its names.
         used = {name for key in self.chain.parameter_keys() for name in self.chain.tied.get(key, (key,))}
         stem = {
@@ -277,11 +279,11 @@ class ModelPool:
             for name in self.chain.tied.get(slot.key, (slot.key,))
             if slot == Slot(slot.key)
         }
-        read = self._reader(model)
+        read = self._weight_reader(model)
         return streamed_weights(
             self._skeleton,
             [layer.path for layer in self.chain.blocks],
-            lambda name: self._table(model, stem[name]) if name in stem else read(name),
+            lambda name: self._read_stem_parameter(model, stem[name]) if name in stem else read(name),
             self.device,
             used,
         )
@@ -298,18 +300,18 @@ class ModelPool:
     @contextmanager
     def loaded(self, model: str, task: str = "") -> Iterator[nn.Module]:
         """Load the library's whole module with one model's weights and attachment, for generation of text."""
-        module = self._modules[model] if model in self._modules else self._copied(model)
+        module = self._modules[model] if model in self._modules else self._module_with_weights(model)
         attachment = self._models[model].attachments.get(task)
         with ExitStack() as stack:
             if self.dtype == torch.float64:
                 stack.enter_context(plain_experts(module))
             if attachment is not None:
                 path = final_module(self.chain)
-                hook = _output_hook(path, attachment)
+                hook = _attachment_hook(path, attachment)
                 stack.callback(module.get_submodule(path).register_forward_hook(hook).remove)
             yield module
 
-    def _copied(self, model: str) -> nn.Module:
+    def _module_with_weights(self, model: str) -> nn.Module:
         """Return a copy of the library's module with the weights of one model.
 
         Parameters that no layer reads and the file lacks stay on the meta device.
@@ -317,14 +319,16 @@ class ModelPool:
         self.require_room(model)
         # Checkpoints often store one name of tied weights only.
         held = self.source(model).headers.keys()
-        names = [name for name in _weights(self._skeleton) if {name, *self.chain.tied.get(name, ())} & held]
+        names = [
+            name for name in _weight_names(self._skeleton) if {name, *self.chain.tied.get(name, ())} & held
+        ]
         with buffers_on(self._skeleton, self.device):
             module = copy.deepcopy(self._skeleton)
-        _put(module, names, self._reader(model))
+        _set_weights(module, names, self._weight_reader(model))
         return module
 
-    def _reader(self, model: str) -> Callable[[str], Tensor]:
-        """Return a function that reads weights by name, tied ones once."""
+    def _weight_reader(self, model: str) -> Callable[[str], Tensor]:
+        """Return a function that reads weights by name; tied weights are read once."""
         source, once = self.source(model), dict[str, Tensor]()
 
         def read(key: str) -> Tensor:
@@ -403,35 +407,39 @@ def streamed_weights(
         used: names to read outside blocks; None reads all.
     """
     blocks = {path: module.get_submodule(path) for path in block_paths}
-    in_blocks = {f"{path}.{name}" for path, block in blocks.items() for name in _weights(block)}
-    outside = [name for name in _weights(module) if name not in in_blocks and (used is None or name in used)]
+    in_blocks = {f"{path}.{name}" for path, block in blocks.items() for name in _weight_names(block)}
+    outside = [
+        name for name in _weight_names(module) if name not in in_blocks and (used is None or name in used)
+    ]
     with ExitStack() as stack:
         # Moving buffers touches every module, so it is skipped where nothing would move.
         if any(buffer.device != device for buffer in module.buffers()):
             stack.enter_context(buffers_on(module, device))
-        stack.enter_context(_replaced(module, outside, read))
+        stack.enter_context(_temporary_weights(module, outside, read))
         for path, block in blocks.items():
-            _stream_block(block, path, read, stack)
+            _register_streaming_hooks(block, path, read, stack)
         yield
 
 
-def _stream_block(block: nn.Module, path: str, read: Callable[[str], Tensor], stack: ExitStack) -> None:
-    """Let hooks read a block's weights before it runs and drop them after it, until the stack is closed."""
+def _register_streaming_hooks(
+    block: nn.Module, path: str, read: Callable[[str], Tensor], stack: ExitStack
+) -> None:
+    """Register hooks that read a block's weights before it runs and drop them afterwards."""
     # Closing `loaded` alone drops the block's weights between passes.
-    names, loaded = _weights(block), stack.enter_context(ExitStack())
+    names, loaded = _weight_names(block), stack.enter_context(ExitStack())
 
-    def load(*_: Any) -> None:
-        loaded.enter_context(_replaced(block, names, lambda name: read(f"{path}.{name}")))
+    def load_block_weights(*_: Any) -> None:
+        loaded.enter_context(_temporary_weights(block, names, lambda name: read(f"{path}.{name}")))
 
-    def drop(*_: Any) -> None:
+    def drop_block_weights(*_: Any) -> None:
         loaded.close()
 
-    stack.callback(block.register_forward_pre_hook(load).remove)
-    stack.callback(block.register_forward_hook(drop).remove)
+    stack.callback(block.register_forward_pre_hook(load_block_weights).remove)
+    stack.callback(block.register_forward_hook(drop_block_weights).remove)
 
 
-def _weights(module: nn.Module) -> list[str]:
-    """Names of parameters, tied ones under each of their names, and of saved buffers of floating numbers."""
+def _weight_names(module: nn.Module) -> list[str]:
+    """Return names of parameters, tied ones under every name, and of saved floating buffers."""
     saved = module.state_dict(keep_vars=True)
     buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     return [
@@ -442,26 +450,28 @@ def _weights(module: nn.Module) -> list[str]:
 
 
 @contextmanager
-def _replaced(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[None]:
-    """Put other tensors in the place of weights, and the weights back afterwards."""
+def _temporary_weights(
+    module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]
+) -> Iterator[None]:
+    """Replace weights inside the context and restore them afterwards."""
     # Parameters are replaced in their dictionaries, so that ties and hooks of the module survive.
-    before = [(held, leaf, held[leaf]) for held, leaf, _ in _places(module, names)]
+    before = [(held, leaf, held[leaf]) for held, leaf, _ in _weight_locations(module, names)]
     try:
-        _put(module, names, read)
+        _set_weights(module, names, read)
         yield
     finally:
         for held, leaf, weight in before:
             held[leaf] = weight
 
 
-def _put(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]) -> None:
-    for name, (held, leaf, is_buffer) in zip(names, _places(module, names), strict=True):
+def _set_weights(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]) -> None:
+    for name, (held, leaf, is_buffer) in zip(names, _weight_locations(module, names), strict=True):
         value = read(name)
         is_bare = is_buffer or isinstance(value, EmbeddingTable)  # nn.Parameter would convert the whole table
         held[leaf] = value if is_bare else nn.Parameter(value, requires_grad=False)
 
 
-def _places(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str, bool]]:
+def _weight_locations(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str, bool]]:
     """Return the dictionary of parameters or buffers that holds each name, the key in it, and True for a buffer."""
     owners = [
         (module.get_submodule(path), leaf) for path, _, leaf in (name.rpartition(".") for name in names)
@@ -506,15 +516,15 @@ def final_module(chain: LayerChain) -> str:
     return path
 
 
-def _output_hook(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, Any], Any]:
-    """Return a forward hook of the module at a path that applies the map to its features."""
+def _attachment_hook(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, Any], Any]:
+    """Return a forward hook that applies an attachment to the features of the module at `path`."""
 
-    def change(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    def correct_output(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         changed = attachment(features_of(path, output))
         # Library blocks return tuples whose first entry is the features.
         return changed if isinstance(output, Tensor) else type(output)([changed, *output[1:]])
 
-    return change
+    return correct_output
 
 
 class ScoredSamples:
@@ -548,7 +558,7 @@ class ScoredSamples:
 
     def log_probabilities(self, rows: Sequence[int], weights: Mapping[str, Tensor]) -> Tensor:
         """Return log-probabilities [n, classes] of the samples at positions `rows`, with weights as stored."""
-        state, side = self._pool.begun(self._samples.load(rows))
+        state, side = self._pool.initial_state(self._samples.load(rows))
         held = _WeightSource(weights)
         for layer in self._pool.chain.layers:
             parameters = {

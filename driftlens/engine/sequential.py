@@ -30,15 +30,15 @@ from driftlens.engine.calibrating import (
     SiteReport,
     StepProblem,
 )
-from driftlens.engine.pool import LayerMap, ModelPool, replaced
+from driftlens.engine.pool import LayerMap, ModelPool, with_updated_parameters
 from driftlens.engine.sites import (
     ENTERED,
-    added_to,
+    find_residual_streams,
     require_rule,
+    residual_stream,
     row_weights,
     rows_and_output,
-    stacked,
-    stream_of,
+    stacked_weights,
 )
 from driftlens.engine.walk import CachedBatch
 from driftlens.linalg.gram import GramSum, JointSums, single
@@ -117,7 +117,7 @@ class Stepwise(ClosedForm):
 
     def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
         """Yield calibrated layers."""
-        return _StepWalk(context, self).walked()
+        return _StepWalk(context, self).calibrated_layers()
 
     def waiting_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
         """Return the bytes per task of the gradients' second moments, in float32."""
@@ -125,7 +125,7 @@ class Stepwise(ClosedForm):
         stacked_slots = (
             [layer.parameters[f"{site.name}.weight"] for site in group.sites]
             for layer in pool.chain.layers
-            for group in groups_of(layer, sites.get(layer.index, ()))
+            for group in linear_site_groups(layer, sites.get(layer.index, ()))
         )
         widths = (sum(slot.shape(headers[slot.key].shape)[0] for slot in slots) for slots in stacked_slots)
         return 4 * sum(width**2 for width in widths) if self.mu else 0
@@ -156,32 +156,32 @@ class _StepWalk(CalibrationWalk):
 
     @torch.no_grad()
     @exact_products()
-    def _calibrate(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
+    def _calibrate_layer(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
         if not self.groups:
-            self._begin(layer)
+            self._prepare_folds_and_weights(layer)
         groups, merged = self.groups[layer.index], self.pool.parameters("merged", layer)
         student, updates = merged, dict[str, Tensor]()
         reports: list[SiteReport] = []
-        streams = self._run_experts(layer, student, needs_output=not is_last)
-        for step in self._steps(groups):
+        streams = self._run_experts_through_layer(layer, student, needs_output=not is_last)
+        for step in self._groups_by_solve_step(groups):
             solved: dict[str, Tensor] = {}
             for number, group in step:
                 # One pass per group, and its solve before the next pass: their sums together may not fit in memory.
-                sums = self._sums(layer, student, merged, number, group, streams)
+                sums = self._group_moment_sums(layer, student, merged, number, group, streams)
                 problems = (sums.problem(group, merged, has_views=self.context.has_views) for _ in range(1))
-                parameters, group_reports = self._solved(layer, problems)
+                parameters, group_reports = self._solve_on_main_process(layer, problems)
                 solved |= parameters
                 reports += group_reports
             updates |= solved
             student, solved = merged, {}  # frees the parameters of the last step before new ones are made
-            student = replaced(layer, merged, updates)
+            student = with_updated_parameters(layer, merged, updates)
         for batch in itertools.chain.from_iterable(self.stream.cached.values()):
             batch.drop(_WANTED)
-        drift = {} if is_last else self._advance(layer, merged, updates)
+        drift = {} if is_last else self._advance_merged_features(layer, merged, updates)
         return CalibratedLayer(layer.index, updates, reports, drift)
 
-    def _steps(self, groups: Sequence[_Group]) -> list[list[tuple[int, _Group]]]:
-        """Return numbered groups in steps, each solved from one snapshot; those of one input, or expert, in turn."""
+    def _groups_by_solve_step(self, groups: Sequence[_Group]) -> list[list[tuple[int, _Group]]]:
+        """Return numbered groups in steps; each step is solved from one snapshot of the features."""
         if self.calibrator.order == "block":
             return [list(enumerate(groups))]
         steps: dict[Hashable, list[tuple[int, _Group]]] = {}
@@ -193,31 +193,31 @@ class _StepWalk(CalibrationWalk):
             steps.setdefault(key, []).append((number, group))
         return [[group] for step in steps.values() for group in step]
 
-    def _begin(self, first_layer: Layer) -> None:
+    def _prepare_folds_and_weights(self, first_layer: Layer) -> None:
         """Read all samples, assign folds, and compute gradient token weights of all layers."""
         for layer in self.pool.chain.layers:
             if layer.index in self.sites:
                 names = self.sites[layer.index]
                 # Groups are numbered once: token weights refer to them by layer and number.
-                self.groups[layer.index] = groups_of(layer, names)
+                self.groups[layer.index] = linear_site_groups(layer, names)
                 for group in self.groups[layer.index]:
                     require_rule(self.pool.chain, group.sites[0].token_weights)
         self.is_weighing = True
-        self.folds = {task: self._folds_of(task, first_layer) for task in self.parts}
+        self.folds = {task: self._assign_folds(task, first_layer) for task in self.parts}
         if self.calibrator.weights == "gradient":
             for task in self.parts:
-                self.weighted[task] = self._gradient_weights(task)
-            self._gather_energies()
+                self.weighted[task] = self._gradient_token_weights(task)
+            self._gather_gradient_energies()
         self.is_weighing = False
 
-    def _gather_energies(self) -> None:
+    def _gather_gradient_energies(self) -> None:
         own = {
             task: {key: entry.energy for key, entry in groups.items()}
             for task, groups in self.weighted.items()
         }
         self.energies = {task: by_key for part in self.team.gather(own) for task, by_key in part.items()}
 
-    def _folds_of(self, task: str, first_layer: Layer) -> dict[str, int]:
+    def _assign_folds(self, task: str, first_layer: Layer) -> dict[str, int]:
         """Read a task's samples; return the fold of every original by digest, so that equal samples share one."""
         # Sorted digests assign folds independently of the order of samples.
         batches = self.stream.batches(first_layer, task)
@@ -225,8 +225,8 @@ class _StepWalk(CalibrationWalk):
         self.calibrator.require_samples(len(different), task)
         return {digest: place % self.calibrator.num_folds for place, digest in enumerate(different)}
 
-    def _gradient_weights(self, task: str) -> dict[_Key, _TokenWeights]:
-        sums = self._gradient_sums(task)
+    def _gradient_token_weights(self, task: str) -> dict[_Key, _TokenWeights]:
+        sums = self._accumulate_gradient_sums(task)
         self.stream.check()
         for (layer, _), entry in sums.items():
             if entry.energies and not bool(torch.isfinite(torch.cat(entry.energies)).all()):
@@ -236,18 +236,18 @@ class _StepWalk(CalibrationWalk):
                 )
         return {key: entry.weighted() for key, entry in sums.items()}
 
-    def _gradient_sums(self, task: str) -> dict[_Key, _GradientSums]:
+    def _accumulate_gradient_sums(self, task: str) -> dict[_Key, _GradientSums]:
         """Run a task's expert forward and back; return the data of token weights of every group.
 
         The gradients' second moments are cached with the task's first batch: they may be larger than the model.
         """
         # Gradients are not needed before the first chosen layer.
         layers = self.pool.chain.layers[min(self.groups) - 1 :]
-        self._record(task, layers)
+        self._cache_expert_features(task, layers)
         sums: dict[_Key, _GradientSums] = {}
         for layer in reversed(layers):
-            parameters = self._expert(layer, task)
-            entered = EXPERT if layer is layers[0] else _recorded(layer.index - 1)
+            parameters = self._expert_parameters(layer, task)
+            entered = EXPERT if layer is layers[0] else _expert_features_name(layer.index - 1)
             sees = all(layer.sees(batch.side) for batch in self.stream.cached[task])
             groups = self.groups.get(layer.index, ()) if sees else ()
             counts: list[list[Tensor]] = [[] for _ in groups]
@@ -255,11 +255,11 @@ class _StepWalk(CalibrationWalk):
             moments: list[GramSum | None] = [None for _ in groups]
             for batch in self.stream.batches(layer, task):
                 side = batch.side.along(Routes()) if layer.num_experts else batch.side
-                gradients_of = self._back(layer, groups, parameters, batch, side, entered)
+                gradients_of = self._backpropagate_layer(layer, groups, parameters, batch, side, entered)
                 for number, group in enumerate(groups):
                     y, gradients = gradients_of[number]
                     state = batch.get(entered)
-                    count = _row_counts(self.pool.chain, layer, group.sites[0], y, state, side)
+                    count = _row_weights_or_ones(self.pool.chain, layer, group.sites[0], y, state, side)
                     if group.sites[0].expert is not None:  # the gradients include an expert's gates
                         count = count.ne(0).to(count)
                     counts[number].append(count)
@@ -275,28 +275,30 @@ class _StepWalk(CalibrationWalk):
                     batch.drop(entered)
             for number, summed in enumerate(moments):
                 entry = sums[layer.index, number] = _GradientSums(
-                    _together(counts[number]), _together(energies[number])
+                    _copy_to_one_buffer(counts[number]), _copy_to_one_buffer(energies[number])
                 )
                 if summed is not None:
                     full = summed.full()
                     entry.traces.append(to_float64(full).trace())
-                    self.stream.cached[task][0].put(_moment_name((layer.index, number)), {"moment": full})
+                    self.stream.cached[task][0].put(
+                        _gradient_moment_name((layer.index, number)), {"moment": full}
+                    )
         for batch in self.stream.cached[task]:
-            for number in range(self._num_passes):
+            for number in range(self._num_backward_passes):
                 batch.drop(f"back-{number}")
         return sums
 
-    def _record(self, task: str, layers: Sequence[Layer]) -> None:
+    def _cache_expert_features(self, task: str, layers: Sequence[Layer]) -> None:
         """Run the expert forward and cache its features at every boundary."""
         entered = EXPERT
         for layer in layers[:-1]:
             expert = self.pool.layer_map(expert_of(task), layer, task)
             for batch in self.stream.batches(layer, task):
                 left = expert(batch.get(entered), batch.side)
-                self.stream.keep(layer, batch, _recorded(layer.index), left, named="the expert")
-            entered = _recorded(layer.index)
+                self.stream.keep(layer, batch, _expert_features_name(layer.index), left, named="the expert")
+            entered = _expert_features_name(layer.index)
 
-    def _back(
+    def _backpropagate_layer(
         self,
         layer: Layer,
         groups: Sequence[_Group],
@@ -307,10 +309,10 @@ class _StepWalk(CalibrationWalk):
     ) -> list[tuple[Tensor, list[Tensor]]]:
         """Return output and gradients of every group, and replace the gradients after the layer by those before it."""
         names = {site.name for group in groups for site in group.sites}
-        num_passes = self._num_passes
+        num_passes = self._num_backward_passes
         outputs: dict[str, Tensor] = {}
 
-        def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
+        def output_recorder(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
             return (lambda y: outputs.__setitem__(site, y)) if site in names else None
 
         with torch.enable_grad():
@@ -318,14 +320,14 @@ class _StepWalk(CalibrationWalk):
                 name: value.detach().requires_grad_(value.is_floating_point())
                 for name, value in batch.get(entered).items()
             }
-            out = layer.call(parameters, state, side, tap if names else None)
+            out = layer.call(parameters, state, side, output_recorder if names else None)
             for name in names.difference(outputs):  # an expert without tokens
                 weight = parameters[f"{name}.weight"]
                 outputs[name] = weight.new_zeros(0, len(weight)).requires_grad_()
             if layer.role == "head":
                 # Normalised features: scores of CLIP and embeddings are cosines.
                 f = torch.nn.functional.normalize(layer.vectors(out, batch.side, self.pooling), dim=-1)
-                heads = [[(f * v.to(f)).sum()] for v in self._draw(batch.digests, f.shape[-1])]
+                heads = [[(f * v.to(f)).sum()] for v in self._random_directions(batch.digests, f.shape[-1])]
                 arriving: list[list[Tensor | None]] = [[None]] * num_passes
             else:
                 # Both passes share one forward computation of the layer.
@@ -361,26 +363,30 @@ class _StepWalk(CalibrationWalk):
         return of_groups
 
     @property
-    def _num_passes(self) -> int:
+    def _num_backward_passes(self) -> int:
         """The backward passes per sample: one if there are views, which add passes of their own."""
         return 1 if self.context.has_views else _NUM_PASSES
 
-    def _draw(self, digests: Sequence[str], width: int) -> Tensor:
-        """Sample random directions for a batch; they depend on the sample alone, not on its position."""
+    def _random_directions(self, digests: Sequence[str], width: int) -> Tensor:
+        """Sample random directions for a batch; each depends on its sample alone, not on the position."""
         rows = []
         for digest in digests:
             # Seeded by content, so that order and batch size don't change token weights.
             generator = torch.Generator().manual_seed((int(digest[:15], 16) + self.calibrator.seed) % 2**63)
-            rows.append(torch.randn(self._num_passes, width, generator=generator, dtype=torch.float64))
+            rows.append(
+                torch.randn(self._num_backward_passes, width, generator=generator, dtype=torch.float64)
+            )
         return to_device(torch.stack(rows, dim=1).to(self.pool.dtype), self.pool.device)
 
-    def _run_experts(self, layer: Layer, student: Parameters, *, needs_output: bool) -> Mapping[str, str]:
+    def _run_experts_through_layer(
+        self, layer: Layer, student: Parameters, *, needs_output: bool
+    ) -> Mapping[str, str]:
         """Run this process's experts; return each site's residual stream, from the first task that the layer reads."""
         groups, streams, first_task = self.groups[layer.index], None, ""
         self.chosen = {}
         names = [site.name for group in groups for site in group.sites]
         for task in self.parts:
-            expert = self._expert(layer, task)
+            expert = self._expert_parameters(layer, task)
             counts: list[list[Tensor]] = [[] for _ in groups]
             for batch in self.stream.batches(layer, task):
                 if not layer.sees(batch.side):
@@ -390,8 +396,12 @@ class _StepWalk(CalibrationWalk):
                 if streams is None:
                     repairs = self.calibrator.residual > 0
                     state = batch.get(MERGED)
-                    streams = added_to(layer, student, state, batch.side, names) if repairs else {}
-                left = self._run_expert(layer, expert, batch, streams, counts, names, stops=not needs_output)
+                    streams = (
+                        find_residual_streams(layer, student, state, batch.side, names) if repairs else {}
+                    )
+                left = self._run_expert_on_batch(
+                    layer, expert, batch, streams, counts, names, stops=not needs_output
+                )
                 if needs_output:
                     self.stream.keep(layer, batch, EXPERT, left, named="the expert")
             if self.calibrator.weights == "uniform" and counts[0]:
@@ -401,11 +411,11 @@ class _StepWalk(CalibrationWalk):
                 }
         self.stream.check()
         if self.calibrator.weights == "uniform":
-            self._gather_energies()
+            self._gather_gradient_energies()
         answers = [entry for entry in self.team.gather((first_task, streams)) if entry[0]]
         return min(answers, key=lambda entry: entry[0])[1] or {}
 
-    def _run_expert(
+    def _run_expert_on_batch(
         self,
         layer: Layer,
         expert: Parameters,
@@ -416,7 +426,7 @@ class _StepWalk(CalibrationWalk):
         *,
         stops: bool,
     ) -> State:
-        """Run the expert's layer on a batch; cache the outputs of its sites and add the weights of their rows."""
+        """Run the expert's layer on a batch; cache its sites' outputs and append their row weights."""
         state = batch.get(EXPERT)
         tapped = {*streams.values()} - {ENTERED}
         seen, left = self.context.expert_features.rows_and_output(
@@ -424,7 +434,7 @@ class _StepWalk(CalibrationWalk):
         )
         for group, rows in zip(self.groups[layer.index], counts, strict=True):
             y = seen.outputs[group.names[0]]
-            rows.append(_row_counts(self.pool.chain, layer, group.sites[0], y, state, seen.side))
+            rows.append(_row_weights_or_ones(self.pool.chain, layer, group.sites[0], y, state, seen.side))
         targets = dict(seen.outputs)
         if (
             (routes := seen.side.routes) is not None
@@ -434,11 +444,11 @@ class _StepWalk(CalibrationWalk):
             targets |= {_CHOSEN: routes.chosen, _GATES: routes.gates}
             self.chosen[batch] = Routes(routes.chosen.cpu())
         for name, stream in streams.items():
-            targets[name] = targets[name] + stream_of(layer, stream, state, seen.inputs)
+            targets[name] = targets[name] + residual_stream(layer, stream, state, seen.inputs)
         batch.put(_WANTED, targets)
         return left
 
-    def _sums(
+    def _group_moment_sums(
         self,
         layer: Layer,
         student: Parameters,
@@ -448,7 +458,7 @@ class _StepWalk(CalibrationWalk):
         streams: Mapping[str, str],
     ) -> _Sums:
         """Return the sums of one group in the main process, which adds those of the tasks in their order."""
-        merged_map = _affine(merged, group)
+        merged_map = _weight_with_bias_column(merged, group)
         outputs, inputs = merged_map.shape
         # Few products of float32 rows are summed, so float64 sums would be no more accurate.
         dtype = torch.promote_types(merged_map.dtype, torch.float32)
@@ -457,14 +467,14 @@ class _StepWalk(CalibrationWalk):
         sums = _Sums([JointSums(new_gram(), outputs) for _ in range(num_folds)], {}, {}, {}, [0] * num_folds)
         for task, owner in self.owners.items():
             summed = partial(
-                self._task_sums, layer, student, merged_map, number, group, streams, task, new_gram
+                self._task_moment_sums, layer, student, merged_map, number, group, streams, task, new_gram
             )
             task_sums = self.team.run_on(owner, summed)
             if task_sums is not None:
                 sums.add(task_sums)
         return sums
 
-    def _task_sums(
+    def _task_moment_sums(
         self,
         layer: Layer,
         student: Parameters,
@@ -488,16 +498,18 @@ class _StepWalk(CalibrationWalk):
         # Tasks whose final features react strongly to this site weigh more.
         factor = max(weighted.energy / energy, _LEAST) if energy > 0 else 1.0
         names = [name for name in layer.parameters if name.rpartition(".")[0] in group.names]
-        expert_map = _affine(self.pool.parameters(expert_of(task), layer, names), group)
+        expert_map = _weight_with_bias_column(self.pool.parameters(expert_of(task), layer, names), group)
         # One product with both maps instead of two.
         maps = torch.cat([expert_map - merged_map, expert_map])
         sums = _Sums(folds, {}, {}, {task: factor}, [0] * len(folds))
         task_sums: list[JointSums] = []
         if self.calibrator.mu:
-            metric = self._metric(task, key, merged_map.to(product.device, product.dtype))
+            metric = self._output_metric(task, key, merged_map.to(product.device, product.dtype))
             task_sums = [JointSums(new_gram(), outputs)]
             sums.tasks[task] = metric, task_sums[0]
-        for x, outputs_y1, root, sizes in self._by_fold(layer, student, group, streams, task, weighted):
+        for x, outputs_y1, root, sizes in self._rows_sorted_by_fold(
+            layer, student, group, streams, task, weighted
+        ):
             root = root * factor**0.5
             x, outputs_y1 = x * root, outputs_y1 * root
             # Local and upstream targets side by side, [T, 2 o]: (W - W_m) x, and the wanted output less W x.
@@ -519,7 +531,7 @@ class _StepWalk(CalibrationWalk):
         sums.norms[task] = torch.linalg.matrix_norm(task_gram.full()[:width, :width]) / factor
         return sums
 
-    def _by_fold(
+    def _rows_sorted_by_fold(
         self,
         layer: Layer,
         student: Parameters,
@@ -534,7 +546,7 @@ class _StepWalk(CalibrationWalk):
         batches = zip(self.stream.batches(layer, task), weighted.rows, strict=True)
         for number, (batch, count) in enumerate(batches, start=1):
             of_samples = [fold_of[digest] for digest in batch.originals]
-            x, targets, tokens = self._rows(layer, student, group, streams, batch)
+            x, targets, tokens = self._site_inputs_and_targets(layer, student, group, streams, batch)
             # On the CPU, so that counting rows per fold doesn't synchronize with the device.
             fold = torch.tensor(of_samples)
             if tokens is None:
@@ -550,7 +562,7 @@ class _StepWalk(CalibrationWalk):
                 yield x, targets, root, fold.bincount(minlength=self.calibrator.num_folds).tolist()
                 chunk = []
 
-    def _rows(
+    def _site_inputs_and_targets(
         self,
         layer: Layer,
         student: Parameters,
@@ -572,16 +584,18 @@ class _StepWalk(CalibrationWalk):
         if expert is not None:
             tokens = len(goals[_CHOSEN]), self.chosen[batch].tokens(expert, len(x))
         targets = [
-            goals[name] - stream_of(layer, added[name], state, seen.inputs) if name in added else goals[name]
+            goals[name] - residual_stream(layer, added[name], state, seen.inputs)
+            if name in added
+            else goals[name]
             for name in group.names
         ]
         if group.has_bias:
             x = torch.cat([x, x.new_full((len(x), 1), BIAS_INPUT)], dim=1)
         return x, torch.cat([y.reshape(len(x), y.shape[-1]) for y in targets], dim=1), tokens
 
-    def _metric(self, task: str, key: _Key, like: Tensor) -> Tensor:
+    def _output_metric(self, task: str, key: _Key, like: Tensor) -> Tensor:
         # Read once, then dropped: the moments of all layers may be larger than the model.
-        first_batch, name = self.stream.cached[task][0], _moment_name(key)
+        first_batch, name = self.stream.cached[task][0], _gradient_moment_name(key)
         moment, mu = first_batch.get(name)["moment"].to(like), self.calibrator.mu
         first_batch.drop(name)
         eye = torch.eye(len(moment), dtype=like.dtype, device=like.device)
@@ -589,9 +603,8 @@ class _StepWalk(CalibrationWalk):
         return (1 - mu) * eye + mu * (len(moment) * moment / trace if trace > 0 else eye)
 
 
-def _affine(parameters: Parameters, group: _Group) -> Tensor:
-    """Return the stacked weights, with biases as a column for the constant input."""
-    weight = stacked(parameters, group.sites)
+def _weight_with_bias_column(parameters: Parameters, group: _Group) -> Tensor:
+    weight = stacked_weights(parameters, group.sites)
     if not group.has_bias:
         return weight
     # Divided by the constant input, so that the product adds the bias itself.
@@ -608,11 +621,10 @@ class _Group:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the sites."""
         return tuple(site.name for site in self.sites)
 
 
-def groups_of(layer: Layer, names: Collection[str]) -> list[_Group]:
+def linear_site_groups(layer: Layer, names: Collection[str]) -> list[_Group]:
     """Return the named linear sites of a layer in forward order, grouped by the rows that they read."""
     groups: dict[tuple[str, str, bool], list[Site]] = {}
     for site in layer.sites:
@@ -641,9 +653,9 @@ class _GradientSums:
 
     def weighted(self) -> _TokenWeights:
         """Return weights by the root of energy over the task's mean; the counts alone if there is no energy."""
-        counted = _total([count.sum() for count in self.counts])
+        counted = _sum_as_float([count.sum() for count in self.counts])
         energies = self.energies or []
-        energy = _total([count @ e for count, e in zip(self.counts, energies, strict=bool(energies))])
+        energy = _sum_as_float([count @ e for count, e in zip(self.counts, energies, strict=bool(energies))])
         energy /= max(counted, 1e-300)
         rows = list(self.counts)
         if energies and energy > 0:
@@ -651,11 +663,11 @@ class _GradientSums:
                 count * ((e / energy).clamp_min(_LEAST_ENERGY).sqrt() + _FLOOR)
                 for count, e in zip(self.counts, energies, strict=True)
             ]
-        size = max(_total([near_float64(row).sum(dtype=torch.float64) for row in rows]), 1e-300)
-        return _TokenWeights([row / size for row in rows], _total(self.traces), energy)
+        size = max(_sum_as_float([near_float64(row).sum(dtype=torch.float64) for row in rows]), 1e-300)
+        return _TokenWeights([row / size for row in rows], _sum_as_float(self.traces), energy)
 
 
-def _total(numbers: Sequence[Tensor]) -> float:
+def _sum_as_float(numbers: Sequence[Tensor]) -> float:
     return float(sum(torch.stack([*numbers]).tolist())) if numbers else 0.0
 
 
@@ -663,23 +675,22 @@ def _total(numbers: Sequence[Tensor]) -> float:
 _Key = tuple[int, int]
 
 
-def _row_counts(
+def _row_weights_or_ones(
     chain: LayerChain, layer: Layer, site: Site, y: Tensor, state: State, side: SideInputs
 ) -> Tensor:
-    """Return the weight of each row of a site's output by its rule and mask, [T]."""
+    """Return the weight of each row of a site's output, [T]; 1 without a rule or mask."""
     weights = row_weights(chain, layer, site, y, state, side)
     return y.new_ones(y.shape[:-1].numel()) if weights is None else weights
 
 
-def _moment_name(key: _Key) -> str:
-    """Return the cache name of the second moment of a group's gradients, [o, o]."""
+def _gradient_moment_name(key: _Key) -> str:
     return f"moment-{key[0]}-{key[1]}"
 
 
-def _together(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors into one piece of memory, so that small ones kept per batch don't fragment it."""
+def _copy_to_one_buffer(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors into one buffer, so that small tensors per batch don't fragment memory."""
     return [*torch.cat([*parts]).split_with_sizes([len(part) for part in parts])] if parts else []
 
 
-def _recorded(boundary: int) -> str:
+def _expert_features_name(boundary: int) -> str:
     return f"passed-{boundary}"

@@ -47,7 +47,7 @@ def site_groups(layer: Layer) -> dict[str, str]:
     awaited = ""
     for _, run in itertools.groupby(linear, key=lambda site: site.input):
         names = sorted(site.name for site in run)
-        lettered = {name: letter for name in names if (letter := _letter(name))}
+        lettered = {name: letter for name in names if (letter := _attention_projection_role(name))}
         rest = [name for name in names if name not in lettered]
         # Two modules on one input before the activation are a gated MLP.
         wide = ("gate", "up") if len(rest) == 2 else ("up",) * len(rest)
@@ -62,7 +62,7 @@ def parameter_groups(layer: Layer) -> dict[str, str]:
     return {name: group_of.get(name.rpartition(".")[0], usual) for name in layer.parameters}
 
 
-def _letter(name: str) -> str:
+def _attention_projection_role(name: str) -> str:
     leaf = name.rpartition(".")[2].lower()
     letters = {_LETTERS[word] for word in leaf.split("_") if word in _LETTERS}
     return "qkv" if "qkv" in leaf or len(letters) > 1 else next(iter(letters), "")
@@ -93,7 +93,9 @@ def select_sites(
     for pattern in sites or ():
         if pattern not in there:
             groups = ", ".join(group for group in GROUPS if group in there)
-            _matching("site", pattern, paths, f"Use patterns such as `*.mlp.*`, or one of {groups}.")
+            _positions_matching_glob(
+                "site", pattern, paths, f"Use patterns such as `*.mlp.*`, or one of {groups}."
+            )
     selected = [*chain.layers]
     if layers is not None:
         indices = select_layers([layer.path for layer in chain.layers], layers)
@@ -105,7 +107,11 @@ def select_sites(
             path = site_path(layer, site)
             # Tied sites are skipped silently unless a pattern names them.
             is_left_out = sites is None and path in tied
-            if is_left_out or not _is_updated(site, update) or not _is_meant(layer, site, path, sites):
+            if (
+                is_left_out
+                or not _has_updated_parameters(site, update)
+                or not _is_site_selected(layer, site, path, sites)
+            ):
                 continue
             if site.runs > 1:
                 raise IncompatibleModelsError(
@@ -180,11 +186,11 @@ def coverage(
                 left[layer.no_sites[name][1] if name in layer.no_sites else label] += size
     of_blocks, of_all = solved[True] / max(1, total[True]), solved.total() / total.total()
     most = left.most_common(_MOST_NAMED)
-    shown = [f"{label} ({_percent(size / total[True])})" for label, size in most]
+    shown = [f"{label} ({_format_percentage(size / total[True])})" for label, size in most]
     shown += [f"{len(left) - len(most)} more"] if len(left) > len(most) else []
-    text = f"{sum(map(len, sites.values()))} sites hold {_percent(of_blocks)} of the blocks' parameters"
+    text = f"{sum(map(len, sites.values()))} sites hold {_format_percentage(of_blocks)} of the blocks' parameters"
     alone = f"; left alone: {', '.join(shown)}" if shown else ""
-    return of_blocks, f"{text} and {_percent(of_all)} of all layers'{alone}"
+    return of_blocks, f"{text} and {_format_percentage(of_all)} of all layers'{alone}"
 
 
 # Parameter of a linear module -> its kind in a calibrator's `update`.
@@ -193,15 +199,15 @@ _KINDS = {"weight": "linear", "bias": "bias"}
 _MOST_NAMED = 5
 
 
-def _percent(share: float) -> str:
-    """Format a share without rounding a remainder or a trace away."""
+def _format_percentage(share: float) -> str:
+    """Format a share; a nonzero remainder or share is never rounded away."""
     text = f"{100 * share:.1f} %"
     if text == "100.0 %" and share < 1:
         return "over 99.9 %"
     return "under 0.1 %" if text == "0.0 %" and share else text
 
 
-def _matching(kind: str, pattern: str, paths: Sequence[str], hint: str) -> list[int]:
+def _positions_matching_glob(kind: str, pattern: str, paths: Sequence[str], hint: str) -> list[int]:
     """Return the positions of the paths that match a glob; raise with the nearest paths if none does."""
     positions = [position for position, path in enumerate(paths) if fnmatchcase(path, pattern)]
     if not positions:
@@ -225,16 +231,16 @@ def updated_sites(
     updated = {}
     for index, names in sites.items():
         by_name = {site.name: site for site in chain.layers[index - 1].sites}
-        if solved := tuple(name for name in names if _is_updated(by_name[name], update)):
+        if solved := tuple(name for name in names if _has_updated_parameters(by_name[name], update)):
             updated[index] = solved
     return updated
 
 
-def _is_updated(site: Site, update: Collection[str]) -> bool:
+def _has_updated_parameters(site: Site, update: Collection[str]) -> bool:
     return "norm" in update if site.kind != "linear" else not {"linear", "bias"}.isdisjoint(update)
 
 
-def _is_meant(layer: Layer, site: Site, path: str, sites: Sequence[str] | None) -> bool:
+def _is_site_selected(layer: Layer, site: Site, path: str, sites: Sequence[str] | None) -> bool:
     if sites is None:
         return layer.role == "block" and not site.only_named
     group = site_groups(layer).get(site.name, "")
@@ -293,15 +299,15 @@ def rows_and_output(
         side = side.along(Routes())
     rows_seen = SiteRows(side)
 
-    def _stop_after_all() -> None:
+    def _stop_after_last_site() -> None:
         if stops and len(rows_seen.inputs) == len(inputs) and len(rows_seen.outputs) == len(outputs):
             raise _SeenAll
 
-    def hear(site: str, y: Tensor) -> None:
+    def record_output(site: str, y: Tensor) -> None:
         rows_seen.outputs[site] = y
-        _stop_after_all()
+        _stop_after_last_site()
 
-    def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
+    def record_input(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
         if site in rows_seen.inputs or site in rows_seen.outputs:
             raise IncompatibleModelsError(
                 f"{layer.path} runs its module {site!r} twice; expected one input to calibrate on",
@@ -309,14 +315,14 @@ def rows_and_output(
             )
         if site in inputs:
             rows_seen.inputs[site] = x
-            _stop_after_all()
-        return partial(hear, site) if site in outputs else None
+            _stop_after_last_site()
+        return partial(record_output, site) if site in outputs else None
 
     out: State = {}
     with contextlib.suppress(_SeenAll):
-        _stop_after_all()
+        _stop_after_last_site()
         # Without requested sites, taps would only cost time.
-        out = layer.call(parameters, state, side, tap if inputs or outputs else None)
+        out = layer.call(parameters, state, side, record_input if inputs or outputs else None)
     for rows, names, axis in ((rows_seen.inputs, inputs, 1), (rows_seen.outputs, outputs, 0)):
         for name in experts.intersection(names).difference(rows):
             # No token was routed to this expert.
@@ -391,13 +397,13 @@ def require_rule(chain: LayerChain, rule: str) -> None:
         )
 
 
-def stacked(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
+def stacked_weights(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
     """Return the weights of some sites, stacked, [O, k]; not a copy for one site."""
     weights = [parameters[f"{site.name}.weight"] for site in sites]
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
-def added_to(
+def find_residual_streams(
     layer: Layer, parameters: Parameters, state: State, side: SideInputs, names: Collection[str]
 ) -> dict[str, str]:
     """Find the residual stream of sites: the module whose input h their output y is added to, `""` for the layer's.
@@ -418,13 +424,13 @@ def added_to(
     # Outputs of a mixture's experts are gated and scattered, never added directly.
     experts = {site.name for site in layer.sites if site.expert is not None}
 
-    def tap(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
+    def record_input_and_output(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
         if site in experts:
             return None
         inputs[site] = x
         return (lambda y: outputs.__setitem__(site, (y, len(inputs)))) if site in names else None
 
-    out = layer.call(parameters, state, side, tap)
+    out = layer.call(parameters, state, side, record_input_and_output)
     sums = [*inputs.values(), out[layer.stream]]
     entered = {ENTERED: state[layer.stream]} if layer.stream in state else {}
     # The first sample is enough. It is compared on the host: each pair would synchronize with the device.
@@ -435,13 +441,13 @@ def added_to(
     for site, (y, before) in outputs.items():
         for name, h in (entered | inputs).items():
             alike = [z for z in sums[before:] if z.shape == y.shape == h.shape]
-            if any(_is_sum(few[id(z)], few[id(h)], few[id(y)]) for z in alike):
+            if any(_is_residual_sum(few[id(z)], few[id(h)], few[id(y)]) for z in alike):
                 streams[site] = name
                 break
     return streams
 
 
-def stream_of(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tensor]) -> Tensor:
+def residual_stream(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tensor]) -> Tensor:
     """Return the residual stream called `name` by `added_to`.
 
     Args:
@@ -453,7 +459,7 @@ def stream_of(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tens
     return entered[layer.stream] if name == ENTERED else inputs[name]
 
 
-def _is_sum(z: Tensor, h: Tensor, y: Tensor) -> bool:
+def _is_residual_sum(z: Tensor, h: Tensor, y: Tensor) -> bool:
     """Return True if z = h + y outside padding, and y is not zero."""
     # Some libraries set padded rows of the sum to zero.
     real = (z != 0).any(dim=-1)
@@ -471,11 +477,11 @@ def select_layers(paths: Sequence[str], pattern: str | int | Sequence[str | int]
     # Stem and head are the ends of every drift curve.
     chosen = {1, len(paths)}
     for part in patterns:
-        chosen.update(_matches(paths, part))
+        chosen.update(_matching_layer_indices(paths, part))
     return sorted(chosen)
 
 
-def _matches(paths: Sequence[str], pattern: str | int) -> list[int]:
+def _matching_layer_indices(paths: Sequence[str], pattern: str | int) -> list[int]:
     count = len(paths)
     if isinstance(pattern, int):
         if not 1 <= pattern <= count:
@@ -489,4 +495,4 @@ def _matches(paths: Sequence[str], pattern: str | int) -> list[int]:
     if pattern == "final":
         return [count]
     hint = f"Use `blocks`, a pattern such as `{paths[count // 2][:-1]}*`, or layer numbers."
-    return [position + 1 for position in _matching("layer", pattern, paths, hint)]
+    return [position + 1 for position in _positions_matching_glob("layer", pattern, paths, hint)]

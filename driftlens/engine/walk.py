@@ -68,17 +68,17 @@ class FeatureStream:
 
     def batches(self, layer: Layer, task: str) -> Iterator[CachedBatch]:
         """Yield the batches of a task before the layer."""
-        for batch in self.cached[task] if task in self.cached else self._read(task):
+        for batch in self.cached[task] if task in self.cached else self._read_and_cache_batches(task):
             self.on_step(layer.index, task)
             yield batch
 
-    def _read(self, task: str) -> Iterator[CachedBatch]:
+    def _read_and_cache_batches(self, task: str) -> Iterator[CachedBatch]:
         """Yield the batches of a task at boundary 0, and cache them for the next layers."""
         batches: list[CachedBatch] = []
         name = f"{self.file_prefix}{list(self.parts).index(task)}"
         for number, batch in enumerate(self.parts[task].batches()):
             # The pool computes boundary 0 once: it is the same for all models.
-            state, side = self.pool.begun(batch.inputs)
+            state, side = self.pool.initial_state(batch.inputs)
             cached = CachedBatch(self.store, task, f"{name}-{number}", side, batch.start, batch.stop)
             if self.hashes:
                 cached.digests, cached.originals = batch.digests, batch.copied or batch.digests
@@ -191,7 +191,7 @@ class FeatureStore:
         devices = {key: value.device for key, value in state.items()}
         num_bytes = sum(value.nbytes for value in state.values())
         if self.folder is not None and self._held + num_bytes > self.budget:
-            return _CachedState(self._write(self.folder, f"{name}.safetensors", state), devices, 0)
+            return _CachedState(self._write_state_file(self.folder, f"{name}.safetensors", state), devices, 0)
         self._held += num_bytes
         if self._room is None:
             free = [memory(device) for device in {*devices.values()} if device.type != "cpu"]
@@ -214,7 +214,7 @@ class FeatureStore:
             cached.state.unlink(missing_ok=True)
             self._files.discard(cached.state)
 
-    def _write(self, folder: Path, name: str, state: State) -> Path:
+    def _write_state_file(self, folder: Path, name: str, state: State) -> Path:
         from safetensors.torch import save_file
 
         if not folder.exists():
@@ -344,11 +344,15 @@ def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
     """
     split = decompose(view)
 
-    def pool_of(state: State) -> Tensor:
+    def pooled_vectors(state: State) -> Tensor:
         return view.layer.vectors(state, view.side, pool)
 
-    mismatch, propagation = pool_of(split.local_mismatch), pool_of(split.propagation)
-    expert, merged, drift = pool_of(view.expert_out), pool_of(view.merged_out), pool_of(split.drift)
+    mismatch, propagation = pooled_vectors(split.local_mismatch), pooled_vectors(split.propagation)
+    expert, merged, drift = (
+        pooled_vectors(view.expert_out),
+        pooled_vectors(view.merged_out),
+        pooled_vectors(split.drift),
+    )
     # Products of features may leave float32's range, so they are taken in this unit.
     unit = binade(torch.maximum(mismatch.abs(), propagation.abs()).amax(dim=1))
     columns = {
@@ -366,7 +370,7 @@ def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
     drift_in = subtract(view.merged_in, view.expert_in)
     columns["state_in"] = norm(drift_in) if drift_in else torch.zeros_like(columns["drift_l2"])
     if changed := view.rerouted("expert"):
-        elsewhere, c = view.routes["merged"].changed(view.routes["expert"]), pool_of(changed)
+        elsewhere, c = view.routes["merged"].changed(view.routes["expert"]), pooled_vectors(changed)
         mask = view.side.mask(view.layer.stream)
         real = elsewhere.new_ones(elsewhere.shape) if mask is None else mask.reshape(-1).bool()
         by_sample = (part.reshape(len(c), -1).sum(dim=1).to(c) for part in (elsewhere & real, real))
@@ -374,7 +378,7 @@ def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
         columns["rerouted_l2"] = lengths(c)
         columns["rerouted_along"] = (c / unit[:, None] * (drift / unit[:, None])).sum(dim=1)
     if view.layer.is_residual:
-        columns["residual_l2"] = lengths(propagation - pool_of(drift_in))
+        columns["residual_l2"] = lengths(propagation - pooled_vectors(drift_in))
     return columns
 
 
@@ -447,14 +451,14 @@ def walk(
         maps.clear()  # or two layers would be in memory
 
 
-def _layer_states(
+def _states_by_layer(
     pool: ModelPool,
     model: str,
     batches: Iterable[Batch],
     *,
     task: str = "",
 ) -> Iterator[tuple[Layer, list[tuple[int, State, SideInputs]]]]:
-    """Run one model forward, one layer at a time; yield it with (first sample, state, side inputs) of every batch."""
+    """Run one model layer by layer; yield each layer with (first sample, state, side inputs) of every batch."""
     stream = FeatureStream(pool, {task: InMemoryBatches(lambda: batches)}, [model])
 
     for layer in pool.chain.layers:
@@ -483,7 +487,7 @@ def forward(
         task: the task of the attachment.
         pooling: the pooling to one vector per sample; None returns features as they are.
     """
-    for layer, states in _layer_states(pool, model, batches, task=task):
+    for layer, states in _states_by_layer(pool, model, batches, task=task):
         if layer.role == "head":
             for start, state, side in states:
                 yield start, state[layer.stream] if pooling is None else layer.vectors(state, side, pooling)
@@ -498,7 +502,7 @@ def waiting_bytes(pool: ModelPool, model: str, inputs: object, num_models: int =
         inputs: raw inputs of one sample.
         num_models: the number of models whose features are cached.
     """
-    state, side = pool.begun(inputs)
+    state, side = pool.initial_state(inputs)
     stem = pool.chain.layers[0]
     out = pool.layer_map(model, stem, "")(state, side)
     return num_models * sum(leaf.nbytes // len(leaf) for leaf in out.values()) + side.nbytes
@@ -528,12 +532,14 @@ def capture(
         chain, module, sources, device=parameter.device, dtype=parameter.dtype, modules={"model": module}
     )
     how = pool or chain.modality.pool
-    for layer, states in _layer_states(models, "model", _numbered(itertools.chain([example], batches))):
+    for layer, states in _states_by_layer(
+        models, "model", _batches_with_positions(itertools.chain([example], batches))
+    ):
         vectors = [layer.vectors(state, side, how) for _, state, side in states]
         yield layer, torch.cat(vectors)
 
 
-def _numbered(inputs: Iterable[Any]) -> Iterator[Batch]:
+def _batches_with_positions(inputs: Iterable[Any]) -> Iterator[Batch]:
     start = 0
     for batch in inputs:
         # All inputs of a batch have one row per sample, so any of them counts the samples.
@@ -596,7 +602,7 @@ class LibraryDrift:
         )
         # The library returned the states after layers 1..L.
         theirs = self._drift[variant][layer.index - 1]
-        error, limit, is_off = _gap(subtract(merged, expert), theirs, expert, self._dtype)
+        error, limit, is_off = _closure_error_and_limit(subtract(merged, expert), theirs, expert, self._dtype)
         self.error[variant, layer.index] = error
         if is_off:
             raise NumericsError(
@@ -613,8 +619,10 @@ class LibraryDrift:
             )
 
 
-def _gap(ours: State, theirs: State, features: State, dtype: str) -> tuple[float, float, bool]:
-    """Return the relative difference of two computations of one drift, its limit, and True if it is no rounding."""
+def _closure_error_and_limit(
+    ours: State, theirs: State, features: State, dtype: str
+) -> tuple[float, float, bool]:
+    """Return the relative closure error of a drift, its limit, and True if it is not rounding."""
     sizes = torch.stack([norm(state).sum() for state in (ours, subtract(ours, theirs), features)])
     size, apart, scale = sizes.tolist()
     # Without drift a relative error is undefined, which tables show as missing.
@@ -646,7 +654,7 @@ def check_closure(
         library = LibraryDrift(pool, task, variants, of_task, budget, most)
         models = expert_of(task), *variants
         # Lazy passes advance together, so that one layer of each model is in memory.
-        passes = (_layer_states(pool, model, [library.batch], task=task) for model in models)
+        passes = (_states_by_layer(pool, model, [library.batch], task=task) for model in models)
         for (layer, [(_, expert, _)]), *of_variants in zip(*passes, strict=True):
             for variant, (_, [(_, state, _)]) in zip(variants, of_variants, strict=True):
                 library.compare(layer, variant, state, expert)

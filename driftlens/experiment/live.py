@@ -69,54 +69,57 @@ class _LiveModels:
 
 def open_live(built: Modules, settings: LiveSettings) -> _LiveModels:
     """Open live modules and sample their data. Modules run in eval mode and are not changed."""
-    merged, modules = built.merged, _by_variant(built)
+    merged, modules = built.merged, _modules_by_variant(built)
     stated = {**{task: {} for task in built.experts or {}}, **(settings.texts or {})}
-    _require_alike(built, {"data": built.data, "calibration data": built.calibration, "texts": stated})
+    _require_matching_modules(
+        built, {"data": built.data, "calibration data": built.calibration, "texts": stated}
+    )
     place = next(merged.parameters()).device if built.device is None else resolve_device(built.device)
     head_of = {
         task: linear_head(module_source(head, "head"), None) if isinstance(head, nn.Linear) else head
         for task, head in (built.heads or {}).items()
     }
-    reads = _preprocess(merged, settings.tokenizer)
+    reads = _preprocess_of_module(merged, settings.tokenizer)
     if settings.texts and reads.texts is None:
         raise SpecError("texts= is given without tokenizer=", hint="Give the models' tokenizer.")
-    tasks = _tasks(built, head_of, settings) if reads.texts is None else {}
+    tasks = _sample_tensor_tasks(built, head_of, settings) if reads.texts is None else {}
 
     floats = (parameter.dtype for parameter in merged.parameters() if parameter.is_floating_point())
     # Use the widest dtype, at least float32.
     dtype = functools.reduce(torch.promote_types, floats, torch.float32)
     require_dtype(place, dtype)
-    skeleton = _in_dtype(merged, dtype, place)
+    skeleton = _module_in_dtype(merged, dtype, place)
     example = (
         reads.example() if reads.texts is not None else next(tasks[min(tasks)].diagnosis.batches()).inputs
     )
     example = on_device(example, place, dtype)
-    chain, lm = _chain(skeleton, example, reads, settings)
+    chain, lm = _layer_chain_and_head(skeleton, example, reads, settings)
     pooling = settings.pool or chain.modality.pool
-    marks = _marks(head_of, skeleton, chain, example, pooling)
+    marks = _head_fingerprints(head_of, skeleton, chain, example, pooling)
     weights = {key: module_source(module, key) for key, module in modules.items()}
-    in_place = {key: module for key, module in modules.items() if _is_in(module, dtype, place)}
+    in_place = {key: module for key, module in modules.items() if _has_dtype_and_device(module, dtype, place)}
     models = ModelPool(chain, skeleton, weights, device=place, dtype=dtype, modules=in_place)
     # The pool has checked that all shapes agree.
     if chain.require_shared is not None:
-        chain.require_shared(((key, _in_dtype(module, dtype)) for key, module in modules.items()), example)
+        chain.require_shared(
+            ((key, _module_in_dtype(module, dtype)) for key, module in modules.items()), example
+        )
 
     if reads.texts is not None:
-        tasks = _text_tasks(built, stated, head_of, models, lm, reads.texts, settings)
+        tasks = _sample_text_tasks(built, stated, head_of, models, lm, reads.texts, settings)
     return _LiveModels(
-        models, tasks, pooling, reads, marks, tuple(_notices(tasks, merged, settings.mask, chain))
+        models, tasks, pooling, reads, marks, tuple(_live_notices(tasks, merged, settings.mask, chain))
     )
 
 
-def _by_variant(built: Modules) -> dict[str, nn.Module]:
-    """Return all models by their names in tables."""
+def _modules_by_variant(built: Modules) -> dict[str, nn.Module]:
     models = {} if built.base is None else {"base": built.base}
     models |= {expert_of(task): expert for task, expert in sorted((built.experts or {}).items())}
     models |= {"merged": built.merged}
     return models | {baseline(name): model for name, model in (built.baselines or {}).items()}
 
 
-def _marks(
+def _head_fingerprints(
     head_of: Mapping[str, ScoreMap],
     skeleton: nn.Module,
     chain: LayerChain,
@@ -143,7 +146,7 @@ def _marks(
     return marks
 
 
-def _chain(
+def _layer_chain_and_head(
     module: Any, example: Any, reads: Preprocess, settings: LiveSettings
 ) -> tuple[LayerChain, LmScores | None]:
     """Split the module into layers; of a decoder also return its head."""
@@ -157,7 +160,7 @@ def _chain(
     return sequential_chain(module, example, blocks=settings.blocks, mask=settings.mask), None
 
 
-def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
+def _preprocess_of_module(module: Any, tokenizer: Any) -> Preprocess:
     """Return the text preprocessing of a live model of transformers; refuse generators of other families."""
     if tokenizer is None:
         return Preprocess("by the caller", list)
@@ -180,8 +183,9 @@ def _preprocess(module: Any, tokenizer: Any) -> Preprocess:
     return text_preprocess(copy.deepcopy(tokenizer), config, stated, form, type(module).__name__)
 
 
-def _tasks(built: Modules, head_of: Mapping[str, ScoreMap], settings: LiveSettings) -> dict[str, TaskSamples]:
-    """Sample tasks that are given as tensors."""
+def _sample_tensor_tasks(
+    built: Modules, head_of: Mapping[str, ScoreMap], settings: LiveSettings
+) -> dict[str, TaskSamples]:
     tasks = {}
     drawn: dict[str, Any] = {"seed": settings.seed, "batch_size": settings.batch_size}
     for task, source in sorted((built.data or {}).items()):
@@ -198,7 +202,7 @@ def _tasks(built: Modules, head_of: Mapping[str, ScoreMap], settings: LiveSettin
     return tasks
 
 
-def _text_tasks(
+def _sample_text_tasks(
     built: Modules,
     stated: Mapping[str, Mapping[str, Any]],
     head_of: Mapping[str, ScoreMap],
@@ -229,12 +233,12 @@ def _text_tasks(
     return tasks
 
 
-def _in_dtype(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> nn.Module:
+def _module_in_dtype(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> nn.Module:
     """Return the module, or a copy where a parameter has another floating dtype or device."""
-    return module if _is_in(module, dtype, device) else copy.deepcopy(module).to(device, dtype)
+    return module if _has_dtype_and_device(module, dtype, device) else copy.deepcopy(module).to(device, dtype)
 
 
-def _is_in(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> bool:
+def _has_dtype_and_device(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> bool:
     return all(
         parameter.dtype == dtype and parameter.device == (device or parameter.device)
         for parameter in module.parameters()
@@ -242,7 +246,7 @@ def _is_in(module: nn.Module, dtype: torch.dtype, device: torch.device | None = 
     )
 
 
-def _notices(
+def _live_notices(
     tasks: Mapping[str, TaskSamples], module: nn.Module, mask: Mask, chain: LayerChain
 ) -> Iterator[str]:
     for data in tasks.values():
@@ -262,7 +266,7 @@ def _notices(
         yield "accuracy is measured on the diagnosis samples"
 
 
-def _require_alike(built: Modules, by_task: Mapping[str, Mapping[str, Any] | None]) -> None:
+def _require_matching_modules(built: Modules, by_task: Mapping[str, Mapping[str, Any] | None]) -> None:
     """Refuse tasks without experts, experts without tasks, and modules of different classes."""
     experts = set(built.experts or ())
     for label, entries in by_task.items():
@@ -276,7 +280,7 @@ def _require_alike(built: Modules, by_task: Mapping[str, Mapping[str, Any] | Non
             f"experts are given for {sorted(experts)}, heads for {unknown} too",
             hint="Name heads like their experts; they are optional.",
         )
-    modules = _by_variant(built)
+    modules = _modules_by_variant(built)
     if len({type(module) for module in modules.values()}) > 1:
         listed = ", ".join(f"{name} is a {type(module).__name__}" for name, module in modules.items())
         raise IncompatibleModelsError(

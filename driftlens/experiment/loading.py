@@ -133,7 +133,7 @@ def study_of(
     if (lm := models.architecture.lm) is not None:
         own = {task: lm_head(opened, models.sources[expert_of(task)], lm) for task, opened in data.items()}
         heads = {**own, **heads}
-    settings = settings_of(spec, pool.chain, heads)
+    settings = analysis_settings(spec, pool.chain, heads)
     return Study(
         name=spec.name,
         pool=pool,
@@ -144,7 +144,7 @@ def study_of(
         },
         settings=settings,
         seed=spec.data.defaults.seed,
-        notices=tuple(dict.fromkeys(_notices(spec, models, data, heads))),
+        notices=tuple(dict.fromkeys(_study_notices(spec, models, data, heads))),
         provenance=models.origins,
         architecture={
             **models.architecture.described,
@@ -187,8 +187,8 @@ def open_models(
     reads_texts = shared.lm is not None or (preprocess is not None and preprocess.texts is not None)
     rows, home = vocabulary_keys(shared.skeleton) if reads_texts else {}, library_folder(shared.source)
 
-    def _open(name: str) -> StateSource:
-        stored[name] = _opened(origins[name], shared, stored.get("base"), access)
+    def _open_model(name: str) -> StateSource:
+        stored[name] = _open_model_or_adapter(origins[name], shared, stored.get("base"), access)
         source = shared.align(stored[name], fallback=sources.get("base"))
         if not reads_texts:
             return source
@@ -209,15 +209,15 @@ def open_models(
         return source
 
     for name in origins:
-        if (source := attempt(name, partial(_open, name))) is not None:
+        if (source := attempt(name, partial(_open_model, name))) is not None:
             sources[name] = source
     sound = {name: stored[name] for name in sources}
     places = {name: origins[name] for name in sources}
-    form, texts = _with_a_head(shared, sound, sources), tuple(filter(None, notices))
+    form, texts = _headers_with_separate_head(shared, sound, sources), tuple(filter(None, notices))
     return OpenModels(shared, sound, sources, places, form, texts)
 
 
-def _with_a_head(
+def _headers_with_separate_head(
     architecture: Architecture, stored: Mapping[str, StateSource], sources: Mapping[str, StateSource]
 ) -> StateSource | None:
     """Return headers with a separate head if only the merged model has one; None elsewhere."""
@@ -232,7 +232,9 @@ def _with_a_head(
     return Composed(base.name, parts)
 
 
-def _opened(place: str, architecture: Architecture, base: StateSource | None, access: Access) -> StateSource:
+def _open_model_or_adapter(
+    place: str, architecture: Architecture, base: StateSource | None, access: Access
+) -> StateSource:
     """Open a model under its own key names; adapters are added to `base`, or to the model of `MODEL+ADAPTER`."""
     model, _, adapter = place.partition("+")
     parts = [model, adapter] if model and adapter and not expanded(place).exists() else [place]
@@ -276,7 +278,7 @@ def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) ->
     for name, place in origins_of(spec).items():
         # `open_models` reports errors of checkpoints.
         with contextlib.suppress(DriftLensError):
-            stored = _opened(place, architecture, base, access)
+            stored = _open_model_or_adapter(place, architecture, base, access)
             base = stored if name == "base" else base
             if own_head(stored, architecture.align(stored, fallback=None), architecture.lm) is not None:
                 return load(untied=True)
@@ -327,10 +329,12 @@ def open_heads(
     tower: TextTower | None = None
     heads: dict[str, ScoreMap] = {}
     for task, entry in heads_of(spec, models).items():
-        named = data.get(task) or (_rows_of_expert(spec, task, models) if _is_own(entry) else None)
+        named = data.get(task) or (
+            _expert_class_names(spec, task, models) if _is_expert_classifier(entry) else None
+        )
         classes = classes_of(task, entry, named)
         if isinstance(entry, LinearHeadSpec):
-            heads[task] = _linear_head(task, entry, classes, models)
+            heads[task] = _open_linear_head(task, entry, classes, models)
         elif isinstance(entry, FileHead):
             heads[task] = file_head(entry.file, entry.tensor, entry.logit_scale, classes)
         elif models.base is None:
@@ -374,7 +378,9 @@ def lm_head(data: TaskData, source: StateSource, lm: LmScores) -> LmHead:
 _SPACES = str.maketrans("Ġ▁Ċ", "␣␣␤")
 
 
-def _linear_head(task: str, entry: LinearHeadSpec, classes: tuple[str, ...], models: OpenModels) -> ScoreMap:
+def _open_linear_head(
+    task: str, entry: LinearHeadSpec, classes: tuple[str, ...], models: OpenModels
+) -> ScoreMap:
     if entry.linear != "own":
         source, weight, bias = open_checkpoint(entry.linear), entry.weight, entry.bias
         return linear_head(source, classes, weight=weight, bias=bias, normalize=entry.normalize)
@@ -396,12 +402,11 @@ def _linear_head(task: str, entry: LinearHeadSpec, classes: tuple[str, ...], mod
     return linear_head(stored, classes, weight=keys[0], bias=entry.bias, normalize=entry.normalize)
 
 
-def _is_own(entry: Head) -> TypeGuard[LinearHeadSpec]:
-    """Return True for the classifier that comes with an expert."""
+def _is_expert_classifier(entry: Head) -> TypeGuard[LinearHeadSpec]:
     return isinstance(entry, LinearHeadSpec) and entry.linear == "own"
 
 
-def _rows_of_expert(spec: RunSpec, task: str, models: OpenModels) -> tuple[str, ...] | None:
+def _expert_class_names(spec: RunSpec, task: str, models: OpenModels) -> tuple[str, ...] | None:
     """Return the classes of an expert's classifier as its folder names them, or else row numbers."""
     if (named := stated_classes(spec.experts[task].weights)) is not None:
         return named
@@ -422,7 +427,7 @@ def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[s
     """
     named = class_names(entry.classes) if entry.classes is not None else named
     if entry.suite is not None:
-        return _rows_of(published_task(entry.suite), named)
+        return _published_class_names(published_task(entry.suite), named)
     if named is None:
         raise SpecError(
             f"heads.{task}: no class names, neither here nor in data.{task}",
@@ -431,7 +436,7 @@ def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[s
     return class_names(named)
 
 
-def _rows_of(task: PublishedTask, named: Sequence[str] | None) -> tuple[str, ...]:
+def _published_class_names(task: PublishedTask, named: Sequence[str] | None) -> tuple[str, ...]:
     """Return the classes of a published task in label order, under the names that the data uses.
 
     These may be the words of prompts, the data set's labels in any case and punctuation, or label numbers.
@@ -448,15 +453,14 @@ def _rows_of(task: PublishedTask, named: Sequence[str] | None) -> tuple[str, ...
     raise DataError(f"the suite's {task.title}: class names occur more than once")
 
 
-def _notices(
+def _study_notices(
     spec: RunSpec, models: OpenModels, data: Mapping[str, TaskData], heads: Mapping[str, ScoreMap]
 ) -> Iterator[str]:
-    """Yield notices about models, samples and heads."""
     yield from (*models.architecture.notices, *models.notices)
     for opened in data.values():
         yield from opened.notices
     for task, entry in heads_of(spec, models).items():
-        is_unnamed = _is_own(entry) and entry.classes is None
+        is_unnamed = _is_expert_classifier(entry) and entry.classes is None
         if is_unnamed and data[task].class_names and stated_classes(spec.experts[task].weights) is None:
             yield (
                 f"{task}: the expert's classifier names no classes, so the data's order is used for its rows; set "
@@ -495,7 +499,7 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
         raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: {kind}, ...}}.")
     named = None if head is None or head.classes is None else class_names(head.classes)
     ends_in_classes = architecture is not None and architecture.ends_in_classes
-    if named is None and ends_in_classes and (head is None or _is_own(head)):
+    if named is None and ends_in_classes and (head is None or _is_expert_classifier(head)):
         named = stated_classes(spec.experts[task].weights)
     preprocess = None if architecture is None else architecture.preprocess
     reader = None if preprocess is None else preprocess.texts
@@ -520,15 +524,15 @@ def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
         return samples
     reader, space = texts.reader, " " if texts.answer.startswith(" ") else ""
 
-    def _answers(rows: Sequence[Any]) -> list[str]:
+    def _generate_answers(rows: Sequence[Any]) -> list[str]:
         questions = [*map(reader.asked, rows)]
         with pool.loaded(expert_of(samples.task)) as module:
             generated = generate(module, reader, questions, NEW_TOKENS, batch_size=samples.at_once)
         return [space + answer if answer else "" for answer in generated]
 
     # Generated on the first read and once: a calibration reads its samples for every layer.
-    shown = functools.cache(lambda: samples.answering(_answers(samples.all_texts)))
-    answered = replace(texts, answers=_answers)
+    shown = functools.cache(lambda: samples.answering(_generate_answers(samples.all_texts)))
+    answered = replace(texts, answers=_generate_answers)
     return replace(samples, load=lambda positions: shown().load(positions), texts=answered)
 
 
@@ -593,7 +597,7 @@ _LACKING = {
 _LIBRARY_POOLS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
 
 
-def settings_of(
+def analysis_settings(
     spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] | None = None
 ) -> AnalysisSettings:
     """Return the analysis settings of a spec; features are pooled as the experts' own heads read them.
@@ -646,7 +650,7 @@ _POOLED = {"cls": "that of its first token", "mean": "the mean over its tokens",
 
 def head_notices(models: OpenModels) -> list[str]:
     """Report experts' multi-layer heads, which no merged model holds, or how features are pooled without any head."""
-    form, bring = models.architecture.own_head, [expert_of(task) for task in _own_heads(models)]
+    form, bring = models.architecture.own_head, [expert_of(task) for task in _expert_heads_by_task(models)]
     if form is None:
         return []
     if not bring:
@@ -660,11 +664,12 @@ def head_notices(models: OpenModels) -> list[str]:
 
 def head_files(models: OpenModels) -> dict[str, StateSource]:
     """Return the experts' own heads by their paths in a saved folder."""
-    return {f"{HEADS}/{escape(task)}.safetensors": head for task, head in _own_heads(models).items()}
+    return {
+        f"{HEADS}/{escape(task)}.safetensors": head for task, head in _expert_heads_by_task(models).items()
+    }
 
 
-def _own_heads(models: OpenModels) -> dict[str, StateSource]:
-    """Return the experts' heads by task."""
+def _expert_heads_by_task(models: OpenModels) -> dict[str, StateSource]:
     experts = {task: stored for name, stored in models.stored.items() if (task := task_of(name)) is not None}
     heads = {task: models.architecture.head_of(stored) for task, stored in experts.items()}
     return {task: head for task, head in heads.items() if head is not None}

@@ -163,23 +163,23 @@ def save_merge(
     settings = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())
     metadata = {f"merge_{name}": value for name, value in (record | {"parameters": settings}).items()}
 
-    def _rounding_notices() -> list[str]:
+    def _notices_with_rounding() -> list[str]:
         # The change is known once everything is written.
         change: ModelChange | None = getattr(source, "change", None)
         record.update({} if change is None else {"change": vars(change)})
         return [*notices, *([] if change is None else saved_words(change, "the merge"))]
 
-    def card(usage: str) -> str:
+    def render_card(usage: str) -> str:
         # Import here: live modules don't need the card's libraries.
         from driftlens.experiment.model_card import merge_card
 
         texts = [*architecture.notices, *opening.head_notices(models), *opening.dtype_notices(models)]
         described = {**chain.settings, **architecture.described, "reads": chain.modality.name}
-        return merge_card(record, described, models.origins, [*texts, *_rounding_notices()], usage)
+        return merge_card(record, described, models.origins, [*texts, *_notices_with_rounding()], usage)
 
     heads = opening.head_files(models)
-    save_model(architecture, models.own_form, source, path, metadata=metadata, card=card, heads=heads)
-    return record, _rounding_notices()
+    save_model(architecture, models.own_form, source, path, metadata=metadata, card=render_card, heads=heads)
+    return record, _notices_with_rounding()
 
 
 class Merged(TensorsSource):
@@ -208,27 +208,27 @@ def merged_source(
         reporter: shows progress.
     """
     reporter = reporter or Reporter()
-    inputs = _inputs(models, merge, study, reporter)
-    tensors = _file_backed_like(inputs.start, beside, models.out_dtype)
+    inputs = _checked_merge_inputs(models, merge, study, reporter)
+    tensors = _create_file_backed_tensors(inputs.start, beside, models.out_dtype)
     change = ModelChange("") if "base" in models.sources else None
     missing = {key: tensors[key].numel() for key in inputs.base}
     total = len(missing)
     reporter.step(PHASE, 0, total)
 
     # Methods that read the merged prefix get the merged weights as they are stored, rounded.
-    def _place_of(slot: Slot) -> Tensor:
+    def _view_of_slot(slot: Slot) -> Tensor:
         return tensors[slot.key] if slot.rows is None else tensors[slot.key][slice(*slot.rows)]
 
     # Threads split products, sums and decompositions, and rounding depends on the parts: with one thread a merge is
     # the same on every number of cores.
     with torch.set_grad_enabled(merge.method.reads == "samples"), computing_with(1):
-        for slot, value in inputs.parts(_place_of):
+        for slot, value in inputs.iterate_merged_slots(_view_of_slot):
             require_key(inputs.start, slot.key)
-            count, change = _store(inputs, slot, value, _place_of(slot), change)
+            count, change = _store_merged_slot(inputs, slot, value, _view_of_slot(slot), change)
             missing[slot.key] -= count
             reporter.step(PHASE, total - sum(map(bool, missing.values())), total, slot.key)
     for key, count in missing.items():
-        _require_whole(inputs, key, count)
+        _require_complete_tensor(inputs, key, count)
     return Merged(inputs.name, tensors, change)
 
 
@@ -244,12 +244,12 @@ class _StreamedMerge:
     """A merge that is computed tensor by tensor as it is read; no result is kept."""
 
     def __init__(self, models: OpenModels, merge: Merge, reporter: Reporter) -> None:
-        self._inputs, self._reporter = _inputs(models, merge, None, reporter), reporter
+        self._inputs, self._reporter = _checked_merge_inputs(models, merge, None, reporter), reporter
         self.name = self._inputs.name
         self.headers = in_dtype(self._inputs.start, models.out_dtype).headers
         self.change = ModelChange("") if "base" in models.sources else None
         self._parts = defaultdict[str, list[_MethodCall]](list)
-        for part in self._inputs._separate_parts():
+        for part in self._inputs._independent_method_calls():
             for key in dict.fromkeys(slot.key for slot in part.slots.values()):
                 self._parts[key].append(part)
         self._waiting: dict[tuple[str, int], list[tuple[Slot, Tensor]]] = {}
@@ -264,25 +264,25 @@ class _StreamedMerge:
         # Count a tensor that is read twice only once.
         change = None if key in self._done else self.change
         merged, missing = torch.empty(header.shape, dtype=header.dtype), math.prod(header.shape)
-        for slot, value in self._merged_slots(key):
+        for slot, value in self._merged_slots_of_tensor(key):
             place = merged if slot.rows is None else merged[slice(*slot.rows)]
-            count, change = _store(inputs, slot, value, place, change)
+            count, change = _store_merged_slot(inputs, slot, value, place, change)
             missing -= count
-        _require_whole(inputs, key, missing)
+        _require_complete_tensor(inputs, key, missing)
         self._done.add(key)
         self.change = change or self.change
         self._reporter.step(PHASE, len(self._done), len(inputs.base), key)
         return merged if rows is None else merged[slice(*rows)]
 
     @torch.no_grad()
-    def _merged_slots(self, key: str) -> Iterator[tuple[Slot, Tensor]]:
+    def _merged_slots_of_tensor(self, key: str) -> Iterator[tuple[Slot, Tensor]]:
         """Yield a tensor's merged slots; values for other tensors of the same part are cached until those are read."""
         for part in self._parts[key]:
             pairs = self._waiting.pop((key, id(part)), None)
             if pairs is None:
                 by_key = defaultdict[str, list[tuple[Slot, Tensor]]](list)
                 with computing_with(1):
-                    for slot, value in self._inputs._merge_part(part):
+                    for slot, value in self._inputs._run_method_call(part):
                         by_key[slot.key].append((slot, value))
                 pairs = by_key.pop(key, [])
                 self._waiting |= {
@@ -297,10 +297,10 @@ class _FloatTensors(OnDemand[str]):
     def __init__(self, source: StateSource, named: Mapping[str, Slot] | None = None) -> None:
         floats = (key for key, header in source.headers.items() if header.dtype.is_floating_point)
         slots = {key: Slot(key) for key in floats} if named is None else named
-        super().__init__(slots, lambda name: self.at(slots[name]))
+        super().__init__(slots, lambda name: self.read_slot(slots[name]))
         self.source = source
 
-    def at(self, slot: Slot) -> Tensor:
+    def read_slot(self, slot: Slot) -> Tensor:
         """Return a slot's values in the layer's layout."""
         tensor = self.source.read(slot.key, slot.rows)
         check_finite(self.source.name, slot.key, tensor)
@@ -323,7 +323,7 @@ class _MergeInputs:
         """The merge in messages."""
         return f"{self.merge.method.title} of {', '.join(self.experts)}"
 
-    def parts(self, place_of: Callable[[Slot], Tensor]) -> Iterator[tuple[Slot, Tensor]]:
+    def iterate_merged_slots(self, place_of: Callable[[Slot], Tensor]) -> Iterator[tuple[Slot, Tensor]]:
         """Yield slots with merged values; `place_of` returns values that were yielded before."""
         entry, settings = self.merge
         function = entry.function
@@ -336,24 +336,26 @@ class _MergeInputs:
             for name, value in function(_FloatTensors(self.base.source, named), experts, **settings):
                 yield named.get(name, Slot(name)), value
         else:
-            for part in self._separate_parts(place_of):
-                yield from self._merge_part(part)
+            for part in self._independent_method_calls(place_of):
+                yield from self._run_method_call(part)
 
-    def _separate_parts(self, place_of: Callable[[Slot], Tensor] | None = None) -> Iterator[_MethodCall]:
+    def _independent_method_calls(
+        self, place_of: Callable[[Slot], Tensor] | None = None
+    ) -> Iterator[_MethodCall]:
         """Yield the parts that a method merges independently, if it reads no whole models."""
         entry = self.merge.method
         if entry.reads_sites:
-            yield from self._sites(place_of)
+            yield from self._method_calls_by_site(place_of)
         elif entry.reads == "tensor":
             for name, slot in _slots_by_name(self.chain, self.base).items():
                 yield _MethodCall(self.merge, {name: slot})
         else:
             most = PIECE if entry.reads == "entry" else None
             for key in self.base:
-                for slot in pieces(key, self.start.headers[key].shape, most):
+                for slot in split_into_row_slots(key, self.start.headers[key].shape, most):
                     yield _MethodCall(self.merge, {key: slot})
 
-    def _sites(self, place_of: Callable[[Slot], Tensor] | None) -> Iterator[_MethodCall]:
+    def _method_calls_by_site(self, place_of: Callable[[Slot], Tensor] | None) -> Iterator[_MethodCall]:
         """Yield modules, layer by layer, for the method, and other tensors for the method named for the rest."""
         entry, rest = self.merge.method, self.merge.rest
         extra_of_rest: tuple[Mapping[str, Tensor], ...] = ()
@@ -383,12 +385,12 @@ class _MergeInputs:
             if key not in layer_keys:
                 yield _MethodCall(rest, {key: Slot(key)}, extra_of_rest)
 
-    def _merge_part(self, part: _MethodCall) -> Iterator[tuple[Slot, Tensor]]:
+    def _run_method_call(self, part: _MethodCall) -> Iterator[tuple[Slot, Tensor]]:
         """Merge one part of all models; return slots with values in the files' layout."""
         merge, slots, extra = part
-        base = {name: self.base.at(slot) for name, slot in slots.items()}
+        base = {name: self.base.read_slot(slot) for name, slot in slots.items()}
         experts = {
-            task: {name: expert.at(slot) for name, slot in slots.items()}
+            task: {name: expert.read_slot(slot) for name, slot in slots.items()}
             for task, expert in self.experts.items()
         }
         merged: Mapping[str, Tensor] = merge.method.function(base, experts, *extra, **merge.settings)
@@ -403,7 +405,7 @@ class _MethodCall(NamedTuple):
     extra: tuple[object, ...] = ()
 
 
-def _store(
+def _store_merged_slot(
     inputs: _MergeInputs, slot: Slot, value: Tensor, place: Tensor, change: ModelChange | None
 ) -> tuple[int, ModelChange | None]:
     """Store a merged value; return its number of entries, and the change including rounding."""
@@ -416,15 +418,16 @@ def _store(
     return value.numel(), change
 
 
-def _require_whole(inputs: _MergeInputs, key: str, missing: int) -> None:
+def _require_complete_tensor(inputs: _MergeInputs, key: str, missing: int) -> None:
     if missing:
         raise ShapeError(
             f"{inputs.name}: {key!r} came {'twice' if missing < 0 else 'not, or not as a whole'}"
         )
 
 
-def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Reporter) -> _MergeInputs:
-    """Return the inputs of a merge after checking that they are complete."""
+def _checked_merge_inputs(
+    models: OpenModels, merge: Merge, study: Study | None, reporter: Reporter
+) -> _MergeInputs:
     experts = {task: source for name, source in models.sources.items() if (task := task_of(name)) is not None}
     tasks, entry = {} if study is None else study.tasks, merge.method
     without = [task for task in sorted(experts) if task not in tasks or not tasks[task].calibration]
@@ -434,29 +437,29 @@ def _inputs(models: OpenModels, merge: Merge, study: Study | None, reporter: Rep
         if headless:
             raise no_scores(entry, headless)
     if study is not None and entry.reads == "samples":
-        study = _blinded(study, merge, reporter)
+        study = _study_without_labels(study, merge, reporter)
     start = models.sources.get("base", next(iter(experts.values())))
     weights = {task: _FloatTensors(experts[task]) for task in sorted(experts)}
     return _MergeInputs(start, _FloatTensors(start), weights, merge, models.architecture.chain, study)
 
 
-def _blinded(study: Study, merge: Merge, reporter: Reporter) -> Study:
+def _study_without_labels(study: Study, merge: Merge, reporter: Reporter) -> Study:
     """Remove labels, and answers of texts that are scored, from the samples of a method; report every read."""
     (entry, settings), total, done = merge, 0, 0
 
-    def shown(samples: SampleSet) -> SampleSet:
+    def hide_answers_and_count_reads(samples: SampleSet) -> SampleSet:
         is_read = entry.scores and samples.texts is not None and samples.texts.reader is not None
         samples = samples.answering([""] * len(samples)) if is_read else samples
 
-        def load(positions: Sequence[int]) -> Any:
+        def load_and_report(positions: Sequence[int]) -> Any:
             nonlocal done
             reporter.step("ask", done, total or None, "samples")
             done += len(positions)
             return samples.load(positions)
 
-        return dataclasses.replace(samples, load=load)
+        return dataclasses.replace(samples, load=load_and_report)
 
-    sets = {task: shown(samples) for task, samples in study.calibration_sets.items()}
+    sets = {task: hide_answers_and_count_reads(samples) for task, samples in study.calibration_sets.items()}
     for task, samples in sets.items() if entry.scores else ():
         head = study.head(task, expert_of(task))
         entry.runs(settings, len(samples), 0 if head is None else len(head.classes))
@@ -464,7 +467,7 @@ def _blinded(study: Study, merge: Merge, reporter: Reporter) -> Study:
     return study.blinded(sets)
 
 
-def _file_backed_like(
+def _create_file_backed_tensors(
     start: StateSource, beside: PathLike | None, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """Create tensors like those of `start` in unlinked files; integers are copied from it."""
@@ -507,7 +510,7 @@ def _slots_by_name(chain: LayerChain, keys: Collection[str]) -> dict[str, Slot]:
     return named | {key: Slot(key) for key in keys if key not in layer_keys}
 
 
-def pieces(key: str, shape: tuple[int, ...], most: int | None) -> list[Slot]:
+def split_into_row_slots(key: str, shape: tuple[int, ...], most: int | None) -> list[Slot]:
     """Split a tensor into slots of rows.
 
     Args:
@@ -566,7 +569,7 @@ def _input_moments(
     parameters, names = pool.parameters(expert, layer), [site.name for site in readers]
     grams, totals = dict[str, GramSum](), defaultdict[str, list[float]](list)
 
-    def _through(state: State, side: SideInputs) -> State:
+    def _run_and_add_moments(state: State, side: SideInputs) -> State:
         rows, output = rows_and_output(layer, parameters, state, side, names)
         for site in readers:
             x = rows.inputs[site.name]
@@ -585,9 +588,9 @@ def _input_moments(
 
     for batch in stream.batches(layer, task):
         if keeps_features:
-            left = _through(batch.get(_WALKER), batch.side)
+            left = _run_and_add_moments(batch.get(_WALKER), batch.side)
             stream.watch(layer, batch, expert, left)
         else:
-            stream.take(layer, batch, _WALKER, _through, named=expert)
+            stream.take(layer, batch, _WALKER, _run_and_add_moments, named=expert)
     stream.check()
     return {name: gram.full().div_(sum(totals[name])).cpu() for name, gram in grams.items()}

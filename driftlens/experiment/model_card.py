@@ -58,7 +58,9 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     judgement = verdict(run, name)
     tasks = task_sheet(run, judgement)
     parents = {model: entry for model, entry in manifest.models.items() if part_of(model) in _PARENTS}
-    models = [(model, _shown(entry.source), Markup(f"`{entry.digest}`")) for model, entry in parents.items()]
+    models = [
+        (model, _short_origin(entry.source), Markup(f"`{entry.digest}`")) for model, entry in parents.items()
+    ]
     models.append((variant, "this model", Markup(f"`{manifest.models[variant].digest}`")))
     digests = info.sample_digests
     samples = [(task, count, Markup(f"`{digests[task]}`")) for task, count in info.samples.items()]
@@ -71,20 +73,20 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
         *info.notices,
     ]
     command = "" if is_live(manifest) else printable(calibration_command(name, info))
-    return _rendered(
+    return _render_card(
         manifest.architecture,
         {model: entry.source for model, entry in parents.items()},
         notices,
         tags=() if info.kept else ("feature-calibration", info.method),
         is_merge=info.kept != "base",
         heading=f"{run.name}: {title(variant)}",
-        about=_about(run, info),
+        about=_model_description(run, info),
         is_synthetic=manifest.synthetic,
         headline=signs(sentence(headline(run, name))),
         sentences=[signs(shareable(run, text)) for text in judgement.sentences],
         verdict_sheets=[tasks] if tasks.rows else [],
         usage=Markup(usage),
-        settings=[("Setting", "Value"), *_settings(run, name)],
+        settings=[("Setting", "Value"), *_merge_and_calibration_rows(run, name)],
         chosen=selection_sentences(run, name),
         command=Markup(command),
         seed=info.seed,
@@ -119,7 +121,7 @@ def merge_card(
     settings.append(("Source", merge["source"]))
     if "samples" in merge:
         settings.append(("Calibration samples", merge["samples"]))
-    return _rendered(
+    return _render_card(
         architecture,
         parents,
         ["Not measured; `driftlens analyze` measures its drift.", *notices],
@@ -127,12 +129,12 @@ def merge_card(
         about=f"One model merged from {counted(len(tasks), 'expert')}. Same architecture, no added modules.",
         usage=Markup(usage),
         settings=settings,
-        models=[("Model", "From"), *((model, _shown(origin)) for model, origin in parents.items())],
+        models=[("Model", "From"), *((model, _short_origin(origin)) for model, origin in parents.items())],
         versions=_version_line(versions()),
     )
 
 
-def escaped(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Return text escaped for Markdown and HTML, on one line."""
     return _SPECIAL.sub(lambda match: _ENTITIES.get(match[0], f"\\{match[0]}"), printable(text))
 
@@ -168,7 +170,7 @@ def calibration_command(name: str, info: CalibrationInfo, run: str = "RUN", **mo
 
 
 @functools.cache
-def _template() -> jinja2.Template:
+def _load_card_template() -> jinja2.Template:
     """Load the template of a card; everything but `Markup` is escaped."""
     import jinja2
 
@@ -177,13 +179,13 @@ def _template() -> jinja2.Template:
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else Markup(escaped(str(value))),
+        finalize=lambda value: value if isinstance(value, Markup) else Markup(escape_markdown(str(value))),
     )
     environment.filters["typeset"] = lambda rows: [[*map(signs, cells)] for cells in rows]
     return environment.get_template("model_card.md.jinja")
 
 
-def _rendered(
+def _render_card(
     architecture: Mapping[str, Any],
     origins: Mapping[str, str],
     notices: Sequence[str],
@@ -204,11 +206,11 @@ def _rendered(
     for place in sorted(
         {str(architecture.get("source", "")), *origins.values()} - {""}, key=len, reverse=True
     ):
-        notices = [line.replace(place, _shown(place)) for line in notices]
-    return _template().render(front=Markup(front.to_yaml()), notices=notices, **shown) + "\n"
+        notices = [line.replace(place, _short_origin(place)) for line in notices]
+    return _load_card_template().render(front=Markup(front.to_yaml()), notices=notices, **shown) + "\n"
 
 
-def _about(run: DriftRun, info: CalibrationInfo) -> str:
+def _model_description(run: DriftRun, info: CalibrationInfo) -> str:
     text = f"One model merged from {counted(len(run.tasks), 'expert')} ({', '.join(run.tasks)})"
     if info.kept == "base":
         return f"This is {info.unchanged}."
@@ -225,16 +227,18 @@ def _about(run: DriftRun, info: CalibrationInfo) -> str:
     return f"{text} calibrated {how} to the experts' features. Same architecture, no added modules."
 
 
-def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
-    """Yield the settings of merge and calibration as table rows."""
-    info, merge = run.manifest.calibrations[name], _spec(run).get("merge") or {}
+def _merge_and_calibration_rows(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
+    info, merge = run.manifest.calibrations[name], _read_run_spec(run).get("merge") or {}
     parameters = ", ".join(f"{key} {text}" for key, text in _setting_rows(merge) if key != "method")
     merged = f"{merge['method']}{f' ({parameters})' if parameters else ''}" if merge else "a given checkpoint"
     yield "Merge", merged
     if info.kept:
         yield "Calibration", f"none; this is {info.unchanged}"
         return
-    yield "Calibration", f"{info.method} on layers {_ranges(info.layers)}" if info.layers else "none"
+    yield (
+        "Calibration",
+        f"{info.method} on layers {_format_layer_indices(info.layers)}" if info.layers else "none",
+    )
     solved = run.calibration(name)[["layer", "site", "kind"]].drop_duplicates(["layer", "site"])
     # An older run does not say which sites were meant, and a trained calibrator solves for none.
     if info.seed is not None and not solved.empty:
@@ -251,7 +255,7 @@ def _settings(run: DriftRun, name: str) -> Iterator[tuple[object, ...]]:
     yield "Time", f"{info.seconds:.1f} s on {run.manifest.device}, without the analysis"
 
 
-def _spec(run: DriftRun) -> Mapping[str, Any]:
+def _read_run_spec(run: DriftRun) -> Mapping[str, Any]:
     spec = from_yaml(plain_file(run.path / SPEC).read_text(encoding="utf-8"), SPEC)
     return spec if isinstance(spec, Mapping) else {}
 
@@ -264,7 +268,7 @@ def _setting_rows(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(key, setting_text(value)) for key, value in settings.items()]
 
 
-def _shown(origin: str) -> str:
+def _short_origin(origin: str) -> str:
     return _hub_id(origin) or pathlib.PurePath(origin).name
 
 
@@ -276,7 +280,7 @@ def _hub_id(origin: str) -> str:
     return name.partition("@")[0] if is_hub_id(name) else ""
 
 
-def _ranges(layers: Sequence[int]) -> str:
+def _format_layer_indices(layers: Sequence[int]) -> str:
     """Return layer indices as 2 to 13, or listed where they are not consecutive."""
     is_range = len(layers) > 2 and [*layers] == [*range(layers[0], layers[-1] + 1)]
     return f"{layers[0]} to {layers[-1]}" if is_range else ", ".join(map(str, layers))

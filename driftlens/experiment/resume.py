@@ -196,11 +196,11 @@ def open_writer(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWrit
     with ExitStack() as stack:
         writers: list[RunWriter] = []
 
-        def _begin() -> tuple[pathlib.Path, Manifest]:
+        def _enter_writer() -> tuple[pathlib.Path, Manifest]:
             writers.append(stack.enter_context(opened()))
             return writers[0].folder, writers[0].manifest
 
-        folder, manifest = team.run_on_main(_begin)
+        folder, manifest = team.run_on_main(_enter_writer)
         yield writers[0] if writers else _NoopWriter(folder, manifest)
     # The run is finished now.
     team.barrier()
@@ -227,11 +227,11 @@ def on_main_process(team: Team, writer: RunWriter, work: Callable[[], object]) -
         work: writes to the run.
     """
 
-    def _done() -> Manifest:
+    def _run_and_return_manifest() -> Manifest:
         work()
         return writer.manifest
 
-    writer.manifest = team.run_on_main(_done)
+    writer.manifest = team.run_on_main(_run_and_return_manifest)
 
 
 class _NoopWriter(RunWriter):
@@ -240,10 +240,10 @@ class _NoopWriter(RunWriter):
     def __init__(self, folder: pathlib.Path, manifest: Manifest) -> None:
         super().__init__(folder, manifest, RunLock(folder))
 
-    def _nothing(self, *_: Any, **__: Any) -> None:
+    def _ignore_call(self, *_: Any, **__: Any) -> None:
         """Ignore the call; the main process writes rows, features, events and progress."""
 
-    append = fill = drop = write_features = event = status = progress = _nothing
+    append = fill = drop = write_features = event = status = progress = _ignore_call
 
     def _save(self, **changes: Any) -> None:
         self.manifest = dataclasses.replace(self.manifest, **changes)
@@ -274,7 +274,7 @@ def run_phase(
         return
     device = (accelerator() or HOST) if study is None else study.pool.device
 
-    def _report(fallback: str) -> None:
+    def _report_fallback(fallback: str) -> None:
         writer.notice(f"{device} has too little memory for {name}: continuing with {fallback}")
 
     with exact_products(), writer.phase(name) as usage, answering(device, f"{name.partition(':')[0]} here"):
@@ -284,7 +284,7 @@ def run_phase(
             work()
         else:
             size = max((data.diagnosis.batch_size for data in study.tasks.values()), default=1)
-            with halving_batches(size, _report, sums=sums) as done:
+            with halving_batches(size, _report_fallback, sums=sums) as done:
                 done(work)
         if (peak := peak_memory(device)) is not None:
             usage["peak_gpu_bytes"] = peak
@@ -306,7 +306,7 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe the first setting that differs, as "another lam: 1, now 2"; empty if none does."""
-    flat_before, flat_now = _flat(before), _flat(now)
+    flat_before, flat_now = _flatten_settings(before), _flatten_settings(now)
     for name in {**flat_now, **flat_before}:
         was, value = flat_before.get(name), flat_now.get(name)
         if was != value:
@@ -315,10 +315,9 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ""
 
 
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted names."""
+def _flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         f"{name}.{part}" if part else name: value
         for name, inner in settings.items()
-        for part, value in (_flat(inner) if isinstance(inner, Mapping) else {"": inner}).items()
+        for part, value in (_flatten_settings(inner) if isinstance(inner, Mapping) else {"": inner}).items()
     }

@@ -73,19 +73,19 @@ def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Ch
             label(copy),
             f"the {label(copy)} has the same weights as the {label(name)}",
             "It was not fine-tuned, or the file is wrong."
-            if name == "base" and not _is_merge(copy)
+            if name == "base" and not _is_merged_variant(copy)
             else "Check both files.",
         )
-        for name, copy in _equal_pairs(chain, sources)
+        for name, copy in _pairs_of_equal_models(chain, sources)
     ]
     if not sources:
         return findings
-    sampled, broken = _Sampled.of(chain, sources)
+    sampled, broken = _Sampled.read_models(chain, sources)
     findings += [problem(label(name), error) for name, error in broken.items()]
-    findings += _distances(sampled)
+    findings += _check_distances(sampled)
     # A lone expert without a base spans nothing that a merge could be compared with.
     if sampled.experts and ("base" in sampled.names or len(sampled.experts) > 1):
-        findings += [_plausibility(sampled, name) for name in sampled.names if _is_merge(name)]
+        findings += [_check_merge_fit(sampled, name) for name in sampled.names if _is_merged_variant(name)]
     return findings
 
 
@@ -97,30 +97,30 @@ def label(name: str) -> str:
     return "merged model" if name == "merged" else name
 
 
-def _is_merge(name: str) -> bool:
+def _is_merged_variant(name: str) -> bool:
     return part_of(name) in ("merged", "baseline")
 
 
-def _equal_pairs(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[tuple[str, str]]:
+def _pairs_of_equal_models(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[tuple[str, str]]:
     """Return models with the same weights, each with the first such model; stop reading once all differ."""
     pairs = list(combinations(sources, 2))
     for key in chain.parameter_keys():
         tensors = {name: sources[name].read(key) for name in {name for pair in pairs for name in pair}}
-        pairs = [pair for pair in pairs if _is_equal(*(tensors[name] for name in pair))]
+        pairs = [pair for pair in pairs if _is_equal_tensor(*(tensors[name] for name in pair))]
         if not pairs:
             break
     copies = {second for _, second in pairs}
     return [(original, copy) for original, copy in pairs if original not in copies]
 
 
-def _is_equal(one: Tensor, other: Tensor) -> bool:
+def _is_equal_tensor(one: Tensor, other: Tensor) -> bool:
     """Return True if the tensors are equal in the narrower one's dtype."""
     # A copy that was saved in fewer bits is still a copy.
     narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
     return torch.equal(one.to(narrow), other.to(narrow))
 
 
-def _distances(sampled: _Sampled) -> list[CheckResult]:
+def _check_distances(sampled: _Sampled) -> list[CheckResult]:
     """Report the distance of every model from the base, or without one from the nearest expert."""
     has_base = "base" in sampled.names
     close: list[tuple[float, float, int]] = []
@@ -129,7 +129,9 @@ def _distances(sampled: _Sampled) -> list[CheckResult]:
         anchors = ["base"] if has_base else [expert for expert in sampled.experts if expert != name]
         if name == "base" or not anchors:
             continue
-        distance, anchor = min((sampled._median_distance(name, anchor), anchor) for anchor in anchors)
+        distance, anchor = min(
+            (sampled._median_relative_distance(name, anchor), anchor) for anchor in anchors
+        )
         if distance > MAX_DISTANCE_FROM_BASE:
             text = (
                 f"the weights of the {label(name)} have relative distance {distance:.2f} from the {label(anchor)} "
@@ -138,13 +140,13 @@ def _distances(sampled: _Sampled) -> list[CheckResult]:
             hint = "It seems to have another base; averages across bases are meaningless. Check the file."
             foreign.append(CheckResult("notice", label(name), text, hint))
         elif name in sampled.experts:
-            close.append((sampled._distance(name, anchor), distance, sampled.changed.get(name, 0)))
+            close.append((sampled._relative_distance(name, anchor), distance, sampled.changed.get(name, 0)))
     if not close:
         return foreign
     whole, medians, changed = zip(*close, strict=True)
     nearest = "the base" if has_base else "the next expert"
-    text = f"the experts' weights have relative distance {_span(whole)} from {nearest}"
-    text += f" (median over matrices {_span(medians)})"
+    text = f"the experts' weights have relative distance {_format_range(whole)} from {nearest}"
+    text += f" (median over matrices {_format_range(medians)})"
     if has_base:
         counts = " to ".join(str(count) for count in sorted({min(changed), max(changed)}))
         least = "" if sampled.is_whole else "at least "
@@ -154,15 +156,15 @@ def _distances(sampled: _Sampled) -> list[CheckResult]:
     return [CheckResult("ok", "shared base", text), *foreign]
 
 
-def _plausibility(sampled: _Sampled, name: str) -> CheckResult:
+def _check_merge_fit(sampled: _Sampled, name: str) -> CheckResult:
     """Report whether a merged model is a combination of the experts, by least squares."""
-    model, fits = label(name), _fits(sampled, name)
+    model, fits = label(name), _fit_task_vectors(sampled, name)
     origin = "the base" if "base" in sampled.names else "the experts' mean"
     if not fits:
         return CheckResult("ok", model, f"the {model} is {origin}, up to rounding")
     for (coefficients, share), note in zip(fits, ("", ", others in every tensor"), strict=True):
         if share <= MAX_UNEXPLAINED:
-            text = f"is {origin} plus task vectors, coefficients {_span(coefficients)}{note}"
+            text = f"is {origin} plus task vectors, coefficients {_format_range(coefficients)}{note}"
             return CheckResult("ok", model, f"the {model} {text}; {100 * share:.2f} % is left")
     share = fits[0][1]
     text = f"task vectors from {origin} leave {100 * share:.0f} % of the {model} unexplained"
@@ -172,7 +174,7 @@ def _plausibility(sampled: _Sampled, name: str) -> CheckResult:
     return CheckResult("notice", model, text, hint)
 
 
-def _span(values: Sequence[float] | Tensor) -> str:
+def _format_range(values: Sequence[float] | Tensor) -> str:
     numbers = torch.as_tensor(values, dtype=torch.float64)
     low, high = f"{float(numbers.min()):.2f}", f"{float(numbers.max()):.2f}"
     return low if low == high else f"{low} to {high}"
@@ -194,7 +196,7 @@ class _Sampled:
     num_tensors: int
 
     @classmethod
-    def of(
+    def read_models(
         cls, chain: LayerChain, sources: Mapping[str, StateSource]
     ) -> tuple[_Sampled, dict[str, NumericsError]]:
         """Read all models; return those whose weights are finite, and the errors of the others."""
@@ -210,9 +212,9 @@ class _Sampled:
         for slot, size, gram in zip(slots, sizes, grams, strict=True):
             num_read = 0
             for rows in _row_ranges(slot, headers[slot.key].shape, limit, READ_CHUNK // len(sources)):
-                pieces = _finite_pieces(sources, slot.key, rows, broken)
+                pieces = _read_finite_rows(sources, slot.key, rows, broken)
                 for name, piece in pieces.items() if "base" in pieces else ():
-                    if slot.key not in changed[name] and not _is_equal(pieces["base"], piece):
+                    if slot.key not in changed[name] and not _is_equal_tensor(pieces["base"], piece):
                         changed[name].add(slot.key)
                 if pieces:
                     stacked = torch.stack([piece.double().flatten() for piece in pieces.values()])
@@ -235,24 +237,24 @@ class _Sampled:
     def experts(self) -> list[str]:
         return [name for name in self.names if task_of(name) is not None]
 
-    def _distance(self, name: str, anchor: str) -> float:
+    def _relative_distance(self, name: str, anchor: str) -> float:
         """Return |model - anchor| / |anchor| over all weights."""
-        apart, size = (squares.sum() for squares in self._squares(name, anchor))
+        apart, size = (squares.sum() for squares in self._squared_distances_and_norms(name, anchor))
         return float((apart / size).nan_to_num(0.0).sqrt())
 
-    def _median_distance(self, name: str, anchor: str) -> float:
+    def _median_relative_distance(self, name: str, anchor: str) -> float:
         """Return the median over matrices of |model - anchor| / |anchor|."""
-        apart, size = self._squares(name, anchor)
+        apart, size = self._squared_distances_and_norms(name, anchor)
         return float((apart / size)[self.is_matrix].nan_to_num(0.0).sqrt().median().nan_to_num(0.0))
 
-    def _squares(self, name: str, anchor: str) -> tuple[Tensor, Tensor]:
+    def _squared_distances_and_norms(self, name: str, anchor: str) -> tuple[Tensor, Tensor]:
         i, j = self.names.index(name), self.names.index(anchor)
         own, other, between = self.grams[:, i, i], self.grams[:, j, j], self.grams[:, i, j]
         # Equal models cancel up to rounding, which may be negative.
         return (own - 2 * between + other).clamp_min(0), other
 
 
-def _finite_pieces(
+def _read_finite_rows(
     sources: Mapping[str, StateSource],
     key: str,
     rows: tuple[int, int] | None,
@@ -279,7 +281,7 @@ def _row_ranges(slot: Slot, shape: tuple[int, ...], limit: int, most: int) -> li
     return [(row, min(row + step, stop)) for row in range(start, stop, step)]
 
 
-def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
+def _fit_task_vectors(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
     """Fit a merged model by task vectors: with one coefficient per expert, and with one per tensor and expert.
 
     Task vectors start at the base, and the unexplained share refers to the merged model's task vector. Without a base
@@ -303,14 +305,14 @@ def _fits(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
     # Of the others, what rounding leaves would be solved for.
     moved = sizes > ROUNDING * total
 
-    def _fit(coefficients: Tensor) -> tuple[Tensor, float]:
+    def _coefficients_and_residual(coefficients: Tensor) -> tuple[Tensor, float]:
         residual = energies + (coefficients.mT @ (inner @ coefficients - 2 * cross))[:, 0, 0]
         return coefficients[moved, :, 0], float(residual.sum().clamp_min(0) / energy)
 
     # Equal experts make it singular, up to what rounding leaves; the smallest solution shares their coefficient.
     solve = partial(torch.linalg.lstsq, rcond=1e-8, driver="gelsd")
     shared = solve(inner.sum(dim=0), cross.sum(dim=0)).solution.expand_as(cross)
-    return [_fit(shared), _fit(solve(inner, cross).solution)]
+    return [_coefficients_and_residual(shared), _coefficients_and_residual(solve(inner, cross).solution)]
 
 
 # Entries read of each tensor of a text tower. Few suffice, since fine-tuning changes nearly all.
@@ -327,17 +329,17 @@ def companions(models: OpenModels, changes: Mapping[str, ModelChange] | None = N
     folders = {name: model_folder(models.origins[name], source) for name, source in models.stored.items()}
     home = folders.get("base") or Path(models.architecture.source)
 
-    def _doubts(name: str, source: StateSource, called: str) -> _Doubt:
+    def _notices_of_model(name: str, source: StateSource, called: str) -> _Doubt:
         if code := foreign_code(json_object(folders[name], "config.json"), needed=False):
             yield (
                 f"{called} has remote code ({code}), which is not run; the library's model is used",
                 "Check that both compute the same.",
             )
         yield from ((text, "Remove files of other models.") for text in folder_notices(source))
-        yield from _passed_over(models, source, called)
+        yield from _unused_tensor_notices(models, source, called)
         if models.base is None or name == "base":
             return
-        yield from _left_behind(models, models.base, source, called)
+        yield from _unmerged_change_notices(models, models.base, source, called)
         if isinstance(source, LoraSource) and (scalings := source.rank_stabilised):
             listed = ", ".join(
                 f"{scaling:.3g} at rank {rank} ({math.sqrt(rank):.2g} times alpha / r)"
@@ -348,10 +350,10 @@ def companions(models: OpenModels, changes: Mapping[str, ModelChange] | None = N
                 "The flag is often wrong in published adapters; compare with their training.",
             )
         if name in changes:
-            yield from _rounded(changes[name], models, name, called)
-            yield from _long(changes, name, called)
+            yield from _rounding_notices(changes[name], models, name, called)
+            yield from _long_task_vector_notices(changes, name, called)
         if (folder := folders[name]) is not None:
-            yield from _adapter(models, folders["base"], folder, called)
+            yield from _adapter_base_notices(models, folders["base"], folder, called)
             if differing := vocabularies.tokenizer_changes(home, folder):
                 yield (
                     f"the tokenizer of {called} differs from the base's: {', '.join(differing)}",
@@ -361,19 +363,19 @@ def companions(models: OpenModels, changes: Mapping[str, ModelChange] | None = N
     findings = [
         CheckResult("notice", label(name), text, hint)
         for name, source in models.stored.items()
-        for text, hint in _doubts(name, source, f"the {label(name)}")
+        for text, hint in _notices_of_model(name, source, f"the {label(name)}")
     ]
     for name, folder in folders.items():
         called = f"the {label(name)}"
         try:
-            for text, hint in _contradictions(models.architecture, folder, called) if folder else ():
+            for text, hint in _config_contradictions(models.architecture, folder, called) if folder else ():
                 findings.append(problem(label(name), IncompatibleModelsError(text, hint=hint)))
         except DriftLensError as error:
             findings.append(problem(label(name), error))
     return findings
 
 
-def _passed_over(models: OpenModels, source: StateSource, called: str) -> _Doubt:
+def _unused_tensor_notices(models: OpenModels, source: StateSource, called: str) -> _Doubt:
     """Report tensors of a file that its library does not read; of an expert only those the base lacks."""
     layout, base = models.architecture.layout, models.base
     if not isinstance(layout, Spellings):
@@ -391,7 +393,9 @@ def _passed_over(models: OpenModels, source: StateSource, called: str) -> _Doubt
         )
 
 
-def _left_behind(models: OpenModels, base: StateSource, source: StateSource, called: str) -> _Doubt:
+def _unmerged_change_notices(
+    models: OpenModels, base: StateSource, source: StateSource, called: str
+) -> _Doubt:
     """Report changed tensors that no layer reads; saved folders hold the base's."""
     architecture, layout = models.architecture, models.architecture.layout
     if layout is None:
@@ -402,7 +406,9 @@ def _left_behind(models: OpenModels, base: StateSource, source: StateSource, cal
     of_heads |= {f"{key.removesuffix('weight')}bias" for key in of_heads}
     shared = [key for key in base_keys.keys() & own.keys() if own[key] not in of_heads]
     shared.sort(key=lambda key: (base.headers[base_keys[key]].nbytes, key))
-    changed = list(islice((key for key in shared if _differs(base, base_keys[key], source, own[key])), 2))
+    changed = list(
+        islice((key for key in shared if _is_changed_tensor(base, base_keys[key], source, own[key])), 2)
+    )
     if not changed:
         return
     differ = f"({', '.join(changed)} differ{'s' * (len(changed) == 1)})"
@@ -421,7 +427,7 @@ def _left_behind(models: OpenModels, base: StateSource, source: StateSource, cal
     )
 
 
-def _differs(base: StateSource, key: str, source: StateSource, source_key: str) -> bool:
+def _is_changed_tensor(base: StateSource, key: str, source: StateSource, source_key: str) -> bool:
     start, header = base.headers[key], source.headers[source_key]
     if start.shape != header.shape:
         return True
@@ -429,17 +435,19 @@ def _differs(base: StateSource, key: str, source: StateSource, source_key: str) 
         # An index.
         return False
     rows = _row_ranges(Slot(key), start.shape, _FEW_READ, _FEW_READ)[0]
-    return not _is_equal(base.read(key, rows), source.read(source_key, rows))
+    return not _is_equal_tensor(base.read(key, rows), source.read(source_key, rows))
 
 
-def _adapter(models: OpenModels, base_folder: Path | None, folder: Path, called: str) -> _Doubt:
+def _adapter_base_notices(models: OpenModels, base_folder: Path | None, folder: Path, called: str) -> _Doubt:
     if not is_lora_folder(folder):
         return
     (stated, revision), base = named_base(folder), models.origins["base"]
     named = json_object(base_folder, "config.json").get("_name_or_path")
     places = [str(place or "") for place in (base, base_folder, models.architecture.source, named)]
     mismatch = ""
-    if stated and {part for place in places for part in _names(place)}.isdisjoint(_names(stated)):
+    if stated and {part for place in places for part in _model_names_in_path(place)}.isdisjoint(
+        _model_names_in_path(stated)
+    ):
         mismatch = f"{stated!r}, and the base is {base!r}"
     elif revision not in ("", "main") and not any(revision in place for place in places):
         mismatch = f"revision {revision!r} of {stated!r}, and the revision of {base!r} is unknown"
@@ -464,7 +472,7 @@ def task_vectors(models: OpenModels) -> dict[str, ModelChange]:
 LONG = 4.0
 
 
-def _rounded(change: ModelChange, models: OpenModels, name: str, called: str) -> _Doubt:
+def _rounding_notices(change: ModelChange, models: OpenModels, name: str, called: str) -> _Doubt:
     """Report how much of an expert's change is lost by its dtype, or by the base's."""
     start, end = (
         max(
@@ -488,7 +496,7 @@ def _rounded(change: ModelChange, models: OpenModels, name: str, called: str) ->
         )
 
 
-def _long(changes: Mapping[str, ModelChange], name: str, called: str) -> _Doubt:
+def _long_task_vector_notices(changes: Mapping[str, ModelChange], name: str, called: str) -> _Doubt:
     norms = [change.norm for other, change in changes.items() if other != name and change.changed]
     typical = statistics.median(norms) if norms else 0.0
     # A model of another base is reported as such.
@@ -505,7 +513,7 @@ def _long(changes: Mapping[str, ModelChange], name: str, called: str) -> _Doubt:
         )
 
 
-def _names(place: str) -> set[str]:
+def _model_names_in_path(place: str) -> set[str]:
     """Return a model's names in a path or Hub id: its last part, or its repository in a cache, in lower case."""
     path = PurePosixPath(place.replace("\\", "/").casefold())
     cached = [match[1] for part in path.parts if (match := re.fullmatch(r"models--(?:.*--)?(.+)", part))]
@@ -538,13 +546,13 @@ _ACTIVATIONS = ("hidden_act", "quick_gelu", "activation_function")
 _Statement = tuple[str, str, object, object]
 
 
-def _contradictions(architecture: Architecture, folder: Path, called: str) -> _Doubt:
+def _config_contradictions(architecture: Architecture, folder: Path, called: str) -> _Doubt:
     """Yield contradictions between the configuration in a folder and the architecture of all models."""
     is_open_clip = architecture.loader == "open-clip"
-    reader = _open_clip_statements if is_open_clip else _hf_statements
+    reader = _compared_open_clip_settings if is_open_clip else _compared_hf_settings
     is_read = is_open_clip or architecture.loader.startswith("hf-")
     for file, key, stated, used in reader(architecture, folder) if is_read else ():
-        if _equal(stated, used):
+        if _is_equal_setting(stated, used):
             continue
         remedy = "Merge models of one architecture, or correct the file."
         if key in _ACTIVATIONS:
@@ -554,12 +562,12 @@ def _contradictions(architecture: Architecture, folder: Path, called: str) -> _D
         yield f"{file} of {called} has {key} {stated}, but {used} is used for all models", remedy
 
 
-def _hf_statements(architecture: Architecture, folder: Path) -> Iterator[_Statement]:
+def _compared_hf_settings(architecture: Architecture, folder: Path) -> Iterator[_Statement]:
     """Yield statements by transformers' own reading, which fills in defaults and older versions' spellings."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = _json(folder, "config.json")
+    config = _read_json_or_empty(folder, "config.json")
     used: Any = {} if architecture.folder is None else dict(architecture.folder.configs).get("config.json")
     kind, is_clip = config.get("model_type"), config.get("model_type") in _CLIP
     if not isinstance(used, dict) or kind not in CONFIG_MAPPING:
@@ -581,22 +589,31 @@ def _hf_statements(architecture: Architecture, folder: Path) -> Iterator[_Statem
         )
         for key in _HF_COMPUTED:
             if key in our or key in their:
-                yield ("config.json", key, _activation(their.get(key)), _activation(our.get(key)))
+                yield (
+                    "config.json",
+                    key,
+                    _canonical_activation_name(their.get(key)),
+                    _canonical_activation_name(our.get(key)),
+                )
     if architecture.preprocess is None:
         return
-    file, default, pixels = "preprocessor_config.json", {}, _json(folder, "preprocessor_config.json")
+    file, default, pixels = (
+        "preprocessor_config.json",
+        {},
+        _read_json_or_empty(folder, "preprocessor_config.json"),
+    )
     if is_clip:
         default = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)().to_dict()
         # As transformers 5 saves it.
-        nested = _json(folder, "processor_config.json").get("image_processor")
+        nested = _read_json_or_empty(folder, "processor_config.json").get("image_processor")
         file, pixels = ("processor_config.json", nested) if isinstance(nested, dict) else (file, pixels)
     if pixels:
         settings = default | dict(architecture.preprocess.settings)
-        yield from _pixel_statements(file, _HF_PIXELS, default | pixels, settings)
+        yield from _compared_pixel_settings(file, _HF_PIXELS, default | pixels, settings)
 
 
-def _open_clip_statements(architecture: Architecture, folder: Path) -> Iterator[_Statement]:
-    config = _json(folder, CONFIG_FILE)
+def _compared_open_clip_settings(architecture: Architecture, folder: Path) -> Iterator[_Statement]:
+    config = _read_json_or_empty(folder, CONFIG_FILE)
     model, settings = config.get("model_cfg"), architecture.chain.settings
     if isinstance(model, dict):
         activation = "quick_gelu" if model.get("quick_gelu", False) else "gelu"
@@ -606,22 +623,24 @@ def _open_clip_statements(architecture: Architecture, folder: Path) -> Iterator[
                 yield (CONFIG_FILE, key, [size] * 2, settings[key])
     pixels = config.get("preprocess_cfg")
     if isinstance(pixels, dict) and architecture.preprocess is not None:
-        yield from _pixel_statements(CONFIG_FILE, _OPEN_CLIP_PIXELS, pixels, architecture.preprocess.settings)
+        yield from _compared_pixel_settings(
+            CONFIG_FILE, _OPEN_CLIP_PIXELS, pixels, architecture.preprocess.settings
+        )
 
 
-def _pixel_statements(
+def _compared_pixel_settings(
     file: str, keys: Sequence[str], stated: Mapping[str, Any], used: Mapping[str, Any]
 ) -> Iterator[_Statement]:
     for key in keys:
         if key in stated and key in used:
-            yield (file, key, _edges(stated[key]), _edges(used[key]))
+            yield (file, key, _normalized_image_size(stated[key]), _normalized_image_size(used[key]))
 
 
-def _json(folder: Path, name: str) -> dict[str, Any]:
+def _read_json_or_empty(folder: Path, name: str) -> dict[str, Any]:
     return read_json(folder / name) if (folder / name).is_file() else {}
 
 
-def _edges(size: object) -> object:
+def _normalized_image_size(size: object) -> object:
     """Return sizes in the long form of newer files: a number alone is the shorter edge, or a square."""
     if isinstance(size, dict):
         numbers = [size[key] for key in ("shortest_edge", "height", "width") if key in size]
@@ -629,16 +648,15 @@ def _edges(size: object) -> object:
     return size
 
 
-def _activation(value: object) -> object:
-    """Return the canonical name of an activation function."""
+def _canonical_activation_name(value: object) -> object:
     from transformers.activations import ACT2FN
 
     return activation_name(ACT2FN[value]) or value if isinstance(value, str) and value in ACT2FN else value
 
 
-def _equal(one: object, other: object) -> bool:
+def _is_equal_setting(one: object, other: object) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
+        return len(one) == len(other) and all(map(_is_equal_setting, one, other))
     if isinstance(one, int | float) and isinstance(other, int | float):
         # Files of older versions have means and deviations with fewer digits.
         return math.isclose(one, other, rel_tol=1e-6)

@@ -93,7 +93,7 @@ class Run(DriftRun):
             # Settings passed by keyword override those of the calibrator.
             parameters={**calibrator.get_params(), **request.parameters},
         )
-        return _calibrated(self, merged_request, around, modules, data, on_measured)
+        return _calibrate_run(self, merged_request, around, modules, data, on_measured)
 
     def summary(self) -> Table:
         """Return a table with one row per task: scores and drift of all models. `frame()` has the unrounded numbers."""
@@ -170,25 +170,24 @@ def open_run(path: PathLike) -> Run:
     return Run.at(path)
 
 
-def _folder(run: PathLike | DriftRun) -> Path:
+def _run_folder(run: PathLike | DriftRun) -> Path:
     return run.path if isinstance(run, DriftRun) else Path(run)
 
 
-def _with_modules(before: PathLike | DriftRun) -> Run:
-    """Open a run again, with the live modules of its earlier view."""
-    run = Run.at(_folder(before))
+def _reopen_with_modules(before: PathLike | DriftRun) -> Run:
+    run = Run.at(_run_folder(before))
     run._live = before._live if isinstance(before, Run) else None
     return run
 
 
-def _live_study(
+def _live_study_opener(
     run: PathLike | DriftRun,
     modules: Mapping[str, Any] | None,
     data: Mapping[str, Any] | None,
     device: str | None,
 ) -> Callable[[int | None], Any] | None:
     """Return a function that opens the live modules of a run again; None for a run of a spec."""
-    folder = _folder(run)
+    folder = _run_folder(run)
     kept = run._live if isinstance(run, Run) else None
     if kept is None and modules is None and data is None:
         return None
@@ -235,7 +234,7 @@ def analyze(
     """
     if (spec is None) == (len(modules.missing) == len(REQUIRED)) or (spec is None and modules.missing):
         raise SpecError("pass either a spec, or merged=, experts= and data=")
-    _refuse_others(request, settings, is_spec=spec is not None)
+    _refuse_misplaced_settings(request, settings, is_spec=spec is not None)
     with around.context() as context:
         if spec is not None:
             # Reading a spec needs libraries that live modules do without.
@@ -250,7 +249,7 @@ def analyze(
     return run
 
 
-def _refuse_others(request: AnalysisRequest, settings: LiveSettings, *, is_spec: bool) -> None:
+def _refuse_misplaced_settings(request: AnalysisRequest, settings: LiveSettings, *, is_spec: bool) -> None:
     """Refuse settings of specs for live modules, and settings of live modules for specs."""
     # Keywords of both kinds of run; `keywords` passes them to both requests.
     both = {"out", "resume", "force", "seed"}
@@ -282,10 +281,10 @@ def calibrate(
         data: for a run of live modules, see `Run.calibrate`.
         on_measured: called with the run once drift and accuracy are measured.
     """
-    return _calibrated(run, request, around, modules, data, on_measured)
+    return _calibrate_run(run, request, around, modules, data, on_measured)
 
 
-def _calibrated(
+def _calibrate_run(
     run: PathLike | DriftRun,
     request: CalibrationRequest,
     around: Around,
@@ -295,9 +294,9 @@ def _calibrated(
 ) -> Run:
     from driftlens.pipelines.calibrate import calibrate as run_calibration
 
-    with around.context(_live_study(run, modules, data, around.device)) as context:
-        run_calibration(_folder(run), request, context, on_measured=on_measured)
-    return _with_modules(run)
+    with around.context(_live_study_opener(run, modules, data, around.device)) as context:
+        run_calibration(_run_folder(run), request, context, on_measured=on_measured)
+    return _reopen_with_modules(run)
 
 
 @keywords(request=ProjectionRequest, around=Quietly)
@@ -420,12 +419,12 @@ def sweep(
     from driftlens.pipelines.sweep import compare_methods, resolve_methods
     from driftlens.pipelines.sweep import sweep as run_sweep
 
-    with around.context(_live_study(run, modules, data, around.device)) as context:
+    with around.context(_live_study_opener(run, modules, data, around.device)) as context:
         if request.compares:
             methods = resolve_methods(request.methods or ())
-            failed = compare_methods(_folder(run), methods, context, samples=request.samples)
+            failed = compare_methods(_run_folder(run), methods, context, samples=request.samples)
             for name, reason in failed.items():
                 log.warning(f"{name} failed: {reason}")
         else:
-            run_sweep(_folder(run), request, context)
-    return _with_modules(run)
+            run_sweep(_run_folder(run), request, context)
+    return _reopen_with_modules(run)

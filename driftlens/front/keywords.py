@@ -67,7 +67,7 @@ class Quietly(Around):
 def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Return a decorator that replaces request parameters, and `around`, by keyword arguments for their fields."""
 
-    def _decorate(function: Callable[..., T]) -> Callable[..., T]:
+    def _replace_request_parameters(function: Callable[..., T]) -> Callable[..., T]:
         own = dict(inspect.signature(function).parameters)
         taken = {
             name: kind
@@ -75,7 +75,7 @@ def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T
             if name in own
         }
         own = {name: parameter for name, parameter in own.items() if name not in taken}
-        fields = {name: _parameters(kind) for name, kind in taken.items()}
+        fields = {name: _signature_parameters(kind) for name, kind in taken.items()}
         by_field = {
             field: parameter for parameters in fields.values() for field, parameter in parameters.items()
         }
@@ -87,7 +87,7 @@ def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T
         signature = inspect.Signature(sorted(accepted.values(), key=lambda parameter: parameter.kind))
 
         @functools.wraps(function)
-        def call(*positional: Any, **named: Any) -> T:
+        def _call_with_requests(*positional: Any, **named: Any) -> T:
             # Before `bind`, whose TypeError would not name the most similar keyword.
             refuse_unknown(function.__name__, named, accepted)
             bound = signature.bind(*positional, **named).arguments
@@ -99,13 +99,13 @@ def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T
             return function(**{name: bound[name] for name in own if name in bound}, **parts)
 
         # Editors and `help` read this attribute, which type checkers don't allow on a function.
-        vars(call)["__signature__"] = signature
-        return call
+        vars(_call_with_requests)["__signature__"] = signature
+        return _call_with_requests
 
-    return _decorate
+    return _replace_request_parameters
 
 
-def _parameters(kind: type[Any]) -> dict[str, inspect.Parameter]:
+def _signature_parameters(kind: type[Any]) -> dict[str, inspect.Parameter]:
     """Return the keyword arguments of a request, or of `Around`, as parameters of a signature. All are optional."""
     if not issubclass(kind, Request):
         parameters = inspect.signature(kind).parameters.items()

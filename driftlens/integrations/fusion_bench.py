@@ -64,8 +64,8 @@ class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
         pool = modelpool if isinstance(modelpool, BaseModelPool) else BaseModelPool(modelpool)
         base = pool.load_pretrained_model()
         experts = {name: pool.load_model(name) for name in pool.model_names}
-        merged = self._merged(pool, base, experts)
-        rows = {name: self._rows(pool, name) for name in experts}
+        merged = self._load_or_merge_model(pool, base, experts)
+        rows = {name: self._training_inputs(pool, name) for name in experts}
         run = dl.analyze(
             base=base,
             merged=merged,
@@ -89,7 +89,7 @@ class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
         repaired.load_state_dict(run.calibrated_state(self.method), strict=False)
         return repaired
 
-    def _merged(self, pool: Any, base: nn.Module, experts: Mapping[str, nn.Module]) -> nn.Module:
+    def _load_or_merge_model(self, pool: Any, base: nn.Module, experts: Mapping[str, nn.Module]) -> nn.Module:
         if getattr(pool, "has_merged", False):
             return pool.load_model("_merged_")
         if self.merge is not None:
@@ -108,7 +108,7 @@ class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
         merged.load_state_dict(weights)
         return merged
 
-    def _rows(self, pool: Any, name: str) -> Tensor:
+    def _training_inputs(self, pool: Any, name: str) -> Tensor:
         """Return the model inputs of the first samples of a task's training set, [n, ...]."""
         data = pool.load_train_dataset(name)
         count = min(self.samples + DIAGNOSIS, len(data))
@@ -118,11 +118,11 @@ class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
                 hint="Lower `samples`.",
             )
         processor = pool.load_processor() if hasattr(pool, "load_processor") else None
-        return torch.stack([_tensor(data[index], processor) for index in range(count)])
+        return torch.stack([_model_input_of_sample(data[index], processor) for index in range(count)])
 
 
-def _tensor(sample: Any, processor: Any) -> Any:
-    """Return the model input of one sample: a tensor, or an image through the pool's processor."""
+def _model_input_of_sample(sample: Any, processor: Any) -> Any:
+    """Return the model input of one sample; images pass through the pool's processor."""
     if isinstance(sample, Mapping):
         sample = next((sample[key] for key in ("pixel_values", "image", "img") if key in sample), sample)
     if isinstance(sample, tuple | list):

@@ -32,17 +32,17 @@ def add_scaled(total: Tensor, part: Tensor, scale: float | Tensor = 1.0) -> None
     rows = max(1, _ENTRIES // max(1, total[0].numel()))
     for start in range(0, len(total), rows):
         own_rows = total[start : start + rows]
-        _add(own_rows, part[start : start + rows], scale)
+        _add_scaled_in_place(own_rows, part[start : start + rows], scale)
 
 
-def _add(total: Tensor, part: Tensor, scale: float | Tensor) -> None:
+def _add_scaled_in_place(total: Tensor, part: Tensor, scale: float | Tensor) -> None:
     if isinstance(scale, Tensor):
         total.addcmul_(part, scale)
     else:
         total.add_(part, alpha=scale)
 
 
-def grown(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
+def add_to_running_sum(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a sum plus one part: in the part's dtype while it is the only one, then in `dtype`."""
     if total is None:
         return part
@@ -73,13 +73,13 @@ class GramSum:
             self._lower = torch.empty(k, k, dtype=dtype, device=self.device)
         self._is_empty = True
         # The recursion is computed once, as every batch visits all tiles.
-        self._tiles = list(_tiles(0, k))
+        self._tiles = list(_lower_triangle_tiles(0, k))
 
     def add_rows(self, rows: Tensor) -> None:
         """Add rows' rows; `rows` is [T, k]."""
         rows = single(rows)
         for tile in self._tiles:
-            self._put(tile, rows[:, tile[0]].mT @ rows[:, tile[1]], 1.0)
+            self._accumulate_tile(tile, rows[:, tile[0]].mT @ rows[:, tile[1]], 1.0)
         self._is_empty = False
 
     def add(self, other: GramSum, scale: float | Tensor) -> None:
@@ -87,7 +87,7 @@ class GramSum:
         if other._is_empty:
             return
         for tile in self._tiles:
-            self._put(tile, other._lower[tile], scale)
+            self._accumulate_tile(tile, other._lower[tile], scale)
         self._is_empty = False
 
     def norm(self) -> Tensor:
@@ -134,16 +134,16 @@ class GramSum:
                 self._lower[columns, rows] = tile.mT
         return self._lower
 
-    def _put(self, tile: _Tile, product: Tensor, scale: float | Tensor) -> None:
+    def _accumulate_tile(self, tile: _Tile, product: Tensor, scale: float | Tensor) -> None:
         product = product.to(self._lower.device)
         if self._is_empty:
             is_one = not isinstance(scale, Tensor) and scale == 1
             self._lower[tile] = product if is_one else product.to(self.dtype) * scale
         else:
-            _add(self._lower[tile], product, scale)
+            _add_scaled_in_place(self._lower[tile], product, scale)
 
 
-def _tiles(start: int, stop: int) -> Iterator[_Tile]:
+def _lower_triangle_tiles(start: int, stop: int) -> Iterator[_Tile]:
     """Yield tiles that cover the lower triangle: squares on the diagonal, rectangles below it.
 
     Repeated halving keeps products nearly square, which run fastest.
@@ -153,8 +153,8 @@ def _tiles(start: int, stop: int) -> Iterator[_Tile]:
         return
     middle = (start + stop) // 2
     yield slice(middle, stop), slice(start, middle)
-    yield from _tiles(start, middle)
-    yield from _tiles(middle, stop)
+    yield from _lower_triangle_tiles(start, middle)
+    yield from _lower_triangle_tiles(middle, stop)
 
 
 class OutputSums(NamedTuple):
@@ -222,7 +222,7 @@ class OutputCross:
             expert_outputs: outputs y of the expert, [T, o] for each site whose weight is stacked in W.
             weights: weights of the rows, [T]; None weighs each 1.
         """
-        of_these = self._of_outputs if self.row_by_row else self._of_inputs
+        of_these = self._sums_from_outputs if self.row_by_row else self._sums_from_inputs
         outputs_of_sites = [*map(single, expert_outputs)]
         more = of_these(
             single(rows), single(expert_rows), outputs_of_sites, None if weights is None else single(weights)
@@ -230,13 +230,13 @@ class OutputCross:
         if self._sums is not None:
             held = self._sums
             more = OutputSums(
-                grown(held.cross, more.cross, self._dtype),
-                grown(held.target, more.target, self._dtype),
-                None if more.energy is None else grown(held.energy, more.energy, self._dtype),
+                add_to_running_sum(held.cross, more.cross, self._dtype),
+                add_to_running_sum(held.target, more.target, self._dtype),
+                None if more.energy is None else add_to_running_sum(held.energy, more.energy, self._dtype),
             )
         self._sums = more
 
-    def _of_outputs(
+    def _sums_from_outputs(
         self,
         rows: Tensor,
         expert_rows: Tensor,
@@ -244,15 +244,17 @@ class OutputCross:
         weights: Tensor | None,
     ) -> OutputSums:
         targets = rows @ self._weight.mT
-        for part_target, part_expert in zip(_split(targets, expert_outputs), expert_outputs, strict=True):
+        for part_target, part_expert in zip(
+            _split_columns_like(targets, expert_outputs), expert_outputs, strict=True
+        ):
             part_target.lerp_(part_expert, self._alpha)
         # Only the expert's share of y holds its bias.
         targets.sub_(self._bias, alpha=self._alpha)
-        energy = _total(targets.square(), weights) if self._energies else None
+        energy = _weighted_row_sum(targets.square(), weights) if self._energies else None
         counted = targets if weights is None else targets * weights[:, None]
         return OutputSums(counted.mT @ rows, counted.sum(dim=0), energy)
 
-    def _of_inputs(
+    def _sums_from_inputs(
         self,
         rows: Tensor,
         expert_rows: Tensor,
@@ -264,8 +266,10 @@ class OutputCross:
             targets *= weights[:, None]
         energy = None
         if self._energies:
-            parts = zip(expert_outputs, _split(self._bias, expert_outputs), strict=True)
-            energy = torch.cat([_total((outputs - bias).square_(), weights) for outputs, bias in parts])
+            parts = zip(expert_outputs, _split_columns_like(self._bias, expert_outputs), strict=True)
+            energy = torch.cat(
+                [_weighted_row_sum((outputs - bias).square_(), weights) for outputs, bias in parts]
+            )
         return OutputSums(targets.mT @ rows, targets.sum(dim=0), energy)
 
     def sums(self, gram: GramSum) -> OutputSums:
@@ -282,12 +286,12 @@ class OutputCross:
         return OutputSums(weight @ cross, weight @ target.to(weight), energy)
 
 
-def _split(stacked: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+def _split_columns_like(stacked: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     """Split the last axis into parts as wide as those of `like`."""
     return torch.split(stacked, [part.shape[-1] for part in like], dim=-1)
 
 
-def _total(rows: Tensor, weights: Tensor | None) -> Tensor:
+def _weighted_row_sum(rows: Tensor, weights: Tensor | None) -> Tensor:
     return rows.sum(dim=0) if weights is None else weights @ rows
 
 
@@ -313,7 +317,7 @@ class JointMoments:
             total = getattr(self, name)
             total.add_(value.to(total.device))
 
-    def within(self, basis: Tensor) -> JointMoments:
+    def in_basis(self, basis: Tensor) -> JointMoments:
         """Return the moments of the inputs in an orthonormal basis [k, r]."""
         return JointMoments(
             basis.mT @ self.gram @ basis, self.local @ basis, self.upstream @ basis, self.energy

@@ -41,13 +41,13 @@ class Factor:
     def solve_rows(self, rows: Tensor) -> Tensor:
         """Solve X (L L') = rows, [o, k], which may be overwritten."""
         # X S = R with S symmetric means S X' = R'.
-        half = _solve_rows(self.lower.mT, rows, upper=True)
-        return _solve_rows(self.lower, half, upper=False)
+        half = _solve_triangular_rows(self.lower.mT, rows, upper=True)
+        return _solve_triangular_rows(self.lower, half, upper=False)
 
     def energy(self, rows: Tensor) -> Tensor:
         """Return x' (L L') x for every row x, [o], in the dtype of `rows`, [o, k]."""
         total = rows.new_zeros(len(rows))
-        for start, panel in _panels(self.lower):
+        for start, panel in _column_panels(self.lower):
             # |L' x|^2 panel by panel: a converted copy of all of L may not fit.
             total += (rows[:, start:] @ panel.to(rows)).square().sum(dim=1)
         return total
@@ -69,9 +69,12 @@ def factorize(matrix: Tensor, *, name: str, scale: float | Tensor = 1.0, shift: 
         SingularGramError: S is not positive definite to working precision; the smallest eigenvalue is in the message.
     """
     scale = float(scale)
-    lower, failures = _lower_factor(matrix, scale, shift)
+    lower, failures = _blocked_cholesky(matrix, scale, shift)
     # All numbers are read in one copy: each read synchronizes with the device.
-    powers = _power(lambda v: _square(lower, v), matrix), _power(lambda v: _solve(lower, v), matrix, _STARTS)
+    powers = (
+        _estimate_largest_eigenvalue(lambda v: _apply_factored_matrix(lower, v), matrix),
+        _estimate_largest_eigenvalue(lambda v: _solve_with_factor(lower, v), matrix, _STARTS),
+    )
     numbers = failures, torch.isfinite(matrix.sum()), *powers
     failed, is_finite, largest, inverse = torch.stack([number.to(matrix) for number in numbers]).tolist()
     if not is_finite and not bool(torch.isfinite(matrix).all()):
@@ -82,12 +85,12 @@ def factorize(matrix: Tensor, *, name: str, scale: float | Tensor = 1.0, shift: 
     if not failed:
         # Inverse power steps estimate the largest eigenvalue of the inverse.
         smallest = 1 / inverse
-        if smallest > _SUSPICION * _limit(matrix, largest):
+        if smallest > _SUSPICION * _singularity_threshold(matrix, largest):
             return Factor(lower, smallest, largest)
     # Only in doubt, as eigenvalues cost far more than the factor.
     eigenvalues = scale * torch.linalg.eigvalsh(matrix) + shift
     smallest, largest = float(eigenvalues[0]), float(eigenvalues[-1])
-    if not failed and smallest > _limit(matrix, largest):
+    if not failed and smallest > _singularity_threshold(matrix, largest):
         return Factor(lower, smallest, largest)
     raise SingularGramError(
         f"{name} is singular to working precision: smallest eigenvalue {smallest:.2e}, largest {largest:.2e}",
@@ -111,7 +114,7 @@ def probe(like: Tensor) -> Tensor:
     return to_match(like, torch.randn(len(like), generator=generator, dtype=torch.float64))
 
 
-def _lower_factor(matrix: Tensor, scale: float, shift: float) -> tuple[Tensor, Tensor]:
+def _blocked_cholesky(matrix: Tensor, scale: float, shift: float) -> tuple[Tensor, Tensor]:
     """Return L, and whether the matrix is not positive definite."""
     # Panels of columns: torch.linalg.cholesky takes half as long again, to copy and to write zeros.
     lower = torch.empty_like(matrix, memory_format=torch.contiguous_format)
@@ -128,43 +131,45 @@ def _lower_factor(matrix: Tensor, scale: float, shift: float) -> tuple[Tensor, T
         top, failed_minor = torch.linalg.cholesky_ex(column[: stop - start])
         failures.append(failed_minor)
         lower[own_columns, own_columns] = top
-        lower[stop:, own_columns] = _solve_rows(top.mT, column[stop - start :], upper=True)
+        lower[stop:, own_columns] = _solve_triangular_rows(top.mT, column[stop - start :], upper=True)
     return lower, torch.stack(failures).any()
 
 
-def _panels(lower: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield columns of L from their diagonal downwards, some at a time, and where they start."""
+def _column_panels(lower: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield panels of columns of L, from the diagonal downwards, with their start."""
     # Not wider than the panels of the factorisation: memory above the diagonal is uninitialized.
     for start in range(0, len(lower), _NARROW):
         yield start, lower[start:, start : start + _NARROW]
 
 
-def _square(lower: Tensor, vector: Tensor) -> Tensor:
+def _apply_factored_matrix(lower: Tensor, vector: Tensor) -> Tensor:
     """Return L L' v, [k, 1], without reading above the diagonal."""
     product = torch.zeros_like(vector)
-    for start, panel in _panels(lower):
+    for start, panel in _column_panels(lower):
         product[start:] += panel @ (panel.mT @ vector[start:])
     return product
 
 
-def _solve_rows(triangle: Tensor, rows: Tensor, *, upper: bool) -> Tensor:
+def _solve_triangular_rows(triangle: Tensor, rows: Tensor, *, upper: bool) -> Tensor:
     """Solve X T = rows, in the memory of `rows` unless gradients are required: that takes half the time."""
     out = None if rows.requires_grad or triangle.requires_grad else rows
     return torch.linalg.solve_triangular(triangle, rows, upper=upper, left=False, out=out)
 
 
-def _solve(lower: Tensor, right: Tensor) -> Tensor:
+def _solve_with_factor(lower: Tensor, right: Tensor) -> Tensor:
     # For one right-hand side, thirty times faster than cholesky_solve, which copies the factor first.
     half = torch.linalg.solve_triangular(lower, right, upper=False)
     return torch.linalg.solve_triangular(lower.mT, half, upper=True)
 
 
-def _limit(matrix: Tensor, largest: float) -> float:
+def _singularity_threshold(matrix: Tensor, largest: float) -> float:
     return len(matrix) * torch.finfo(matrix.dtype).eps * largest
 
 
-def _power(multiply: Callable[[Tensor], Tensor], matrix: Tensor, starts: int = 1) -> Tensor:
-    """Estimate the largest eigenvalue of a positive operator from below, by a few power steps."""
+def _estimate_largest_eigenvalue(
+    multiply: Callable[[Tensor], Tensor], matrix: Tensor, starts: int = 1
+) -> Tensor:
+    """Estimate the largest eigenvalue of a positive operator from below by power iteration."""
     generator = torch.Generator().manual_seed(0)
     vectors = to_match(matrix, torch.randn(len(matrix), starts, generator=generator, dtype=torch.float64))
     for _ in range(_STEPS):
@@ -248,7 +253,7 @@ class _RidgeSolution:
     factor: Factor
     objective: Tensor | None
 
-    def excess(self, other: Tensor) -> Tensor:
+    def objective_increase(self, other: Tensor) -> Tensor:
         """Return the increase of the objective at another weight by output, tr(D H D') with D their difference."""
         return self.factor.energy((other - self.weight).to(other.dtype))
 
@@ -386,7 +391,7 @@ def solve_layer_norm(
         shift_side = shift_side + lam * (anchor_shift - shift)
     determinant = a22 * a11 - a12**2
     # Smallest and largest eigenvalue of two by two: about determinant / trace, and at most the trace.
-    _require_regular(determinant / (a11 + a22), 2 * torch.finfo(a11.dtype).eps * (a11 + a22))
+    _require_nonsingular(determinant / (a11 + a22), 2 * torch.finfo(a11.dtype).eps * (a11 + a22))
     return (
         scale + (a22 * scale_side - a12 * shift_side) / determinant,
         shift + (a11 * shift_side - a12 * scale_side) / determinant,
@@ -416,11 +421,11 @@ def solve_rms_norm(moments: NormMoments, anchor_scale: Tensor | None, *, lam: fl
     excited = moments.weight_sum * moments.second
     if anchor_scale is not None:
         pulled, excited = pulled + lam * anchor_scale, excited + lam
-    _require_regular(excited, len(excited) * torch.finfo(excited.dtype).eps * excited.max())
+    _require_nonsingular(excited, len(excited) * torch.finfo(excited.dtype).eps * excited.max())
     return pulled / excited
 
 
-def _require_regular(smallest: Tensor, limit: Tensor) -> None:
+def _require_nonsingular(smallest: Tensor, limit: Tensor) -> None:
     """Raise if the smallest eigenvalue of a coordinate is at most the limit, both [k]; NaN passes."""
     is_singular = smallest <= limit
     if bool(is_singular.any()):
@@ -508,11 +513,11 @@ def choose_ridges(
         grid: candidate ridges, ascending.
     """
     for fold in folds:
-        _require_finite(fold)
+        _require_finite_moments(fold)
     if len(folds[0].gram) > WIDEST:
         # A sketch: eigendecompositions of wide layers for every fold would dominate the run.
-        basis = _span(sum((fold.gram for fold in folds[1:]), folds[0].gram), WIDEST)
-        folds = [fold.within(basis) for fold in folds]
+        basis = _leading_subspace_basis(sum((fold.gram for fold in folds[1:]), folds[0].gram), WIDEST)
+        folds = [fold.in_basis(basis) for fold in folds]
     # Small matrices: on a device each step would synchronize, and some devices have no eigh.
     folds = [JointMoments(**{name: value.to(HOST) for name, value in vars(fold).items()}) for fold in folds]
     everything = total(folds)
@@ -547,7 +552,7 @@ def choose_ridges(
     )
 
 
-def _span(gram: Tensor, width: int) -> Tensor:
+def _leading_subspace_basis(gram: Tensor, width: int) -> Tensor:
     """Return an orthonormal basis [k, width] of approximately the leading eigenvectors."""
     generator = torch.Generator().manual_seed(0)
     basis = torch.randn(len(gram), width, generator=generator, dtype=torch.float64).to(gram)
@@ -583,7 +588,7 @@ def solve_joint(
         tasks: output metric S_i and moments of every task, whose sum is `moments`; empty without metrics.
         is_two_sided: True for the two-sided preconditioner.
     """
-    _require_finite(moments)
+    _require_finite_moments(moments)
     parts = [("local", ridges.local, 1.0), ("upstream", ridges.upstream, ridges.share)]
     change, factors = torch.zeros_like(moments.local), dict[float, Factor]()
     penalty = torch.zeros_like(change)
@@ -612,10 +617,12 @@ def solve_joint(
     if is_two_sided:
         mean = sum((metric for metric, _ in tasks[1:]), tasks[0][0]) / len(tasks)
         outputs = factorize(mean.to(change), name="the mean output metric")
-    return _JointSolution(change + _towards(left, factors[ridge], ridge, tasks, outputs), None)
+    return _JointSolution(
+        change + _solve_conjugate_gradient(left, factors[ridge], ridge, tasks, outputs), None
+    )
 
 
-def _towards(
+def _solve_conjugate_gradient(
     left: Tensor,
     inputs: Factor,
     ridge: float,
@@ -641,8 +648,7 @@ def _towards(
     return solution
 
 
-def _require_finite(moments: JointMoments) -> None:
-    """Raise if moments hold NaN or infinite entries."""
+def _require_finite_moments(moments: JointMoments) -> None:
     ends = [end for value in vars(moments).values() for end in value.aminmax()]
     if not bool(torch.isfinite(torch.stack(ends)).all()):
         raise NumericsError(

@@ -87,10 +87,10 @@ def relative_error(estimate: State, exact: State) -> Tensor:
 def expert_cosine(left: Tensor, right: Tensor) -> Tensor:
     """Return the cosine of matching rows [n, d], [n] in [-1, 1]; NaN if a row is zero."""
     # Unit rows first: the product of two norms would overflow float32 for features near 1e19.
-    return (_unit(left) * _unit(right)).sum(dim=1).clamp(-1, 1)
+    return (_unit_rows(left) * _unit_rows(right)).sum(dim=1).clamp(-1, 1)
 
 
-def _unit(rows: Tensor) -> Tensor:
+def _unit_rows(rows: Tensor) -> Tensor:
     scale = rows.abs().amax(dim=1, keepdim=True)
     scaled = rows / scale
     return scaled / torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
@@ -114,20 +114,20 @@ def linear_cka(left: Tensor, right: Tensor) -> Tensor:
     """
     if len(left) < 4:
         return left.new_tensor(float("nan"))
-    gram_left, gram_right = _gram(left), _gram(right)
+    gram_left, gram_right = _centred_gram_zero_diagonal(left), _centred_gram_zero_diagonal(right)
     # Unbiased estimates can be negative, which gives NaN: similarity is undefined then.
-    energy = _hsic(gram_left, gram_left) * _hsic(gram_right, gram_right)
-    return _hsic(gram_left, gram_right) / energy.sqrt()
+    energy = _unbiased_hsic(gram_left, gram_left) * _unbiased_hsic(gram_right, gram_right)
+    return _unbiased_hsic(gram_left, gram_right) / energy.sqrt()
 
 
-def _gram(features: Tensor) -> Tensor:
+def _centred_gram_zero_diagonal(features: Tensor) -> Tensor:
     # The estimator is translation invariant; centring keeps it accurate.
     centred = features - features.mean(dim=0)
     gram = centred @ centred.mT
     return gram.fill_diagonal_(0)
 
 
-def _hsic(left: Tensor, right: Tensor) -> Tensor:
+def _unbiased_hsic(left: Tensor, right: Tensor) -> Tensor:
     n = len(left)
     total = left.sum() * right.sum() / ((n - 1) * (n - 2))
     mixed = torch.dot(left.sum(dim=0), right.sum(dim=0)) * 2 / (n - 2)
@@ -153,7 +153,7 @@ DEEPEST = 10
 
 
 def _ndcg(hits: Sequence[bool], relevant: int) -> float:
-    """Return binary NDCG: the sum of 1 / log2(rank + 1) over hits, relative to an ideal ranking."""
+    """Return binary NDCG of the hits relative to an ideal ranking."""
     best = sum(1 / math.log2(rank + 1) for rank in range(1, min(relevant, DEEPEST) + 1))
     return sum(hit / math.log2(rank + 1) for rank, hit in enumerate(hits, 1)) / best if best else 0.0
 
@@ -214,11 +214,13 @@ class PathJacobian:
         with forward_mode_attention():
             for start in range(0, self.nodes, together):
                 some = nodes[start : start + together]
-                points = stacked([self._point(t) for t, _ in some])
-                products = vmap(self._products_at, in_dims=(0, None, None))(points, vectors, covectors)
+                points = stacked([self._point_on_segment(t) for t, _ in some])
+                products = vmap(self._jacobian_products_at, in_dims=(0, None, None))(
+                    points, vectors, covectors
+                )
                 for total, of_nodes in zip(totals, products, strict=True):
                     for index, (_, weight) in enumerate(some):
-                        _add(total, stack_item(of_nodes, index), weight)
+                        _add_weighted_state(total, stack_item(of_nodes, index), weight)
         return totals
 
     def closure(self) -> Tensor:
@@ -227,23 +229,20 @@ class PathJacobian:
         change = self.jvp(subtract(self.end, self.start))
         return relative_error(change, exact)
 
-    def _products_at(self, point: State, vectors: State, covectors: State) -> tuple[State, State]:
-        """Return J v and J' u at one point."""
-
+    def _jacobian_products_at(self, point: State, vectors: State, covectors: State) -> tuple[State, State]:
         pushed: State = {}
         if vectors:
             # Weights are constants of the path. Pulling back needs no such rules: torch computes no gradient of them.
             with FixedWeights():
-                pushed = vmap(lambda v: jvp(self._call, (point,), (v,))[1])(vectors)
-        return pushed, vmap(vjp(self._call, point)[1])(covectors)[0] if covectors else {}
+                pushed = vmap(lambda v: jvp(self._call_on_floating_leaves, (point,), (v,))[1])(vectors)
+        return pushed, vmap(vjp(self._call_on_floating_leaves, point)[1])(covectors)[0] if covectors else {}
 
-    def _point(self, t: float) -> State:
-        """Return the point at t on the segment, floating leaves alone."""
+    def _point_on_segment(self, t: float) -> State:
+        """Return the point at t on the segment; floating leaves only."""
         start, end = floating(self.start), floating(self.end)
         return {name: torch.lerp(start[name], end[name], t) for name in start}
 
-    def _call(self, state: State) -> State:
-        """Run the layer as a function of floating leaves alone."""
+    def _call_on_floating_leaves(self, state: State) -> State:
         fixed = {name: leaf for name, leaf in self.start.items() if not leaf.is_floating_point()}
         return floating(self.layer_call({**fixed, **state}))
 
@@ -280,7 +279,7 @@ def stack_item(stack: State, index: int) -> State:
     return {name: leaf[index] for name, leaf in stack.items()}
 
 
-def _add(total: State, part: State, weight: float) -> None:
+def _add_weighted_state(total: State, part: State, weight: float) -> None:
     for name, leaf in part.items():
         total[name] = total[name].add_(leaf, alpha=weight) if name in total else weight * leaf
 
@@ -291,7 +290,7 @@ def softmax_change(scores: Tensor, change: Tensor) -> Tensor:
     Source: FeatCal (arXiv:2605.13030), appendix on the output-drift bridge, softmax probability bridge.
     """
     total = torch.zeros_like(scores)
-    for into, z, d in _by_rows(total, scores, change):
+    for into, z, d in _row_chunks(total, scores, change):
         for t, weight in composite_nodes(d):
             p = (z + t * d).softmax(dim=1)
             into += weight * p * (d - (p * d).sum(dim=1, keepdim=True))
@@ -310,15 +309,15 @@ def cross_entropy_change(scores: Tensor, change: Tensor, labels: Tensor) -> Tens
     """
     label_change = change.gather(1, labels[:, None])[:, 0]
     total = torch.zeros_like(label_change)
-    for into, z, d, label_d in _by_rows(total, scores, change, label_change):
+    for into, z, d, label_d in _row_chunks(total, scores, change, label_change):
         for t, weight in composite_nodes(d):
             p = (z + t * d).softmax(dim=1)
             into += weight * ((p * d).sum(dim=1) - label_d)
     return total
 
 
-def _by_rows(*parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield chunks of rows of all tensors, of as many scores as caches hold."""
+def _row_chunks(*parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield chunks of rows of all tensors that fit into the processor's caches."""
     rows = max(1, _SCORES // max(1, parts[1].shape[1]))
     return zip(*(torch.split(part, rows) for part in parts), strict=True)
 
@@ -401,8 +400,8 @@ class _FixedLayerNorm(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
         x, weight = ctx.saved_tensors
-        z, scale = _standardised(x, ctx.eps)
-        return _without_moments(tangent, z) * _weighted(scale, weight)
+        z, scale = _standardise_last_axis(x, ctx.eps)
+        return _layer_norm_projection(tangent, z) * _multiply_by_weight(scale, weight)
 
 
 class _Gelu(torch.autograd.Function):
@@ -422,27 +421,27 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
         (x,) = ctx.saved_tensors
-        return _gelu_slope(x, ctx.approximate) * tangent
+        return _gelu_derivative(x, ctx.approximate) * tangent
 
 
-def _standardised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _standardise_last_axis(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return z, and 1 / sqrt(var + eps)."""
     variance, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True)
     scale = torch.rsqrt(variance + eps)
     return (x - mean) * scale, scale
 
 
-def _without_moments(vector: Tensor, z: Tensor) -> Tensor:
+def _layer_norm_projection(vector: Tensor, z: Tensor) -> Tensor:
     """Return v - mean(v) - z mean(z v): a norm ignores shift and scale of its input."""
     along = torch.linalg.vecdot(z, vector).unsqueeze(-1) / z.shape[-1]
     return torch.addcmul(vector - vector.mean(dim=-1, keepdim=True), z, along, value=-1)
 
 
-def _weighted(factor: Tensor, weight: Tensor | None) -> Tensor:
+def _multiply_by_weight(factor: Tensor, weight: Tensor | None) -> Tensor:
     return factor if weight is None else factor * weight
 
 
-def _gelu_slope(x: Tensor, approximate: str) -> Tensor:
+def _gelu_derivative(x: Tensor, approximate: str) -> Tensor:
     slope: Tensor = torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=approximate)
     return slope
 
@@ -450,11 +449,11 @@ def _gelu_slope(x: Tensor, approximate: str) -> Tensor:
 # Same signatures as torch's functions.
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear_forward_mode(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _FixedLinear.apply(input, weight, bias)
 
 
-def _layer_norm(
+def _layer_norm_forward_mode(
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -466,14 +465,14 @@ def _layer_norm(
     return _FixedLayerNorm.apply(input, weight, bias, eps)
 
 
-def _gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
+def _gelu_forward_mode(input: Tensor, *, approximate: str = "none") -> Tensor:
     return _Gelu.apply(input, approximate)
 
 
 _RULES: dict[Callable[..., Any], Callable[..., Tensor]] = {
-    F.linear: _linear,
-    F.layer_norm: _layer_norm,
-    F.gelu: _gelu,
+    F.linear: _linear_forward_mode,
+    F.layer_norm: _layer_norm_forward_mode,
+    F.gelu: _gelu_forward_mode,
 }
 # Operators for a tensor and a plain number.
 _BY_NUMBER: dict[Callable[..., Any], Callable[..., Tensor]] = {

@@ -28,7 +28,7 @@ MOST_CLASSES = 2048
     needs_base=False,
     scores=True,
     held=lambda experts: 5,
-    runs=lambda settings, samples, classes: _runs(settings, samples, classes),
+    runs=lambda settings, samples, classes: _num_backward_passes(settings, samples, classes),
 )
 def _fisher(
     base: StateDict,
@@ -56,7 +56,7 @@ def _fisher(
         # `placed` may return the expert's own tensor, which must not become a leaf of the graph.
         weights = {key: scored.placed(expert[key]).detach().clone().requires_grad_() for key in scored.keys}
         size = None if estimator == "exact" else batch_size
-        information = _diagonal(scored, weights, size)
+        information = _fisher_diagonal(scored, weights, size)
         norm = torch.stack([torch.linalg.vector_norm(value) for value in information.values()]).norm()
         share = 1 / (norm + eps) if normalize else torch.ones_like(norm)
         for key, value in information.items():
@@ -72,7 +72,7 @@ def _fisher(
         yield key, mean
 
 
-def _runs(settings: Mapping[str, Any], samples: int, classes: int) -> int:
+def _num_backward_passes(settings: Mapping[str, Any], samples: int, classes: int) -> int:
     if settings["estimator"] != "exact":
         return samples
     if classes > MOST_CLASSES:
@@ -83,12 +83,12 @@ def _runs(settings: Mapping[str, Any], samples: int, classes: int) -> int:
     return samples * classes
 
 
-def _diagonal(scored: Any, weights: Mapping[str, Tensor], batch_size: int | None) -> dict[str, Tensor]:
+def _fisher_diagonal(scored: Any, weights: Mapping[str, Tensor], batch_size: int | None) -> dict[str, Tensor]:
     """Compute E over samples and classes of (d log p / d weight)^2, or published code's estimate with a batch size."""
     total = {key: torch.zeros_like(value) for key, value in weights.items()}
     leaves, count = list(weights.values()), len(scored)
 
-    def add(value: Tensor, share: float) -> None:
+    def _add_squared_gradient(value: Tensor, share: float) -> None:
         slopes = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
         for sum_so_far, slope in zip(total.values(), slopes, strict=True):
             if slope is not None:
@@ -98,7 +98,7 @@ def _diagonal(scored: Any, weights: Mapping[str, Tensor], batch_size: int | None
         for start in range(0, count, batch_size):
             logs = scored.log_probabilities(range(start, min(start + batch_size, count)), weights)
             # The gradient of the sum of sqrt(p) log p; published code squares it with its cross terms.
-            add(((logs.detach() / 2).exp() * logs).sum(), 1.0)
+            _add_squared_gradient(((logs.detach() / 2).exp() * logs).sum(), 1.0)
         return total
     for row in range(count):
         logs = scored.log_probabilities([row], weights)[0]
@@ -107,7 +107,7 @@ def _diagonal(scored: Any, weights: Mapping[str, Tensor], batch_size: int | None
         rest = chances.sort().values[:-1].sum() if len(chances) > 1 else chances.sum()
         for value, chance in zip(logs, chances, strict=True):
             if chance > torch.finfo(torch.float32).eps * rest:
-                add(value, float(chance))
+                _add_squared_gradient(value, float(chance))
     return total
 
 
@@ -153,9 +153,9 @@ def _adamerging(
     wide = len(parts) if granularity == "layer" else 1
     coefficients = torch.full((len(experts), wide), initial, device=start[keys[0]].device).requires_grad_()
     adam = torch.optim.Adam([coefficients], lr=learning_rate)
-    order = {task: _shuffled(len(scored), batch_size, seed, task) for task, scored in by_task.items()}
+    order = {task: _shuffled_batches(len(scored), batch_size, seed, task) for task, scored in by_task.items()}
     for _ in range(steps):
-        weights = _added(start, vectors, coefficients, parts)
+        weights = _merged_weight_leaves(start, vectors, coefficients, parts)
         coefficients.grad = torch.zeros_like(coefficients)
         for task, scored in by_task.items():
             logs = scored.log_probabilities(next(order[task]), weights)
@@ -166,7 +166,7 @@ def _adamerging(
             for place, (key, rows) in enumerate(parts):
                 if (slope := by_key[key]) is not None:
                     for row, vector in enumerate(vectors.values()):
-                        along = (_rows_of(slope, rows) * _rows_of(vector[key], rows)).sum()
+                        along = (_select_rows(slope, rows) * _select_rows(vector[key], rows)).sum()
                         coefficients.grad[row, place % wide] += along
         # One NaN would stay in Adam's averages, and with them in every later coefficient.
         if not bool(torch.isfinite(coefficients.grad).all()):
@@ -175,7 +175,7 @@ def _adamerging(
                 hint="Lower `initial` or `learning_rate`.",
             )
         adam.step()
-    weights = _added(start, vectors, coefficients, parts)
+    weights = _merged_weight_leaves(start, vectors, coefficients, parts)
     for key in base:
         value = weights.pop(key, None)
         if value is None:
@@ -183,26 +183,25 @@ def _adamerging(
         yield key, value
 
 
-def _rows_of(value: Tensor, rows: Rows) -> Tensor:
+def _select_rows(value: Tensor, rows: Rows) -> Tensor:
     return value if rows is None else value[slice(*rows)]
 
 
 @torch.no_grad()
-def _added(
+def _merged_weight_leaves(
     start: Mapping[str, Tensor],
     vectors: Mapping[str, Mapping[str, Tensor]],
     coefficients: Tensor,
     parts: Sequence[tuple[str, Rows]],
 ) -> dict[str, Tensor]:
-    """Return the merged weights as leaves that collect gradients."""
     weights = {key: value.clone() for key, value in start.items()}
     for place, (key, rows) in enumerate(parts):
         for row, vector in zip(coefficients, vectors.values(), strict=True):
-            _rows_of(weights[key], rows).add_(row[place % len(row)] * _rows_of(vector[key], rows))
+            _select_rows(weights[key], rows).add_(row[place % len(row)] * _select_rows(vector[key], rows))
     return {key: value.requires_grad_() for key, value in weights.items()}
 
 
-def _shuffled(count: int, size: int, seed: int, task: str) -> Iterator[list[int]]:
+def _shuffled_batches(count: int, size: int, seed: int, task: str) -> Iterator[list[int]]:
     """Yield batches without end, each pass over all samples in a new random order."""
     # crc32, because Python's hash of a string differs from process to process.
     generator = torch.Generator().manual_seed(seed + zlib.crc32(task.encode()))

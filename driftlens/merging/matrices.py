@@ -51,7 +51,7 @@ def _regmean(
     """
     merged = average({name: value for name, value in base.items() if name != MATRIX}, experts)
     weights = {task: experts[task][MATRIX].double() for task in moments}
-    mean = _sum(weights.values()) / len(weights)
+    mean = _sum_one_by_one(weights.values()) / len(weights)
     # Deviations from the mean sum to zero, so that the last expert's product, a large one, needn't be taken.
     *others, last = moments
     total, missing = moments[last].clone(), torch.zeros_like(mean)
@@ -68,7 +68,7 @@ def _regmean(
     return {**merged, MATRIX: mean + solve_in_range(total, missing)}
 
 
-def _sum(parts: Iterable[Tensor]) -> Tensor:
+def _sum_one_by_one(parts: Iterable[Tensor]) -> Tensor:
     """Add tensors of one shape one by one, which needs less memory than a stack."""
     rest = iter(parts)
     total = next(rest).clone()
@@ -101,10 +101,10 @@ def _wudi(
     root mean square of a matrix's task vectors. Other parameters than matrices of linear modules take the mean task
     vector.
     """
-    return stepped(base, experts, 1.0, partial(_descended, steps=steps, rate=learning_rate))
+    return stepped(base, experts, 1.0, partial(_descend_wudi_loss, steps=steps, rate=learning_rate))
 
 
-def _curvature(vectors: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _gradient_coefficients(vectors: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return S [k, k] and R [o, k] of the gradient 2 (t S - R) at t; experts that did not move are left out."""
     width = vectors[0].shape[1]
     curvature, right = vectors[0].new_zeros(width, width), torch.zeros_like(vectors[0])
@@ -117,14 +117,16 @@ def _curvature(vectors: list[Tensor]) -> tuple[Tensor, Tensor]:
     return curvature, right
 
 
-def _descended(vectors: list[Tensor], *, steps: int, rate: float, eps: float = 1e-8) -> Tensor:
+def _descend_wudi_loss(vectors: list[Tensor], *, steps: int, rate: float, eps: float = 1e-8) -> Tensor:
     if not rate and (moved := [vector for vector in vectors if vector.any()]):
         size = torch.stack(moved).square().mean().sqrt()
         # The larger eps keeps rounding errors of unconstrained entries from being taken for a slope.
-        return size * _descended([vector / size for vector in vectors], steps=steps, rate=_RATE, eps=1e-6)
+        return size * _descend_wudi_loss(
+            [vector / size for vector in vectors], steps=steps, rate=_RATE, eps=1e-6
+        )
     # With S and R computed once, a step takes one product, however many experts there are.
-    curvature, right = _curvature(vectors)
-    step = _sum(vectors).requires_grad_()
+    curvature, right = _gradient_coefficients(vectors)
+    step = _sum_one_by_one(vectors).requires_grad_()
     adam = torch.optim.Adam([step], lr=rate, eps=eps)
     for _ in range(steps):
         step.grad = 2 * (step.detach() @ curvature - right)
@@ -148,10 +150,10 @@ def _iso_c(
     Singular directions with value zero are left out, also of the mean. Other parameters than matrices of linear
     modules take the mean task vector.
     """
-    return stepped(base, experts, scaling, _isotropic)
+    return stepped(base, experts, scaling, _isotropic_step)
 
 
-def _isotropic(vectors: list[Tensor]) -> Tensor:
+def _isotropic_step(vectors: list[Tensor]) -> Tensor:
     left, values, right = singular_parts(torch.stack(vectors).sum(dim=0))
     return values.sum() / max(1, len(values)) * left @ right
 
@@ -172,10 +174,10 @@ def _tsv_m(
     Each of N experts contributes 1/N of a matrix's rank, at least one vector. Other parameters than matrices of linear
     modules take the mean task vector.
     """
-    return stepped(base, experts, scaling, _apart)
+    return stepped(base, experts, scaling, _decorrelated_step)
 
 
-def _apart(vectors: list[Tensor]) -> Tensor:
+def _decorrelated_step(vectors: list[Tensor]) -> Tensor:
     rank = max(1, min(vectors[0].shape) // len(vectors))
     parts = [singular_parts(vector) for vector in vectors]
     left = torch.cat([part[0][:, :rank] for part in parts], dim=1)

@@ -146,14 +146,14 @@ class _MergeMethods(Registry[MergeMethod]):
     ) -> Callable[[MergeFunction], MergeFunction]:
         """Return a decorator that registers a merge function; arguments are the attributes of `MergeMethod`."""
 
-        def file(function: MergeFunction) -> MergeFunction:
+        def _register_function(function: MergeFunction) -> MergeFunction:
             entry = MergeMethod(name, title, source, frozenset(laws), function, **attributes)
             # Called for its errors: a faulty annotation fails on import, not when a user selects the method.
             settings_of(function)
             self.register(name)(entry)
             return function
 
-        return file
+        return _register_function
 
 
 merge_methods = _MergeMethods("merge method", "driftlens.merging", "driftlens.merge_methods")
@@ -168,7 +168,7 @@ MATRIX = "weight"
 PARALLEL = 0.9995
 
 
-def _vectors_of(base: StateDict, experts: Mapping[str, StateDict], name: str) -> list[Tensor]:
+def _task_vectors(base: StateDict, experts: Mapping[str, StateDict], name: str) -> list[Tensor]:
     start = base[name]
     return [expert[name] - start for expert in experts.values()]
 
@@ -189,7 +189,7 @@ def stepped(
     """
     merged = {}
     for name, start in base.items():
-        vectors = _vectors_of(base, experts, name)
+        vectors = _task_vectors(base, experts, name)
         if of_matrices is not None and name == MATRIX and start.dim() == 2:
             step = of_matrices(vectors)
         else:
@@ -259,12 +259,12 @@ def _model_stock(
     The paper has one angle between n experts; c is the mean over pairs, as in mergekit.
     """
     return {
-        name: start + _stock_step(_vectors_of(base, experts, name), filter_wise)
+        name: start + _model_stock_step(_task_vectors(base, experts, name), filter_wise)
         for name, start in base.items()
     }
 
 
-def _stock_step(vectors: list[Tensor], filter_wise: bool) -> Tensor:
+def _model_stock_step(vectors: list[Tensor], filter_wise: bool) -> Tensor:
     count, example = len(vectors), vectors[0]
     if count == 1:
         return example
@@ -302,10 +302,10 @@ def _slerp(
             hint="Keep two experts in the spec, or use `average`.",
         )
     start, end = experts.values()
-    return {name: _between(start[name], end[name], t) for name in base}
+    return {name: _spherical_interpolation(start[name], end[name], t) for name in base}
 
 
-def _between(start: Tensor, end: Tensor, t: float) -> Tensor:
+def _spherical_interpolation(start: Tensor, end: Tensor, t: float) -> Tensor:
     """Return (sin((1-t) a) start + sin(t a) end) / sin(a), with the angle a between the two vectors."""
     a, b = start.double().flatten(), end.double().flatten()
     # A zero tensor has no direction; its cosine becomes 0, so that the result stays finite.

@@ -31,7 +31,7 @@ STEP_LAWS = {
 LOW_BITS = 15
 
 
-def _keep_mask(keep: Tensor, seed: int, task: str, name: str) -> Tensor:
+def _random_keep_mask(keep: Tensor, seed: int, task: str, name: str) -> Tensor:
     """Sample a mask that is True with probability `keep`, determined by the arguments alone."""
     # A hash, so that a mask doesn't depend on the order of tasks or tensors; on the CPU, so that no device differs.
     key = hashlib.sha256(repr((seed, task, name)).encode()).digest()
@@ -39,15 +39,15 @@ def _keep_mask(keep: Tensor, seed: int, task: str, name: str) -> Tensor:
     return torch.rand(keep.shape, generator=generator).to(keep.device) < keep
 
 
-def _dropped_at_random(vector: Tensor, task: str, name: str, *, seed: int, drop_rate: float) -> Tensor:
+def _drop_random_entries(vector: Tensor, task: str, name: str, *, seed: int, drop_rate: float) -> Tensor:
     """Drop random entries of a task vector, and divide the others by the share that is kept."""
     if not drop_rate:
         return vector
-    keep = _keep_mask(torch.full_like(vector, 1 - drop_rate, dtype=torch.float32), seed, task, name)
+    keep = _random_keep_mask(torch.full_like(vector, 1 - drop_rate, dtype=torch.float32), seed, task, name)
     return torch.where(keep, vector / (1 - drop_rate), 0)
 
 
-def _agreed(vectors: Sequence[Tensor], merge_func: MergeFunc) -> Tensor:
+def _merge_elected_sign(vectors: Sequence[Tensor], merge_func: MergeFunc) -> Tensor:
     """Combine the entries that have the sign of their sum; an exact tie elects no sign and gives 0."""
     # As in the paper; the authors' code breaks ties by the majority sign of the whole model.
     stacked = torch.stack(list(vectors))
@@ -59,7 +59,7 @@ def _agreed(vectors: Sequence[Tensor], merge_func: MergeFunc) -> Tensor:
     return total if merge_func == "sum" else total / (same != 0).sum(dim=0).clamp(min=1)
 
 
-def _elected(
+def _trim_elect_and_merge(
     base: StateDict,
     experts: Mapping[str, StateDict],
     scaling: float,
@@ -72,7 +72,7 @@ def _elected(
 
     Entries are kept that reach the (D - int(density * D))-th smallest of D magnitudes, of a model's or of a tensor's.
     """
-    limits = _limits(base, experts, density, drop) if trim_scope == "global" else {}
+    limits = _trim_thresholds(base, experts, density, drop) if trim_scope == "global" else {}
     for name, start in base.items():
         trimmed = []
         for task, expert in experts.items():
@@ -81,29 +81,25 @@ def _elected(
             lowest = size.numel() - int(density * size.numel())
             limit = limits[task] if limits else size.flatten().kthvalue(lowest).values if lowest else 0.0
             trimmed.append(torch.where(size >= limit, vector, 0))
-        yield name, start + scaling * _agreed(trimmed, merge_func)
+        yield name, start + scaling * _merge_elected_sign(trimmed, merge_func)
 
 
-def _limits(
+def _trim_thresholds(
     base: StateDict, experts: Mapping[str, StateDict], density: float, drop: Drop
 ) -> dict[str, float]:
-    """Find each task's smallest magnitude that a trim over all tensors keeps, exactly, in two passes.
-
-    The first pass counts magnitudes by their high bits, the second the low bits of those that share the threshold's
-    high bits.
-    """
+    """Return each task's smallest magnitude that a trim over all tensors keeps, by a two-pass radix histogram."""
     # Sorting all magnitudes would need them in memory at once.
     high = {task: torch.zeros(2 ** (31 - LOW_BITS), dtype=torch.int64) for task in experts}
     low = {task: torch.zeros(2**LOW_BITS, dtype=torch.int64) for task in experts}
     seen, names, total = set(), [], 0
     for name, start in base.items():
-        mark, counts, moved = hashlib.blake2b(_bytes(start)), {}, False
+        mark, counts, moved = hashlib.blake2b(_float32_bytes(start)), {}, False
         for task, expert in experts.items():
             vector = expert[name] - start
             moved |= bool(vector.any())
-            mark.update(_bytes(vector))
+            mark.update(_float32_bytes(vector))
             counts[task] = torch.bincount(
-                _bits(drop(vector, task, name)) >> LOW_BITS, minlength=len(high[task])
+                _magnitude_bits(drop(vector, task, name)) >> LOW_BITS, minlength=len(high[task])
             )
         # Some files store tied tensors twice, which count once. Unmoved ones are often equal without being tied, as
         # the initial scales of two norms are.
@@ -116,34 +112,36 @@ def _limits(
     place = total - int(density * total)
     if not place:
         return dict.fromkeys(experts, 0.0)
-    bins = {task: _bin(count, place) for task, count in high.items()}
+    bins = {task: _histogram_bin(count, place) for task, count in high.items()}
     for name in names:
         start = base[name]
         for task, expert in experts.items():
-            bits = _bits(drop(expert[name] - start, task, name))
+            bits = _magnitude_bits(drop(expert[name] - start, task, name))
             bits = bits[bits >> LOW_BITS == bins[task][0]] & (2**LOW_BITS - 1)
             low[task] += torch.bincount(bits, minlength=len(low[task]))
-    limits = {task: bins[task][0] << LOW_BITS | _bin(low[task], bins[task][1])[0] for task in experts}
+    limits = {
+        task: bins[task][0] << LOW_BITS | _histogram_bin(low[task], bins[task][1])[0] for task in experts
+    }
     return {
         task: float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
         for task, bits in limits.items()
     }
 
 
-def _bin(counts: Tensor, place: int) -> tuple[int, int]:
+def _histogram_bin(counts: Tensor, place: int) -> tuple[int, int]:
     """Return the bin of the place-th smallest value, and its place in this bin."""
     upto = counts.cumsum(dim=0)
     index = int(torch.searchsorted(upto, place))
     return index, place - (int(upto[index - 1]) if index else 0)
 
 
-def _bits(vector: Tensor) -> Tensor:
+def _magnitude_bits(vector: Tensor) -> Tensor:
     """Return magnitudes as integers of the same order."""
     # The bits of non-negative IEEE floats, read as integers, are ordered as the floats are.
     return vector.float().abs().flatten().view(torch.int32)
 
 
-def _bytes(tensor: Tensor) -> bytes:
+def _float32_bytes(tensor: Tensor) -> bytes:
     data: bytes = tensor.float().cpu().numpy().tobytes()
     return data
 
@@ -165,8 +163,8 @@ def _ties(
     Published variants: `merge_func=sum` with scaling 0.3, and DARE-TIES with `drop_rate=0.5 merge_func=sum
     scaling=0.5`, which drops entries as `dare` does before it trims.
     """
-    drop = partial(_dropped_at_random, seed=seed, drop_rate=drop_rate)
-    return _elected(base, experts, scaling, density, merge_func, trim_scope, drop)
+    drop = partial(_drop_random_entries, seed=seed, drop_rate=drop_rate)
+    return _trim_elect_and_merge(base, experts, scaling, density, merge_func, trim_scope, drop)
 
 
 @merge_methods.method(
@@ -193,6 +191,8 @@ def _dare(
     for name, start in base.items():
         step = 0 * start
         for task, expert in experts.items():
-            step = step + _dropped_at_random(expert[name] - start, task, name, seed=seed, drop_rate=drop_rate)
+            step = step + _drop_random_entries(
+                expert[name] - start, task, name, seed=seed, drop_rate=drop_rate
+            )
         merged[name] = start + scaling * step
     return merged

@@ -125,7 +125,7 @@ class Architecture:
         # Adapters of another structure are read by the names in the base's own file.
         with contextlib.suppress(CheckpointError, IncompatibleModelsError):
             aligned = self.align(base)
-            places = {key: (aligned, key) for key in aligned.headers} | self._pooler(base)
+            places = {key: (aligned, key) for key in aligned.headers} | self._pooler_places(base)
             head = self.lm.head if self.loader in CAUSAL and self.lm is not None else ""
             # A tied base has no tensor for the head. An adapter that changes the head needs one to be added to.
             if head and head not in places:
@@ -137,8 +137,8 @@ class Architecture:
             return Composed(base.name, places)
         return base
 
-    def _pooler(self, base: StateSource) -> dict[str, tuple[StateSource, str]]:
-        """Return the head's weights that a core has (a pooler), under the whole model's names."""
+    def _pooler_places(self, base: StateSource) -> dict[str, tuple[StateSource, str]]:
+        """Return a core's pooler weights by their names in the whole model, each with its source and key."""
         core = f"{getattr(self.skeleton, 'base_model_prefix', '')}."
         names = () if self.own_head is None else self.own_head.names.values()
         return {
@@ -229,14 +229,14 @@ def load_architecture(
     """
     request = ArchitectureRequest(source, blocks, access, untied, unread, pictured)
     if loader.startswith(PYTHON) and loader not in loaders:
-        return _from_python(loader, request)
+        return _load_from_python_function(loader, request)
     # The configuration is untrusted: libraries raise errors of any class on one that they do not expect.
     with running(request.source):
-        return _as_sentences(loaders[loader](request))
+        return _with_sentence_embedding(loaders[loader](request))
 
 
-def _as_sentences(architecture: Architecture) -> Architecture:
-    """Make the embedding the final feature if the folder is of sentence-transformers."""
+def _with_sentence_embedding(architecture: Architecture) -> Architecture:
+    """Make the embedding the final feature if the folder belongs to sentence-transformers."""
     is_asked = architecture.chain.modality.name == "text" and architecture.lm is None
     preprocess = architecture.preprocess
     root = embedding_folder(library_folder(architecture.source)) if is_asked else None
@@ -264,8 +264,8 @@ def require_own_blocks(request: ArchitectureRequest, loader: str) -> None:
         )
 
 
-def _from_python(loader: str, request: ArchitectureRequest) -> Architecture:
-    """Return the architecture of a module and an image transform that a function of the user's returns."""
+def _load_from_python_function(loader: str, request: ArchitectureRequest) -> Architecture:
+    """Load a module and its image transform by calling the user's function."""
     target = loader.removeprefix(PYTHON)
     function = request.access.function(target, "loader")
     with running(target):
@@ -290,14 +290,15 @@ def architecture_of(module: nn.Module, example: Any = None) -> Architecture:
     `example`, a batch of raw inputs, is required for modules without an adapter.
     """
     adapter = next(
-        (entry for entry in adapters.values() if _may_match(entry, module) and entry.matches(module)), None
+        (entry for entry in adapters.values() if _can_match_adapter(entry, module) and entry.matches(module)),
+        None,
     )
     chain = sequential_chain(module, example) if adapter is None else adapter.chain(module)
     layout = getattr(adapter, "layout", None)
     return Architecture("live", type(module).__name__, module, chain, layout)
 
 
-def _may_match(adapter: Adapter, module: nn.Module) -> bool:
+def _can_match_adapter(adapter: Adapter, module: nn.Module) -> bool:
     """Return False if the module lacks the parts that every model of the adapter has."""
     # `matches` walks all blocks of a module. This check is cheap and excludes most adapters.
     paths: tuple[str, ...] = getattr(adapter, "holds", ())

@@ -63,33 +63,33 @@ class Routes:
         """Store routes, unless they are given."""
         if not self.is_given:
             # The cached order belongs to the routes of an earlier batch.
-            self.__dict__.pop("_sorted", None)
+            self.__dict__.pop("_sorted_experts", None)
             self.chosen, self.gates = (part.reshape(-1, part.shape[-1]) for part in (chosen, gates))
 
     def of(self, expert: int, rows: int) -> tuple[Tensor, Tensor]:
         """Return the tokens [m] of one expert, in their order there, and their gates [m]."""
         assert self.gates is not None
-        places = self._places(expert, rows)
+        places = self._expert_token_positions(expert, rows)
         return places % len(self.gates), self.gates.mT.reshape(-1)[places]
 
     def tokens(self, expert: int, rows: int) -> Tensor:
         """Return the tokens alone."""
         assert self.chosen is not None
-        return self._places(expert, rows) % len(self.chosen)
+        return self._expert_token_positions(expert, rows) % len(self.chosen)
 
-    def _places(self, expert: int, rows: int) -> Tensor:
+    def _expert_token_positions(self, expert: int, rows: int) -> Tensor:
         # `rows` is known to the caller; to count them here would synchronize with the device.
-        experts, places = self._sorted
+        experts, places = self._sorted_experts
         return places[(experts < expert).sum() + torch.arange(rows, device=places.device)]
 
     def sizes(self, num_experts: int) -> list[int]:
         """Return how many tokens are routed to each expert of the mixture; synchronizes with the device."""
-        experts = self._sorted[0]
+        experts = self._sorted_experts[0]
         bounds = torch.arange(num_experts + 1, dtype=experts.dtype, device=experts.device)
         return torch.searchsorted(experts, bounds).diff().tolist()
 
     @cached_property
-    def _sorted(self) -> tuple[Tensor, Tensor]:
+    def _sorted_experts(self) -> tuple[Tensor, Tensor]:
         """The experts sorted, rank by rank and token by token, [k T], and their places before."""
         assert self.chosen is not None
         # Stable, because rows of an expert are identified by their order.
@@ -132,10 +132,12 @@ class SideInputs(Mapping[str, Tensor]):
         tensors: dict[str, Tensor] = {} if mask is None else {"hidden_mask": mask}
         named_inputs = replace(inputs, values=named_map(inputs.values, partial(stored, tensors), "inputs"))
 
-        def store(path: str, leaf: Any, name: str) -> Any:
+        def store_shared_tensor(path: str, leaf: Any, name: str) -> Any:
             return stored(tensors, leaf, f"{path}.{name}", stateless=not name.startswith("output."))
 
-        named_calls = [call.mapped(partial(store, path)) for path, call in zip(paths, calls, strict=True)]
+        named_calls = [
+            call.mapped(partial(store_shared_tensor, path)) for path, call in zip(paths, calls, strict=True)
+        ]
         # The lowest number of float64 becomes -inf in float32, in which libraries compute the softmax. A row that is
         # masked completely would be NaN.
         lowest = torch.finfo(torch.float32).min
@@ -147,14 +149,14 @@ class SideInputs(Mapping[str, Tensor]):
 
     def call(self, position: int) -> BlockCall:
         """Return the call of one block with its tensors."""
-        return self.calls[position].mapped(self._tensor)
+        return self.calls[position].mapped(self._resolve_reference)
 
     def raw_inputs(self) -> Inputs:
         """Return the raw inputs with their tensors."""
         assert self.inputs is not None
-        return replace(self.inputs, values=named_map(self.inputs.values, self._tensor))
+        return replace(self.inputs, values=named_map(self.inputs.values, self._resolve_reference))
 
-    def _tensor(self, leaf: Any, _name: str) -> Any:
+    def _resolve_reference(self, leaf: Any, _name: str) -> Any:
         return self[leaf.key] if isinstance(leaf, Reference) else leaf
 
     def __getitem__(self, name: str) -> Tensor:
@@ -473,7 +475,7 @@ def fused(chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: S
         slot = chain.layers[index - 1].parameters[name]  # several rows may share one packed tensor
         touched.setdefault(slot.key, []).append(((index, name), slot))
 
-    def whole(key: str) -> Tensor:
+    def updated_tensor(key: str) -> Tensor:
         # A copy, because a source may return its own tensor. Rows without a new parameter keep their values.
         tensor = start.read(key).clone()
         for parameter, slot in touched[key]:
@@ -482,4 +484,4 @@ def fused(chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: S
             tensor[rows] = slot.stored(value).detach().to(tensor)
         return tensor
 
-    return OnDemand(touched, whole)
+    return OnDemand(touched, updated_tensor)

@@ -39,7 +39,7 @@ class TextTower:
 def class_names(classes: ClassNames) -> tuple[str, ...]:
     """Return class names from a list, or from a JSON file with a list."""
     if isinstance(classes, str | os.PathLike):
-        classes = _names_in(pathlib.Path(classes))
+        classes = _read_class_names(pathlib.Path(classes))
     names = tuple(classes)
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
@@ -62,7 +62,7 @@ def file_head(file: str | os.PathLike[str], tensor: str, logit_scale: float, cla
     source = open_checkpoint(file)
     require_key(source, tensor)
     embeddings, where = source.read(tensor).float(), f"{tensor!r} in {source.name}"
-    names = _names_of(embeddings, classes, where)
+    names = _class_names_for_rows(embeddings, classes, where)
     norms = torch.linalg.vector_norm(embeddings, dim=1)
     deviation = (norms - 1).abs()
     # All comparisons with NaN are false, so `not all` raises for NaN where `any(deviation > ...)` would not.
@@ -105,10 +105,12 @@ def linear_head(
     check_finite(source.name, key, rows)
     if shift is not None:
         check_finite(source.name, bias_key, shift)
-    return LinearHead(_names_of(rows, classes, f"{key!r} in {source.name}"), rows, shift, normalize)
+    return LinearHead(
+        _class_names_for_rows(rows, classes, f"{key!r} in {source.name}"), rows, shift, normalize
+    )
 
 
-def _names_of(rows: Tensor, classes: ClassNames | None, where: str) -> tuple[str, ...]:
+def _class_names_for_rows(rows: Tensor, classes: ClassNames | None, where: str) -> tuple[str, ...]:
     names = class_names(list(map(str, range(len(rows)))) if classes is None else classes)
     if len(rows) != len(names):
         raise DataError(
@@ -164,7 +166,7 @@ def text_head(
     return Head(names, torch.stack(rows), tower.logit_scale)
 
 
-def _names_in(path: pathlib.Path) -> list[str]:
+def _read_class_names(path: pathlib.Path) -> list[str]:
     try:
         names = from_json(plain_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -220,12 +222,14 @@ class Head:
 
     def derivative(self, features: Tensor) -> Derivative:
         """Return the Jacobian of scores at features [n, d]."""
-        return _derivative(self.logit_scale * to_match(features, self.embeddings), features, normalize=True)
+        return _score_jacobian(
+            self.logit_scale * to_match(features, self.embeddings), features, normalize=True
+        )
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
         """Return scale * |class embeddings|_2 / shortest feature on the segment, infinite if that is 0."""
         norm = self.logit_scale * torch.linalg.matrix_norm(self.embeddings, ord=2)
-        bound: Tensor = norm / _shortest(start, end)
+        bound: Tensor = norm / _shortest_norm_on_segment(start, end)
         return bound
 
 
@@ -237,7 +241,7 @@ class Derivative:
     pull: Callable[[Tensor], Tensor]
 
 
-def _derivative(rows: Tensor, features: Tensor, *, normalize: bool) -> Derivative:
+def _score_jacobian(rows: Tensor, features: Tensor, *, normalize: bool) -> Derivative:
     """Return the Jacobian of rows [classes, d] @ x, or of rows @ x / |x|: rows (1 - u u') / |x| with u = x / |x|."""
     if not normalize:
         return Derivative(lambda v: v @ rows.mT, lambda w: w @ rows)
@@ -245,13 +249,15 @@ def _derivative(rows: Tensor, features: Tensor, *, normalize: bool) -> Derivativ
     size = torch.linalg.vector_norm(features, dim=-1, keepdim=True).clamp_min(1e-12)
     unit = features / size
 
-    def turned(v: Tensor) -> Tensor:
+    def normalization_derivative(v: Tensor) -> Tensor:
         return (v - unit * (unit * v).sum(dim=-1, keepdim=True)) / size
 
-    return Derivative(lambda v: turned(v) @ rows.mT, lambda w: turned(w @ rows))
+    return Derivative(
+        lambda v: normalization_derivative(v) @ rows.mT, lambda w: normalization_derivative(w @ rows)
+    )
 
 
-def _shortest(start: Tensor, end: Tensor) -> Tensor:
+def _shortest_norm_on_segment(start: Tensor, end: Tensor) -> Tensor:
     """Return the norm of the shortest feature on each segment, [n]."""
     drift = end - start
     # The lower bound avoids 0 / 0 for a segment of length 0, whose t does not matter.
@@ -277,12 +283,12 @@ class LinearHead:
 
     def derivative(self, features: Tensor) -> Derivative:
         """Return the Jacobian of scores at features [n, d]."""
-        return _derivative(to_match(features, self.weight), features, normalize=self.normalize)
+        return _score_jacobian(to_match(features, self.weight), features, normalize=self.normalize)
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
         """Return |weight|_2, divided by the shortest feature on the segment if features are normalized."""
         norm: Tensor = torch.linalg.matrix_norm(self.weight.to(start), ord=2)
-        return norm / _shortest(start, end) if self.normalize else norm.expand(len(start))
+        return norm / _shortest_norm_on_segment(start, end) if self.normalize else norm.expand(len(start))
 
 
 def class_rows(head: ScoreMap, labels: Sequence[str]) -> Tensor:
@@ -354,7 +360,7 @@ class LmHead:
     def scores(self, features: Tensor) -> Tensor:
         """Compute scores of the next token [n, classes] for final features [n, d]."""
         parts = []
-        for weight, bias in self._weights():
+        for weight, bias in self._head_weight_chunks():
             shift = None if bias is None else to_match(features, bias)
             parts.append(F.linear(features * self.lm.scale, to_match(features, weight), shift))
         scores = torch.cat(parts, dim=-1)
@@ -362,18 +368,18 @@ class LmHead:
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
         """Return scale * |rows|_2 times the slope of the library's steps after the head."""
-        return start.new_full((len(start),), self._norm)
+        return start.new_full((len(start),), self._score_gain_bound)
 
-    def _weights(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield rows and biases piece by piece, as a vocabulary is large."""
+    def _head_weight_chunks(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield rows and biases in chunks, as a vocabulary is large."""
         if self.tokens is not None:
-            yield self._rows
+            yield self._class_token_rows
             return
         count = self.num_tokens
         for start in range(0, count, _ROWS):
-            yield self._read(start, min(start + _ROWS, count))
+            yield self._read_vocabulary_rows(start, min(start + _ROWS, count))
 
-    def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+    def _read_vocabulary_rows(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         weight, bias = self.source.read(self.lm.key, (start, stop)), self.lm.bias
         # BART's final_logits_bias is [1, vocabulary], whose rows are not those of the vocabulary.
         if bias and len(self.source.headers[bias].shape) == 2:
@@ -381,16 +387,18 @@ class LmHead:
         return weight, self.source.read(bias, (start, stop)) if bias else None
 
     @cached_property
-    def _rows(self) -> tuple[Tensor, Tensor | None]:
+    def _class_token_rows(self) -> tuple[Tensor, Tensor | None]:
         assert self.tokens is not None
-        weights, biases = zip(*(self._read(token, token + 1) for token in self.tokens), strict=True)
+        weights, biases = zip(
+            *(self._read_vocabulary_rows(token, token + 1) for token in self.tokens), strict=True
+        )
         return torch.cat(weights), torch.cat(biases) if self.lm.bias else None
 
     @cached_property
-    def _norm(self) -> float:
+    def _score_gain_bound(self) -> float:
         # From the Gram matrix [d, d], because the rows of a vocabulary in float64 may not fit into memory. In float64,
         # because the square root halves the number of correct digits.
-        wide = (weight.double() for weight, _ in self._weights())
+        wide = (weight.double() for weight, _ in self._head_weight_chunks())
         gram = sum((rows.mT @ rows for rows in wide), torch.zeros(()))
         norm = float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())
         return abs(self.lm.scale) * norm * self.lm.slope

@@ -65,7 +65,7 @@ class Preprocess:
         # Two samples, because a batch of one hides errors with the batch axis.
         pictures = [np.zeros((64, 64, 3), dtype=np.uint8)] * 2
         if isinstance(self.texts, PictureReader):
-            return self([Pictured(text, images=(partial(_rgb, pictures[0]),)) for text in _EXAMPLES])
+            return self([Pictured(text, images=(partial(_to_rgb_image, pictures[0]),)) for text in _EXAMPLES])
         return self(pictures if self.texts is None else [(text, "") for text in _EXAMPLES])
 
 
@@ -93,19 +93,19 @@ def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int],
         )
     # PIL, because torchvision resizes to slightly different pixels. Before transformers 5, the plain class uses PIL.
     processor_class = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
-    notice = _default_notice(source, "preprocessor_config.json") if config is None else ""
-    return _processed_by(processor_class.from_dict(stated), stated, notice)
+    notice = _default_preprocessing_notice(source, "preprocessor_config.json") if config is None else ""
+    return _hf_processor_preprocess(processor_class.from_dict(stated), stated, notice)
 
 
-def _processed_by(processor: Any, settings: Mapping[str, Any], notice: str) -> Preprocess:
-    """Return the preprocessing of an image processor of transformers."""
+def _hf_processor_preprocess(processor: Any, settings: Mapping[str, Any], notice: str) -> Preprocess:
+    """Return preprocessing by an image processor of transformers."""
 
-    def transform(images: Sequence[Any]) -> Any:
-        output = processor(images=[_rgb(image) for image in images], return_tensors="pt")
+    def process_images(images: Sequence[Any]) -> Any:
+        output = processor(images=[_to_rgb_image(image) for image in images], return_tensors="pt")
         # Processors of images of different sizes return patches, their mask and their layout.
         return dict(output) if PATCHES in output else output["pixel_values"]
 
-    return Preprocess(f"transformers {type(processor).__name__}", transform, settings, notice)
+    return Preprocess(f"transformers {type(processor).__name__}", process_images, settings, notice)
 
 
 def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
@@ -143,18 +143,18 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
         by_edge = "shortest_edge" in dict(kind().size)
         processor = kind(size={"shortest_edge": edge} if by_edge else {"height": edge, "width": edge})
         notice = f"{source} has no preprocessor_config.json: using the family's default preprocessing."
-    return _processed_by(processor, processor.to_dict(), notice)
+    return _hf_processor_preprocess(processor, processor.to_dict(), notice)
 
 
 def in_order(preprocess: Preprocess, patch_size: int) -> Preprocess:
     """Return the same images with the order of patches that a masked autoencoder samples, here that of the image."""
 
-    def transform(images: Sequence[Any]) -> Any:
+    def pixels_and_patch_order(images: Sequence[Any]) -> Any:
         pixels = preprocess(images)
         count = pixels.shape[-2] // patch_size * (pixels.shape[-1] // patch_size)
         return {"pixel_values": pixels, "noise": torch.arange(count).repeat(len(pixels), 1)}
 
-    return replace(preprocess, transform=transform)
+    return replace(preprocess, transform=pixels_and_patch_order)
 
 
 def open_clip_preprocess(
@@ -173,17 +173,19 @@ def open_clip_preprocess(
     stated = merge_preprocess_dict(PreprocessCfg(), dict(config or {}))
     stated["size"] = image_size
     transform = image_transform_v2(PreprocessCfg(**stated), is_train=False)
-    notice = _default_notice(source, "preprocess_cfg") if config is None else ""
+    notice = _default_preprocessing_notice(source, "preprocess_cfg") if config is None else ""
     *shape, to_tensor, normalise = transform.transforms
     assert isinstance(to_tensor, ToTensor) and isinstance(normalise, Normalize)
 
-    def batch(images: Sequence[Any]) -> Tensor:
+    def pixels_of_images(images: Sequence[Any]) -> Tensor:
         # Bit-identical to `to_tensor` and `normalise`, but for all images at once: ten times as fast for small ones.
-        shaped = [functools.reduce(lambda image, step: step(image), shape, _rgb(image)) for image in images]
+        shaped = [
+            functools.reduce(lambda image, step: step(image), shape, _to_rgb_image(image)) for image in images
+        ]
         pixels = torch.from_numpy(np.stack([np.asarray(image) for image in shaped])).permute(0, 3, 1, 2)
         return normalise(pixels.contiguous().to(torch.get_default_dtype()).div(255))
 
-    return Preprocess("open_clip torchvision-PIL", batch, stated, notice)
+    return Preprocess("open_clip torchvision-PIL", pixels_of_images, stated, notice)
 
 
 def image_preprocess(
@@ -197,10 +199,10 @@ def image_preprocess(
         settings: the settings of `transform`, for the manifest.
     """
 
-    def batch(images: Sequence[Any]) -> Any:
-        return torch.stack([torch.as_tensor(transform(_rgb(image))) for image in images])
+    def stack_images(images: Sequence[Any]) -> Any:
+        return torch.stack([torch.as_tensor(transform(_to_rgb_image(image))) for image in images])
 
-    return Preprocess(backend, batch, settings or {})
+    return Preprocess(backend, stack_images, settings or {})
 
 
 def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> Preprocess:
@@ -316,7 +318,7 @@ def text_preprocess(
         int(min(stated, limit)),
         limit,
         start if form == "encoder-decoder" else None,
-        _opening(tokenizer, generation, start) if form == "encoder-decoder" else (),
+        _answer_opening_tokens(tokenizer, generation, start) if form == "encoder-decoder" else (),
         tuple(dict.fromkeys(token for token in named if token is not None)),
         lowers=lowers,
     )
@@ -330,7 +332,9 @@ def text_preprocess(
     return Preprocess(f"transformers {type(tokenizer).__name__}", reader, settings, texts=reader)
 
 
-def _opening(tokenizer: Any, generation: Mapping[str, Any], start: int | None) -> tuple[int, ...]:
+def _answer_opening_tokens(
+    tokenizer: Any, generation: Mapping[str, Any], start: int | None
+) -> tuple[int, ...]:
     """Return the tokens between a decoder's start token and its answer: a forced one, or the tokenizer's."""
     if (forced := generation.get("forced_bos_token_id")) is not None:
         return (forced,)
@@ -342,11 +346,11 @@ def _opening(tokenizer: Any, generation: Mapping[str, Any], start: int | None) -
     return tuple(token for token in whole[:count] if token != start)
 
 
-def _default_notice(source: str, part: str) -> str:
+def _default_preprocessing_notice(source: str, part: str) -> str:
     return f"{source} has no {part}: using CLIP's default preprocessing."
 
 
-def _rgb(image: Image | np.ndarray[Any, Any]) -> Image:
+def _to_rgb_image(image: Image | np.ndarray[Any, Any]) -> Image:
     from PIL import Image as images
 
     if isinstance(image, images.Image):

@@ -80,10 +80,10 @@ class OwnHead:
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor | None:
         """Return the product of bounds on its layers' slopes, |weight|_2 for a linear one; None if one is unknown."""
-        return None if self._gain is None else self._gain.to(start).expand(len(start))
+        return None if self._head_gain_bound is None else self._head_gain_bound.to(start).expand(len(start))
 
     @cached_property
-    def _gain(self) -> Tensor | None:
+    def _head_gain_bound(self) -> Tensor | None:
         weights = {name: value.double() for name, value in self.weights.items()}
         features = torch.zeros(1, 1, self.form.width, dtype=torch.float64)
         gain = followed(partial(self.form.run, weights), features)
@@ -164,7 +164,7 @@ def split_head(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadFor
     try:
         names_in_file = {key: names[key] for key in whole.state_dict()}
         form = HeadForm(whole, names_in_file, whole.main_input_name, whole.config.hidden_size)
-        pool = _pool_of(form)
+        pool = _find_head_pooling(form)
     except Exception:  # a forward function that needs more than features
         pool = None
     if pool is None:
@@ -176,15 +176,15 @@ def split_head(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadFor
     return Tokens(core, prefix), replace(form, pool=pool)
 
 
-def _pool_of(form: HeadForm) -> Pool | None:
+def _find_head_pooling(form: HeadForm) -> Pool | None:
     generator = torch.Generator().manual_seed(0)
 
-    def random(*shape: int) -> Tensor:
+    def random_tensor(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     # Small weights, because saturated activations (tanh) would make different poolings look equal.
-    weights = {name: random(*value.shape) / 10 for name, value in form.module.state_dict().items()}
-    tokens, mask = random(2, 3, form.width), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    weights = {name: random_tensor(*value.shape) / 10 for name, value in form.module.state_dict().items()}
+    tokens, mask = random_tensor(2, 3, form.width), torch.tensor([[1, 1, 1], [1, 1, 0]])
     scores = form.run(weights, tokens, mask)
     for pool in get_args(Pool):
         alone = pooled(tokens, pool, mask)
@@ -226,7 +226,7 @@ EMBEDDED = "embedding"
 _INNER: Mapping[str, Pool] = {"cls": "cls", "lasttoken": "last"}
 
 
-def _weights_of(mode: str, mask: Tensor) -> Tensor:
+def _pooling_weights(mode: str, mask: Tensor) -> Tensor:
     """Return the weight of each token in a linear pooling, [n, t]; `mask` [n, t] is 1 where a token counts, else 0."""
     if mode in ("cls", "lasttoken"):
         places = mask.argmax(dim=1) if mode == "cls" else mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)
@@ -249,7 +249,7 @@ def _pooled_tokens(tokens: Tensor, mask: Tensor, modes: tuple[str, ...]) -> Tens
         if mode == "max":
             parts.append(tokens.masked_fill(counts[..., None] == 0, -torch.inf).amax(dim=1))
         else:
-            parts.append(torch.einsum("nt,ntd->nd", _weights_of(mode, counts), tokens))
+            parts.append(torch.einsum("nt,ntd->nd", _pooling_weights(mode, counts), tokens))
     return torch.cat(parts, dim=-1)
 
 
@@ -291,17 +291,23 @@ def readout_of(root: pathlib.Path) -> _Readout:
             steps.append(lambda x: F.normalize(x, dim=-1))
         elif module.kind == "Dense":
             residual = bool(stated.get("use_residual"))
-            steps.append(partial(_dense, _weights(place), _activation(place, stated), residual))
+            steps.append(
+                partial(
+                    _apply_dense_layer,
+                    _read_float32_weights(place),
+                    _activation_module(place, stated),
+                    residual,
+                )
+            )
         elif module.kind == "LayerNorm":
-            steps.append(partial(_layer_norm, _weights(place)))
+            steps.append(partial(_apply_layer_norm, _read_float32_weights(place)))
     return _Readout(pooling, tuple(steps))
 
 
 _EMBEDDING = "sentence_embedding"
 
 
-def _weights(place: pathlib.Path) -> dict[str, Tensor]:
-    """Read a module's weights in float32."""
+def _read_float32_weights(place: pathlib.Path) -> dict[str, Tensor]:
     source = open_folder(place)
     weights = {name: source.read(name).float() for name in source.headers}
     for name, value in weights.items():
@@ -309,7 +315,9 @@ def _weights(place: pathlib.Path) -> dict[str, Tensor]:
     return weights
 
 
-def _dense(weights: Mapping[str, Tensor], activation: nn.Module, is_residual: bool, x: Tensor) -> Tensor:
+def _apply_dense_layer(
+    weights: Mapping[str, Tensor], activation: nn.Module, is_residual: bool, x: Tensor
+) -> Tensor:
     """Compute activation(W x + b), plus x or its own projection with `is_residual`."""
     bias = weights.get("linear.bias")
     linear = F.linear(x, weights["linear.weight"].to(x), None if bias is None else bias.to(x))
@@ -320,14 +328,14 @@ def _dense(weights: Mapping[str, Tensor], activation: nn.Module, is_residual: bo
     return output + (x if projection is None else F.linear(x, projection.to(x)))
 
 
-def _layer_norm(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+def _apply_layer_norm(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """Compute the library's LayerNorm, whose eps is torch's own."""
     weight, bias = (weights[f"norm.{end}"].to(x) for end in ("weight", "bias"))
     return F.layer_norm(x, weight.shape, weight, bias)
 
 
-def _activation(place: pathlib.Path, stated: Mapping[str, Any]) -> nn.Module:
-    """Return one of torch's own activations, by its name, without an import from the folder."""
+def _activation_module(place: pathlib.Path, stated: Mapping[str, Any]) -> nn.Module:
+    """Return an activation of torch.nn by its name; import nothing from the folder."""
     path = str(stated.get("activation_function", "torch.nn.modules.activation.Tanh"))
     name = path.rpartition(".")[2]
     # The library imports any path that a folder names. Only names of torch itself are looked up here.
@@ -344,19 +352,19 @@ def with_embedding(chain: LayerChain, readout: _Readout) -> LayerChain:
     """Return a chain that ends in features of tokens, with the embedding as its final feature."""
     head, pool = chain.layers[-1], _INNER.get(readout.pooling.said, "mean")
 
-    def start(inputs: Any) -> tuple[State, SideInputs]:
-        batch, mask = _apart(inputs)
+    def start_with_pooling_mask(inputs: Any) -> tuple[State, SideInputs]:
+        batch, mask = _split_off_pooling_mask(inputs)
         state, side = chain.start(batch)
         masks = {} if mask is None else {f"{POOLED}_mask": mask}
         return state, replace(side, tensors={**side.tensors, **masks})
 
-    def call(parameters: Any, state: State, side: SideInputs, tap: Any = None) -> State:
+    def run_head_and_readout(parameters: Any, state: State, side: SideInputs, tap: Any = None) -> State:
         tokens = head.call(parameters, state, side, tap)[head.stream]
         counts = side.mask(POOLED)
         return {head.stream: readout(tokens, side.mask(head.stream) if counts is None else counts)}
 
-    def library_states(module: nn.Module, inputs: Any) -> list[State]:
-        batch, mask = _apart(inputs)
+    def states_with_embedding(module: nn.Module, inputs: Any) -> list[State]:
+        batch, mask = _split_off_pooling_mask(inputs)
         *inner, last = chain.library_states(module, batch)
         tokens, counts = last[head.stream], batch.get("attention_mask") if mask is None else mask
         return [*inner, {head.stream: readout(tokens, None if counts is None else counts.to(tokens.device))}]
@@ -364,10 +372,10 @@ def with_embedding(chain: LayerChain, readout: _Readout) -> LayerChain:
     shared = chain.require_shared
     return replace(
         chain,
-        layers=(*chain.layers[:-1], replace(head, call=call)),
-        start=start,
-        library_states=library_states,
-        require_shared=shared and (lambda models, batch: shared(models, _apart(batch)[0])),
+        layers=(*chain.layers[:-1], replace(head, call=run_head_and_readout)),
+        start=start_with_pooling_mask,
+        library_states=states_with_embedding,
+        require_shared=shared and (lambda models, batch: shared(models, _split_off_pooling_mask(batch)[0])),
         modality=replace(chain.modality, pool=pool),
         settings={**chain.settings, EMBEDDED: readout.pooling.said},
         # No module of the transformer returns the embedding.
@@ -375,7 +383,7 @@ def with_embedding(chain: LayerChain, readout: _Readout) -> LayerChain:
     )
 
 
-def _apart(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
-    """Return the inputs of the transformer, and the mask of the pooling if that differs."""
+def _split_off_pooling_mask(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+    """Return the inputs of the transformer, and the mask of the pooling if there is one."""
     batch = dict(inputs)
     return batch, batch.pop(f"{POOLED}_mask", None)

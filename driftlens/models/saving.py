@@ -102,7 +102,7 @@ def save_state_dict(
     # Written here, because the safetensors library can only write tensors that are all in memory.
     source = TensorsSource("tensors", dict(tensors)) if isinstance(tensors, Mapping) else tensors
     headers = source.headers
-    head, starts = _header(headers, {"format": "pt", **(metadata or {})})
+    head, starts = _safetensors_header(headers, {"format": "pt", **(metadata or {})})
     total = len(head) + sum(header.nbytes for header in headers.values())
     with atomic_path(path, need=total) as target, target.open("wb") as file:
         file.write(head)
@@ -115,8 +115,10 @@ def save_state_dict(
             del tensor
 
 
-def _header(headers: Mapping[str, TensorHeader], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Return the length and the JSON header of a safetensors file, and the place of each tensor after it."""
+def _safetensors_header(
+    headers: Mapping[str, TensorHeader], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """Return the length and JSON header of a safetensors file, and the offset of each tensor after it."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     starts, end = dict[str, int](), 0
     # Widest dtypes first, so that each tensor is aligned to its width.
@@ -156,9 +158,9 @@ def save_model(
         heads: path in the folder -> a task's own head.
     """
     require_target(architecture, path)
-    canonical = _stored_keys(architecture, base, model)
+    canonical = _skeleton_key_by_base_key(architecture, base, model)
 
-    def stored(names: Mapping[str, str], wrapper: str) -> Patched | Stored:
+    def updated_tensors(names: Mapping[str, str], wrapper: str) -> Patched | Stored:
         updates = {name: canonical[key] for name, key in names.items() if key in canonical}
         patched = Patched(renamed(base, names), OnDemand(updates, lambda name: model.read(updates[name])))
         # Without a layout, the base's keys are the skeleton's, so there is no wrapper to remove.
@@ -166,21 +168,21 @@ def save_model(
 
     target, form = pathlib.Path(path), architecture.folder
     if target.suffix == ".safetensors":
-        save_state_dict(target, stored({key: key for key in base.headers}, ""), metadata)
+        save_state_dict(target, updated_tensors({key: key for key in base.headers}, ""), metadata)
         return
     assert form is not None and architecture.layout is not None  # `require_target` refused it
-    names = _library_names(architecture, base, form)
+    names = _base_key_by_library_key(architecture, base, form)
     wrapper = architecture.layout.wrapper(base.headers, base.name)
-    tensors = stored(names, wrapper)
-    files = _files(base, tensors.headers, wrapper, form)
-    companions = _companions(architecture, base, form)
+    tensors = updated_tensors(names, wrapper)
+    files = _keys_by_weight_file(base, tensors.headers, wrapper, form)
+    companions = _files_to_copy(architecture, base, form)
     with atomic_folder(target) as folder:
         for name, place in companions.items():
             (folder / name).parent.mkdir(exist_ok=True)
-            _copy(place, folder / name)
+            _copy_without_code(place, folder / name)
         for name, content in form.configs.items():
             # Configurations of transformers may contain Infinity, which is not valid JSON.
-            write_json_atomic(folder / name, _without_code(content, name), allow_nan=True)
+            write_json_atomic(folder / name, _config_without_code(content, name), allow_nan=True)
         for name, head in heads.items():
             (folder / name).parent.mkdir(exist_ok=True)
             save_state_dict(folder / name, Patched(head, {}))
@@ -200,7 +202,7 @@ def library_prefix(architecture: Architecture, base: StateSource, key: str) -> s
     """Return the prefix of the skeleton's module paths in the library's whole model, as the two names of `key` show."""
     assert architecture.folder is not None and architecture.layout is not None
     stored = architecture.layout.key_map(base.headers, architecture.keys, base.name)[key]
-    names = _library_names(architecture, base, architecture.folder)
+    names = _base_key_by_library_key(architecture, base, architecture.folder)
     library = next(name for name, base_key in names.items() if base_key == stored)
     if not library.endswith(key):
         raise IncompatibleModelsError(
@@ -226,7 +228,7 @@ def require_target(architecture: Architecture, path: str | os.PathLike[str]) -> 
     require_free(place)
 
 
-def _files(
+def _keys_by_weight_file(
     base: StateSource, keys: Collection[str], wrapper: str, form: FolderFormat
 ) -> dict[str, list[str]]:
     """Return the weight files to write, each with its part of `keys`: the base's own shards, or one for all."""
@@ -241,7 +243,9 @@ def _files(
     return files if len(files) > 1 else {form.weights: [*keys]}
 
 
-def _companions(architecture: Architecture, base: StateSource, form: FolderFormat) -> dict[str, pathlib.Path]:
+def _files_to_copy(
+    architecture: Architecture, base: StateSource, form: FolderFormat
+) -> dict[str, pathlib.Path]:
     """Return the files to copy from the architecture's folder, or else from the base's."""
     source, of_base = library_folder(architecture.source), library_folder(base.name)
     companions = {name: place for name, place in companion_files(source).items() if name not in form.configs}
@@ -252,30 +256,32 @@ def _companions(architecture: Architecture, base: StateSource, form: FolderForma
     return {name: place for name, place in companions.items() if not name.endswith("processor_config.json")}
 
 
-def _copy(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copy a file of the base's folder; references to code are removed from configurations."""
+def _copy_without_code(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Copy a file; leave out entries of configurations that name code."""
     if source.name == MODULES:
         write_json_atomic(target, flat(from_json(source.read_bytes())))
         return
     content = read_json(source) if source.name.endswith("config.json") else None
-    plain = None if content is None else _without_code(content, source.name)
+    plain = None if content is None else _config_without_code(content, source.name)
     if plain == content:
         shutil.copyfile(source, target)
     else:
         write_json_atomic(target, plain, allow_nan=True)
 
 
-def _without_code(content: Any, file: str) -> Any:
+def _config_without_code(content: Any, file: str) -> Any:
     """Return a configuration without the entries that make a library run code from its folder."""
     if not isinstance(content, Mapping):
         return content
     for entry in _CODE & content.keys():
         log.warning("%s names custom code under %r; it is not saved", file, entry)
-    return {key: _without_code(value, file) for key, value in content.items() if key not in _CODE}
+    return {key: _config_without_code(value, file) for key, value in content.items() if key not in _CODE}
 
 
-def _stored_keys(architecture: Architecture, base: StateSource, model: StateSource) -> dict[str, str]:
-    """Return the base's key of each of the skeleton's weights -> the skeleton's key; tied weights may have two."""
+def _skeleton_key_by_base_key(
+    architecture: Architecture, base: StateSource, model: StateSource
+) -> dict[str, str]:
+    """Return base key -> skeleton key; a tied weight may have two base keys."""
     chain, layout = architecture.chain, architecture.layout
     keys = chain.parameter_keys()
     stored = (
@@ -301,8 +307,10 @@ def _stored_keys(architecture: Architecture, base: StateSource, model: StateSour
     return canonical
 
 
-def _library_names(architecture: Architecture, base: StateSource, folder: FolderFormat) -> dict[str, str]:
-    """Return the library's own key -> the base's, without the prefix of a wrapper."""
+def _base_key_by_library_key(
+    architecture: Architecture, base: StateSource, folder: FolderFormat
+) -> dict[str, str]:
+    """Return library key -> base key, without the prefix of a wrapper."""
     assert architecture.layout is not None  # as everything that can be saved as a folder
     wrapper = architecture.layout.wrapper(base.headers, base.name)
     names = {key.removeprefix(wrapper): key for key in base.headers if key.startswith(wrapper)}

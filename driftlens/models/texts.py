@@ -86,9 +86,11 @@ class TextReader:
 
     def __call__(self, samples: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         """Return ids and masks of a batch, [n, t], padded on the right; of both streams for an encoder-decoder."""
-        tails = [self._answer(sample[1]) if self.form == "decoder" else [] for sample in samples]
+        tails = [
+            self._answer_with_end_token(sample[1]) if self.form == "decoder" else [] for sample in samples
+        ]
         room = [self.max_length - len(tail) for tail in tails]
-        encoded = self._encoded([sample[0] for sample in samples], room)
+        encoded = self._tokenize_questions([sample[0] for sample in samples], room)
         rows = [row + tail for row, tail in zip(encoded["input_ids"], tails, strict=True)]
         columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
         if self.form == "encoder" and "token_type_ids" in encoded:
@@ -98,13 +100,13 @@ class TextReader:
             led = len(begin) - (begin[-1] in self.tokenizer.all_special_ids)
             columns["pooling_mask"] = [[0] * min(led, len(row)) + [1] * (len(row) - led) for row in rows]
         if self.form == "encoder-decoder":
-            before = self._before_answers
+            before = self._answer_prefix_tokens
             answers = [[*before, *self.answer_tokens(sample[1])][: self.max_length] for sample in samples]
             masks = [[1] * len(row) for row in answers]
             columns |= {"decoder_input_ids": answers, "decoder_attention_mask": masks}
-        return self._padded(columns)
+        return self._pad_rows(columns)
 
-    def _padded(self, columns: Mapping[str, list[list[int]]], *, left: bool = False) -> dict[str, Tensor]:
+    def _pad_rows(self, columns: Mapping[str, list[list[int]]], *, left: bool = False) -> dict[str, Tensor]:
         """Return the rows of each entry as one tensor [n, t], padded on the right, or on the left."""
         batch = {}
         for name, rows in columns.items():
@@ -118,37 +120,37 @@ class TextReader:
     def questions(self, texts: Sequence[str], *, spare: int = 0) -> list[list[int]]:
         """Return token ids of questions alone, cut to leave `spare` tokens."""
         room = max(1, self.max_length - spare)
-        rows: list[list[int]] = self._encoded(texts, [room] * len(texts))["input_ids"]
+        rows: list[list[int]] = self._tokenize_questions(texts, [room] * len(texts))["input_ids"]
         return rows
 
     def asked(self, sample: Any) -> Any:
         """Return the question of a sample, as `generate` takes it."""
         return sample.input
 
-    def _continued(
+    def _left_padded_batch(
         self, questions: Sequence[Any], tails: Sequence[Sequence[int]], *, spare: int = 0
     ) -> dict[str, Tensor]:
         """Return a batch of questions, cut to leave `spare` tokens free, and token ids, padded on the left."""
         prefixes = self.questions(questions, spare=spare)
         rows = [[*question, *tail] for question, tail in zip(prefixes, tails, strict=True)]
         columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
-        return self._padded(columns, left=True)
+        return self._pad_rows(columns, left=True)
 
     def answer_tokens(self, answer: str) -> tuple[int, ...]:
         """Return the token ids of an answer after a question, without the end token."""
 
-        def ids(text: str) -> list[int]:
+        def token_ids(text: str) -> list[int]:
             tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             return tokens
 
         if not answer:
             return ()
-        before = ids(_BEFORE) if self.form == "decoder" else []
-        whole = ids(_BEFORE + answer) if before else []
-        return tuple(whole[len(before) :] if before and whole[: len(before)] == before else ids(answer))
+        before = token_ids(_BEFORE) if self.form == "decoder" else []
+        whole = token_ids(_BEFORE + answer) if before else []
+        return tuple(whole[len(before) :] if before and whole[: len(before)] == before else token_ids(answer))
 
     @property
-    def _before_answers(self) -> tuple[int, ...]:
+    def _answer_prefix_tokens(self) -> tuple[int, ...]:
         """The tokens of an encoder-decoder before the first token of an answer."""
         return (self.start or 0, *self.opening)
 
@@ -176,7 +178,10 @@ class TextReader:
         """Return the length of each sample's row before cuts, the longer one of an encoder-decoder's."""
         free = replace(self, max_length=UNLIMITED)
         rows = free.questions([sample[0] for sample in samples])
-        pairs = [(len(row), len(free._answer(sample[1]))) for row, sample in zip(rows, samples, strict=True)]
+        pairs = [
+            (len(row), len(free._answer_with_end_token(sample[1])))
+            for row, sample in zip(rows, samples, strict=True)
+        ]
         return [sum(pair) if self.form == "decoder" else max(pair) for pair in pairs]
 
     def chats(self, samples: Sequence[Text | Pictured]) -> list[str]:
@@ -188,12 +193,12 @@ class TextReader:
             content: Any = parts if self.takes_images else sample.input
             conversations.append([{"role": "user", "content": content}])
         texts: list[str] = self.tokenizer.apply_chat_template(
-            conversations, chat_template=self._template, tokenize=False, add_generation_prompt=True
+            conversations, chat_template=self._chat_template, tokenize=False, add_generation_prompt=True
         )
         return texts
 
     @property
-    def _template(self) -> Any:
+    def _chat_template(self) -> Any:
         """The processor's chat template, or else the tokenizer's, or None."""
         templates = None if self.processor is None else self.processor.chat_template
         template = templates.get("default") if isinstance(templates, Mapping) else templates
@@ -227,20 +232,22 @@ class TextReader:
         )
         return hashlib.sha256(json.dumps([parts, special], sort_keys=True).encode()).hexdigest()
 
-    def _answer(self, target: str) -> list[int]:
+    def _answer_with_end_token(self, target: str) -> list[int]:
         """Return the tokens of an answer and its end token; none without an answer."""
         if not target:
             return []
         ids = [*self.answer_tokens(target), *(() if self.end is None else (self.end,))]
         return ids[: self.max_length - 1]
 
-    def _encoded(self, questions: Sequence[str], room: Sequence[int]) -> dict[str, list[list[int]]]:
-        """Return the tokenizer's output for questions, each cut to its room."""
+    def _tokenize_questions(
+        self, questions: Sequence[str], room: Sequence[int]
+    ) -> dict[str, list[list[int]]]:
+        """Return the tokenizer's output for questions, each cut to its maximum number of tokens."""
         texts = [self.lead + (text.lower() if self.lowers else text) for text in questions]
         columns: dict[str, list[list[int]]] = dict(self.tokenizer(texts, verbose=False))
         if self.form == "decoder":
             # An answer must not follow an end token. A chat template may write the begin token a second time.
-            columns = {"input_ids": [self._open_ended(row) for row in columns["input_ids"]]}
+            columns = {"input_ids": [self._without_extra_special_tokens(row) for row in columns["input_ids"]]}
         for position, limit in enumerate(room):
             if len(columns["input_ids"][position]) <= limit:
                 continue
@@ -257,7 +264,7 @@ class TextReader:
                     columns[name][position] = cut[name]
         return columns
 
-    def _open_ended(self, row: list[int]) -> list[int]:
+    def _without_extra_special_tokens(self, row: list[int]) -> list[int]:
         begin = self.tokenizer.bos_token_id
         row = row[1:] if begin is not None and row[:2] == [begin, begin] else row
         return row[:-1] if len(row) > 1 and row[-1] == self.end else row
@@ -288,32 +295,34 @@ class PictureReader(TextReader):
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Return entries by token [n, t], padded on the right, and those of images; see `together`."""
-        rows, images = self._columns((sample, self._answer(sample.target)) for sample in samples)
+        rows, images = self._rows_and_images(
+            (sample, self._answer_with_end_token(sample.target)) for sample in samples
+        )
         # Only answers are cut: longer questions raise.
         cut = {name: [row[: self.max_length] for row in column] for name, column in rows.items()}
-        return self._padded(cut) | images
+        return self._pad_rows(cut) | images
 
     def asked(self, sample: Any) -> Any:
         """See `TextReader`; the image is part of the question."""
         return sample
 
-    def _continued(
+    def _left_padded_batch(
         self, questions: Sequence[Any], tails: Sequence[Sequence[int]], *, spare: int = 0
     ) -> dict[str, Tensor]:
         """Return a batch of questions with images followed by token ids, padded on the left; nothing is cut."""
         pairs = zip(questions, tails, strict=True)
-        rows, images = self._columns((question, list(tail)) for question, tail in pairs)
-        return self._padded(rows, left=True) | as_the_library(images)
+        rows, images = self._rows_and_images((question, list(tail)) for question, tail in pairs)
+        return self._pad_rows(rows, left=True) | as_the_library(images)
 
-    def _columns(
+    def _rows_and_images(
         self, samples: Iterable[tuple[Pictured, list[int]]]
     ) -> tuple[dict[str, list[list[int]]], dict[str, Tensor]]:
         """Return the rows of each entry by token, and the image inputs as one batch."""
-        rows, images = zip(*(self._entries(sample, answer) for sample, answer in samples), strict=True)
+        rows, images = zip(*(self._process_sample(sample, answer) for sample, answer in samples), strict=True)
         return {name: [row[name] for row in rows] for name in rows[0]}, together(images)
 
     @property
-    def mark(self) -> str:
+    def image_placeholder(self) -> str:
         """The token for an image in a question."""
         # Gemma 3's processor replaces the token that begins an image, not its `image_token`.
         is_gemma_3 = hasattr(self.processor, "full_image_sequence")
@@ -323,22 +332,24 @@ class PictureReader(TextReader):
     @property
     def marks(self) -> tuple[str, ...]:
         """See `TextReader`."""
-        return (self.mark, *super().marks)
+        return (self.image_placeholder, *super().marks)
 
-    def _entries(self, sample: Pictured, answer: list[int]) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
+    def _process_sample(
+        self, sample: Pictured, answer: list[int]
+    ) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
         """Return a sample's entries by token, answer included, and the entries of its images."""
-        text, num_marks, count = sample.input, sample.input.count(self.mark), len(sample.images)
+        text, num_marks, count = sample.input, sample.input.count(self.image_placeholder), len(sample.images)
         if num_marks not in (0, count):
             raise DataError(
-                f"a question has {num_marks} times {self.mark} and {count} image{'s' * (count > 1)}; expected one "
-                "per image",
+                f"a question has {num_marks} times {self.image_placeholder} and {count} image{'s' * (count > 1)}; "
+                "expected one per image",
                 hint="Remove them to put images first, or give as many images.",
             )
-        text = text if num_marks else " ".join([*[self.mark] * count, text])
+        text = text if num_marks else " ".join([*[self.image_placeholder] * count, text])
         images = [image().convert("RGB") for image in sample.images]
         data = self.processor(text=[text], images=[images], return_tensors="pt")
         whole = data["input_ids"][0].tolist()
-        question = self._open_ended(whole)
+        question = self._without_extra_special_tokens(whole)
         # `_open_ended` drops one of two begin tokens, so entries by token start one later too.
         offset = int(whole[:2] == [self.tokenizer.bos_token_id] * 2)
         if len(question) >= self.max_length:
@@ -402,14 +413,14 @@ def generate(
     is_decoder = reader.form == "decoder"
     # Answers of an encoder-decoder have their own positions; a decoder's share those of the question, which is cut.
     if not is_decoder:
-        max_new_tokens = max(1, min(max_new_tokens, reader.limit - len(reader._before_answers)))
-    with _greedy(module, reader, max_new_tokens) as settings:
+        max_new_tokens = max(1, min(max_new_tokens, reader.limit - len(reader._answer_prefix_tokens)))
+    with _greedy_search_settings(module, reader, max_new_tokens) as settings:
         for start in range(0, len(inputs), batch_size):
             questions = inputs[start : start + batch_size]
             if is_decoder:
-                batch = reader._continued(questions, [()] * len(questions), spare=max_new_tokens)
+                batch = reader._left_padded_batch(questions, [()] * len(questions), spare=max_new_tokens)
             else:
-                batch = reader(_unanswered(questions))
+                batch = reader(_samples_without_answers(questions))
                 del batch["decoder_attention_mask"]
             whole: Tensor = module.generate(**fitted(module, batch), generation_config=settings)
             skipped = batch["input_ids" if is_decoder else "decoder_input_ids"].shape[1]
@@ -419,13 +430,12 @@ def generate(
     return answers
 
 
-def _unanswered(questions: Sequence[Any]) -> list[Any]:
-    """Return questions as samples without answers."""
+def _samples_without_answers(questions: Sequence[Any]) -> list[Any]:
     return [(question, "") if isinstance(question, str) else question for question in questions]
 
 
 @contextmanager
-def _greedy(module: Any, reader: TextReader, max_new_tokens: int) -> Iterator[Any]:
+def _greedy_search_settings(module: Any, reader: TextReader, max_new_tokens: int) -> Iterator[Any]:
     """Yield settings of a greedy search, while the module's own settings, which would fill gaps, are removed."""
     from transformers import GenerationConfig
 
@@ -468,7 +478,7 @@ def log_likelihoods(
     was_training = module.training
     module.eval()
     try:
-        run = _encoded_once if reader.form == "encoder-decoder" else _answer_scores
+        run = _encoder_decoder_likelihoods if reader.form == "encoder-decoder" else _decoder_likelihoods
         columns = list(zip(*answers, strict=True))
         results = list(run(module, reader, questions, columns))
     finally:
@@ -481,7 +491,9 @@ def log_likelihoods(
     return sums, torch.stack([is_own.sum(dim=1) for is_own in every], dim=1).double()
 
 
-def _of_tokens(scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool) -> tuple[Tensor, Tensor]:
+def _token_log_likelihoods(
+    scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool
+) -> tuple[Tensor, Tensor]:
     """Return log-likelihoods [n, t] of tokens by scores [n, t, vocabulary], and which places are a row's own."""
     longest = scores.shape[1]
     gaps = [[0] * (longest - len(row)) for row in tokens]
@@ -495,7 +507,7 @@ def _of_tokens(scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool)
     return wide.gather(2, to_device(ids, wide.device).long()[:, :, None])[:, :, 0], is_own
 
 
-def _answer_scores(
+def _decoder_likelihoods(
     module: Any, reader: TextReader, questions: Sequence[Any], columns: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Run a decoder on rows of question and answer, padded on the left, so that few scores are computed."""
@@ -503,7 +515,7 @@ def _answer_scores(
     every = [[reader.answer_tokens(answer) for answer in column] for column in columns]
     spare = max(len(tokens) for column in every for tokens in column)
     for tokens in every:
-        batch, num_kept = reader._continued(questions, tokens, spare=spare), max(map(len, tokens)) + 1
+        batch, num_kept = reader._left_padded_batch(questions, tokens, spare=spare), max(map(len, tokens)) + 1
         # Scores of all tokens [n, t, vocabulary] may not fit into memory, but not every model can return a part.
         inputs: dict[str, Any] = {"logits_to_keep": num_kept}
         # Models with positions in images compute them from `mm_token_type_ids`; others need those without padding.
@@ -511,15 +523,15 @@ def _answer_scores(
             inputs["position_ids"] = (batch["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
         inputs = batch | {name: value for name, value in inputs.items() if name in takes}
         scores = module(**fitted(module, inputs), use_cache=False).logits
-        yield _of_tokens(scores[:, -num_kept:-1], tokens, at_end=True)
+        yield _token_log_likelihoods(scores[:, -num_kept:-1], tokens, at_end=True)
 
 
-def _encoded_once(
+def _encoder_decoder_likelihoods(
     module: Any, reader: TextReader, questions: Sequence[Any], columns: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run an encoder-decoder: encode questions once, and decode every answer."""
+    """Encode questions once, and decode every answer of an encoder-decoder."""
     device = next(module.parameters()).device
-    batch = fitted(module, reader(_unanswered(questions)))
+    batch = fitted(module, reader(_samples_without_answers(questions)))
     inputs = {name: value for name, value in batch.items() if not name.startswith("decoder_")}
     mask = {name: value for name, value in inputs.items() if name == "attention_mask"}
     encoded = module.get_encoder()(**inputs)
@@ -527,9 +539,9 @@ def _encoded_once(
     for column in columns:
         tokens = [(*reader.answer_tokens(answer), *ends) for answer in column]
         longest = max(map(len, tokens))
-        rows = [[*reader._before_answers, *row[:-1]] for row in tokens]
+        rows = [[*reader._answer_prefix_tokens, *row[:-1]] for row in tokens]
         ids = torch.tensor([row + [reader.tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
         scores = module(
             encoder_outputs=encoded, decoder_input_ids=to_device(ids, device), use_cache=False, **mask
         ).logits
-        yield _of_tokens(scores[:, len(reader.opening) :], tokens, at_end=False)
+        yield _token_log_likelihoods(scores[:, len(reader.opening) :], tokens, at_end=False)

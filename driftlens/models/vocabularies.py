@@ -28,21 +28,23 @@ def tokenizer_changes(base: pathlib.Path, other: pathlib.Path) -> list[str]:
         or json_object(folder, "config.json").get("eos_token_id")
         for folder in (base, other)
     ]
-    changes = [*_changed_files(base, other), *_changed_special_tokens(base, other).values()]
+    changes = [*_changed_tokenizer_files(base, other), *_changed_special_tokens(base, other).values()]
     base_ends, other_ends = (ends if isinstance(ends, list) else [ends] for ends in stated)
     if None not in stated and base_ends != other_ends:
         changes.append(f"eos_token_id {other_ends} for {base_ends}")
     return changes
 
 
-def _changed_files(base: pathlib.Path, other: pathlib.Path) -> list[str]:
+def _changed_tokenizer_files(base: pathlib.Path, other: pathlib.Path) -> list[str]:
     """Return the tokenizer files in both folders that lead to other ids."""
     shared = [file for file in _FILES if (base / file).is_file() and (other / file).is_file()]
-    return [file for file in shared if _content(base, file) != _content(other, file)]
+    return [
+        file for file in shared if _tokenizer_file_content(base, file) != _tokenizer_file_content(other, file)
+    ]
 
 
-def _content(folder: pathlib.Path, file: str) -> Any:
-    """Return what determines token ids in a tokenizer file."""
+def _tokenizer_file_content(folder: pathlib.Path, file: str) -> Any:
+    """Return the content of a tokenizer file that determines token ids."""
     if file == "tokenizer.json":
         parts = json_object(folder, file)
         return [plain_part(parts.get(part)) for part in MEANING]
@@ -55,7 +57,7 @@ def _content(folder: pathlib.Path, file: str) -> Any:
 def _changed_special_tokens(base: pathlib.Path, other: pathlib.Path) -> dict[str, str]:
     """Return descriptions of the special tokens that both folders name and that differ."""
     base_tokens, other_tokens = (
-        _special_tokens(json_object(folder, "tokenizer_config.json")) for folder in (base, other)
+        _special_token_texts(json_object(folder, "tokenizer_config.json")) for folder in (base, other)
     )
     return {
         key: f"{key} {other_tokens[key]!r} for {base_tokens[key]!r}"
@@ -66,7 +68,7 @@ def _changed_special_tokens(base: pathlib.Path, other: pathlib.Path) -> dict[str
 
 def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
     """Raise if the tokenizer of a model gives texts other ids; tokens added in one of both alone are allowed."""
-    changes = _changed_files(base, other)
+    changes = _changed_tokenizer_files(base, other)
     # Libraries prefer tokenizer.json to all other files, so it decides alone where both folders have it.
     if all((folder / "tokenizer.json").is_file() for folder in (base, other)):
         one, two = (json_object(folder, "tokenizer.json") for folder in (base, other))
@@ -92,7 +94,7 @@ def added_tokens(stated: Mapping[str, Any]) -> dict[Any, Any]:
     return {row.get("id"): row.get("content") for row in rows if isinstance(row, dict)}
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def _special_token_texts(config: Mapping[str, Any]) -> dict[str, str]:
     tokens = {key: value for key, value in config.items() if key.endswith("_token")}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
@@ -158,7 +160,7 @@ def with_head(
             f"{stored.name} has an untied head ({head!r}); the base's is tied to its embeddings",
             hint="Use a base with an untied head (tie_word_embeddings: false).",
         )
-    if not _ties(folder):
+    if not _is_head_tied_by_config(folder):
         raise IncompatibleModelsError(
             f"{stored.name} lacks {lm.key!r}, and no config.json next to it ties its head to its embeddings",
             hint="Save it with its head, or give a folder whose config.json has tie_word_embeddings: true.",
@@ -168,8 +170,7 @@ def with_head(
     return Composed(source.name, places), text
 
 
-def _ties(folder: pathlib.Path | None) -> bool:
-    """Return True if the configuration in a folder ties the head to the embeddings."""
+def _is_head_tied_by_config(folder: pathlib.Path | None) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     stated = json_object(folder, "config.json")

@@ -103,7 +103,7 @@ def analyze(
         reporter = context.reporter(writer.progress)
 
         # Before anything is computed, so that readers can name what is missing in an unfinished run.
-        def _begin() -> None:
+        def _record_run_inputs() -> None:
             # Missing if the run was killed right after its manifest was written.
             if not (writer.folder / SPEC).exists():
                 write_text_atomic(writer.folder / SPEC, text)
@@ -115,9 +115,9 @@ def analyze(
                 if finding.level == "notice":
                     writer.notice(finding.text)
 
-        reopening.on_main_process(team, writer, _begin)
+        reopening.on_main_process(team, writer, _record_run_inputs)
         if resolved.merge is not None:
-            _merge(writer, resolved, study, models, reporter)
+            _run_merge_phase(writer, resolved, study, models, reporter)
         with reopening.deterministic_algorithms(study.settings.deterministic):
             phases = Phases(writer, study, reporter)
             phases.analyze(attribution=request.attribution, weights=request.weights)
@@ -138,12 +138,14 @@ def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Re
     reopening.require_same_models(manifest, study, reporter)
 
 
-def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, reporter: Reporter) -> None:
+def _run_merge_phase(
+    writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, reporter: Reporter
+) -> None:
     assert spec.merge is not None
     merge = merge_of(spec, spec.merge.method, spec.merge.parameters)
     writer.describe(merge=merge.record)
 
-    def _save() -> None:
+    def _save_merged_model() -> None:
         with (
             writer.file(reopening.MERGED_FILE) as path,
             reopening.deterministic_algorithms(study.settings.deterministic),
@@ -154,7 +156,9 @@ def _merge(writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, r
             writer.notice(notice)
 
     # Also when resumed: the other phases read the stored file, never the model in memory.
-    reopening.run_phase(writer, "merge", lambda: reopening.on_main_process(study.team, writer, _save))
+    reopening.run_phase(
+        writer, "merge", lambda: reopening.on_main_process(study.team, writer, _save_merged_model)
+    )
     saved = open_checkpoint(writer.folder / reopening.MERGED_FILE)
     study.pool.add("merged", models.architecture.align(saved))
 
@@ -173,7 +177,7 @@ def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] 
     require_analyzed(folder, scored=True)
     # Before the lock: a refusal must not turn a finished run into a failed one.
     study, _ = reopening.reopened(folder, context, with_jacobian=True)
-    study = _asking(study, add)
+    study = _with_added_diagnostics(study, add)
     manifest = read_manifest(folder)
     reopening.require_same_inputs(manifest, study, context.reporter())
     with reopening.extending(folder, study, context) as (writer, reporter):
@@ -206,10 +210,10 @@ class Phases:
     def analyze(self, *, attribution: bool = True, weights: bool = True) -> None:
         """Measure drift and accuracy, then task vectors (`weights`), then the sources of drift (`attribution`)."""
         study = self.study
-        self._run("digests", partial(self._digest, study.pool.names))
+        self._run_phase("digests", partial(self._write_model_digests, study.pool.names))
         self.measure((*study.variants, "expert"))
         if study.has_base and weights:
-            self._run("params", partial(self._compare_parameters, study.explained_variants), study)
+            self._run_phase("params", partial(self._compare_task_vectors, study.explained_variants), study)
         if attribution:
             self.explain(study.explained_variants)
 
@@ -219,19 +223,21 @@ class Phases:
         named = tuple(name for name in variants if name != "expert")
         study = dataclasses.replace(self.study, variants=named)
         for task in study.tasks:
-            self._run(f"analyze:{task}", partial(self._diagnose, study, task, variants), study)
+            self._run_phase(
+                f"analyze:{task}", partial(self._write_drift_tables, study, task, variants), study
+            )
         self.evaluate(variants)
 
     def evaluate(self, variants: Sequence[str]) -> None:
         """Measure accuracy."""
         for task in self.study.tasks:
-            self._run(f"evaluate:{task}", partial(self._score, task, variants), self.study)
+            self._run_phase(f"evaluate:{task}", partial(self._write_scores, task, variants), self.study)
 
     def complete(self, variants: Sequence[str]) -> None:
         """Add digests and task vectors of models."""
-        self._run("digests", partial(self._digest, variants))
+        self._run_phase("digests", partial(self._write_model_digests, variants))
         if self.study.has_base:
-            self._run("params", partial(self._compare_parameters, variants), self.study)
+            self._run_phase("params", partial(self._compare_task_vectors, variants), self.study)
 
     def explain(self, variants: Sequence[str], add: Sequence[str] = ()) -> None:
         """Measure the attribution of drift to layers for tasks and variants whose rows lack it."""
@@ -240,7 +246,7 @@ class Phases:
         column_of = {column.option: column.name for column in reversed(LAYERS.columns)}
         parts = ("contributions", "prefix", "jacobian.spectral")
         needed = ["jacobian_samples", *(column_of[name] for name in add if name in parts)]
-        columns = [self._present("layers", [name]) for name in needed]
+        columns = [self._filled_task_variants("layers", [name]) for name in needed]
         for task in self.study.tasks:
             missing = [
                 name
@@ -249,8 +255,8 @@ class Phases:
             ]
             # A phase that was interrupted after its last row is only recorded.
             if missing or f"{self.prefix}explain:{task}" in self.writer.manifest.phases:
-                work = partial(self._explain, task, missing)
-                self._run(f"explain:{task}", work, self.study, again=bool(missing))
+                work = partial(self._write_attribution, task, missing)
+                self._run_phase(f"explain:{task}", work, self.study, again=bool(missing))
 
     def add(self, add: Sequence[str]) -> None:
         """Measure optional diagnostics for variants that lack them, in one phase per task and pass."""
@@ -258,62 +264,64 @@ class Phases:
         for option, table in _FOLLOWED.items():
             if option not in add:
                 continue
-            present = self._present(table)
+            present = self._filled_task_variants(table)
             for task in tasks:
                 lacking = [name for name in self.study.explained_variants if (task, name) not in present]
                 if lacking:
-                    work = partial(self._follow, option, task, lacking)
-                    self._run(f"explain:{option}:{task}", work, self.study, again=True)
+                    work = partial(self._write_optional_attribution, option, task, lacking)
+                    self._run_phase(f"explain:{option}:{task}", work, self.study, again=True)
         # All other options are measured in one pass per task, which runs every layer once.
         entries = [entry for entry in chosen(add) if entry.option]
         for task in tasks:
             filled = [
-                self._present(entry.table, [column.name for column in entry.columns]) for entry in entries
+                self._filled_task_variants(entry.table, [column.name for column in entry.columns])
+                for entry in entries
             ]
             lacking = [
                 name for name in self.study.variants if any((task, name) not in present for present in filled)
             ]
             if lacking:
-                work = partial(self._walk, task, lacking, entries)
+                work = partial(self._fill_diagnostic_columns, task, lacking, entries)
                 named = "+".join(dict.fromkeys(entry.option for entry in entries))
-                self._run(f"explain:{named}:{task}", work, self.study, again=True)
+                self._run_phase(f"explain:{named}:{task}", work, self.study, again=True)
 
-    def _run(
+    def _run_phase(
         self, name: str, work: Callable[[], object], study: Study | None = None, *, again: bool = False
     ) -> None:
         reopening.run_phase(self.writer, f"{self.prefix}{name}", work, study, again=again)
 
-    def _present(self, table: str, columns: Sequence[str] = ()) -> set[tuple[str, str]]:
+    def _filled_task_variants(self, table: str, columns: Sequence[str] = ()) -> set[tuple[str, str]]:
         """Return tasks and variants with rows in a table; with `columns`, with a number in one of them."""
 
-        def _read() -> set[tuple[str, str]]:
+        def _read_task_variants() -> set[tuple[str, str]]:
             # Opened again: a run caches its tables, and phases have added rows since.
             rows = getattr(open_run(self.writer.folder), table)()
             if columns:
                 rows = rows[rows.reindex(columns=columns).notna().any(axis=1)]
             return set(zip(rows["task"], rows["variant"], strict=True))
 
-        return self.study.team.run_on_main(_read)
+        return self.study.team.run_on_main(_read_task_variants)
 
-    def _write(self, rows: TaskRows, *names: str) -> None:
+    def _write_tables(self, rows: TaskRows, *names: str) -> None:
         """Add a task's rows to these tables; rows with other keys keep their exact values."""
         entries = chosen(self.study.settings.options)
         for name in names:
             if parts := rows.tables[name]:
-                self.writer.append(name, _frame(parts), replace=True, columns=_columns(entries, name))
+                self.writer.append(
+                    name, _to_data_frame(parts), replace=True, columns=_diagnostic_columns(entries, name)
+                )
         for warning in rows.warnings:
             self.writer.warn(warning)
         for notice in rows.notices:
             self.writer.notice(notice)
 
-    def _digest(self, names: Sequence[str]) -> None:
+    def _write_model_digests(self, names: Sequence[str]) -> None:
         self.writer.describe(models=self.study.team.map(names, self.study.model_info))
 
-    def _compare_parameters(self, variants: Sequence[str]) -> None:
-        """Compare the task vectors of these variants with the experts'."""
+    def _compare_task_vectors(self, variants: Sequence[str]) -> None:
         study, rows = self.study, list[dict[str, Any]]()
 
-        def _compared(task: str, variant: str) -> list[dict[str, Any]]:
+        def _task_vector_rows(task: str, variant: str) -> list[dict[str, Any]]:
             return [
                 {"task": task, "variant": variant, **row}
                 for entry in chosen(study.settings.options, "weights")
@@ -322,16 +330,16 @@ class Phases:
 
         pairs = [(task, variant) for task in study.tasks for variant in variants]
         for pair in self.reporter.track(pairs, "params", lambda pair: f"task {pair[0]}, {pair[1]}"):
-            rows += study.of_task(pair[0], partial(_compared, *pair)) or []
+            rows += study.of_task(pair[0], partial(_task_vector_rows, *pair)) or []
         self.writer.append("params", pd.DataFrame(rows), replace=True)
 
-    def _score(self, task: str, variants: Sequence[str]) -> None:
+    def _write_scores(self, task: str, variants: Sequence[str]) -> None:
         scores = self.study.of_task(task, partial(scores_of, self.study, task, variants, self.reporter))
         # None outside the main process: tasks are measured by all processes, but only one writes.
         if scores is not None:
-            self._write(scores, "scores", "accuracy")
+            self._write_tables(scores, "scores", "accuracy")
 
-    def _diagnosed(self, study: Study, task: str) -> TaskRows:
+    def _measure_drift(self, study: Study, task: str) -> TaskRows:
         """Measure a task, with the base's drift from the run if the base is not among the variants."""
         base = None
         if "base" in study.pool and "base" not in study.variants:
@@ -340,12 +348,12 @@ class Phases:
             base = {layer: rows["drift_l2"][rows["layer"] == layer].to_numpy() for layer in layers}
         return diagnose(study, task, self.reporter, base)
 
-    def _diagnose(self, study: Study, task: str, variants: Sequence[str]) -> None:
+    def _write_drift_tables(self, study: Study, task: str, variants: Sequence[str]) -> None:
         writer = self.writer
-        diagnosis = study.of_task(task, partial(self._diagnosed, study, task))
+        diagnosis = study.of_task(task, partial(self._measure_drift, study, task))
         if diagnosis is None:
             return
-        self._write(diagnosis, "routing", "layers", "samples", "outputs")
+        self._write_tables(diagnosis, "routing", "layers", "samples", "outputs")
         if not math.isnan(diagnosis.precision_error):
             writer.describe(precision={task: diagnosis.precision_error})
         for (variant, layer), array in diagnosis.features.items():
@@ -353,61 +361,63 @@ class Phases:
             if variant in variants:
                 writer.write_features(task, variant, layer, array)
         if "expert" in variants:
-            _store_shown(writer, task, study.tasks[task])
-            if _are_alike(diagnosis.features["expert", study.pool.chain.layers[-1].index]):
+            _store_sample_previews(writer, task, study.tasks[task])
+            if _has_identical_features(diagnosis.features["expert", study.pool.chain.layers[-1].index]):
                 writer.notice(f"{task}: all samples have the same final feature. Check the samples")
 
-    def _explain(self, task: str, variants: Sequence[str]) -> None:
-        explanation = self._attributed(self.study, task, variants)
+    def _write_attribution(self, task: str, variants: Sequence[str]) -> None:
+        explanation = self._measure_attribution(self.study, task, variants)
         if explanation is None:
             return
         # `layers` last, because these rows mark a variant as explained.
         for table in ("samples", "layers"):
             if parts := explanation.tables[table]:
-                self.writer.fill(table, _frame(parts))
+                self.writer.fill(table, _to_data_frame(parts))
 
-    def _walk(self, task: str, variants: Sequence[str], entries: Sequence[Diagnostic]) -> None:
+    def _fill_diagnostic_columns(
+        self, task: str, variants: Sequence[str], entries: Sequence[Diagnostic]
+    ) -> None:
         """Fill the columns of these diagnostics for variants that lack them."""
         study = dataclasses.replace(self.study, variants=tuple(variants))
-        diagnosis = study.of_task(task, partial(self._diagnosed, study, task))
+        diagnosis = study.of_task(task, partial(self._measure_drift, study, task))
         if diagnosis is None:
             return
         for table in ("layers", "samples", "outputs"):
-            if (columns := _columns(entries, table)) and (parts := diagnosis.tables[table]):
+            if (columns := _diagnostic_columns(entries, table)) and (parts := diagnosis.tables[table]):
                 names = [*TABLES[table].key, *(column.name for column in columns)]
-                self.writer.fill(table, _frame(parts)[names], columns)
+                self.writer.fill(table, _to_data_frame(parts)[names], columns)
 
-    def _follow(self, option: str, task: str, variants: Sequence[str]) -> None:
+    def _write_optional_attribution(self, option: str, task: str, variants: Sequence[str]) -> None:
         """Add rows of `adjoint` or `groups`; other results of the attribution are kept as stored."""
         settings = self.study.settings
         assert settings.jacobian is not None
         # Only the requested option: everything else is stored already and would cost further passes.
         jacobian = dataclasses.replace(settings.jacobian, spectral=False, prefix=False, random=False)
         settings = dataclasses.replace(settings, options=frozenset({option}), jacobian=jacobian)
-        self._attributed(dataclasses.replace(self.study, settings=settings), task, variants)
+        self._measure_attribution(dataclasses.replace(self.study, settings=settings), task, variants)
 
-    def _attributed(self, study: Study, task: str, variants: Sequence[str]) -> TaskRows | None:
+    def _measure_attribution(self, study: Study, task: str, variants: Sequence[str]) -> TaskRows | None:
         """Measure the attribution of variants and write the tables of options; None except in the main process."""
         spill = self.writer.folder / SCRATCH
         explanation = study.of_task(
             task, partial(attribution_of, study, task, variants, spill, self.reporter)
         )
         if explanation is not None:
-            self._write(explanation, "adjoint", "group_contributions")
+            self._write_tables(explanation, "adjoint", "group_contributions")
         return explanation
 
 
-def _frame(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+def _to_data_frame(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     if not any(map(np.ndim, parts[0].values())):
         return pd.DataFrame(parts)
     return pd.concat([pd.DataFrame(dict(part)) for part in parts], ignore_index=True)
 
 
-def _columns(entries: Iterable[Diagnostic], table: str) -> list[ColumnSchema]:
+def _diagnostic_columns(entries: Iterable[Diagnostic], table: str) -> list[ColumnSchema]:
     return [column for entry in entries if entry.table == table for column in entry.columns]
 
 
-def _are_alike(features: NDArray[np.floating[Any]]) -> bool:
+def _has_identical_features(features: NDArray[np.floating[Any]]) -> bool:
     """Return True if several samples have equal features [n, d], up to rounding."""
     return len(features) > 1 and bool(np.ptp(features, axis=0).max() <= _ROUNDING * np.abs(features).max())
 
@@ -455,7 +465,7 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
         writer.notice(notice)
 
 
-def _store_shown(writer: RunWriter, task: str, data: TaskSamples) -> None:
+def _store_sample_previews(writer: RunWriter, task: str, data: TaskSamples) -> None:
     """Store thumbnails or shortened texts of a task's diagnosis samples, in their order."""
     ids = data.diagnosis.ids[:MOST_THUMBS]
     if data.diagnosis.texts is not None:
@@ -481,17 +491,17 @@ def thumb(picture: Picture) -> NDArray[np.uint8]:
     return np.asarray(square, dtype=np.uint8)
 
 
-def _addable() -> tuple[str, ...]:
+def _optional_diagnostic_names() -> tuple[str, ...]:
     declared = [column.option for table in TABLES.values() for column in table.columns]
     return tuple(sorted({*declared, *(entry.option for entry in diagnostics.values())} - {""}))
 
 
-def _asking(study: Study, add: Collection[str]) -> Study:
+def _with_added_diagnostics(study: Study, add: Collection[str]) -> Study:
     for name in add:
-        if name not in _addable():
+        if name not in _optional_diagnostic_names():
             raise SpecError(
-                f"there is no diagnostic {name!r} to add; there are {', '.join(_addable())}",
-                hint=did_you_mean(name, _addable()),
+                f"there is no diagnostic {name!r} to add; there are {', '.join(_optional_diagnostic_names())}",
+                hint=did_you_mean(name, _optional_diagnostic_names()),
             )
     settings = study.settings
     jacobian = settings.jacobian

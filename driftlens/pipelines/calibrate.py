@@ -109,7 +109,7 @@ def calibrate(
     # Without --replace and --resume, saving a finished calibration solves nothing.
     begins = request.replace or request.resume
     if request.save_weights is not None and not begins and request.name in read_manifest(folder).calibrations:
-        team.run_on_main(lambda: _export_finished(folder, request, context))
+        team.run_on_main(lambda: _export_finished_calibration(folder, request, context))
         return open_run(folder)
     # Refuse before the lock is taken: a finished run must not become a failed one.
     opened = open_calibration(folder, request, context)
@@ -117,7 +117,7 @@ def calibrate(
     _require_free_name(request, opened, opened.manifest)
     if request.resume:
         identity = plan.identity(opened.manifest, study) | {"automatic": request.auto}
-        scratch.require_same(identity, start=plan.starting_point if request.auto else {})
+        scratch.require_same_settings(identity, start=plan.starting_point if request.auto else {})
     export, target = None, request.save_weights
     if target is not None:
         team.run_on_main(lambda: require_target(opened.models.architecture, target))
@@ -131,7 +131,7 @@ def calibrate(
         phases = Phases(writer, study, reporter, f"{plan.phase}:")
         if request.replace or not (request.resume and plan.name in writer.manifest.calibrations):
             with reopening.resumable(
-                lambda: scratch.is_there and how_to_resume(folder, plan.name, writer.manifest)
+                lambda: scratch.is_started and how_to_resume(folder, plan.name, writer.manifest)
             ):
                 _solve_and_measure(request, opened, writer, phases, reporter)
             if on_measured is not None and team.is_main_process:
@@ -142,7 +142,7 @@ def calibrate(
             more = how_to_resume(folder, plan.name, opened.manifest)
         weights = folder / calibration_weights(plan.name)
         with reopening.resumable(lambda: weights.is_file() and more):
-            _complete(request, opened, writer, phases, export)
+            _finish_calibration(request, opened, writer, phases, export)
     return open_run(folder)
 
 
@@ -197,7 +197,7 @@ def open_calibration(
     return OpenCalibration(folder, run.manifest, study, models, plan, words)
 
 
-def _export_finished(folder: pathlib.Path, request: CalibrationRequest, context: Context) -> None:
+def _export_finished_calibration(folder: pathlib.Path, request: CalibrationRequest, context: Context) -> None:
     """Save the model of a finished calibration if it has the requested settings."""
     manifest, access = read_manifest(folder), dataclasses.replace(context.access, team=ALONE)
     # A request with only a name needs no samples and no models other than the base.
@@ -227,11 +227,11 @@ def _require_free_name(request: CalibrationRequest, opened: OpenCalibration, man
     hint = f"Choose another --name or add --replace; {how_to_save(opened.folder, name, manifest)}."
     if not request.resume:
         raise SpecError(f"the run has a calibration {name!r} already", hint=hint)
-    if text := _difference(opened.plan, finished, is_chosen=request.auto):
+    if text := _difference_from_finished(opened.plan, finished, is_chosen=request.auto):
         raise SpecError(f"the calibration {name!r} is finished, with other settings: {text}", hint=hint)
 
 
-def _difference(plan: CalibrationPlan, finished: CalibrationInfo, *, is_chosen: bool) -> str:
+def _difference_from_finished(plan: CalibrationPlan, finished: CalibrationInfo, *, is_chosen: bool) -> str:
     """Return how a finished calibration differs from the plan; empty if it doesn't."""
     # The settings of an automatic choice are its result, so its starting point is compared instead.
     names = ["samples", "out_dtype", "sites", "sample_digests"]
@@ -270,41 +270,41 @@ def _solve_and_measure(
     study, scratch, name = opened.study, opened.scratch, opened.plan.name
     team, replaces = study.team, name in writer.manifest.calibrations
 
-    def _clear() -> None:
-        if not (request.resume and scratch.is_there):
+    def _remove_leftovers() -> None:
+        if not (request.resume and scratch.is_started):
             # First, so that an interrupted removal is not resumed as a calibration.
             scratch.remove()
             if not replaces:
                 # Leftovers of an interrupted one.
                 writer.remove_calibration(name)
 
-    reopening.on_main_process(team, writer, _clear)
+    reopening.on_main_process(team, writer, _remove_leftovers)
     if request.auto:
-        opened = _with_choice(request, opened, writer, reporter)
+        opened = _with_chosen_settings(request, opened, writer, reporter)
     plan, identity = opened.plan, opened.identity
     begun = identity | {"selection": dict(plan.selection), COMMAND: list(opened.words)}
-    team.run_on_main(lambda: scratch.begin(begun))
+    team.run_on_main(lambda: scratch.write_settings(begun))
 
     solved = partial(_solve_layers, writer, study, plan, scratch, reporter)
     # Solve everything first: a failed solve must leave the old calibration.
     if replaces:
-        _make_room(opened, writer, solved)
+        _remove_replaced_calibration(opened, writer, solved)
 
-    def _save() -> None:
+    def _solve_and_save() -> None:
         solution = solved()
 
-        def _write() -> None:
-            notices = _notices(plan, study)
+        def _write_variants() -> None:
+            notices = _calibration_notices(plan, study)
             info = dataclasses.replace(
                 plan.info, seconds=scratch.seconds or solution.seconds, notices=notices
             )
             save_variants(writer, opened.models, study, plan, solution, info, identity)
 
-        reopening.on_main_process(team, writer, _write)
+        reopening.on_main_process(team, writer, _write_variants)
 
     # From here until `finish_variants`, readers ignore the rows of these variants.
     writer.begin_variants(plan.variants)
-    reopening.run_phase(writer, plan.phase, _save, study, sums=True)
+    reopening.run_phase(writer, plan.phase, _solve_and_save, study, sums=True)
     reopening.add_calibration(study, opened.models, writer.folder, name, plan.method, plan.control)
     phases.measure(plan.variants)
     attached = attachment_tensors(study.pool.variant(plan.variant).attachments, len(study.pool.chain.layers))
@@ -316,16 +316,16 @@ def _solve_and_measure(
     writer.finish_variants(plan.variants, calibrations={name: info}, notices=notices)
 
 
-def _with_choice(
+def _with_chosen_settings(
     request: CalibrationRequest, opened: OpenCalibration, writer: RunWriter, reporter: Reporter
 ) -> OpenCalibration:
     """Return the calibration with chosen settings; an interrupted job may have chosen them already."""
     from driftlens.pipelines.model_selection import choose_settings
 
     plan, study, scratch, chosen = opened.plan, opened.study, opened.scratch, opened
-    begun = study.team.run_on_main(lambda: scratch.begun if scratch.is_there else {})
+    begun = study.team.run_on_main(lambda: scratch.stored_settings if scratch.is_started else {})
 
-    def _choose() -> None:
+    def _choose_or_resume() -> None:
         nonlocal chosen
         if begun:
             kind, selection = calibrators[begun["method"]], begun["selection"]
@@ -343,11 +343,13 @@ def _with_choice(
             selection = {**record, "preset": preset_of(plan.calibrator), "asked": plan.starting_point}
         chosen = dataclasses.replace(opened, plan=plan.with_choice(calibrator, selection, study))
 
-    reopening.run_phase(writer, f"{plan.phase}:choose", _choose, study, again=True, sums=True)
+    reopening.run_phase(writer, f"{plan.phase}:choose", _choose_or_resume, study, again=True, sums=True)
     return chosen
 
 
-def _make_room(opened: OpenCalibration, writer: RunWriter, solved: Callable[[], object]) -> None:
+def _remove_replaced_calibration(
+    opened: OpenCalibration, writer: RunWriter, solved: Callable[[], object]
+) -> None:
     """Remove the old calibration of the same name once all layers of the new one are solved."""
     plan, study, scratch = opened.plan, opened.study, opened.scratch
     try:
@@ -358,14 +360,14 @@ def _make_room(opened: OpenCalibration, writer: RunWriter, solved: Callable[[], 
             scratch.remove()
         raise
 
-    def _remove() -> None:
-        with scratch.hidden():
+    def _remove_old_variants() -> None:
+        with scratch.hide_settings():
             writer.remove_calibration(plan.name)
 
-    reopening.on_main_process(study.team, writer, _remove)
+    reopening.on_main_process(study.team, writer, _remove_old_variants)
 
 
-def _complete(
+def _finish_calibration(
     request: CalibrationRequest,
     opened: OpenCalibration,
     writer: RunWriter,
@@ -382,13 +384,13 @@ def _complete(
         reopening.add_calibration(study, opened.models, folder, plan.name, info.method, info.control)
     phases.complete(variants)
 
-    def _describe() -> None:
+    def _write_model_card() -> None:
         from driftlens.experiment.model_card import model_card
 
         with writer.file(f"{calibration_folder(plan.name)}/README.md") as file:
             file.write_text(model_card(open_run(folder), plan.name), encoding="utf-8")
 
-    reopening.on_main_process(study.team, writer, _describe)
+    reopening.on_main_process(study.team, writer, _write_model_card)
     if export is not None:
         study.team.run_on_main(lambda: export.save(info))
     if request.attribution:
@@ -405,7 +407,7 @@ def _solve_layers(
     metrics: dict[str, float] = {}
     tasks, reached = sorted(plan.samples) if plan.sites else [], 0
 
-    def _step(progress: CalibrationProgress) -> None:
+    def _report_progress(progress: CalibrationProgress) -> None:
         nonlocal reached
         values = metrics if progress.loss is None else {"loss": progress.loss}
         # A layer may take minutes, so tasks are counted too: the remaining time can be estimated sooner.
@@ -419,34 +421,36 @@ def _solve_layers(
         plan.sites,
         done={index: earlier.updates for index, earlier in solution.layers.items()},
         spill=scratch.spill,
-        on_step=_step,
+        on_step=_report_progress,
         seed=plan.seed,
     )
     for layer in plan.calibrator.calibrate(context):
         solution.attachments |= layer.attachments
         if study.team.is_main_process and (layer.updates or layer.reports):
-            solution.layers[layer.layer] = scratch.keep(layer, time.monotonic() - started)
+            solution.layers[layer.layer] = scratch.store_layer(layer, time.monotonic() - started)
         if layer.reports:
             drifts = layer.drift_l2_mean.values()
             metrics |= {
                 "layer": layer.layer,
                 "drift_l2_mean": sum(drifts) / len(drifts) if drifts else math.nan,
-                "objective_before": _total(report.objective_before for report in layer.reports),
-                "objective_after": _total(report.objective_after for report in layer.reports),
+                "objective_before": _sum_or_nan(report.objective_before for report in layer.reports),
+                "objective_after": _sum_or_nan(report.objective_after for report in layer.reports),
             }
             writer.event("layer", phase=_PHASE, name=plan.name, **metrics)
     solution.seconds = time.monotonic() - started
     return solution
 
 
-def _total(values: Iterable[float | None]) -> float:
+def _sum_or_nan(values: Iterable[float | None]) -> float:
     return sum(math.nan if value is None else value for value in values)
 
 
-def _notices(plan: CalibrationPlan, study: Study) -> list[str]:
+def _calibration_notices(plan: CalibrationPlan, study: Study) -> list[str]:
     # Samples from files never overlap: splits are drawn without replacement.
-    notices = _diagnosed_too(plan.samples, study) if study.architecture.get("loader") == "live" else []
-    notices += _trained_on(plan.samples, study) if plan.automatic else []
+    notices = (
+        _sample_overlap_notices(plan.samples, study) if study.architecture.get("loader") == "live" else []
+    )
+    notices += _training_overlap_notices(plan.samples, study) if plan.automatic else []
     if plan.sites:
         pool = study.pool
         share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
@@ -454,19 +458,19 @@ def _notices(plan: CalibrationPlan, study: Study) -> list[str]:
         if plan.control:
             anchor = f"base + {plan.calibrator.anchor_reach:g} (merged - base)"
             notices.append(f"the anchor is {anchor}; {plan.control} measures it alone")
-        return [*notices, *_moved_but_not_calibrated(pool, plan.sites)]
+        return [*notices, *_uncalibrated_layer_notices(pool, plan.sites)]
     if plan.boundaries:
         return [*notices, "the weights are the merged model's; its adapters need the task of an input"]
     return [*notices, f"this is {plan.unchanged}"]
 
 
-def _moved_but_not_calibrated(pool: ModelPool, sites: Mapping[int, Collection[str]]) -> list[str]:
+def _uncalibrated_layer_notices(pool: ModelPool, sites: Mapping[int, Collection[str]]) -> list[str]:
     """Return notices on stem and head if they differ between the models but are not calibrated."""
     # Exact comparison: weights that fine-tuning froze are stored bit-identical.
     experts = [name for name in pool.names if task_of(name) is not None]
     reference, *others = [*(["base"] if "base" in pool else []), *experts]
 
-    def _differs(key: str) -> bool:
+    def _is_different_in_experts(key: str) -> bool:
         start = pool.source(reference).read(key).double()
         return any(not torch.equal(start, pool.source(other).read(key).double()) for other in others)
 
@@ -474,7 +478,7 @@ def _moved_but_not_calibrated(pool: ModelPool, sites: Mapping[int, Collection[st
     for layer in (pool.chain.layers[0], pool.chain.layers[-1]):
         solved = {f"{site}.{part}" for site in sites.get(layer.index, ()) for part in ("weight", "bias")}
         keys = {slot.key for name, slot in pool.chain.owned(layer).items() if name not in solved}
-        if moved := ", ".join(filter(_differs, sorted(keys))):
+        if moved := ", ".join(filter(_is_different_in_experts, sorted(keys))):
             notices.append(
                 f"the {layer.role} ({moved}) differs between {'base and ' * (reference == 'base')}experts and was not "
                 "calibrated: it remains as merged"
@@ -482,7 +486,7 @@ def _moved_but_not_calibrated(pool: ModelPool, sites: Mapping[int, Collection[st
     return notices
 
 
-def _diagnosed_too(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
+def _sample_overlap_notices(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
     """Return notices on tasks whose diagnosis samples are also calibration samples, compared by content."""
     notices = []
     for task, drawn in samples.items():
@@ -497,7 +501,7 @@ def _diagnosed_too(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
 
 
 @torch.no_grad()
-def _trained_on(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
+def _training_overlap_notices(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
     """Return a notice if the experts were probably trained on these samples: if they are more confident there.
 
     Confidences are compared with those on diagnosis samples by Welch's t test, one-sided at 1 %, over all tasks.
@@ -542,11 +546,11 @@ class _Scratch:
         self.spill = self._folder / "features"
 
     @property
-    def is_there(self) -> bool:
+    def is_started(self) -> bool:
         return self._settings.is_file()
 
     @property
-    def begun(self) -> dict[str, Any]:
+    def stored_settings(self) -> dict[str, Any]:
         try:
             return dict(from_json(self._settings.read_bytes()))
         except (OSError, ValueError, TypeError) as error:
@@ -557,20 +561,22 @@ class _Scratch:
     def remove(self) -> None:
         remove_tree(self._folder)
 
-    def begin(self, settings: Mapping[str, Any]) -> None:
+    def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Write the settings, or require that they equal those already written."""
-        if self.is_there:
-            self.require_same(settings)
+        if self.is_started:
+            self.require_same_settings(settings)
         else:
             self.remove()
             write_json_atomic(self._settings, settings)
 
-    def require_same(self, settings: Mapping[str, Any], *, start: Mapping[str, Any] | None = None) -> None:
+    def require_same_settings(
+        self, settings: Mapping[str, Any], *, start: Mapping[str, Any] | None = None
+    ) -> None:
         """Refuse settings that differ from the stored ones; `start` is the starting point of an automatic choice."""
-        if not self.is_there:
+        if not self.is_started:
             return
         # The command's words may differ although the settings are equal.
-        then, now, skip = self.begun, dict(settings), {"selection", COMMAND}
+        then, now, skip = self.stored_settings, dict(settings), {"selection", COMMAND}
         if start and (chosen := then.get("selection")):
             then, now, skip = then | chosen["asked"], {**now, **start}, {*skip, "sites", "views"}
         sides = ({name: side[name] for name in side if name not in skip} for side in (then, now))
@@ -581,9 +587,9 @@ class _Scratch:
             )
 
     @contextmanager
-    def hidden(self) -> Iterator[None]:
+    def hide_settings(self) -> Iterator[None]:
         """Run a block that leaves nothing to resume if it is interrupted."""
-        settings = self.begun
+        settings = self.stored_settings
         self._settings.unlink()
         yield
         write_json_atomic(self._settings, settings)
@@ -592,7 +598,7 @@ class _Scratch:
     def seconds(self) -> float:
         """The seconds that the stored layers took to solve, including interrupted jobs."""
         files = sorted(self._folder.glob("*.safetensors"))
-        return float(_metadata(files[-1])["seconds"]) if files else 0.0
+        return float(_safetensors_metadata(files[-1])["seconds"]) if files else 0.0
 
     def layers(self) -> dict[int, CalibratedLayer]:
         """Return the stored layers by index; their values are read from disk on demand."""
@@ -600,7 +606,7 @@ class _Scratch:
             int(path.stem): _read_solved_layer(path) for path in sorted(self._folder.glob("*.safetensors"))
         }
 
-    def keep(self, layer: CalibratedLayer, seconds: float) -> CalibratedLayer:
+    def store_layer(self, layer: CalibratedLayer, seconds: float) -> CalibratedLayer:
         """Store one layer's solution atomically, and return it backed by the file."""
         reports = json.dumps([vars(report) for report in layer.reports])
         file = self._folder / f"{layer.layer:03d}.safetensors"
@@ -609,11 +615,11 @@ class _Scratch:
 
 
 def _read_solved_layer(path: pathlib.Path) -> CalibratedLayer:
-    source, stored = open_checkpoint(path), from_json(_metadata(path)["reports"])
+    source, stored = open_checkpoint(path), from_json(_safetensors_metadata(path)["reports"])
     reports = tuple(SiteReport(**report) for report in stored)
     return CalibratedLayer(int(path.stem), OnDemand(source.headers, source.read), reports)
 
 
-def _metadata(path: pathlib.Path) -> dict[str, str]:
+def _safetensors_metadata(path: pathlib.Path) -> dict[str, str]:
     with safe_open(path, framework="pt") as file:
         return dict(file.metadata())

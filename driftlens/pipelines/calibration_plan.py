@@ -139,7 +139,7 @@ class CalibrationPlan(Chosen):
         if type(calibrator) is not type(self.calibrator):
             sites = updated_sites(study.pool.chain, self.sites, calibrator.update)
             plan = dataclasses.replace(plan, method=method_called(calibrator), sites=sites)
-        control = _control(self.name, calibrator, study)
+        control = _control_variant(self.name, calibrator, study)
         return dataclasses.replace(plan, calibrator=calibrator, control=control)
 
     @property
@@ -226,8 +226,10 @@ def plan_calibration(
     """
     calibrator = calibrator_of(request, section, has_views=study.has_views)
     calibrator.check(has_base=study.has_base)
-    method, is_trained = _method_of(request, section), not calibrator.takes_sites
-    samples = {task: _first_of(data.calibration, request.samples, task) for task, data in study.tasks.items()}
+    method, is_trained = _method_name(request, section), not calibrator.takes_sites
+    samples = {
+        task: _first_samples(data.calibration, request.samples, task) for task, data in study.tasks.items()
+    }
     for task, drawn in samples.items():
         if drawn.views is not None:
             # Raises if the samples have no such views.
@@ -264,7 +266,7 @@ def plan_calibration(
         calibrator,
         sites,
         samples,
-        _control(request.name, calibrator, study),
+        _control_variant(request.name, calibrator, study),
         patterns=tuple(patterns or ()),
         seed=study.seed,
         boundaries=(len(chain.layers),) if is_trained else (),
@@ -290,12 +292,12 @@ def calibration_context(
     )
 
 
-def _control(name: str, calibrator: Calibrator, study: Study) -> str:
+def _control_variant(name: str, calibrator: Calibrator, study: Study) -> str:
     """Return the variant of the anchor alone; empty where the anchor is the merged model."""
     return control_of(name) if study.has_base and calibrator.anchor_reach != 1 else ""
 
 
-def _first_of(samples: SampleSet | None, count: int | None, task: str) -> SampleSet:
+def _first_samples(samples: SampleSet | None, count: int | None, task: str) -> SampleSet:
     """Return the first `count` samples, which equal a smaller draw, or all."""
     if samples is None or len(samples) < (count or 1):
         available = 0 if samples is None else len(samples)
@@ -313,7 +315,7 @@ def calibrator_of(
         section: the `calibration` section of the run's spec; None without one.
         has_views: True if samples have views, for which calibrators may have other defaults.
     """
-    method = _method_of(request, section)
+    method = _method_name(request, section)
     parameters = dict(calibrators[method].with_views) if has_views else {}
     # Another method has other settings.
     if section is not None and section.method == method:
@@ -322,8 +324,7 @@ def calibrator_of(
     return calibrators[method](**resolve(calibrators[method], parameters, method))
 
 
-def _method_of(request: CalibrationRequest, section: Calibration | None) -> str:
-    """Return the name of the calibrator: the request's, the spec's, or FeatCal."""
+def _method_name(request: CalibrationRequest, section: Calibration | None) -> str:
     return request.method or (DEFAULT_METHOD if section is None else section.method)
 
 
@@ -388,7 +389,7 @@ def save_variants(
         parameters: Mapping[ParameterKey, Tensor] = updates
         if is_control:
             reach = plan.calibrator.anchor_reach
-            parameters = _anchors(pool.chain, merged, pool.source("base"), reach, updates)
+            parameters = _anchor_parameters(pool.chain, merged, pool.source("base"), reach, updates)
         source = with_parameters(pool.chain, merged, study.like, parameters)
         # The control stays the anchor itself.
         if not is_control and plan.shrink:
@@ -420,14 +421,14 @@ def save_variants(
         "notices": [
             *info.notices,
             *([] if change is None else saved_words(change, "the calibration", "the merged model's")),
-            *_unreached(solution),
+            *_skipped_expert_notices(solution),
         ],
         "versions": versions(),
     }
     # Live modules are fitted without the library of yaml.
     from driftlens.config.types import to_yaml
 
-    with writer.file(_config_file(plan.name)) as path:
+    with writer.file(_calibration_config_file(plan.name)) as path:
         path.write_text(to_yaml(config), encoding="utf-8")
 
 
@@ -435,18 +436,18 @@ def with_saved(info: CalibrationInfo, run: pathlib.Path, name: str) -> Calibrati
     """Return the manifest's entry of a calibration with seconds, notices and changes from its `config.yaml`."""
     from driftlens.config.types import from_yaml
 
-    file = run / _config_file(name)
+    file = run / _calibration_config_file(name)
     saved = from_yaml(file.read_text(encoding="utf-8"), file.name)
     return dataclasses.replace(
         info, seconds=saved["seconds"], notices=tuple(saved["notices"]), change=saved["change"]
     )
 
 
-def _config_file(name: str) -> str:
+def _calibration_config_file(name: str) -> str:
     return f"{calibration_folder(name)}/config.yaml"
 
 
-def _unreached(solution: Solution) -> list[str]:
+def _skipped_expert_notices(solution: Solution) -> list[str]:
     """Return a notice on experts of mixtures that are not calibrated because they received too few tokens."""
     kept = [report for _, report in solution.reports if report.kind == "kept"]
     tokens = {report.site.rpartition(".")[0]: report.num_rows or 0 for report in kept}
@@ -488,7 +489,7 @@ def with_parameters(
     return Patched(start, fused(chain, parameters, start))
 
 
-def _anchors(
+def _anchor_parameters(
     chain: LayerChain,
     merged: StateSource,
     base: StateSource,
@@ -498,12 +499,12 @@ def _anchors(
     """Return the anchor of Eq. 11, base + reach * (merged - base), for some parameters, in float64."""
 
     # In float64, as the solve computes it; the difference of close models loses digits in float32.
-    def _anchor(key: ParameterKey) -> Tensor:
+    def _read_anchor(key: ParameterKey) -> Tensor:
         slot = chain.layers[key[0] - 1].parameters[key[1]]
         start, end = (source.read(slot.key, slot.rows).double() for source in (base, merged))
         return slot.own(reach * end + (1 - reach) * start)
 
-    return OnDemand(keys, _anchor)
+    return OnDemand(keys, _read_anchor)
 
 
 @dataclass(frozen=True)
@@ -521,13 +522,13 @@ class Export:
         from driftlens.experiment.model_card import calibration_command
 
         info, measured = manifest.calibrations[self.name], manifest.models.get(calibrated(self.name))
-        stored = model_info(self.models.architecture.chain, self._model, self._attached, "")
+        stored = model_info(self.models.architecture.chain, self._stored_model, self._stored_attachments, "")
         if measured is not None and stored.digest != measured.digest:
             again = calibration_command(
                 self.name, info, str(self.run), replace=True, save_weights=self.target
             )
             hint = f"Solve again: `{again}`" if again else "Choose again with --auto --replace."
-            raise CheckpointError(f"{self._model.name} has changed since it was measured", hint=hint)
+            raise CheckpointError(f"{self._stored_model.name} has changed since it was measured", hint=hint)
 
     @torch.no_grad()
     def save(self, info: CalibrationInfo) -> None:
@@ -535,34 +536,38 @@ class Export:
         from driftlens.experiment.model_card import model_card
 
         architecture, form, heads = self.models.architecture, self.models.own_form, head_files(self.models)
-        card = _with_loader(partial(model_card, open_run(self.run), self.name), self._attached)
+        card = _card_with_loading_code(
+            partial(model_card, open_run(self.run), self.name), self._stored_attachments
+        )
         metadata, prefix = _weights_metadata(calibrated(self.name), info), ""
         is_file = self.target.suffix == ".safetensors"
-        if self._attached:
+        if self._stored_attachments:
             if not is_file:
                 first_key = next(iter(architecture.chain.blocks[0].parameters.values())).key
                 prefix = library_prefix(architecture, form, first_key)
             # By the paths of the library's modules.
             path = f"{prefix}{final_module(architecture.chain)}".rstrip(".")
-            portable = attachment_tensors(self._attached, path)
+            portable = attachment_tensors(self._stored_attachments, path)
             if is_file:
                 save_state_dict(self.target.with_suffix(f".{_ATTACHED_FILE}"), portable, metadata)
             else:
                 heads[_ATTACHED_FILE] = TensorsSource(_ATTACHED_FILE, portable)
         # A copy of the stored weights in the form of the base: the model is not computed again.
-        save_model(architecture, form, self._model, self.target, metadata=metadata, card=card, heads=heads)
+        save_model(
+            architecture, form, self._stored_model, self.target, metadata=metadata, card=card, heads=heads
+        )
 
     @cached_property
-    def _attached(self) -> Attachments:
+    def _stored_attachments(self) -> Attachments:
         return read_attachments(self.run, self.name, self.method)
 
     @cached_property
-    def _model(self) -> StateSource:
+    def _stored_model(self) -> StateSource:
         stored = open_checkpoint(self.run / calibration_weights(self.name))
         return self.models.architecture.align(stored)
 
 
-def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callable[[str], str]:
+def _card_with_loading_code(card: Callable[[str], str], attachments: Attachments) -> Callable[[str], str]:
     """Return a card whose Python example includes the code that attaches adapters, if the adapter defines it."""
     task, adapter = next(iter(attachments.items()), ("", None))
     code = str(getattr(adapter, "code", ""))
@@ -571,7 +576,7 @@ def _with_loader(card: Callable[[str], str], attachments: Attachments) -> Callab
     loader = _LOADER.format(file=_ATTACHED_FILE, code=textwrap.indent(code, " " * 12))
     attach = f"attach(model, {task!r})  # the task of the inputs\n"
 
-    def _extended(usage: str) -> str:
+    def _extended_card(usage: str) -> str:
         return card(loader + re.sub(r"(?m)^model.*\n", lambda line: line[0] + attach, usage, count=1))
 
-    return _extended
+    return _extended_card

@@ -51,12 +51,12 @@ class _Compared(NamedTuple):
 def resolve_merges(requested: Sequence[tuple[str, Mapping[str, object]]]) -> list[NamedMethod]:
     """Return the requested merges; `all` means every method, see `named_methods`."""
 
-    def _named(method: str, settings: Mapping[str, object]) -> NamedMethod:
+    def _named_merge(method: str, settings: Mapping[str, object]) -> NamedMethod:
         shown = shown_settings(settings, merge_called(method, settings).settings)
         name = " ".join([method, *(f"{key}={value}" for key, value in shown.items())])
         return NamedMethod(name, method, settings)
 
-    return named_methods(requested, merge_methods, _named)
+    return named_methods(requested, merge_methods, _named_merge)
 
 
 @exact_products()
@@ -80,9 +80,9 @@ def compare_merges(
         A merge that failed has a `reason` instead of numbers.
     """
     study, models = open_study(spec, access=context.access)
-    merges, present = _with_present(spec, merges)
+    merges, present = _with_spec_merge(spec, merges)
     held_out = any(merge_methods[merge.method].runs_models for merge in merges)
-    shown, samples = _samples(study, held_out=held_out)
+    shown, samples = _method_and_scoring_samples(study, held_out=held_out)
     reporter, scorer, compared = context.reporter(), HeldOutScorer(study, samples), list[_Compared]()
     # The experts first, so that their time is not counted as that of the first model.
     for task in samples:
@@ -98,7 +98,7 @@ def compare_merges(
             started, seconds = time.perf_counter(), 0.0
             reporter.step(_PHASE, done, len(merges), merge.name)
 
-            def _scores(merge: NamedMethod = merge, started: float = started) -> Values:
+            def _merge_and_score(merge: NamedMethod = merge, started: float = started) -> Values:
                 nonlocal seconds
                 method = merge_called(merge.method, merge.settings)
                 source = merged_source(models, method, visible, beside=folder / "merged", reporter=quiet)
@@ -106,7 +106,7 @@ def compare_merges(
                 study.pool.add(CANDIDATE_MODEL, source)
                 return scorer.of(CANDIDATE_MODEL)
 
-            compared.append(_Compared(merge, attempt(_scores), seconds))
+            compared.append(_Compared(merge, attempt(_merge_and_score), seconds))
     require_any([entry.result for entry in compared if entry.model.method])
     reporter.step(_PHASE, len(merges), len(merges))
     return {
@@ -115,11 +115,13 @@ def compare_merges(
         "samples": {task: len(judged) for task, judged in samples.items()},
         "held_out": held_out,
         "present": present,
-        "merges": _ranked(compared, scorer.measure, present),
+        "merges": _ranking_rows(compared, scorer.measure, present),
     }
 
 
-def _samples(study: Study, *, held_out: bool) -> tuple[dict[str, SampleSet], dict[str, SampleSet]]:
+def _method_and_scoring_samples(
+    study: Study, *, held_out: bool
+) -> tuple[dict[str, SampleSet], dict[str, SampleSet]]:
     """Return the samples that methods may read and those to score on; texts are scored without their answers."""
     shown, judged = {}, {}
     for task, samples in unlabelled(study).items():
@@ -135,7 +137,7 @@ def _samples(study: Study, *, held_out: bool) -> tuple[dict[str, SampleSet], dic
     return shown, judged
 
 
-def _with_present(spec: RunSpec, merges: Sequence[NamedMethod]) -> tuple[Sequence[NamedMethod], str]:
+def _with_spec_merge(spec: RunSpec, merges: Sequence[NamedMethod]) -> tuple[Sequence[NamedMethod], str]:
     """Return the merges with the spec's own among them, and the name of that one: "merged" where it is stored."""
     if spec.merge is None:
         return merges, "merged"
@@ -149,7 +151,7 @@ def _with_present(spec: RunSpec, merges: Sequence[NamedMethod]) -> tuple[Sequenc
     return [*merges, *added], added[0].name
 
 
-def _ranked(compared: Sequence[_Compared], measure: str, present: str) -> list[dict[str, Any]]:
+def _ranking_rows(compared: Sequence[_Compared], measure: str, present: str) -> list[dict[str, Any]]:
     """Return a row per model, best first; models that failed come last."""
     ranking = {
         model.name: HeldOutScores({task: by_measure[measure] for task, by_measure in result.items()})
@@ -174,27 +176,29 @@ def _ranked(compared: Sequence[_Compared], measure: str, present: str) -> list[d
             row["seconds"] = seconds
         scores = ranking[model.name]
         row["place"] = order.index(model.name) + 1
-        row |= _measures(result)
+        row |= _mean_score_columns(result)
         behind = ranking[order[0]].compared_with(scores, among=pairs)
-        row |= _ends("behind", Interval(behind.advantage, behind.low, behind.high))
+        row |= _interval_columns("behind", Interval(behind.advantage, behind.low, behind.high))
         row["is_tied"] = row["place"] > 1 and not behind.is_clear
         if present in ranking and model.name != present:
             gain = scores.compared_with(ranking[present], among=pairs)
-            row |= _ends("nearer", Interval(gain.advantage, gain.low, gain.high))
+            row |= _interval_columns("nearer", Interval(gain.advantage, gain.low, gain.high))
         row["n"] = sum(map(len, scores.by_task.values()))
     return sorted(rows, key=lambda row: row["place"] or math.inf)
 
 
-def _measures(scores: Values) -> dict[str, Any]:
+def _mean_score_columns(scores: Values) -> dict[str, Any]:
     """Return means over tasks and the means of each task, with intervals."""
     row: dict[str, Any] = {}
     for name in _MEASURES:
         by_task = {task: over_samples(values[name]) for task, values in scores.items() if name in values}
-        row |= _ends(name, mean_over_tasks([*by_task.values()]))
-        row.setdefault("by_task", {})[name] = {task: _ends("value", mean) for task, mean in by_task.items()}
+        row |= _interval_columns(name, mean_over_tasks([*by_task.values()]))
+        row.setdefault("by_task", {})[name] = {
+            task: _interval_columns("value", mean) for task, mean in by_task.items()
+        }
     return row
 
 
-def _ends(name: str, interval: Interval) -> dict[str, float | None]:
+def _interval_columns(name: str, interval: Interval) -> dict[str, float | None]:
     ends = {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
     return {key: value if math.isfinite(value) else None for key, value in ends.items()}

@@ -68,7 +68,7 @@ def diagnose(
     budget = study.settings.feature_budget
     # The models run in their own library first, on one batch, to compare the drift of every layer with.
     library = LibraryDrift(study.pool, task, study.variants, samples, budget)
-    recorder = _recorded(study, task, library, reporter)
+    recorder = _record_drift(study, task, library, reporter)
     diagnosis.features = recorder.features()
     # One task suffices: what lowers the precision is the same for all.
     if task == next(iter(study.tasks)):
@@ -101,15 +101,19 @@ def diagnose(
             is_of: Row = {"role": layer.role, "stream": layer.stream}
             is_of |= {"path": layer.path, "n": len(samples), "reference": "expert"}
             row = key | is_of | {"closure_error": library.error[variant, layer.index]}
-            diagnosis.tables["layers"].append(row | _measured(study, "layers", seen))
-            diagnosis.tables["samples"].append(key | identified | _measured(study, "samples", seen))
+            diagnosis.tables["layers"].append(row | _measure_table_columns(study, "layers", seen))
+            diagnosis.tables["samples"].append(
+                key | identified | _measure_table_columns(study, "samples", seen)
+            )
             if layer is layers[-1] and data.head is not None:
-                diagnosis.tables["outputs"].append(of_task | identified | _measured(study, "outputs", seen))
+                diagnosis.tables["outputs"].append(
+                    of_task | identified | _measure_table_columns(study, "outputs", seen)
+                )
     diagnosis.features = {key: array for key, array in diagnosis.features.items() if key[1] in stored}
     return diagnosis
 
 
-def _recorded(study: Study, task: str, library: LibraryDrift, reporter: Reporter) -> _Recorder:
+def _record_drift(study: Study, task: str, library: LibraryDrift, reporter: Reporter) -> _Recorder:
     """Run a task's samples through all layers; compare the first ones with the models' own library."""
     samples, num_layers = study.tasks[task].diagnosis, len(study.pool.chain.layers)
     meter = TaskMeter(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
@@ -167,12 +171,12 @@ class _Recorder:
         self._names[key] = list(columns)
         # Stacked, so that the host synchronizes with the device once per view.
         self._columns[key].append(torch.stack([*columns.values()]).cpu().double().numpy())
-        self._add_model(key, view, view.merged_out, "merged")
+        self._add_model_features(key, view, view.merged_out, "merged")
         # The expert's features are the same in the views of all variants.
         if view.variant == self._first_variant:
-            self._add_model(("expert", view.layer.index), view, view.expert_out, "expert")
+            self._add_model_features(("expert", view.layer.index), view, view.expert_out, "expert")
 
-    def _add_model(self, key: tuple[str, int], view: LayerView, state: State, model: str) -> None:
+    def _add_model_features(self, key: tuple[str, int], view: LayerView, state: State, model: str) -> None:
         """Add pooled features and, of a mixture, the number of tokens per expert."""
         vectors = view.layer.vectors(state, view.side, self._pool)
         # A view of one token per sample would keep all tokens of every batch in memory, so copy.
@@ -193,7 +197,7 @@ class _Recorder:
         return {key: np.concatenate(parts) for key, parts in self._features.items()}
 
 
-def _measured(study: Study, table: str, seen: Seen) -> dict[str, Any]:
+def _measure_table_columns(study: Study, table: str, seen: Seen) -> dict[str, Any]:
     """Return the columns of one table from all diagnostics that fill it."""
     columns: dict[str, Any] = {}
     shape = () if table == "layers" else (len(seen.variant),)
@@ -303,16 +307,16 @@ def attribution_of(
         for (variant, _), swap in swaps.items():
             prefixes[variant].append(swap.shares())
         # All targets of a variant are pulled back together: a layer's linearization is the costly part.
-        targets = {variant: _targets(study, pull_back, variant) for variant in variants}
+        targets = {variant: _attribution_targets(study, pull_back, variant) for variant in variants}
         try:
-            parts, groups = _pulled_back(study, pull_back, targets, meter)
+            parts, groups = _pull_back_targets(study, pull_back, targets, meter)
         except NotDifferentiableError as error:
             # Prefix swaps need no derivative and are kept.
             parts, groups = {}, []
             explanation.notices.append(f"the drift is not attributed to layers: {error}")
     meter.finish()
     for variant in variants:
-        energy = _joined(target.energy for target in targets[variant])
+        energy = _concatenate_to_numpy(target.energy for target in targets[variant])
         rows: LayerRows = {index: {"jacobian_samples": len(ids)} for index in range(1, num_layers + 1)}
         for (name, index), sensitivity in pull_back.sensitivities.items():
             if parts and name == variant:
@@ -320,20 +324,20 @@ def attribution_of(
         final_shares = np.full((num_layers, len(ids)), np.nan)
         if parts and settings.contributions:
             shares = parts[variant][:, 0]
-            _fill(rows, "final_share", shares, energy)
+            _add_share_columns(rows, "final_share", shares, energy)
             # Reported, never distributed over layers, so that shares and remainder sum to 1.
             rows[num_layers]["remainder_share"] = 1 - sum(row["final_share"] for row in rows.values())
             # Samples without drift keep NaN.
             np.divide(shares, energy, out=final_shares, where=energy > 0)
         if settings.prefix:
-            _fill(rows, "prefix_share", _joined(prefixes[variant]), energy)
+            _add_share_columns(rows, "prefix_share", _concatenate_to_numpy(prefixes[variant]), energy)
         for layer in sorted(study.settings.stored_layers):
             key = {"task": task, "variant": variant, "layer": layer}
             explanation.tables["layers"].append(key | rows[layer])
             explanation.tables["samples"].append(
                 key | {"sample_id": ids, "final_share": final_shares[layer - 1]}
             )
-        explanation.warnings += _unconverged(settings, task, variant, rows)
+        explanation.warnings += _quadrature_warnings(settings, task, variant, rows)
         if parts and "adjoint" in study.settings.options:
             of_variant = {"task": task, "variant": variant}
             explanation.tables["adjoint"] += _adjoint_columns(
@@ -343,11 +347,11 @@ def attribution_of(
     return explanation
 
 
-def _joined(parts: Iterable[Tensor]) -> NDArray[np.float64]:
+def _concatenate_to_numpy(parts: Iterable[Tensor]) -> NDArray[np.float64]:
     return torch.cat([*parts], dim=-1).cpu().double().numpy()
 
 
-def _unconverged(
+def _quadrature_warnings(
     settings: attribution.JacobianSettings, task: str, variant: str, rows: LayerRows
 ) -> Iterator[str]:
     """Yield a warning if the quadrature misses its tolerance with all allowed nodes."""
@@ -363,7 +367,9 @@ def _unconverged(
         )
 
 
-def _fill(rows: LayerRows, column: str, shares: NDArray[np.float64], energy: NDArray[np.float64]) -> None:
+def _add_share_columns(
+    rows: LayerRows, column: str, shares: NDArray[np.float64], energy: NDArray[np.float64]
+) -> None:
     """Add ratios of sums over samples with their intervals; NaN without drift."""
     total = float(energy.sum())
     low, high = share_intervals(shares, energy)
@@ -395,11 +401,13 @@ class _Targets:
     covectors: State
 
 
-def _targets(study: Study, pull_back: attribution.PullBack, variant: str) -> list[_Targets]:
+def _attribution_targets(study: Study, pull_back: attribution.PullBack, variant: str) -> list[_Targets]:
     batches, stream = [*pull_back.batches.values()], study.pool.chain.layers[-1].stream
     ends = [pull_back.ends(batch, variant) for batch in batches]
     targets = []
-    of_scores = _score_targets(study, pull_back, variant) if "adjoint" in study.settings.options else {}
+    of_scores = (
+        _margin_and_loss_targets(study, pull_back, variant) if "adjoint" in study.settings.options else {}
+    )
     for number, (expert, merged) in enumerate(ends):
         drift = subtract(merged, expert)
         energy = inner(drift, drift)
@@ -414,7 +422,7 @@ def _targets(study: Study, pull_back: attribution.PullBack, variant: str) -> lis
     return targets
 
 
-def _score_targets(
+def _margin_and_loss_targets(
     study: Study, pull_back: attribution.PullBack, variant: str
 ) -> dict[str, list[attribution.Target]]:
     """Return margin and loss by batch if the variant has a score map for the task."""
@@ -445,7 +453,7 @@ def _score_targets(
     }
 
 
-def _pulled_back(
+def _pull_back_targets(
     study: Study, pull_back: attribution.PullBack, targets: Mapping[str, Sequence[_Targets]], meter: TaskMeter
 ) -> tuple[dict[str, NDArray[np.float64]], list[dict[str, Any]]]:
     """Pull all targets back through all layers; return their parts by variant, [L, k, n], and rows of groups.
@@ -468,16 +476,19 @@ def _pulled_back(
             if expert is None or expert.layer is not layer:
                 expert = study.pool.layer_map(expert_of(pull_back.task), layer, pull_back.task)
             drift = pull_back.final_drift(step.batch, step.variant)
-            for group, numbers in _group_numbers(expert, step, inner(drift, drift)):
+            for group, numbers in _group_share_terms(expert, step, inner(drift, drift)):
                 groups[step.variant, layer.index, group].append(numbers)
     stacked_parts = {
-        variant: np.stack([_joined(of_layers[index]) for index in sorted(of_layers)])
+        variant: np.stack([_concatenate_to_numpy(of_layers[index]) for index in sorted(of_layers)])
         for variant, of_layers in parts.items()
     }
-    return stacked_parts, [_group_row((pull_back.task, *key), _joined(part)) for key, part in groups.items()]
+    return stacked_parts, [
+        _group_contribution_row((pull_back.task, *key), _concatenate_to_numpy(part))
+        for key, part in groups.items()
+    ]
 
 
-def _group_numbers(
+def _group_share_terms(
     expert: LayerMap, step: attribution.BackwardStep, energy: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield numerators and denominators [6, n] of each module group's share of mismatch and drift."""
@@ -493,7 +504,9 @@ def _group_numbers(
         yield group, torch.stack([inner(part, whole), inner(part, pulled), *common])
 
 
-def _group_row(key: tuple[str, str, int, str], per_sample: NDArray[np.float64]) -> dict[str, Any]:
+def _group_contribution_row(
+    key: tuple[str, str, int, str], per_sample: NDArray[np.float64]
+) -> dict[str, Any]:
     sums = per_sample.sum(axis=1)
     ratios = sums[:3] / np.where(sums[3:] > 0, sums[3:], np.nan)
     return dict(zip(GROUP_CONTRIBUTIONS.names, (*key, *ratios), strict=True))
@@ -503,9 +516,12 @@ def _adjoint_columns(
     key: Mapping[str, str], ids: Sequence[str], targets: Sequence[_Targets], parts: NDArray[np.float64]
 ) -> Iterator[dict[str, Any]]:
     """Yield columns of the `adjoint` table of a variant, by target and layer."""
-    energy = _joined(target.energy for target in targets)
+    energy = _concatenate_to_numpy(target.energy for target in targets)
     for number, name in enumerate(targets[0].changes):
-        change, of_layers = _joined(target.changes[name] for target in targets), parts[:, number]
+        change, of_layers = (
+            _concatenate_to_numpy(target.changes[name] for target in targets),
+            parts[:, number],
+        )
         # As a share, because squared feature units mean nothing to a reader.
         if name == "final_drift":
             of_layers = of_layers / np.where(energy > 0, energy, np.nan)

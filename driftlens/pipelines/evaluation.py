@@ -72,7 +72,7 @@ def scores_of(study: Study, task: str, variants: Sequence[str], reporter: Report
     scores, samples = TaskRows(), study.tasks[task].test
     if samples is None:
         return scores
-    results = accuracies(study, task, variants, reporter) | _answers(
+    results = accuracies(study, task, variants, reporter) | _score_answers(
         study, task, variants, reporter, scores.notices
     )
     for (variant, name), rows in results.items():
@@ -94,7 +94,7 @@ def scores_of(study: Study, task: str, variants: Sequence[str], reporter: Report
     return scores
 
 
-def metrics_of(study: Study, task: str) -> tuple[str, ...]:
+def _task_metrics(study: Study, task: str) -> tuple[str, ...]:
     """Return a task's metrics: those of its data entry, else accuracy by classes, else by the kind of its answers."""
     data = study.tasks[task]
     if data.metrics or (test := data.test) is None:
@@ -114,7 +114,7 @@ def metrics_of(study: Study, task: str) -> tuple[str, ...]:
 def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> _Results:
     """Return for each variant whether its predictions on a task's labelled test samples are right."""
     samples = study.tasks[task].test
-    if samples is None or samples.labels is None or ACCURACY.name not in metrics_of(study, task):
+    if samples is None or samples.labels is None or ACCURACY.name not in _task_metrics(study, task):
         return {}
     modality = study.pool.chain.modality
     results: _Results = {(variant, modality.metric): [] for variant in variants}
@@ -123,7 +123,9 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
     length = samples.fitting(per_sample, CHUNK_BYTES)
     # Tasks without a test split or a head add nothing to the total.
     units = {
-        name: len(variants) * len(data.test) if data.test and ACCURACY.name in metrics_of(study, name) else 0
+        name: len(variants) * len(data.test)
+        if data.test and ACCURACY.name in _task_metrics(study, name)
+        else 0
         for name, data in study.tasks.items()
     }
     meter, done = TaskMeter(reporter, "evaluate", units, task), 0
@@ -133,7 +135,7 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
         for variant in variants:
             meter.step(done, variant)
             done += sum(batch.stop - batch.start for batch in chunk)
-            model, head = _model(variant, task), study.head(task, variant)
+            model, head = _model_name_in_pool(variant, task), study.head(task, variant)
             assert head is not None
             # One vector per sample, as in the output table.
             for start, features in forward(study.pool, model, chunk, task=task, pooling=study.settings.pool):
@@ -144,7 +146,7 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
     return results
 
 
-def _model(variant: str, task: str) -> str:
+def _model_name_in_pool(variant: str, task: str) -> str:
     return expert_of(task) if variant == "expert" else variant
 
 
@@ -175,22 +177,22 @@ def final_drift(features: Tensor, expert: Tensor) -> dict[str, float]:
 
 
 @torch.no_grad()
-def _answers(
+def _score_answers(
     study: Study, task: str, variants: Sequence[str], reporter: Reporter, notices: list[str]
 ) -> _Results:
     """Return rows of the metrics of answers, with a notice if a variant exceeds `compute.feature_budget`."""
     results: _Results = {}
     samples = study.tasks[task].test
-    metrics = [name for name in metrics_of(study, task) if name != ACCURACY.name]
+    metrics = [name for name in _task_metrics(study, task) if name != ACCURACY.name]
     if samples is None or not metrics:
         return results
     if samples.texts is not None and samples.texts.compared is not None:
-        return _compared(study, task, variants, reporter)
+        return _score_embeddings(study, task, variants, reporter)
     test = _TestTexts.of(samples, study.tasks[task].choices, metrics)
     total, at_once = len(variants) * len(samples), samples.at_once
     scored = gives_one_score(study.tasks[task].head)
     for place, variant in enumerate(variants):
-        model = _model(variant, task)
+        model = _model_name_in_pool(variant, task)
         try:
             if not scored:
                 study.pool.require_room(model)
@@ -199,7 +201,7 @@ def _answers(
             notices.append(f"{task}: {', '.join(metrics)} of {variant} not measured: {reason}")
             continue
         rows: dict[str, _Rows] = {name: [] for name in metrics}
-        one_score = partial(_one_score, study, task, variant, samples, test.reader)
+        one_score = partial(_scalar_head_scores, study, task, variant, samples, test.reader)
         # A model with one score runs layer by layer; generation needs the whole model in memory.
         with nullcontext(one_score) if scored else study.pool.loaded(model, task) as module:
             for start in range(0, len(samples), at_once):
@@ -213,10 +215,10 @@ def _answers(
     return results
 
 
-def _compared(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> _Results:
-    """Rank or compare test samples with their pairs or passages, by each metric; as `_answers`."""
+def _score_embeddings(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> _Results:
+    """Score similarities of test samples to their pairs, or rankings of their passages, by each metric."""
     results: _Results = {}
-    samples, metrics = study.tasks[task].test, metrics_of(study, task)
+    samples, metrics = study.tasks[task].test, _task_metrics(study, task)
     assert samples is not None and samples.texts is not None and samples.texts.compared is not None
     comparison, passages = samples.texts.compared, samples.texts.compared.passages
     texts = [samples.text(position) for position in range(len(samples))]
@@ -224,7 +226,7 @@ def _compared(study: Study, task: str, variants: Sequence[str], reporter: Report
     others = [relation.pair for relation in relations] if passages is None else passages.texts
     for place, variant in enumerate(variants):
         reporter.step("answer", place * len(samples), len(variants) * len(samples), f"task {task}: {variant}")
-        embed = partial(_embeddings, study, _model(variant, task), samples)
+        embed = partial(_text_features, study, _model_name_in_pool(variant, task), samples)
         queries = embed(samples.texts.reader, [Text(text.input) for text in texts])
         embedded = embed(comparison.reader, [Text(text) for text in others])
         if passages is None:
@@ -250,7 +252,7 @@ def _compared(study: Study, task: str, variants: Sequence[str], reporter: Report
     return results
 
 
-def _embeddings(
+def _text_features(
     study: Study, model: str, samples: SampleSet, reader: TextReader | None, texts: Sequence[Text]
 ) -> Tensor:
     """Return final features [n, d] of texts that belong to a task's samples."""
@@ -301,7 +303,7 @@ class _TestTexts:
         longest = max(len(reader.answer_tokens(text.target)) for text in texts)
         return cls(texts, samples.labels, reader, choices, longest + SPARE_TOKENS, numbers)
 
-    def _generated(self, module: Any, part: range) -> list[str]:
+    def _generate_answers(self, module: Any, part: range) -> list[str]:
         """Return greedy answers, up to the first line break unless targets have line breaks."""
         questions = [self.reader.asked(self.texts[position]) for position in part]
         answers = generate(module, self.reader, questions, self.new_tokens, batch_size=len(questions))
@@ -310,17 +312,17 @@ class _TestTexts:
         return [answer.strip().partition("\n")[0] for answer in answers]
 
 
-def _plain(text: str) -> str:
+def _normalize_answer(text: str) -> str:
     return " ".join(text.split()).casefold()
 
 
-def _exact_match(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
-    for position, answer in zip(part, test._generated(module, part), strict=True):
+def _exact_match_rows(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
+    for position, answer in zip(part, test._generate_answers(module, part), strict=True):
         target = test.texts[position].target.strip()
-        yield float(_plain(answer) == _plain(target)), None, answer, target
+        yield float(_normalize_answer(answer) == _normalize_answer(target)), None, answer, target
 
 
-def _one_score(
+def _scalar_head_scores(
     study: Study,
     task: str,
     variant: str,
@@ -329,35 +331,35 @@ def _one_score(
     texts: Sequence[Text],
 ) -> list[float]:
     """Return each text's score by a variant's head, with features computed layer by layer."""
-    model, head = _model(variant, task), study.head(task, variant)
+    model, head = _model_name_in_pool(variant, task), study.head(task, variant)
     assert head is not None
     scores: list[float] = []
     for start in range(0, len(texts), _AT_ONCE):
-        features = _embeddings(study, model, samples, reader, texts[start : start + _AT_ONCE])
+        features = _text_features(study, model, samples, reader, texts[start : start + _AT_ONCE])
         scores += head.scores(features)[:, 0].tolist()
     return scores
 
 
-def _preference(test: _TestTexts, one_score: Any, part: range) -> Iterator[tuple[Any, ...]]:
+def _preference_rows(test: _TestTexts, one_score: Any, part: range) -> Iterator[tuple[Any, ...]]:
     texts = [test.texts[position] for position in part]
     preferred, rejected = (one_score([Text(text[side]) for text in texts]) for side in (0, 1))
     for text, better, worse in zip(texts, preferred, rejected, strict=True):
         yield float(better > worse), None, f"{better:.6g} against {worse:.6g}", text.target.strip()
 
 
-def _spearman(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
+def _spearman_rows(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
     if not isinstance(module, nn.Module):
         scores = module([Text(test.texts[position].input) for position in part])
         for position, score in zip(part, scores, strict=True):
             yield score, test.numbers[position], f"{score:.6g}", test.texts[position].target.strip()
         return
-    for position, answer in zip(part, test._generated(module, part), strict=True):
+    for position, answer in zip(part, test._generate_answers(module, part), strict=True):
         number = number_of(answer)
         score = 0.0 if math.isnan(number) else number
         yield score, test.numbers[position], answer, test.texts[position].target.strip()
 
 
-def _choice(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
+def _multiple_choice_rows(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
     assert test.labels is not None
     names, answers = [*test.choices], [*test.choices.values()]
     questions = [test.reader.asked(test.texts[position]) for position in part]
@@ -366,7 +368,7 @@ def _choice(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, .
         yield float(names[best] == test.labels[position]), None, names[best], test.labels[position]
 
 
-def _perplexity(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
+def _perplexity_rows(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
     texts = [test.texts[position] for position in part]
     questions, answers = map(test.reader.asked, texts), [[text.target] for text in texts]
     sums, counts = log_likelihoods(module, test.reader, [*questions], answers)
@@ -375,9 +377,9 @@ def _perplexity(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[An
 
 
 _MEASURES: dict[str, Callable[[_TestTexts, Any, range], Iterator[tuple[Any, ...]]]] = {
-    "exact_match": _exact_match,
-    "choice": _choice,
-    "spearman": _spearman,
-    "preference": _preference,
-    "perplexity": _perplexity,
+    "exact_match": _exact_match_rows,
+    "choice": _multiple_choice_rows,
+    "spearman": _spearman_rows,
+    "preference": _preference_rows,
+    "perplexity": _perplexity_rows,
 }

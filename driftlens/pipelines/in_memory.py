@@ -90,9 +90,9 @@ def live_again(
     if calibration is not None:
         fields = {"data": calibration, **fields, "calibration": calibration}
     modules = Modules(**fields)
-    _require_complete(folder, modules, settings, recorded.get("contents", {}))
+    _require_original_inputs(folder, modules, settings, recorded.get("contents", {}))
     study = live_study(modules, settings)
-    _require_same_contents(recorded.get("contents", {}), study)
+    _require_same_data(recorded.get("contents", {}), study)
     # Without separate calibration samples, the diagnosis samples serve both; a notice says so.
     tasks = {
         task: data if data.calibration else dataclasses.replace(data, calibration=data.diagnosis)
@@ -104,7 +104,7 @@ def live_again(
     return study, OpenModels(architecture, sources, sources, study.provenance, form=sources["merged"])
 
 
-def _require_complete(
+def _require_original_inputs(
     folder: pathlib.Path, modules: Modules, settings: LiveSettings, contents: Mapping[str, Any]
 ) -> None:
     """Refuse to add to a run without the modules, data, functions and heads that it was made with."""
@@ -135,20 +135,20 @@ def analyze_study(
         context: device, progress and cancellation.
     """
     out = request.out or pathlib.Path("runs", study.name)
-    live = {"settings": _recorded(settings), "contents": _contents(study)}
+    live = {"settings": _settings_as_json(settings), "contents": _sample_and_head_digests(study)}
     # Stands in for the digest of a spec, which live modules don't have.
     digest = hashlib.sha256(json.dumps(live["settings"], sort_keys=True).encode()).hexdigest()
     resumes = request.resume and (out / MANIFEST).exists()
     if resumes:
         manifest = read_manifest(out)
         recorded = manifest.live or {}
-        if _recorded(LiveSettings(**recorded.get("settings", {}))) != live["settings"]:
+        if _settings_as_json(LiveSettings(**recorded.get("settings", {}))) != live["settings"]:
             raise SpecError(
                 f"{out} was begun with other settings",
                 hint="Resume with the same settings, or choose another out.",
             )
         reopening.require_same_samples(manifest, study)
-        _require_same_contents(recorded.get("contents", {}), study)
+        _require_same_data(recorded.get("contents", {}), study)
         reopening.require_same_models(manifest, study, context.reporter())
     described = "# made from live modules; pass them in again to add to this run\n"
     text = f"{described}name: {json.dumps(study.name)}\n"
@@ -161,13 +161,13 @@ def analyze_study(
     return open_run(out)
 
 
-def _recorded(settings: LiveSettings) -> dict[str, Any]:
+def _settings_as_json(settings: LiveSettings) -> dict[str, Any]:
     """Return the settings as JSON values, without functions and tokenizers."""
     return dict(json.loads(json.dumps(settings.model_dump(), default=lambda number: number.item())))
 
 
 def _require_same_settings(before: LiveSettings, now: LiveSettings) -> None:
-    old, new = _recorded(before), _recorded(now)
+    old, new = _settings_as_json(before), _settings_as_json(now)
     for name in now.model_fields_set - {*_CHANGEABLE}:
         if new[name] != old[name]:
             raise SpecError(
@@ -176,7 +176,7 @@ def _require_same_settings(before: LiveSettings, now: LiveSettings) -> None:
             )
 
 
-def _contents(study: Study) -> dict[str, dict[str, Any]]:
+def _sample_and_head_digests(study: Study) -> dict[str, dict[str, Any]]:
     return {
         task: {
             "samples": ids_digest(data.diagnosis.digests),
@@ -188,8 +188,8 @@ def _contents(study: Study) -> dict[str, dict[str, Any]]:
     }
 
 
-def _require_same_contents(recorded: Mapping[str, Any], study: Study) -> None:
-    contents = _contents(study)
+def _require_same_data(recorded: Mapping[str, Any], study: Study) -> None:
+    contents = _sample_and_head_digests(study)
     if recorded and recorded.keys() != contents.keys():
         raise SpecError(
             f"the run was made with the tasks {', '.join(recorded)}; passed are {', '.join(contents)}"

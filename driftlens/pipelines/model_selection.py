@@ -150,13 +150,13 @@ class HeldOutScorer:
     def of(self, model: str, positions: Mapping[str, Sequence[int]] | None = None) -> Values:
         """Return both measures of a model by task, on all samples or on those at `positions`."""
 
-        def _scores(task: str, features: Tensor, expert: Tensor) -> dict[str, NDArray[np.float64]]:
+        def _task_measures(task: str, features: Tensor, expert: Tensor) -> dict[str, NDArray[np.float64]]:
             values = {"drift_rel": drift_scores(features, expert)}
             if not self.without_head:
                 values["hellinger"] = self.by_class(distances, model, task, features, expert)
             return {name: value.cpu().numpy() for name, value in values.items()}
 
-        return self.measured(model, _scores, positions)
+        return self.measured(model, _task_measures, positions)
 
     @torch.no_grad()
     def measured(
@@ -177,7 +177,7 @@ class HeldOutScorer:
             expert, samples = self.expert(task), self.samples[task]
             if positions is not None:
                 expert, samples = expert[list(positions[task])], part_of(samples, positions[task])
-            return measure(task, self._features(model, samples), expert)
+            return measure(task, self._final_features(model, samples), expert)
 
         return self.study.team.map(list(self.samples), _measure_task)
 
@@ -205,10 +205,10 @@ class HeldOutScorer:
     def expert(self, task: str) -> Tensor:
         """Return the expert's final features [n, d], computed once."""
         if task not in self._experts:
-            self._experts[task] = self._features(expert_of(task), self.samples[task])
+            self._experts[task] = self._final_features(expert_of(task), self.samples[task])
         return self._experts[task]
 
-    def _features(self, model: str, samples: SampleSet) -> Tensor:
+    def _final_features(self, model: str, samples: SampleSet) -> Tensor:
         return final_features(self.study.pool, model, samples.task, samples, self.study.settings.pool)
 
 
@@ -292,7 +292,7 @@ class Fitter:
         """
         pool, updates, attached = self.study.pool, dict[ParameterKey, Tensor](), dict[str, Attachment]()
 
-        def _step(progress: CalibrationProgress) -> None:
+        def _report_progress(progress: CalibrationProgress) -> None:
             metrics = {} if progress.loss is None else {"loss": progress.loss}
             self.reporter.step(self.phase, progress.done, progress.total, progress.label, **metrics)
 
@@ -303,7 +303,7 @@ class Fitter:
             objectives=False,
             spill=self.spill,
             seed=self.seed,
-            on_step=_step,
+            on_step=_report_progress,
             expert_features=cache or ExpertFeatures(),
         )
         # Without the final write: comparisons of methods report the time of the fit alone.
@@ -338,7 +338,7 @@ class _Candidate(NamedTuple):
     merge: Merge | None = None
 
     @property
-    def cost_of_part(self) -> float:
+    def cost_per_fold(self) -> float:
         return self.cost / _NUM_PARTS + _SCORING_COST
 
 
@@ -376,9 +376,9 @@ def choose_settings(
     counts = {task: len(data.calibration or ()) for task, data in study.tasks.items()}
     # The spec or a request sets the augmented copies, even to none.
     has_views = any(samples.views is not None for samples in study.calibration_sets.values())
-    candidates = _candidates(start, counts, others=others, has_base=study.has_base, has_views=has_views)
+    candidates = _candidate_models(start, counts, others=others, has_base=study.has_base, has_views=has_views)
     shares = (1.0,) if not study.has_base else _SHARES if share is None else (share,)
-    total = sum(_NUM_PARTS * candidate.cost_of_part for candidate in candidates)
+    total = sum(_NUM_PARTS * candidate.cost_per_fold for candidate in candidates)
     progress = CombinedProgress(reporter, total)
     measured, failures = dict[str, Mapping[float, Values]](), dict[str, str]()
     with temporary_folder() as folder:
@@ -392,11 +392,11 @@ def choose_settings(
                 failures[candidate.name] = result.message
                 continue
             measured[candidate.name] = result
-            best, at_best = _best(result, measure)
+            best, at_best = _best_interpolation(result, measure)
             progress.step(_PHASE, 1, 1, score=at_best.mean, share=best)
             on_score(name=candidate.title, score=at_best.mean, share=best)
         progress.finish(_PHASE)
-        record = _record(trials, candidates, measured, failures)
+        record = _selection_record(trials, candidates, measured, failures)
     choice = next((candidate for candidate in candidates if candidate.name == record["choice"]), None)
     chosen = start if choice is None or choice.calibrator is None else choice.calibrator
     score = "Hellinger distance of class probabilities from the expert's"
@@ -413,7 +413,7 @@ def choose_settings(
     }
 
 
-def _candidates(
+def _candidate_models(
     start: Calibrator,
     counts: Mapping[str, int],
     *,
@@ -436,7 +436,7 @@ def _candidates(
             except SpecError:
                 # It needs a base.
                 continue
-            if all(_is_other(other, repair) for other in repairs.values()):
+            if all(_is_different_calibrator(other, repair) for other in repairs.values()):
                 repairs[" ".join([method, *(f"{key}={value}" for key, value in settings.items())])] = repair
     viewable = [repair for repair in repairs.values() if repair.with_views and not has_views]
     viewed: list[_Candidate] = []
@@ -446,12 +446,17 @@ def _candidates(
         is_few = min(counts.values(), default=_MANY_SAMPLES) < _MANY_SAMPLES
         views = Views(copies=7 if is_few else 3)
         name = f"{method_called(costly)} views={views.copies}"
-        title = f"{_title(name, costly, start)} and {views.copies} views of every sample"
+        title = f"{_candidate_title(name, costly, start)} and {views.copies} views of every sample"
         viewed = [_Candidate(name, title, costly, costly.effort * (1 + views.copies), views)]
         # The same settings were better without views on no suite of docs/benchmarks.md.
-        repairs = {key: kept for key, kept in repairs.items() if kept is start or _is_other(kept, costly)}
+        repairs = {
+            key: kept
+            for key, kept in repairs.items()
+            if kept is start or _is_different_calibrator(kept, costly)
+        }
     candidates = [
-        _Candidate(key, _title(key, repair, start), repair, repair.effort) for key, repair in repairs.items()
+        _Candidate(key, _candidate_title(key, repair, start), repair, repair.effort)
+        for key, repair in repairs.items()
     ] + viewed
     if not others:
         return candidates
@@ -464,11 +469,11 @@ def _candidates(
     return [*shrunk, *merged, *candidates]
 
 
-def _is_other(one: Calibrator, other: Calibrator) -> bool:
+def _is_different_calibrator(one: Calibrator, other: Calibrator) -> bool:
     return type(one) is not type(other) or one.get_params() != other.get_params()
 
 
-def _title(name: str, calibrator: Calibrator, start: Calibrator) -> str:
+def _candidate_title(name: str, calibrator: Calibrator, start: Calibrator) -> str:
     kind, method, preset = type(calibrator), method_called(calibrator), preset_of(calibrator)
     if preset:
         return f"{method} ({preset})"
@@ -508,23 +513,27 @@ class _CrossFitting:
         """Return scores by interpolation factor on both halves, each by the model made from the other half."""
         pool, scores = self.study.pool, dict[float, list[Values]]()
         for part, positions in enumerate(self._positions):
-            self._progress.begin(candidate.cost_of_part, candidate.title)
-            self._make(candidate, part)
+            self._progress.begin(candidate.cost_per_fold, candidate.title)
+            self._make_candidate_model(candidate, part)
             model = pool.source(CANDIDATE_MODEL)
             for share in self._shares:
-                mixed = model if share == 1 else self._in_memory(Between(pool.source("base"), model, share))
+                mixed = (
+                    model
+                    if share == 1
+                    else self._load_if_within_budget(Between(pool.source("base"), model, share))
+                )
                 pool.add(CANDIDATE_MODEL, mixed)
                 scores.setdefault(share, []).append(self.scorer.of(CANDIDATE_MODEL, positions))
-        return {share: _joined(parts) for share, parts in scores.items()}
+        return {share: _concatenate_folds(parts) for share, parts in scores.items()}
 
-    def unchanged_models(self) -> dict[str, Values]:
+    def unchanged_model_scores(self) -> dict[str, Values]:
         names = [name for name in _UNCHANGED if name == "merged" or self.study.has_base]
         return {
-            name: _joined([self.scorer.of(name, positions) for positions in self._positions])
+            name: _concatenate_folds([self.scorer.of(name, positions) for positions in self._positions])
             for name in names
         }
 
-    def _make(self, candidate: _Candidate, part: int) -> None:
+    def _make_candidate_model(self, candidate: _Candidate, part: int) -> None:
         """Add the model that a candidate makes without one part of the samples to the pool."""
         pool, others = self.study.pool, self._positions[1 - part]
         shown = {
@@ -540,8 +549,7 @@ class _CrossFitting:
         cache = self._caches[part] if candidate.views is None else None
         self._fitter.fit(candidate.calibrator, shown, cache)
 
-    def _in_memory(self, source: StateSource) -> StateSource:
-        """Return the model in memory if it fits the feature budget: every task reads it again."""
+    def _load_if_within_budget(self, source: StateSource) -> StateSource:
         # Interpolating anew for every task would read both models from disk each time.
         size = sum(math.prod(header.shape) * header.dtype.itemsize for header in source.headers.values())
         if size > self.study.settings.feature_budget:
@@ -549,45 +557,44 @@ class _CrossFitting:
         return TensorsSource(source.name, {key: source.read(key) for key in source.headers})
 
 
-def _joined(parts: Sequence[Values]) -> Values:
+def _concatenate_folds(parts: Sequence[Values]) -> Values:
     return {
         task: {name: np.concatenate([part[task][name] for part in parts]) for name in by_measure}
         for task, by_measure in parts[0].items()
     }
 
 
-def _scores(values: Values, measure: str) -> HeldOutScores:
+def _held_out_scores(values: Values, measure: str) -> HeldOutScores:
     return HeldOutScores({task: by_measure[measure] for task, by_measure in values.items()})
 
 
-def _best(by_share: Mapping[float, Values], measure: str) -> tuple[float, HeldOutScores]:
+def _best_interpolation(by_share: Mapping[float, Values], measure: str) -> tuple[float, HeldOutScores]:
     """Return the interpolation factor with the lowest mean score, the largest of equals, and its scores."""
-    scores = {share: _scores(by_share[share], measure) for share in sorted(by_share, reverse=True)}
+    scores = {share: _held_out_scores(by_share[share], measure) for share in sorted(by_share, reverse=True)}
     # `min` takes the first of equals: the largest factor, as they are sorted in reverse.
     best = min(scores, key=lambda share: scores[share].mean)
     return best, scores[best]
 
 
-def _record(
+def _selection_record(
     trials: _CrossFitting,
     candidates: Sequence[_Candidate],
     measured: Mapping[str, Mapping[float, Values]],
     failures: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the decision and every candidate as plain values."""
-    measure, unchanged = trials.scorer.measure, trials.unchanged_models()
+    measure, unchanged = trials.scorer.measure, trials.unchanged_model_scores()
     # `decide` takes the last of equally good ones, so the most expensive comes last.
     by_cost = sorted(candidates, key=lambda candidate: candidate.cost)
     best = {
-        candidate.name: _best(measured[candidate.name], measure)
+        candidate.name: _best_interpolation(measured[candidate.name], measure)
         for candidate in by_cost
         if candidate.name in measured
     }
-    scores = {name: _scores(values, measure) for name, values in unchanged.items()}
+    scores = {name: _held_out_scores(values, measure) for name, values in unchanged.items()}
     scores |= {name: at_best for name, (_, at_best) in best.items()}
     decision = decide(scores, [[*best]], among=len(unchanged) + len(candidates) - 1)
     compared = [
-        {"name": name, "title": _UNCHANGED[name]} | _numbers(name, scores[name], decision)
+        {"name": name, "title": _UNCHANGED[name]} | _score_entry(name, scores[name], decision)
         for name in unchanged
     ]
     for candidate in candidates:
@@ -597,7 +604,7 @@ def _record(
             entry |= {"method": method_called(candidate.calibrator), "settings": settings}
         if candidate.name in best:
             share, at_best = best[candidate.name]
-            entry |= {"share": share} | _numbers(candidate.name, at_best, decision)
+            entry |= {"share": share} | _score_entry(candidate.name, at_best, decision)
         else:
             entry["error"] = failures[candidate.name]
         compared.append(entry)
@@ -614,7 +621,7 @@ def _record(
         return record
     if trials.study.has_base:
         curve = {0.0: unchanged["base"], **measured[decision.name]}
-        entries = [_share_entry(share, values, measure) for share, values in sorted(curve.items())]
+        entries = [_interpolation_entry(share, values, measure) for share, values in sorted(curve.items())]
         record |= {"share": best[decision.name][0], "curve": entries}
     [chosen] = (candidate for candidate in candidates if candidate.name == decision.name)
     if chosen.calibrator is None:
@@ -624,21 +631,21 @@ def _record(
     return record | ({} if chosen.views is None else {"views": chosen.views.model_dump()})
 
 
-def _numbers(name: str, scores: HeldOutScores, decision: Decision) -> dict[str, Any]:
+def _score_entry(name: str, scores: HeldOutScores, decision: Decision) -> dict[str, Any]:
     """Return the score of a candidate, and by how much it is lower than the merged model's."""
-    numbers = {"score": _finite(scores.mean), "n": sum(map(len, scores.by_task.values()))}
+    numbers = {"score": _finite_or_none(scores.mean), "n": sum(map(len, scores.by_task.values()))}
     if name == "merged":
         return numbers
     over = dataclasses.asdict(decision.over_merged[name])
-    return numbers | {key: _finite(value) for key, value in over.items()}
+    return numbers | {key: _finite_or_none(value) for key, value in over.items()}
 
 
-def _finite(value: float) -> float | None:
-    """Return the value, or None for a candidate without solution: JSON has no infinity."""
+def _finite_or_none(value: float) -> float | None:
+    """Return the value, or None if it is infinite or NaN, which JSON can't store."""
     return value if math.isfinite(value) else None
 
 
-def _share_entry(share: float, by_task: Values, measure: str) -> dict[str, Any]:
+def _interpolation_entry(share: float, by_task: Values, measure: str) -> dict[str, Any]:
     """Return means over tasks with intervals; tasks are strata of the samples."""
     entry: dict[str, Any] = {"share": share, "judged_by": measure}
     for name, values in (("score", measure), ("drift", "drift_rel")):
@@ -649,5 +656,5 @@ def _share_entry(share: float, by_task: Values, measure: str) -> dict[str, Any]:
 
 def titles(start: Calibrator) -> list[str]:
     """Return the titles of all candidates that `--auto` compares with a calibrator."""
-    candidates = _candidates(start, {}, others=True, has_base=True)
+    candidates = _candidate_models(start, {}, others=True, has_base=True)
     return [*_UNCHANGED.values(), *(candidate.title for candidate in candidates)]

@@ -76,7 +76,7 @@ class Draft(NamedTuple):
     chosen: tuple[str, ...]
 
 
-def _recipe_in(models: Sequence[str]) -> Recipe | None:
+def _read_recipe(models: Sequence[str]) -> Recipe | None:
     """Read a mergekit recipe given instead of base and experts; None if the first path is no YAML file."""
     if not models or Path(models[0]).suffix.lower() not in (".yaml", ".yml"):
         return None
@@ -95,7 +95,7 @@ def merge_recipe(models: Sequence[str], out: Path, *, force: bool, offline: bool
     Raises:
         SpecError: mergekit is not installed, or its run failed.
     """
-    if len(models) > 1 or _recipe_in(models) is None:
+    if len(models) > 1 or _read_recipe(models) is None:
         return [*models]
     refuse_occupied(out, force=force)
     recipe, file = models[0], shlex.quote(models[0])
@@ -123,7 +123,7 @@ def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRol
 
     `is_merged` is False if there is no merged model yet.
     """
-    recipe = _recipe_in(models)
+    recipe = _read_recipe(models)
     base, experts, names, chosen = None, list[str](), dict[str, str](), tuple[str, ...]()
     merge: dict[str, Any] = {"method": "task_arithmetic", "scaling": 0.3}
     if not is_merged:
@@ -164,13 +164,13 @@ def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRol
                 f"{whole}, the {role}, holds LoRA adapters, not a whole model",
                 hint="Only experts may be adapters; the order is BASE EXPERT... MERGED.",
             )
-    tasks = [names.get(place, task) for place, task in zip(experts, _tasks(experts), strict=True)]
+    tasks = [names.get(place, task) for place, task in zip(experts, _task_names(experts), strict=True)]
     if twice := next((task for task, count in Counter(tasks).items() if count > 1), None):
         raise SpecError(f"two tasks are called {twice}", hint="Name them: TASK=EXPERT.")
     return ModelRoles(base, dict(zip(tasks, experts, strict=True)), merged or merge, chosen)
 
 
-def _tasks(experts: Sequence[str]) -> list[str]:
+def _task_names(experts: Sequence[str]) -> list[str]:
     """Name tasks after the experts' files, or after their folders if file names are generic."""
     names = list[str]()
     for place in experts:
@@ -200,21 +200,21 @@ def draft(
     # A loader given by the user wins: some models can't be detected.
     names_loader = any(text.startswith("architecture.loader=") for text in overrides)
     first = roles.base or next(iter(roles.experts.values()))
-    architecture = {} if names_loader else _architecture(first, access)
-    loader = architecture.get("loader") or _override(overrides, "architecture.loader")
-    source = architecture.get("source") or _override(overrides, "architecture.source")
+    architecture = {} if names_loader else _detect_architecture(first, access)
+    loader = architecture.get("loader") or _override_value(overrides, "architecture.loader")
+    source = architecture.get("source") or _override_value(overrides, "architecture.source")
     config = read_config(source, "config.json", offline=access.offline) if loader == "hf-auto" else None
     reads = "image" if loader in _IMAGE_LOADERS or reads_images(config or {}) else "text"
-    entries, chosen = _entries([*roles.experts], data, reads)
+    entries, chosen = _data_entries([*roles.experts], data, reads)
     chosen += roles.chosen
     content: dict[str, Any] = {
         "version": 1,
         "name": "why" if isinstance(roles.merged, str) else "picked",
         "architecture": architecture,
-        **({"base": {"weights": _absolute(roles.base)}} if roles.base else {}),
-        "experts": {task: {"weights": _absolute(place)} for task, place in roles.experts.items()},
+        **({"base": {"weights": _absolute_model_path(roles.base)}} if roles.base else {}),
+        "experts": {task: {"weights": _absolute_model_path(place)} for task, place in roles.experts.items()},
         **(
-            {"merged": {"weights": _absolute(roles.merged)}}
+            {"merged": {"weights": _absolute_model_path(roles.merged)}}
             if isinstance(roles.merged, str)
             else {"merge": dict(roles.merged)}
         ),
@@ -233,10 +233,10 @@ def draft(
     reads_words = loader in _CLIPS and roles.base is not None and _has_text_tower(roles.base, access)
     for task, entry in spec.data.tasks.items():
         views = {split: open_split(entry, split, access) for split in ("calibration", "test")}
-        content["data"][task] |= _counts(views["calibration"], views["test"], task)
+        content["data"][task] |= _sample_counts(views["calibration"], views["test"], task)
         words = views["test"].class_names
         if reads == "text":
-            content["data"][task] |= _scoring(views["test"], loader)
+            content["data"][task] |= _answer_scoring_settings(views["test"], loader)
         elif words and reads_words and not all(word.isdecimal() for word in words):
             heads[task] = {"templates": [_PROMPT]}
     if heads:
@@ -252,17 +252,17 @@ def _has_text_tower(place: str, access: Access) -> bool:
     return any(key.endswith("token_embedding.weight") for key in keys)
 
 
-def _override(overrides: Sequence[str], key: str) -> str:
+def _override_value(overrides: Sequence[str], key: str) -> str:
     return next((text.partition("=")[2] for text in overrides if text.startswith(f"{key}=")), "")
 
 
-def _absolute(place: str) -> str:
+def _absolute_model_path(place: str) -> str:
     """Make paths absolute, also in MODEL+ADAPTER; keep Hub ids."""
     parts = [place] if expanded(place).exists() else place.split("+")
     return "+".join(str(expanded(part).resolve()) if expanded(part).exists() else part for part in parts)
 
 
-def _architecture(place: str, access: Access) -> dict[str, str]:
+def _detect_architecture(place: str, access: Access) -> dict[str, str]:
     """Detect the loader of a model from the configuration in its folder or next to its file."""
     whole = place if expanded(place).exists() else place.partition("+")[0]
     folder = library_folder(whole) or files_beside_weights(whole, offline=access.offline)
@@ -270,7 +270,7 @@ def _architecture(place: str, access: Access) -> dict[str, str]:
         assert folder is not None
         if not (folder / name).is_file():
             continue
-        source = str(folder / name) if name != "config.json" else _absolute(whole)
+        source = str(folder / name) if name != "config.json" else _absolute_model_path(whole)
         if expanded(source).is_file() and name == "config.json":
             source = str(folder.resolve())
         if loader := loader_of(read_json(folder / name)):
@@ -292,7 +292,7 @@ def _architecture(place: str, access: Access) -> dict[str, str]:
     )
 
 
-def _entries(
+def _data_entries(
     tasks: Sequence[str], data: Sequence[str], reads: str
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     if not data:
@@ -312,7 +312,7 @@ def _entries(
     return {task: dict(entry) for task, entry in entries.items()}, []
 
 
-def _counts(calibration: SplitView, test: SplitView, task: str) -> dict[str, int]:
+def _sample_counts(calibration: SplitView, test: SplitView, task: str) -> dict[str, int]:
     """Return the numbers of samples; if all splits share one source, most are used for measurements."""
     is_one = calibration.origin == test.origin
     drawn = min(CALIBRATION, len(calibration) // 4 if is_one else len(calibration))
@@ -325,7 +325,7 @@ def _counts(calibration: SplitView, test: SplitView, task: str) -> dict[str, int
     return {"n": drawn, "n_diagnosis": min(DIAGNOSIS, num_left), "n_test": min(TEST, num_left)}
 
 
-def _scoring(view: SplitView, loader: str) -> dict[str, Any]:
+def _answer_scoring_settings(view: SplitView, loader: str) -> dict[str, Any]:
     """Return how answers are scored: as classes if they are few, else by perplexity."""
     answers = [view.read(position).target for position in range(min(len(view), 10 * TEST))]
     if not all(answers):

@@ -69,7 +69,9 @@ class _Setting:
     corruption: str = CLEAN
 
     @classmethod
-    def of(cls, method: str, settings: Mapping[str, Any], n: int, corruption: str = CLEAN) -> _Setting:
+    def from_settings(
+        cls, method: str, settings: Mapping[str, Any], n: int, corruption: str = CLEAN
+    ) -> _Setting:
         resolved = resolve(calibrators[method], settings, method)
         return cls(method, json.dumps(resolved), n, written(corruption))
 
@@ -82,19 +84,23 @@ class _Setting:
         return calibrators[self.method](**json.loads(self.settings))
 
     def changed(self, values: Mapping[str, Any]) -> _Setting:
-        """Return the setting with some values changed; raise as `of` does."""
+        """Return the setting with some values changed; raise as `from_settings` does."""
         updated = self.values | dict(values)
         count, corruption = int(updated.pop("n")), updated.pop("corruption")
-        return _Setting.of(self.method, updated, count, corruption)
+        return _Setting.from_settings(self.method, updated, count, corruption)
 
-    def stored(self, row: Mapping[Any, Any]) -> _Setting:
+    def with_row_values(self, row: Mapping[Any, Any]) -> _Setting:
         """Return the setting of a row of the sweep table; this one provides missing values."""
         corruption = row["corruption"] if isinstance(row["corruption"], str) else CLEAN
         return self.changed(settings_of(row) | {"n": int(row["n"]), "corruption": corruption})
 
     def __str__(self) -> str:
-        defaults = _Setting.of(self.method, {}, 0).values | {"n": self.n}
-        named = [f" {name} {_text(value)}," for name, value in self.values.items() if value != defaults[name]]
+        defaults = _Setting.from_settings(self.method, {}, 0).values | {"n": self.n}
+        named = [
+            f" {name} {_format_value(value)},"
+            for name, value in self.values.items()
+            if value != defaults[name]
+        ]
         return f"{self.method},{''.join(named)} {self.n} samples"
 
 
@@ -117,17 +123,17 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
     for count in request.param.get("n", ()):
         if not isinstance(count, int | float) or count != int(count) or count < 1:
             raise SpecError(f"n is {count}, expected a whole number from 1 upwards")
-    opened, starts = _open(folder, request, context)
+    opened, starts = _open_run_to_sweep(folder, request, context)
     study, team = opened.study, opened.study.team
     if context.live is not None:
-        _require_own_samples(request, study)
+        _require_separate_samples(request, study)
     sweeps = _settings_by_sweep(request, starts)
     settings = list(dict.fromkeys(itertools.chain(*sweeps.values())))
     for setting in settings:
         setting.calibrator.check(has_base=study.has_base)
     # Refuse what can't be measured before the lock is taken: a finished run must not become a failed one.
     outdated = {*sweeps} if request.replace and not request.resume else set[str]()
-    _points(open_run(folder).sweeps(), sweeps, outdated)
+    _points_by_setting(open_run(folder).sweeps(), sweeps, outdated)
     seeds = range(study.seed, study.seed + request.seeds)
     samples, tasks = _samples_by_seed(opened, seeds, context.access)
     for clean in samples[study.seed].values():
@@ -139,22 +145,22 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
     with reopening.extending(folder, study, context) as (writer, reporter):
         rows = team.run_on_main(lambda: open_run(folder).sweeps())
         # Again under the lock: another process may have written points meanwhile.
-        points = _points(rows, sweeps, outdated)
+        points = _points_by_setting(rows, sweeps, outdated)
         rows = rows if request.resume else rows[:0]
         (folder / SCRATCH).mkdir(exist_ok=True)
         spill = folder / SCRATCH / _PHASE
         scorer = HeldOutScorer(study, {task: data.diagnosis for task, data in tasks.items()})
 
-        def _sites(update: Collection[str]) -> Mapping[int, Sequence[str]]:
+        def _selected_sites(update: Collection[str]) -> Mapping[int, Sequence[str]]:
             return select_sites(study.pool.chain, sites=opened.plan.patterns or None, update=update)
 
-        def _measure(seed: int) -> None:
-            missing = _missing(points, rows[rows["seed"] == seed], study)
+        def _measure_seed(seed: int) -> None:
+            missing = _missing_points(points, rows[rows["seed"] == seed], study)
             progress = CombinedProgress(reporter, len(missing))
-            fitter = Fitter(study, _sites, progress, _PHASE, spill, seed)
+            fitter = Fitter(study, _selected_sites, progress, _PHASE, spill, seed)
             # Settings that read the same samples follow each other and share the experts' features.
             for (corruption, n), group in itertools.groupby(
-                sorted(missing, key=_samples_of), key=_samples_of
+                sorted(missing, key=_sample_group_key), key=_sample_group_key
             ):
                 drawn = {
                     task: part_of(corrupted(clean, corruption, seed), range(n))
@@ -174,12 +180,14 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
                     if outdated:
                         writer.drop("sweeps", "sweep", outdated)
                         outdated.clear()
-                    writer.append("sweeps", _rows(setting, missing[setting], seed, *result), replace=True)
+                    writer.append(
+                        "sweeps", _sweep_rows(setting, missing[setting], seed, *result), replace=True
+                    )
             if missing:
                 progress.finish(_PHASE)
 
         for seed in seeds:
-            work = functools.partial(_measure, seed)
+            work = functools.partial(_measure_seed, seed)
             reopening.run_phase(writer, f"{_PHASE}:{seed}", work, study, again=True, sums=True)
     if unsolved:
         error = next(iter(unsolved.values()))
@@ -192,7 +200,7 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
     return open_run(folder)
 
 
-def _open(
+def _open_run_to_sweep(
     folder: pathlib.Path, request: SweepRequest, context: Context
 ) -> tuple[OpenCalibration, list[_Setting]]:
     """Open the run with the most samples that a point needs; return it and each method's setting to vary."""
@@ -215,7 +223,7 @@ def _open(
         )
     starts = [calibrator_of(start, section, has_views=opened.study.has_views) for start in requests]
     return opened, [
-        _Setting.of(method_called(start), start.get_params(), count or fewest) for start in starts
+        _Setting.from_settings(method_called(start), start.get_params(), count or fewest) for start in starts
     ]
 
 
@@ -237,7 +245,7 @@ def _starting_requests(request: SweepRequest, samples: int | None) -> list[Calib
     ]
 
 
-def _require_own_samples(request: SweepRequest, study: Study) -> None:
+def _require_separate_samples(request: SweepRequest, study: Study) -> None:
     """Refuse in-memory samples that would have to be drawn again, or serve calibration and measurement."""
     if request.seeds > 1:
         raise SpecError(
@@ -273,15 +281,15 @@ def _settings_by_sweep(request: SweepRequest, starts: Sequence[_Setting]) -> dic
     return sweeps
 
 
-def _points(
+def _points_by_setting(
     rows: pd.DataFrame, sweeps: Mapping[str, Sequence[_Setting]], outdated: Collection[str]
 ) -> dict[_Setting, list[_Point]]:
     """Return the points of every setting; those of the run keep their numbers unless their sweep is outdated."""
     points: dict[_Setting, list[_Point]] = {}
     for name, settings in sweeps.items():
         present = rows[rows["sweep"] == name].to_dict("records") if name not in outdated else []
-        numbers = {settings[0].stored(row): int(row["point"]) for row in present}
-        _require_same_rest(name, settings, numbers)
+        numbers = {settings[0].with_row_values(row): int(row["point"]) for row in present}
+        _require_same_fixed_settings(name, settings, numbers)
         following = itertools.count(max(numbers.values(), default=-1) + 1)
         for setting in settings:
             number = numbers[setting] if setting in numbers else next(following)
@@ -289,7 +297,9 @@ def _points(
     return points
 
 
-def _require_same_rest(sweep: str, settings: Sequence[_Setting], earlier: Collection[_Setting]) -> None:
+def _require_same_fixed_settings(
+    sweep: str, settings: Sequence[_Setting], earlier: Collection[_Setting]
+) -> None:
     varied, values = sweep.rpartition(":")[2].split("+"), settings[0].values
     # An ablation varies what its parts change.
     if varied == [ABLATION]:
@@ -297,18 +307,18 @@ def _require_same_rest(sweep: str, settings: Sequence[_Setting], earlier: Collec
     for name, value in values.items():
         before = [setting.values[name] for setting in earlier]
         if name not in varied and any(other != value for other in before):
-            listed = ", ".join(dict.fromkeys(_text(other) for other in before))
+            listed = ", ".join(dict.fromkeys(_format_value(other) for other in before))
             raise SpecError(
-                f"the run has a sweep of {sweep} with {name} {listed}; now {name} is {_text(value)}",
+                f"the run has a sweep of {sweep} with {name} {listed}; now {name} is {_format_value(value)}",
                 hint="Other settings of a curve must be equal. Replace earlier points with --replace.",
             )
 
 
-def _samples_of(setting: _Setting) -> tuple[str, int]:
+def _sample_group_key(setting: _Setting) -> tuple[str, int]:
     return setting.corruption, setting.n
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -334,8 +344,8 @@ def _samples_by_seed(
         # Only where splits share a source can the calibration samples of a seed be among the others.
         used = {name for samples in by_seed.values() for name in samples[task].ids}
         diagnosis, test = tasks[task].diagnosis, tasks[task].test
-        diagnosis = _without(diagnosis, used) if data.shares("diagnosis") else diagnosis
-        test = _without(test, used) if data.shares("test") and test is not None else test
+        diagnosis = _exclude_samples(diagnosis, used) if data.shares("diagnosis") else diagnosis
+        test = _exclude_samples(test, used) if data.shares("test") and test is not None else test
         if not len(diagnosis) or (test is not None and not len(test)):
             raise DataError(
                 f"task {task}: {len(seeds)} seeds use every sample for calibration; none is left to measure with",
@@ -345,12 +355,12 @@ def _samples_by_seed(
     return by_seed, tasks
 
 
-def _without(samples: SampleSet, ids: Collection[str]) -> SampleSet:
+def _exclude_samples(samples: SampleSet, ids: Collection[str]) -> SampleSet:
     positions = [position for position, sample in enumerate(samples.ids) if sample not in ids]
     return samples if len(positions) == len(samples) else part_of(samples, positions)
 
 
-def _missing(
+def _missing_points(
     points: Mapping[_Setting, Sequence[_Point]], rows: pd.DataFrame, study: Study
 ) -> dict[_Setting, list[_Point]]:
     """Return by setting the points without a row for every task."""
@@ -362,7 +372,7 @@ def _missing(
     return {setting: named for setting, named in missing.items() if named}
 
 
-def _rows(
+def _sweep_rows(
     setting: _Setting,
     points: Sequence[_Point],
     seed: int,
@@ -391,10 +401,12 @@ def _fit_and_measure(
     cache: ExpertFeatures,
 ) -> tuple[dict[str, dict[str, Any]], float]:
     seconds = fitter.fit(calibrator, samples, cache)
-    return scorer.measured(CANDIDATE_MODEL, functools.partial(_columns, scorer)), seconds
+    return scorer.measured(CANDIDATE_MODEL, functools.partial(_task_result_columns, scorer)), seconds
 
 
-def _columns(scorer: HeldOutScorer, task: str, features: Tensor, expert: Tensor) -> dict[str, Any]:
+def _task_result_columns(
+    scorer: HeldOutScorer, task: str, features: Tensor, expert: Tensor
+) -> dict[str, Any]:
     row: dict[str, Any] = {"task": task, **final_drift(features, expert)}
     if not scorer.without_head:
         row["kl"] = float(
@@ -413,19 +425,19 @@ _SHARED_SETTINGS = ("views", "shrink")
 def resolve_methods(requested: Sequence[tuple[str, Mapping[str, object]]]) -> list[NamedMethod]:
     """Return calibrators with settings, under names that are valid for calibrations; see `named_methods`."""
 
-    def _named(method: str, settings: Mapping[str, object]) -> NamedMethod:
+    def _named_calibrator(method: str, settings: Mapping[str, object]) -> NamedMethod:
         own = {key: value for key, value in settings.items() if key not in _SHARED_SETTINGS}
         resolved = {**settings, **resolve(calibrators[method], own, method)}
         parts = [method, *(f"{key}-{value}" for key, value in shown_settings(settings, resolved).items())]
         name = re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(parts)).strip("-")
         candidate = NamedMethod(name, method, settings)
-        _request_of(candidate)
+        _calibration_request(candidate)
         return candidate
 
-    return named_methods(requested, calibrators, _named)
+    return named_methods(requested, calibrators, _named_calibrator)
 
 
-def _request_of(candidate: NamedMethod, **more: Any) -> CalibrationRequest:
+def _calibration_request(candidate: NamedMethod, **more: Any) -> CalibrationRequest:
     """Return the request for a compared method; raise a SpecError if its settings are invalid."""
     settings = dict(candidate.settings)
     shared: dict[str, Any] = {name: settings.pop(name) for name in _SHARED_SETTINGS if name in settings}
@@ -458,17 +470,19 @@ def compare_methods(
         reopening.require_spec(pathlib.Path(run), open_run(run).manifest)
         section = load_spec(pathlib.Path(run) / SPEC).calibration
 
-    def _calibrated(method: NamedMethod) -> DriftRun:
+    def _calibrate_by_method(method: NamedMethod) -> DriftRun:
         kind = calibrators[method.method]
         preset = kind.suited.get(loader, next(iter(kind.presets), None))
         if section is not None and section.method == method.method and (section.preset or section.parameters):
             preset = None
-        request = _request_of(method, preset=preset, samples=samples, resume=True, attribution=False)
+        request = _calibration_request(method, preset=preset, samples=samples, resume=True, attribution=False)
         return calibrate(run, request, context)
 
     team = context.access.team
     try:
-        results = {method.name: attempt(functools.partial(_calibrated, method), team) for method in methods}
+        results = {
+            method.name: attempt(functools.partial(_calibrate_by_method, method), team) for method in methods
+        }
     except Cancelled as error:
         error.hint = "Finished calibrations are kept; the same command resumes."
         raise

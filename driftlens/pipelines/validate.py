@@ -114,14 +114,14 @@ class Preflight:
     def text(self) -> str:
         """Return the results as aligned lines, the needs of each job, and `ready` or the number of problems."""
         width = max((len(finding.subject) for finding in self.findings), default=0)
-        lines = [line for finding in self.findings for line in _lines(finding, width)]
+        lines = [line for finding in self.findings for line in _finding_lines(finding, width)]
         if self.needs:
             lines += ["", *(f"{job:<9}  {needs.text()}" for job, needs in self.needs.items())]
         count = len(self.problems)
         return "\n".join([*lines, f"{count} problem{'s' if count > 1 else ''}" if count else "ready"])
 
 
-def _lines(finding: CheckResult, width: int) -> list[str]:
+def _finding_lines(finding: CheckResult, width: int) -> list[str]:
     level = "PROBLEM" if finding.level == "problem" else finding.level
     headline, *others = [*finding.text.splitlines(), *finding.hint.splitlines()]
     start = f"{level:<7}  {finding.subject:<{width}}  "
@@ -176,7 +176,9 @@ def preflight(
         if study is not None:
             method = None if merge is None else merge.method
             patterns = None if calibration is None else calibration.sites
-            checks.needs = _needs_of(study, models, merge=method, calibrator=calibrator, patterns=patterns)
+            checks.needs = _estimate_needs(
+                study, models, merge=method, calibrator=calibrator, patterns=patterns
+            )
     if request.deep and checks.problems:
         checks.notice("experts", "not scored because of the problems above")
     elif request.deep:
@@ -190,21 +192,21 @@ def _check_models(spec: RunSpec, architecture: Architecture, checks: Preflight, 
     """Return the models that can be opened and fit the architecture; errors become findings."""
     origins = opening.origins_of(spec)
 
-    def _attempt(name: str, opened: Callable[[], StateSource]) -> StateSource | None:
-        def _fitting() -> StateSource:
+    def _check_model(name: str, opened: Callable[[], StateSource]) -> StateSource | None:
+        def _open_and_compare() -> StateSource:
             source = opened()
             require_same_parameters(architecture.skeleton, architecture.chain, source)
             return source
 
-        def _describe(source: StateSource) -> str:
+        def _describe_weights(source: StateSource) -> str:
             headers = [source.headers[key] for key in architecture.chain.parameter_keys()]
             count = sum(header.nbytes // header.dtype.itemsize for header in headers)
             dtypes = " and ".join(sorted({str(header.dtype).removeprefix("torch.") for header in headers}))
             return f"{count:,} parameters in {len(headers)} tensors, {dtypes}, from {origins[name]}"
 
-        return checks.attempt(label(name), _fitting, _describe)
+        return checks.attempt(label(name), _open_and_compare, _describe_weights)
 
-    models = opening.open_models(spec, access, architecture=architecture, attempt=_attempt)
+    models = opening.open_models(spec, access, architecture=architecture, attempt=_check_model)
     checks.notice("models", *models.notices)
     checks.notice("dtypes", *opening.dtype_notices(models))
     return models
@@ -220,7 +222,7 @@ def _check_architecture(spec: RunSpec, checks: Preflight, access: Access) -> Arc
         "architecture", f"{opened.adapter} with {len(paths)} layers: {settings}", _quick_gelu_hint(opened)
     )
     checks.notice("architecture", *opened.notices)
-    _check_ties(opened.chain, checks)
+    _check_tied_weights(opened.chain, checks)
     checks.attempt(
         "layers",
         lambda: select_layers(paths, spec.layers.select),
@@ -305,14 +307,14 @@ def _check_data(
     opened = {}
     for task in spec.tasks:
 
-        def _open_one(task: str = task) -> TaskData:
+        def _open_and_read_sample(task: str = task) -> TaskData:
             data = opening.open_data(spec, task, architecture, access=access)
             # One sample, because a file may open and hold something unreadable.
             if architecture is not None:
                 data.diagnosis.load([0])
             return data
 
-        data = checks.attempt(f"data of {task}", _open_one, _described)
+        data = checks.attempt(f"data of {task}", _open_and_read_sample, _describe_task_data)
         if data is not None:
             opened[task] = data
             checks.notice(f"data of {task}", *data.notices)
@@ -328,7 +330,7 @@ def _check_data(
     return opened
 
 
-def _described(data: TaskData) -> str:
+def _describe_task_data(data: TaskData) -> str:
     counts = f"{len(data.calibration)} calibration, {len(data.diagnosis)} diagnosis, {len(data.test)} test"
     classes = len(data.class_names or data.answers())
     labels = f"{classes} classes" if classes else "no labels" if data.test.texts is None else "no classes"
@@ -343,7 +345,7 @@ def _check_heads(
 ) -> dict[str, ScoreMap]:
     """Check the heads and return the valid ones; heads made from prompts hold random numbers, because that is fast."""
     valid: dict[str, ScoreMap] = {}
-    width = _final_width(models)
+    width = _final_feature_width(models)
     named = {task: opened.class_names for task, opened in data.items()}
     base = models.base
     if base is not None and any(isinstance(entry, TextHead) for entry in spec.heads.values()):
@@ -370,12 +372,12 @@ def _check_heads(
             alone = spec.model_copy(update={"heads": {task: entry}})
             heads = checks.attempt(subject, partial(opening.open_heads, alone, models, named))
             if heads is not None:
-                _check_width(task, heads[task], width, checks)
+                _check_head_width(task, heads[task], width, checks)
                 valid |= heads
     return valid
 
 
-def _final_width(models: OpenModels) -> int | None:
+def _final_feature_width(models: OpenModels) -> int | None:
     """Return the width of the final features, the outputs of the head's last module; None if it has no weight."""
     head, source = models.architecture.chain.layers[-1], next(iter(models.sources.values()), None)
     slots = [head.parameters.get(f"{site.name}.weight") for site in head.sites]
@@ -384,7 +386,7 @@ def _final_width(models: OpenModels) -> int | None:
     return slots[-1].shape(source.headers[slots[-1].key].shape)[0]
 
 
-def _check_width(task: str, head: Any, width: int | None, checks: Preflight) -> None:
+def _check_head_width(task: str, head: Any, width: int | None, checks: Preflight) -> None:
     if isinstance(head, OwnHead):
         checks.ok(
             f"head of {task}",
@@ -426,7 +428,7 @@ def _score_experts(study: Study, checks: Preflight) -> None:
             continue
         metric, data = metric_called(str(rows[0]["metric"])), study.tasks[task]
         classes: dict[str, Any] = {"choices": data.choices, "head": data.head.classes if data.head else ()}
-        _judge(
+        _check_expert_score(
             checks,
             subject,
             {str(row["variant"]): row for row in rows},
@@ -435,7 +437,7 @@ def _score_experts(study: Study, checks: Preflight) -> None:
         )
 
 
-def _judge(
+def _check_expert_score(
     checks: Preflight,
     subject: str,
     rows: Mapping[str, Mapping[str, Any]],
@@ -462,7 +464,7 @@ def _judge(
         )
 
 
-def _check_ties(chain: LayerChain, checks: Preflight) -> None:
+def _check_tied_weights(chain: LayerChain, checks: Preflight) -> None:
     """Report tied weights that a calibration would solve: solving one of them changes the others."""
     sites = {(layer.index, site.name) for layer in chain.layers for site in layer.sites}
     places: defaultdict[tuple[str, tuple[int, int] | None], list[str]] = defaultdict(list)
@@ -503,10 +505,10 @@ class Needs:
 
     def text(self) -> str:
         """Return the sums and their parts in one line."""
-        return f"{_summed(self.memory)} in memory; {_summed(self.disk)} on disk"
+        return f"{_format_byte_counts(self.memory)} in memory; {_format_byte_counts(self.disk)} on disk"
 
 
-def _summed(parts: Mapping[str, int]) -> str:
+def _format_byte_counts(parts: Mapping[str, int]) -> str:
     listed = ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
     return f"about {size(sum(parts.values()))} ({listed})"
 
@@ -532,7 +534,7 @@ class _Sizes(NamedTuple):
     calibration_features: int
 
 
-def _needs_of(
+def _estimate_needs(
     study: Study,
     models: OpenModels,
     *,
@@ -541,7 +543,7 @@ def _needs_of(
     patterns: Collection[str] | None = None,
 ) -> dict[str, Needs]:
     """Estimate the needs of `analyze`, with a merge if there is one, and of `calibrate` if there is a calibrator."""
-    sizes, pool = _sizes(study), study.pool
+    sizes, pool = _study_sizes(study), study.pool
     # Larger files are memory-mapped only while a tensor is read.
     files = [
         sum(header.nbytes for header in pool.source(name).headers.values())
@@ -553,14 +555,14 @@ def _needs_of(
         "small files": sum(count for count in files if count <= KEPT_OPEN),
     }
     model_bytes = sum(header.nbytes for header in models.own_form.headers.values())
-    measuring = _measuring(study, sizes, len(study.variants))
-    disk = {"features": _stored_features(study, sizes, 1 + len(study.variants)), "weights": 0}
+    measuring = _drift_memory_bytes(study, sizes, len(study.variants))
+    disk = {"features": _stored_feature_bytes(study, sizes, 1 + len(study.variants)), "weights": 0}
     merging = {}
     if merge is not None:
-        merging = {"merging": model_bytes + _merge_bytes(study, sizes, merge)}
+        merging = {"merging": model_bytes + _merge_memory_bytes(study, sizes, merge)}
         resident["small files"] += model_bytes if model_bytes <= KEPT_OPEN else 0
         disk["weights"] = model_bytes
-    needs = {"analyze": Needs(resident | _larger(merging, measuring), disk)}
+    needs = {"analyze": Needs(resident | _larger_phase(merging, measuring), disk)}
     if calibrator is None or len(study.calibration_sets) < len(study.tasks):
         return needs
     sites: Mapping[int, Collection[str]] = {}
@@ -573,15 +575,15 @@ def _needs_of(
         # The layer of the expert, the merged model, the base and the result.
         "layers": 4 * sizes.largest_layer,
         "features": min(budget, features),
-        "statistics": _statistics(study, sizes, sites),
+        "statistics": _calibration_statistics_bytes(study, sizes, sites),
         "activations": sizes.activations,
     }
     # The control of an anchor is a second variant with its own weights and features.
     made = 1 if calibrator.anchor_reach == 1 or not study.has_base else 2
     needs["calibrate"] = Needs(
-        resident | _larger(solving, _measuring(study, sizes, len(study.variants) + made)),
+        resident | _larger_phase(solving, _drift_memory_bytes(study, sizes, len(study.variants) + made)),
         {
-            "features": _stored_features(study, sizes, made),
+            "features": _stored_feature_bytes(study, sizes, made),
             "weights": made * model_bytes,
             "features while it runs": max(0, features - budget),
         },
@@ -589,12 +591,12 @@ def _needs_of(
     return needs
 
 
-def _sizes(study: Study) -> _Sizes:
+def _study_sizes(study: Study) -> _Sizes:
     pool, (task, data) = study.pool, next(iter(study.tasks.items()))
     chain, source = pool.chain, pool.source(pool.names[0])
     expert, sample = expert_of(task), data.diagnosis.load([0])
     boundary = waiting_bytes(pool, expert, sample)
-    state, side = pool.begun(sample)
+    state, side = pool.initial_state(sample)
     out = pool.layer_map(expert, chain.layers[0], "")(state, side)
     width = chain.layers[0].vectors(out, side, study.settings.pool).shape[-1]
     numbers = [
@@ -607,7 +609,7 @@ def _sizes(study: Study) -> _Sizes:
     ]
     outputs = []
     for block in chain.blocks:
-        shapes = _linear_shapes(block, source)
+        shapes = _linear_weight_shapes(block, source)
         # A token passes few experts of a mixture, so only the first counts.
         sites = [site for site in block.sites if site.name in shapes and site.expert in (None, 0)]
         outputs.append(sum(shapes[site.name][0] for site in sites))
@@ -622,7 +624,7 @@ def _sizes(study: Study) -> _Sizes:
     )
 
 
-def _measuring(study: Study, sizes: _Sizes, num_variants: int) -> dict[str, int]:
+def _drift_memory_bytes(study: Study, sizes: _Sizes, num_variants: int) -> dict[str, int]:
     """Return the bytes in memory while the drift of some variants of a task is measured."""
     models, layers = 1 + num_variants, len(study.pool.chain.layers)
     samples = max(len(data.diagnosis) for data in study.tasks.values())
@@ -638,14 +640,14 @@ def _measuring(study: Study, sizes: _Sizes, num_variants: int) -> dict[str, int]
     }
 
 
-def _stored_features(study: Study, sizes: _Sizes, num_models: int) -> int:
+def _stored_feature_bytes(study: Study, sizes: _Sizes, num_models: int) -> int:
     """Return the bytes of the pooled float16 features that a run stores for some models."""
     samples = sum(len(data.diagnosis) for data in study.tasks.values())
     stored = len(study.settings.stored_layers | {1, len(study.pool.chain.layers)})
     return num_models * stored * samples * sizes.width * _FLOAT16
 
 
-def _linear_shapes(layer: Layer, source: StateSource) -> dict[str, tuple[int, int]]:
+def _linear_weight_shapes(layer: Layer, source: StateSource) -> dict[str, tuple[int, int]]:
     shapes = {}
     for site in layer.sites:
         slot = layer.parameters.get(f"{site.name}.weight")
@@ -655,11 +657,11 @@ def _linear_shapes(layer: Layer, source: StateSource) -> dict[str, tuple[int, in
     return shapes
 
 
-def _statistics(study: Study, sizes: _Sizes, sites: Mapping[int, Collection[str]]) -> int:
+def _calibration_statistics_bytes(study: Study, sizes: _Sizes, sites: Mapping[int, Collection[str]]) -> int:
     """Return the largest number of bytes of Gram matrices, cross moments and factors in one layer."""
     largest = 0
     for layer in study.pool.chain.layers:
-        shapes = _linear_shapes(layer, sizes.source)
+        shapes = _linear_weight_shapes(layer, sizes.source)
         outputs: defaultdict[tuple[str, int | None], int] = defaultdict(int)
         widths: dict[tuple[str, int | None], int] = {}
         for site in layer.sites:
@@ -675,7 +677,7 @@ def _statistics(study: Study, sizes: _Sizes, sites: Mapping[int, Collection[str]
     return largest
 
 
-def _merge_bytes(study: Study, sizes: _Sizes, method: MergeMethod) -> int:
+def _merge_memory_bytes(study: Study, sizes: _Sizes, method: MergeMethod) -> int:
     """Return the bytes of tensors, models and moments of a merge method, without the merged model."""
     headers, num_tasks = sizes.source.headers, len(study.tasks)
     numbers = [torch.Size(header.shape).numel() for header in headers.values()]
@@ -685,13 +687,13 @@ def _merge_bytes(study: Study, sizes: _Sizes, method: MergeMethod) -> int:
     if method.reads_moments:
         squares = []
         for layer in study.pool.chain.layers:
-            shapes = _linear_shapes(layer, sizes.source)
+            shapes = _linear_weight_shapes(layer, sizes.source)
             widths = {site.input: shapes[site.name][1] for site in layer.sites if site.name in shapes}
             squares.append(sum(width**2 for width in widths.values()))
         needed += _FLOAT64 * num_tasks * max(squares) + sizes.calibration_features
     return needed
 
 
-def _larger(phase: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+def _larger_phase(phase: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
     """Return the phase with more bytes, because phases run one after the other."""
     return dict(phase if sum(phase.values()) > sum(other.values()) else other)

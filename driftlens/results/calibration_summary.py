@@ -71,7 +71,7 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
     return frame
 
 
-def _changes_of(run: DriftRun, name: str, about: Measure) -> list[MeasuredValue]:
+def _changes_from_merged(run: DriftRun, name: str, about: Measure) -> list[MeasuredValue]:
     """Return changes from the merged to the calibrated model by task; none if the run lacks one of them."""
     pair = ("merged", compared_variants(run, name)[-2])
     # Without a merged model there is nothing to compare with.
@@ -80,7 +80,7 @@ def _changes_of(run: DriftRun, name: str, about: Measure) -> list[MeasuredValue]
 
 def score_changes(run: DriftRun, name: str) -> list[MeasuredValue]:
     """Return the change on each task that was scored before and after, or whose answers are stored."""
-    return [row for row in _changes_of(run, name, SCORE) if row.n or row.answers is not None]
+    return [row for row in _changes_from_merged(run, name, SCORE) if row.n or row.answers is not None]
 
 
 def final_drift_changes(run: DriftRun, name: str) -> list[tuple[MeasuredValue, MeasuredValue]]:
@@ -88,7 +88,7 @@ def final_drift_changes(run: DriftRun, name: str) -> list[tuple[MeasuredValue, M
     # A run that stopped early lists no layers, and asking for "final" would raise.
     if not run.manifest.layers:
         return []
-    both = (_changes_of(run, name, about) for about in (DRIFT, DRIFT_CHANGE))
+    both = (_changes_from_merged(run, name, about) for about in (DRIFT, DRIFT_CHANGE))
     return [(drift, relative) for drift, relative in zip(*both, strict=True) if relative.n]
 
 
@@ -135,14 +135,18 @@ def calibration_sheets(run: DriftRun, name: str) -> list[Table]:
     changes = score_changes(run, name)
     rows = before_after(run, name)
     sheets = (
-        *(_features(rows, name), _scores(rows, name), _drifts(run, name)),
-        *(_changes(name, changes), _answers(name, changes), _moves(run, name)),
-        _shares(run, name),
+        *(_final_feature_table(rows, name), _score_table(rows, name), _drift_change_table(run, name)),
+        *(
+            _score_change_table(name, changes),
+            _changed_answers_table(name, changes),
+            _weight_change_table(run, name),
+        ),
+        _interpolation_table(run, name),
     )
     return [sheet for sheet in sheets if sheet.rows]
 
 
-def _features(rows: pd.DataFrame, name: str) -> Table:
+def _final_feature_table(rows: pd.DataFrame, name: str) -> Table:
     scored = ["accuracy", "low", "high", "n", "metric", "score"]
     shown = rows[rows["variant"] != "expert"].drop(columns=["variant", *scored])
     return Table.of(
@@ -158,16 +162,16 @@ def _features(rows: pd.DataFrame, name: str) -> Table:
     )
 
 
-def _told(metrics: Iterable[str]) -> tuple[str, bool, list[str]]:
-    """Return the title of scores of these metrics, whether all are shares, and explanations."""
+def _describe_metrics(metrics: Iterable[str]) -> tuple[str, bool, list[str]]:
+    """Return the scores' title, True if all metrics are shares, and explanations of the metrics."""
     measures = [metric_called(name) for name in dict.fromkeys(metrics)] or [ACCURACY]
     says = [] if measures == [ACCURACY] else descriptions_of(measures)
     return title_of(measures), all(metric.kind == "share" for metric in measures), says
 
 
-def _scores(rows: pd.DataFrame, name: str) -> Table:
+def _score_table(rows: pd.DataFrame, name: str) -> Table:
     scored = rows[rows["score"].notna()]
-    score, is_share, says = _told(scored["metric"])
+    score, is_share, says = _describe_metrics(scored["metric"])
     columns = ["task", "model", *(["metric"] if says else []), "score", "low", "high", "n"]
     kinds: dict[str, Kind] = dict.fromkeys(columns[:-4], "text")
     kind: Kind = "share" if is_share else "number"
@@ -183,7 +187,7 @@ def _scores(rows: pd.DataFrame, name: str) -> Table:
     )
 
 
-def _drifts(run: DriftRun, name: str) -> Table:
+def _drift_change_table(run: DriftRun, name: str) -> Table:
     changes = final_drift_changes(run, name)
     paired = ", paired by sample" if all(drift.paired for drift, _ in changes) else ""
     return Table.of(
@@ -198,9 +202,9 @@ def _drifts(run: DriftRun, name: str) -> Table:
     )
 
 
-def _changes(name: str, changes: Sequence[MeasuredValue]) -> Table:
+def _score_change_table(name: str, changes: Sequence[MeasuredValue]) -> Table:
     measured = [row for row in changes if row.n]
-    score, is_share, says = _told(row.about.name for row in measured)
+    score, is_share, says = _describe_metrics(row.about.name for row in measured)
     kind: Kind = "points" if is_share else "number"
     kinds: dict[str, Kind] = {"task": "text", **({"metric": "text"} if says else {}), "change": kind}
     return Table.of(
@@ -212,7 +216,7 @@ def _changes(name: str, changes: Sequence[MeasuredValue]) -> Table:
     )
 
 
-def _answers(name: str, changes: Sequence[MeasuredValue]) -> Table:
+def _changed_answers_table(name: str, changes: Sequence[MeasuredValue]) -> Table:
     rows: list[tuple[Any, ...]] = [
         (
             *(row.task, row.answered, counts.n, counts.gained, counts.lost),
@@ -234,13 +238,13 @@ def _answers(name: str, changes: Sequence[MeasuredValue]) -> Table:
             **{"change": "points", "95 % low": "points", "95 % high": "points", "p": "p"},
         },
         rows,
-        f"Change in points of {_told(row.about.name for row in changes if row.answers)[0]} with Tango's "
+        f"Change in points of {_describe_metrics(row.about.name for row in changes if row.answers)[0]} with Tango's "
         "interval for paired answers and McNemar's mid-p. The mean over tasks combines the intervals (MOVER) and "
         "takes its p from the result.",
     )
 
 
-def _moves(run: DriftRun, name: str) -> Table:
+def _weight_change_table(run: DriftRun, name: str) -> Table:
     """Return the solved modules with the largest relative weight changes."""
     rows = run.calibration(name)
     rows = rows[rows["weight_change"].notna()].sort_values("weight_change", ascending=False, kind="stable")
@@ -261,19 +265,19 @@ def selection_sentences(run: DriftRun, name: str) -> list[str]:
     """Return sentences on the choice of settings: its held-out advantage and cost; none without a choice."""
     info, sentences = run.calibration_info(name), list[str]()
     if info.automatic and "compared" in info.selection:
-        sentences += _comparison_sentences(info.selection)
+        sentences += _model_selection_sentences(info.selection)
     elif info.automatic:
         # Older runs and choosers of plug-ins may have other records.
         place = f"calibrations/{name}/config.yaml"
         sentences.append(f"Settings were chosen on the calibration samples; see {place}.")
     if info.shrink:
         curve, share = info.shrink.get("curve"), info.shrink["share"]
-        why = f", the share with the lowest held-out {_criterion(curve[0])}" if curve else ""
+        why = f", the share with the lowest held-out {_selection_criterion_name(curve[0])}" if curve else ""
         sentences.append(f"All weights are base + {share:g} (repaired - base){why}.")
     return sentences
 
 
-def _criterion(record: Mapping[str, Any]) -> str:
+def _selection_criterion_name(record: Mapping[str, Any]) -> str:
     """Return the name of the criterion that compared candidates; older records spell it differently."""
     if "judged_by" in record:
         return {"hellinger": "Hellinger distance", "drift_rel": "relative drift"}[record["judged_by"]]
@@ -281,11 +285,11 @@ def _criterion(record: Mapping[str, Any]) -> str:
     return next((name for name in ("KL", "Hellinger distance") if score.startswith(name)), "relative drift")
 
 
-def _shares(run: DriftRun, name: str) -> Table:
+def _interpolation_table(run: DriftRun, name: str) -> Table:
     """Return held-out scores and drift by interpolation factor, if one was chosen."""
     shrink = run.calibration_info(name).shrink
     curve = shrink.get("curve", [])
-    criterion = _criterion(curve[0]) if curve else ""
+    criterion = _selection_criterion_name(curve[0]) if curve else ""
     columns = [f"{measure}{end}" for measure in ("score", "drift") for end in ("", "_low", "_high")]
     return Table.of(
         f"shares-{name}",
@@ -300,22 +304,25 @@ def _shares(run: DriftRun, name: str) -> Table:
     )
 
 
-def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
+def _model_selection_sentences(record: Mapping[str, Any]) -> list[str]:
     """Return sentences on the chosen model and its advantage, on using the base instead, and on every candidate."""
     candidates = {entry["name"]: entry for entry in record["compared"]}
     # `best` is empty in a record where no candidate could be solved for.
     choice, best = candidates[record["choice"]], candidates.get(record["best"], {})
-    criterion = _criterion(record)
+    criterion = _selection_criterion_name(record)
     interval = f"95 % interval, {record['correction']}"
     if choice["name"] == "merged":
         text = "nothing was clearly better than the merged model"
         if best:
-            text += f": the best of the others, {best['title']}, {_lower(best, criterion, interval)}"
+            text += (
+                f": the best of the others, {best['title']}, {_describe_advantage(best, criterion, interval)}"
+            )
     elif choice["name"] == "base":
-        text = f"the base was chosen, which {_lower(choice, criterion, interval)}, and nothing was clearly better"
+        advantage = _describe_advantage(choice, criterion, interval)
+        text = f"the base was chosen, which {advantage}, and nothing was clearly better"
     else:
-        text = f"{choice['title']} was chosen, which {_lower(choice, criterion, interval)}"
-    numbers = [f"{entry['title']} {_scored(entry)}" for entry in candidates.values()]
+        text = f"{choice['title']} was chosen, which {_describe_advantage(choice, criterion, interval)}"
+    numbers = [f"{entry['title']} {_format_candidate_score(entry)}" for entry in candidates.values()]
     advice = "Advice: don't use the merge; the base is as near to the experts."
     return [
         f"On held-out calibration samples {text}; {counted(record['num_calibrations'], 'calibration')} tried in "
@@ -326,7 +333,7 @@ def _comparison_sentences(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _lower(entry: Mapping[str, Any], criterion: str, interval: str) -> str:
+def _describe_advantage(entry: Mapping[str, Any], criterion: str, interval: str) -> str:
     """Describe the advantage of a candidate over the merged model."""
     if entry.get("advantage") is None:
         return "could not be solved for"
@@ -341,7 +348,7 @@ def _lower(entry: Mapping[str, Any], criterion: str, interval: str) -> str:
     return f"has a held-out {criterion} {way} than the merged model's by {brief(gap)}{unit}{ends}"
 
 
-def _scored(entry: Mapping[str, Any]) -> str:
+def _format_candidate_score(entry: Mapping[str, Any]) -> str:
     if entry.get("score") is None:
         return entry.get("error") or "could not be solved for"
     if entry.get("advantage") is None:
@@ -367,16 +374,21 @@ def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[s
     # An unknown name raises here, with the list of all names.
     for name in chosen:
         run.calibration_info(name)
-    rows = [_measured(run, calibrated(name), name) | _cost(run, name) for name in chosen]
+    rows = [
+        _variant_means_and_change(run, calibrated(name), name) | _calibration_cost(run, name)
+        for name in chosen
+    ]
     # Repairs without a score come last.
     rows.sort(key=lambda row: -row["score"] if math.isfinite(row["score"]) else math.inf)
     scored = [row for row in rows if math.isfinite(row["score"])]
     leader = next((row["model"] for row in scored), "")
     for row in scored:
         if row["model"] != leader:
-            row |= _behind(run, calibrated(leader), calibrated(row["model"]))
-    starts = [_measured(run, name, name) for name in ("base", "merged") if name in run.variants]
-    return [*starts, *rows, _measured(run, "expert", "experts")]
+            row |= _gap_to_best_calibration(run, calibrated(leader), calibrated(row["model"]))
+    starts = [
+        _variant_means_and_change(run, name, name) for name in ("base", "merged") if name in run.variants
+    ]
+    return [*starts, *rows, _variant_means_and_change(run, "expert", "experts")]
 
 
 def arena_sheet(
@@ -428,7 +440,7 @@ def arena_sheet(
 
 
 @remembered
-def _cost(run: DriftRun, name: str) -> dict[str, Any]:
+def _calibration_cost(run: DriftRun, name: str) -> dict[str, Any]:
     """Return method and cost of a calibration; None for values that were not measured."""
     info, used = run.calibration_info(name), run.resources()
     phase = used.loc[used["phase"] == f"calibrate:{name}", ["peak_rss_bytes", "energy_wh"]]
@@ -441,19 +453,19 @@ def _cost(run: DriftRun, name: str) -> dict[str, Any]:
 
 
 @remembered
-def _behind(run: DriftRun, leader: str, variant: str) -> dict[str, Any]:
+def _gap_to_best_calibration(run: DriftRun, leader: str, variant: str) -> dict[str, Any]:
     """Return the change of the mean score between calibrated variants, paired by sample; empty without scores."""
     scored = [(about, tasks) for about, tasks in common(run, [leader, variant]) if about.role == SCORE.role]
-    return _change("behind", mean_change(run, *scored[0], (leader, variant))) if scored else {}
+    return _change_columns("behind", mean_change(run, *scored[0], (leader, variant))) if scored else {}
 
 
-def _change(name: str, change: MeasuredValue) -> dict[str, Any]:
+def _change_columns(name: str, change: MeasuredValue) -> dict[str, Any]:
     ends = {f"{name}_{end}": getattr(change, end) for end in ("low", "high", "paired")}
     return {name: change.value, **ends}
 
 
 @remembered
-def _measured(run: DriftRun, variant: str, name: str) -> dict[str, Any]:
+def _variant_means_and_change(run: DriftRun, variant: str, name: str) -> dict[str, Any]:
     """Return means of one variant, and the change from the merged model to it."""
     is_after = variant not in ("base", "merged") and "merged" in run.variants
     row: dict[str, Any] = {"model": name, "score": math.nan, "n": 0}
@@ -462,7 +474,7 @@ def _measured(run: DriftRun, variant: str, name: str) -> dict[str, Any]:
         if about.role == SCORE.role:
             row |= {"score": average.value, "low": average.low, "high": average.high, "n": average.n}
             if is_after:
-                row |= _change("change", mean_change(run, about, tasks, ("merged", variant)))
+                row |= _change_columns("change", mean_change(run, about, tasks, ("merged", variant)))
         elif about in (RELATIVE, COSINE):
             row[about.name] = average.value
     return row

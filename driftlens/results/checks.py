@@ -48,14 +48,14 @@ _NUMBERS = {
 _RELATIONS: Mapping[str, _Relation] = {"gte": ">=", "lte": "<=", "gt": ">", "lt": "<"}
 
 
-def _plain_value(value: Any) -> Any:
+def _require_name_or_layer(value: Any) -> Any:
     # `type`, because bool is a subclass of int and `layer: true` would select layer 1.
     if isinstance(value, str) or type(value) is int:
         return value
     raise problem(f"expected a name or a layer number, got {value!r}")
 
 
-def _both_ends(value: Any) -> Any:
+def _parse_change(value: Any) -> Any:
     """Return kind and two variants of `{points: [a, b]}`, `{relative: [a, b]}` or `{from: a, to: b}`."""
     if isinstance(value, dict) and set(value) == {"from", "to"}:
         value = {"relative": [value["from"], value["to"]]}
@@ -67,8 +67,8 @@ def _both_ends(value: Any) -> Any:
     return {kind: tuple(ends)}
 
 
-_Value = Annotated[int | str, BeforeValidator(_plain_value)]
-_Change = Annotated[dict[Literal["points", "relative"], tuple[Name, Name]], BeforeValidator(_both_ends)]
+_Value = Annotated[int | str, BeforeValidator(_require_name_or_layer)]
+_Change = Annotated[dict[Literal["points", "relative"], tuple[Name, Name]], BeforeValidator(_parse_change)]
 
 
 class Check(SpecSection):
@@ -96,7 +96,7 @@ class Check(SpecSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _score_by_name(cls, entry: Any) -> Any:
+    def _expand_score_name(cls, entry: Any) -> Any:
         """Expand `metric: accuracy` to the value column of that score's rows."""
         metric = entry.get("metric") if isinstance(entry, Mapping) else None
         if isinstance(metric, str) and (metric in METRICS or metric.startswith(ATTACHED)):
@@ -107,11 +107,11 @@ class Check(SpecSection):
         return entry
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> Self:
+    def _require_valid_fields(self) -> Self:
         if not self.bounds:
             raise problem("no bound", "Give at least one of gte, lte, gt, lt.")
-        table = _table_of(self.metric, self.table)
-        columns = _text_columns(table)
+        table = _find_table_of_metric(self.metric, self.table)
+        columns = _selectable_columns(table)
         # The calibration table names calibrations; `variant` is derived from the name when rows are read.
         keys = [*TABLES[table].key, *(["variant"] if table == "calibration" else [])]
         for option, names, allowed in (("where", self.where, columns), ("per", self.per, keys)):
@@ -138,7 +138,7 @@ class Check(SpecSection):
     @property
     def home(self) -> str:
         """The table that holds the metric."""
-        return _table_of(self.metric, self.table)
+        return _find_table_of_metric(self.metric, self.table)
 
     @property
     def relative(self) -> bool:
@@ -174,7 +174,7 @@ def load_checks(source: PathLike | Mapping[str, Any]) -> list[Check]:
     return [*checked(_Checks, raw, str(source)).checks]
 
 
-def _table_of(metric: str, table: str | None) -> str:
+def _find_table_of_metric(metric: str, table: str | None) -> str:
     """Return the table that holds `metric`: the one named, or the only one that has such a column."""
     columns = sorted(set().union(*_NUMBERS.values()) if table is None else _NUMBERS[table])
     if metric not in columns:
@@ -186,8 +186,7 @@ def _table_of(metric: str, table: str | None) -> str:
     return homes[0]
 
 
-def _text_columns(table: str) -> list[str]:
-    """Return the columns that rows can be selected by."""
+def _selectable_columns(table: str) -> list[str]:
     columns = [
         column.name for column in TABLES[table].columns if column.dtype == "str" or column.name == "layer"
     ]
@@ -285,7 +284,6 @@ class CheckReport:
         return Table.of(name, heading, kinds, rows)
 
     def _repr_html_(self) -> str:
-        """Return the table of checks as HTML, for notebooks."""
         return self.table()._repr_html_()
 
     def raise_if_failed(self) -> CheckReport:
@@ -316,15 +314,15 @@ def check(run: DriftRun | PathLike, tests: PathLike | Mapping[str, Any] | None =
     if tests is None:
         return self_checks(opened)
     return CheckReport(
-        opened, tuple(result for entry in load_checks(tests) for result in _judge(opened, entry))
+        opened, tuple(result for entry in load_checks(tests) for result in _evaluate_check(opened, entry))
     )
 
 
-def _judge(run: DriftRun, check: Check) -> list[CheckResult]:
+def _evaluate_check(run: DriftRun, check: Check) -> list[CheckResult]:
     try:
-        rows, shown, tasks = _select(run, check)
+        rows, shown, tasks = _select_rows(run, check)
     except (_NoRowsError, LayerNotFoundError) as error:
-        return [_skipped(check, {}, error.message)]
+        return [_skipped_result(check, {}, error.message)]
     # A task without rows must not make a check pass unnoticed.
     absent = [task for task in tasks if not (rows["task"] == task).any()]
     # With `per: task` such tasks are groups of their own.
@@ -333,11 +331,11 @@ def _judge(run: DriftRun, check: Check) -> list[CheckResult]:
     for values, part in rows.groupby(list(check.per), sort=False) if check.per else [((), rows)]:
         plain = [value if isinstance(value, str) else int(value) for value in values]  # type: ignore[call-overload]
         group = dict(zip(check.per, plain, strict=True))
-        results.append(_judge_group(check, group, part, shown, [] if alone else absent))
-    return results + [_skipped(check, {"task": task}, "not measured on this task") for task in alone]
+        results.append(_evaluate_row_group(check, group, part, shown, [] if alone else absent))
+    return results + [_skipped_result(check, {"task": task}, "not measured on this task") for task in alone]
 
 
-def _judge_group(
+def _evaluate_row_group(
     check: Check,
     group: Mapping[str, str | int],
     rows: pd.DataFrame,
@@ -345,33 +343,37 @@ def _judge_group(
     absent_tasks: Sequence[str],
 ) -> CheckResult:
     """Return the result for one group of rows; `shown` are the columns that tell them apart."""
-    lacking = _lacking(rows, shown, absent_tasks)
+    lacking = _describe_missing_rows(rows, shown, absent_tasks)
     rows = rows[rows["value"].notna()]
     values = rows["value"].to_numpy(dtype=float)
     if not len(values):
-        return _skipped(check, group, lacking)
+        return _skipped_result(check, group, lacking)
     # How far each value is on the right side of the bound that is nearest to being broken.
-    margins = np.min([_margin(relation, bound, values) for relation, bound in check.bounds.items()], axis=0)
+    margins = np.min(
+        [_margin_to_bound(relation, bound, values) for relation, bound in check.bounds.items()], axis=0
+    )
     judged = {"worst": margins.argmin(), "max": values.argmax(), "min": values.argmin()}.get(check.agg)
     # The mean of +inf and -inf is NaN, which is skipped below, and numpy would warn.
     with np.errstate(invalid="ignore"):
         value = float(getattr(np, check.agg)(values) if judged is None else values[judged])
     if math.isnan(value):
-        return _skipped(check, group, f"the {check.agg} of infinite values is not a number")
+        return _skipped_result(check, group, f"the {check.agg} of infinite values is not a number")
     # With several bounds the one nearest to being broken decides.
     margin, relation = min(
-        (_margin(relation, bound, value), relation) for relation, bound in check.bounds.items()
+        (_margin_to_bound(relation, bound, value), relation) for relation, bound in check.bounds.items()
     )
     holds = margin > 0 or (margin == 0 and relation in (">=", "<="))
     # Missing rows might break the bound, but a broken bound stays broken.
     if holds and lacking:
-        return _skipped(check, group, lacking)
+        return _skipped_result(check, group, lacking)
     row = pd.Series(dtype=float) if judged is None else rows.iloc[judged]
     low, high, samples = (row.get(name, math.nan) for name in ("low", "high", "n"))
     count = 0 if pd.isna(samples) else int(samples)
     bound, place = check.bounds[relation], "" if judged is None else _row_name(row, shown)
     size, at = f" (n = {count})" if count else "", f" at {place}" if place else ""
-    reason = "" if holds else f"{number(value, _DIGITS)}{size}{at}, wanted {relation} {_exact(bound)}"
+    reason = (
+        "" if holds else f"{number(value, _DIGITS)}{size}{at}, wanted {relation} {_format_all_digits(bound)}"
+    )
     status: Status = "pass" if holds else "warn" if check.severity == "warn" else "fail"
     return CheckResult(
         *(check.title, check.metric, group, status, value, relation, bound, margin),
@@ -379,18 +381,18 @@ def _judge_group(
     )
 
 
-def _exact(value: float) -> str:
+def _format_all_digits(value: float) -> str:
     """Format a number with all digits that matter and no exponent."""
     # Ten digits hide the rounding of binary fractions: 0.1 + 0.2 is written as 0.3.
     return format(Decimal(f"{value:.10g}"), "f")
 
 
-def _margin(relation: _Relation, bound: float, value: Any) -> Any:
+def _margin_to_bound(relation: _Relation, bound: float, value: Any) -> Any:
     """Return how far a number or an array is on the right side of a bound."""
     return value - bound if relation in (">=", ">") else bound - value
 
 
-def _skipped(check: Check, group: Mapping[str, str | int], reason: str) -> CheckResult:
+def _skipped_result(check: Check, group: Mapping[str, str | int], reason: str) -> CheckResult:
     relation, bound = next(iter(check.bounds.items()))
     return CheckResult(
         check.title, check.metric, group, "skip", math.nan, relation, bound, math.nan, n=0, reason=reason
@@ -401,12 +403,12 @@ class _NoRowsError(DataError):
     """A check has no rows to judge."""
 
 
-def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[str]]:
+def _select_rows(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[str]]:
     """Return the rows of a check, the columns that identify them, and its tasks.
 
     The column `value` has the metric, NaN if it was not measured; `low` and `high` are the ends of its 95 % interval.
     """
-    rows = _measured(run, check)
+    rows = _rows_with_metric_value(run, check)
     selected = dict(check.where)
     if check.home == "params" and not {"scope", "path"} & set(selected):
         selected["scope"] = "backbone"  # otherwise modules, layers and backbone would be mixed
@@ -415,17 +417,17 @@ def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[
     for column, value in selected.items():
         rows = rows[(rows[column] == value).fillna(False).to_numpy(dtype=bool)]
         if rows.empty:
-            raise _no_row(run, check, column, value)
+            raise _missing_row_error(run, check, column, value)
     key = [column for column in TABLES[check.home].key if column in rows]
     if check.change is not None:
         ends = next(iter(check.change.values()))
         for variant in ends:
             if not (rows["variant"] == variant).any():
-                raise _no_row(run, check, "variant", variant)
+                raise _missing_row_error(run, check, "variant", variant)
         key = [column for column in key if column not in ("variant", "name")]
-        rows = _changes(rows, key, *ends, relative=check.relative)
+        rows = _changes_between_variants(rows, key, *ends, relative=check.relative)
         if check.home == "accuracy" or check.metric == "drift_l2_mean":
-            rows = _with_intervals(rows, run, check, ends)
+            rows = _add_change_intervals(rows, run, check, ends)
     elif check.home == "accuracy" and check.metric == "value":
         rows = rows.rename(columns={"ci_low": "low", "ci_high": "high"})
     shown = [column for column in key if column not in selected and column not in check.per]
@@ -433,7 +435,7 @@ def _select(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[
     return rows, shown, tasks
 
 
-def _measured(run: DriftRun, check: Check) -> pd.DataFrame:
+def _rows_with_metric_value(run: DriftRun, check: Check) -> pd.DataFrame:
     """Return the table's rows with the metric as `value`."""
     rows: pd.DataFrame = getattr(run, check.home)()  # a run's tables are its methods
     if rows.empty:
@@ -450,14 +452,16 @@ def _measured(run: DriftRun, check: Check) -> pd.DataFrame:
     return rows[rows["value"].groupby(rows[_GAPS_BY[check.home]]).transform("count") > 0]
 
 
-def _no_row(run: DriftRun, check: Check, column: str, value: object) -> _NoRowsError:
+def _missing_row_error(run: DriftRun, check: Check, column: str, value: object) -> _NoRowsError:
     names = {"task": run.tasks, "variant": run.variants}.get(column, ())
     if names and value not in names and value != "expert":
         return _NoRowsError(f"the run has no {column} {value!r}; it has {', '.join(names)}")
     return _NoRowsError(f"{check.metric} was not measured where {column} is {value}")
 
 
-def _changes(rows: pd.DataFrame, key: list[str], start: str, end: str, *, relative: bool) -> pd.DataFrame:
+def _changes_between_variants(
+    rows: pd.DataFrame, key: list[str], start: str, end: str, *, relative: bool
+) -> pd.DataFrame:
     """Return the change of each row between variants; NaN if one lacks it, or a relative one starts from 0."""
     sides = [rows[rows["variant"] == variant].set_index(key)["value"] for variant in (start, end)]
     both = pd.concat(sides, axis=1, keys=["start", "end"])
@@ -467,8 +471,9 @@ def _changes(rows: pd.DataFrame, key: list[str], start: str, end: str, *, relati
     return change.rename("value").reset_index()
 
 
-def _with_intervals(rows: pd.DataFrame, run: DriftRun, check: Check, change: tuple[str, str]) -> pd.DataFrame:
-    """Return the rows with the intervals of their changes as far as they are known."""
+def _add_change_intervals(
+    rows: pd.DataFrame, run: DriftRun, check: Check, change: tuple[str, str]
+) -> pd.DataFrame:
     ends: list[Interval] = []
     if check.home == "accuracy":
         for task, name in zip(rows["task"], rows["metric"], strict=True):
@@ -488,7 +493,7 @@ def _with_intervals(rows: pd.DataFrame, run: DriftRun, check: Check, change: tup
     )
 
 
-def _lacking(rows: pd.DataFrame, shown: Sequence[str], absent_tasks: Sequence[str]) -> str:
+def _describe_missing_rows(rows: pd.DataFrame, shown: Sequence[str], absent_tasks: Sequence[str]) -> str:
     if absent_tasks:
         return f"not measured on {', '.join(absent_tasks)}"
     missing = rows[rows["value"].isna()]
@@ -499,7 +504,6 @@ def _lacking(rows: pd.DataFrame, shown: Sequence[str], absent_tasks: Sequence[st
 
 
 def _row_name(row: pd.Series[Any], columns: Sequence[str]) -> str:
-    """Name a row by the columns that identify it."""
     return ", ".join(f"{column} {row[column]}" for column in columns if row[column] != "")
 
 
@@ -532,10 +536,10 @@ def measured_by(claim: str) -> str:
 @remembered
 def self_checks(run: DriftRun) -> CheckReport:
     """Return the largest error of each claim that a run checks; `metric` is the claim's short name."""
-    return CheckReport(run, tuple(_self_check(run, name) for name in _CLAIMS))
+    return CheckReport(run, tuple(_run_self_check(run, name) for name in _CLAIMS))
 
 
-def _self_check(run: DriftRun, name: str) -> CheckResult:
+def _run_self_check(run: DriftRun, name: str) -> CheckResult:
     claim, table, column, limit = _CLAIMS[name]
     rows = getattr(run, table)()
     measured = rows[rows[column].notna()]
@@ -549,7 +553,7 @@ def _self_check(run: DriftRun, name: str) -> CheckResult:
         place |= {"layer": run.layer_name(place["layer"])} if "layer" in place else {}
         where = ", ".join(f"{_PLACE[key]}{value}" for key, value in place.items())
         status = "pass" if largest <= limit else "fail"
-        found = f"{number(largest, _DIGITS)} at {where}, wanted <= {_exact(limit)}"
+        found = f"{number(largest, _DIGITS)} at {where}, wanted <= {_format_all_digits(limit)}"
         reason = "" if status == "pass" else found
     title, margin, n = f"{name}: {claim}", limit - largest, len(errors)
     return CheckResult(title, name, {}, status, largest, "<=", limit, margin, n, where, reason)
@@ -564,18 +568,27 @@ def junit_xml(report: CheckReport) -> str:
     counts = {"tests": len(report.results), "failures": report.count("fail"), "errors": 0}
     attributes = {name: str(count) for name, count in (counts | {"skipped": report.count("skip")}).items()}
     root = ElementTree.Element("testsuites", attributes)
-    suite = ElementTree.SubElement(root, "testsuite", {"name": _safe(report.run.name), **attributes})
+    suite = ElementTree.SubElement(root, "testsuite", {"name": _xml_safe_text(report.run.name), **attributes})
     for result in report.results:
         case = ElementTree.SubElement(
-            suite, "testcase", {"classname": f"driftlens.{result.metric}", "name": _safe(result.title)}
+            suite,
+            "testcase",
+            {"classname": f"driftlens.{result.metric}", "name": _xml_safe_text(result.title)},
         )
-        reason = _safe(result.reason)
+        reason = _xml_safe_text(result.reason)
         if result.status != "skip":
             measured = {name: getattr(result, name) for name in ("value", "ci_low", "ci_high")}
             measured["n"] = result.samples
-            bound = {"bound": f"{result.relation} {_exact(result.threshold)}", "at": _safe(result.where)}
+            bound = {
+                "bound": f"{result.relation} {_format_all_digits(result.threshold)}",
+                "at": _xml_safe_text(result.where),
+            }
             # NaN, which is unequal to itself, marks what was not measured.
-            numbers = {name: _exact(value) for name, value in measured.items() if value == value and value}
+            numbers = {
+                name: _format_all_digits(value)
+                for name, value in measured.items()
+                if value == value and value
+            }
             properties = ElementTree.SubElement(case, "properties")
             for name, text in {**numbers, **bound}.items():
                 ElementTree.SubElement(properties, "property", {"name": name, "value": text})
@@ -589,5 +602,5 @@ def junit_xml(report: CheckReport) -> str:
     return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n"
 
 
-def _safe(text: str) -> str:
+def _xml_safe_text(text: str) -> str:
     return _NOT_XML.sub("\ufffd", harmless(text))

@@ -95,7 +95,7 @@ def compare(
             hint="Their numbers are not comparable. compare(allow_mismatch=True) in Python compares the rest.",
             mismatches=differences,
         )
-    pairs = _pairs(run_before, run_after, before, after, within=b is None)
+    pairs = _choose_variant_pairs(run_before, run_after, before, after, within=b is None)
     tasks = [task for task in run_before.tasks if task in run_after.tasks]
     if not tasks:
         raise DataError("the runs have no task in common", hint="Compare runs of the same tasks.")
@@ -108,8 +108,10 @@ def compare(
         run_before,
         run_after,
         pairs,
-        layers=pd.concat([_layer_rows(run_before, run_after, *place) for place in places], ignore_index=True),
-        tasks=pd.DataFrame([_task_row(run_before, run_after, *place) for place in places]),
+        layers=pd.concat(
+            [_layer_changes(run_before, run_after, *place) for place in places], ignore_index=True
+        ),
+        tasks=pd.DataFrame([_task_changes(run_before, run_after, *place) for place in places]),
         mismatches=differences,
         notes=notes,
     )
@@ -125,16 +127,16 @@ def comparison_table(rows: pd.DataFrame) -> Table:
     columns: dict[str, tuple[Kind, str]] = {
         "task": ("text", "task"),
         **({"metric": ("text", "metric")} if len(metrics) > 1 else {}),
-        **_both_sides("L2 drift", "number", "drift"),
+        **_before_after_columns("L2 drift", "number", "drift"),
         **with_ends(
             *("change of drift", "relative"),
             ("drift_relative", "drift_relative_ci_low", "drift_relative_ci_high"),
         ),
         "samples": ("count", "drift_n"),
-        **_both_sides("cosine", "number", "cos"),
+        **_before_after_columns("cosine", "number", "cos"),
         "change of cosine": ("signed", "cos_change"),
-        **_both_sides("flips", "share", "flips"),
-        **_both_sides(score_title, score, "score"),
+        **_before_after_columns("flips", "share", "flips"),
+        **_before_after_columns(score_title, score, "score"),
         **with_ends(f"change of {score_title}", change, ("score_change", "score_ci_low", "score_ci_high")),
         "test samples": ("count", "n_test_after"),
     }
@@ -143,7 +145,7 @@ def comparison_table(rows: pd.DataFrame) -> Table:
     return Table.from_rows("changes", "Change by task", columns, rows.to_dict("records"), note)
 
 
-def _both_sides(head: str, kind: Kind, name: str) -> dict[str, tuple[Kind, str]]:
+def _before_after_columns(head: str, kind: Kind, name: str) -> dict[str, tuple[Kind, str]]:
     return {f"{head} {side}": (kind, f"{name}_{side}") for side in ("before", "after")}
 
 
@@ -153,7 +155,7 @@ def mean_score_change(rows: pd.DataFrame) -> Interval:
     return mean_over_tasks([Interval(*row) for row in ends] if rows["metric"].nunique() == 1 else [])
 
 
-def _pairs(
+def _choose_variant_pairs(
     run_before: DriftRun, run_after: DriftRun, before: str | None, after: str | None, *, within: bool
 ) -> tuple[tuple[str, str], ...]:
     if within:
@@ -179,7 +181,9 @@ def _pairs(
     return (pair,)
 
 
-def _layer_rows(run_before: DriftRun, run_after: DriftRun, task: str, pair: tuple[str, str]) -> pd.DataFrame:
+def _layer_changes(
+    run_before: DriftRun, run_after: DriftRun, task: str, pair: tuple[str, str]
+) -> pd.DataFrame:
     columns = {"drift_l2_mean": "drift", "cos_mean": "cos"}
     sides = [
         run.layers(task, variant)[["layer", "path", *columns]].rename(columns=columns)
@@ -191,14 +195,16 @@ def _layer_rows(run_before: DriftRun, run_after: DriftRun, task: str, pair: tupl
     # NaN instead of infinity where there was no drift before.
     rows["drift_relative"] = rows["drift_change"] / rows["drift_before"].where(rows["drift_before"] != 0)
     changes = drift_changes(run_before, run_after, task, pair)
-    ends = pd.DataFrame([_ends(changes.get(layer)) for layer in rows["layer"]])
+    ends = pd.DataFrame([_drift_interval_columns(changes.get(layer)) for layer in rows["layer"]])
     rows = pd.concat([rows, ends], axis=1)
     for place, (name, value) in enumerate((("task", task), ("before", pair[0]), ("after", pair[1]))):
         rows.insert(place, name, value)
     return rows
 
 
-def _task_row(run_before: DriftRun, run_after: DriftRun, task: str, pair: tuple[str, str]) -> dict[str, Any]:
+def _task_changes(
+    run_before: DriftRun, run_after: DriftRun, task: str, pair: tuple[str, str]
+) -> dict[str, Any]:
     row: dict[str, Any] = {"task": task, "before": pair[0], "after": pair[1]}
     sides = ((run_before, pair[0]), (run_after, pair[1]))
     for name, about in (("drift", DRIFT), ("cos", COSINE), ("flips", FLIPS)):
@@ -207,7 +213,9 @@ def _task_row(run_before: DriftRun, run_after: DriftRun, task: str, pair: tuple[
     row["drift_relative"] = row["drift_change"] / row["drift_before"] if row["drift_before"] else math.nan
     changes = feature_changes(run_before, run_after, task, pair)
     drift, relative = (changes.get(about.role) for about in (DRIFT, DRIFT_CHANGE))
-    row |= _ends(MeanChange(drift, relative, is_paired=bool(drift.paired)) if drift and relative else None)
+    row |= _drift_interval_columns(
+        MeanChange(drift, relative, is_paired=bool(drift.paired)) if drift and relative else None
+    )
     # One metric for both runs, so that a change never mixes two.
     metric = main_metrics(run_before).get(task, ACCURACY)
     scores = [score_of(run, task, variant, metric) for run, variant in sides]
@@ -226,7 +234,7 @@ def _task_row(run_before: DriftRun, run_after: DriftRun, task: str, pair: tuple[
     return row | {name: getattr(answers, name) for name in ("p_value", "gained", "lost")}
 
 
-def _ends(change: MeanChange | None) -> dict[str, Any]:
+def _drift_interval_columns(change: MeanChange | None) -> dict[str, Any]:
     nothing = Interval(math.nan)
     change = change or MeanChange(nothing, nothing, is_paired=False)
     both = {"drift": change.difference, "drift_relative": change.relative}
@@ -239,38 +247,38 @@ def mismatches(a: DriftRun, b: DriftRun) -> tuple[str, ...]:
 
     Calibration samples may differ, because calibrations are compared across them.
     """
-    return () if a is b else tuple(_differences(a, b))
+    return () if a is b else tuple(_describe_mismatches(a, b))
 
 
-def _differences(a: DriftRun, b: DriftRun) -> Iterator[str]:
+def _describe_mismatches(a: DriftRun, b: DriftRun) -> Iterator[str]:
     if set(a.tasks) != set(b.tasks):
         yield f"tasks ({', '.join(a.tasks) or 'none'} against {', '.join(b.tasks) or 'none'})"
     if a.manifest.layers != b.manifest.layers:
-        yield f"layers ({_span_of_layers(a)} against {_span_of_layers(b)})"
+        yield f"layers ({_describe_layer_range(a)} against {_describe_layer_range(b)})"
     for split in ("diagnosis", "test"):
         own, other = (run.manifest.sample_id_digests.get(split, {}) for run in (a, b))
         # None means that an older run recorded no origin; then ids alone decide.
         unlike = [task for task in a.tasks if task in b.tasks and same_samples(a, b, task, split) is False]
-        yield from _differing(f"{split} samples", own, other, unlike)
-    yield from _differing("class names", a.manifest.classes, b.manifest.classes)
-    yield from _differing("experts", _experts(a), _experts(b))
+        yield from _describe_unequal_tasks(f"{split} samples", own, other, unlike)
+    yield from _describe_unequal_tasks("class names", a.manifest.classes, b.manifest.classes)
+    yield from _describe_unequal_tasks("experts", _expert_weight_digests(a), _expert_weight_digests(b))
 
 
-def _experts(run: DriftRun) -> Mapping[str, str]:
+def _expert_weight_digests(run: DriftRun) -> Mapping[str, str]:
     # By digest of the weights, as the same expert may have another path.
     models = run.manifest.models
     return {task: models[expert_of(task)].digest for task in run.tasks if expert_of(task) in models}
 
 
-def _differing(
+def _describe_unequal_tasks(
     field_name: str, a: Mapping[str, Any], b: Mapping[str, Any], unlike: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yield the tasks on which both runs have different values."""
+    """Yield a text with the tasks on which the two runs have different values, if there are any."""
     unequal = dict.fromkeys([*unlike, *(task for task in a if task in b and a[task] != b[task])])
     if unequal:
         yield f"{field_name} of {', '.join(unequal)}"
 
 
-def _span_of_layers(run: DriftRun) -> str:
+def _describe_layer_range(run: DriftRun) -> str:
     layers = run.manifest.layers
     return f"{len(layers)} layers, {layers[0].path} to {layers[-1].path}" if layers else "none"

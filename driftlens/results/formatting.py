@@ -293,11 +293,13 @@ class Table(Part):
         places, taken = {column.name: place for place, column in enumerate(self.columns)}, set[int]()
         for name, place in places.items():
             if place not in taken:
-                head, group, joints = _cell_of(name, places)
+                head, group, joints = _find_columns_of_cell(name, places)
                 taken |= {*group}
                 yield _MergedColumns(head, self.columns[place].kind, group, joints)
 
-    def cell(self, row: Sequence[Cell], shown: _MergedColumns, gap: str = NO_VALUE) -> list[tuple[str, str]]:
+    def format_cell(
+        self, row: Sequence[Cell], shown: _MergedColumns, gap: str = NO_VALUE
+    ) -> list[tuple[str, str]]:
         """Return the texts of one cell with their joints: only the first if others are missing or the same."""
         values = [row[place] for place in shown.at]
         texts = [written(value, shown.kind, gap) for value in values]
@@ -315,8 +317,8 @@ class Table(Part):
         """Return the headings, then the rows as a reader sees them."""
         columns, lines = [*self.shown()], list[list[str]]()
         for row in self.rows:
-            cells = ["".join(map("".join, self.cell(row, shown, gap))) for shown in columns]
-            lines.append([_ascii(cell) for cell in cells] if ascii_only else cells)
+            cells = ["".join(map("".join, self.format_cell(row, shown, gap))) for shown in columns]
+            lines.append([_replace_non_ascii_signs(cell) for cell in cells] if ascii_only else cells)
         return [[shown.head for shown in columns], *lines]
 
     def notes(self) -> str:
@@ -344,8 +346,10 @@ def with_ends(head: str, kind: Kind, keys: Sequence[str]) -> dict[str, tuple[Kin
     return {f"{head}{end}": (kind, key) for end, key in zip(("", " low", " high"), keys, strict=True)}
 
 
-def _cell_of(name: str, places: Mapping[str, int]) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
-    """Return heading, places and joints of the cell that starts with the column `name`."""
+def _find_columns_of_cell(
+    name: str, places: Mapping[str, int]
+) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
+    """Return heading, positions and joints of the cell that starts with the column `name`."""
     for ends, joints in _TOGETHER:
         stem = name.removesuffix(ends[0])
         shown = tuple(places[stem + end] for end in ends if stem + end in places)
@@ -355,7 +359,7 @@ def _cell_of(name: str, places: Mapping[str, int]) -> tuple[str, tuple[int, ...]
     return name, (places[name],), ("",)
 
 
-def _ascii(text: str) -> str:
+def _replace_non_ascii_signs(text: str) -> str:
     return text.replace("±", "+-").replace("→", "->")
 
 

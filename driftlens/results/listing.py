@@ -55,20 +55,20 @@ def find_runs(root: PathLike) -> list[RunSummary]:
         RunError: there is no such folder.
     """
     folder = pathlib.Path(root)
-    if _looks_like_a_run(folder):
-        return [_summarise(folder)]
+    if _is_run_folder(folder):
+        return [_run_summary(folder)]
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder", hint="Name a run directory or a folder of runs.")
     inside = sorted(folder.iterdir())
-    return [_summarise(child) for child in inside if _looks_like_a_run(child)]
+    return [_run_summary(child) for child in inside if _is_run_folder(child)]
 
 
-def _looks_like_a_run(folder: pathlib.Path) -> bool:
+def _is_run_folder(folder: pathlib.Path) -> bool:
     # A lock or a status without a manifest is a run that has just begun or was killed early.
     return any((folder / name).is_file() for name in (MANIFEST, STATUS, LOCK))
 
 
-def _summarise(folder: pathlib.Path) -> RunSummary:
+def _run_summary(folder: pathlib.Path) -> RunSummary:
     try:
         run = open_run(folder)
         return RunSummary(
@@ -79,8 +79,8 @@ def _summarise(folder: pathlib.Path) -> RunSummary:
             tasks=run.tasks,
             variants=run.variants,
             state=current_state(run),
-            merge=_merge_of(run.manifest),
-            **_standings(run),
+            merge=_merge_title_with_scaling(run.manifest),
+            **_drift_and_score_fields(run),
             bytes=sum(file.bytes for file in run.manifest.files.values()),
             left=left_undone(run),
             is_live=is_live(run.manifest),
@@ -90,14 +90,13 @@ def _summarise(folder: pathlib.Path) -> RunSummary:
         return RunSummary(path=folder, name=folder.name, problem=error.message, hint=error.hint)
 
 
-def _merge_of(manifest: Manifest) -> str:
-    """Return the merge method's title, with its scaling if it has one."""
+def _merge_title_with_scaling(manifest: Manifest) -> str:
     scaling = manifest.merge.get("parameters", {}).get("scaling")
     return " ".join(map(str, filter(None, (manifest.merge.get("title", ""), scaling))))
 
 
-def _standings(run: DriftRun) -> dict[str, Any]:
-    """`final_drift`, `scores` and `relative` of a summary."""
+def _drift_and_score_fields(run: DriftRun) -> dict[str, Any]:
+    """Return `final_drift`, `scores` and `relative` of a summary."""
     if not run.manifest.layers:
         return {}
     repairs = [name for name in run.variants if part_of(name) == "calibrated"][-1:]
@@ -105,7 +104,7 @@ def _standings(run: DriftRun) -> dict[str, Any]:
     try:
         last = [level(run, RELATIVE, task, variant).value for variant in shown[-1:] for task in run.tasks]
         drifts = {task: level(run, DRIFT, task, "merged") for task in run.tasks if "merged" in shown}
-        scores = _mean_scores(run, [*shown, "expert"])
+        scores = _mean_score_by_variant(run, [*shown, "expert"])
     except RunError:
         run.layers(layer="final")  # without these a run can't be read; its pages say what else is damaged
         return {}
@@ -116,7 +115,7 @@ def _standings(run: DriftRun) -> dict[str, Any]:
     }
 
 
-def _mean_scores(run: DriftRun, variants: Sequence[str]) -> dict[str, float]:
+def _mean_score_by_variant(run: DriftRun, variants: Sequence[str]) -> dict[str, float]:
     """Return means by variant over the tasks on which every scored one has a score; none without a common mean."""
     # A mean of accuracies and perplexities would be meaningless.
     if not all(metric.is_averaged for metric in main_metrics(run).values()):

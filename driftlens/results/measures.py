@@ -82,7 +82,7 @@ class MeasuredValue(Interval):
         return self.about.sign * ((self.low > 0) - (self.high < 0))
 
 
-def _finding(
+def _measured_value(
     about: Measure,
     numbers: Interval,
     task: str,
@@ -159,7 +159,7 @@ SCORE = Measure("score", "share", "lower", "test", "score")
 
 
 @remembered
-def _feature_levels(run: DriftRun) -> _Levels:
+def _drift_and_cosine_values(run: DriftRun) -> _Levels:
     """Return means over diagnosis samples, with Student's interval; the expert's norm is taken as known."""
     rows, levels = run.layers(layer="final") if run.manifest.layers else run.layers(), []
     numbers = rows[_COLUMNS[2:]].astype(float).to_numpy().tolist()
@@ -171,11 +171,13 @@ def _feature_levels(run: DriftRun) -> _Levels:
         relative = replace(drift.scaled(share / mean) if mean else drift, value=share)
         by_measure = {DRIFT: drift, RELATIVE: relative}
         by_measure[COSINE] = intervals.mean_interval(cosine, cosine_std, n)
-        levels += [_finding(about, value, str(task), str(variant)) for about, value in by_measure.items()]
-    return _by_place(levels)
+        levels += [
+            _measured_value(about, value, str(task), str(variant)) for about, value in by_measure.items()
+        ]
+    return _index_by_task_and_variant(levels)
 
 
-def _by_place(rows: Iterable[MeasuredValue]) -> _Levels:
+def _index_by_task_and_variant(rows: Iterable[MeasuredValue]) -> _Levels:
     return {(row.about.role, row.task, row.variant): row for row in rows}
 
 
@@ -194,7 +196,7 @@ def feature_changes(
                 scale = relative / drift if drift else math.nan
                 numbers |= {RELATIVE: change.difference.scaled(scale), DRIFT_CHANGE: change.relative}
             rows += [
-                _finding(measure, value, task, pair[1], pair[0], paired=change.is_paired)
+                _measured_value(measure, value, task, pair[1], pair[0], paired=change.is_paired)
                 for measure, value in numbers.items()
             ]
     return {row.about.role: row for row in rows}
@@ -258,13 +260,12 @@ def drift_changes(
     return changes
 
 
-def _measure_of(metric: Metric) -> Measure:
-    """Return the measure of a metric."""
+def _measure_of_metric(metric: Metric) -> Measure:
     return Measure(metric.title, metric.kind, metric.worse, "test", metric.name)
 
 
 @remembered
-def _score_levels(run: DriftRun) -> _Levels:
+def _main_metric_scores(run: DriftRun) -> _Levels:
     """Return every variant's score by the task's main metric, with the table's interval."""
     metrics, rows = main_metrics(run), run.accuracy()
     rows = rows[rows["metric"] == rows["task"].map({task: metric.name for task, metric in metrics.items()})]
@@ -272,8 +273,8 @@ def _score_levels(run: DriftRun) -> _Levels:
     levels = []
     for task, variant, (value, low, high, n) in zip(rows["task"], rows["variant"], numbers, strict=True):
         score = Interval(value, low, high, 0 if math.isnan(n) else int(n))
-        levels.append(_finding(_measure_of(metrics[task]), score, str(task), str(variant)))
-    return _by_place(levels)
+        levels.append(_measured_value(_measure_of_metric(metrics[task]), score, str(task), str(variant)))
+    return _index_by_task_and_variant(levels)
 
 
 def changed_score(
@@ -302,13 +303,15 @@ def changed_score(
         # Rounding recovers the count of right answers from the stored share.
         change = Interval(change.value, *intervals.unpaired_difference(*counts))
     elif start.n and end.n and same_samples(before, after, task, "test"):
-        rows, partner = (results(run, task, variant, metric) for run, variant in sides)
+        rows, partner = (single_results(run, task, variant, metric) for run, variant in sides)
         if len(rows) and set(rows.index) == set(partner.index):
             columns = rows["value"], partner["value"].reindex(rows.index), rows["reference"]
             change = change_of(metric, *(column.to_numpy(dtype=float) for column in columns))
             is_paired = is_measured(change.low)
     change = replace(change, n=end.n if is_measured(change.value) else 0)
-    row = _finding(_measure_of(metric), change, task, variants[1], variants[0], paired=is_paired)
+    row = _measured_value(
+        _measure_of_metric(metric), change, task, variants[1], variants[0], paired=is_paired
+    )
     return replace(row, answers=answers, answered=split)
 
 
@@ -334,7 +337,7 @@ def paired_answers(
         if not same_samples(before, after, task, split):
             continue
         sides = zip((before, after), variants, strict=True)
-        start, end = (_right_answers(run, task, variant, metric, split) for run, variant in sides)
+        start, end = (_correctness_by_sample(run, task, variant, metric, split) for run, variant in sides)
         answers = start.to_frame("before").join(end.rename("after"), how="inner")
         if len(answers):
             origins = [
@@ -348,10 +351,12 @@ def paired_answers(
 
 
 @remembered
-def _right_answers(run: DriftRun, task: str, variant: str, metric: Metric, split: str) -> pd.Series[Any]:
+def _correctness_by_sample(
+    run: DriftRun, task: str, variant: str, metric: Metric, split: str
+) -> pd.Series[Any]:
     """Return by sample id whether each test, or each labelled diagnosis sample, was answered rightly."""
     if split == "test":
-        return results(run, task, variant, metric)["value"] == 1
+        return single_results(run, task, variant, metric)["value"] == 1
     rows = run.outputs(task=task, variant=None if variant == "expert" else variant)
     answer = "expert_pred" if variant == "expert" else "pred"
     # The expert's answer is repeated on the row of every variant.
@@ -392,13 +397,14 @@ def main_metrics(run: DriftRun) -> Mapping[str, Metric]:
 
 
 @remembered
-def _flips(run: DriftRun) -> _Levels:
+def _flip_rates(run: DriftRun) -> _Levels:
     """Return the share of diagnosis samples whose decision differs from the expert's, with Wilson's interval."""
     rows = run.outputs()
     rows = rows[rows["flipped"].notna()]
     groups = rows.groupby(["task", "variant"], sort=False)["flipped"]
-    return _by_place(
-        _finding(FLIPS, share_true(flipped), str(task), str(variant)) for (task, variant), flipped in groups
+    return _index_by_task_and_variant(
+        _measured_value(FLIPS, share_true(flipped), str(task), str(variant))
+        for (task, variant), flipped in groups
     )
 
 
@@ -409,8 +415,8 @@ def share_true(column: pd.Series[Any]) -> Interval:
 
 
 _LEVELS: Mapping[str, Callable[[DriftRun], _Levels]] = {
-    **dict.fromkeys(("drift", "drift_change", "relative", "cosine"), _feature_levels),
-    **{"score": _score_levels, "flips": _flips},
+    **dict.fromkeys(("drift", "drift_change", "relative", "cosine"), _drift_and_cosine_values),
+    **{"score": _main_metric_scores, "flips": _flip_rates},
 }
 
 
@@ -425,12 +431,16 @@ def level(run: DriftRun, measure: Measure, task: str, variant: str) -> MeasuredV
     """
     row = _LEVELS[measure.role](run).get((measure.role, task, variant))
     metric = main_metrics(run).get(task, ACCURACY) if measure is SCORE else None
-    return row or _finding(_measure_of(metric) if metric else measure, Interval(math.nan), task, variant)
+    return row or _measured_value(
+        _measure_of_metric(metric) if metric else measure, Interval(math.nan), task, variant
+    )
 
 
 @remembered
-def _changes(run: DriftRun, role: str, task: str, pair: tuple[str, str]) -> Mapping[str, MeasuredValue]:
-    """Return changes by role: of the score, or of all measures of features; flips have none."""
+def _changes_by_measure(
+    run: DriftRun, role: str, task: str, pair: tuple[str, str]
+) -> Mapping[str, MeasuredValue]:
+    """Return changes by role of the measure: of the score, or of all measures of features; flips have none."""
     if role == FLIPS.role:
         return {}
     if role == SCORE.role:
@@ -450,10 +460,10 @@ def change(run: DriftRun, measure: Measure, task: str, pair: tuple[str, str]) ->
     # Features of a layer are compared once for all of their measures.
     role = measure.role if measure.role in (SCORE.role, FLIPS.role) else DRIFT.role
     # A paired change has a narrower interval than the difference of two means.
-    if row := _changes(run, role, task, pair).get(measure.role):
+    if row := _changes_by_measure(run, role, task, pair).get(measure.role):
         return row
     start, end = (level(run, measure, task, variant) for variant in pair)
-    return _finding(end.about, Interval(end.value - start.value), task, pair[1], pair[0], paired=False)
+    return _measured_value(end.about, Interval(end.value - start.value), task, pair[1], pair[0], paired=False)
 
 
 def mean(run: DriftRun, measure: Measure, tasks: Sequence[str], variant: str) -> MeasuredValue:
@@ -466,7 +476,7 @@ def mean(run: DriftRun, measure: Measure, tasks: Sequence[str], variant: str) ->
         variant: the variant.
     """
     over = mean_over_tasks([level(run, measure, task, variant) for task in tasks])
-    return replace(_finding(measure, over, "", variant), tasks=tuple(tasks))
+    return replace(_measured_value(measure, over, "", variant), tasks=tuple(tasks))
 
 
 def mean_change(
@@ -484,7 +494,7 @@ def mean_change(
     start, end = (mean(run, measure, tasks, variant).value for variant in pair)
     # The printed change must equal the difference of the printed means.
     over = replace(mean_over_tasks(by_task), value=end - start)
-    row = _finding(measure, over, "", pair[1], pair[0], paired=all(row.paired for row in by_task))
+    row = _measured_value(measure, over, "", pair[1], pair[0], paired=all(row.paired for row in by_task))
     return replace(row, tasks=tuple(tasks))
 
 
@@ -520,10 +530,10 @@ def findings(run: DriftRun) -> pd.DataFrame:
     starts = {"merged": "base", "calibrated": "merged"}
     ends = [(starts.get(part_of(name), ""), name) for name in variants]
     pairs = [(start, end) for start, end in ends if start in variants]
-    levels = (_feature_levels, _score_levels, _flips)
+    levels = (_drift_and_cosine_values, _main_metric_scores, _flip_rates)
     rows = [row for source in levels for row in source(run).values() if row.variant in variants]
     for task, pair, role in itertools.product(run.tasks, pairs, (DRIFT.role, SCORE.role)):
-        rows += _changes(run, role, task, pair).values()
+        rows += _changes_by_measure(run, role, task, pair).values()
     for about, tasks in common(run, [name for name in variants if name != "expert"]):
         rows += [mean(run, about, tasks, variant) for variant in variants]
         rows += [mean_change(run, about, tasks, pair) for pair in pairs]
@@ -538,7 +548,7 @@ def findings(run: DriftRun) -> pd.DataFrame:
     return pd.DataFrame(cells, columns=[*_FRAME]).astype({"paired": "boolean"})
 
 
-def results(run: DriftRun, task: str, variant: str, metric: Metric) -> pd.DataFrame:
+def single_results(run: DriftRun, task: str, variant: str, metric: Metric) -> pd.DataFrame:
     """Return the single results of a task's test samples by sample id; empty if none are stored."""
     rows = run.scores(task, variant)
     return rows[rows["metric"] == metric.name].dropna(subset="value").set_index("sample_id")
@@ -556,9 +566,9 @@ def interval_of(metric: Metric, values: Array, references: Array) -> Interval:
     if metric.kind == "share":
         return share_of_samples(round(float(values.sum())) / n, n)
     # The first row of draws has each sample once: the value itself.
-    value, *drawn = _statistic(metric, values, references, _draws(n))
+    value, *drawn = _metric_per_resample(metric, values, references, _bootstrap_counts(n))
     # Numbers that are all alike are correlated with nothing.
-    return Interval(float(np.nan_to_num(value)), *_ends(np.array(drawn)), n)
+    return Interval(float(np.nan_to_num(value)), *_percentile_interval(np.array(drawn)), n)
 
 
 def change_of(metric: Metric, before: Array, after: Array, references: Array) -> Interval:
@@ -573,13 +583,15 @@ def change_of(metric: Metric, before: Array, after: Array, references: Array) ->
         references: references `[n]`.
     """
     # The same draws for both sides make the interval paired.
-    counts = _draws(len(before))
-    start, end = (np.nan_to_num(_statistic(metric, side, references, counts)) for side in (before, after))
+    counts = _bootstrap_counts(len(before))
+    start, end = (
+        np.nan_to_num(_metric_per_resample(metric, side, references, counts)) for side in (before, after)
+    )
     value, *drawn = end - start
-    return Interval(float(value), *_ends(np.array(drawn)), len(before))
+    return Interval(float(value), *_percentile_interval(np.array(drawn)), len(before))
 
 
-def _draws(n: int) -> Array:
+def _bootstrap_counts(n: int) -> Array:
     """Return how often each of n samples counts: first once each, then as resampled, the same for the same n."""
     size = intervals.RESAMPLES if n > 1 else 0
     # A fixed seed, so that both sides of a change use the same resamples.
@@ -587,7 +599,7 @@ def _draws(n: int) -> Array:
     return np.concatenate([np.ones((1, n)), drawn])
 
 
-def _ends(drawn: Array) -> tuple[float, float]:
+def _percentile_interval(drawn: Array) -> tuple[float, float]:
     finite = drawn[np.isfinite(drawn)]
     if not len(finite):  # of a single sample, or of numbers that are all alike
         return float("nan"), float("nan")
@@ -595,12 +607,14 @@ def _ends(drawn: Array) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _statistic(metric: Metric, values: Array, references: Array, counts: Array) -> Array:
+def _metric_per_resample(metric: Metric, values: Array, references: Array, counts: Array) -> Array:
     """Return the metric for every row of counts, [r]; NaN if it has no value."""
     # A resample of equal numbers has no correlation; NaN is dropped by `_ends`.
     with np.errstate(all="ignore"):
         if metric.name == "spearman":
-            return _correlations(_ranks(values, counts), _ranks(references, counts), counts)
+            return _weighted_correlations(
+                _resampled_ranks(values, counts), _resampled_ranks(references, counts), counts
+            )
         if metric.needs == "passages":
             mean: Array = counts @ values / counts.sum(axis=1)
             return mean
@@ -611,7 +625,7 @@ def _statistic(metric: Metric, values: Array, references: Array, counts: Array) 
     raise ValueError(f"{metric.name} has no single results to draw from")
 
 
-def _ranks(values: Array, counts: Array) -> Array:
+def _resampled_ranks(values: Array, counts: Array) -> Array:
     """Return ranks of the resampled values, [r, n], ties sharing their mean, without sorting again."""
     # Sorting once instead of once per resample.
     _, place, sizes = np.unique(values, return_inverse=True, return_counts=True)
@@ -622,7 +636,7 @@ def _ranks(values: Array, counts: Array) -> Array:
     return ranks
 
 
-def _correlations(x: Array, y: Array, counts: Array) -> Array:
+def _weighted_correlations(x: Array, y: Array, counts: Array) -> Array:
     """Return Pearson's correlation of every row of x and y, [r, n] each, weighted by counts."""
     whole = counts.sum(axis=1, keepdims=True)
     x, y = (side - (counts * side).sum(axis=1, keepdims=True) / whole for side in (x, y))
@@ -662,7 +676,8 @@ def outcomes(run: DriftRun, task: str, merged: str = "merged", repaired: str = "
     # Diagnosis first: only these samples have stored features and drift.
     for split in ("diagnosis", "test") if metric.kind == "share" else ("diagnosis",):
         columns = {
-            name: _right_answers(run, task, variant, metric, split) for name, variant in models.items()
+            name: _correctness_by_sample(run, task, variant, metric, split)
+            for name, variant in models.items()
         }
         # Only samples that all models answered are comparable.
         rows = pd.DataFrame(columns, dtype=object).dropna().astype(bool).rename_axis("sample_id")

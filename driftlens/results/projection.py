@@ -66,8 +66,7 @@ class ProjectionSettings:
         return ("expert", *self.variants)
 
 
-def _resolved(run: DriftRun, task: str, request: ProjectionRequest) -> ProjectionSettings:
-    """Return checked settings."""
+def _resolve_settings(run: DriftRun, task: str, request: ProjectionRequest) -> ProjectionSettings:
     method, most = request.method, request.max_points
     drawn = (
         [name for name in run.variants if name != "base"] if request.variants is None else request.variants
@@ -203,14 +202,14 @@ def lay_out(rows: Array, method: Method, seed: int) -> tuple[Array, dict[str, An
         variance = None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            plane = _by_neighbours(plane, method, seed, parameters)
+            plane = _umap_or_tsne_layout(plane, method, seed, parameters)
         messages = [str(entry.message) for entry in caught if issubclass(entry.category, UserWarning)]
         notes += [f"{_TITLES[method]} warned: {text}" for text in dict.fromkeys(messages)]
     how = {"method": method, "parameters": parameters, "explained_variance": variance, "notes": tuple(notes)}
     return plane[places], how
 
 
-def _by_neighbours(rows: Array, method: Method, seed: int, parameters: dict[str, Any]) -> Array:
+def _umap_or_tsne_layout(rows: Array, method: Method, seed: int, parameters: dict[str, Any]) -> Array:
     """Lay out rows by UMAP or t-SNE; parameters that don't fit the number of rows are replaced."""
     settings = {name: value for name, value in parameters.items() if name != "pca_dims"}
     if method == "umap":
@@ -231,7 +230,7 @@ def _by_neighbours(rows: Array, method: Method, seed: int, parameters: dict[str,
     return plane
 
 
-def _quality(points: Points, coordinates: Mapping[str, Array]) -> pd.DataFrame:
+def _layout_quality(points: Points, coordinates: Mapping[str, Array]) -> pd.DataFrame:
     """Return one row per role; columns as in `Projection.quality`."""
     from sklearn.manifold import trustworthiness
     from sklearn.neighbors import NearestNeighbors
@@ -334,13 +333,13 @@ def project(
         NumericsError: features are not finite.
     """
     opened = run if isinstance(run, DriftRun) else open_run(run)
-    settings = _resolved(opened, task, request)
+    settings = _resolve_settings(opened, task, request)
     record = {"settings": asdict(settings), "features": _feature_digests(opened, settings)}
     key = json.dumps({**record, "parameters": PARAMETERS[settings.method]}, sort_keys=True)
     digest = hashlib.sha256(key.encode()).hexdigest()[:32]
     reporter, label = Reporter(on_progress, cancel), f"{settings.method} of {task}"
     reporter.step("layout", 0, 1, label)
-    projection = _stored(opened.path / _FOLDER, settings, record)
+    projection = _find_stored_layout(opened.path / _FOLDER, settings, record)
     if projection is None:
         points = load_points(opened, settings)
         rows = np.concatenate([points.directions[role] for role in settings.roles])
@@ -355,16 +354,16 @@ def project(
             "label": [*points.labels] * len(settings.roles),
             **{"x": plane[:, 0], "y": plane[:, 1]},
         }
-        frame, quality = conform(pd.DataFrame(columns), _POINTS), _quality(points, places)
+        frame, quality = conform(pd.DataFrame(columns), _POINTS), _layout_quality(points, places)
         projection = Projection(settings, frame=frame, quality=quality, digest=digest, **how)
         if store_it:
-            _write(opened, projection, record)
+            _write_projection(opened, projection, record)
     reporter.step("layout", 1, 1, label)
     return projection
 
 
 def _feature_digests(run: DriftRun, settings: ProjectionSettings) -> dict[str, str]:
-    """Return SHA-256 digests of the features of every role, which decide a layout."""
+    """Return the SHA-256 digest of the stored features of every role."""
     digests = {}
     for role in settings.roles:
         run.features(settings.task, role, settings.layer)  # raises if they are not stored
@@ -375,10 +374,10 @@ def _feature_digests(run: DriftRun, settings: ProjectionSettings) -> dict[str, s
     return digests
 
 
-def _stored(
+def _find_stored_layout(
     folder: pathlib.Path, settings: ProjectionSettings, wanted: Mapping[str, Any]
 ) -> Projection | None:
-    """Return a stored layout of these settings and features, which earlier versions stored under another name."""
+    """Return the file of a stored layout of these settings and features, also if an older version named it."""
     wanted = from_json(json.dumps(wanted))
     for path in sorted(folder.glob("*.json")):
         try:
@@ -396,7 +395,7 @@ def _stored(
     return None
 
 
-def _write(run: DriftRun, projection: Projection, record: Mapping[str, Any]) -> None:
+def _write_projection(run: DriftRun, projection: Projection, record: Mapping[str, Any]) -> None:
     base = f"{_FOLDER}/{projection.digest}"
     versions = {name: version_of(name) for name in ("scikit-learn", "umap-learn")}
     record = {

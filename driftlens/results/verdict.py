@@ -71,7 +71,7 @@ def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
     if side >= 0:
         return f"driftlens report {path}"
     compared = comparison(run)
-    if (better := _nearest(compared)) is not None:
+    if (better := _nearest_better_merge(compared)) is not None:
         merge = json.dumps({"method": better["method"], **better["settings"]})
         sets = f"--set {shlex.quote(f'merge={merge}')} --set merged=null"
         return f"driftlens analyze {path}/spec.yaml {sets} --out {path}-{shlex.quote(better['method'])}"
@@ -83,9 +83,9 @@ def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
     return f"driftlens sweep {path} --param alpha=0.15,0.3,0.6"
 
 
-def _nearer_merge(compared: Mapping[str, Any]) -> Iterator[str]:
+def _nearer_merge_sentence(compared: Mapping[str, Any]) -> Iterator[str]:
     """Yield the sentence that another merge is clearly nearer to the experts, if a comparison says so."""
-    if (row := _nearest(compared)) is not None:
+    if (row := _nearest_better_merge(compared)) is not None:
         value, low, high = (brief(row[f"nearer{end}"]) for end in ("", "_low", "_high"))
         lower = _LOWER[compared["score"]].format(value)
         yield f"{row['merge']} is nearer to the experts than this merge: {lower} ({low} to {high})."
@@ -96,13 +96,13 @@ def comparison(run: DriftRun) -> Mapping[str, Any]:
     """Return the comparison of the run's merge with others, as stored in the run; empty without one."""
     try:
         ranking = dict(from_json((run.path / MERGES / COMPARISON).read_text(encoding="utf-8")))
-        [*_nearer_merge(ranking)]  # fails on a file that is no comparison
+        [*_nearer_merge_sentence(ranking)]  # fails on a file that is no comparison
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
     return ranking
 
 
-def _nearest(compared: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _nearest_better_merge(compared: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the best of the merges whose whole interval says that they are nearer than the present one."""
     nearer = [row for row in compared.get("merges", ()) if row["method"] and (row.get("nearer_low") or 0) > 0]
     return min(nearer, key=lambda row: row["place"], default=None)
@@ -175,15 +175,15 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     merged = "merged" if "merged" in uncalibrated else next(iter(uncalibrated), "")
     repairs = [variant for variant in run.variants if part_of(variant) == "calibrated"]
     after = calibrated(name) if name else next(reversed(repairs), "")
-    judged = _judged_by(run, merged, after)
-    source = _source_of(run, merged)
+    judged = _choose_verdict_measure(run, merged, after)
+    source = _main_drift_source(run, merged)
     if judged is None:
-        nothing = ("No measurements to base a verdict on.", *_of_source(source, merged))
+        nothing = ("No measurements to base a verdict on.", *_drift_source_sentence(source, merged))
         return Verdict(RELATIVE, (), merged, after, {}, (), "", (), source, "", nothing)
     about, tasks, compared = judged
     pairs = [(merged, "expert"), (merged, "base"), (after, merged), (after, "base")]
     gaps = {
-        pair: _gap(run, about, tasks, pair)
+        pair: _gap_between_models(run, about, tasks, pair)
         # The last two pairs are needed for the command and for bad experts, and not shown.
         for pair in (*pairs, (after, "expert"), ("expert", "base"))
         if {*pair} <= {*compared}
@@ -202,10 +202,10 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     shown = tuple(gaps[pair] for pair in pairs if pair in gaps)
     means = {variant: mean(run, about, tasks, variant).interval for variant in compared}
     judgement = Verdict(about, tasks, merged, after, means, shown, worst, bad, source, command, ())
-    return replace(judgement, sentences=tuple(_sentences(run, judgement)))
+    return replace(judgement, sentences=tuple(_verdict_sentences(run, judgement)))
 
 
-def _judged_by(
+def _choose_verdict_measure(
     run: DriftRun, merged: str, after: str
 ) -> tuple[Measure, tuple[str, ...], tuple[str, ...]] | None:
     """Return the measure that compares models, the tasks on which all were measured, and the models."""
@@ -222,14 +222,13 @@ def _judged_by(
     return (*most, tuple(compared)) if most else None
 
 
-def _sentences(run: DriftRun, judgement: Verdict) -> Iterator[str]:
-    """Yield the verdict in words."""
+def _verdict_sentences(run: DriftRun, judgement: Verdict) -> Iterator[str]:
     tasks, kind, after = judgement.tasks, judgement.measure.kind, judgement.after
     name, n = judgement.measure.title, max(mean.n for mean in judgement.means.values())
     over = "" if len(tasks) > 1 else f" on {tasks[0]}"
     counts = [f"{len(tasks)} tasks"] * (len(tasks) > 1) + [f"n = {n}"] * bool(n)
     behind = f" ({', '.join(counts)})" if counts else ""
-    yield f"{name[:1].upper()}{name[1:]}{over}{behind}: {_values(judgement.means, kind)}."
+    yield f"{name[:1].upper()}{name[1:]}{over}{behind}: {_format_variant_values(judgement.means, kind)}."
     calibration = calibration_of(after) or ""
     info = run.calibration_info(calibration) if after else None
     if info is not None and info.unchanged:
@@ -240,12 +239,12 @@ def _sentences(run: DriftRun, judgement: Verdict) -> Iterator[str]:
     repairs = [variant for variant in run.variants if part_of(variant) == "calibrated"]
     for variant, gaps in itertools.groupby(judgement.gaps, lambda gap: gap.variant):
         which = " (newest calibration)" if len(repairs) > 1 and variant == repairs[-1] else ""
-        yield f"{title(variant)}{which}: {'; '.join(_of_gap(gap, judgement) for gap in gaps)}."
+        yield f"{title(variant)}{which}: {'; '.join(_describe_gap(gap, judgement) for gap in gaps)}."
     if judgement.bad_experts:
         yield f"Experts worse than base: {some_of(judgement.bad_experts, 2)}."
     is_merged = judgement.merged == "merged"
     if is_merged:
-        yield from _nearer_merge(comparison(run))
+        yield from _nearer_merge_sentence(comparison(run))
     of_merge = (run.manifest.merge or {}).get("change") if is_merged else None
     for model, record in {"the merge": of_merge, "the calibration": info and info.change}.items():
         # `max`: a merge that changes no entry loses none, and has no percentage.
@@ -254,8 +253,8 @@ def _sentences(run: DriftRun, judgement: Verdict) -> Iterator[str]:
             yield f"{record['dtype']} loses about {lost:.0f} % of the entries that {model} changes."
     if len(tasks) > 1 and judgement.worst and not judgement.bad_experts:
         worst = {name: level(run, judgement.measure, judgement.worst, name) for name in judgement.means}
-        yield f"Worst: {judgement.worst} ({_values(worst, kind)})."
-    yield from _of_source(judgement.source, judgement.merged)
+        yield f"Worst: {judgement.worst} ({_format_variant_values(worst, kind)})."
+    yield from _drift_source_sentence(judgement.source, judgement.merged)
     if failed := self_checks(run).count("fail"):
         yield f"Self-checks failed: {failed}."
     if judgement.command:
@@ -267,7 +266,9 @@ def shareable(run: DriftRun, text: str) -> str:
     return text.replace(shlex.quote(str(run.path)), shlex.quote(run.path.absolute().name))
 
 
-def _gap(run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str, str]) -> ModelGap:
+def _gap_between_models(
+    run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str, str]
+) -> ModelGap:
     # `change` goes from the first to the second, a gap from `against` to `variant`.
     backwards = (pair[1], pair[0])
     by_task = {task: change(run, about, task, backwards) for task in tasks}
@@ -277,26 +278,28 @@ def _gap(run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str,
     return ModelGap(*pair, over.interval, intervals, over.side, better, worse)
 
 
-def _values(judgement: Mapping[str, Interval], kind: Kind) -> str:
-    return ", ".join(f"{_called(variant)} {written(mean.value, kind)}" for variant, mean in judgement.items())
+def _format_variant_values(judgement: Mapping[str, Interval], kind: Kind) -> str:
+    return ", ".join(
+        f"{_variant_title(variant)} {written(mean.value, kind)}" for variant, mean in judgement.items()
+    )
 
 
-def _called(variant: str) -> str:
+def _variant_title(variant: str) -> str:
     return "experts" if variant == "expert" else title(variant)
 
 
-def _of_gap(gap: ModelGap, judgement: Verdict) -> str:
+def _describe_gap(gap: ModelGap, judgement: Verdict) -> str:
     unit = " points" * (judgement.measure.kind == "share" and gap is judgement.gaps[0])
-    change = change_of_gap(gap, judgement.measure.kind) + unit
-    counts = _counts(gap, len(judgement.tasks)) if len(judgement.tasks) > 1 else ""
+    change = format_gap(gap, judgement.measure.kind) + unit
+    counts = _describe_clear_tasks(gap, len(judgement.tasks)) if len(judgement.tasks) > 1 else ""
     if not gap.side:
         counted_change = f"{change}; {counts}" if counts else change
-        return f"no significant difference from {_called(gap.against)} ({counted_change})"
+        return f"no significant difference from {_variant_title(gap.against)} ({counted_change})"
     way = "better" if gap.side > 0 else "worse"
-    return f"{change} {way} than {_called(gap.against)}{f' ({counts})' if counts else ''}"
+    return f"{change} {way} than {_variant_title(gap.against)}{f' ({counts})' if counts else ''}"
 
 
-def change_of_gap(gap: ModelGap, kind: Kind) -> str:
+def format_gap(gap: ModelGap, kind: Kind) -> str:
     """Format a change with the longer half of its interval, signed if its direction is undecided.
 
     Both ends replace that half if it would reach 0 although the interval doesn't.
@@ -313,7 +316,7 @@ def change_of_gap(gap: ModelGap, kind: Kind) -> str:
     return f"{value} +- {half}"
 
 
-def _counts(gap: ModelGap, num_tasks: int) -> str:
+def _describe_clear_tasks(gap: ModelGap, num_tasks: int) -> str:
     """Return on how many tasks the change is clear, first those that agree with the mean."""
     sides = {"better": len(gap.better), "worse": len(gap.worse)}
     if not gap.side:
@@ -323,7 +326,7 @@ def _counts(gap: ModelGap, num_tasks: int) -> str:
     return f"clear on {on}" + (f", {sides[other]} {other}" if sides[other] else "")
 
 
-def _source_of(run: DriftRun, variant: str) -> _DriftSource | None:
+def _main_drift_source(run: DriftRun, variant: str) -> _DriftSource | None:
     """Return the layer with the largest share of a variant's final drift; None if no share was measured."""
     by_layer = shares(run, variant)
     if not by_layer:
@@ -353,7 +356,7 @@ def share_of(row: Mapping[Any, Any]) -> Interval:
     return Interval(share, low, high, plain(row["jacobian_samples"]) or 0)
 
 
-def _of_source(source: _DriftSource | None, variant: str) -> Iterator[str]:
+def _drift_source_sentence(source: _DriftSource | None, variant: str) -> Iterator[str]:
     if source is None:
         return
     share, n = source.share, f" (n = {source.share.n})" if source.share.n else ""
@@ -401,45 +404,50 @@ def headline(run: DriftRun, name: str = "") -> Headline:
     so_far = (
         f"{num_tasks} of {counted(len(run.tasks), 'task')} measured" if num_tasks < len(run.tasks) else ""
     )
-    closed = _closed(judged)
-    text, tone = _headline_of(run, judged, closed) if judged.means else ("Nothing was measured yet", "none")
+    closed = _closed_share_of_gap(judged)
+    text, tone = (
+        _headline_text_and_tone(run, judged, closed) if judged.means else ("Nothing was measured yet", "none")
+    )
     tiles = {variant: judged.means[variant] for variant in ordered}
     return Headline(text, tone, so_far, tiles, judged.measure.kind, judged.measure.title, closed)
 
 
-def _closed(judged: Verdict) -> Interval:
+def _closed_share_of_gap(judged: Verdict) -> Interval:
     """Return the repair's share of the gap to the experts; of drift, the share that it takes away."""
     repair, behind = judged.gap(judged.after, judged.merged), judged.gap(judged.merged, "expert")
     if repair is None:
         return Interval(math.nan)
     if judged.measure.role == RELATIVE.role:
-        return ratio(_turned(repair.change), judged.means[judged.merged])
+        return ratio(_negated_interval(repair.change), judged.means[judged.merged])
     # Without a clear gap the denominator may be 0, and the share anything.
-    return ratio(repair.change, _turned(behind.change)) if behind and behind.side < 0 else Interval(math.nan)
+    return (
+        ratio(repair.change, _negated_interval(behind.change))
+        if behind and behind.side < 0
+        else Interval(math.nan)
+    )
 
 
-def _turned(change: Interval) -> Interval:
-    """Return the same change in the other direction."""
+def _negated_interval(change: Interval) -> Interval:
     return Interval(-change.value, -change.high, -change.low, change.n)
 
 
-def _headline_of(run: DriftRun, judged: Verdict, closed: Interval) -> tuple[str, _Tone]:
+def _headline_text_and_tone(run: DriftRun, judged: Verdict, closed: Interval) -> tuple[str, _Tone]:
     """Return sentence and tone: first whether the last model is worth using, then the effect of the repair."""
     last = judged.after if judged.after in judged.means else judged.merged
     over_base, behind = judged.gap(last, "base"), judged.gap(judged.merged, "expert")
     repair = judged.gap(judged.after, judged.merged)
     of_drift = judged.measure.role == RELATIVE.role
     if over_base is not None and over_base.side < 0:
-        return _below_base(judged, over_base, "Repaired, and still" if repair else ""), "bad"
+        return _worse_than_base_text(judged, over_base, "Repaired, and still" if repair else ""), "bad"
     if repair is None:
-        return _of_merge(run, judged, over_base, behind)
+        return _unrepaired_merge_headline(run, judged, over_base, behind)
     if repair.side < 0:
         return (
-            f"The repair {title(last)} makes it worse, by {change_of_gap(repair, judged.measure.kind)}",
+            f"The repair {title(last)} makes it worse, by {format_gap(repair, judged.measure.kind)}",
             "bad",
         )
     target = "drift" if of_drift else "gap to the experts"
-    share = _in_percent(closed)
+    share = _format_share(closed)
     if not repair.side:
         return f"The repair closes no clear part of the {target}" + (f": {share}" if share else ""), "mixed"
     if not is_measured(closed.value):
@@ -451,20 +459,19 @@ def _headline_of(run: DriftRun, judged: Verdict, closed: Interval) -> tuple[str,
     return f"Repair {verb} {share} of the {target}{gain}", "mixed" if gain else "good"
 
 
-def _below_base(judged: Verdict, gap: ModelGap, still: str) -> str:
-    """Return the sentence on a model that is clearly worse than its base."""
+def _worse_than_base_text(judged: Verdict, gap: ModelGap, still: str) -> str:
     kind, num_tasks = judged.measure.kind, len(judged.tasks)
     if judged.measure.role == RELATIVE.role:
         words = "farther from its experts than the base"
     else:
-        words = f"worse than its base by {change_of_gap(gap, kind)}" + " points" * (kind == "share")
+        words = f"worse than its base by {format_gap(gap, kind)}" + " points" * (kind == "share")
     if num_tasks > 1:
         words += f", clearly on {len(gap.worse)} of {num_tasks} tasks"
     words += f" but better on {len(gap.better)}" if gap.better else ": don't use it"
     return f"{still} {words}" if still else words[:1].upper() + words[1:]
 
 
-def _of_merge(
+def _unrepaired_merge_headline(
     run: DriftRun, judged: Verdict, over_base: ModelGap | None, behind: ModelGap | None
 ) -> tuple[str, _Tone]:
     """Return sentence and tone for a merge without a repair that isn't clearly worse than its base."""
@@ -481,7 +488,7 @@ def _of_merge(
         unit = " points" * (judged.measure.kind == "share")
         way = "better than" if behind.side > 0 else "behind"
         tone: _Tone = "good" if behind.side > 0 else "mixed"
-        return f"{change_of_gap(behind, judged.measure.kind)}{unit} {way} the experts", tone
+        return f"{format_gap(behind, judged.measure.kind)}{unit} {way} the experts", tone
     if not over_base.side:
         return "No clear gain over the base", "mixed"
     if judged.measure.role == RELATIVE.role:
@@ -489,13 +496,15 @@ def _of_merge(
     gain = mean_change(run, judged.measure, judged.tasks, ("base", "expert")) if behind else None
     kept = ratio(over_base.change, gain.interval) if gain and gain.side > 0 else Interval(math.nan)
     text = (
-        f"Merging keeps {_in_percent(kept)} of the experts' gain over the base" if _in_percent(kept) else ""
+        f"Merging keeps {_format_share(kept)} of the experts' gain over the base"
+        if _format_share(kept)
+        else ""
     )
     return text or "Better than its base", "good"
 
 
-def _in_percent(share: Interval) -> str:
-    """ "48 % (42 to 54 %)"; empty where it isn't known."""
+def _format_share(share: Interval) -> str:
+    """Format a share with its interval, "48 % (42 to 54 %)"; empty if it is unknown."""
     if not is_measured(share.value):
         return ""
     ends = f" ({100 * share.low:.0f} to {100 * share.high:.0f} %)" if is_measured(share.low) else ""
@@ -544,7 +553,7 @@ def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
     """Return a row per task and one for their mean: every model, a change with its interval, the remaining drift."""
     if not judgement.means:
         return Table.of("tasks", "Task by task", {"task": "text"}, [])
-    about, heads = judgement.measure, _headings([*judgement.means])
+    about, heads = judgement.measure, _unique_variant_titles([*judgement.means])
     # The change from the merged model, or else the first that was measured.
     gaps = sorted(judgement.gaps, key=lambda gap: gap.against != judgement.merged)[:1]
     last = judgement.after if judgement.after in heads else judgement.merged
@@ -612,13 +621,12 @@ def summary_sheet(run: DriftRun) -> Table:
     variants = [
         name for name in dict.fromkeys(("base", "expert", *run.variants)) if part_of(name) != "baseline"
     ]
-    heads = _headings(variants)
+    heads = _unique_variant_titles(variants)
     metrics = [main_metrics(run).get(task, ACCURACY) for task in run.tasks]
     # Scores by different metrics have no mean.
     mean = [f"mean of {len(run.tasks)}"] if len(run.tasks) > 1 and len(set(metrics)) == 1 else []
 
-    def measured(measure: Measure) -> dict[str, list[Interval]]:
-        """Return the values of every measured model by heading."""
+    def values_by_heading(measure: Measure) -> dict[str, list[Interval]]:
         levels = {variant: [level(run, measure, task, variant) for task in run.tasks] for variant in variants}
         return {
             heads[variant]: [*cells, *(mean_over_tasks(cells) for _ in mean)]
@@ -626,7 +634,7 @@ def summary_sheet(run: DriftRun) -> Table:
             if any(cell.is_measured for cell in cells)
         }
 
-    scores, drifts = measured(SCORE), measured(RELATIVE)
+    scores, drifts = values_by_heading(SCORE), values_by_heading(RELATIVE)
     kind: Kind = "share" if all(metric.kind == "share" for metric in metrics) else "number"
     places = range(len(run.tasks) + len(mean))
     counts = [max((cells[place].n for cells in scores.values()), default=0) or None for place in places]
@@ -647,7 +655,7 @@ def summary_sheet(run: DriftRun) -> Table:
     return Table.of("summary", f"{run.name} ({run.id})", kinds, rows, note)
 
 
-def _headings(variants: Sequence[str]) -> dict[str, str]:
+def _unique_variant_titles(variants: Sequence[str]) -> dict[str, str]:
     """Return titles of variants; two that share one are called by their names, as headings must be unique."""
     titles = {variant: title(variant) for variant in variants}
     return {name: name if [*titles.values()].count(head) > 1 else head for name, head in titles.items()}
@@ -664,7 +672,12 @@ def final_sheet(run: DriftRun) -> Table:
                 level(run, about, task, variant) for about in (DRIFT, RELATIVE, COSINE)
             )
             distance = plain(to_base[task, variant])
-            halves = [*_with_half(drift), *_with_half(relative), distance, *_with_half(cosine)]
+            halves = [
+                *_value_and_half_interval(drift),
+                *_value_and_half_interval(relative),
+                distance,
+                *_value_and_half_interval(cosine),
+            ]
             rows.append((task, title(variant), *halves, drift.n))
     return Table.of(
         "final-drift",
@@ -700,5 +713,5 @@ def routing_sheet(run: DriftRun) -> Table:
     )
 
 
-def _with_half(row: Interval) -> tuple[float, float]:
+def _value_and_half_interval(row: Interval) -> tuple[float, float]:
     return row.value, row.high - row.value

@@ -79,11 +79,11 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
     with concerning(file):
         content = plain_file(file).read_bytes()
         document = TypeAdapter(dict[str, Any]).validate_python(from_json(content))
-        measured = _measured(document)
-        rows = [{"variant": variant, **row} for row in _rows(measured)]
+        measured = _parse_results(document)
+        rows = [{"variant": variant, **row} for row in _accuracy_rows(measured)]
     # The tool's settings may be NaN or None, too; only scores are reported as left out.
     document.pop("config", None)
-    if lost := [*_not_finite(document.get("results", document))]:
+    if lost := [*_non_finite_scores(document.get("results", document))]:
         log.warning("notice: %s: left out, no finite number: %s", file, some_of(lost, 5))
     about = {
         **{"variant": variant, "file": file.name, "sha256": hashlib.sha256(content).hexdigest()},
@@ -96,13 +96,15 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
     return open_run(folder)
 
 
-def _measured(document: dict[str, Any]) -> _Results:
+def _parse_results(document: dict[str, Any]) -> _Results:
     if "results" in document:
-        _by_task(document["results"])
-        return _of_harness(document)
-    scores = _by_task({task: by_metric for task, by_metric in document.items() if task != "config"})
+        _validated_scores(document["results"])
+        return _parse_harness_results(document)
+    scores = _validated_scores({task: by_metric for task, by_metric in document.items() if task != "config"})
     by_task = {
-        task: dict(sorted(_flat(by_metric, task), key=lambda score: not score[0].startswith(_WHOLE)))
+        task: dict(
+            sorted(_flatten_scores(by_metric, task), key=lambda score: not score[0].startswith(_WHOLE))
+        )
         for task, by_metric in scores.items()
     }
     if isinstance(document.get("config"), dict):
@@ -116,44 +118,47 @@ def _measured(document: dict[str, Any]) -> _Results:
     return _Results(_SAFETY, by_task)
 
 
-def _by_task(scores: object) -> dict[str, dict[str, Any]]:
+def _validated_scores(scores: object) -> dict[str, dict[str, Any]]:
     return TypeAdapter(dict[str, dict[str, Any]]).validate_python(scores)
 
 
-def _of_harness(document: Mapping[str, Any]) -> _Results:
+def _parse_harness_results(document: Mapping[str, Any]) -> _Results:
     # Version 0.4 writes "acc,none" and "acc_stderr,none", 0.3 without the filter; 0.4.3 and later count samples.
     scores: dict[str, dict[str, tuple[float, float]]] = {}
     for task, by_metric in document["results"].items():
         scores[task] = {}
         for key, value in by_metric.items():
             name, comma, part = key.partition(",")
-            if name.endswith(_ERROR) or name in _COUNTS or not _is_number(value):
+            if name.endswith(_ERROR) or name in _COUNTS or not _is_finite_number(value):
                 continue
             error = by_metric.get(f"{name}{_ERROR}{comma}{part}")
             shown = name if part in ("", "none") else key
-            scores[task][shown] = (float(value), float(error) if _is_number(error) else math.nan)
-    stated = {task: _part(_part(document, "n-samples"), task).get("effective") for task in scores}
+            scores[task][shown] = (float(value), float(error) if _is_finite_number(error) else math.nan)
+    stated = {
+        task: _section_or_empty(_section_or_empty(document, "n-samples"), task).get("effective")
+        for task in scores
+    }
     counts = {task: n for task, n in stated.items() if isinstance(n, int) and n > 0}
-    settings = _part(document, "config")
+    settings = _section_or_empty(document, "config")
     about = {"version": document.get("lm_eval_version"), "date": document.get("date")}
     about |= {name: settings.get(name) for name in ("model", "model_args", "limit")}
     return _Results(_HARNESS, scores, counts, about)
 
 
-def _flat(
+def _flatten_scores(
     scores: Mapping[str, Any], task: str, before: str = ""
 ) -> Iterator[tuple[str, tuple[float, float]]]:
     """Yield every number of one task by metric; parts of a task's samples follow the metric after a comma."""
     for key, value in scores.items():
         name = f"{before}{key}"
         if isinstance(value, dict) and not before:
-            yield from _flat(value, task, f"{key},")
-        elif _is_number(value):
+            yield from _flatten_scores(value, task, f"{key},")
+        elif _is_finite_number(value):
             # WildJailbreak's harmless prompts should be answered, but use the metric of attacks.
             yield f"{name},benign" if "benign" in task and "," not in name else name, (float(value), math.nan)
 
 
-def _rows(measured: _Results) -> list[dict[str, Any]]:
+def _accuracy_rows(measured: _Results) -> list[dict[str, Any]]:
     rows = []
     for task, scores in measured.scores.items():
         n = measured.counts.get(task)
@@ -183,21 +188,21 @@ def _rows(measured: _Results) -> list[dict[str, Any]]:
     return rows
 
 
-def _not_finite(scores: Mapping[str, Any], before: str = "") -> Iterator[str]:
+def _non_finite_scores(scores: Mapping[str, Any], before: str = "") -> Iterator[str]:
     """Yield the places of scores that are NaN or infinite; standard errors don't count."""
     for key, value in scores.items():
         if isinstance(value, dict):
-            yield from _not_finite(value, f"{before}{key} ")
+            yield from _non_finite_scores(value, f"{before}{key} ")
         elif _ERROR not in key and str(value).lower() in _NO_NUMBERS:
             yield f"{before}{key}"
 
 
-def _part(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _section_or_empty(document: Mapping[str, Any], name: str) -> dict[str, Any]:
     part = document.get(name)
     return part if isinstance(part, dict) else {}
 
 
-def _is_number(value: Any) -> bool:
+def _is_finite_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

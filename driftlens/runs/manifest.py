@@ -305,7 +305,7 @@ def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
     """Replace the run's manifest atomically; it ends with a digest of itself."""
     record = as_plain(manifest)
     # Written hundreds of times per run: Python's own encoder takes five times as long with indentation.
-    text = to_json({**record, "digest": _digest(record)}, indent=2).decode()
+    text = to_json({**record, "digest": _record_digest(record)}, indent=2).decode()
     write_text_atomic(folder / MANIFEST, f"{text}\n")
 
 
@@ -313,20 +313,20 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
     """Return the manifest of the run in `folder`; errors as for `open_run`."""
     path = folder / MANIFEST
     try:
-        manifest = _as_declared(Manifest, _text(path))
+        manifest = _parse_dataclass(Manifest, _read_run_file(path))
     except ValueError as error:
         # A newer schema explains the error better: it may use other types.
-        refuse_newer(str(_record(path).get("schema_version", "")), path)
-        raise _damaged(path, str(error)) from error
+        refuse_newer(str(_read_json_object(path).get("schema_version", "")), path)
+        raise _damaged_file_error(path, str(error)) from error
     refuse_newer(manifest.schema_version, path)
     return manifest
 
 
 def manifest_is_intact(folder: pathlib.Path) -> bool:
     """Return True if the manifest matches its own digest."""
-    record = _record(folder / MANIFEST)
+    record = _read_json_object(folder / MANIFEST)
     try:
-        return bool(record.pop("digest", None) == _digest(record))
+        return bool(record.pop("digest", None) == _record_digest(record))
     except ValueError:
         # NaN or infinity.
         return False
@@ -337,12 +337,12 @@ def ids_digest(ids: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()
 
 
-def _digest(record: Mapping[str, Any]) -> str:
+def _record_digest(record: Mapping[str, Any]) -> str:
     # Sorted keys: reading and writing again must not change the digest.
     return hashlib.sha256(json.dumps(record, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-def _text(path: pathlib.Path) -> bytes:
+def _read_run_file(path: pathlib.Path) -> bytes:
     try:
         return plain_file(path).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -353,20 +353,20 @@ def _text(path: pathlib.Path) -> bytes:
             hint="Give the folder that `driftlens analyze --out` or `driftlens demo` wrote.",
         ) from None
     except OSError as error:
-        raise _damaged(path, str(error)) from error
+        raise _damaged_file_error(path, str(error)) from error
 
 
-def _record(path: pathlib.Path) -> dict[str, Any]:
+def _read_json_object(path: pathlib.Path) -> dict[str, Any]:
     try:
-        record = from_json(_text(path))
+        record = from_json(_read_run_file(path))
     except ValueError as error:
-        raise _damaged(path, str(error)) from error
+        raise _damaged_file_error(path, str(error)) from error
     if not isinstance(record, dict):
-        raise _damaged(path, f"an object expected, got {type(record).__name__}")
+        raise _damaged_file_error(path, f"an object expected, got {type(record).__name__}")
     return record
 
 
-def _damaged(path: pathlib.Path, reason: str) -> RunError:
+def _damaged_file_error(path: pathlib.Path, reason: str) -> RunError:
     return RunError(f"{path} is damaged: {reason}", hint="Restore it from a copy, or run the analysis again.")
 
 
@@ -374,7 +374,7 @@ def _damaged(path: pathlib.Path, reason: str) -> RunError:
 _adapter_of: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
-def _as_declared(kind: type[T], text: bytes) -> T:
+def _parse_dataclass(kind: type[T], text: bytes) -> T:
     """Return the dataclass that JSON text describes, without conversions between types; a ValueError if it doesn't.
 
     Unknown keys are ignored.
@@ -464,13 +464,13 @@ _FRESH_SECONDS = 60.0
 _CLOCK_TOLERANCE = 2.0
 
 
-def _with_zone(moment: str) -> str:
+def _require_time_zone(moment: str) -> str:
     if moment and datetime.fromisoformat(moment).tzinfo is None:
         raise ValueError("a time without a time zone")
     return moment
 
 
-_Moment = Annotated[str, AfterValidator(_with_zone)]
+_Moment = Annotated[str, AfterValidator(_require_time_zone)]
 
 _Whole = Annotated[int, Field(lt=2**63)]
 
@@ -510,7 +510,7 @@ class Owner:
 def owner_of(folder: pathlib.Path) -> Owner | None:
     """Return the owner in the lock's note, dead or alive; None without a valid note."""
     try:
-        return _as_declared(Owner, plain_file(folder / LOCK).read_bytes())
+        return _parse_dataclass(Owner, plain_file(folder / LOCK).read_bytes())
     except (OSError, ValueError):
         return None
 
@@ -607,7 +607,7 @@ def read_status(folder: pathlib.Path) -> Status | None:
     """Return the run's status; None without a status.json."""
     path = folder / STATUS
     try:
-        return _as_declared(Status, plain_file(path).read_bytes())
+        return _parse_dataclass(Status, plain_file(path).read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -43,13 +43,13 @@ def remembered(work: Callable[Concatenate[DriftRun, P], T]) -> Callable[Concaten
     """Cache the function's answers on the run; arguments must be hashable, and answers must not be modified."""
 
     @functools.wraps(work)
-    def _answer(run: DriftRun, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def _cached_result(run: DriftRun, /, *args: P.args, **kwargs: P.kwargs) -> T:
         key = (work, args, *kwargs.items())
         if key not in run._answers:
             run._answers[key] = work(run, *args, **kwargs)
         return cast("T", run._answers[key])
 
-    return _answer
+    return _cached_result
 
 
 def open_run(path: PathLike) -> DriftRun:
@@ -130,7 +130,7 @@ class DriftRun:
             LayerNotFoundError: it has no such layer; the message lists the nearest.
             RunError: the table can't be read.
         """
-        return self._rows(schema.LAYERS, task=task, variant=variant, layer=layer)
+        return self._select_rows(schema.LAYERS, task=task, variant=variant, layer=layer)
 
     def samples(
         self, task: str | None = None, variant: str | None = None, layer: int | str | None = None
@@ -142,59 +142,59 @@ class DriftRun:
             variant: only this variant.
             layer: only this layer, as for `layers`.
         """
-        return self._rows(schema.SAMPLES, task=task, variant=variant, layer=layer)
+        return self._select_rows(schema.SAMPLES, task=task, variant=variant, layer=layer)
 
     def outputs(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
         """Return rows of the output table: one sample's scores and decision. Arguments as for `layers`."""
-        return self._rows(schema.OUTPUTS, task=task, variant=variant)
+        return self._select_rows(schema.OUTPUTS, task=task, variant=variant)
 
     def adjoint(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
         """Return rows of the adjoint table: each layer's part in a sample's change of loss, margin or feature.
 
         Empty unless the run measured them (`metrics.adjoint`). Arguments and errors as for `layers`.
         """
-        return self._rows(schema.ADJOINT, task=task, variant=variant)
+        return self._select_rows(schema.ADJOINT, task=task, variant=variant)
 
     def group_contributions(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
         """Return rows of the table of module groups' shares of mismatch and drift (`metrics.groups`), as `layers`."""
-        return self._rows(schema.GROUP_CONTRIBUTIONS, task=task, variant=variant)
+        return self._select_rows(schema.GROUP_CONTRIBUTIONS, task=task, variant=variant)
 
     def routing(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
         """Return rows of the routing table: the number of tokens per expert of a mixture. Arguments as for `layers`."""
-        return self._rows(schema.ROUTING, task=task, variant=variant)
+        return self._select_rows(schema.ROUTING, task=task, variant=variant)
 
     def params(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
         """Return rows of the parameter table: comparisons of task vectors. Arguments as for `layers`."""
-        return self._rows(schema.PARAMS, task=task, variant=variant)
+        return self._select_rows(schema.PARAMS, task=task, variant=variant)
 
     def accuracy(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
         """Return rows of the accuracy table: scores with intervals. Arguments as for `layers`."""
-        return self._rows(schema.ACCURACY, task=task, variant=variant)
+        return self._select_rows(schema.ACCURACY, task=task, variant=variant)
 
     def scores(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
         """Return rows of the table of single results: one test sample's, by metric. Arguments as for `layers`."""
-        return self._rows(schema.SCORES, task=task, variant=variant)
+        return self._select_rows(schema.SCORES, task=task, variant=variant)
 
     def calibration(self, name: str | None = None) -> pd.DataFrame:
         """Return rows of the calibration log, one per calibrated site, of all calibrations or of `name`."""
-        rows = self._rows(schema.CALIBRATION)
+        rows = self._select_rows(schema.CALIBRATION)
         if name is None:
             return rows
-        self._check("calibration", name, [*self.manifest.calibrations, *rows["name"]])
+        self._require_known_name("calibration", name, [*self.manifest.calibrations, *rows["name"]])
         return rows[rows["name"] == name].reset_index(drop=True)
 
     def calibration_info(self, name: str) -> CalibrationInfo:
         """Return the manifest's entry of a finished calibration; a DataError without one of that name."""
-        self._check("calibration", name, self.manifest.calibrations)
+        self._require_known_name("calibration", name, self.manifest.calibrations)
         return self.manifest.calibrations[name]
 
     def sweeps(self) -> pd.DataFrame:
         """Return rows of the sweep table: one calibration per point and seed, one row per task."""
-        return self._rows(schema.SWEEPS)
+        return self._select_rows(schema.SWEEPS)
 
     def resources(self) -> pd.DataFrame:
         """Return time, memory and energy by phase. Errors as for `layers`."""
-        return self._rows(schema.RESOURCES)
+        return self._select_rows(schema.RESOURCES)
 
     def value(self, column: str, *, task: str, variant: str = "merged", layer: int | str = "final") -> float:
         """Return one number of the layer table; NaN if it was not measured.
@@ -235,8 +235,8 @@ class DriftRun:
             DataError: these features are not stored.
             RunError: the file can't be read.
         """
-        self._check("task", task)
-        self._check("variant", variant)
+        self._require_known_name("task", task)
+        self._require_known_name("variant", variant)
         relative = feature_file(task, variant, self.layer_index(layer))
         path = self.path / relative
         if not path.exists() and relative not in self.manifest.files:
@@ -271,7 +271,7 @@ class DriftRun:
 
     def sample_ids(self, task: str, split: str = "diagnosis") -> tuple[str, ...]:
         """Return the ids of a task's samples in a split (calibration, diagnosis or test), in the order of the rows."""
-        self._check("task", task)
+        self._require_known_name("task", task)
         splits = [name for name, tasks in self.manifest.sample_ids.items() if task in tasks]
         if split not in splits:
             recorded = f"recorded splits: {', '.join(splits) or 'none'}"
@@ -313,7 +313,7 @@ class DriftRun:
         """
         if table not in schema.TABLES:
             raise DataError(f"a run has no table {table!r}", hint=did_you_mean(table, schema.TABLES))
-        rows = self._rows(schema.TABLES[table])
+        rows = self._select_rows(schema.TABLES[table])
         paths = [entry.path for entry in sorted(self.manifest.layers, key=lambda entry: entry.index)]
         ranks = {"task": self.tasks, "variant": ("base", "expert", *self.variants), "path": paths}
         for name in rows.columns.intersection([*ranks]):
@@ -332,15 +332,15 @@ class DriftRun:
         declared = schema.TABLES[table]
         return declared.extended(stored_columns(self.path / table_file(table), declared)).columns
 
-    def _rows(self, table: schema.TableSchema, **filters: Any) -> pd.DataFrame:
-        frame = self._frame(table)
+    def _select_rows(self, table: schema.TableSchema, **filters: Any) -> pd.DataFrame:
+        frame = self._load_table(table)
         filters = {column: value for column, value in filters.items() if value is not None}
         places = np.arange(len(frame))
         if {"task", "variant"} <= set(filters) and len(frame):
             both = filters.pop("task"), filters.pop("variant")
             # Checked here, because a pair without rows is no error, while a misspelt name is.
             for column, value in zip(("task", "variant"), both, strict=True):
-                self._check(column, value)
+                self._require_known_name(column, value)
             # Comparing text in every row for each query would take most of a report's time.
             if table.name not in self._places:
                 self._places[table.name] = frame.groupby(["task", "variant"], sort=False).indices
@@ -349,11 +349,11 @@ class DriftRun:
             if column == "layer":
                 value = self.layer_index(value)
             else:
-                self._check(column, value)
+                self._require_known_name(column, value)
             places = places[(frame[column].take(places) == value).to_numpy(dtype=bool)]
         return (frame.take(places) if len(places) < len(frame) else frame).reset_index(drop=True)
 
-    def _frame(self, table: schema.TableSchema) -> pd.DataFrame:
+    def _load_table(self, table: schema.TableSchema) -> pd.DataFrame:
         if table.name not in self._frames:
             relative = table_file(table.name)
             # Written tables are listed, so one that is neither listed nor present was never computed.
@@ -371,7 +371,7 @@ class DriftRun:
             self._frames[table.name] = rows
         return self._frames[table.name]
 
-    def _check(self, kind: str, name: str, allowed: Iterable[str] | None = None) -> None:
+    def _require_known_name(self, kind: str, name: str, allowed: Iterable[str] | None = None) -> None:
         if allowed is None:
             allowed = self.tasks if kind == "task" else (*self.variants, "expert")
         names = list(dict.fromkeys(allowed))
@@ -396,17 +396,17 @@ def last_work(run: DriftRun) -> tuple[str, str]:
 
     The state is "stopped" if the job is unfinished and its process is gone, "unknown" without status and process.
     """
-    return _state_of(run)[1:]
+    return _status_and_state(run)[1:]
 
 
 def left_undone(run: DriftRun) -> tuple[str, ...]:
     """Return sentences about later work on a finished run that ended early, and how to resume it."""
-    status, state, damage = _state_of(run)
+    status, state, damage = _status_and_state(run)
     if damage:
         return (damage,)
     if state in ("running", "cancelling") or not is_analyzed(run.manifest):
         return ()
-    begun = _begun(run)
+    begun = _unfinished_calibrations(run)
     if begun or state in ("done", "unknown"):
         ways = {name: how_to_resume(run.path, name, run.manifest) for name in begun}
         return tuple(f"calibration {name!r} is unfinished; {way}" for name, way in ways.items())
@@ -444,7 +444,7 @@ def require_analyzed(folder: pathlib.Path, *, scored: bool = False) -> None:
         )
 
 
-def _begun(run: DriftRun) -> list[str]:
+def _unfinished_calibrations(run: DriftRun) -> list[str]:
     """Return calibrations that were begun and not finished, including those whose settings were still being chosen."""
     unfinished = [*filter(None, map(calibration_of, run.manifest.unfinished))]
     started = [name.split(":")[1] for name in run.manifest.phases if name.startswith("calibrate:")]
@@ -464,7 +464,7 @@ def how_to_resume(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
     if is_live(manifest):
         both = f"name={name!r}, {'replace=True, ' if is_replacing else ''}resume=True"
         return f"`run.calibrate(..., {both})` with the same modules and settings resumes it"
-    words = _words_of(folder / begun_calibration(name))
+    words = _recorded_options(folder / begun_calibration(name))
     flags = [*(words or ()), *["--replace"] * is_replacing, "--resume"]
     command = shlex.join(["driftlens", "calibrate", str(folder), "--name", name, *flags])
     same = " with the same settings" if words is None else ""
@@ -486,7 +486,7 @@ def how_to_save(folder: pathlib.Path, name: str, manifest: Manifest, *words: str
     return f"`{command} FOLDER` saves it for its own library"
 
 
-def _words_of(begun: pathlib.Path) -> list[str] | None:
+def _recorded_options(begun: pathlib.Path) -> list[str] | None:
     """Return the options with which a calibration was begun; None if they are not recorded."""
     try:
         return [str(word) for word in from_json(begun.read_bytes())[COMMAND]]
@@ -507,7 +507,7 @@ def command_to_resume(folder: pathlib.Path, manifest: Manifest | None = None) ->
     return f"driftlens analyze {folder_name}/spec.yaml --out {folder_name} --resume"
 
 
-def _state_of(run: DriftRun) -> tuple[Status | None, str, str]:
+def _status_and_state(run: DriftRun) -> tuple[Status | None, str, str]:
     """Return the run's status, None if unreadable or absent; then the answers of `last_work`."""
     status, damage = None, ""
     try:

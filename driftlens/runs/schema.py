@@ -77,45 +77,49 @@ class TableSchema:
         return replace(self, columns=(*self.columns, *new.values())) if new else self
 
 
-def _text(name: str, meaning: str) -> ColumnSchema:
+def _text_column(name: str, meaning: str) -> ColumnSchema:
     return ColumnSchema(name, "str", "", meaning)
 
 
-def _count(name: str, unit: str, meaning: str) -> ColumnSchema:
+def _count_column(name: str, unit: str, meaning: str) -> ColumnSchema:
     return ColumnSchema(name, "int", unit, meaning, None, NOT_NEGATIVE)
 
 
-def _pure(name: str, meaning: str, worse: Worse = None, limits: Range = NOT_NEGATIVE) -> ColumnSchema:
+def _number_column(
+    name: str, meaning: str, worse: Worse = None, limits: Range = NOT_NEGATIVE
+) -> ColumnSchema:
     return ColumnSchema(name, "float", "1", meaning, worse, limits)
 
 
-def _length(name: str, meaning: str) -> ColumnSchema:
+def _norm_column(name: str, meaning: str) -> ColumnSchema:
     return ColumnSchema(name, "float", "feature", meaning, "higher", NOT_NEGATIVE)
 
 
-def _score(name: str, meaning: str, worse: Worse = "higher", unit: str = "score") -> ColumnSchema:
+def _score_column(name: str, meaning: str, worse: Worse = "higher", unit: str = "score") -> ColumnSchema:
     return ColumnSchema(name, "float", unit, meaning, worse, NOT_NEGATIVE)
 
 
-def _gain(name: str, meaning: str) -> ColumnSchema:
-    return _score(name, meaning, unit="score/feature")
+def _score_gain_column(name: str, meaning: str) -> ColumnSchema:
+    return _score_column(name, meaning, unit="score/feature")
 
 
-def _optional(option: str, *columns: ColumnSchema) -> tuple[ColumnSchema, ...]:
+def _optional_columns(option: str, *columns: ColumnSchema) -> tuple[ColumnSchema, ...]:
     return tuple(replace(column, option=option) for column in columns)
 
 
-def _shared(name: str, meaning: str, option: str) -> ColumnSchema:
+def _share_column(name: str, meaning: str, option: str) -> ColumnSchema:
     return ColumnSchema(name, "float", "1", meaning, option=option)
 
 
-def _ends(share: str, option: str = "", over: str = "jacobian_samples") -> tuple[ColumnSchema, ...]:
+def _interval_columns(
+    share: str, option: str = "", over: str = "jacobian_samples"
+) -> tuple[ColumnSchema, ...]:
     meaning = f"end of the 95 % interval of {share} over the {over} (bootstrap)."
     ends = (("low", "Lower"), ("high", "Upper"))
-    return tuple(_shared(f"{share}_{end}", f"{words} {meaning}", option) for end, words in ends)
+    return tuple(_share_column(f"{share}_{end}", f"{words} {meaning}", option) for end, words in ends)
 
 
-def _drift_family() -> tuple[ColumnSchema, ...]:
+def _drift_norm_columns() -> tuple[ColumnSchema, ...]:
     statistics = {
         "mean": "Mean",
         "std": "Standard deviation (divided by n; intervals divide by n - 1)",
@@ -126,15 +130,17 @@ def _drift_family() -> tuple[ColumnSchema, ...]:
         "q90": "90 % quantile",
     }
     meaning = "over samples of the norm of the drift (feature minus expert feature) leaving the layer."
-    return tuple(_length(f"drift_l2_{short}", f"{words} {meaning}") for short, words in statistics.items())
+    return tuple(
+        _norm_column(f"drift_l2_{short}", f"{words} {meaning}") for short, words in statistics.items()
+    )
 
 
-TASK = _text("task", "Task: a data set and its expert.")
-VARIANT = _text("variant", "Measured model: base, expert, merged, calibrated:NAME or baseline:NAME.")
+TASK = _text_column("task", "Task: a data set and its expert.")
+VARIANT = _text_column("variant", "Measured model: base, expert, merged, calibrated:NAME or baseline:NAME.")
 LAYER = ColumnSchema("layer", "int", "", "Layer in forward order, from 1, the stem.", None, (1.0, None))
-SAMPLE_ID = _text("sample_id", "The sample, as its data source names it.")
-METRIC = _text("metric", "Metric of the score, for example accuracy.")
-LABEL = _text("label", "Class of the sample in its data source.")
+SAMPLE_ID = _text_column("sample_id", "The sample, as its data source names it.")
+METRIC = _text_column("metric", "Metric of the score, for example accuracy.")
+LABEL = _text_column("label", "Class of the sample in its data source.")
 
 LAYERS = TableSchema(
     "layers",
@@ -143,54 +149,76 @@ LAYERS = TableSchema(
         TASK,
         VARIANT,
         LAYER,
-        _text("role", "stem, block or head."),
-        _text("stream", "Features that leave the layer: encoder (of an encoder-decoder) or hidden."),
-        _text("path", "Module path in the library's own names."),
-        _count("n", "samples", "Number of samples."),
-        _text("reference", "Model whose features the local mismatch is computed on: expert or merged."),
-        *_drift_family(),
-        _pure("drift_rel", "Drift norm against the expert's feature norm.", "higher"),
-        _pure("drift_vs_base", "Drift norm against the distance from base to expert.", "higher"),
-        _pure("cos_mean", "Mean cosine to the expert's feature.", "lower", COSINE),
-        _pure("cos_std", "Standard deviation of that cosine (divided by n).", "higher"),
-        _length("mismatch_l2_mean", "Mean norm of the layer's local mismatch m."),
-        _length("propagation_l2_mean", "Mean norm of p, the drift that the layer propagates."),
-        _pure("cross_term", "2 <m, p> / |e|^2: positive where mismatch and propagation add up.", None, ANY),
-        _length("residual_l2_mean", "Mean norm of p minus the incoming drift; residual layers only."),
-        _pure(
+        _text_column("role", "stem, block or head."),
+        _text_column("stream", "Features that leave the layer: encoder (of an encoder-decoder) or hidden."),
+        _text_column("path", "Module path in the library's own names."),
+        _count_column("n", "samples", "Number of samples."),
+        _text_column(
+            "reference", "Model whose features the local mismatch is computed on: expert or merged."
+        ),
+        *_drift_norm_columns(),
+        _number_column("drift_rel", "Drift norm against the expert's feature norm.", "higher"),
+        _number_column("drift_vs_base", "Drift norm against the distance from base to expert.", "higher"),
+        _number_column("cos_mean", "Mean cosine to the expert's feature.", "lower", COSINE),
+        _number_column("cos_std", "Standard deviation of that cosine (divided by n).", "higher"),
+        _norm_column("mismatch_l2_mean", "Mean norm of the layer's local mismatch m."),
+        _norm_column("propagation_l2_mean", "Mean norm of p, the drift that the layer propagates."),
+        _number_column(
+            "cross_term", "2 <m, p> / |e|^2: positive where mismatch and propagation add up.", None, ANY
+        ),
+        _norm_column("residual_l2_mean", "Mean norm of p minus the incoming drift; residual layers only."),
+        _number_column(
             "rerouted", "Share of tokens routed otherwise than in the expert; mixtures only.", "higher", SHARE
         ),
-        _length("rerouted_l2_mean", "Mean norm of c, the feature change from that routing; mixtures only."),
-        _pure("rerouted_share", "<c, e> / |e|^2: share of the drift from routing; mixtures only.", None, ANY),
-        _pure("amplification", "Norm of p against that of the incoming drift.", "higher"),
-        *_ends("amplification", over="n samples"),
-        _pure("gain_excess_mean", "Mean of gamma, the amplification minus 1.", "higher", (-1.0, None)),
-        _pure("mismatch_ratio_mean", "Mean of eta, the norm of m against the incoming drift's.", "higher"),
-        _pure("growth_holds", "Share of samples whose gamma exceeds eta.", "higher", SHARE),
-        _shared("final_share", "Signed share of the final drift from this layer's m.", "contributions"),
-        _shared("prefix_share", "Signed share of the final drift by swapping prefixes; sums to 1.", "prefix"),
-        *_ends("final_share", "contributions"),
-        *_ends("prefix_share", "prefix"),
-        _shared(
+        _norm_column(
+            "rerouted_l2_mean", "Mean norm of c, the feature change from that routing; mixtures only."
+        ),
+        _number_column(
+            "rerouted_share", "<c, e> / |e|^2: share of the drift from routing; mixtures only.", None, ANY
+        ),
+        _number_column("amplification", "Norm of p against that of the incoming drift.", "higher"),
+        *_interval_columns("amplification", over="n samples"),
+        _number_column(
+            "gain_excess_mean", "Mean of gamma, the amplification minus 1.", "higher", (-1.0, None)
+        ),
+        _number_column(
+            "mismatch_ratio_mean", "Mean of eta, the norm of m against the incoming drift's.", "higher"
+        ),
+        _number_column("growth_holds", "Share of samples whose gamma exceeds eta.", "higher", SHARE),
+        _share_column("final_share", "Signed share of the final drift from this layer's m.", "contributions"),
+        _share_column(
+            "prefix_share", "Signed share of the final drift by swapping prefixes; sums to 1.", "prefix"
+        ),
+        *_interval_columns("final_share", "contributions"),
+        *_interval_columns("prefix_share", "prefix"),
+        _share_column(
             "remainder_share", "Share of the final drift in no final_share; head row only.", "contributions"
         ),
-        _pure("closure_error", "|e - e_library| / |e| against ordinary passes of the models.", "higher"),
-        *_optional(
-            "jacobian",
-            _pure("jacobian_error", "|p - A e| / |p|, A: averaged Jacobian; up to 8 samples.", "higher"),
-            _count("nodes", "nodes", "Quadrature nodes for A."),
-            _count("jacobian_samples", "samples", "Samples for the columns that need A."),
+        _number_column(
+            "closure_error", "|e - e_library| / |e| against ordinary passes of the models.", "higher"
         ),
-        *_optional(
+        *_optional_columns(
+            "jacobian",
+            _number_column(
+                "jacobian_error", "|p - A e| / |p|, A: averaged Jacobian; up to 8 samples.", "higher"
+            ),
+            _count_column("nodes", "nodes", "Quadrature nodes for A."),
+            _count_column("jacobian_samples", "samples", "Samples for the columns that need A."),
+        ),
+        *_optional_columns(
             "jacobian.spectral",
-            _pure("spectral_norm_mean", "Mean spectral norm of A.", "higher"),
-            _pure("spectral_residual_max", "Largest residual of the power iterations for it.", "higher"),
+            _number_column("spectral_norm_mean", "Mean spectral norm of A.", "higher"),
+            _number_column(
+                "spectral_residual_max", "Largest residual of the power iterations for it.", "higher"
+            ),
         ),
-        *_optional(
+        *_optional_columns(
             "jacobian",
-            _pure("random_gain_mean", "Mean gain of A in random directions; up to 8 samples."),
+            _number_column("random_gain_mean", "Mean gain of A in random directions; up to 8 samples."),
         ),
-        *_optional("cka", _pure("cka", "Linear CKA with the expert's, debiased.", "lower", (None, 1.0))),
+        *_optional_columns(
+            "cka", _number_column("cka", "Linear CKA with the expert's, debiased.", "lower", (None, 1.0))
+        ),
     ),
 )
 
@@ -203,12 +231,14 @@ SAMPLES = TableSchema(
         LAYER,
         SAMPLE_ID,
         LABEL,
-        _length("drift_l2", "Norm of the drift leaving the layer."),
-        _pure("cos", "Cosine to the expert's feature.", "lower", COSINE),
-        _length("mismatch_l2", "Norm of the local mismatch."),
-        _length("propagation_l2", "Norm of the drift that the layer propagates."),
-        _pure("amplification", "Norm of the propagation against that of the incoming drift.", "higher"),
-        _shared("final_share", "Signed share of the sample's final drift.", "contributions"),
+        _norm_column("drift_l2", "Norm of the drift leaving the layer."),
+        _number_column("cos", "Cosine to the expert's feature.", "lower", COSINE),
+        _norm_column("mismatch_l2", "Norm of the local mismatch."),
+        _norm_column("propagation_l2", "Norm of the drift that the layer propagates."),
+        _number_column(
+            "amplification", "Norm of the propagation against that of the incoming drift.", "higher"
+        ),
+        _share_column("final_share", "Signed share of the sample's final drift.", "contributions"),
     ),
 )
 
@@ -220,29 +250,39 @@ OUTPUTS = TableSchema(
         VARIANT,
         SAMPLE_ID,
         LABEL,
-        _text("expert_pred", "Class that the expert predicts."),
-        _text("pred", "Class that the variant predicts."),
+        _text_column("expert_pred", "Class that the expert predicts."),
+        _text_column("pred", "Class that the variant predicts."),
         ColumnSchema("flipped", "bool", "", "True if the two differ.", "higher"),
-        _score("score_drift_l2", "Euclidean norm of the score drift."),
-        _score("score_drift_inf", "Largest change of one score."),
-        _gain("score_gain_secant", "Norm of the score drift against that of the final drift."),
-        _gain("score_gain", "Largest gain along the drift at points between expert and variant."),
-        _gain("score_gain_spectral", "Largest gain in any direction at those points, by power iteration."),
-        _gain("score_gain_certified", "Upper bound of the gain between expert and variant (closed form)."),
-        _score("score_bound", "Bound of the score drift: certified gain * final drift + score_map_mismatch."),
-        _score("score_map_mismatch", "Norm of the score change from different heads alone."),
-        _score("margin", "Expert's best score minus its second best.", "lower"),
+        _score_column("score_drift_l2", "Euclidean norm of the score drift."),
+        _score_column("score_drift_inf", "Largest change of one score."),
+        _score_gain_column("score_gain_secant", "Norm of the score drift against that of the final drift."),
+        _score_gain_column(
+            "score_gain", "Largest gain along the drift at points between expert and variant."
+        ),
+        _score_gain_column(
+            "score_gain_spectral", "Largest gain in any direction at those points, by power iteration."
+        ),
+        _score_gain_column(
+            "score_gain_certified", "Upper bound of the gain between expert and variant (closed form)."
+        ),
+        _score_column(
+            "score_bound", "Bound of the score drift: certified gain * final drift + score_map_mismatch."
+        ),
+        _score_column("score_map_mismatch", "Norm of the score change from different heads alone."),
+        _score_column("margin", "Expert's best score minus its second best.", "lower"),
         ColumnSchema("certified", "bool", "", "True if the drift can't flip the prediction.", "lower"),
-        _score("ce", "Cross-entropy of the variant.", unit="nat"),
-        _score("ce_expert", "Cross-entropy of the expert.", unit="nat"),
-        _pure("confidence", "Largest class probability of the variant.", None, SHARE),
-        _pure("confidence_expert", "Largest class probability of the expert.", None, SHARE),
-        _score("kl", "Divergence of the variant's class probabilities from the expert's.", unit="nat"),
-        _score("token_kl", "Divergence of the next token over the whole vocabulary.", unit="nat"),
+        _score_column("ce", "Cross-entropy of the variant.", unit="nat"),
+        _score_column("ce_expert", "Cross-entropy of the expert.", unit="nat"),
+        _number_column("confidence", "Largest class probability of the variant.", None, SHARE),
+        _number_column("confidence_expert", "Largest class probability of the expert.", None, SHARE),
+        _score_column("kl", "Divergence of the variant's class probabilities from the expert's.", unit="nat"),
+        _score_column("token_kl", "Divergence of the next token over the whole vocabulary.", unit="nat"),
         ColumnSchema("token_flipped", "bool", "", "True if the most likely next token differs.", "higher"),
         ColumnSchema("token_certified", "bool", "", "True if the drift is too small to change it.", "lower"),
-        _pure("softmax_integral_error", "Self-check: error of the softmax integral identity.", "higher"),
-        _score("ce_integral_error", "Self-check: error of the cross-entropy identity.", unit="nat"),
+        _number_column(
+            "softmax_integral_error", "Self-check: error of the softmax integral identity.", "higher"
+        ),
+        _score_column("ce_integral_error", "Self-check: error of the cross-entropy identity.", unit="nat"),
     ),
 )
 
@@ -252,10 +292,10 @@ ADJOINT = TableSchema(
     (
         TASK,
         VARIANT,
-        _text("target", "Attributed quantity: final_drift (share), loss (nat) or margin (score)."),
+        _text_column("target", "Attributed quantity: final_drift (share), loss (nat) or margin (score)."),
         LAYER,
         SAMPLE_ID,
-        *_optional(
+        *_optional_columns(
             "adjoint",
             ColumnSchema("part", "float", "of the target", "Part of the change from the layer's m."),
             ColumnSchema("change", "float", "of the target", "Change of the target from expert to variant."),
@@ -271,12 +311,16 @@ GROUP_CONTRIBUTIONS = TableSchema(
         TASK,
         VARIANT,
         LAYER,
-        _text("group", "Modules of the layer by role: q, k, v, o, gate, up, down, norms, ..."),
-        *_optional(
+        _text_column("group", "Modules of the layer by role: q, k, v, o, gate, up, down, norms, ..."),
+        *_optional_columns(
             "groups",
-            _pure("mismatch_share", "Signed share of the layer's m; they sum to 1 over groups.", None, ANY),
-            _pure("final_share", "Signed share of the final drift; they sum to the layer's.", None, ANY),
-            _pure("split_error", "|sum over groups - m| / |m| of the layer.", "higher"),
+            _number_column(
+                "mismatch_share", "Signed share of the layer's m; they sum to 1 over groups.", None, ANY
+            ),
+            _number_column(
+                "final_share", "Signed share of the final drift; they sum to the layer's.", None, ANY
+            ),
+            _number_column("split_error", "|sum over groups - m| / |m| of the layer.", "higher"),
         ),
     ),
 )
@@ -289,8 +333,8 @@ ROUTING = TableSchema(
         VARIANT,
         LAYER,
         ColumnSchema("expert", "int", "", "Number of the expert in its mixture, from 0.", None, NOT_NEGATIVE),
-        _count("tokens", "tokens", "Tokens of the diagnosis samples routed to it."),
-        _pure("gate_mean", "Mean gate weight of the expert for them; empty without tokens."),
+        _count_column("tokens", "tokens", "Tokens of the diagnosis samples routed to it."),
+        _number_column("gate_mean", "Mean gate weight of the expert for them; empty without tokens."),
     ),
 )
 
@@ -301,11 +345,11 @@ PARAMS = TableSchema(
     (
         VARIANT,
         TASK,
-        _text("scope", "module, layer, group of modules by role, or backbone."),
-        _text("path", "Path of the module or layer; name of the group; empty for the backbone."),
-        _pure("cos", "Cosine of the variant's task vector to the expert's.", "lower", COSINE),
-        _pure("norm_ratio", "Norm of the variant's task vector against the expert's."),
-        _pure("sign_agreement", "Share of entries whose signs agree.", "lower", SHARE),
+        _text_column("scope", "module, layer, group of modules by role, or backbone."),
+        _text_column("path", "Path of the module or layer; name of the group; empty for the backbone."),
+        _number_column("cos", "Cosine of the variant's task vector to the expert's.", "lower", COSINE),
+        _number_column("norm_ratio", "Norm of the variant's task vector against the expert's."),
+        _number_column("sign_agreement", "Share of entries whose signs agree.", "lower", SHARE),
     ),
 )
 
@@ -316,10 +360,12 @@ ACCURACY = TableSchema(
         TASK,
         VARIANT,
         METRIC,
-        _pure("value", "The score; range and direction are the metric's.", None, ANY),
-        _count("n", "samples", "Test samples."),
-        _pure("ci_low", "Lower end of the 95 % interval: Wilson's for shares, else bootstrap.", None, ANY),
-        _pure("ci_high", "Upper end of that interval.", None, ANY),
+        _number_column("value", "The score; range and direction are the metric's.", None, ANY),
+        _count_column("n", "samples", "Test samples."),
+        _number_column(
+            "ci_low", "Lower end of the 95 % interval: Wilson's for shares, else bootstrap.", None, ANY
+        ),
+        _number_column("ci_high", "Upper end of that interval.", None, ANY),
         ColumnSchema("seed", "int", "", "Seed of the test samples."),
     ),
     "driftlens analyze RUN",
@@ -333,10 +379,12 @@ SCORES = TableSchema(
         VARIANT,
         METRIC,
         SAMPLE_ID,
-        _pure("value", "1 or 0 for shares, the number for spearman, nats for perplexity.", None, ANY),
-        _pure("reference", "Expected number for spearman, target tokens for perplexity.", None, ANY),
-        _text("answer", "Answer that the variant generated or chose."),
-        _text("target", "Expected answer."),
+        _number_column(
+            "value", "1 or 0 for shares, the number for spearman, nats for perplexity.", None, ANY
+        ),
+        _number_column("reference", "Expected number for spearman, target tokens for perplexity.", None, ANY),
+        _text_column("answer", "Answer that the variant generated or chose."),
+        _text_column("target", "Expected answer."),
     ),
     "driftlens analyze RUN",
 )
@@ -345,27 +393,33 @@ CALIBRATION = TableSchema(
     "calibration",
     ("name", "layer", "site"),
     (
-        _text("name", "Calibration; the variant is calibrated:NAME."),
+        _text_column("name", "Calibration; the variant is calibrated:NAME."),
         LAYER,
-        _text("site", "Calibrated module, in the library's own names."),
-        _text("kind", "Kind of the solve."),
-        _pure("lam", "Ridge, relative to a Gram matrix of norm 1."),
-        _pure("objective_before", "Objective at the merged parameters.", "higher"),
-        _pure("objective_after", "Objective at the calibrated parameters.", "higher"),
-        _pure("weight_change", "|dW|_F / |W|_F."),
-        _pure("condition_estimate", "Estimated condition of the system solved.", "higher", (1.0, None)),
+        _text_column("site", "Calibrated module, in the library's own names."),
+        _text_column("kind", "Kind of the solve."),
+        _number_column("lam", "Ridge, relative to a Gram matrix of norm 1."),
+        _number_column("objective_before", "Objective at the merged parameters.", "higher"),
+        _number_column("objective_after", "Objective at the calibrated parameters.", "higher"),
+        _number_column("weight_change", "|dW|_F / |W|_F."),
+        _number_column(
+            "condition_estimate", "Estimated condition of the system solved.", "higher", (1.0, None)
+        ),
         ColumnSchema("seconds", "float", "s", "Time spent on the site.", None, NOT_NEGATIVE),
-        _pure("smallest_eigenvalue", "Estimated smallest eigenvalue of the system solved.", "lower"),
-        _pure("task_weight_sum", "Sum over tasks of the weights of their Gram matrices."),
-        _pure("task_weight_share", "Share of a bias that tasks, not the anchor, determine.", None, SHARE),
-        _pure("upstream_ridge", "Ridge of the repair of errors from earlier modules."),
-        _pure("upstream_share", "Share of that repair that held-out samples support.", None, SHARE),
-        _pure(
+        _number_column("smallest_eigenvalue", "Estimated smallest eigenvalue of the system solved.", "lower"),
+        _number_column("task_weight_sum", "Sum over tasks of the weights of their Gram matrices."),
+        _number_column(
+            "task_weight_share", "Share of a bias that tasks, not the anchor, determine.", None, SHARE
+        ),
+        _number_column("upstream_ridge", "Ridge of the repair of errors from earlier modules."),
+        _number_column("upstream_share", "Share of that repair that held-out samples support.", None, SHARE),
+        _number_column(
             "stationarity_error", "|W S v - R v| / (|W S v| + |R v|) of W S = R, v one direction.", "higher"
         ),
-        _count("num_rows", "rows", "Tokens that an expert of a mixture was solved from; else empty."),
-        _pure("routes_before", "Routers in older runs: share of tokens routed right.", "lower", SHARE),
-        _pure("routes_after", "The same for the calibrated router.", "lower", SHARE),
+        _count_column("num_rows", "rows", "Tokens that an expert of a mixture was solved from; else empty."),
+        _number_column(
+            "routes_before", "Routers in older runs: share of tokens routed right.", "lower", SHARE
+        ),
+        _number_column("routes_after", "The same for the calibrated router.", "lower", SHARE),
     ),
     CALIBRATE,
 )
@@ -374,24 +428,33 @@ SWEEPS = TableSchema(
     "sweeps",
     ("sweep", "point", "seed", "task"),
     (
-        _text("sweep", "Varied settings joined by `+`, `ablation`, or `control` (rho 1), after METHOD:."),
+        _text_column(
+            "sweep", "Varied settings joined by `+`, `ablation`, or `control` (rho 1), after METHOD:."
+        ),
         ColumnSchema("point", "int", "", "Place of the settings in the sweep, from 0.", None, (0.0, None)),
         ColumnSchema("seed", "int", "", "Seed of the calibration samples."),
         TASK,
-        _pure("lam", "Ridge, relative to a Gram matrix of norm 1."),
-        _pure("rho", "Position of the anchor from base (0) to merged (1); beyond, extrapolated.", None, ANY),
-        _pure("alpha", "Share of the expert's features in the target.", None, SHARE),
-        _count("n", "samples", "Calibration samples per task."),
-        _length("drift_l2_mean", "Mean norm of the final drift on the diagnosis samples."),
-        _pure("drift_rel", "Final drift norm against the expert's feature norm.", "higher"),
-        _pure("cos_mean", "Mean cosine of the final feature to the expert's.", "lower", COSINE),
-        *(_pure(metric.name, metric.described, metric.worse, metric.range) for metric in METRICS.values()),
-        _count("n_test", "samples", "Test samples of the scores."),
+        _number_column("lam", "Ridge, relative to a Gram matrix of norm 1."),
+        _number_column(
+            "rho", "Position of the anchor from base (0) to merged (1); beyond, extrapolated.", None, ANY
+        ),
+        _number_column("alpha", "Share of the expert's features in the target.", None, SHARE),
+        _count_column("n", "samples", "Calibration samples per task."),
+        _norm_column("drift_l2_mean", "Mean norm of the final drift on the diagnosis samples."),
+        _number_column("drift_rel", "Final drift norm against the expert's feature norm.", "higher"),
+        _number_column("cos_mean", "Mean cosine of the final feature to the expert's.", "lower", COSINE),
+        *(
+            _number_column(metric.name, metric.described, metric.worse, metric.range)
+            for metric in METRICS.values()
+        ),
+        _count_column("n_test", "samples", "Test samples of the scores."),
         ColumnSchema("seconds", "float", "s", "Time of the calibration.", None, NOT_NEGATIVE),
-        _text("method", "The calibrator."),
-        _text("settings", "All its settings, as JSON."),
-        _text("corruption", "Corruption of calibration images and its severity, or `none`."),
-        _score("kl", "Divergence of class probabilities from the expert's, diagnosis samples.", unit="nat"),
+        _text_column("method", "The calibrator."),
+        _text_column("settings", "All its settings, as JSON."),
+        _text_column("corruption", "Corruption of calibration images and its severity, or `none`."),
+        _score_column(
+            "kl", "Divergence of class probabilities from the expert's, diagnosis samples.", unit="nat"
+        ),
     ),
     "driftlens sweep RUN --param alpha=0,0.1,0.3,1",
 )
@@ -400,10 +463,12 @@ RESOURCES = TableSchema(
     "resources",
     ("phase",),
     (
-        _text("phase", "Phase of the work."),
+        _text_column("phase", "Phase of the work."),
         ColumnSchema("seconds", "float", "s", "Wall-clock time.", None, NOT_NEGATIVE),
-        _count("peak_rss_bytes", "B", "Peak resident memory of the process, until the end of the phase."),
-        _count("peak_gpu_bytes", "B", "Peak accelerator memory during the phase."),
+        _count_column(
+            "peak_rss_bytes", "B", "Peak resident memory of the process, until the end of the phase."
+        ),
+        _count_column("peak_gpu_bytes", "B", "Peak accelerator memory during the phase."),
         ColumnSchema("energy_wh", "float", "Wh", "Energy used, if measurable.", None, NOT_NEGATIVE),
     ),
 )
@@ -425,9 +490,9 @@ def refuse_newer(version: str, path: pathlib.Path, *, minor: bool = False) -> No
         path: the file, for the message.
         minor: refuse a newer minor version too, as before writing, which would lose its unknown columns.
     """
-    ours = _parsed(SCHEMA_VERSION)
+    ours = _parse_version(SCHEMA_VERSION)
     try:
-        theirs = _parsed(version)
+        theirs = _parse_version(version)
     except ValueError:
         raise RunError(
             f"{path} states the schema version {version!r}; expected one like {SCHEMA_VERSION!r}"
@@ -439,6 +504,6 @@ def refuse_newer(version: str, path: pathlib.Path, *, minor: bool = False) -> No
         )
 
 
-def _parsed(version: str) -> tuple[int, int]:
+def _parse_version(version: str) -> tuple[int, int]:
     major, minor = version.split(".")[:2]
     return int(major), int(minor)

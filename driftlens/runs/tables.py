@@ -33,7 +33,7 @@ DAMAGED = "`driftlens check` on the run lists every file that is damaged."
 
 def empty(table: TableSchema) -> pd.DataFrame:
     """Return a frame without rows that has every column of `table` in its type."""
-    return _as_frame(_file_schema(table).empty_table(), table)
+    return _arrow_to_frame(_parquet_schema(table).empty_table(), table)
 
 
 def conform(frame: pd.DataFrame, table: TableSchema) -> pd.DataFrame:
@@ -42,21 +42,21 @@ def conform(frame: pd.DataFrame, table: TableSchema) -> pd.DataFrame:
     Raises:
         ValueError: the rows don't fit the table, a mistake of the calling code.
     """
-    return _as_frame(_as_stored(frame, table), table).set_axis(frame.index)
+    return _arrow_to_frame(_frame_to_arrow(frame, table), table).set_axis(frame.index)
 
 
 def stored_columns(path: pathlib.Path, table: TableSchema) -> list[ColumnSchema]:
     """Return the columns in the file of a table, those that diagnostics added last; none without a file."""
     if not path.exists():
         return []
-    with _opened(path) as file:
-        known = table.extended(_added(file.schema_arrow))
+    with _open_parquet(path) as file:
+        known = table.extended(_diagnostic_columns(file.schema_arrow))
         return [column for column in known.columns if column.name in file.schema_arrow.names]
 
 
 def read_table(path: pathlib.Path, table: TableSchema) -> pd.DataFrame:
     """Return a Parquet file as a frame; columns that an older schema lacks are null, those of diagnostics come last."""
-    return _as_frame(_read(path, table), table)
+    return _arrow_to_frame(_read_parquet(path, table), table)
 
 
 def append_rows(
@@ -80,11 +80,11 @@ def appended(
         replace: replace earlier rows that have the same key; otherwise such rows are a ValueError.
     """
     if not path.exists():
-        return _as_stored(frame, table)
+        return _frame_to_arrow(frame, table)
     # Earlier rows never pass through pandas, which might round or retype them.
-    earlier = _read(path, table)
-    table = table.extended(_added(earlier.schema))
-    rows = _as_stored(frame, table)
+    earlier = _read_parquet(path, table)
+    table = table.extended(_diagnostic_columns(earlier.schema))
+    rows = _frame_to_arrow(frame, table)
     for name in (name for name in frame.columns if name not in earlier.schema.names):
         field = rows.schema.field(name)
         earlier = earlier.append_column(field, pa.nulls(len(earlier), field.type))
@@ -92,9 +92,9 @@ def appended(
     keys = both.group_by(list(table.key), use_threads=False).aggregate([])
     if len(keys) == len(both):
         return both
-    clash = _keys(earlier, table).isin(_keys(rows, table))
+    clash = _key_index(earlier, table).isin(_key_index(rows, table))
     if clash.any() and not replace:
-        key = _first_key(earlier.filter(clash).to_pandas(), table)
+        key = _describe_first_key(earlier.filter(clash).to_pandas(), table)
         raise ValueError(f"table {table.name!r} already has the row {key}")
     return pa.concat_tables([earlier.filter(~clash), rows])
 
@@ -107,10 +107,10 @@ def filled(path: pathlib.Path, table: TableSchema, frame: pd.DataFrame) -> pa.Ta
         table: its declaration.
         frame: key columns and the columns to set; a missing value changes nothing.
     """
-    earlier = _read(path, table)
-    table = table.extended(_added(earlier.schema))
-    rows = _as_stored(frame, table)
-    places = _keys(rows, table).get_indexer(_keys(earlier, table))
+    earlier = _read_parquet(path, table)
+    table = table.extended(_diagnostic_columns(earlier.schema))
+    rows = _frame_to_arrow(frame, table)
+    places = _key_index(rows, table).get_indexer(_key_index(earlier, table))
     if (places >= 0).sum() != rows.num_rows:
         raise ValueError(f"table {table.name!r} lacks some of the {rows.num_rows} rows to fill")
     there = pa.array(places, mask=places < 0)
@@ -125,23 +125,23 @@ def without(path: pathlib.Path, table: TableSchema, column: str, values: Collect
     """Return the rows of a Parquet file whose text `column` has none of `values`; None if that is all of them."""
     if not path.exists():
         return None
-    rows = _read(path, table)
+    rows = _read_parquet(path, table)
     left = rows.filter(pc.invert(pc.is_in(rows[column], pa.array(list(values), pa.string()))))
     return left if left.num_rows < rows.num_rows else None
 
 
-def _as_frame(stored: pa.Table, table: TableSchema) -> pd.DataFrame:
+def _arrow_to_frame(stored: pa.Table, table: TableSchema) -> pd.DataFrame:
     frame: pd.DataFrame = stored.to_pandas(types_mapper=_NULLABLE.get)
     # Integers of a key are never null, so they need no nullable type.
     return frame.astype({name: np.int64 for name in table.key if table.column(name).dtype == "int"})
 
 
-def _as_stored(frame: pd.DataFrame, table: TableSchema) -> pa.Table:
+def _frame_to_arrow(frame: pd.DataFrame, table: TableSchema) -> pa.Table:
     """Return the rows in the types of the file; a ValueError if they don't fit the table."""
     unknown = [name for name in frame.columns if name not in table.names]
     if unknown:
         raise ValueError(f"table {table.name!r} has no column {unknown[0]!r}")
-    schema, columns = _file_schema(table), []
+    schema, columns = _parquet_schema(table), []
     for column, field in zip(table.columns, schema, strict=True):
         try:
             cells = frame[column.name] if column.name in frame.columns else pd.Series(None, index=frame.index)
@@ -154,19 +154,19 @@ def _as_stored(frame: pd.DataFrame, table: TableSchema) -> pa.Table:
             raise ValueError(f"rows for table {table.name!r} have a null in the key column {name!r}")
     keys = rows.select(list(table.key)).to_pandas()
     if keys.duplicated().any():
-        key = _first_key(keys[keys.duplicated()], table)
+        key = _describe_first_key(keys[keys.duplicated()], table)
         raise ValueError(f"rows for table {table.name!r} repeat the key {key}")
     return rows
 
 
-def _file_schema(table: TableSchema) -> pa.Schema:
+def _parquet_schema(table: TableSchema) -> pa.Schema:
     declared = TABLES.get(table.name, table).names
     fields = [
         pa.field(
             column.name,
             _FILE_TYPES[column.dtype],
             metadata={"unit": column.unit, "meaning": column.meaning}
-            | ({} if column.name in declared else {_ADDED: _declaration(column)}),
+            | ({} if column.name in declared else {_ADDED: _column_as_json(column)}),
         )
         for column in table.columns
     ]
@@ -177,18 +177,18 @@ def _file_schema(table: TableSchema) -> pa.Schema:
     )
 
 
-def _declaration(column: ColumnSchema) -> str:
+def _column_as_json(column: ColumnSchema) -> str:
     # Without the option, which readers of schema 1.0 don't know.
     return json.dumps({name: value for name, value in dataclasses.asdict(column).items() if name != "option"})
 
 
-def _added(schema: pa.Schema) -> list[ColumnSchema]:
+def _diagnostic_columns(schema: pa.Schema) -> list[ColumnSchema]:
     notes = [json.loads(field.metadata[_ADDED]) for field in schema if _ADDED in (field.metadata or {})]
     return [ColumnSchema(**{**column, "range": tuple(column["range"])}) for column in notes]
 
 
 @contextlib.contextmanager
-def _opened(path: pathlib.Path) -> Iterator[pq.ParquetFile]:
+def _open_parquet(path: pathlib.Path) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file; raise a RunError if it can't be read."""
     try:
         with pq.ParquetFile(plain_file(path)) as file:
@@ -200,19 +200,19 @@ def _opened(path: pathlib.Path) -> Iterator[pq.ParquetFile]:
         raise RunError(f"{path} can't be read: {reason}", hint=DAMAGED) from error
 
 
-def _read(path: pathlib.Path, table: TableSchema) -> pa.Table:
-    with _opened(path) as file:
+def _read_parquet(path: pathlib.Path, table: TableSchema) -> pa.Table:
+    with _open_parquet(path) as file:
         stored = file.read()
         # Reading doesn't decode text, so invalid text would fail much later.
         stored.validate(full=True)
     version = (stored.schema.metadata or {}).get(_VERSION_KEY, b"")
     refuse_newer(version.decode(errors="replace"), path)
-    return _in_schema(stored, table.extended(_added(stored.schema)), path)
+    return _convert_to_schema(stored, table.extended(_diagnostic_columns(stored.schema)), path)
 
 
-def _in_schema(stored: pa.Table, table: TableSchema, path: pathlib.Path) -> pa.Table:
+def _convert_to_schema(stored: pa.Table, table: TableSchema, path: pathlib.Path) -> pa.Table:
     """Return the columns of `table`; those that `stored` lacks are null, those of a newer minor version are dropped."""
-    schema, names = _file_schema(table), {*stored.column_names}
+    schema, names = _parquet_schema(table), {*stored.column_names}
     try:
         columns = [
             stored.column(field.name).cast(field.type)
@@ -225,11 +225,11 @@ def _in_schema(stored: pa.Table, table: TableSchema, path: pathlib.Path) -> pa.T
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _keys(rows: pa.Table, table: TableSchema) -> pd.MultiIndex:
+def _key_index(rows: pa.Table, table: TableSchema) -> pd.MultiIndex:
     return pd.MultiIndex.from_frame(rows.select(list(table.key)).to_pandas())
 
 
-def _first_key(rows: pd.DataFrame, table: TableSchema) -> str:
+def _describe_first_key(rows: pd.DataFrame, table: TableSchema) -> str:
     return ", ".join(f"{name}={rows[name].tolist()[0]!r}" for name in table.key)
 
 

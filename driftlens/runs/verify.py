@@ -108,7 +108,9 @@ def equality(a: DriftRun, b: DriftRun) -> Equality:
             for frame, other, which in ((first, second, "first"), (second, first, "second")):
                 alone = frame.index.difference(other.index)
                 if len(alone):
-                    rows = f"{counted(len(alone), 'row')} only in the {which} run ({_row(alone[0])})"
+                    rows = (
+                        f"{counted(len(alone), 'row')} only in the {which} run ({_format_row_key(alone[0])})"
+                    )
                     result.unequal.append(f"{table.name}: {rows}")
             shared = first.index.intersection(second.index)
             first, second = first.reindex(shared), second.reindex(shared)
@@ -119,12 +121,12 @@ def equality(a: DriftRun, b: DriftRun) -> Equality:
         for column in table.columns:
             if column.name not in (*table.key, *_SKIPPED_COLUMNS, *lacking):
                 label = f"{table.name}.{column.name}"
-                _compare(result, label, column, first[column.name], second[column.name])
+                _compare_columns(result, label, column, first[column.name], second[column.name])
     result.bit_equal = result.bit_equal and not result.unequal
     return result
 
 
-def _compare(
+def _compare_columns(
     equality: Equality, label: str, column: ColumnSchema, a: pd.Series[Any], b: pd.Series[Any]
 ) -> None:
     """Add the comparison of one column, in rows of the same keys, to `equality`."""
@@ -134,7 +136,7 @@ def _compare(
     if column.dtype != "float":
         unequal[both] = (a[both] != b[both]).to_numpy(dtype=bool)
     if unequal.any():
-        place = _row(a.index[int(unequal.argmax())])
+        place = _format_row_key(a.index[int(unequal.argmax())])
         num_unequal = int(unequal.sum())
         verb = "differs" if num_unequal == 1 else "differ"
         equality.unequal.append(f"{label}: {counted(num_unequal, 'row')} {verb} ({place})")
@@ -152,8 +154,11 @@ def _compare(
         distance = np.where(differing, np.abs(values_a - values_b) / scale if scale else math.inf, 0.0)
     worst = int(distance.argmax())
     if distance[worst] > equality.largest:
-        equality.largest, equality.where = float(distance[worst]), f"{label}, {_row(a.index[both][worst])}"
+        equality.largest, equality.where = (
+            float(distance[worst]),
+            f"{label}, {_format_row_key(a.index[both][worst])}",
+        )
 
 
-def _row(key: object) -> str:
+def _format_row_key(key: object) -> str:
     return ", ".join(str(part) for part in key) if isinstance(key, tuple) else str(key)

@@ -86,7 +86,7 @@ class RunLock:
 
     def acquire(self) -> Owner | None:
         """Take the lock; return the owner that died holding it, if any, and remove its scratch folders."""
-        _refuse_links_out(self._folder)
+        _refuse_links_out_of_run(self._folder)
         undo_if_stopped(self, self.release)
         try:
             self._guard.acquire()
@@ -100,11 +100,11 @@ class RunLock:
             # Files of other programs may be large; they are not searched.
             for entry in ENTRIES:
                 sweep((self._folder / entry).rglob(PARTIAL), others=True)
-            self.beat()
+            self.write_heartbeat()
         except TimeoutError:
             forget_undo(self)
             if not (self._folder / GUARD).exists():
-                self.require_own()
+                self.require_own_folder()
             raise locked_error(self._folder, owner_of(self._folder)) from None
         except BaseException as error:
             is_guarded = self._guard.is_held
@@ -125,9 +125,9 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def beat(self) -> Owner:
+    def write_heartbeat(self) -> Owner:
         """Write the note, with a new heartbeat, and return it."""
-        self.require_own()
+        self.require_own_folder()
         self._has_note = True
         owner = Owner.this_process()
         # Only the guard must survive a power cut.
@@ -144,7 +144,7 @@ class RunLock:
         # The guard's file is open while the lock is held, so no new file can have its identity.
         return self._held is not None and os.path.samestat(guard, self._held)
 
-    def require_own(self) -> None:
+    def require_own_folder(self) -> None:
         """Raise a RunError if the folder was removed, moved or replaced since it was locked."""
         if not self.is_own:
             raise RunError(
@@ -162,7 +162,7 @@ class RunLock:
         forget_undo(self)
 
 
-def _refuse_links_out(folder: pathlib.Path) -> None:
+def _refuse_links_out_of_run(folder: pathlib.Path) -> None:
     """Refuse a run with links that lead out of it; the run itself may be a link."""
     home = os.path.realpath(folder)
     places = [folder / EVENTS, folder / GUARD]
@@ -184,8 +184,7 @@ def write_status(folder: pathlib.Path, status: Status) -> None:
     write_json_atomic(folder / STATUS, as_plain(replace(status, metrics=metrics)), is_lasting=is_lasting)
 
 
-def _final_state(error: BaseException) -> Literal["cancelled", "failed"]:
-    """Return the state of a run that `error` ended."""
+def _state_after_error(error: BaseException) -> Literal["cancelled", "failed"]:
     return "cancelled" if isinstance(error, (Cancelled, KeyboardInterrupt)) else "failed"
 
 
@@ -249,7 +248,7 @@ class RunWriter:
             # Before the lock, which leaves a file behind.
             refuse_occupied(folder, force=force)
 
-        def _emptied() -> Manifest:
+        def _clear_and_make_manifest() -> Manifest:
             # Again under the lock: another process may have started a run in the folder meanwhile.
             refuse_occupied(folder, force=force)
             for entry in ENTRIES:
@@ -258,7 +257,7 @@ class RunWriter:
             write_text_atomic(folder / SPEC, spec_yaml)
             return new_manifest(name, spec_digest, live)
 
-        return cls._begin(folder, "created", _emptied)
+        return cls._lock_and_start(folder, "created", _clear_and_make_manifest)
 
     @classmethod
     def resume(cls, path: PathLike) -> RunWriter:
@@ -267,15 +266,15 @@ class RunWriter:
         # Before the lock, which would leave a file in a folder that is no run.
         read_manifest(folder)
 
-        def _current() -> Manifest:
+        def _read_manifest_to_resume() -> Manifest:
             manifest = read_manifest(folder)
             refuse_newer(manifest.schema_version, folder / MANIFEST, minor=True)
             return replace(settled(folder, manifest), schema_version=SCHEMA_VERSION)
 
-        return cls._begin(folder, "resumed", _current)
+        return cls._lock_and_start(folder, "resumed", _read_manifest_to_resume)
 
     @classmethod
-    def _begin(cls, folder: pathlib.Path, event: str, manifest: Callable[[], Manifest]) -> RunWriter:
+    def _lock_and_start(cls, folder: pathlib.Path, event: str, manifest: Callable[[], Manifest]) -> RunWriter:
         """Take the lock, read or make the manifest under it, and record the beginning; an error ends the run."""
         lock = RunLock(folder)
         previous = lock.acquire()
@@ -284,7 +283,7 @@ class RunWriter:
         except BaseException:
             lock.release()
             raise
-        undo_if_stopped(writer, lambda: writer._abandon(KeyboardInterrupt()))
+        undo_if_stopped(writer, lambda: writer._record_error_and_release(KeyboardInterrupt()))
         try:
             writer._save()
             writer.status("running")
@@ -297,7 +296,7 @@ class RunWriter:
                 listed = ", ".join(f"{name} {now[name]} (before: {before[name]})" for name in changed)
                 writer.notice(f"resumed with {listed}")
         except BaseException as error:
-            writer._abandon(error)
+            writer._record_error_and_release(error)
             raise
         return writer
 
@@ -307,31 +306,31 @@ class RunWriter:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
-                self._finish()
+                self._list_files_and_finish()
             else:
-                self._end(error)
+                self._record_final_error(error)
                 if isinstance(error, Exception) and not isinstance(error, Cancelled):
                     # A missing folder explains the error that it caused.
-                    self._lock.require_own()
+                    self._lock.require_own_folder()
         except BaseException as late:
-            self._end(late)
+            self._record_final_error(late)
             raise
         finally:
-            self._release()
+            self._release_lock()
 
     def status(self, state: State, **fields: Any) -> None:
         """Write the state of the run to its status.json; see `Status` for the fields."""
-        owner = self._lock.beat()
+        owner = self._lock.write_heartbeat()
         times = {"heartbeat": owner.heartbeat, "process_started": owner.process_started}
         self._status = Status(state, **fields, pid=owner.pid, **times)  # type: ignore[arg-type]
         # The folder may have been removed while the heartbeat was written.
-        self._lock.require_own()
+        self._lock.require_own_folder()
         write_status(self.folder, self._status)
         self._posted = self.clock()
 
     def progress(self, event: ProgressEvent) -> None:
         """Write an event to status.json, at most twice a second within a phase. This is a progress sink."""
-        self._lock.require_own()
+        self._lock.require_own_folder()
         is_news = event.phase != self._status.phase or event.done == event.total
         if is_news or self.clock() - self._posted >= _STATUS_SECONDS:
             self.status(self._status.state, **vars(event))
@@ -344,7 +343,7 @@ class RunWriter:
         """
         used: dict[str, Any] = {}
         started, clock, energy = utc_now(), self.clock(), energy_wh()
-        self._set_phase(name, PhaseInfo("running", 0.0, started))
+        self._record_phase(name, PhaseInfo("running", 0.0, started))
         self.status("running", phase=name)
         try:
             yield used
@@ -352,7 +351,7 @@ class RunWriter:
             error.add_note(f"during phase {name} of {self.folder}")
             # The disk may have failed; report the first error.
             with suppress(OSError):
-                self._set_phase(name, PhaseInfo(_final_state(error), self.clock() - clock, started))
+                self._record_phase(name, PhaseInfo(_state_after_error(error), self.clock() - clock, started))
             raise
         seconds = self.clock() - clock
         row = {"phase": name, "seconds": seconds, "peak_rss_bytes": peak_rss_bytes(), **used}
@@ -360,13 +359,13 @@ class RunWriter:
         if energy is not None and (spent := (energy_wh() or 0.0) - energy) >= 0:
             row["energy_wh"] = spent
         self.append("resources", pd.DataFrame([row]), replace=True)
-        self._set_phase(name, PhaseInfo("done", seconds, started))
+        self._record_phase(name, PhaseInfo("done", seconds, started))
 
     def done(self, phase: str) -> bool:
         """Return True if the phase was finished, now or before the run was interrupted."""
         return phase in self.manifest.phases and self.manifest.phases[phase].state == "done"
 
-    def _finish(self) -> None:
+    def _list_files_and_finish(self) -> None:
         # These keep their entries: nothing was written to them since.
         listed = dict(self.manifest.files)
         new = [relative for relative in run_files(self.folder) if relative not in listed]
@@ -375,26 +374,26 @@ class RunWriter:
         append_event(self.folder, "finished")
         self.status("done")
 
-    def _abandon(self, error: BaseException) -> None:
-        self._end(error)
-        self._release()
+    def _record_error_and_release(self, error: BaseException) -> None:
+        self._record_final_error(error)
+        self._release_lock()
 
-    def _release(self) -> None:
+    def _release_lock(self) -> None:
         self._lock.release()
         forget_undo(self)
 
-    def _end(self, error: BaseException) -> None:
+    def _record_final_error(self, error: BaseException) -> None:
         """Record the error that ended the run, as failed or cancelled."""
         # A full disk must not hide the error.
         with suppress(OSError):
             failure, last = Failure.of(error), self._status
             self.status(
-                _final_state(error), phase=last.phase, done=last.done, total=last.total, error=failure
+                _state_after_error(error), phase=last.phase, done=last.done, total=last.total, error=failure
             )
-            append_event(self.folder, _final_state(error), **asdict(failure))
+            append_event(self.folder, _state_after_error(error), **asdict(failure))
             self._save()
 
-    def _set_phase(self, name: str, phase: PhaseInfo) -> None:
+    def _record_phase(self, name: str, phase: PhaseInfo) -> None:
         self.describe(phases={name: phase})
         self.event("phase", name=name, state=phase.state, seconds=phase.seconds)
 
@@ -403,7 +402,9 @@ class RunWriter:
 
         Mappings are merged, sequences extended by what is new, everything else is set.
         """
-        self._save(**{name: _merged(getattr(self.manifest, name), value) for name, value in entries.items()})
+        self._save(
+            **{name: _merge_entries(getattr(self.manifest, name), value) for name, value in entries.items()}
+        )
 
     def warn(self, text: str) -> None:
         """Record a warning: something that may invalidate the numbers."""
@@ -432,7 +433,7 @@ class RunWriter:
             columns: columns that a diagnostic adds to the schema; the file keeps their declaration.
         """
         path = self.folder / table_file(table)
-        self._write(path, appended(path, TABLES[table].extended(columns), frame, replace=replace))
+        self._write_table(path, appended(path, TABLES[table].extended(columns), frame, replace=replace))
 
     def fill(self, table: str, frame: pd.DataFrame, columns: Sequence[ColumnSchema] = ()) -> None:
         """Set values in columns of existing rows, by key; all other values stay exact.
@@ -443,14 +444,14 @@ class RunWriter:
             columns: columns that a diagnostic adds to the schema.
         """
         path = self.folder / table_file(table)
-        self._write(path, filled(path, TABLES[table].extended(columns), frame))
+        self._write_table(path, filled(path, TABLES[table].extended(columns), frame))
 
     def drop(self, table: str, column: str, values: Collection[str]) -> None:
         """Remove the rows of a table whose text `column` has one of `values`."""
         path = self.folder / table_file(table)
         rows = without(path, TABLES[table], column, values)
         if rows is not None:
-            self._write(path, rows)
+            self._write_table(path, rows)
 
     def write_features(self, task: str, variant: str, layer: int, array: NDArray[np.floating[Any]]) -> None:
         """Store features as float16, or with a notice as float32 if they exceed float16.
@@ -497,7 +498,7 @@ class RunWriter:
         describes both the old and the new file.
         """
         # Before a folder is made that may belong to another run.
-        self._lock.require_own()
+        self._lock.require_own_folder()
         is_listed = relative in self.manifest.files
         with atomic_path(self.folder / relative) as written:
             yield written
@@ -513,15 +514,15 @@ class RunWriter:
         """Hide these variants from readers until `finish_variants`, so that their rows can be written."""
         self._save(
             variants=[name for name in self.manifest.variants if name not in variants],
-            unfinished=_merged(self.manifest.unfinished, variants),
+            unfinished=_merge_entries(self.manifest.unfinished, variants),
         )
 
     def finish_variants(self, variants: Sequence[str], **entries: Any) -> None:
         """Show these variants to readers, and update `entries` of the manifest in the same step."""
         self._save(
-            variants=_merged(self.manifest.variants, variants),
+            variants=_merge_entries(self.manifest.variants, variants),
             unfinished=[name for name in self.manifest.unfinished if name not in variants],
-            **{name: _merged(getattr(self.manifest, name), value) for name, value in entries.items()},
+            **{name: _merge_entries(getattr(self.manifest, name), value) for name, value in entries.items()},
         )
 
     def remove_calibration(self, name: str) -> None:
@@ -530,10 +531,10 @@ class RunWriter:
         phases = [phase for phase in self.manifest.phases if f"{phase}:".startswith(f"calibrate:{name}:")]
         self.begin_variants(gone)
         self._save(
-            calibrations=_without(self.manifest.calibrations, [name]),
-            models=_without(self.manifest.models, gone),
-            warnings=[text for text in self.manifest.warnings if not _mentions(text, gone)],
-            notices=[text for text in self.manifest.notices if not _mentions(text, gone)],
+            calibrations=_without_names(self.manifest.calibrations, [name]),
+            models=_without_names(self.manifest.models, gone),
+            warnings=[text for text in self.manifest.warnings if not _is_about_variants(text, gone)],
+            notices=[text for text in self.manifest.notices if not _is_about_variants(text, gone)],
         )
         by_variant = [(name, "variant", gone) for name, table in TABLES.items() if "variant" in table.names]
         belonging = [("calibration", "name", [name]), ("resources", "phase", phases)]
@@ -550,34 +551,34 @@ class RunWriter:
         # Last, because the phases also name the rows of the resources to remove.
         self._save(
             unfinished=[variant for variant in self.manifest.unfinished if variant not in gone],
-            phases=_without(self.manifest.phases, phases),
+            phases=_without_names(self.manifest.phases, phases),
         )
 
     def event(self, event: str, **details: object) -> None:
         """Append one line to the run's events; numbers that are not finite become null."""
-        self._lock.require_own()
+        self._lock.require_own_folder()
         append_event(self.folder, event, **{name: plain(value) for name, value in details.items()})
 
-    def _write(self, path: pathlib.Path, rows: pa.Table) -> None:
+    def _write_table(self, path: pathlib.Path, rows: pa.Table) -> None:
         with self.file(path.relative_to(self.folder).as_posix()) as written:
             pq.write_table(rows, written)
 
     def _save(self, **changes: Any) -> None:
-        self._lock.require_own()
+        self._lock.require_own_folder()
         self.manifest = replace(self.manifest, **changes)
         write_manifest(self.folder, self.manifest)
 
 
-def _without(entries: Mapping[str, Any], gone: Sequence[str]) -> dict[str, Any]:
+def _without_names(entries: Mapping[str, Any], gone: Sequence[str]) -> dict[str, Any]:
     return {name: entry for name, entry in entries.items() if name not in gone}
 
 
-def _mentions(text: str, variants: Sequence[str]) -> bool:
+def _is_about_variants(text: str, variants: Sequence[str]) -> bool:
     """Return True if a notice or warning names one of these variants, as in "task cars, VARIANT: ..."."""
     return any(f"{variant}{end}" in text for variant in variants for end in (":", ","))
 
 
-def _merged(old: Any, new: Any) -> Any:
+def _merge_entries(old: Any, new: Any) -> Any:
     if isinstance(old, Mapping):
         return {**old, **new}
     if isinstance(old, Sequence) and not isinstance(old, str):
@@ -595,7 +596,7 @@ def attach(run: str | pathlib.Path, relative: str) -> Iterator[pathlib.Path]:
         writer = RunWriter(folder, settled(folder, read_manifest(folder)), lock)
         with writer.file(relative) as written:
             yield written
-            lock.require_own()
+            lock.require_own_folder()
             new = _describe_file(written)
         writer._save(files=dict(sorted({**writer.manifest.files, relative: new}.items())))
 

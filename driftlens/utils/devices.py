@@ -46,14 +46,15 @@ def resolve_device(device: str | torch.device) -> torch.device:
     except (RuntimeError, AssertionError, ValueError, TypeError, ImportError) as error:
         there = ", ".join(f"`{name}`" for name in names())
         raise SpecError(
-            f"device {str(device)!r} is not available: {_first_line(error)}", hint=f"Use `auto` or {there}."
+            f"device {str(device)!r} is not available: {_first_error_line(error)}",
+            hint=f"Use `auto` or {there}.",
         ) from None
     return resolved
 
 
 def device_name(device: torch.device) -> str:
     """Return the vendor's name of a device, or torch's."""
-    vendor_name = None if device.type == "cpu" else _of_module("get_device_name", device)
+    vendor_name = None if device.type == "cpu" else _call_device_module("get_device_name", device)
     return str(vendor_name or device)
 
 
@@ -84,7 +85,7 @@ _FACTORS: Mapping[str, Callable[[Tensor], object]] = {
 
 
 @functools.cache
-def lacking(device: torch.device) -> tuple[str, ...]:
+def missing_factorizations(device: torch.device) -> tuple[str, ...]:
     """Return the matrix factorizations that a device does not support. Each is tried on one number."""
     one, lacks = torch.ones(1, 1, device=device), []
     for name, factor in _FACTORS.items():
@@ -97,7 +98,7 @@ def lacking(device: torch.device) -> tuple[str, ...]:
 
 def near_factors(tensor: Tensor) -> Tensor:
     """Return the tensor on a device that can factor it: its own, or the host."""
-    return tensor.to(HOST) if lacking(tensor.device) else tensor
+    return tensor.to(HOST) if missing_factorizations(tensor.device) else tensor
 
 
 class SumsTooLarge(torch.OutOfMemoryError):
@@ -109,7 +110,7 @@ _crowded: ContextVar[bool] = ContextVar("crowded", default=False)
 
 def place_of_sums(dtype: torch.dtype, device: torch.device) -> torch.device:
     """Return the device for moments of this dtype and their solves: the host if it lacks memory or a factorization."""
-    return HOST if _crowded.get() or lacking(device) else device_of(dtype, device)
+    return HOST if _crowded.get() or missing_factorizations(device) else device_of(dtype, device)
 
 
 def room_for_sums(device: torch.device, budget: int) -> int:
@@ -133,20 +134,20 @@ def sums_moving() -> Iterator[Callable[[], bool]]:
     # Set to its own value, only for a token that restores it later.
     token = _crowded.set(_crowded.get())
 
-    def _move() -> bool:
+    def _move_sums_to_host() -> bool:
         moves = not _crowded.get()
         _crowded.set(True)
         return moves
 
     try:
-        yield _move
+        yield _move_sums_to_host
     finally:
         _crowded.reset(token)
 
 
 def host_work(device: torch.device) -> list[str]:
     """Describe, in sentences, the computations that run on the host because the device cannot do them."""
-    name, lacks, sentences = device_name(device), lacking(device), []
+    name, lacks, sentences = device_name(device), missing_factorizations(device), []
     if not has_float64(device):
         sentences.append(f"{name} has no float64: such sums and solves run on the host")
     if lacks:
@@ -175,22 +176,24 @@ def to_float64(tensor: Tensor) -> Tensor:
 
 def memory(device: torch.device) -> tuple[int, int] | None:
     """Return free memory (including torch's cache) and total memory of the device, in bytes."""
-    free_and_total: tuple[int, int] | None = _memory("get_memory_info", "mem_get_info", device)
+    free_and_total: tuple[int, int] | None = _query_memory("get_memory_info", "mem_get_info", device)
     if free_and_total is None:
         return None
-    reserved, used = (_memory(name, name, device) or 0 for name in ("memory_reserved", "memory_allocated"))
+    reserved, used = (
+        _query_memory(name, name, device) or 0 for name in ("memory_reserved", "memory_allocated")
+    )
     # Torch keeps freed blocks in a cache, which the driver counts as used.
     return free_and_total[0] + max(0, reserved - used), free_and_total[1]
 
 
 def peak_memory(device: torch.device) -> int | None:
     """Return the largest number of bytes that tensors took on the device since `reset_peak_memory`."""
-    return _memory("max_memory_allocated", "max_memory_allocated", device)
+    return _query_memory("max_memory_allocated", "max_memory_allocated", device)
 
 
 def reset_peak_memory(device: torch.device) -> None:
     """Reset the peak that `peak_memory` reports."""
-    _memory("reset_peak_memory_stats", "reset_peak_memory_stats", device)
+    _query_memory("reset_peak_memory_stats", "reset_peak_memory_stats", device)
 
 
 def synchronize(device: torch.device) -> None:
@@ -266,42 +269,42 @@ def answering(device: torch.device, action: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        message = f"{device} has too little memory to {action}: {_first_line(error)}"
+        message = f"{device} has too little memory to {action}: {_first_error_line(error)}"
         raise RunError(message, hint=_LESS_MEMORY) from error
     except RuntimeError as error:
         # A lost device has no error type of its own; a trial computation distinguishes it from a defect of the
         # code.
-        if isinstance(error, RunError) or _answers(device):
+        if isinstance(error, RunError) or _is_device_responding(device):
             raise
         raise RunError(
-            f"{device} no longer responds: to {action} failed ({_first_line(error)})",
+            f"{device} no longer responds: to {action} failed ({_first_error_line(error)})",
             hint="Check it with `driftlens doctor`. Finished phases are kept; continue with --resume.",
         ) from error
 
 
-def _answers(device: torch.device) -> bool:
+def _is_device_responding(device: torch.device) -> bool:
     try:
         return bool(torch.zeros(1, device=device).cpu() == 0)
     except RuntimeError:
         return False
 
 
-def _first_line(error: BaseException) -> str:
+def _first_error_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _memory(general: str, of_module: str, device: torch.device) -> Any:
+def _query_memory(general: str, of_module: str, device: torch.device) -> Any:
     """Call a memory function of `torch.accelerator`, or of the device's own module."""
     if device.type == "cpu":
         return None
     try:
         function: Callable[..., Any] | None = getattr(torch.accelerator, general, None)
-        return function(device) if function is not None else _of_module(of_module, device)
+        return function(device) if function is not None else _call_device_module(of_module, device)
     except (RuntimeError, NotImplementedError):
         return None
 
 
-def _of_module(name: str, device: torch.device) -> Any:
+def _call_device_module(name: str, device: torch.device) -> Any:
     function: Callable[..., Any] | None = getattr(torch.get_device_module(device), name, None)
     return None if function is None else function(device)
 
@@ -343,13 +346,15 @@ def exact_products() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(
-            _exact_switches() if hasattr(torch.backends, "fp32_precision") else _exact_flags()
+            _full_precision_switches()
+            if hasattr(torch.backends, "fp32_precision")
+            else _full_precision_flags()
         )
         yield
 
 
 @contextmanager
-def _exact_switches() -> Iterator[None]:
+def _full_precision_switches() -> Iterator[None]:
     """Set the switches of torch 2.9, where operations override backends, and backends the general switch."""
     backends: Any = torch.backends
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
@@ -382,7 +387,7 @@ def _exact_switches() -> Iterator[None]:
 
 
 @contextmanager
-def _exact_flags() -> Iterator[None]:
+def _full_precision_flags() -> Iterator[None]:
     """Set the flags of torch before 2.9."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

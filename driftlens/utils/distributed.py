@@ -71,21 +71,21 @@ class Team:
         if owner == 0:
             return value
         if self.rank == owner:
-            self._send(value, 0)
-        return cast("T", self._received(owner)) if self.is_main_process else None
+            self._send_object(value, 0)
+        return cast("T", self._receive_object(owner)) if self.is_main_process else None
 
     def run_on_main(self, work: Callable[[], T]) -> T:
         """Run work on the main rank and return its result on all; a `DriftLensError` is raised on all."""
         if self.size == 1:
             return work()
         if self.is_main_process:
-            value, error = outcome = _outcome(work)
+            value, error = outcome = _result_or_error(work)
             for rank in range(1, self.size):
-                self._send(outcome, rank)
+                self._send_object(outcome, rank)
         else:
-            value, error = self._received(0)
+            value, error = self._receive_object(0)
         if error is not None:
-            raise self._agreed(error)
+            raise self._mark_raised_on_all(error)
         return cast("T", value)
 
     def gather(self, value: T) -> list[T]:
@@ -95,7 +95,7 @@ class Team:
         import torch
 
         values: list[Any] = [None] * self.size
-        with self._connection():
+        with self._report_broken_connection():
             torch.distributed.all_gather_object(values, value)
         return values
 
@@ -109,10 +109,10 @@ class Team:
             return {item: work(item) for item in items}
         parts: dict[str, T] = {}
         for part, error in self.gather(
-            _outcome(lambda: {item: work(item) for item in self.own_items(items)})
+            _result_or_error(lambda: {item: work(item) for item in self.own_items(items)})
         ):
             if error is not None:
-                raise self._agreed(error)
+                raise self._mark_raised_on_all(error)
             parts |= part or {}
         return {item: parts[item] for item in items}
 
@@ -144,13 +144,13 @@ class Team:
             time.sleep(_READ)
         return bool(is_first)
 
-    def _agreed(self, error: DriftLensError) -> DriftLensError:
+    def _mark_raised_on_all(self, error: DriftLensError) -> DriftLensError:
         self._common.append(error)
         return error
 
     @contextmanager
-    def _connection(self) -> Iterator[None]:
-        """Turn a broken connection into the error that another process has ended with."""
+    def _report_broken_connection(self) -> Iterator[None]:
+        """Replace a broken connection's error by the error that ended the other process."""
         try:
             yield
         except RuntimeError as broken:
@@ -165,19 +165,19 @@ class Team:
                     error = kind(message, hint=hint)
             raise error from broken
 
-    def _send(self, value: object, to: int) -> None:
+    def _send_object(self, value: object, to: int) -> None:
         import torch
 
         file = io.BytesIO()
         _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-        with self._connection():
+        with self._report_broken_connection():
             torch.distributed.send_object_list([file.getvalue()], dst=to, device=torch.device("cpu"))
 
-    def _received(self, source: int) -> Any:
+    def _receive_object(self, source: int) -> Any:
         import torch
 
         data: list[Any] = [None]
-        with self._connection():
+        with self._report_broken_connection():
             torch.distributed.recv_object_list(data, src=source, device=torch.device("cpu"))
         return pickle.loads(data[0])
 
@@ -198,7 +198,7 @@ class _Pickler(pickle.Pickler):
 ALONE = Team()
 
 
-def _outcome(work: Callable[[], T]) -> tuple[T | None, DriftLensError | None]:
+def _result_or_error(work: Callable[[], T]) -> tuple[T | None, DriftLensError | None]:
     try:
         return work(), None
     except DriftLensError as error:

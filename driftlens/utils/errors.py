@@ -133,13 +133,13 @@ def from_library(error: BaseException) -> DriftLensError | None:
     if isinstance(error, DriftLensError):
         return error
     noted = [note.removeprefix(_IN) for note in getattr(error, "__notes__", ()) if note.startswith(_IN)]
-    library = _library_of(error)
+    library = _library_that_raised(error)
     if not (library or noted):
         return None
     place = f"{noted[0]}: " if noted else ""
     problems = getattr(error, "errors", None)
     if library == "pydantic_core" and problems is not None:
-        lines = [_problem(details) for details in problems(include_url=False)]
+        lines = [_format_validation_error(details) for details in problems(include_url=False)]
         text = "\n".join(lines[:_MOST_LINES])
         return SpecError(f"{place}{text}", hint="Correct these values.")
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
@@ -153,8 +153,8 @@ def from_library(error: BaseException) -> DriftLensError | None:
 _DATA_MODULES = {"json", "pickle", "_pickle", "zipfile", "tarfile", "zlib", "struct", "csv"}
 
 
-def _library_of(error: BaseException) -> str:
-    """Return the package that raised an error about its input, "" for our own code."""
+def _library_that_raised(error: BaseException) -> str:
+    """Return the package that raised an error about its input; "" for DriftLens itself."""
     package = type(error).__module__.partition(".")[0]
     if package in _DATA_MODULES:
         return package
@@ -162,18 +162,18 @@ def _library_of(error: BaseException) -> str:
         return "Python"
     # `builtins` is a module of the standard library, too.
     if package not in sys.stdlib_module_names:
-        return "" if _is_ours(package) else package.removeprefix("_")
+        return "" if _is_driftlens_package(package) else package.removeprefix("_")
     # Built-in errors, such as ValueError, are raised by any code, so the innermost frame decides.
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     package = str(frames[-1].f_globals.get("__name__")).partition(".")[0] if frames else ""
-    return "" if package in sys.stdlib_module_names or _is_ours(package) else package
+    return "" if package in sys.stdlib_module_names or _is_driftlens_package(package) else package
 
 
-def _is_ours(package: str) -> bool:
+def _is_driftlens_package(package: str) -> bool:
     return package.startswith("driftlens") or package in ("", "__main__")
 
 
-def _problem(details: Any) -> str:
+def _format_validation_error(details: Any) -> str:
     place = ".".join(map(str, details["loc"]))
     return f"{place}: {details['msg']}, got {details['input']!r:.80}".removeprefix(": ")
 

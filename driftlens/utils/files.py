@@ -52,10 +52,10 @@ def escape(name: str) -> str:
     if not name:
         raise ValueError("an empty name can't be a file name")
 
-    def _escaped(match: re.Match[str]) -> str:
+    def _escape_character(match: re.Match[str]) -> str:
         return "__" if match[0] == ":" else "".join(f"%{byte:02X}" for byte in match[0].encode())
 
-    return _UNSAFE.sub(_escaped, name)
+    return _UNSAFE.sub(_escape_character, name)
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def atomic_path(
         written = scratch / target.name
         yield written
         if is_lasting:
-            _flush(written)
+            _flush_to_disk(written)
         # Atomic only within one file system, so the scratch folder is next to the target.
         written.replace(target)
 
@@ -91,8 +91,8 @@ def atomic_folder(path: PathLike, *, replace: bool = False) -> Iterator[pathlib.
         yield filled
         for file in filled.rglob("*"):
             if file.is_file():
-                _flush(file)
-        _swap(filled, target, aside=scratch / _ASIDE)
+                _flush_to_disk(file)
+        _replace_folder(filled, target, aside=scratch / _ASIDE)
 
 
 def require_free(path: PathLike) -> None:
@@ -195,23 +195,23 @@ def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.P
         if (os.getpid(), target.parent) not in _swept:
             _swept.add((os.getpid(), target.parent))
             sweep(target.parent.glob(PARTIAL))
-        undo_if_stopped(folder, lambda: _discard(folder))
+        undo_if_stopped(folder, lambda: _remove_scratch_folder(folder))
         folder.mkdir(mode=0o700)
     except OSError as error:
-        _discard(folder)
-        raise _unwritable(target, error, need) from error
+        _remove_scratch_folder(folder)
+        raise _write_failure(target, error, need) from error
     try:
         yield folder
     except BaseException as error:
-        _discard(folder)
+        _remove_scratch_folder(folder)
         for parent in missing:
             with contextlib.suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError) and error.errno in _DISK_FULL:
-            raise _unwritable(target, error, need) from error
+            raise _write_failure(target, error, need) from error
         raise
     finally:
-        _discard(folder)
+        _remove_scratch_folder(folder)
 
 
 def temporary_folder() -> contextlib.AbstractContextManager[pathlib.Path]:
@@ -234,8 +234,8 @@ def sweep(scratch: Iterable[pathlib.Path], *, others: bool = False) -> None:
         is_live = is_filled if is_mine else is_known and psutil.pid_exists(int(number))
         if (is_known or others) and not is_live:
             with contextlib.suppress(OSError):
-                _finish_swap(folder)
-            _discard(folder)
+                _finish_replacing_folder(folder)
+            _remove_scratch_folder(folder)
 
 
 def undo_if_stopped(key: object, undo: Callable[[], None]) -> None:
@@ -307,7 +307,7 @@ def entries(folder: pathlib.Path) -> list[pathlib.Path]:
         return []
 
 
-def _discard(folder: pathlib.Path) -> None:
+def _remove_scratch_folder(folder: pathlib.Path) -> None:
     try:
         # Empty once its content has moved to the target.
         folder.rmdir()
@@ -316,29 +316,29 @@ def _discard(folder: pathlib.Path) -> None:
     forget_undo(folder)
 
 
-def _unwritable(target: pathlib.Path, error: OSError, need: int | None) -> RunError:
+def _write_failure(target: pathlib.Path, error: OSError, need: int | None) -> RunError:
     reason = error.strerror or str(error)
     if error.errno not in _DISK_FULL:
         return RunError(f"can't write {target}: {reason}", hint="Choose a folder with write permission.")
     free = free_bytes(target.parent)
-    needed = "" if need is None else f" of the {_amount(need)} needed"
-    hint = f"{_amount(free)}{needed} are free there. Free some space, or choose another disk."
+    needed = "" if need is None else f" of the {_format_bytes(need)} needed"
+    hint = f"{_format_bytes(free)}{needed} are free there. Free some space, or choose another disk."
     return RunError(f"can't write {target}: {reason}", hint=hint, free=free, need=need)
 
 
-def _amount(count: int) -> str:
+def _format_bytes(count: int) -> str:
     # Small files would read as 0.0 MB.
     return f"{count:,} bytes" if count < 1e5 else f"{count / 1e6:,.1f} MB"
 
 
-def _flush(path: pathlib.Path) -> None:
-    """Flush a file to disk, so that the following move cannot expose an empty file after a crash."""
+def _flush_to_disk(path: pathlib.Path) -> None:
+    """Flush a file to disk; otherwise the following move could expose an empty file after a crash."""
     with path.open("r+b") as file:
         os.fsync(file.fileno())
 
 
-def _swap(filled: pathlib.Path, target: pathlib.Path, aside: pathlib.Path) -> None:
-    """Move `filled` to `target`. An existing target is moved to `aside`, and back if the move fails."""
+def _replace_folder(filled: pathlib.Path, target: pathlib.Path, aside: pathlib.Path) -> None:
+    """Move `filled` to `target`; restore an existing target from `aside` if the move fails."""
     try:
         if target.exists():
             # A folder can't be renamed over one that has content.
@@ -350,7 +350,7 @@ def _swap(filled: pathlib.Path, target: pathlib.Path, aside: pathlib.Path) -> No
         raise
 
 
-def _finish_swap(scratch: pathlib.Path) -> None:
+def _finish_replacing_folder(scratch: pathlib.Path) -> None:
     """Complete the swap of a process that was killed between the two moves."""
     if (scratch / _ASIDE).exists():
         for filled in scratch.iterdir():

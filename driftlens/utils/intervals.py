@@ -114,7 +114,7 @@ def mcnemar(
     if before.shape != after.shape or before.ndim != 1 or not len(before):
         raise ValueError(f"expected equally many answers, got {before.shape} and {after.shape}")
     gained, lost, n = int((after & ~before).sum()), int((before & ~after).sum()), len(before)
-    (low, high), p = _paired_interval(gained, lost, n), _sign_test(gained, lost)
+    (low, high), p = _tango_interval(gained, lost, n), _sign_test_p_value(gained, lost)
     # Interval and test disagree at a few counts, for example 4 against 0.
     if p >= 0.05:
         low, high = min(low, 0.0), max(high, 0.0)
@@ -149,7 +149,7 @@ def mean_interval(mean: float, std: float, n: int) -> Interval:
         n: number of samples.
     """
     # `std` divides by n, so dividing it by the root of n - 1 gives the usual standard error.
-    return replace(_around(mean, std / math.sqrt(n - 1) if n > 1 else math.nan, n - 1), n=n)
+    return replace(_student_interval(mean, std / math.sqrt(n - 1) if n > 1 else math.nan, n - 1), n=n)
 
 
 def mean_change(before: Array, after: Array, *, is_paired: bool) -> MeanChange:
@@ -169,7 +169,7 @@ def mean_change(before: Array, after: Array, *, is_paired: bool) -> MeanChange:
     # The second pair has the error of end - ratio * start: that of the ratio, times the start.
     difference, relative = (
         replace(
-            _around(end - start, *standard_error([after - left] if is_paired else [after, left])),
+            _student_interval(end - start, *standard_error([after - left] if is_paired else [after, left])),
             n=len(after),
         )
         for left in (before, ratio * before)
@@ -197,7 +197,7 @@ def over_draws(values: Sequence[float] | NDArray[Any]) -> Interval:
     numbers = numbers[np.isfinite(numbers)]
     if len(numbers) < 2:
         return Interval(float(numbers[0]) if len(numbers) else math.nan)
-    return _around(float(numbers.mean()), *standard_error([numbers]))
+    return _student_interval(float(numbers.mean()), *standard_error([numbers]))
 
 
 def mean_over_tasks(intervals: Sequence[Interval]) -> Interval:
@@ -228,12 +228,12 @@ def student(freedom: float, level: float = 0.95) -> float:
     return float(stdtrit(freedom, (1 + level) / 2)) if freedom > 0 else math.nan
 
 
-def _around(value: float, error: float, freedom: float) -> Interval:
+def _student_interval(value: float, error: float, freedom: float) -> Interval:
     half = student(freedom) * error
     return Interval(value, value - half, value + half) if math.isfinite(half) else Interval(value)
 
 
-def _sign_test(gained: int, lost: int) -> float:
+def _sign_test_p_value(gained: int, lost: int) -> float:
     """Compute the mid-p value of a two-sided sign test; 1 if both counts are equal."""
     if gained == lost:
         return 1.0
@@ -244,7 +244,7 @@ def _sign_test(gained: int, lost: int) -> float:
     return float(bdtr(few, all_changed, 0.5) + (bdtr(few - 1, all_changed, 0.5) if few else 0.0))
 
 
-def _paired_interval(gained: int, lost: int, n: int) -> tuple[float, float]:
+def _tango_interval(gained: int, lost: int, n: int) -> tuple[float, float]:
     """Return the interval of differences that the score test of paired proportions accepts (Tango, 1998)."""
 
     def _is_rejected(difference: float) -> bool:
@@ -256,11 +256,13 @@ def _paired_interval(gained: int, lost: int, n: int) -> tuple[float, float]:
         return (gained - lost - n * difference) ** 2 > _Z**2 * variance
 
     seen = (gained - lost) / n
-    return _edge(_is_rejected, seen, -1.0), _edge(_is_rejected, seen, 1.0)
+    return _bisect_rejection_boundary(_is_rejected, seen, -1.0), _bisect_rejection_boundary(
+        _is_rejected, seen, 1.0
+    )
 
 
-def _edge(is_rejected: Callable[[float], bool], inside: float, outside: float) -> float:
-    """Find, by bisection from `inside` to `outside`, where differences begin to be rejected."""
+def _bisect_rejection_boundary(is_rejected: Callable[[float], bool], inside: float, outside: float) -> float:
+    """Find by bisection the difference at which rejection begins."""
     for _ in range(_HALVINGS):
         middle = (inside + outside) / 2
         if is_rejected(middle):

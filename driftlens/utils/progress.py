@@ -51,11 +51,11 @@ def all_of(*sinks: ProgressSink | None) -> ProgressSink:
     """Return one sink that sends every event to all given sinks."""
     there = [sink for sink in sinks if sink is not None]
 
-    def _every(event: ProgressEvent) -> None:
+    def _send_to_all(event: ProgressEvent) -> None:
         for sink in there:
             sink(event)
 
-    return _every
+    return _send_to_all
 
 
 class CancelToken:
@@ -157,7 +157,7 @@ def sink_for(
     target = sys.stderr if stream is None else stream
     draws = target.isatty() and os.environ.get("TERM") != "dumb"
     if mode == "rich" or (mode == "auto" and draws):
-        with _bars(target) as sink:
+        with _progress_bars(target) as sink:
             yield sink
     elif mode == "auto":
         lines = _PlainLines(target, clock)
@@ -165,7 +165,7 @@ def sink_for(
         # Not after an exception, because the phase is unfinished then.
         lines.close()
     elif mode == "jsonl":
-        yield functools.partial(_write_json, target)
+        yield functools.partial(_write_json_line, target)
     elif mode == "none":
         yield lambda event: None
     else:
@@ -196,20 +196,20 @@ class _PlainLines:
         elif self._is_open and self._clock() - max(self._written, self._began) >= _LINE_SECONDS:
             count = f"{event.done}" if event.total is None else f"{event.done} of {event.total}"
             label = f", {harmless(event.label)}" if event.label else ""
-            self._write(f"{event.phase}: {count}{label}; {_times(event)}")
+            self._write_line(f"{event.phase}: {count}{label}; {_format_elapsed_and_left(event)}")
 
     def close(self) -> None:
         """Print that the current phase is over."""
         if self._is_open:
-            self._write(f"{self._phase}: done in {duration(self._clock() - self._began)}")
+            self._write_line(f"{self._phase}: done in {duration(self._clock() - self._began)}")
         self._is_open = False
 
-    def _write(self, line: str) -> None:
+    def _write_line(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
         self._written = self._clock()
 
 
-def _write_json(stream: TextIO, event: ProgressEvent) -> None:
+def _write_json_line(stream: TextIO, event: ProgressEvent) -> None:
     """Write an event as one line of JSON; numbers that JSON lacks become null."""
     record = {
         "event": "progress",
@@ -237,14 +237,13 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def _times(event: ProgressEvent) -> str:
+def _format_elapsed_and_left(event: ProgressEvent) -> str:
     left = "" if event.remaining is None else f", about {duration(event.remaining)} left"
     return f"{duration(event.seconds)} so far{left}"
 
 
 @contextmanager
-def _bars(stream: TextIO) -> Iterator[ProgressSink]:
-    """Draw one progress bar per phase."""
+def _progress_bars(stream: TextIO) -> Iterator[ProgressSink]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
     from rich.table import Column
@@ -267,7 +266,7 @@ def _bars(stream: TextIO) -> Iterator[ProgressSink]:
     # Results go to standard output, which must not be redirected through the bars.
     with Progress(*columns, console=console, redirect_stdout=False) as progress:
 
-        def _draw(event: ProgressEvent) -> None:
+        def _update_bar(event: ProgressEvent) -> None:
             # Writing to a closed terminal fails shortly before the hang-up signal arrives.
             with suppress(OSError):
                 if event.phase not in bars:
@@ -277,8 +276,10 @@ def _bars(stream: TextIO) -> Iterator[ProgressSink]:
                     bars[event.phase],
                     completed=event.done,
                     total=event.total,
-                    times=f"done in {duration(event.seconds)}" if is_complete else _times(event),
+                    times=f"done in {duration(event.seconds)}"
+                    if is_complete
+                    else _format_elapsed_and_left(event),
                     label="" if is_complete else harmless(event.label),
                 )
 
-        yield _draw
+        yield _update_bar

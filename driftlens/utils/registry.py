@@ -65,12 +65,12 @@ def installed(group: str = "") -> list[EntryPoint]:
 
     The current folder does not count as an installation, although `python -m` looks for modules there.
     """
-    entries = _installed(tuple(folder for folder in sys.path if not _is_here(folder)))
+    entries = _find_entry_points(tuple(folder for folder in sys.path if not _is_current_folder(folder)))
     return [entry for entry in entries if group in ("", entry.group)]
 
 
 @functools.cache
-def _installed(folders: tuple[str, ...]) -> list[EntryPoint]:
+def _find_entry_points(folders: tuple[str, ...]) -> list[EntryPoint]:
     entries = (
         entry for distribution in distributions(path=list(folders)) for entry in distribution.entry_points
     )
@@ -83,7 +83,7 @@ def _installed(folders: tuple[str, ...]) -> list[EntryPoint]:
     return sorted(ours, key=lambda entry: (entry.group, entry.name))
 
 
-def _is_here(folder: str) -> bool:
+def _is_current_folder(folder: str) -> bool:
     try:
         return os.path.samefile(folder or ".", ".")  # noqa: PTH121
     except OSError:
@@ -95,8 +95,7 @@ def origin(entry: EntryPoint) -> tuple[str, str]:
     return (entry.dist.name, entry.dist.version) if entry.dist else ("", "")
 
 
-def _place(entry: object) -> tuple[str, str]:
-    """Return module and name of a class or function."""
+def _module_and_qualified_name(entry: object) -> tuple[str, str]:
     return getattr(entry, "__module__", ""), getattr(entry, "__qualname__", "")
 
 
@@ -121,16 +120,19 @@ class Registry(Mapping[str, T], Generic[T]):
         In a notebook, a cell that runs again replaces its entry.
         """
 
-        def _file(entry: T) -> T:
-            if is_by_hand := _place(entry)[0] == "__main__":
+        def _add_entry(entry: T) -> T:
+            if is_by_hand := _module_and_qualified_name(entry)[0] == "__main__":
                 # Otherwise a duplicate would be reported for the file that had the name first.
-                self._discover()
-            if name in self._entries and not (is_by_hand and _place(entry) == _place(self._entries[name])):
+                self._import_entries()
+            if name in self._entries and not (
+                is_by_hand
+                and _module_and_qualified_name(entry) == _module_and_qualified_name(self._entries[name])
+            ):
                 raise ValueError(f"{self.kind} {name!r} is registered twice; rename the new one")
             self._entries[name] = entry
             return entry
 
-        return _file
+        return _add_entry
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
@@ -144,7 +146,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         """Return the entry called `name`; a `SpecError` lists the known names and the most similar one."""
-        self._discover()
+        self._import_entries()
         try:
             return self._entries[name]
         except KeyError:
@@ -154,18 +156,18 @@ class Registry(Mapping[str, T], Generic[T]):
             ) from None
 
     def __contains__(self, name: object) -> bool:
-        self._discover()
+        self._import_entries()
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
-        self._discover()
+        self._import_entries()
         return iter(sorted(self._entries))
 
     def __len__(self) -> int:
-        self._discover()
+        self._import_entries()
         return len(self._entries)
 
-    def _discover(self) -> None:
+    def _import_entries(self) -> None:
         """Import every module of the package, then the installed plug-ins, once."""
         if self._broken is not None:
             name, hint, error = self._broken
@@ -193,7 +195,7 @@ class Registry(Mapping[str, T], Generic[T]):
                     raise LookupError(f"it does not register the {self.kind} {entry.name!r}")
         except (Exception, SystemExit) as error:
             self._broken = name, hint, error
-            self._discover()
+            self._import_entries()
         except BaseException:
             # Interrupted by the user; the next lookup starts again.
             self._discovered = False
@@ -244,11 +246,11 @@ def settings_of(owner: Callable[..., object]) -> type[BaseModel]:
     """
     # Hashable, which type checkers don't believe of an abstract class.
     key: Any = owner
-    return _settings_of(key)
+    return _build_settings_model(key)
 
 
 @functools.cache
-def _settings_of(owner: Callable[..., object]) -> type[BaseModel]:
+def _build_settings_model(owner: Callable[..., object]) -> type[BaseModel]:
     function: Any = inspect.unwrap(owner.__init__ if inspect.isclass(owner) else owner)
     ours = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     kinds = ours if inspect.isclass(owner) else ours[:1]
@@ -269,9 +271,9 @@ def _settings_of(owner: Callable[..., object]) -> type[BaseModel]:
         annotation = hints.get(name, type(default))
         notes = getattr(annotation, "__metadata__", ())
         fields[name] = (
-            _type_of(annotation, name, least=0 if default in ((), []) else 1),
+            _type_with_checks(annotation, name, least=0 if default in ((), []) else 1),
             Field(
-                ... if default is parameter.empty else _as_tuple(default),
+                ... if default is parameter.empty else _list_to_tuple(default),
                 title=next((str(note) for note in notes if isinstance(note, Label)), name),
                 description=next((note for note in notes if type(note) is str), None),
                 json_schema_extra={"unit": next((n.unit for n in notes if isinstance(n, Bounds)), "")},
@@ -280,21 +282,21 @@ def _settings_of(owner: Callable[..., object]) -> type[BaseModel]:
     return create_model("Settings", __config__=_STRICT, **fields)
 
 
-def _type_of(annotation: Any, name: str, least: int = 1) -> Any:
+def _type_with_checks(annotation: Any, name: str, least: int = 1) -> Any:
     """Return the type of a setting with checks that pydantic lacks; lists have `least` entries or more."""
     notes = getattr(annotation, "__metadata__", ())
     kind = annotation.__origin__ if notes else annotation
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType) and len(arguments) == 2 and arguments[1] is type(None):
-        kind = _type_of(arguments[0], name) | None
+        kind = _type_with_checks(arguments[0], name) | None
     elif origin is Sequence:
-        kind = tuple[_type_of(arguments[0], name), ...]  # type: ignore[misc]
+        kind = tuple[_type_with_checks(arguments[0], name), ...]  # type: ignore[misc]
         # An empty list is refused, unless it is the default.
-        notes = (*notes, Field(min_length=least or None), BeforeValidator(_as_tuple))
+        notes = (*notes, Field(min_length=least or None), BeforeValidator(_list_to_tuple))
     elif origin is Literal:
-        notes = (*notes, BeforeValidator(functools.partial(_chosen, arguments)))
+        notes = (*notes, BeforeValidator(functools.partial(_validate_choice, arguments)))
     elif kind is int:
-        notes = (*notes, AfterValidator(_on_a_machine))
+        notes = (*notes, AfterValidator(_validate_64_bit_integer))
     elif kind not in (float, bool, str):
         raise TypeError(
             f"parameter {name!r} can't be a setting: {annotation!r} is not float, int, bool, str, Literal, "
@@ -313,11 +315,11 @@ def choices_of(schema: Schema) -> tuple[Any, ...]:
     return tuple(schema.get("enum") or [schema["const"]] if "const" in schema or "enum" in schema else ())
 
 
-def _as_tuple(value: Any) -> Any:
+def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _chosen(choices: tuple[Any, ...], value: object) -> object:
+def _validate_choice(choices: tuple[Any, ...], value: object) -> object:
     if isinstance(value, bool) and {"on", "off"} <= {*choices}:
         # As YAML reads these words.
         return "on" if value else "off"
@@ -326,7 +328,7 @@ def _chosen(choices: tuple[Any, ...], value: object) -> object:
     return value
 
 
-def _on_a_machine(value: int) -> int:
+def _validate_64_bit_integer(value: int) -> int:
     if abs(value) >= 2**63:
         raise ValueError("the integer does not fit into 64 bits")
     return value
@@ -486,12 +488,12 @@ def diagnostic(
         per_view: quantities of each batch, see `Diagnostic`.
     """
 
-    def _file(measure: F) -> F:
+    def _register_diagnostic(measure: F) -> F:
         switch = name if option is None else option
         diagnostics.register(name)(Diagnostic(name, table, tuple(columns), needs, switch, measure, per_view))
         return measure
 
-    return _file
+    return _register_diagnostic
 
 
 def chosen(options: Collection[str], *needs: Needs) -> list[Diagnostic]:

@@ -59,16 +59,16 @@ class Report:
     @property
     def content(self) -> ReportContent:
         """Everything the report says, as a pydantic model."""
-        return self._composed[0]
+        return self._content_and_charts[0]
 
     @functools.cached_property
-    def _composed(self) -> tuple[ReportContent, Mapping[str, Drawn]]:
+    def _content_and_charts(self) -> tuple[ReportContent, Mapping[str, Drawn]]:
         """The content, and the drawn charts of the figures that are not missing, by name."""
         run, names = self.run, self._sections
         figures: dict[str, list[Figure]] = {}
         drawn: dict[str, Drawn] = {}
         for name in names:
-            pairs = [_figure(run, chart) for chart in charts_of(name, self._preset)]
+            pairs = [_draw_figure(run, chart) for chart in charts_of(name, self._preset)]
             figures[name] = [figure for figure, _ in pairs]
             drawn |= {figure.name: picture for figure, picture in pairs if picture is not None}
         # Caveats list the missing figures of all sections, so all charts are drawn first.
@@ -104,7 +104,9 @@ class Report:
         chosen = [formats] if isinstance(formats, str) else list(formats)
         check_known("format", chosen, FORMATS)
         return {
-            file: data for name in chosen for file, data in FORMATS[name](self.run, *self._composed).items()
+            file: data
+            for name in chosen
+            for file, data in FORMATS[name](self.run, *self._content_and_charts).items()
         }
 
     def save(
@@ -122,7 +124,7 @@ class Report:
         return save_files(self.run, self.files(formats), None if folder is None else pathlib.Path(folder))
 
 
-def _figure(run: DriftRun, chart: Chart) -> tuple[Figure, Drawn | None]:
+def _draw_figure(run: DriftRun, chart: Chart) -> tuple[Figure, Drawn | None]:
     drawn, lacking = chart.attempt(run, ChartOptions())
     figure = Figure(
         name=chart.name,
@@ -137,7 +139,7 @@ def _figure(run: DriftRun, chart: Chart) -> tuple[Figure, Drawn | None]:
     return figure, drawn
 
 
-def _interactive(run: DriftRun, content: ReportContent, drawn: Mapping[str, Drawn]) -> bytes:
+def _interactive_html(run: DriftRun, content: ReportContent, drawn: Mapping[str, Drawn]) -> bytes:
     # `render`, not `draw`: drawing the light chart has checked that nothing is missing.
     dark = {name: charts[name].render(run, ChartOptions(dark=True)).figure for name in drawn}
     return interactive_page(content, drawn, dark)
@@ -145,7 +147,7 @@ def _interactive(run: DriftRun, content: ReportContent, drawn: Mapping[str, Draw
 
 # The files of each format, by path.
 FORMATS: Mapping[str, Callable[[DriftRun, ReportContent, Mapping[str, Drawn]], dict[str, bytes]]] = {
-    "html": lambda run, content, drawn: {"report.html": _interactive(run, content, drawn)},
+    "html": lambda run, content, drawn: {"report.html": _interactive_html(run, content, drawn)},
     "html-light": lambda run, content, drawn: {
         "report-light.html": light_page(content, pictures_of(run, drawn))
     },

@@ -55,7 +55,7 @@ def save_card(run: DriftRun | PathLike, out: pathlib.Path | None = None, name: s
     opened = run if isinstance(run, DriftRun) else open_run(run)
     if name:
         opened.calibration_info(name)  # says which there are
-    files = {"card.png" if out is None else out.name: _picture(opened, name)}
+    files = {"card.png" if out is None else out.name: _card_png(opened, name)}
     return save_files(opened, files, None if out is None else out.parent)[0]
 
 
@@ -68,37 +68,39 @@ def put_beside(folder: pathlib.Path, run: DriftRun, name: str) -> None:
         write_text_atomic(card, text.replace(_VERDICT, _VERDICT + line, 1))
 
 
-def _picture(run: DriftRun, name: str) -> bytes:
+def _card_png(run: DriftRun, name: str) -> bytes:
     from matplotlib.figure import Figure
 
     head = headline(run, name)
     with sheet(PAGE):
         figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=100, facecolor=LIGHT.surface)
-        pair = _pair(run, name)
-        _write_words(figure, run, head)
-        _draw_bar(figure.add_axes((0.05, 0.16, 0.52 if pair else 0.9, 0.16)), head)
+        pair = _compared_layouts(run, name)
+        _write_card_texts(figure, run, head)
+        _draw_score_bar(figure.add_axes((0.05, 0.16, 0.52 if pair else 0.9, 0.16)), head)
         for place, (variant, _, frame) in enumerate(pair):
             # Both plots have one scale, so that distances compare.
             shared = {"sharex": figure.axes[-1], "sharey": figure.axes[-1]} if place else {}
             axes = figure.add_axes((_PAIR + 0.18 * place, 0.2, 0.165, 0.3), **shared)
-            _draw_points(axes, variant, frame)
+            _draw_feature_points(axes, variant, frame)
         for task in {task for _, task, _ in pair}:
-            _put_text(figure, _PAIR, 0.185, f"features of {short(task, 18)}", fontsize=11, color=LIGHT.quiet)
+            _write_text(
+                figure, _PAIR, 0.185, f"features of {short(task, 18)}", fontsize=11, color=LIGHT.quiet
+            )
             expert = {"color": LIGHT.roles["expert"][0], "ha": "right"}
-            _put_text(figure, 0.95, 0.185, "light blue: its expert", fontsize=11, **expert)
+            _write_text(figure, 0.95, 0.185, "light blue: its expert", fontsize=11, **expert)
         target = io.BytesIO()
         figure.savefig(target, format="png", dpi=100, metadata={})
     return target.getvalue()
 
 
-def _put_text(figure: Figure, x: float, y: float, text: str, **looks: Any) -> None:
+def _write_text(figure: Figure, x: float, y: float, text: str, **looks: Any) -> None:
     # Names are untrusted: parse no formulas in them.
     figure.text(x, y, printable(text), parse_math=False, **{"va": "top", "color": LIGHT.ink, **looks})
 
 
-def _write_words(figure: Figure, run: DriftRun, head: Headline) -> None:
-    """Names above, the sentence in its colour, every model's number, and where all that is from."""
-    say = partial(_put_text, figure)
+def _write_card_texts(figure: Figure, run: DriftRun, head: Headline) -> None:
+    """Write names, the headline, the score of every model, and provenance."""
+    say = partial(_write_text, figure)
     say(0.05, 0.945, "DriftLens", fontsize=17, fontweight="bold", color=LIGHT.roles["expert"][0])
     say(0.95, 0.94, textwrap.shorten(printable(run.name), 60, placeholder="…"), fontsize=15, ha="right")
     sentence = "\n".join(textwrap.wrap(unbroken(signs(head.text)), _LINE)[:4])
@@ -119,7 +121,7 @@ def _write_words(figure: Figure, run: DriftRun, head: Headline) -> None:
         say(0.95, 0.075, "synthetic demo, no benchmark", fontsize=12, color=LIGHT.quiet, ha="right")
 
 
-def _draw_bar(axes: Axes, head: Headline) -> None:
+def _draw_score_bar(axes: Axes, head: Headline) -> None:
     """Draw every model on one scale, with its interval."""
     axes.axis("off")
     if len(head.tiles) < 2:
@@ -137,7 +139,7 @@ def _draw_bar(axes: Axes, head: Headline) -> None:
         axes.text(value, -0.95, written(value, head.kind), ha=side, fontsize=11, color=LIGHT.quiet)
 
 
-def _pair(run: DriftRun, name: str) -> list[tuple[str, str, Any]]:
+def _compared_layouts(run: DriftRun, name: str) -> list[tuple[str, str, Any]]:
     """Return merged and repaired model, or expert and merged, on the task with the largest drift, in one layout."""
     judged = verdict(run, name)
     if not judged.merged or not run.manifest.layers:
@@ -152,7 +154,7 @@ def _pair(run: DriftRun, name: str) -> list[tuple[str, str, Any]]:
     return [(variant, task, (frames["expert"], frames[variant])) for variant in pair if variant in frames]
 
 
-def _draw_points(axes: Axes, variant: str, frames: Any) -> None:
+def _draw_feature_points(axes: Axes, variant: str, frames: Any) -> None:
     experts, points = frames
     is_expert = variant == "expert"
     looks = {"s": 9, "linewidths": 0}

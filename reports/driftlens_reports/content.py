@@ -55,7 +55,7 @@ class Estimate(Part):
     n: int = Field(description="Number of samples; 0 if unknown.")
 
 
-def _null_without_number(value: Any) -> Any:
+def _none_if_nan(value: Any) -> Any:
     return None if isinstance(value, Interval) and math.isnan(value.value) else value
 
 
@@ -105,7 +105,7 @@ class Headline(Part):
     tiles: dict[str, Estimate] = Field(description="Means by variant, base first and experts last.")
     kind: Kind
     measure: str
-    closed: Annotated[Estimate | None, BeforeValidator(_null_without_number)] = Field(
+    closed: Annotated[Estimate | None, BeforeValidator(_none_if_nan)] = Field(
         description="Share of the gap to the experts that the repair closes; null without a clear gap."
     )
 
@@ -175,12 +175,12 @@ class ReportContent(Part):
 
 def frame_table(name: str, title: str, frame: pd.DataFrame) -> Table:
     """Convert a data frame to a table; the kind of each column follows from its type."""
-    kinds = {str(head): _kind(frame[head]) for head in frame.columns}
+    kinds = {str(head): _column_kind(frame[head]) for head in frame.columns}
     columns = (frame[head].tolist() for head in frame.columns)
     return Table.of(name, title, kinds, [*zip(*columns, strict=True)])
 
 
-def _kind(values: pd.Series[Any]) -> Kind:
+def _column_kind(values: pd.Series[Any]) -> Kind:
     # Booleans count as numeric in pandas, hence the test before.
     if pd.api.types.is_bool_dtype(values) or not pd.api.types.is_numeric_dtype(values):
         return "text"

@@ -46,10 +46,14 @@ def origin_variant(run: DriftRun) -> str:
 def origins(run: DriftRun) -> dict[str, str]:
     """Return the largest sources of each task's final drift in words."""
     variant = origin_variant(run)
-    return {task: _origin(run, task, variant) for task in run.tasks if variant and run.manifest.layers}
+    return {
+        task: _drift_origin_sentence(run, task, variant)
+        for task in run.tasks
+        if variant and run.manifest.layers
+    }
 
 
-def _origin(run: DriftRun, task: str, variant: str) -> str:
+def _drift_origin_sentence(run: DriftRun, task: str, variant: str) -> str:
     rows = run.layers(task, variant)
     for column, meaning, kind in _ORIGINS:
         largest = rows[rows[column].notna()].sort_values(column, ascending=False, kind="stable").head(3)
@@ -146,28 +150,28 @@ def advice(run: DriftRun) -> dict[str, Any]:
 
 def advice_text(numbers: Mapping[str, Any], run: str = "RUN") -> str:
     """Return the advice in sentences; `run` is the run's path in commands."""
-    sentences = [*_of_shares(numbers), *_of_conflicts(numbers)]
+    sentences = [*_drift_share_sentences(numbers), *_weight_conflict_sentences(numbers)]
     return "\n".join(printable(text.replace(" RUN", f" {run}")) for text in sentences)
 
 
-def _of_shares(numbers: Mapping[str, Any]) -> list[str]:
+def _drift_share_sentences(numbers: Mapping[str, Any]) -> list[str]:
     if not numbers["shares"]:
         return ["The source of the final drift was not measured; `driftlens analyze RUN` adds it."]
     top, *others = numbers["shares"]
-    text = f"{top['name']} has the largest share of the final drift, "
-    text += f"{estimate(_interval(top), 'share', counted=True)}, mean over {counted(len(numbers['tasks']), 'task')}."
+    share, tasks = estimate(_share_interval(top), "share", counted=True), counted(len(numbers["tasks"]), "task")
+    text = f"{top['name']} has the largest share of the final drift, {share}, mean over {tasks}."
     if not is_measured(top["share_low"]):
         return [f"{text} Without intervals, another layer may contribute as much."]
     # `not <` keeps layers without an interval, whose ends are NaN.
     near = [row for row in others if not row["share_high"] < top["share_low"]]
     if not near:
         return [f"{text} All other intervals are lower."]
-    listed = "; ".join(f"{row['name']} {estimate(_interval(row), 'share')}" for row in near[:3])
+    listed = "; ".join(f"{row['name']} {estimate(_share_interval(row), 'share')}" for row in near[:3])
     more = f" and {len(near) - 3} more" if len(near) > 3 else ""
     return [f"{text} Intervals overlap, so these may contribute as much: {listed}{more}."]
 
 
-def _of_conflicts(numbers: Mapping[str, Any]) -> list[str]:
+def _weight_conflict_sentences(numbers: Mapping[str, Any]) -> list[str]:
     if not numbers["conflicts"]:
         return ["Task vectors were not compared; that needs a run with a base."]
     if len(numbers["tasks"]) == 1:
@@ -188,5 +192,5 @@ def _of_conflicts(numbers: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _interval(row: Mapping[str, Any]) -> Interval:
+def _share_interval(row: Mapping[str, Any]) -> Interval:
     return Interval(row["share"], row["share_low"], row["share_high"], row["n"])

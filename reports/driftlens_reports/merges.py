@@ -23,7 +23,7 @@ NAMES = {
 }
 
 
-def _table_of(ranking: Mapping[str, Any]) -> pd.DataFrame:
+def _ranking_table(ranking: Mapping[str, Any]) -> pd.DataFrame:
     """Return a row per merge, without the numbers by task."""
     # Numbers by task are nested and do not fit into a CSV cell.
     return pd.DataFrame(ranking["merges"]).drop(columns="by_task", errors="ignore")
@@ -75,7 +75,7 @@ def draw_merges(ranking: Mapping[str, Any], *, dark: bool = False) -> Drawn:
     """Draw the measures of every merge with intervals, best on top."""
     from plotly.subplots import make_subplots
 
-    rows = _table_of(ranking)
+    rows = _ranking_table(ranking)
     # Reversed, as plotly draws the first row at the bottom.
     rows = rows[rows["place"].notna()][::-1]
     measures = [measure for measure in NAMES if measure in rows and rows[measure].notna().any()]
@@ -105,6 +105,6 @@ def write_merges(ranking: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write `merges.csv` and `merges.json` into a folder, replacing existing files."""
     folder.mkdir(parents=True, exist_ok=True)
     places = [folder / "merges.csv", folder / "merges.json"]
-    write_text_atomic(places[0], _table_of(ranking).to_csv(index=False))
+    write_text_atomic(places[0], _ranking_table(ranking).to_csv(index=False))
     write_json_atomic(places[1], ranking)
     return places

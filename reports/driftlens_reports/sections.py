@@ -116,16 +116,19 @@ def section_parts(
         "cosine": lambda: (_cosine_sentences(run), ()),
         "outputs": lambda: (facts.decision_sentences(run), [facts.accuracy_table(run)]),
         "calibration": lambda: (_calibration_sentences(run), calibration_tables(run)),
-        "checks": lambda: _checks_parts(self_checks(run), checks),
-        "caveats": lambda: (_caveats(run, [figure.title for figure in figures if figure.missing]), ()),
-        "glossary": lambda: ((), [_glossary()]),
+        "checks": lambda: _check_sentences_and_tables(self_checks(run), checks),
+        "caveats": lambda: (
+            _caveat_sentences(run, [figure.title for figure in figures if figure.missing]),
+            (),
+        ),
+        "glossary": lambda: ((), [_glossary_table()]),
         "environment": lambda: ((), _environment_tables(run)),
     }
     return parts[name]() if name in parts else ((), ())
 
 
 def _verdict_tables(run: DriftRun, judged: Verdict) -> list[Table]:
-    return [task_sheet(run, verdict(run)), _means_table(judged), final_sheet(run), routing_sheet(run)]
+    return [task_sheet(run, verdict(run)), _measure_means_table(judged), final_sheet(run), routing_sheet(run)]
 
 
 def _setup_sentences(run: DriftRun) -> Iterator[str]:
@@ -180,7 +183,7 @@ def _environment_tables(run: DriftRun) -> Iterator[Table]:
     yield Table.of("resources", "Time, memory and energy", kinds, costs, note)
 
 
-def _glossary() -> Table:
+def _glossary_table() -> Table:
     terms = [[part.strip() for part in line.split(" | ")] for line in _TERMS.strip().splitlines()]
     return Table.of("glossary", "Terms", dict.fromkeys(("term", "symbol", "meaning"), "text"), terms)
 
@@ -228,15 +231,17 @@ def calibration_tables(run: DriftRun) -> Iterator[Table]:
         yield from ablation_sheets(run, sweep) if sweep.endswith(ABLATION) else ()
 
 
-def _caveats(run: DriftRun, missing: Sequence[str]) -> list[str]:
+def _caveat_sentences(run: DriftRun, missing: Sequence[str]) -> list[str]:
     """Return warnings and notices of the run, limits of its numbers, and missing figures."""
     warnings = [f"Warning: {text}" for text in run.manifest.warnings]
     warnings += [f"Notice: {text}" for text in run.manifest.notices]
     unmeasured = [f"Not measured, so not shown: {'; '.join(missing)}"] if missing else []
-    return [f"{text.rstrip('.')}." for text in (*warnings, *_left_open(run), *_ALWAYS, *unmeasured)]
+    return [
+        f"{text.rstrip('.')}." for text in (*warnings, *_limitation_sentences(run), *_ALWAYS, *unmeasured)
+    ]
 
 
-def _left_open(run: DriftRun) -> Iterator[str]:
+def _limitation_sentences(run: DriftRun) -> Iterator[str]:
     rows = run.layers()
     counts = rows["n"].dropna()
     if len(counts) and counts.min() < _FEW:
@@ -265,7 +270,7 @@ def _left_open(run: DriftRun) -> Iterator[str]:
         yield "One task says nothing about others"
 
 
-def _changes(run: DriftRun, compared: Sequence[str | None]) -> Iterator[Change]:
+def _measure_changes(run: DriftRun, compared: Sequence[str | None]) -> Iterator[Change]:
     """Yield the change of every measure that all compared variants have."""
     there = [name for name in compared if name is not None]
     for about, tasks in common(run, there):
@@ -305,7 +310,7 @@ def verdict_of(run: DriftRun) -> Verdict:
         source_share=judged.source.share if judged.source else None,
         command=shareable(run, judged.command),
         **dict(zip(("before", "control", "after"), compared, strict=True)),
-        changes=tuple(_changes(run, compared)),
+        changes=tuple(_measure_changes(run, compared)),
         worst_task=furthest,
         worst_drift=drifts[furthest].value if furthest else None,
         self_checks=Outcome(**{name: self_checks(run).count(status) for name, status in ends.items()}),
@@ -314,7 +319,7 @@ def verdict_of(run: DriftRun) -> Verdict:
     )
 
 
-def _means_table(verdict: Verdict) -> Table:
+def _measure_means_table(verdict: Verdict) -> Table:
     """Return a row per measure and variant, the anchor-only control among them, and one for the change."""
     names = [title(name) if name else "" for name in (verdict.before, verdict.control, verdict.after)]
     rows = [
@@ -333,7 +338,7 @@ def _means_table(verdict: Verdict) -> Table:
     )
 
 
-def _checks_sentence(report: CheckReport, noun: str) -> str:
+def _check_counts_sentence(report: CheckReport, noun: str) -> str:
     if not report.executed:
         return f"No {noun} had the required numbers."
     verb = "holds" if report.executed == 1 else "hold"
@@ -343,10 +348,12 @@ def _checks_sentence(report: CheckReport, noun: str) -> str:
     return f"{'; '.join(parts)}."
 
 
-def _checks_parts(self_checks: CheckReport, checks: CheckReport | None) -> tuple[list[str], list[Table]]:
-    sentences = [_checks_sentence(self_checks, "self-check")]
+def _check_sentences_and_tables(
+    self_checks: CheckReport, checks: CheckReport | None
+) -> tuple[list[str], list[Table]]:
+    sentences = [_check_counts_sentence(self_checks, "self-check")]
     tables = [self_checks.table("self-checks", "Self-checks: claims that are exact in theory", "error")]
     if checks is not None:
-        sentences.append(_checks_sentence(checks, "check"))
+        sentences.append(_check_counts_sentence(checks, "check"))
         tables.append(checks.table("checks", "Requested checks"))
     return sentences, tables

@@ -48,8 +48,8 @@ _OTHER_ENDS = (("warn", "warned"), ("skip", "skipped"))
 _INDICATIVE = "Distances on the plane are approximate; these numbers come from the features."
 
 
-def _aligned(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
-    """Align columns by their width in a terminal; the first `num_names` to the left, numbers to the right."""
+def _align_columns(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
+    """Align the first `num_names` columns to the left and the others to the right, by width in a terminal."""
     # Cells instead of characters: CJK letters take two.
     from rich.cells import cell_len
 
@@ -80,30 +80,35 @@ def summary(run: DriftRun, *, verbose: bool = False, everyone: bool = False) -> 
     """
     parts = [
         [f"{run.name} ({run.id})", *stamps(run)],
-        *_verdict_parts(run, verbose=verbose, everyone=everyone),
+        *_verdict_paragraphs(run, verbose=verbose, everyone=everyone),
     ]
     path = shlex.quote(str(run.path))
     if verbose:
         final, routing, scores = final_sheet(run), routing_sheet(run), facts.accuracy_table(run)
         parts += [
-            _section(final.title, _sheet_lines(final)[1:] if final.rows else []),
-            *([_section(routing.title, _sheet_lines(routing)[1:])] if routing.rows else []),
-            _section(scores.title, _sheet_lines(scores)[1:] if scores.rows else []),
-            _section("Where the final drift comes from", [*facts.origins(run).values()]),
-            _section("Decisions", [*facts.decision_sentences(run)]),
-            _section("Self-checks", [facts.check_sentence(check) for check in self_checks(run).results]),
+            _indented_section(final.title, _table_lines(final)[1:] if final.rows else []),
+            *([_indented_section(routing.title, _table_lines(routing)[1:])] if routing.rows else []),
+            _indented_section(scores.title, _table_lines(scores)[1:] if scores.rows else []),
+            _indented_section("Where the final drift comes from", [*facts.origins(run).values()]),
+            _indented_section("Decisions", [*facts.decision_sentences(run)]),
+            _indented_section(
+                "Self-checks", [facts.check_sentence(check) for check in self_checks(run).results]
+            ),
         ]
         if "merged" in run.variants:
             parts.insert(
-                -2, _section("Layers to look at", facts.advice_text(facts.advice(run), path).splitlines())
+                -2,
+                _indented_section(
+                    "Layers to look at", facts.advice_text(facts.advice(run), path).splitlines()
+                ),
             )
-        parts += [_section("Notices", run.manifest.notices)] if run.manifest.notices else []
+        parts += [_indented_section("Notices", run.manifest.notices)] if run.manifest.notices else []
     else:
         parts.append([f"Full details (all tables, self-checks, notices): `driftlens -v show {path}`"])
     return "\n\n".join("\n".join(printable(line) for line in part) for part in parts)
 
 
-def _verdict_parts(
+def _verdict_paragraphs(
     run: DriftRun, name: str = "", *, verbose: bool, everyone: bool = False
 ) -> Iterator[list[str]]:
     """Yield the verdict, a row per task, and the other models."""
@@ -114,7 +119,7 @@ def _verdict_parts(
     others = others_sheet(run, judgement, controls=verbose, everyone=everyone)
     for sheet in (task_sheet(run, judgement), others):
         if sheet.rows:
-            yield _sheet_lines(sheet)
+            yield _table_lines(sheet)
 
 
 def listing_text(runs: Sequence[RunSummary]) -> str:
@@ -132,7 +137,7 @@ def listing_text(runs: Sequence[RunSummary]) -> str:
         rows.append([run.path.name, run.name, run.state, *counts, largest])
     problems = [printable(f"{run.path.name}: {run.problem}") for run in runs if run.problem]
     left = [printable(f"{run.path.name}: {text}") for run in runs for text in run.left]
-    return "\n".join([*_aligned([header, *rows], num_names=3), *problems, *left])
+    return "\n".join([*_align_columns([header, *rows], num_names=3), *problems, *left])
 
 
 def verification_text(result: VerifyResult) -> str:
@@ -143,18 +148,18 @@ def verification_text(result: VerifyResult) -> str:
     return "\n".join([f"{counted(result.checked, 'file')} checked: {verdict}", *files])
 
 
-def _section(heading: str, lines: Sequence[str]) -> list[str]:
+def _indented_section(heading: str, lines: Sequence[str]) -> list[str]:
     return [heading, *(f"  {line}" for line in lines or [NOT_MEASURED])]
 
 
 def sheet_text(sheet: Table) -> str:
     """Return a table below its title, with its notes."""
-    return "\n".join(map(printable, _sheet_lines(sheet)))
+    return "\n".join(map(printable, _table_lines(sheet)))
 
 
-def _sheet_lines(sheet: Table) -> list[str]:
+def _table_lines(sheet: Table) -> list[str]:
     names = [shown for shown in sheet.shown() if shown.kind == "text"]
-    rows = _aligned(sheet.texts(ascii_only=not shows_signs(), gap="-"), num_names=len(names))
+    rows = _align_columns(sheet.texts(ascii_only=not shows_signs(), gap="-"), num_names=len(names))
     return [*filter(None, [sheet.title, *rows, sheet.notes()])]
 
 
@@ -167,7 +172,7 @@ def checks_text(report: CheckReport) -> str:
     rows = [
         {**vars(check), "title": check.title, "samples": check.samples or None} for check in report.results
     ]
-    lines = _aligned(Table.from_rows("checks", "", columns, rows).texts(gap=""), num_names=2)
+    lines = _align_columns(Table.from_rows("checks", "", columns, rows).texts(gap=""), num_names=2)
     lines += [f"{check.status}: {check.title}: {check.reason}" for check in report.results if check.reason]
     counts = [f"{report.count('pass')} passed", f"{report.count('fail')} failed"]
     counts += [f"{report.count(status)} {words}" for status, words in _OTHER_ENDS if report.count(status)]
@@ -203,10 +208,14 @@ def comparison_text(
     ]
     heads = {pair: " -> ".join(map(title, pair)) for pair, _ in pairs}
     if len(pairs) > 1:
-        parts.append([f"{heads[pair]}: {text}" for pair, rows in pairs for text in _mean(rows)])
+        parts.append(
+            [f"{heads[pair]}: {text}" for pair, rows in pairs for text in _mean_score_change_lines(rows)]
+        )
     for pair, rows in pairs:
-        mean = _mean(rows) if len(pairs) == 1 else []
-        parts.append([heads[pair], *mean, *_sheet_lines(comparison_table(rows))[1:], *_notes(rows)])
+        mean = _mean_score_change_lines(rows) if len(pairs) == 1 else []
+        parts.append(
+            [heads[pair], *mean, *_table_lines(comparison_table(rows))[1:], *_sample_change_sentences(rows)]
+        )
     if comparison.notes and pairs:
         parts.append([f"{note[:1].upper()}{note[1:]}." for note in comparison.notes])
     return "\n\n".join("\n".join(printable(line) for line in part) for part in parts if part)
@@ -232,7 +241,7 @@ def equality_text(compared: Equality, tolerance: float) -> str:
     return "\n".join(printable(line) for line in lines)
 
 
-def _notes(rows: pd.DataFrame) -> Iterator[str]:
+def _sample_change_sentences(rows: pd.DataFrame) -> Iterator[str]:
     """Yield gained and lost samples of each task with McNemar's p."""
     for row in rows[rows["paired_n"] > 0].to_dict("records"):
         ends = reading.points_interval(row["paired_ci_low"], row["paired_ci_high"])
@@ -243,7 +252,7 @@ def _notes(rows: pd.DataFrame) -> Iterator[str]:
         )
 
 
-def _mean(rows: pd.DataFrame) -> list[str]:
+def _mean_score_change_lines(rows: pd.DataFrame) -> list[str]:
     change = mean_score_change(rows)
     if len(rows) < 2 or not is_measured(change.low):
         return []
@@ -268,8 +277,8 @@ def before_after_text(run: DriftRun, name: str, *, verbose: bool = False) -> str
     """
     sheets = calibration_sheets(run, name)  # raises DataError with the names of all calibrations
     notices = [f"Notice: {text}." for text in run.manifest.calibrations[name].notices]
-    parts = [*_verdict_parts(run, name, verbose=verbose), [*notices, *selection_sentences(run, name)]]
-    parts += [_sheet_lines(sheet) for sheet in sheets] if verbose else []
+    parts = [*_verdict_paragraphs(run, name, verbose=verbose), [*notices, *selection_sentences(run, name)]]
+    parts += [_table_lines(sheet) for sheet in sheets] if verbose else []
     return "\n\n".join("\n".join(map(printable, part)) for part in parts if part)
 
 
@@ -310,7 +319,7 @@ def sweep_text(run: DriftRun, name: str) -> str:
     lines = Table.from_rows("sweep", name, columns, swept.to_dict("records")).texts(gap=NOT_MEASURED)
     means = f"{name}: means of {counted(tasks, 'task')}, {counted(rows['seed'].nunique(), 'seed')}"
     notes = [means, *_sweep_notes(run, rows, has_accuracy=has_accuracy)]
-    return "\n".join([*_aligned(lines, num_names=0), "", "; ".join(notes)])
+    return "\n".join([*_align_columns(lines, num_names=0), "", "; ".join(notes)])
 
 
 def _sweep_notes(run: DriftRun, rows: pd.DataFrame, *, has_accuracy: bool) -> Iterator[str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from driftlens.utils.devices import has_float64, lacking
+from driftlens.utils.devices import has_float64, missing_factorizations
 
 NAME = "sim"
 
@@ -114,4 +114,4 @@ def turn(**switches: Any) -> None:
     """Set all switches; those not named go to how they were at first."""
     torch.ops.driftlens_sim.turn(*vars(Switches(**switches)).values())
     has_float64.cache_clear()
-    lacking.cache_clear()
+    missing_factorizations.cache_clear()

@@ -102,7 +102,9 @@ def test_a_cancel_that_leaves_no_record_is_told_and_stops_the_job(
 
     sent: list[int] = []
     monkeypatch.setattr("driftlens_app.processes.write_job", full)
-    monkeypatch.setattr("driftlens_app.processes._signal", lambda _job, number: sent.append(number))
+    monkeypatch.setattr(
+        "driftlens_app.processes._signal_process_group", lambda _job, number: sent.append(number)
+    )
     press(app.run(), "Cancel")
     assert not app.exception and sent == [signal.SIGINT]
     assert "No space left on device" in errors(app) and "Free some space." in errors(app)

@@ -137,7 +137,7 @@ def test_a_run_is_searched_for_links_once_until_it_changes(
 ) -> None:
     searched: list[Path] = []
     monkeypatch.setattr(runs, "require_links_inside", lambda run, root: searched.append(run))
-    runs._searched.clear()
+    runs._cached_link_check.clear()
     for _ in range(3):
         listed_runs(Settings(root))
         opened(run)

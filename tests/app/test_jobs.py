@@ -131,10 +131,10 @@ def test_a_job_that_does_not_stop_is_ended_after_the_grace_period(
     until(lambda: state(run) == "running", "it runs")
     cancel(job)
     assert state(run) == "cancelling"
-    assert processes.exit_code(job.pid) is None  # it was asked, not ended
+    assert processes._child_exit_code(job.pid) is None  # it was asked, not ended
     monkeypatch.setattr("driftlens_app.processes.GRACE_SECONDS", 0.0)
     until(lambda: state(run) == "cancelled", "it has been ended")
-    assert processes.exit_code(job.pid) == -signal.SIGKILL
+    assert processes._child_exit_code(job.pid) == -signal.SIGKILL
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_a_recycled_process_id_is_not_signalled(run: Path) -> None:
     stranger = replace(job, process_started=(job.process_started or 0.0) - 1000)
     write_job(stranger)
     cancel(stranger)
-    assert processes.exit_code(job.pid) is None and job_of(run) == stranger
+    assert processes._child_exit_code(job.pid) is None and job_of(run) == stranger
     write_job(job)
 
 

@@ -206,7 +206,7 @@ def test_fewer_samples_than_folds_are_refused_before_any_pass(
         assert calibrated(models, settings)
         return
     passes: list[str] = []
-    monkeypatch.setattr(steps._StepWalk, "_gradient_sums", lambda _, task: passes.append(task))
+    monkeypatch.setattr(steps._StepWalk, "_accumulate_gradient_sums", lambda _, task: passes.append(task))
     with pytest.raises(DataError, match=says):
         calibrated(models, settings)
     assert not passes

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from driftlens.experiment.model_card import calibration_command, escaped, model_card
+from driftlens.experiment.model_card import calibration_command, escape_markdown, model_card
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.results.calibration_summary import selection_sentences
 from driftlens.runs.run import DriftRun, open_run
@@ -275,7 +275,7 @@ def test_the_settings_chosen_are_those_calibrated_with(
     shown = before_after_text(open_run(folder), NAME)
     assert sentence in shown and numbers in shown
     card = (folder / f"calibrations/{NAME}/README.md").read_text(encoding="utf-8")
-    assert escaped(sentence) in card
+    assert escape_markdown(sentence) in card
     sections = Report(open_run(folder), "calibration").content.sections
     assert f"{NAME}: {sentence}" in [text for section in sections for text in section.sentences]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from driftlens.cli.app import cancelling, interrupted_by_signals
+from driftlens.cli.app import cancel_on_signals, interrupted_by_signals
 from driftlens.runs.manifest import owner_of
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import Cancelled, RunError
@@ -85,7 +85,7 @@ def test_a_signal_behind_an_error_does_not_take_its_place(number: signal.Signals
     ):
         with pytest.raises(heard), interrupted_by_signals(last=False):
             try:
-                with cancelling():
+                with cancel_on_signals():
                     raise error
             finally:
                 signal.raise_signal(number)

@@ -23,7 +23,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from driftlens.cli.app import interrupt
+from driftlens.cli.app import handle_ending_signal
 from driftlens.config.run import load_spec
 from driftlens.config.templates import _template_names
 from driftlens.runs.run import DriftRun, command_to_resume, open_run
@@ -354,7 +354,7 @@ def test_an_interrupt_waits_until_the_library_at_hand_is_imported(
         "except KeyboardInterrupt:\n    found = 'half'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = signal.signal(signal.SIGINT, handle_ending_signal)
     try:
         assert importlib.import_module("swallowing").found == "whole"
         with pytest.raises(KeyboardInterrupt):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from driftlens.data.altered import CORRUPTIONS, corrupt, corrupted, parse, written
+from driftlens.data.altered import CORRUPTIONS, corrupt_image, corrupted, parse_corruption, written
 from driftlens.data.samples import SampleSet
 from driftlens.utils.errors import DataError, SpecError
 
@@ -31,25 +31,25 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.mark.parametrize("side", [16, 224])
 def test_severities_grow_and_draws_repeat(kind: str, side: int) -> None:
     clean = picture(side)
-    found = [corrupt(clean, kind, severity, DRAWN) for severity in range(1, 6)]
+    found = [corrupt_image(clean, kind, severity, DRAWN) for severity in range(1, 6)]
     assert all(of.shape == clean.shape and of.dtype == np.uint8 for of in found)
     off = [distance(of, clean) for of in found]
     assert 0 < off[0] < off[4], "the most severe is farther away"
-    np.testing.assert_array_equal(found[2], corrupt(Image.fromarray(clean), kind, 3, DRAWN))
+    np.testing.assert_array_equal(found[2], corrupt_image(Image.fromarray(clean), kind, 3, DRAWN))
     for other in ((43, "dtd/7"), (42, "dtd/8")):
-        assert distance(found[2], corrupt(clean, kind, 3, other)) > 0
+        assert distance(found[2], corrupt_image(clean, kind, 3, other)) > 0
 
 
 def test_strengths_are_those_of_imagenet_c() -> None:
     grey = np.full((224, 224, 3), 128, dtype=np.uint8)
-    noise = (corrupt(grey, "gaussian_noise", 3, DRAWN) / 255.0 - 128 / 255).std()
+    noise = (corrupt_image(grey, "gaussian_noise", 3, DRAWN) / 255.0 - 128 / 255).std()
     assert noise == pytest.approx(0.18, rel=0.03)  # a few values beyond 0 and 1 are cut
 
 
 def test_motion_blur_is_half_a_gaussian_along_a_line() -> None:
     dot = np.zeros((224, 224, 3), dtype=np.uint8)
     dot[112, 112] = 255
-    found = corrupt(dot, "motion_blur", 3, DRAWN)[..., 0] / 255.0
+    found = corrupt_image(dot, "motion_blur", 3, DRAWN)[..., 0] / 255.0
     rows, columns = found.nonzero()
     assert columns.max() == 112 and 90 < columns.min() < 112, "it trails to one side"
     slopes = [(r - 112) / (c - 112) for r, c in zip(rows, columns, strict=True) if abs(c - 112) > 5]
@@ -62,10 +62,10 @@ def test_motion_blur_is_half_a_gaussian_along_a_line() -> None:
 def test_fog_brightens_and_hides() -> None:
     dark = np.zeros((64, 64, 3), dtype=np.uint8)
     dark[0, 0] = 255
-    found = corrupt(dark, "fog", 3, DRAWN)[8:]
+    found = corrupt_image(dark, "fog", 3, DRAWN)[8:]
     assert 2.5 / 3.5 * 255 * 0.95 < found.max() <= 2.5 / 3.5 * 255 + 1
     assert found.min() < 20 and (found[..., 0] == found[..., 2]).all()
-    fogged, clean = corrupt(picture(64), "fog", 3, DRAWN), picture(64)
+    fogged, clean = corrupt_image(picture(64), "fog", 3, DRAWN), picture(64)
     square = np.s_[16:32, 16:32]
     contrast = [of[square].mean() - of[16:32, 40:56].mean() for of in (fogged, clean)]
     assert abs(contrast[0]) < abs(contrast[1])
@@ -81,20 +81,20 @@ def test_samples_are_corrupted_one_by_one_as_they_are_read() -> None:
     )
     assert corrupted(whole, "none", 1) is whole
     found = corrupted(whole, "fog", 1).load([2, 0])
-    np.testing.assert_array_equal(found[0], corrupt(shown[2], "fog", 3, (1, "dtd/c")))
-    np.testing.assert_array_equal(found[1], corrupt(shown[0], "fog", 3, (1, "dtd/a")))
+    np.testing.assert_array_equal(found[0], corrupt_image(shown[2], "fog", 3, (1, "dtd/c")))
+    np.testing.assert_array_equal(found[1], corrupt_image(shown[0], "fog", 3, (1, "dtd/a")))
 
 
 def test_what_is_no_corruption_is_refused() -> None:
     assert (written("fog"), written("fog:5"), written("none")) == ("fog:3", "fog:5", "none")
-    assert parse("none") == ("none", 0)
+    assert parse_corruption("none") == ("none", 0)
     for given, said in [
         ("fogg", "gaussian_noise, motion_blur, fog"),
         ("fog:6", "expected 1 to 5"),
         ("none:3", "no"),
     ]:
         with pytest.raises(SpecError, match=said):
-            parse(given)
+            parse_corruption(given)
     texts = SampleSet("a", "calibration", ("0",), None, list)
     with pytest.raises(DataError, match="only images of a data source can be corrupted"):
         corrupted(texts, "fog", 0)

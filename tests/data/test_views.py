@@ -207,7 +207,7 @@ def test_views_are_said_in_words_or_by_their_parts(asked: Any, views: Views) -> 
 
 @pytest.mark.parametrize("method", [FeatCal(), ResidualCal(folds=2, weights="uniform")])
 def test_views_that_change_nothing_count_for_nothing(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(views_of, "_moved", lambda image, random: image)
+    monkeypatch.setattr(views_of, "_shift_and_relight", lambda image, random: image)
     models = subject("hf_clip_vit", n=4)
     plain = replace(samples(models.inputs, "crop", copies=1), views=None)
     one, two = (

@@ -19,7 +19,7 @@ def fail() -> None:
     what, _, rank = os.environ.get("FAULT", "").partition(":")
     if rank != os.environ["RANK"]:
         return
-    calibrate = SnapshotWalk._calibrate
+    calibrate = SnapshotWalk._calibrate_layer
 
     def killed(self: SnapshotWalk, layer: Any, *given: Any, **named: Any) -> Any:
         if layer.index == LAYER:
@@ -39,7 +39,7 @@ def fail() -> None:
         raise KeyError("nobody thought of that")
 
     if what in ("killed", "stopped"):
-        SnapshotWalk._calibrate = {"killed": killed, "stopped": stopped}[what]  # type: ignore[method-assign]
+        SnapshotWalk._calibrate_layer = {"killed": killed, "stopped": stopped}[what]  # type: ignore[method-assign]
     elif what:
         evaluation.accuracies = {"refused": refused, "mistaken": mistaken}[what]
 

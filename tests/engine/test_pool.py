@@ -18,8 +18,8 @@ from driftlens.engine.pool import (
     ModelPool,
     input_bytes,
     on_device,
-    replaced,
     streamed_weights,
+    with_updated_parameters,
 )
 from driftlens.engine.walk import forward, waiting_bytes, walk
 from driftlens.models.tracing.sites import assembled
@@ -160,7 +160,7 @@ def test_no_pass_copies_experts_of_one_fused_tensor(name: str, stored: torch.dty
     before = pool.parameters("odd", layer)
     expert = "mlp.experts.1.down_proj.weight"
     updates = {expert: torch.rand_like(before[expert])}
-    after = replaced(layer, before, updates)
+    after = with_updated_parameters(layer, before, updates)
     assert torch.equal(updates[expert], after[expert])
 
     by_key: dict[str, list[str]] = {}

@@ -12,8 +12,8 @@ from torch import nn
 
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.sequential import groups_of
-from driftlens.engine.sites import added_to, select_sites
+from driftlens.engine.sequential import linear_site_groups
+from driftlens.engine.sites import find_residual_streams, select_sites
 from driftlens.models.architectures.language import causal_chain
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import LayerChain, adapters
@@ -122,10 +122,12 @@ def test_sites_are_found_to_be_added_to_the_stream_that_their_family_adds_them_t
     for layer in chain.layers:
         parameters = pool.parameters("merged", layer)
         if layer.index in sites:
-            groups = groups_of(layer, sites[layer.index])
+            groups = linear_site_groups(layer, sites[layer.index])
             assert any(group.sites for group in groups)
             found.append(
-                added_to(layer, parameters, state, side, [site.name for of in groups for site in of.sites])
+                find_residual_streams(
+                    layer, parameters, state, side, [site.name for of in groups for site in of.sites]
+                )
             )
         state = layer.call(parameters, state, side)
     assert found == wanted
@@ -159,7 +161,7 @@ def test_what_counts_for_nothing_is_no_stream_and_two_sums_are_told_apart() -> N
         state = chain.layers[0].call(
             {name: model.state_dict()[f"0.{name}"] for name in ("weight", "bias")}, state, side
         )
-        return added_to(layer, parameters, state, side, [site.name for site in layer.sites])
+        return find_residual_streams(layer, parameters, state, side, [site.name for site in layer.sites])
 
     assert streams(1.0, silent=False) == {"first": ENTERS, "second": "second"}
     assert streams(2.0, silent=False) == {"first": ENTERS}

@@ -67,7 +67,7 @@ def test_the_gradient_vanishes_and_no_other_weight_is_better(size: tuple[int, ..
     other = solution.weight + 0.1 * random(o, k, seed=seed + 3)
     # tr(D H D'), the paper's excess of one minimiser under another's objective.
     rise = objective(moments, other, anchor, lam) - solution.objective.sum()
-    assert float(solution.excess(other).sum()) == pytest.approx(float(rise), rel=1e-8)
+    assert float(solution.objective_increase(other).sum()) == pytest.approx(float(rise), rel=1e-8)
     assert float(rise) > 0
 
 

@@ -144,7 +144,7 @@ def test_a_merge_that_is_saved_waits_on_no_disk(tmp_path: Path, monkeypatch: pyt
     def on_disk(*_: object) -> dict[str, Tensor]:
         raise AssertionError("it is written twice")
 
-    monkeypatch.setattr(merging, "_file_backed_like", on_disk)
+    monkeypatch.setattr(merging, "_create_file_backed_tensors", on_disk)
     save_merge(open_models(BASE, EXPERTS), merge_called("average"), tmp_path / "merged.safetensors")
     assert load_file(tmp_path / "merged.safetensors").keys() == BASE.keys()
 

@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from driftlens.checkpoints.alignment import Spellings, Stored, joint_name, names_of
+from driftlens.checkpoints.alignment import Spellings, Stored, expand_joint_name, joint_name
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import StateSource
 from driftlens.config.run import RunSpec, load_spec
@@ -276,4 +276,4 @@ def test_a_count_of_experts_that_differs_is_refused_before_anything_is_written(
 def test_a_joint_name_is_that_of_its_parts_in_their_order(names: tuple[str, ...], joint: str) -> None:
     assert joint_name(names) == joint
     if joint:
-        assert names_of(joint, 2) == [*names]
+        assert expand_joint_name(joint, 2) == [*names]

@@ -22,7 +22,7 @@ from driftlens.config.run import load_spec
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import forward
-from driftlens.experiment.loading import open_models, settings_of
+from driftlens.experiment.loading import analysis_settings, open_models
 from driftlens.experiment.merging import merge_experts
 from driftlens.models.architecture import load_architecture
 from driftlens.utils.distributed import Context
@@ -50,7 +50,7 @@ def test_a_folder_of_sentences_is_opened_and_saved_whole(inside: str, tmp_path: 
         sentences(tmp_path / name, seed, inside=inside)
     spec = spec_of(tmp_path, "one", "two")
     known = load_architecture("hf-encoder", str(tmp_path / "base"))
-    assert settings_of(spec, known.chain).pool == "cls"
+    assert analysis_settings(spec, known.chain).pool == "cls"
     assert known.preprocess is not None and known.preprocess.settings["max_length"] == 7
     assert all(word in known.notices[0] for word in ("by cls, then by Dense, Normalize", "'query: '"))
     merge_experts(spec, "average", {}, tmp_path / "out", Context())
@@ -227,9 +227,9 @@ def test_an_expert_that_makes_other_embeddings_of_its_tokens_is_refused(tmp_path
     spec = spec_of(tmp_path, "one")
     other = spec.model_copy(update={"layers": spec.layers.model_copy(update={"pool": "mean"})})
     with refusing(SpecError, "layers.pool is 'mean'", "by cls", hint="Remove", code=2):
-        settings_of(other, chain)
+        analysis_settings(other, chain)
     # What families of images call so in their settings is none of a folder's.
-    assert settings_of(other, replace(chain, settings={"pooling": "cls"})).pool == "mean"
+    assert analysis_settings(other, replace(chain, settings={"pooling": "cls"})).pool == "mean"
 
 
 @pytest.mark.parametrize(

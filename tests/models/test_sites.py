@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import driftlens as dl
-from driftlens.engine.calibrating import normalised
+from driftlens.engine.calibrating import normalised_rows
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import Layer, LayerChain, pooled
 from tests.zoo.walking import chain_states, parameters
@@ -98,7 +98,7 @@ def test_what_a_site_says_is_its_matrix_times_what_it_hears(block: type[nn.Modul
         if site.kind == "linear":
             wanted = F.linear(rows, weight, bias)
         else:
-            wanted = normalised(site, rows) * weight + (0 if bias is None else bias)
+            wanted = normalised_rows(site, rows) * weight + (0 if bias is None else bias)
         torch.testing.assert_close(output, wanted, rtol=1e-10, atol=1e-10)
 
 

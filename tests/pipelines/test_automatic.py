@@ -434,5 +434,5 @@ def test_it_warns_where_experts_are_surer_of_these_samples(
         return rows + (rows.roll(1, dims=0) if unsure else 0) + 1e-3 * torch.arange(len(of))[:, None]
 
     monkeypatch.setattr(job, "final_features", features)
-    told = job._trained_on(samples, study)
+    told = job._training_overlap_notices(samples, study)
     assert [text.startswith("experts were probably trained on") for text in told] == [True] * is_surer

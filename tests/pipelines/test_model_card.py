@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from scipy import stats
 
 import driftlens as dl
-from driftlens.experiment.model_card import escaped, merge_card, model_card
+from driftlens.experiment.model_card import escape_markdown, merge_card, model_card
 from driftlens.merging.method import merge_called
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.results.formatting import signs
@@ -99,9 +99,9 @@ def test_the_verdict_comes_first_and_the_anchor_alone_is_a_row_of_the_tables(
     run: DriftRun, card: str
 ) -> None:
     head, first, rest = card.partition("## Verdict\n\n")[2].split("\n\n", 2)
-    assert head == f"**{escaped(signs(sentence(headline(run, NAME))))}**"
+    assert head == f"**{escape_markdown(signs(sentence(headline(run, NAME))))}**"
     said = [signs(shareable(run, text)) for text in verdict(run, NAME).sentences]
-    assert first.splitlines() == [f"- {escaped(text)}" for text in said]
+    assert first.splitlines() == [f"- {escape_markdown(text)}" for text in said]
     assert (
         "anchor" not in first
         and "featcal, anchor only" in rest
@@ -129,5 +129,5 @@ def test_names_that_a_user_chose_are_shown_and_not_read(tmp_path: Path) -> None:
     dl.analyze(spec, out=tmp_path / "run", progress="none")
     text = model_card(calibrate(tmp_path / "run", request()), NAME)
     title = next(line for line in text.splitlines() if line.startswith("# "))
-    assert title == f"# {escaped(HOSTILE)}: featcal"
+    assert title == f"# {escape_markdown(HOSTILE)}: featcal"
     assert "<" not in title and not re.search(r"(?<!\\)[|\[\]*_`$@]", title) and "https://" not in title

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from driftlens.checkpoints.tensor_sources import change_of
+from driftlens.checkpoints.tensor_sources import count_differences
 from driftlens.config.run import load_spec
 from driftlens.experiment.loading import open_models
 from driftlens.experiment.merging import merge_experts
@@ -32,7 +32,7 @@ def test_entries_are_counted_by_their_rank_among_all_numbers_of_a_type(dtype: to
     end = torch.where(torch.rand(4000, generator=generator) < 0.3, start * (1 + 2e-4), end)
     ranks = [torch.searchsorted(ordered, tensor.to(dtype).float()) for tensor in (start, end)]
     apart, differs = (ranks[0] - ranks[1]).abs(), start != end
-    change = change_of(start, end, dtype)
+    change = count_differences(start, end, dtype)
     assert (change.entries, change.changed) == (4000, int(differs.sum()))
     assert change.lost == int((differs & (apart == 0)).sum()) > 50
     assert change.steps == int((differs & (apart == 1)).sum()) > 50

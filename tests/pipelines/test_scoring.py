@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlens.experiment.sanity_checks import CheckResult
-from driftlens.pipelines.validate import Preflight, _check_ties
+from driftlens.pipelines.validate import Preflight, _check_tied_weights
 from tests.pipelines.checking import check, saved, visual
 from tests.zoo.cases import CASES, family
 from tests.zoo.world import CLASSES, World, build, clip, labels, pixels
@@ -91,7 +91,7 @@ def test_an_expert_that_guesses_is_a_problem(colours: World, tmp_path: Path) -> 
 
 def test_a_tower_has_no_ties_not_even_in_its_fused_projection() -> None:
     collect = Preflight()
-    _check_ties(family(CASES["open_clip_vit"]).pool.chain, collect)
+    _check_tied_weights(family(CASES["open_clip_vit"]).pool.chain, collect)
     assert [(finding.level, finding.subject) for finding in collect.findings] == [("ok", "ties")]
 
 
@@ -101,7 +101,9 @@ def test_a_weight_in_two_layers_is_named_with_both_places() -> None:
     name = next(iter(first.parameters))
     shared = dataclasses.replace(second, parameters={**second.parameters, name: first.parameters[name]})
     collect = Preflight()
-    _check_ties(dataclasses.replace(chain, layers=(*chain.layers[:2], shared, *chain.layers[3:])), collect)
+    _check_tied_weights(
+        dataclasses.replace(chain, layers=(*chain.layers[:2], shared, *chain.layers[3:])), collect
+    )
     (finding,) = collect.findings
     assert finding.level == "notice"
     assert f"{name} of layer 2 and {name} of layer 3" in finding.text

@@ -15,7 +15,7 @@ import driftlens as dl
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.config.requests import SweepRequest
-from driftlens.data.altered import corrupt
+from driftlens.data.altered import corrupt_image
 from driftlens.engine import calibrating
 from driftlens.engine.calibrating import CalibrationContext, ExpertFeatures
 from driftlens.engine.sites import rows_and_output, select_sites
@@ -326,7 +326,9 @@ def test_corrupted_calibration_is_that_of_pictures_corrupted_beforehand(
     spec = world.spec(metrics={"jacobian": False})
     for task in TASKS:
         stored = dict(np.load(world.data(task)))
-        fogged = [corrupt(at, "fog", 5, (0, f"{task}/train/{i}")) for i, at in enumerate(stored["x_train"])]
+        fogged = [
+            corrupt_image(at, "fog", 5, (0, f"{task}/train/{i}")) for i, at in enumerate(stored["x_train"])
+        ]
         np.savez(tmp_path / f"{task}.npz", **stored | {"x_train": np.stack(fogged)})
         spec["data"][task] = {"kind": "npz", "file": str(tmp_path / f"{task}.npz")}
     fogged_run = dl.analyze(spec, out=tmp_path / "fogged", progress="none").path

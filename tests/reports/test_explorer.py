@@ -203,7 +203,7 @@ def test_small_layouts_take_one_thread(full: DriftRun, monkeypatch: pytest.Monke
         seen.extend(library["num_threads"] for library in threadpool_info())
         return [None]
 
-    monkeypatch.setattr(explorer_page, "_planes", looked)
+    monkeypatch.setattr(explorer_page, "_layouts_by_layer", looked)
     gathered(full)
     assert {*seen} == {1}
 

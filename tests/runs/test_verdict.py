@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from driftlens.results.verdict import (
     ModelGap,
     Verdict,
-    change_of_gap,
+    format_gap,
     headline,
     others_sheet,
     sentence,
@@ -180,7 +180,7 @@ def test_half_of_an_interval_is_the_longer_and_reaches_zero_only_where_it_does(
 ) -> None:
     side = (change.low > 0) - (change.high < 0)
     gap = ModelGap("merged", "base", change, {}, side, (), ())
-    assert change_of_gap(gap, "share") == words
+    assert format_gap(gap, "share") == words
 
 
 @pytest.mark.parametrize(

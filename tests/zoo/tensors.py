@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from driftlens.checkpoints.alignment import Spellings, names_of
+from driftlens.checkpoints.alignment import Spellings, expand_joint_name
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.architecture import Architecture
 
@@ -42,7 +42,7 @@ def _of_expert(name: str, expert: int | None, count: int, headers: Mapping[str, 
     """The tensors of a file that hold one expert's part of what memory fuses."""
     if expert is None or name in headers:
         return [name]
-    each = len(apart := names_of(name, count)) // count
+    each = len(apart := expand_joint_name(name, count)) // count
     return apart[expert * each : (expert + 1) * each]
 
 

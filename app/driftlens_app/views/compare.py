@@ -39,13 +39,13 @@ def show() -> None:
     """Draw this part of the page Repair."""
     caption(_SAYS)
     chosen = selection(TASK)
-    _changes(chosen)
+    _show_changes(chosen)
     with shown_errors():
         show_merges(Settings.from_environment(), chosen.run.name)
 
 
-def _changes(chosen: Selection) -> None:
-    whole = _comparison(chosen)
+def _show_changes(chosen: Selection) -> None:
+    whole = _selected_comparison(chosen)
     if whole is None:
         return
     comparison = of_task(whole, chosen.task)
@@ -67,23 +67,22 @@ def _changes(chosen: Selection) -> None:
     show_data(comparison.tasks, f"{names}-tasks", key="data-tasks")
 
 
-def _comparison(chosen: Selection) -> Comparison | None:
-    """Return the selected comparison; None if there is nothing to compare with."""
+def _selected_comparison(chosen: Selection) -> Comparison | None:
     run, settings = chosen.run, Settings.from_environment()
     others = [name for name in run_ids(settings) if name != run.id]
     with st.container(horizontal=True, vertical_alignment="bottom"):
         other = st.selectbox("With", [_SAME, *others], key="with", bind="query-params", width=300)
         second = run if other == _SAME else opened(folder_of(settings, other))
-        pair = _pair(run, second)
+        pair = _select_variant_pair(run, second)
     if pair is None:
         note("Nothing to compare. Calibrate the run, or choose another one.")
         link_to_repair()
         return None
-    return _compared(run, second, *pair)
+    return _cached_comparison(run, second, *pair)
 
 
-def _pair(first: DriftRun, second: DriftRun) -> tuple[str, str] | None:
-    """Show controls for the two variants and return them."""
+def _select_variant_pair(first: DriftRun, second: DriftRun) -> tuple[str, str] | None:
+    """Show controls for two variants and return them; None if there are no two."""
     within = first is second
     if not first.variants or not second.variants or (within and len(first.variants) < 2):
         return None
@@ -115,7 +114,7 @@ def show_merges(settings: Settings, name: str = "") -> None:
 
 # Shared and not copied, since comparisons are never changed and a copy would include both runs.
 @st.cache_resource(max_entries=4, show_spinner="Comparing", hash_funcs={DriftRun: key_of})
-def _compared(first: DriftRun, second: DriftRun, before: str, after: str) -> Comparison:
+def _cached_comparison(first: DriftRun, second: DriftRun, before: str, after: str) -> Comparison:
     other = None if second is first else second
     return compare(first, other, before=before, after=after, allow_mismatch=True)
 

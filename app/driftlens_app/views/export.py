@@ -55,11 +55,11 @@ def zipped(files: Files) -> bytes:
 def show() -> None:
     """Draw the page."""
     run = selection().run
-    parts = {"Report": _report, "Figures and tables": _exhibits}
+    parts = {"Report": _show_report_part, "Figures and tables": _show_exhibits_part}
     parts[open_part([*parts], key="export")](run)
 
 
-def _report(run: DriftRun) -> None:
+def _show_report_part(run: DriftRun) -> None:
     with st.form("report", border=False):
         with st.container(horizontal=True, vertical_alignment="bottom"):
             preset = st.selectbox(
@@ -75,13 +75,13 @@ def _report(run: DriftRun) -> None:
             )
         pressed = st.form_submit_button("Build the report", type="primary", icon=":material/description:")
     report = Report(run, preset)
-    built = _built(run, "report", {name: partial(report.files, [name]) for name in selected}, pressed)
+    built = _built_files(run, "report", {name: partial(report.files, [name]) for name in selected}, pressed)
     for name, files in built.items():
-        _offer(run, name, files, _FORMATS[name])
-    _preview(built)
+        _show_download_button(run, name, files, _FORMATS[name])
+    _show_report_preview(built)
 
 
-def _exhibits(run: DriftRun) -> None:
+def _show_exhibits_part(run: DriftRun) -> None:
     with st.form("exhibits", border=False):
         chosen = st.multiselect(
             "Figures and tables",
@@ -94,14 +94,16 @@ def _exhibits(run: DriftRun) -> None:
             "Width", [*WIDTHS], key="style", help="Text or column width of the venue.", width=180
         )
         pressed = st.form_submit_button("Draw them", type="primary", icon=":material/draw:")
-    built = _built(run, "exhibits", {name: partial(_exhibited, run, name, style) for name in chosen}, pressed)
+    built = _built_files(
+        run, "exhibits", {name: partial(_exhibit_files, run, name, style) for name in chosen}, pressed
+    )
     for name, files in built.items():
-        _offer(run, name, files, exhibits[name].title)
+        _show_download_button(run, name, files, exhibits[name].title)
         if picture := files.get(f"{name}.png"):
             st.image(picture, caption=plain(files[f"{name}.txt"].decode().strip()), alt=f"Figure {name}")
 
 
-def _exhibited(run: DriftRun, name: str, style: str) -> Files:
+def _exhibit_files(run: DriftRun, name: str, style: str) -> Files:
     # Imports matplotlib, which no other page needs.
     from driftlens_reports.paper.exhibit import draw
 
@@ -109,7 +111,7 @@ def _exhibited(run: DriftRun, name: str, style: str) -> Files:
     return {f"{name}.{entry}": drawn.content(entry) for entry in _EXHIBIT_FORMATS[exhibits[name].kind]}
 
 
-def _built(
+def _built_files(
     run: DriftRun, kind: str, makers: Mapping[str, Callable[[], Files]], pressed: bool
 ) -> Mapping[str, Files]:
     """Return the files built for this user and state of the run; build them if the button was pressed."""
@@ -125,7 +127,7 @@ def _built(
     return built if built_of == key else {}
 
 
-def _offer(run: DriftRun, name: str, files: Files, label: str) -> None:
+def _show_download_button(run: DriftRun, name: str, files: Files, label: str) -> None:
     """Show a button that downloads the file, or an archive of several."""
     single = [*files] if len(files) == 1 else []
     st.download_button(
@@ -138,8 +140,7 @@ def _offer(run: DriftRun, name: str, files: Files, label: str) -> None:
     )
 
 
-def _preview(built: Mapping[str, Files]) -> None:
-    """Show the light page in a frame."""
+def _show_report_preview(built: Mapping[str, Files]) -> None:
     # Only the page without scripts: a frame on this site could read the dashboard.
     if not built:
         st.caption("Files appear here: downloads, and a preview of the HTML without scripts.")

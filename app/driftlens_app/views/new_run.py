@@ -44,14 +44,14 @@ def show() -> None:
         note("This dashboard is read-only.", "lock")
     else:
         with shown_errors():
-            _from_models(settings)
+            _show_models_form(settings)
         with shown_errors():
-            _from_spec(settings)
+            _show_spec_choice(settings)
     with shown_errors():
         show_merges(settings)
 
 
-def _from_models(settings: Settings) -> None:
+def _show_models_form(settings: Settings) -> None:
     """Show a form that writes a spec of models and data and starts its analysis."""
     mergers = methods("merge_methods")
     names = sorted(mergers, key=lambda name: name != _USUAL)
@@ -98,7 +98,7 @@ def _from_models(settings: Settings) -> None:
     with st.spinner("Reading configurations and data"):
         answer = ask(("init", *options, "--json", "--", base.strip(), *models), settings.root)
     write_text_atomic(file, str(answer["spec"]))
-    _begin(requests.analyze_request(settings, file.name, name.strip()))
+    _start_and_open_runs_page(requests.analyze_request(settings, file.name, name.strip()))
 
 
 def data_options(root: Path, folder: str, experts: Sequence[str]) -> list[str]:
@@ -115,20 +115,20 @@ def data_options(root: Path, folder: str, experts: Sequence[str]) -> list[str]:
     if not is_inside(place, root) or not place.exists():
         raise SpecError(f"{folder} is not in {root}", hint="Move data into the dashboard's folder.")
     by_task = {entry.stem: entry.name for entry in entries(place)} if place.is_dir() else {}
-    tasks = [task_of(expert) for expert in experts]
+    tasks = [_task_name(expert) for expert in experts]
     if all(task in by_task for task in tasks):
         return [f"{task}={folder.rstrip('/')}/{by_task[task]}" for task in tasks]
     return [folder]
 
 
-def task_of(expert: str) -> str:
+def _task_name(expert: str) -> str:
     """Return the task of `TASK=MODEL`, or a name from the expert's file or folder."""
     task, sign, _ = expert.partition("=")
     return task.strip() if sign else re.sub(r"[^\w.-]+", "-", Path(expert).stem)
 
 
-def _from_spec(settings: Settings) -> None:
-    """Offer the analysis of a spec in the folder."""
+def _show_spec_choice(settings: Settings) -> None:
+    """Show the specs in the folder and a button that analyzes one."""
     specs = requests.spec_files(settings.root)
     if not specs:
         return
@@ -139,10 +139,10 @@ def _from_spec(settings: Settings) -> None:
         pressed = st.button("Start the analysis", icon=":material/play_arrow:", key="start-analysis")
         st.caption(coded(f"To check it in a terminal: `driftlens validate {shlex.quote(spec)}`"))
     if pressed:
-        _begin(requests.analyze_request(settings, spec, name.strip()))
+        _start_and_open_runs_page(requests.analyze_request(settings, spec, name.strip()))
 
 
-def _begin(request: JobRequest) -> None:
+def _start_and_open_runs_page(request: JobRequest) -> None:
     start(request)
     lead("runs")
 

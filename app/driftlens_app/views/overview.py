@@ -77,8 +77,8 @@ def show() -> None:
         )
         show_drawn("mean-drift", chosen.run.id, drawn)
     with shown_errors():
-        _origins(chosen)
-    _provenance(chosen.run)
+        _show_drift_origins(chosen)
+    _show_provenance(chosen.run)
     if chosen.run.tasks and chosen.run.manifest.layers:
         with moving:
             about = "At the last layer; click to open Samples."
@@ -93,17 +93,17 @@ def _show_verdict(run: DriftRun) -> None:
     with st.container(border=True, key="verdict"):
         # Sentences with the same content as a button or badge are left out.
         (steps, sentences), checks = steps_of(run, judged), self_checks(run)
-        sentences = [text for text in sentences if f"{_badge(checks)}." not in text]
+        sentences = [text for text in sentences if f"{_self_checks_label(checks)}." not in text]
         st.markdown("\n\n".join(with_command(run, text, judged.command) for text in sentences))
         with st.container(horizontal=True, vertical_alignment="center"):
             show_step_buttons(run, steps, judged.command, "Repair")
-            _to_samples(run, judged)
-            _self_checks(checks)
+            _show_flipped_samples_button(run, judged)
+            _show_self_checks(checks)
     if judged.means:
-        _task_table(run, judged)
+        _show_task_table(run, judged)
 
 
-def _to_samples(run: DriftRun, judged: Verdict) -> None:
+def _show_flipped_samples_button(run: DriftRun, judged: Verdict) -> None:
     """Show a button to the flipped samples of the selected task, or of the one with most of them."""
     rows = run.outputs(variant=judged.merged)
     counts = rows[rows["flipped"].fillna(False).astype(bool)]["task"].value_counts()
@@ -122,14 +122,14 @@ def _to_samples(run: DriftRun, judged: Verdict) -> None:
         explore(urlencode(state))
 
 
-def _task_table(run: DriftRun, judged: Verdict) -> None:
+def _show_task_table(run: DriftRun, judged: Verdict) -> None:
     """Show one row per task, the worst first; a click selects the task on every page."""
     sheet = task_sheet(run, judged)
-    rows, columns = _task_rows(run, judged, sheet)
+    rows, columns = _task_rows_and_columns(run, judged, sheet)
     tasks = rows["task"].tolist()
     key = f"tasks-{zlib.crc32(repr((run.id, tasks)).encode())}"
 
-    def _choose_row() -> None:
+    def _select_clicked_task() -> None:
         ticked = st.session_state[key]["selection"]["cells"]
         if ticked:
             row = ticked[0][0]
@@ -140,12 +140,14 @@ def _task_table(run: DriftRun, judged: Verdict) -> None:
         st.header(plain(sheet.title), anchor=False, help=plain(sheet.notes()), width="content")
         if AXIS in rows:
             show_key(judged)
-    settings = {"on_select": _choose_row, "selection_mode": "single-cell"}
+    settings = {"on_select": _select_clicked_task, "selection_mode": "single-cell"}
     show_table(rows, columns, key=key, alt=sheet.title, **settings)
     st.caption("Worst first. Click a row to select its task on every page.")
 
 
-def _task_rows(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
+def _task_rows_and_columns(
+    run: DriftRun, judged: Verdict, sheet: Table
+) -> tuple[pd.DataFrame, dict[str, Any]]:
     """Return the verdict's table for the page (worst task first, mean last) and its column settings."""
     numbers = sheet.frame()
     numbers, mean = numbers[: len(run.tasks)], numbers[len(run.tasks) :]
@@ -167,7 +169,7 @@ def _task_rows(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFra
     return rows.reset_index(drop=True), columns
 
 
-def _origins(chosen: Selection) -> None:
+def _show_drift_origins(chosen: Selection) -> None:
     origins = {task: text for task, text in facts.origins(chosen.run).items() if task in chosen.tasks}
     whose = f"{title(facts.origin_variant(chosen.run))}'s" if origins else "the"
     st.header(
@@ -184,36 +186,37 @@ def _origins(chosen: Selection) -> None:
         if charts[_CELLS].missing(chosen.run, options) is None:
             drawn = kept(_CELLS, chosen.run, charts[_CELLS].draw, options, narrow=is_narrow())
             show_drawn(_CELLS, chosen.run.id, drawn, "Click a cell to open its layer and task.")
-            _open_cell(chosen)
+            _open_clicked_cell(chosen)
         else:
             # Without Jacobians there is local mismatch only, which is stated in text.
             st.markdown("\n".join(f"- {plain(text)}" for text in origins.values()))
 
 
-def _open_cell(chosen: Selection) -> None:
-    """Open the layer and task of a clicked cell."""
+def _open_clicked_cell(chosen: Selection) -> None:
     listen = component("cell_click", "<i></i>")
     clicked = listen(
         data={"chart": f"chart-{_CELLS}"}, key="cell-click", height=1, on_cell_change=lambda: None
     )
-    if clicked.cell:
-        row, layer = (int(index) for index in clicked.cell)
+    if clicked.format_cell:
+        row, layer = (int(index) for index in clicked.format_cell)
         tasks = chosen.tasks
         if 0 <= row < len(tasks) and 1 <= layer <= len(chosen.run.manifest.layers):
             query = {"layers": SECTIONS["contributions"].part}
             lead("layers", query=query, task=tasks[row], layer=str(layer))
 
 
-def _badge(report: CheckReport) -> str:
+def _self_checks_label(report: CheckReport) -> str:
     failed = len(report.failed)
     if not report.count("pass") and not failed:
         return "No self-check was measured"
     return f"Self-checks failed: {failed}" if failed else "Self-checks hold"
 
 
-def _self_checks(report: CheckReport) -> None:
+def _show_self_checks(report: CheckReport) -> None:
     """Show a badge with the error of every identity that is exact in theory."""
-    with st.popover(_badge(report), icon=f":material/{'warning' if report.failed else 'verified'}:"):
+    with st.popover(
+        _self_checks_label(report), icon=f":material/{'warning' if report.failed else 'verified'}:"
+    ):
         for check in report.results:
             icon = (
                 "remove" if not is_measured(check.value) else "check" if check.status == "pass" else "warning"
@@ -221,7 +224,7 @@ def _self_checks(report: CheckReport) -> None:
             st.markdown(f":material/{icon}: {plain(facts.check_sentence(check))}")
 
 
-def _provenance(run: DriftRun) -> None:
+def _show_provenance(run: DriftRun) -> None:
     manifest = run.manifest
     with st.expander("Provenance"):
         facts_of_run = {

@@ -96,15 +96,15 @@ def show() -> None:
         if not (blocked or run.manifest.finished):
             show_step_buttons(run, *steps_of(run, verdict(run))[:1], verdict(run).command)
     with right:
-        if not show_live(run.path, functools.partial(_curve, run)) and at_work:
+        if not show_live(run.path, functools.partial(_show_running_curve, run)) and at_work:
             # The job ended while the form was drawn.
             st.rerun()
         if show_bad_end(job) and job is not None and not settings.read_only:
-            _offer_to_continue(run, job.job)
-        _results(run, job)
+            _show_resume_button(run, job.job)
+        _show_calibration_results(run, job)
     if run.manifest.calibrations:
-        _sensitivity(run, blocked=blocked)
-    _arena(run, blocked=blocked)
+        _show_setting_sweeps(run, blocked=blocked)
+    _show_method_comparison(run, blocked=blocked)
 
 
 def obstacle(run: DriftRun) -> str:
@@ -119,7 +119,7 @@ def obstacle(run: DriftRun) -> str:
     return f"the run is unfinished; still to be done: {missing}. Resume its analysis first" if missing else ""
 
 
-def _offer_to_continue(run: DriftRun, job: Job) -> None:
+def _show_resume_button(run: DriftRun, job: Job) -> None:
     if not (run.path / begun_calibration(job.name)).is_file():
         # It ended before the first layer was stored, so there is nothing to resume.
         return
@@ -134,7 +134,7 @@ def _offer_to_continue(run: DriftRun, job: Job) -> None:
             begin(calibrate_request(run, last.changed(resume=True, replace=stays, save_weights=place)))
 
 
-def _curve(run: DriftRun, view: View) -> None:
+def _show_running_curve(run: DriftRun, view: View) -> None:
     """Draw the curve as far as layers are solved, and the whole page again once drift and accuracy are measured."""
     if view.job.kind != "calibrate":
         return
@@ -143,14 +143,13 @@ def _curve(run: DriftRun, view: View) -> None:
         # The page shows the first numbers while the job continues.
         st.rerun()
     if tried := running_scores(view.job):
-        _tried(tried)
+        _show_tried_candidates(tried)
     if drifts := running_drift(view.job):
         drawn = running_curve(run, name, drifts, dark=selection().options().dark)
         show_drawn("running", run.id, drawn)
 
 
-def _tried(scores: Mapping[str, float]) -> None:
-    """Show the candidates that the choice has tried so far, the nearest to the experts first."""
+def _show_tried_candidates(scores: Mapping[str, float]) -> None:
     rows = pd.DataFrame(scores.items(), columns=["candidate", "distance"]).sort_values("distance")
     about = "Distance to the experts."
     looks = {"distance": NumberColumn("distance", format="%.4f", width=80, help=about)}
@@ -161,7 +160,7 @@ def _tried(scores: Mapping[str, float]) -> None:
     caption("On held-out calibration samples, without labels. Lower is better.")
 
 
-def _results(run: DriftRun, job: View | None) -> None:
+def _show_calibration_results(run: DriftRun, job: View | None) -> None:
     names = list(run.manifest.calibrations)
     if not names:
         with shown_errors():
@@ -169,7 +168,7 @@ def _results(run: DriftRun, job: View | None) -> None:
         if job is None:
             note("This run has no calibrated variant yet.")
         return
-    _choose_newest(run, names, job)
+    _select_newest_calibration(run, names, job)
     # Streamlit leaves the default out of the URL, so there is none: the newest calibration changes with time.
     name = st.selectbox("Calibration", names, index=None, key="calibration", bind="query-params")
     if name is None:
@@ -179,10 +178,10 @@ def _results(run: DriftRun, job: View | None) -> None:
     elif job is not None and job.job.name == name and job.is_live and not job.job.settings.get("replace"):
         st.info("Drift and accuracy are measured; attribution to layers is still running.")
     st.header(f"Before and after the repair {plain(name)}", anchor=False)
-    _show_result(run, name)
+    _show_single_calibration(run, name)
 
 
-def _choose_newest(run: DriftRun, names: Sequence[str], job: View | None) -> None:
+def _select_newest_calibration(run: DriftRun, names: Sequence[str], job: View | None) -> None:
     """Select the newest calibration if another one finished or the URL names none."""
     finished = (run.id, tuple(names), job.job.log.name if job is not None and job.state == "done" else "")
     is_chosen = st.session_state.get("calibration", st.query_params.get("calibration")) in names
@@ -192,10 +191,10 @@ def _choose_newest(run: DriftRun, names: Sequence[str], job: View | None) -> Non
     st.session_state[_SHOWN] = finished
 
 
-def _show_result(run: DriftRun, name: str) -> None:
-    """Show the result of the calibration `name`; an unreadable table does not hide other parts."""
+def _show_single_calibration(run: DriftRun, name: str) -> None:
+    """Show one calibration; an unreadable table does not hide other parts."""
     with shown_errors():
-        _headline(run, verdict(run, name))
+        _show_before_and_after(run, verdict(run, name))
     with shown_errors():
         options = ChartOptions(variants=("merged", calibrated(name)), relative=True, dark=is_dark())
         st.header("Relative drift by layer, before and after", anchor=False, help="Layers has every task.")
@@ -204,7 +203,7 @@ def _show_result(run: DriftRun, name: str) -> None:
         st.header("Broken by the merge, and fixed by the repair", anchor=False)
         show_explorer(run, "wall", urlencode({"as": "groups", "repair": calibrated(name)}))
     with shown_errors(), st.container(horizontal=True):
-        _downloads(run, name)
+        _show_downloads(run, name)
         st.page_link(path_of("samples"), label="Samples", icon=":material/scatter_plot:")
         st.page_link(path_of("export"), label="Export", icon=":material/description:")
     with shown_errors():
@@ -227,8 +226,7 @@ def _show_result(run: DriftRun, name: str) -> None:
         caption(f"{notice[:1].upper()}{notice[1:]}", 90)
 
 
-def _headline(run: DriftRun, judged: Verdict) -> None:
-    """Show all models before and after, and task by task."""
+def _show_before_and_after(run: DriftRun, judged: Verdict) -> None:
     means, kind = judged.means, judged.measure.kind
     gap = next(
         (gap for gap in judged.gaps if (gap.variant, gap.against) == (judged.after, judged.merged)), None
@@ -246,8 +244,7 @@ def _headline(run: DriftRun, judged: Verdict) -> None:
     show_sheet(task_sheet(run, judged), {"relative drift"})
 
 
-def _sensitivity(run: DriftRun, *, blocked: bool) -> None:
-    """Show the effect of settings, with the run's calibrations."""
+def _show_setting_sweeps(run: DriftRun, *, blocked: bool) -> None:
     show_bad_end(watch(run.path, "sweep"))
     without = "Run a sweep to see how each setting affects accuracy."
     show_chart("sweeps", run, selection().options(variants=None), without)
@@ -257,7 +254,7 @@ def _sensitivity(run: DriftRun, *, blocked: bool) -> None:
             begin(sweep_request(run))
 
 
-def _arena(run: DriftRun, *, blocked: bool) -> None:
+def _show_method_comparison(run: DriftRun, *, blocked: bool) -> None:
     """Compare calibrations, gain against cost, and offer those of other methods."""
     without = "Compare at least two repairs to see this chart."
     show_chart("arena", run, ChartOptions(dark=is_dark()), without)
@@ -280,7 +277,7 @@ def _arena(run: DriftRun, *, blocked: bool) -> None:
             begin(methods_request(run, chosen))
 
 
-def _downloads(run: DriftRun, name: str) -> None:
+def _show_downloads(run: DriftRun, name: str) -> None:
     places = {"download": calibration_weights(name), "description": f"{calibration_folder(name)}/README.md"}
     for icon, place in places.items():
         file = run.path / place

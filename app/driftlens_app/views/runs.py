@@ -51,22 +51,24 @@ def show() -> None:
         lead("new_run")
     show_new_runs(settings)
     query = st.text_input("Filter", placeholder="name, task or variant", key="filter", bind="query-params")
-    shown = sorted((run for run in runs if _matches(run, query)), key=lambda run: run.created, reverse=True)
+    shown = sorted(
+        (run for run in runs if _matches_filter(run, query)), key=lambda run: run.created, reverse=True
+    )
     if not shown:
         note("No run matches the filter.", "filter_alt")
         return
     live = {run.path for run in shown if is_at_work(run.path)}
     # Only the table is redrawn every second: redrawing the page would close open dialogs.
-    chosen = st.fragment(_table, run_every=SECONDS if live else None)(shown, live)
+    chosen = st.fragment(_show_runs_table, run_every=SECONDS if live else None)(shown, live)
     for position, column in chosen["cells"]:
         if column == "name" and not shown[position].problem:
             lead("overview", run=shown[position].id)
-    _actions([shown[position] for position in chosen["rows"]])
+    _show_selection_actions([shown[position] for position in chosen["rows"]])
     for run in shown:
-        _remarks(run, is_live=run.path in live)
+        _show_run_problems(run, is_live=run.path in live)
 
 
-def _remarks(run: RunSummary, *, is_live: bool) -> None:
+def _show_run_problems(run: RunSummary, *, is_live: bool) -> None:
     """Show why a run can't be read, and its unfinished jobs."""
     if run.problem:
         what = "can't be read" if run.state == RunSummary(run.path).state else f"is a {run.state}"
@@ -76,9 +78,9 @@ def _remarks(run: RunSummary, *, is_live: bool) -> None:
         note(f"**{plain(run.path.name)}**: {plain(text)}", "pending")
 
 
-def _table(runs: list[RunSummary], live: set[Path]) -> Any:
+def _show_runs_table(runs: list[RunSummary], live: set[Path]) -> Any:
     """Show the table; rerun the page after a selection or when one of the `live` jobs has ended."""
-    rows = pd.DataFrame(map(_row, runs))
+    rows = pd.DataFrame(map(_runs_table_row, runs))
     is_double = rows["name"].duplicated(keep=False)
     rows["name"] = rows["name"].mask(is_double, [f"{run.name} ({run.path.name})" for run in runs])
     rows = rows.drop(columns=[name for name in MODELS if rows[name].isna().all()])
@@ -110,8 +112,7 @@ def _table(runs: list[RunSummary], live: set[Path]) -> Any:
     return chosen
 
 
-def _actions(ticked: list[RunSummary]) -> None:
-    """Show actions for the selected runs."""
+def _show_selection_actions(ticked: list[RunSummary]) -> None:
     readable = [run for run in ticked if not run.problem]
     if not ticked:
         st.caption("Newest first. Click a name to open the run; check two rows to compare them.")
@@ -124,7 +125,7 @@ def _actions(ticked: list[RunSummary]) -> None:
             lead("repair", query={"repair": "Compare", "with": newer.id}, run=older.id)
 
 
-def _row(run: RunSummary) -> dict[str, object]:
+def _runs_table_row(run: RunSummary) -> dict[str, object]:
     scores = {
         ("calibrated" if part_of(name) == "calibrated" else "experts" if name == "expert" else name): value
         for name, value in run.scores.items()
@@ -143,7 +144,7 @@ def _row(run: RunSummary) -> dict[str, object]:
     }
 
 
-def _matches(run: RunSummary, query: str) -> bool:
+def _matches_filter(run: RunSummary, query: str) -> bool:
     texts = (run.name, run.id, run.path.name, *run.tasks, *run.variants)
     return all(any(word in text.casefold() for text in texts) for word in query.casefold().split())
 

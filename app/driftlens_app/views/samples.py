@@ -28,12 +28,12 @@ def show() -> None:
     """Draw the page."""
     part = open_part([*parts_of("samples")], key="part")
     if part == SECTIONS["plane"].part:
-        _explore(part)
+        _show_explorer_part(part)
     else:
-        _show_output(part)
+        _show_output_part(part)
 
 
-def _explore(part: str) -> None:
+def _show_explorer_part(part: str) -> None:
     chosen = selection()
     if not (chosen.run.tasks and chosen.run.manifest.layers):
         note("The run has no features yet.")
@@ -50,7 +50,7 @@ def _explore(part: str) -> None:
             show_chart(name, chosen.run, chosen.options())
 
 
-def _show_output(part: str) -> None:
+def _show_output_part(part: str) -> None:
     """Draw a part about scores, decisions and probabilities."""
     chosen = selection(TASK, VARIANTS, with_base=part == SECTIONS["accuracy"].part)
     if chosen.run.outputs().empty:
@@ -59,11 +59,11 @@ def _show_output(part: str) -> None:
         )
     show_part("samples", part, chosen.run, chosen.options())
     if part == SECTIONS["accuracy"].part:
-        _answers(chosen)
+        _show_answers(chosen)
 
 
-def _answers(chosen: Selection) -> None:
-    """Show the models' answers on test samples, if answers were generated or chosen."""
+def _show_answers(chosen: Selection) -> None:
+    """Show the models' answers on test samples, if there are any."""
     rows = chosen.run.scores()
     rows = rows[rows["task"].isin(chosen.tasks) & rows["answer"].notna()]
     if rows.empty:
@@ -73,14 +73,14 @@ def _answers(chosen: Selection) -> None:
     task = tasks[0]
     if len(tasks) > 1:
         task = st.selectbox("Task of the table", tasks, key="answers-of", bind="query-params")
-    shown = answers(rows[rows["task"] == task], [*chosen.run.variants, "expert"])
+    shown = _answers_by_model(rows[rows["task"] == task], [*chosen.run.variants, "expert"])
     outcomes = outcomes_of(chosen.run, task, chosen.options())
     if shown["sample"].isin(outcomes.index).any():
         shown.insert(1, "outcome", shown["sample"].map(outcomes))
     show_table(shown.head(_MOST_ROWS), {}, key="answers-table", alt=f"Answers on the test samples of {task}")
 
 
-def answers(rows: pd.DataFrame, variants: Sequence[str]) -> pd.DataFrame:
+def _answers_by_model(rows: pd.DataFrame, variants: Sequence[str]) -> pd.DataFrame:
     """Return one row per test sample of a task: target and every model's answer, differing ones first."""
     wide = rows.pivot_table(
         index=["sample_id", "target"], columns="variant", values="answer", aggfunc="first", sort=False

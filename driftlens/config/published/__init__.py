@@ -38,7 +38,6 @@ class PublishedTask:
 
 
 def _published_names() -> list[str]:
-    """Names of the tasks, sorted."""
     entries = (entry.name for entry in files(__name__).iterdir())
     return sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml"))
 

@@ -8,7 +8,6 @@ from driftlens.utils.errors import SpecError, did_you_mean
 
 
 def _template_names() -> list[str]:
-    """Names of the templates, sorted."""
     return sorted(
         entry.name.removesuffix(".yaml")
         for entry in files(__name__).iterdir()

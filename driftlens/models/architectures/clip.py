@@ -127,14 +127,13 @@ class _ClipViT:
 
     def matches(self, module: nn.Module) -> bool:
         """Return True if `module` is, or holds, an image tower that this adapter supports."""
-        return self._why_not(module) is None
+        return self._unsupported_reason(module) is None
 
-    def _why_not(self, module: nn.Module) -> str | None:
-        """Return the reason why a module is not supported, or None."""
-        tower, _ = self._tower(module)
+    def _unsupported_reason(self, module: nn.Module) -> str | None:
+        tower, _ = self._tower_and_key_prefix(module)
         parts = (*self.embeddings, self.stem_norm, self.blocks, self.head_norm)
         missing = ", ".join(part for part in parts if part_at(tower, part) is None)
-        reason = _refusal(module, tower)
+        reason = _unsupported_tower_reason(module, tower)
         if reason is None and missing:
             return f"{type(module).__name__} is no CLIP image tower of {self.library} (missing: {missing})"
         for index, block in enumerate(() if reason else tower.get_submodule(self.blocks)):
@@ -148,15 +147,15 @@ class _ClipViT:
 
     def chain(self, module: nn.Module) -> LayerChain:
         """Return the layers of a tower; keys are those of `module.state_dict()`."""
-        reason = self._why_not(module)
+        reason = self._unsupported_reason(module)
         if reason is not None:
             raise IncompatibleModelsError(
                 f"this model of {self.library} can't be split into layers: {reason}",
                 hint=LIVE,
             )
-        tower, prefix = self._tower(module)
+        tower, prefix = self._tower_and_key_prefix(module)
         blocks = [
-            self._block(block, number + 2, f"{prefix}{self.blocks}.{number}")
+            self._block_layer(block, number + 2, f"{prefix}{self.blocks}.{number}")
             for number, block in enumerate(tower.get_submodule(self.blocks))
         ]
         projects = part_at(tower if self.projects_inside else module, self.projection) is not None
@@ -167,73 +166,76 @@ class _ClipViT:
         paths = (f"{prefix}{self.stem_norm}", *(block.path for block in blocks), feature)
         return LayerChain(
             architecture=self.name,
-            layers=(self._stem(tower, prefix), *blocks, self._head(tower, prefix, len(blocks) + 2, projects)),
-            start=partial(_start, shape=self._pixel_shape(tower)),
-            library_states=partial(_library_states, paths=paths, entry=self.entry),
+            layers=(
+                self._stem_layer(tower, prefix),
+                *blocks,
+                self._head_layer(tower, prefix, len(blocks) + 2, projects),
+            ),
+            start=partial(_state_from_pixels, shape=self._pixel_shape(tower)),
+            library_states=partial(_record_module_outputs, paths=paths, entry=self.entry),
             token_weights=_token_weight_rules(tower.get_parameter(self.embeddings[2]).shape[0]),
-            settings=self._settings(tower),
+            settings=self._architecture_settings(tower),
             modality=IMAGE,
             final=feature,
         )
 
-    def _tower(self, module: nn.Module) -> tuple[Any, str]:
-        """Return the inner transformer and the prefix of its keys."""
+    def _tower_and_key_prefix(self, module: nn.Module) -> tuple[Any, str]:
         inner = getattr(module, self.inner, None)
         return (module, "") if inner is None else (inner, f"{self.inner}.")
 
-    def _stem(self, tower: Any, prefix: str) -> Layer:
-        keys = (*self.embeddings, *_affine(tower, self.stem_norm))
-        sites = _sites(tower, self.stem_norm, "tokens")
+    def _stem_layer(self, tower: Any, prefix: str) -> Layer:
+        keys = (*self.embeddings, *_norm_parameter_names(tower, self.stem_norm))
+        sites = _sites_of_module(tower, self.stem_norm, "tokens")
         first_block = tower.get_submodule(self.blocks)[0]
 
-        def run(parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
+        def run_stem(parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
             pixels = state["pixels"].to(parameters[self.embeddings[0]].dtype)
             # Position ids follow the pixels: a pass in float64 may run on the CPU while the model is on the GPU.
             with buffers_on(tower, pixels.device), tapped(tower, sites, tap):
                 return {"hidden": run_until(first_block, lambda: call(tower, parameters, (pixels,), {}))}
 
         path = prefix + self.embeddings[0].partition(".")[0]
-        return Layer(1, "stem", path, {key: Slot(prefix + key) for key in keys}, run, sites)
+        return Layer(1, "stem", path, {key: Slot(prefix + key) for key in keys}, run_stem, sites)
 
-    def _block(self, block: nn.Module, index: int, path: str) -> Layer:
+    def _block_layer(self, block: nn.Module, index: int, path: str) -> Layer:
         norm1, q, k, v, out, norm2, fc1, fc2 = self.block_sites
         module, slots = self.unpack(block)
         sites = (
-            *_sites(module, norm1, "hidden"),
-            *_sites(module, q, norm1),
-            *_sites(module, k, norm1, mixes_tokens=True),
-            *_sites(module, v, norm1, mixes_tokens=True),
-            *_sites(module, out, "attention"),
-            *_sites(module, norm2, "attended"),
-            *_sites(module, fc1, norm2),
-            *_sites(module, fc2, "activation"),
+            *_sites_of_module(module, norm1, "hidden"),
+            *_sites_of_module(module, q, norm1),
+            *_sites_of_module(module, k, norm1, mixes_tokens=True),
+            *_sites_of_module(module, v, norm1, mixes_tokens=True),
+            *_sites_of_module(module, out, "attention"),
+            *_sites_of_module(module, norm2, "attended"),
+            *_sites_of_module(module, fc1, norm2),
+            *_sites_of_module(module, fc2, "activation"),
         )
-        run = partial(_run, module, sites)
+        run = partial(_run_layer_with_taps, module, sites)
         slots = {name: replace(slot, key=f"{path}.{slot.key}") for name, slot in slots.items()}
         return Layer(index, "block", path, slots, run, sites, is_residual=True)
 
-    def _head(self, tower: Any, prefix: str, index: int, projects: bool) -> Layer:
-        norm, (pooling, norm_first) = self.head_norm, _pooling(tower)
-        slots = {key: Slot(prefix + key) for key in _affine(tower, norm)}
+    def _head_layer(self, tower: Any, prefix: str, index: int, projects: bool) -> Layer:
+        norm, (pooling, norm_first) = self.head_norm, _pooling_and_norm_order(tower)
+        slots = {key: Slot(prefix + key) for key in _norm_parameter_names(tower, norm)}
         if projects:
             inside, weight = self.projects_inside, f"{self.projection}.weight"
             slots[weight] = Slot(prefix + self.projection if inside else weight, transposed=inside)
         head = _PoolingHead(pooling, norm_first)
         head.add_module(norm, tower.get_submodule(norm))
-        sites = _sites(head, norm, "hidden", token_weights="patches" if norm_first else "pooled")
+        sites = _sites_of_module(head, norm, "hidden", token_weights="patches" if norm_first else "pooled")
         if projects:
             # Any size will do: the weight is replaced on every call.
             head.add_module(self.projection, nn.Linear(1, 1, bias=False, device="meta"))
-            sites += _sites(head, self.projection, norm, token_weights="pooled")
-        return Layer(index, "head", prefix + norm, slots, partial(_run, head, sites), sites)
+            sites += _sites_of_module(head, self.projection, norm, token_weights="pooled")
+        return Layer(index, "head", prefix + norm, slots, partial(_run_layer_with_taps, head, sites), sites)
 
     def _pixel_shape(self, tower: Any) -> tuple[int, int, int]:
         size = part_at(tower, self.image_size)
         height, width = [size] * 2 if isinstance(size, int) else size
         return tower.get_parameter(self.embeddings[0]).shape[1], height, width
 
-    def _settings(self, tower: Any) -> dict[str, object]:
-        block, (pooling, norm_first) = tower.get_submodule(self.blocks)[0], _pooling(tower)
+    def _architecture_settings(self, tower: Any) -> dict[str, object]:
+        block, (pooling, norm_first) = tower.get_submodule(self.blocks)[0], _pooling_and_norm_order(tower)
         return {
             "activation": activation_name(block.get_submodule(self.activation)),
             "eps": block.get_submodule(self.block_sites[0]).eps,
@@ -245,8 +247,8 @@ class _ClipViT:
         }
 
 
-def _refusal(module: nn.Module, tower: Any) -> str | None:
-    """Return the reason why a tower that has all parts, or a known one that lacks some, is not supported."""
+def _unsupported_tower_reason(module: nn.Module, tower: Any) -> str | None:
+    """Return the reason why a tower is not supported, or None."""
     if hasattr(module, "classifier"):
         return f"{type(module).__name__} ends in a classifier"
     if hasattr(tower, "trunk"):
@@ -260,7 +262,7 @@ def _refusal(module: nn.Module, tower: Any) -> str | None:
     return None
 
 
-def _pooling(tower: Any) -> tuple[str, bool]:
+def _pooling_and_norm_order(tower: Any) -> tuple[str, bool]:
     """Return how tokens are pooled, and True if the final norm runs on all tokens before that."""
     # Towers of transformers always pool by the class token and have no such attribute.
     kind = getattr(tower, "pool_type", "tok")
@@ -290,7 +292,7 @@ class _PoolingHead(nn.Module):
         return pooled.squeeze(1)
 
 
-def _run(
+def _run_layer_with_taps(
     module: nn.Module,
     sites: tuple[Site, ...],
     parameters: Parameters,
@@ -303,26 +305,25 @@ def _run(
         return {"hidden": call(module, parameters, (state["hidden"], None), {})}
 
 
-def _sites(parent: nn.Module, name: str, reads: str, **options: Any) -> tuple[Site, ...]:
+def _sites_of_module(parent: nn.Module, name: str, reads: str, **options: Any) -> tuple[Site, ...]:
     """Return the site that a module is; none for a norm without scale and shift, which has nothing to calibrate."""
     module = parent.get_submodule(name)
     kind = site_kind(module)
     return () if kind is None else (Site(name, kind, reads, eps=getattr(module, "eps", None), **options),)
 
 
-def _affine(parent: nn.Module, path: str) -> list[str]:
-    """Return the names of a norm's parameters, of which it may have none."""
+def _norm_parameter_names(parent: nn.Module, path: str) -> list[str]:
     return [f"{path}.{key}" for key in parent.get_submodule(path).state_dict()]
 
 
-def _pixels(inputs: Any) -> Tensor:
+def _pixels_from_batch(inputs: Any) -> Tensor:
     pixels: Tensor = inputs[PIXELS] if isinstance(inputs, Mapping) else inputs
     return pixels
 
 
-def _start(inputs: Any, *, shape: tuple[int, int, int]) -> tuple[State, SideInputs]:
+def _state_from_pixels(inputs: Any, *, shape: tuple[int, int, int]) -> tuple[State, SideInputs]:
     """Return the state at boundary 0; an image tower needs no side inputs."""
-    pixels = _pixels(inputs)
+    pixels = _pixels_from_batch(inputs)
     if tuple(pixels.shape[1:]) != shape:
         raise DataError(
             f"a batch of pixels is {list(pixels.shape)}; expected [n, {', '.join(map(str, shape))}]",
@@ -331,17 +332,21 @@ def _start(inputs: Any, *, shape: tuple[int, int, int]) -> tuple[State, SideInpu
     return {"pixels": pixels}, SideInputs()
 
 
-def _library_states(module: nn.Module, inputs: Any, *, paths: Sequence[str], entry: str) -> list[State]:
-    """Return the outputs of the modules at `paths` in one pass in eval mode, of tuples the first entry."""
+def _record_module_outputs(
+    module: nn.Module, inputs: Any, *, paths: Sequence[str], entry: str
+) -> list[State]:
+    """Return the outputs of the modules at `paths` in one pass in eval mode."""
     outputs: dict[str, Tensor] = {}
 
-    def keep(path: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    def record_output(path: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         outputs[path] = output[0] if isinstance(output, tuple) else output
 
     with ExitStack() as hooks, torch.no_grad(), evaluating(module):
         for path in paths:
-            hooks.callback(module.get_submodule(path).register_forward_hook(partial(keep, path)).remove)
-        getattr(module, entry, module)(_pixels(inputs))
+            hooks.callback(
+                module.get_submodule(path).register_forward_hook(partial(record_output, path)).remove
+            )
+        getattr(module, entry, module)(_pixels_from_batch(inputs))
     return [{"hidden": outputs[path]} for path in paths]
 
 
@@ -356,17 +361,19 @@ def _token_weight_rules(num_tokens: int) -> dict[str, Callable[[State, SideInput
     - `pooled`: the one token [n, 1] that is left after pooling.
     """
 
-    def weigh(count: int, cls: float, others: float, state: State, side: SideInputs) -> Tensor:
+    def constant_token_weights(
+        count: int, cls: float, others: float, state: State, side: SideInputs
+    ) -> Tensor:
         entry = next(iter(state.values()))
         weights = entry.new_full((len(entry), count), others)
         weights[:, 0] = cls
         return weights
 
     return {
-        "uniform": partial(weigh, num_tokens, 1, 1),
-        "cls_emphasis": partial(weigh, num_tokens, 1, 0.01),
-        "patches": partial(weigh, num_tokens, 0, 1),
-        "pooled": partial(weigh, 1, 1, 1),
+        "uniform": partial(constant_token_weights, num_tokens, 1, 1),
+        "cls_emphasis": partial(constant_token_weights, num_tokens, 1, 0.01),
+        "patches": partial(constant_token_weights, num_tokens, 0, 1),
+        "pooled": partial(constant_token_weights, 1, 1, 1),
     }
 
 
@@ -432,9 +439,9 @@ def _load_hf_clip(request: ArchitectureRequest) -> Architecture:
         folder=FolderFormat(
             "model.safetensors",
             {"config.json": config, "preprocessor_config.json": preprocess.settings},
-            usage=partial(_hf_usage, type(skeleton).__name__),
+            usage=partial(_hf_usage_code, type(skeleton).__name__),
         ),
-        open_text=partial(_hf_text_tower, config, source, offline),
+        open_text=partial(_load_hf_text_tower, config, source, offline),
     )
 
 
@@ -459,7 +466,7 @@ features = model(**processor(images=Image.open("image.png"), return_tensors="pt"
 """
 
 
-def _hf_usage(tower: str, keys: Collection[str], files: Collection[str]) -> str:
+def _hf_usage_code(tower: str, keys: Collection[str], files: Collection[str]) -> str:
     """Return Python that uses a saved folder: with texts if it has a tokenizer, or else the image tower alone."""
     is_whole = any(key.startswith("text_model.") for key in keys)
     if is_whole and not set(TOKENIZERS).isdisjoint(files):
@@ -479,27 +486,27 @@ def _hf_skeleton(config: dict[str, Any], source: str) -> Any:
         vision = {**config.get("vision_config", {}), "projection_dim": config.get("projection_dim", 512)}
     tower = CLIPVisionModel if "CLIPVisionModel" in named else CLIPVisionModelWithProjection
 
-    def build() -> Any:
+    def build_tower() -> Any:
         tower_config = CLIPVisionConfig.from_dict(vision)
         # Eager attention computes its softmax in float32, so a pass in float64 would be no more exact.
         tower_config._attn_implementation = "sdpa"
         return tower(tower_config)
 
-    return weightless(build, source)
+    return weightless(build_tower, source)
 
 
-def _hf_text_tower(config: dict[str, Any], source: str, offline: bool, base: StateSource) -> TextTower:
+def _load_hf_text_tower(config: dict[str, Any], source: str, offline: bool, base: StateSource) -> TextTower:
     from transformers import CLIPConfig, CLIPModel
 
     if config["model_type"] != "clip":
         raise no_text_tower(source)
     model = weightless(lambda: CLIPModel(CLIPConfig.from_dict(config)), source)
-    _read_text_side(model, base, _HF_LAYOUT)
-    tokenizer = _tokenizer(source, model.config.text_config, offline)
+    _load_text_tower_weights(model, base, _HF_LAYOUT)
+    tokenizer = _load_clip_tokenizer(source, model.config.text_config, offline)
     length = model.config.text_config.max_position_embeddings
 
     @torch.no_grad()
-    def embed(prompts: Sequence[str]) -> Tensor:
+    def embed_prompts(prompts: Sequence[str]) -> Tensor:
         tokens = tokenizer(
             list(prompts), padding=True, truncation=True, max_length=length, return_tensors="pt"
         )
@@ -507,10 +514,10 @@ def _hf_text_tower(config: dict[str, Any], source: str, offline: bool, base: Sta
         features: Tensor = model.text_projection(model.text_model(**tokens).pooler_output)
         return features
 
-    return TextTower(embed, model.logit_scale.exp().item())
+    return TextTower(embed_prompts, model.logit_scale.exp().item())
 
 
-def _tokenizer(source: str, text_config: Any, offline: bool) -> Any:
+def _load_clip_tokenizer(source: str, text_config: Any, offline: bool) -> Any:
     tokenizer = tokenizer_in(source, offline=offline, kind="CLIPTokenizer")
     # The text feature is read at the end token. Old configurations have the id 2, but mean the last of the vocabulary.
     end = text_config.eos_token_id if text_config.eos_token_id != 2 else text_config.vocab_size - 1
@@ -523,7 +530,7 @@ def _tokenizer(source: str, text_config: Any, offline: bool) -> Any:
     return tokenizer
 
 
-def _read_text_side(model: nn.Module, base: StateSource, layout: TowerKeyLayout) -> None:
+def _load_text_tower_weights(model: nn.Module, base: StateSource, layout: TowerKeyLayout) -> None:
     """Load a base's weights into a whole CLIP, except its image tower, in float32; raise if there is no text tower."""
     before = layout.wrapper(base.headers, base.name)
     keys = [key for key in model.state_dict() if not key.startswith((layout.tower, layout.projection))]
@@ -582,7 +589,7 @@ _OPEN_SITES = (
 )
 
 
-def _open_unpack(block: Any) -> tuple[nn.Module, dict[str, Slot]]:
+def _unpack_open_clip_block(block: Any) -> tuple[nn.Module, dict[str, Slot]]:
     """Return a block with unpacked attention, and the slots of its parameters."""
     width = block.attn.in_proj_weight.shape[1]
     slots = {key: Slot(key) for key in block.state_dict() if ".in_proj_" not in key}
@@ -620,7 +627,7 @@ OPEN_CLIP_VIT = _ClipViT(
         )
     ),
     optional=frozenset(("ls_1.gamma", "ls_2.gamma", "ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias")),
-    unpack=_open_unpack,
+    unpack=_unpack_open_clip_block,
 )
 adapters.register(OPEN_CLIP_VIT.name)(OPEN_CLIP_VIT)
 
@@ -630,9 +637,9 @@ def _load_open_clip(request: ArchitectureRequest) -> Architecture:
     """Return the architecture of an open_clip model, given a name, configuration file, folder or Hub id."""
     require_own_blocks(request, "open-clip")
     source = request.source
-    stated = _open_config(source, request.access.offline)
+    stated = _open_clip_config(source, request.access.offline)
     config = stated.get("model_cfg", stated)
-    skeleton = _open_skeleton(config, source)
+    skeleton = _open_clip_skeleton(config, source)
     # Before preprocessing: trunks and ResNets have no `image_size`, and the adapter raises with the reason.
     chain = OPEN_CLIP_VIT.chain(skeleton)
     preprocess = open_clip_preprocess(stated.get("preprocess_cfg"), tuple(skeleton.image_size), source)
@@ -648,14 +655,14 @@ def _load_open_clip(request: ArchitectureRequest) -> Architecture:
         folder=FolderFormat(
             "open_clip_model.safetensors",
             folder,
-            lambda: tuple(_open_whole(config, source).state_dict()),
+            lambda: tuple(_open_clip_model(config, source).state_dict()),
             lambda keys, files: _OPEN_USAGE,
         ),
-        open_text=partial(_open_text_tower, config, source),
+        open_text=partial(_load_open_clip_text_tower, config, source),
     )
 
 
-def _open_config(source: str, offline: bool) -> dict[str, Any]:
+def _open_clip_config(source: str, offline: bool) -> dict[str, Any]:
     """Return the configuration: a model section, or model and preprocessing sections as on the Hub."""
     import open_clip
 
@@ -674,14 +681,14 @@ def _open_config(source: str, offline: bool) -> dict[str, Any]:
     return needed_config(place, CONFIG_FILE, "a model of open_clip", offline=offline, hint=hint)
 
 
-def _open_skeleton(config: dict[str, Any], source: str) -> Any:
+def _open_clip_skeleton(config: dict[str, Any], source: str) -> Any:
     # Some text towers are downloaded when they are built, and the image tower does not depend on them.
     alone = {**config, "text_cfg": _SMALLEST_TEXT, "custom_text": False}
-    return _open_whole(alone, source).visual
+    return _open_clip_model(alone, source).visual
 
 
-def _open_whole(config: dict[str, Any], source: str) -> Any:
-    """Return the whole CLIP without weights."""
+def _open_clip_model(config: dict[str, Any], source: str) -> Any:
+    """Return the whole CLIP, without weights."""
     import open_clip
 
     options = {key: value for key, value in config.items() if key not in ("custom_text", "multimodal_cfg")}
@@ -689,7 +696,7 @@ def _open_whole(config: dict[str, Any], source: str) -> Any:
     return weightless(lambda: model(**options), source)
 
 
-def _open_text_tower(config: dict[str, Any], source: str, base: StateSource) -> TextTower:
+def _load_open_clip_text_tower(config: dict[str, Any], source: str, base: StateSource) -> TextTower:
     from open_clip import SimpleTokenizer
 
     text = config.get("text_cfg", {})
@@ -699,13 +706,13 @@ def _open_text_tower(config: dict[str, Any], source: str, base: StateSource) -> 
             f"the text tower of {source} has {special} = {text[special]!r}, which is not supported",
             hint="Use precomputed class embeddings in `heads.<task>.file`.",
         )
-    model = _open_whole(config, source)
-    _read_text_side(model, base, _OPEN_LAYOUT)
+    model = _open_clip_model(config, source)
+    _load_text_tower_weights(model, base, _OPEN_LAYOUT)
     tokenizer = SimpleTokenizer(context_length=model.context_length)
 
     @torch.no_grad()
-    def embed(prompts: Sequence[str]) -> Tensor:
+    def embed_prompts(prompts: Sequence[str]) -> Tensor:
         features: Tensor = model.encode_text(tokenizer(list(prompts)))
         return features
 
-    return TextTower(embed, model.logit_scale.exp().item())
+    return TextTower(embed_prompts, model.logit_scale.exp().item())

@@ -135,14 +135,14 @@ def _load_transformers(request: ArchitectureRequest, loader: str) -> Architectur
     """Return the architecture of an encoder of images or texts, for the loader of that name."""
     source, offline = request.source, request.access.offline
     stated = read_plain_config(request, loader)
-    config, model_class = _class_of(stated, source)
+    config, model_class = _config_and_model_class(stated, source)
     hides = bool(getattr(config, "mask_ratio", 0)) and "noise" in signature(model_class.forward).parameters
     # A masked autoencoder would drop most patches at random, in eval mode too.
     if hides:
         config.mask_ratio = 0.0
     whole = weightless(partial(built, model_class, config), source)
     names, core, blocks = file_names(whole), whole.base_model_prefix, request.blocks
-    skeleton, classifier, own_head, notice = _without_head(whole, names, source)
+    skeleton, classifier, own_head, notice = _split_classification_head(whole, names, source)
     if skeleton is not whole:
         model_class = type(skeleton.get_submodule(core))
         if blocks is not None and not blocks.startswith(f"{core}."):
@@ -154,9 +154,9 @@ def _load_transformers(request: ArchitectureRequest, loader: str) -> Architectur
     else:
         preprocess = hf_text_preprocess(source, config, offline, "encoder")
     if classifier:
-        skeleton = _unclassified(skeleton, classifier, preprocess)
+        skeleton = _without_linear_classifier(skeleton, classifier, preprocess)
     preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, notice))))
-    left_out, ignored = _left_out(classifier, own_head, skeleton), ignored_patterns(whole)
+    left_out, ignored = _additional_key_prefixes(classifier, own_head, skeleton), ignored_patterns(whole)
     layout = Spellings(spellings(names, skeleton), left_out, ignored, is_lenient=True)
     example = preprocess.example()
     mask = PATCHES if isinstance(example, Mapping) and PATCHES in example else None
@@ -173,7 +173,9 @@ def _load_transformers(request: ArchitectureRequest, loader: str) -> Architectur
         chain=replace(
             chain,
             architecture=f"hf_{config.model_type}",
-            modality=image if reads_images else replace(TEXT, pool="last" if is_decoder(config) else "mean"),
+            modality=image
+            if reads_images
+            else replace(TEXT, pool="last" if is_causal_model(config) else "mean"),
             settings={**chain.settings, "model": model_class.__name__},
         ),
         layout=layout,
@@ -181,17 +183,21 @@ def _load_transformers(request: ArchitectureRequest, loader: str) -> Architectur
         folder=FolderFormat(
             "model.safetensors",
             {"config.json": stated},
-            usage=partial(_usage, model_class.__name__, classifier, own_head, reads_images, hides),
+            usage=partial(
+                _feature_usage_code, model_class.__name__, classifier, own_head, reads_images, hides
+            ),
         ),
         classifier=classifier,
         own_head=own_head,
     )
 
 
-def _without_head(whole: Any, names: Mapping[str, str], source: str) -> tuple[Any, str, HeadForm | None, str]:
+def _split_classification_head(
+    whole: Any, names: Mapping[str, str], source: str
+) -> tuple[Any, str, HeadForm | None, str]:
     """Return the model without a head of several layers, the path of its linear classifier, the head, and a notice."""
     config, core = whole.config, whole.base_model_prefix
-    classifier = _classifier(whole, config.num_labels)
+    classifier = _classifier_path(whole, config.num_labels)
     inside = (f"{core}.", f"{classifier}.")
     outside = [key for key in whole.state_dict() if hasattr(whole, core) and not key.startswith(inside)]
     # In BERT, everything that reads the features of tokens is part of the classifier, a core's pooler included.
@@ -210,11 +216,10 @@ def _without_head(whole: Any, names: Mapping[str, str], source: str) -> tuple[An
     return whole, classifier, None, ""
 
 
-def _unclassified(skeleton: Any, classifier: str, preprocess: Preprocess) -> nn.Module:
-    """Return the model without its linear classifier."""
+def _without_linear_classifier(skeleton: Any, classifier: str, preprocess: Preprocess) -> nn.Module:
     # The library finds the last token by the configuration's pad token. If the tokenizer pads with another one, only
     # the mask shows it.
-    if preprocess.texts is not None and is_decoder(skeleton.config):
+    if preprocess.texts is not None and is_causal_model(skeleton.config):
         core, tokenizer = skeleton.base_model_prefix, preprocess.texts.tokenizer
         if skeleton.config.get_text_config().pad_token_id != tokenizer.pad_token_id:
             return Tokens(getattr(skeleton, core), core, "last")
@@ -222,12 +227,12 @@ def _unclassified(skeleton: Any, classifier: str, preprocess: Preprocess) -> nn.
     return cast(nn.Module, skeleton)
 
 
-def is_decoder(config: Any) -> bool:
+def is_causal_model(config: Any) -> bool:
     """Return True for configurations of causal language models, whose last token has read all others."""
     return is_causal({"model_type": config.model_type})
 
 
-def _usage(
+def _feature_usage_code(
     model: str,
     classifier: str,
     own_head: HeadForm | None,
@@ -320,7 +325,7 @@ def read_plain_config(request: ArchitectureRequest, loader: str) -> dict[str, An
     return config
 
 
-def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
+def _config_and_model_class(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
     """Return the configuration and the class of a model, the one for classification if there is one."""
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -344,7 +349,7 @@ def _class_of(stated: Mapping[str, Any], source: str) -> tuple[Any, Any]:
         auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     )
     # A decoder's classifier reads one token alone; the core returns the features of all.
-    is_core = is_decoder(config) and "Classification" not in named[0]
+    is_core = is_causal_model(config) and "Classification" not in named[0]
     for choice in (auto.MODEL_MAPPING,) if is_core else (of_images, of_text, auto.MODEL_MAPPING):
         if type(config) in choice:
             model_class = choice[type(config)]
@@ -421,7 +426,7 @@ def file_names(skeleton: Any) -> dict[str, str]:
 _PROBED = 12
 
 
-def _classifier(skeleton: nn.Module, num_labels: int) -> str:
+def _classifier_path(skeleton: nn.Module, num_labels: int) -> str:
     """Return the path of the last linear module that computes class scores, or ""."""
     paths = [
         path
@@ -465,7 +470,7 @@ def ignored_patterns(skeleton: Any) -> tuple[str, ...]:
     return (*(skeleton._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS, *extra)
 
 
-def _left_out(classifier: str, own_head: HeadForm | None, skeleton: Any) -> tuple[str, ...]:
+def _additional_key_prefixes(classifier: str, own_head: HeadForm | None, skeleton: Any) -> tuple[str, ...]:
     """Return prefixes of keys that other models of the family have in addition to the skeleton's."""
     core = f"{skeleton.base_model_prefix}."
     parts = [f"{classifier}."] if classifier else []
@@ -502,9 +507,9 @@ def _load_timm(request: ArchitectureRequest) -> Architecture:
     source = request.source.removeprefix("hf-hub:")
     name, stated, options = source, dict[str, Any](), dict[str, Any]()
     if not timm.is_model(source):
-        name, stated, options = _stated_by_timm(source, offline=request.access.offline)
+        name, stated, options = _timm_name_and_options(source, offline=request.access.offline)
     build = partial(timm.create_model, name, pretrained=False, **options)
-    skeleton = weightless(lambda: _with_buffers(build()), source)
+    skeleton = weightless(lambda: _fill_meta_buffers(build()), source)
     # Older folders have the pixel settings next to the architecture. A model built with `img_size` accepts only images
     # of this size, but its default settings may have another.
     pixels = {key: stated[key] for key in _PIXELS if key in stated} | dict(stated.get("pretrained_cfg") or {})
@@ -512,7 +517,7 @@ def _load_timm(request: ArchitectureRequest) -> Architecture:
         pixels["input_size"] = (3, *([size] * 2 if isinstance(size, int) else size))
     if pixels:
         skeleton.pretrained_cfg = skeleton.default_cfg = {**skeleton.pretrained_cfg, **pixels}
-    classifier = _without_timm_classifier(skeleton, name)
+    classifier = _remove_timm_classifier(skeleton, name)
     settings = resolve_data_config({}, model=skeleton)
     preprocess = image_preprocess("timm", create_transform(**settings, is_training=False), settings)
     chain = sequential_chain(skeleton, preprocess.example(), blocks=request.blocks)
@@ -538,7 +543,7 @@ def _load_timm(request: ArchitectureRequest) -> Architecture:
     )
 
 
-def _stated_by_timm(source: str, *, offline: bool) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def _timm_name_and_options(source: str, *, offline: bool) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Return timm's name for the model of a folder or Hub id, its config.json, and options to build it with."""
     import timm
 
@@ -557,7 +562,7 @@ def _stated_by_timm(source: str, *, offline: bool) -> tuple[str, dict[str, Any],
     return name, stated, options
 
 
-def _with_buffers(skeleton: nn.Module) -> nn.Module:
+def _fill_meta_buffers(skeleton: nn.Module) -> nn.Module:
     """Compute the buffers that timm left on meta, one module at a time."""
     # Inner modules first, because outer buffers are computed from theirs.
     for module in reversed(list(skeleton.modules())):
@@ -573,7 +578,7 @@ def _with_buffers(skeleton: nn.Module) -> nn.Module:
     return skeleton
 
 
-def _without_timm_classifier(skeleton: Any, name: str) -> str:
+def _remove_timm_classifier(skeleton: Any, name: str) -> str:
     """Remove the classifier and return its path, or ""."""
     classifier = skeleton.get_classifier()
     if isinstance(classifier, tuple | list):

@@ -90,8 +90,8 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
         raise not_causal(whole, f"its head is a {type(head).__name__}; expected a linear map")
     place = path_of(whole, head)
     trace = _ForwardTrace(whole, list(of_blocks))
-    read, after_head = _pass(trace, head, example)
-    final = trace.final(read) or place
+    read, after_head = _head_input_and_later_steps(trace, head, example)
+    final = trace.final_module_path(read) or place
     chain = sequential_chain(whole, example, blocks=path, final=final, reads_last=trace.reads_last)
     weight, embedding = f"{place}.weight", path_of(whole, table)
     keys = (f"{embedding}.weight", weight)
@@ -116,7 +116,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
         head=weight,
         bias="" if head.bias is None else f"{place}.bias",
         after_head=after_head,
-        slope=1.0 if after_head is None else slope(after_head, head.out_features),
+        slope=1.0 if after_head is None else score_slope_bound(after_head, head.out_features),
     )
 
 
@@ -147,15 +147,15 @@ class _AfterHead:
         """Compute scores [n, classes] from the head's output for one token each, [n, classes]."""
         # Classes stand for tokens of one position; the features do not matter, as the head is replaced.
         features = torch.zeros(len(scores), 1, 1, dtype=scores.dtype, device=scores.device)
-        return self.scores(features, lambda *_: scores[:, None])[:, 0]
+        return self.scores_of_features(features, lambda *_: scores[:, None])[:, 0]
 
-    def computes(self, outputs: Tensor, scores: Tensor) -> bool:
+    def can_reproduce_scores(self, outputs: Tensor, scores: Tensor) -> bool:
         """Return True if `scores` [n, classes] are computed from the head's `outputs`, each from its own."""
         # A part of the vocabulary shows steps that mix scores, such as a softmax over all of them.
         parts = (slice(None), slice(1, 4))
         return all(torch.equal(self(outputs[:, part]), scores[:, part]) for part in parts)
 
-    def scores(
+    def scores_of_features(
         self, features: Tensor, head: Callable[..., Tensor], weights: Parameters = MappingProxyType({})
     ) -> Tensor:
         """Compute the scores [n, t, classes] of a model whose cores return the given features.
@@ -176,12 +176,14 @@ class _AfterHead:
         return scores
 
 
-def slope(after_head: _AfterHead, width: int) -> float:
+def score_slope_bound(after_head: _AfterHead, width: int) -> float:
     """Return a bound on the change of scores per change of the head's output; NaN if unknown."""
     return float(followed(after_head, torch.zeros(1, width, dtype=torch.float64)))
 
 
-def _pass(trace: _ForwardTrace, head: nn.Module, example: Any) -> tuple[Tensor, _AfterHead | None]:
+def _head_input_and_later_steps(
+    trace: _ForwardTrace, head: nn.Module, example: Any
+) -> tuple[Tensor, _AfterHead | None]:
     """Return the features that the head reads in one pass, and the steps after the head, if any."""
     whole = trace.whole
     inputs: list[Tensor] = []
@@ -189,19 +191,19 @@ def _pass(trace: _ForwardTrace, head: nn.Module, example: Any) -> tuple[Tensor, 
     # Random outputs of the head, because equal ones would hide steps that depend on their order.
     numbers = torch.Generator().manual_seed(0)
 
-    def score(features: Tensor) -> Tensor:
+    def random_head_output(features: Tensor) -> Tensor:
         shape = (*features.shape[:-1], head.out_features)
         inputs.append(features)
         outputs.append(torch.randn(shape, generator=numbers, dtype=torch.float64).to(features.device))
         return outputs[-1]
 
     blocks = {path: whole.get_submodule(path) for path in trace.paths}
-    with replaced_forwards([(head, score)]), trace.watching():
+    with replaced_forwards([(head, random_head_output)]), trace.record_modules():
         logits: Tensor = BlockRunner(whole, blocks).whole(example).logits
     cores = [(module, kind) for module, kind in trace.answers if module is not head]
     after_head = _AfterHead(whole, tuple(cores), head)
     output, scores = outputs[-1][:, -1], logits[:, -1]
-    if not after_head.computes(output, scores):
+    if not after_head.can_reproduce_scores(output, scores):
         raise not_causal(whole, _NOT_ELEMENTWISE)
     is_same = scores.dtype == output.dtype and torch.equal(scores, output)
     return inputs[-1], None if is_same else after_head
@@ -224,17 +226,16 @@ class _ForwardTrace:
     reads_last: bool = True
 
     @property
-    def last(self) -> Tensor:
-        """The output of the last block."""
+    def last_block_output(self) -> Tensor:
         return next(output for path, _, output in self.steps if path == self.paths[-1])
 
-    def final(self, read: Tensor) -> str:
+    def final_module_path(self, read: Tensor) -> str:
         """Return the path of the one module after the last block whose output `read` is, or ""."""
         order = [path for path, *_ in self.steps]
         outputs = [step for step in self.steps if step[0] not in self.paths and is_view(read, step[2])]
         if outputs:
             path, entered, _ = outputs[0]
-            self.reads_last = is_view(entered, self.last)
+            self.reads_last = is_view(entered, self.last_block_output)
             is_after = order.index(path) > order.index(self.paths[-1])
             # With several streams, the final feature is computed from their mix.
             mixes = is_after and num_streams(self.whole.get_submodule(self.paths[-1])) > 1
@@ -245,11 +246,11 @@ class _ForwardTrace:
         return ""
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def record_modules(self) -> Iterator[None]:
         """Record the modules outside the blocks during a pass."""
         inside = tuple(f"{path}." for path in self.paths)
 
-        def leave(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def record_module_output(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             # The last module to return that contains the blocks is the outermost core; its answer replaces inner ones.
             if path and self.paths[0].startswith(f"{path}."):
                 self.answers = [(module, type(output))]
@@ -263,7 +264,7 @@ class _ForwardTrace:
         with contextlib.ExitStack() as hooks:
             for path, module in self.whole.named_modules():
                 if not path.startswith(inside):
-                    watch = partial(leave, path)
+                    watch = partial(record_module_output, path)
                     hooks.callback(module.register_forward_hook(watch, with_kwargs=True).remove)
             yield
 
@@ -314,12 +315,12 @@ class _Stack:
     answer: Any
 
     @property
-    def left(self) -> str:
+    def output_module_path(self) -> str:
         """The path in the whole model of the module whose output are the finished features."""
         return f"{self.path}.{self.chain.final or self.chain.blocks[-1].path}"
 
-    def side(self, whole: SideInputs) -> SideInputs:
-        """Return the stack's part of the side inputs of both."""
+    def own_side_inputs(self, whole: SideInputs) -> SideInputs:
+        """Return the stack's part of the side inputs of both stacks."""
         before, count = f"{self.name}.", len(self.chain.blocks)
         tensors = {
             name.removeprefix(before): x for name, x in whole.tensors.items() if name.startswith(before)
@@ -338,14 +339,16 @@ class _EncoderDecoder:
         self.tied = tied_weights(whole)
 
         self.start_token = getattr(whole.config, "decoder_start_token_id", None) or 0
-        batch = self._batch(example)
-        self.encoder = self._stack("encoder", "encoder", whole.get_encoder(), batch)
-        self.decoder = self._stack("decoder", "hidden", whole.get_decoder(), batch)
+        batch = self._inputs_of_both_stacks(example)
+        self.encoder = self._split_stack_into_layers("encoder", "encoder", whole.get_encoder(), batch)
+        self.decoder = self._split_stack_into_layers("decoder", "hidden", whole.get_decoder(), batch)
         self.stacks = (self.encoder, self.decoder)
         if not any(site.stream for layer in self.decoder.chain.blocks for site in layer.sites):
             raise SpecError("no block of its decoder reads its encoder's output")
 
-    def _stack(self, name: str, stream: str, module: nn.Module, batch: dict[str, Tensor]) -> _Stack:
+    def _split_stack_into_layers(
+        self, name: str, stream: str, module: nn.Module, batch: dict[str, Tensor]
+    ) -> _Stack:
         """Split one stack into layers, by a pass over a batch."""
         path = path_of(self.whole, module)
         is_decoder = name == "decoder"
@@ -355,11 +358,11 @@ class _EncoderDecoder:
             raise SpecError(f"its {name} is no separate module")
         listed, blocks = block_list(module, None)
         trace = _ForwardTrace(module, list(blocks))
-        with trace.watching():
+        with trace.record_modules():
             output = BlockRunner(module, blocks, beside=beside).whole(inputs)
         finished = result(output)
-        is_bare = is_view(finished, trace.last)
-        tail = "" if is_bare else trace.final(finished)
+        is_bare = is_view(finished, trace.last_block_output)
+        tail = "" if is_bare else trace.final_module_path(finished)
         if not (is_bare or (tail and trace.reads_last)):
             raise SpecError(
                 f"the output of its {name} is not computed by one module from its last block's features"
@@ -367,8 +370,8 @@ class _EncoderDecoder:
         chain = sequential_chain(module, inputs, blocks=listed, final=tail, beside=beside)
         return _Stack(name, stream, path, chain, type(output))
 
-    def _batch(self, inputs: Any) -> dict[str, Tensor]:
-        """Return the library's inputs of both stacks; a batch without input of the decoder gets its start token."""
+    def _inputs_of_both_stacks(self, inputs: Any) -> dict[str, Tensor]:
+        """Return the library's inputs of both stacks; without decoder input, its start token is used."""
         read = inputs[self.reads]
         start = torch.full((len(read), 1), self.start_token, device=read.device)
         batch = {self.reads: read, "decoder_input_ids": inputs.get("decoder_input_ids", start)}
@@ -381,9 +384,8 @@ class _EncoderDecoder:
         return batch
 
     def _encoder_inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the inputs that the encoder accepts."""
         inputs = {name: batch[name] for name in (self.reads, "attention_mask") if name in batch}
-        return _accepted(self.whole.get_encoder(), inputs)
+        return _accepted_inputs(self.whole.get_encoder(), inputs)
 
     def _decoder_inputs(
         self, batch: Mapping[str, Tensor], side: SideInputs | None = None
@@ -401,11 +403,11 @@ class _EncoderDecoder:
         }
         if "attention_mask" in batch:
             inputs["encoder_attention_mask"] = batch["attention_mask"]
-        return _accepted(self.whole.get_decoder(), inputs)
+        return _accepted_inputs(self.whole.get_decoder(), inputs)
 
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
         """Return the state at boundary 0, which is empty for texts, and the side inputs of both stacks."""
-        batch = self._batch(inputs)
+        batch = self._inputs_of_both_stacks(inputs)
         state, encoder_side = self.encoder.chain.start(self._encoder_inputs(batch))
         _, decoder_side = self.decoder.chain.start(self._decoder_inputs(batch, encoder_side))
         tensors: dict[str, Tensor] = {}
@@ -420,16 +422,18 @@ class _EncoderDecoder:
     def chain(self) -> LayerChain:
         """Return both stacks as one chain, under the whole model's names."""
         names = {
-            stack.name: {name: self._key(stack, name) for name in stack.chain.layers[0].parameters}
+            stack.name: {
+                name: self._key_in_whole_model(stack, name) for name in stack.chain.layers[0].parameters
+            }
             for stack in self.stacks
         }
         keys = dict.fromkeys(key for of_stack in names.values() for key in of_stack.values())
         stem = {key: Slot(key) for key in keys}
         path = next(iter(stem)).rpartition(".")[0]
         layers = [
-            Layer(1, "stem", path, stem, partial(self._stem, names), stream="encoder", pool="mean"),
+            Layer(1, "stem", path, stem, partial(self._run_stems, names), stream="encoder", pool="mean"),
             *(
-                self._layer(stack, layer)
+                self._stack_layer_in_chain(stack, layer)
                 for stack in self.stacks
                 for layer in stack.chain.layers[1:]
                 if layer.role == "block" or stack.chain.final or stack is self.decoder
@@ -444,15 +448,15 @@ class _EncoderDecoder:
             tied=self.tied,
             settings={"model": type(self.whole).__name__},
             modality=replace(TEXT if self.reads == "input_ids" else TENSOR, pool="last"),
-            final=self.decoder.left,
+            final=self.decoder.output_module_path,
         )
 
-    def _key(self, stack: _Stack, name: str) -> str:
+    def _key_in_whole_model(self, stack: _Stack, name: str) -> str:
         """Return the name of a stack's weight in the whole model; tied weights share one."""
         key = f"{stack.path}.{name}"
         return self.tied.get(key, (key,))[0]
 
-    def _stem(
+    def _run_stems(
         self,
         names: Mapping[str, Mapping[str, str]],
         parameters: Parameters,
@@ -465,10 +469,12 @@ class _EncoderDecoder:
         for stack in self.stacks:
             weights = {name: parameters[key] for name, key in names[stack.name].items()}
             entered = state if stack is self.encoder else {}
-            outputs[stack.stream] = stack.chain.layers[0].call(weights, entered, stack.side(side))["hidden"]
+            outputs[stack.stream] = stack.chain.layers[0].call(weights, entered, stack.own_side_inputs(side))[
+                "hidden"
+            ]
         return outputs
 
-    def _layer(self, stack: _Stack, layer: Layer) -> Layer:
+    def _stack_layer_in_chain(self, stack: _Stack, layer: Layer) -> Layer:
         """Return a layer of a stack as a layer of both; the head of the encoder is a block."""
         is_head, is_encoder = layer.role == "head", stack is self.encoder
         has_weights = not is_head or stack.chain.final
@@ -477,18 +483,18 @@ class _EncoderDecoder:
             role="head" if is_head and not is_encoder else "block",
             path=f"{stack.path}.{layer.path}" if has_weights else stack.path,
             parameters={
-                name: replace(slot, key=self._key(stack, slot.key))
+                name: replace(slot, key=self._key_in_whole_model(stack, slot.key))
                 for name, slot in layer.parameters.items()
                 if has_weights
             },
-            call=partial(self._run, stack, layer),
+            call=partial(self._run_stack_layer, stack, layer),
             # The paper calibrates no norms of language models.
             sites=tuple(replace(site, only_named=site.kind != "linear") for site in layer.sites),
             stream=stack.stream,
             pool="mean" if is_encoder else None,
         )
 
-    def _run(
+    def _run_stack_layer(
         self,
         stack: _Stack,
         layer: Layer,
@@ -497,7 +503,7 @@ class _EncoderDecoder:
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        own_side, features = stack.side(side), {"hidden": state[stack.stream]}
+        own_side, features = stack.own_side_inputs(side), {"hidden": state[stack.stream]}
         if layer.role == "head" and stack is self.decoder:
             return layer.call(parameters, features, own_side) if stack.chain.final else features
         if stack is self.decoder:
@@ -507,40 +513,39 @@ class _EncoderDecoder:
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
         """Return the states at boundaries 1..L of one ordinary pass of `module`, which computes no scores."""
-        batch, finished = self._batch(inputs), list[Tensor]()
-        last = module.get_submodule(self.decoder.left)
+        batch, finished = self._inputs_of_both_stacks(inputs), list[Tensor]()
+        last = module.get_submodule(self.decoder.output_module_path)
         blocks = {
             f"{stack.path}.{block.path}": module.get_submodule(f"{stack.path}.{block.path}")
             for stack in self.stacks
             for block in stack.chain.blocks
         }
 
-        def forward() -> Tensor:
+        def run_both_stacks() -> Tensor:
             encoder = module.get_submodule(self.encoder.path)
             with encoder.register_forward_hook(lambda *args: finished.append(result(args[-1]))):
                 return run_until(last, partial(run, module, raw_inputs(batch)), past=True)
 
         count = len(self.encoder.chain.blocks)
-        recording = observe(blocks, forward, keep=True, starts=(0, count))
+        recording = observe(blocks, run_both_stacks, keep=True, starts=(0, count))
         encoded, decoded = recording.features[: count + 1], recording.features[count + 1 :]
         _, side = self.start(batch)
 
-        def unpadded(stack: _Stack, hidden: Tensor) -> Tensor:
+        def zero_padding(stack: _Stack, hidden: Tensor) -> Tensor:
             return without_padding(stack.path, hidden, side.mask(stack.stream))
 
-        encoder_features = [unpadded(self.encoder, hidden) for hidden in encoded]
-        encoder_features += [unpadded(self.encoder, finished[0])] if self.encoder.chain.final else []
-        embedded, *decoder_features = (unpadded(self.decoder, hidden) for hidden in decoded)
+        encoder_features = [zero_padding(self.encoder, hidden) for hidden in encoded]
+        encoder_features += [zero_padding(self.encoder, finished[0])] if self.encoder.chain.final else []
+        embedded, *decoder_features = (zero_padding(self.decoder, hidden) for hidden in decoded)
         # While the encoder runs, the decoder's features are those of its stem.
         return [
             *({"encoder": hidden, "hidden": embedded} for hidden in encoder_features),
             *({"encoder": encoder_features[-1], "hidden": hidden} for hidden in decoder_features),
-            {"hidden": unpadded(self.decoder, recording.output)},
+            {"hidden": zero_padding(self.decoder, recording.output)},
         ]
 
     def require_shared(self, models: Any, inputs: Any) -> None:
-        """Raise if the blocks of models are given other tensors than features that are not bit-identical."""
-        batch, models = self._batch(inputs), list(models)
+        batch, models = self._inputs_of_both_stacks(inputs), list(models)
         reads = (self._encoder_inputs(batch), self._decoder_inputs(batch))
         for stack, stack_inputs in zip(self.stacks, reads, strict=True):
             assert stack.chain.require_shared is not None
@@ -548,8 +553,7 @@ class _EncoderDecoder:
             stack.chain.require_shared(parts, stack_inputs)
 
 
-def _accepted(module: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the inputs that a module's forward function has parameters for."""
+def _accepted_inputs(module: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     parameters = inspect.signature(module.forward).parameters
     return {name: value for name, value in inputs.items() if name in parameters}
 
@@ -566,13 +570,13 @@ def seq2seq_chain(whole: Any, example: Mapping[str, Tensor]) -> tuple[LayerChain
         raise _not_seq2seq(whole, "its blocks mix experts")
     parts = _EncoderDecoder(whole, example)
     head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
-    return parts.chain(), None if head is None else _lm_scores(whole, parts, head)
+    return parts.chain(), None if head is None else _trace_language_model_head(whole, parts, head)
 
 
 _not_seq2seq = partial(not_causal, hint=LIVE, kind="an encoder-decoder")
 
 
-def _lm_scores(whole: Any, parts: _EncoderDecoder, head: Any) -> LmScores:
+def _trace_language_model_head(whole: Any, parts: _EncoderDecoder, head: Any) -> LmScores:
     """Return the head, its scale, bias and further steps, found by passes without the stacks."""
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         raise _not_seq2seq(whole, f"its head is a {type(head).__name__}; expected a linear map")
@@ -581,17 +585,17 @@ def _lm_scores(whole: Any, parts: _EncoderDecoder, head: Any) -> LmScores:
     after_head = _AfterHead(whole, cores, head, (parts.reads, "decoder_input_ids"))
     numbers = torch.Generator().manual_seed(0)
 
-    def random(width: int) -> Tensor:
+    def random_vectors(width: int) -> Tensor:
         return torch.randn(2, 1, width, generator=numbers, dtype=torch.float64)
 
-    features, outputs = random(head.in_features), random(head.out_features)
+    features, outputs = random_vectors(head.in_features), random_vectors(head.out_features)
     inputs: list[Tensor] = []
 
-    def score(entered: Tensor) -> Tensor:
+    def fixed_head_output(entered: Tensor) -> Tensor:
         inputs.append(entered)
         return outputs
 
-    scores = after_head.scores(features, score)
+    scores = after_head.scores_of_features(features, fixed_head_output)
     # T5 scales features before a tied head; the ratio of random features shows by how much.
     scale = float((inputs[0] / features).median())
     if not torch.allclose(inputs[0], features * scale, rtol=1e-12, atol=0):
@@ -602,8 +606,10 @@ def _lm_scores(whole: Any, parts: _EncoderDecoder, head: Any) -> LmScores:
     for key, value in own_weights(whole).items():
         if key.startswith(inside) or key in parts.tied:
             continue
-        shift = random(value.numel())[0]
-        shifted = after_head.scores(features, score, {key: shift.reshape(value.shape)})
+        shift = random_vectors(value.numel())[0]
+        shifted = after_head.scores_of_features(
+            features, fixed_head_output, {key: shift.reshape(value.shape)}
+        )
         if torch.equal(shifted, scores):
             continue
         if bias or value.numel() != head.out_features or not torch.equal(shifted, outputs + shift):
@@ -613,9 +619,9 @@ def _lm_scores(whole: Any, parts: _EncoderDecoder, head: Any) -> LmScores:
     lm = LmScores(key=key, head=f"{place}.weight", bias=bias, scale=scale)
     if torch.equal(scores, outputs):
         return lm
-    if not after_head.computes(outputs[:, 0], scores[:, 0]):
+    if not after_head.can_reproduce_scores(outputs[:, 0], scores[:, 0]):
         raise _not_seq2seq(whole, _NOT_ELEMENTWISE)
-    return replace(lm, after_head=after_head, slope=slope(after_head, head.out_features))
+    return replace(lm, after_head=after_head, slope=score_slope_bound(after_head, head.out_features))
 
 
 class _HfSeq2Seq:
@@ -656,8 +662,8 @@ def _load_seq2seq(request: ArchitectureRequest, loader: str) -> Architecture:
     )
     config = skeleton.config
     # For files of any version, T5 keeps here whether its head is its embeddings: in memory it is always tied.
-    _tie(skeleton, request.untied or getattr(config, "scale_decoder_outputs", True) is False)
-    computed = _with_own_tables(skeleton)
+    _tie_weights(skeleton, request.untied or getattr(config, "scale_decoder_outputs", True) is False)
+    computed = _compute_unsaved_tables(skeleton)
     preprocess = hf_text_preprocess(source, config, offline, "encoder-decoder")
     chain, lm = seq2seq_chain(skeleton, _EXAMPLE)
     return Architecture(
@@ -665,7 +671,7 @@ def _load_seq2seq(request: ArchitectureRequest, loader: str) -> Architecture:
         source=source,
         skeleton=skeleton,
         chain=replace(chain, modality=replace(TEXT, pool="last")),
-        layout=_layout(skeleton, chain, computed),
+        layout=_checkpoint_layout(skeleton, chain, computed),
         preprocess=preprocess,
         folder=text_folder(stated, "AutoModelForSeq2SeqLM"),
         lm=lm,
@@ -677,7 +683,7 @@ for _loader in ("hf-seq2seq", "hf-t5"):
     loaders.register(_loader)(partial(_load_seq2seq, loader=_loader))
 
 
-def _tie(skeleton: Any, is_apart: bool) -> None:
+def _tie_weights(skeleton: Any, is_apart: bool) -> None:
     """Tie the weights that the library ties only with weights; with `is_apart` all but the head."""
     head = skeleton.get_output_embeddings()
     skeleton.tie_weights()
@@ -685,7 +691,7 @@ def _tie(skeleton: Any, is_apart: bool) -> None:
         head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
 
 
-def _with_own_tables(skeleton: Any) -> tuple[str, ...]:
+def _compute_unsaved_tables(skeleton: Any) -> tuple[str, ...]:
     """Compute the tables that the library never saves (Marian's positions), and return their keys."""
     # On meta, these tables have no values, and no file has them either.
     unsaved = set(getattr(skeleton, "_keys_to_ignore_on_save", None) or ()) & skeleton.state_dict().keys()
@@ -698,7 +704,7 @@ def _with_own_tables(skeleton: Any) -> tuple[str, ...]:
     return tuple(unsaved)
 
 
-def _layout(skeleton: Any, chain: LayerChain, computed: tuple[str, ...]) -> Spellings:
+def _checkpoint_layout(skeleton: Any, chain: LayerChain, computed: tuple[str, ...]) -> Spellings:
     """Return the layout of files, which store tied weights under one name or several."""
     copies = {key: aliases[0] for key, aliases in chain.tied.items() if key != aliases[0]}
     plain = {key: name for key, name in file_names(skeleton).items() if key not in copies}

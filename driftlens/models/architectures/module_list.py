@@ -64,7 +64,7 @@ def sequential_chain(
     """
     path, blocks_by_path = block_list(module, blocks)
     parts = BlockRunner(module, blocks_by_path, mask, final, beside, reads_last)
-    pieces = _traced(parts, example)
+    pieces = _trace_layers(parts, example)
     outer = {name: Slot(name) for name in parts.outer_weights()}
     # The head also lists the stem's parameters, because it runs the stem again; they belong to the stem, which lists
     # them first. Parameters that the example does not use belong to the stem too.
@@ -105,9 +105,9 @@ def path_of(module: nn.Module, part: object) -> str:
 
 def block_list(module: nn.Module, path: str | None) -> tuple[str, dict[str, nn.Module]]:
     """Return the path of the list of blocks or their pattern, and path -> block in forward order."""
-    lists = _candidates(module)
+    lists = _possible_block_lists(module)
     if path is None:
-        path = _likely_list(module, lists)
+        path = _most_likely_block_list(module, lists)
     if path not in lists and any(sign in path for sign in "*?["):
         parts = path.split(".")
         blocks = {
@@ -127,25 +127,25 @@ def block_list(module: nn.Module, path: str | None) -> tuple[str, dict[str, nn.M
         blocks = {}
     if not blocks:
         raise SpecError(
-            f"{path!r} is not a list of blocks in {type(module).__name__}; {_shown(lists)}",
+            f"{path!r} is not a list of blocks in {type(module).__name__}; {_describe_lists(lists)}",
             hint="Set `blocks` to the path of an nn.ModuleList or nn.Sequential of modules with weights, or to a "
             "pattern of paths such as 'layer?'.",
         )
     return path, blocks
 
 
-def _candidates(module: nn.Module) -> dict[str, list[nn.Module]]:
+def _possible_block_lists(module: nn.Module) -> dict[str, list[nn.Module]]:
     """Return path -> children of every list that may contain the blocks."""
     return {
         path: list(part)
         for path, part in module.named_modules()
         # A module list that is the whole model has no forward of its own.
         if isinstance(part, nn.Sequential) or (isinstance(part, nn.ModuleList) and path)
-        if _most_alike(part)
+        if _max_children_of_one_class(part)
     }
 
 
-def _likely_list(module: nn.Module, lists: dict[str, list[nn.Module]]) -> str:
+def _most_likely_block_list(module: nn.Module, lists: dict[str, list[nn.Module]]) -> str:
     if not lists:
         raise SpecError(
             f"{type(module).__name__} has no list of blocks",
@@ -153,24 +153,26 @@ def _likely_list(module: nn.Module, lists: dict[str, list[nn.Module]]) -> str:
         )
     ranks = {
         path: (
-            -sum(_most_alike(lists[other]) for other in _numbered(lists, path)),
+            -sum(
+                _max_children_of_one_class(lists[other]) for other in _lists_differing_in_number(lists, path)
+            ),
             len(path.split(".")) if path else 0,
         )
         for path in lists
     }
     best = [path for path in lists if ranks[path] == min(ranks.values())]
-    if (stages := _stages(lists, best[0])) is not None:
+    if (stages := _stage_list_path(lists, best[0])) is not None:
         return stages
     if len(best) > 1:
         raise SpecError(
-            f"{type(module).__name__} has several possible lists of blocks; {_shown(lists)}",
+            f"{type(module).__name__} has several possible lists of blocks; {_describe_lists(lists)}",
             hint=f"Set blocks={best[0]!r} or another.",
         )
     return best[0]
 
 
-def _numbered(lists: dict[str, list[nn.Module]], path: str) -> list[str]:
-    """Return the lists with the name of `path` except for a number at its end (`layer1`)."""
+def _lists_differing_in_number(lists: dict[str, list[nn.Module]], path: str) -> list[str]:
+    """Return the lists whose names differ from `path` only in a number at the end (`layer1`)."""
     name = path.rpartition(".")[2]
     # A number alone is a child of a list (`0`, `1`), not one of several numbered lists.
     if name.isdecimal():
@@ -178,7 +180,7 @@ def _numbered(lists: dict[str, list[nn.Module]], path: str) -> list[str]:
     return [other for other in lists if re.sub(r"\d+$", "", other) == re.sub(r"\d+$", "", path)]
 
 
-def _stages(lists: dict[str, list[nn.Module]], path: str) -> str | None:
+def _stage_list_path(lists: dict[str, list[nn.Module]], path: str) -> str | None:
     """Return the list or the pattern of the stages that `path` is in; None where there are none."""
     parts = path.split(".")
     for depth, part in enumerate(parts):
@@ -192,16 +194,16 @@ def _stages(lists: dict[str, list[nn.Module]], path: str) -> str | None:
             ]
             if sum(place[depth].isdecimal() for place in alike) > 1:
                 return container
-    return re.sub(r"\d+$", "[0-9]*", path) if len(_numbered(lists, path)) > 1 else None
+    return re.sub(r"\d+$", "[0-9]*", path) if len(_lists_differing_in_number(lists, path)) > 1 else None
 
 
-def _most_alike(children: nn.Sequential | nn.ModuleList | list[nn.Module]) -> int:
+def _max_children_of_one_class(children: nn.Sequential | nn.ModuleList | list[nn.Module]) -> int:
     """Return the largest number of children of one class, among those with weights."""
     classes = Counter(type(child) for child in children if next(child.parameters(), None) is not None)
     return max(classes.values(), default=0)
 
 
-def _shown(lists: dict[str, list[nn.Module]]) -> str:
+def _describe_lists(lists: dict[str, list[nn.Module]]) -> str:
     if not lists:
         return "there is none"
     entries = [f"{path or '(the module itself)'} with {len(children)}" for path, children in lists.items()]
@@ -231,7 +233,7 @@ class _Pieces(NamedTuple):
     modality: Modality
 
 
-def _traced(parts: BlockRunner, example: Any) -> _Pieces:
+def _trace_layers(parts: BlockRunner, example: Any) -> _Pieces:
     """Run a batch through a module layer by layer; record each block's sites, and what stem and head read."""
     # If the module is on meta, stem and head run with stand-ins for weights, because they may read numbers such as
     # token ids. Blocks, which are most of the cost, run on meta.
@@ -253,7 +255,7 @@ def _traced(parts: BlockRunner, example: Any) -> _Pieces:
             for position in range(len(parts.blocks)):
                 block_sites, features = parts.sites(position, weights, features, beside, streams)
                 if parts.computed or parts.streams > 1:
-                    block_sites = _of_tokens(block_sites)
+                    block_sites = _single_run_sites(block_sites)
                 blocks.append(block_layer(parts, position, block_sites, side.calls[position]))
         if parts.is_on_meta:
             features = {"hidden": torch.zeros(features["hidden"].shape, device=device)}
@@ -263,11 +265,11 @@ def _traced(parts: BlockRunner, example: Any) -> _Pieces:
         with after, forget:
             parts.head(outer, features, side)
     lies_in_space = parts.streams == 1 and any(len(block_call.left) > 2 for block_call in side.calls)
-    modality = replace(TENSOR, pool="mean") if lies_in_space else _read_by(module)
+    modality = replace(TENSOR, pool="mean") if lies_in_space else _modality_of_module(module)
     return _Pieces(blocks, names_read(outer, before), names_read(outer, after), modality)
 
 
-def _read_by(module: nn.Module) -> Modality:
+def _modality_of_module(module: nn.Module) -> Modality:
     """Return the modality of a module: texts if its main input is token ids, pooled at a decoder's last token."""
     if getattr(module, "main_input_name", None) != "input_ids":
         return TENSOR
@@ -280,8 +282,8 @@ def names_read(weights: dict[str, Tensor], watch: ReadRecorder) -> frozenset[str
     return frozenset(name for name, value in weights.items() if id(value) in watch.seen)
 
 
-def _of_tokens(sites: tuple[Site, ...]) -> tuple[Site, ...]:
-    """Return the sites that run once, and so on tokens alone, not on positions or other streams (AltUp's router)."""
+def _single_run_sites(sites: tuple[Site, ...]) -> tuple[Site, ...]:
+    """Return the sites that run once, which excludes those of positions or other streams."""
     readers: dict[str, str] = {}
     sites_run_once = [site for site in sites if site.runs == 1]
     return tuple(replace(site, input=readers.setdefault(site.input, site.name)) for site in sites_run_once)

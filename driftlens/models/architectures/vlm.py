@@ -83,7 +83,6 @@ class _DecoderOrWhole(Spellings):
     def align(
         self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
     ) -> StateSource:
-        """Return a checkpoint under the skeleton's key names; `fallback` is the base."""
         stored = self.key_map(source.headers, wanted, source.name)
         lacking = [key for key in wanted if key not in self.decoder]
         if any(key in stored for key in lacking):
@@ -111,14 +110,14 @@ def _load_hf_vlm(request: ArchitectureRequest) -> Architecture:
         "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
     )
     decoder = decoder_path(skeleton)
-    preprocess = _preprocess(request, skeleton.config)
+    preprocess = _sample_preprocessing(request, skeleton.config)
     blocks, _ = block_list(skeleton.get_submodule(decoder), None)
     chain, lm = causal_chain(skeleton, PADDED, request.blocks or f"{decoder}.{blocks}")
     if preprocess is not None and request.pictured:
         example = processed_example(preprocess, skeleton.config, source)
         chain = vision_language_chain(skeleton, example, tower_list(skeleton), chain)
     names, ignored = file_names(skeleton), ignored_patterns(skeleton)
-    plain = _plain_names(names, decoder, lm.head)
+    plain = _plain_language_model_names(names, decoder, lm.head)
     return Architecture(
         loader="hf-vlm",
         source=source,
@@ -133,7 +132,7 @@ def _load_hf_vlm(request: ArchitectureRequest) -> Architecture:
     )
 
 
-def _preprocess(request: ArchitectureRequest, config: Any) -> Preprocess | None:
+def _sample_preprocessing(request: ArchitectureRequest, config: Any) -> Preprocess | None:
     """Return the preprocessing of samples; None if no samples are read."""
     if request.unread:
         return None
@@ -154,7 +153,7 @@ def decoder_path(whole: Any) -> str:
     return path
 
 
-def _plain_names(keys: Collection[str], decoder: str, head: str) -> dict[str, str]:
+def _plain_language_model_names(keys: Collection[str], decoder: str, head: str) -> dict[str, str]:
     """Return the keys of a decoder and its head -> their names in a plain language model."""
     before = f"{decoder}."
     names = {key: f"model.{key.removeprefix(before)}" for key in keys if key.startswith(before)}
@@ -190,7 +189,7 @@ def vision_language_chain(whole: Any, example: Any, tower: str, text_chain: Laye
         text_chain: the chain of its decoder alone.
     """
     parts = _VisionLanguageRunner(whole, tower, text_chain)
-    layers = parts._traced(example)
+    layers = parts._trace_layers(example)
     return replace(
         text_chain,
         layers=layers,
@@ -217,42 +216,43 @@ class _VisionLanguageRunner(BlockRunner):
 
     def start(self, inputs: Any) -> tuple[State, SideInputs]:
         """Return an empty state and the side inputs, which include pixels: these are per image, not per sample."""
-        if not _is_pictured(inputs):
+        if not _has_images(inputs):
             state, side = self.text_chain.start(inputs)
             unseen = torch.zeros(len(inputs["input_ids"]), 0, dtype=torch.bool)
             tensors = {**side.tensors, "vision_mask": unseen.to(inputs["input_ids"].device)}
             calls: Any = (*[None] * self.count, *side.calls)
             return state, replace(side, tensors=tensors, calls=calls)
         _, side = super().start(as_the_library(inputs))
-        return {}, replace(side, tensors={**side.tensors, **self._places(inputs)})
+        return {}, replace(side, tensors={**side.tensors, **self._tower_token_positions(inputs)})
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
-        """Return the states at boundaries 1..L of one ordinary forward pass of `module`."""
-        sees, named = _is_pictured(inputs), raw_inputs(as_the_library(inputs))
-        side = SideInputs(self._places(inputs) if sees else {})
+        sees, named = _has_images(inputs), raw_inputs(as_the_library(inputs))
+        side = SideInputs(self._tower_token_positions(inputs) if sees else {})
         past, mask = module.get_submodule(self.final), padding_mask(named, None)
         blocks = [module.get_submodule(path) for path in self.paths[self.count :] if self.carries]
-        with _recorded_arguments(module.get_decoder()) as arguments, watched_inputs(blocks, mask) as entered:  # type: ignore[operator]
-            recording = self._observed(module, named, keep=True, past=past)
+        with (
+            _record_decoder_arguments(module.get_decoder()) as arguments,  # type: ignore[operator]
+            watched_inputs(blocks, mask) as entered,
+        ):
+            recording = self._record_forward_pass(module, named, keep=True, past=past)
         tower, decoder = recording.features[: self.count + 1], recording.features[self.count + 1 :]
         entered = [*[{}] * self.count, *entered]
         states: list[State] = []
         for boundary, native in enumerate(tower):
-            vision = _by_sample(native, side) if sees else native
+            vision = _tokens_by_sample(native, side) if sees else native
             rest = {name: value for name, value in (states[-1] if states else {}).items() if name != "vision"}
             rest |= {f"vision_{boundary - 1}": vision} if sees and boundary - 1 in self.kept else {}
             states.append({**rest, "vision": vision})
-        deep = _deepstack(arguments)
+        deep = _deepstack_features(arguments)
         for boundary, hidden in enumerate(decoder):
             if boundary:
                 deep.pop(f"deepstack_{boundary - 1}", None)
             beside = {**deep, **entering_inputs(self.count + boundary, entered)}
-            states.append({**beside, "hidden": self._features(self.count + boundary, hidden, mask)})
-        return [*states, {"hidden": self._output(recording.output, mask)}]
+            states.append({**beside, "hidden": self._features_for_state(self.count + boundary, hidden, mask)})
+        return [*states, {"hidden": self._model_output_features(recording.output, mask)}]
 
     def require_shared(self, models: Any, inputs: Any) -> None:
-        """Raise if the blocks of models are given other tensors than features that are not bit-identical."""
-        if _is_pictured(inputs):
+        if _has_images(inputs):
             super().require_shared(models, as_the_library(inputs))
         elif self.text_chain.require_shared is not None:
             self.text_chain.require_shared(models, inputs)
@@ -264,9 +264,9 @@ class _VisionLanguageRunner(BlockRunner):
             return {"vision": like.new_zeros(len(side["vision_mask"]), 0, self.width)}
         args, kwargs = side.raw_inputs().arguments({})
         native = run_until(self.blocks[0], lambda: call(self.module, parameters, args, kwargs))
-        return {"vision": _by_sample(native, side)}
+        return {"vision": _tokens_by_sample(native, side)}
 
-    def _tower_block(
+    def _run_tower_block(
         self,
         position: int,
         sites: tuple[Site, ...],
@@ -275,20 +275,20 @@ class _VisionLanguageRunner(BlockRunner):
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        """Return the state after a block of the tower; taps get tokens by samples, even if the block packs them."""
+        """Return the state after a block of the tower; taps get tokens by sample."""
         if _IMAGE_TOKENS not in side:
             return state
         shape = (-1, *side.call(position).entered)
         bare = replace(side, tensors={key: x for key, x in side.tensors.items() if key != "hidden_mask"})
-        features = {"hidden": _packed(state["vision"], side).reshape(shape)}
-        moves = partial(_by_sample, side=side), partial(_packed, side=side)
-        inner_tap = None if tap is None else _rearranged(tap, *moves)
+        features = {"hidden": _packed_tokens(state["vision"], side).reshape(shape)}
+        moves = partial(_tokens_by_sample, side=side), partial(_packed_tokens, side=side)
+        inner_tap = None if tap is None else _rearranged_tap(tap, *moves)
         native = super().block(position, sites, parameters, features, bare, inner_tap)["hidden"]
-        vision = _by_sample(native, side)
+        vision = _tokens_by_sample(native, side)
         stored = {f"vision_{position}": vision} if position in self.kept else {}
         return {**state, **stored, "vision": vision}
 
-    def _project(
+    def _run_projector(
         self,
         path: str,
         slots: Mapping[str, Slot],
@@ -304,31 +304,39 @@ class _VisionLanguageRunner(BlockRunner):
         """
         weights = {slots[name].key: value for name, value in parameters.items()}
         if _IMAGE_TOKENS not in side:
-            return self._projected(weights, (), side)
+            return self._state_after_projector(weights, (), side)
         mask = side[_IMAGE_TOKENS]
-        inner_tap = None if tap is None else _rearranged(tap, partial(_at_images, mask), lambda x: x[mask])
+        inner_tap = (
+            None
+            if tap is None
+            else _rearranged_tap(tap, partial(_features_at_image_tokens, mask), lambda x: x[mask])
+        )
         with tapped(self.module.get_submodule(path), sites, inner_tap):
-            return self._projected(weights, self._tower_outputs(state, side), side)
+            return self._state_after_projector(weights, self._tower_block_outputs(state, side), side)
 
-    def _projected(self, parameters: Parameters, outputs: Sequence[Any], side: SideInputs) -> State:
-        """Run the projector with `outputs` as the outputs of the tower's blocks; none run for texts alone."""
+    def _state_after_projector(
+        self, parameters: Parameters, outputs: Sequence[Any], side: SideInputs
+    ) -> State:
+        """Run the projector on `outputs` of the tower's blocks, which are empty for texts alone."""
         args, kwargs = side.raw_inputs().arguments({})
         replaced = zip(self.blocks[: self.count], outputs, strict=bool(outputs))
         # The library merges image features into the text itself; only the outputs of the tower are replaced.
-        with returning(replaced), _recorded_arguments(self.decoder) as arguments:
-            state = self._reaching(self.count, partial(call, self.module, parameters, args, kwargs), side)
-        return {**_deepstack(arguments), **state}
+        with returning(replaced), _record_decoder_arguments(self.decoder) as arguments:
+            state = self._state_before_block(
+                self.count, partial(call, self.module, parameters, args, kwargs), side
+            )
+        return {**_deepstack_features(arguments), **state}
 
-    def _tower_outputs(self, state: State, side: SideInputs) -> list[Any]:
+    def _tower_block_outputs(self, state: State, side: SideInputs) -> list[Any]:
         """Return the outputs of the tower's blocks; those not in the state are replaced by the last."""
         calls = [side.call(position) for position in range(self.count)]
         visions = [state.get(f"vision_{position}", state["vision"]) for position in range(self.count)]
         return [
-            block_call.output(_packed(vision, side).reshape(-1, *block_call.left))
+            block_call.output(_packed_tokens(vision, side).reshape(-1, *block_call.left))
             for block_call, vision in zip(calls, visions, strict=True)
         ]
 
-    def _decoder_block(
+    def _run_decoder_block(
         self,
         position: int,
         sites: tuple[Site, ...],
@@ -343,26 +351,28 @@ class _VisionLanguageRunner(BlockRunner):
         added = pending.pop(f"deepstack_{position - self.count}", None)
         return pending | output | ({} if added is None else {"hidden": output["hidden"] + added})
 
-    def _traced(self, example: Any) -> tuple[Layer, ...]:
-        """Return the layers; a pass over a batch shows the weights and sites of each."""
+    def _trace_layers(self, example: Any) -> tuple[Layer, ...]:
+        """Return the layers; one pass shows the weights and sites of each."""
         state, side = self.start(example)
         outer = self.stand_ins(next(tensor.device for tensor in side.values()))
         with torch.no_grad():
             with ReadRecorder() as before:
                 state = self.stem(outer, state, side)
             self.width = state["vision"].shape[-1]
-            outputs = self._tower_outputs(state, side)
+            outputs = self._tower_block_outputs(state, side)
             with ReadRecorder() as between:
-                state = self._projected(outer, outputs, side)
+                state = self._state_after_projector(outer, outputs, side)
         features = [output if isinstance(output, Tensor) else output[0] for output in outputs[:-1]]
         self.kept = tuple(position for position, x in enumerate(features) if id(x) in between.seen)
         blocks, weights = list[tuple[Site, ...]](), own_weights(self.module)
         for position in range(len(self.blocks)):
-            sites, state = self._sites(position, weights, side, state)
+            sites, state = self._block_sites(position, weights, side, state)
             blocks.append(sites)
         stem = [name for name in outer if name in names_read(outer, before)]
         projected = [name for name in outer if name in names_read(outer, between)]
-        projector = self._projector(stem, projected, partial(self._projected, outer, outputs, side), side)
+        projector = self._projector_layer(
+            stem, projected, partial(self._state_after_projector, outer, outputs, side), side
+        )
         needs = _IMAGE_TOKENS
         slots = {name: Slot(name) for name in stem}
         layers = [Layer(1, "stem", "stem", slots, self.stem, stream="vision", pool="mean", needs=needs)]
@@ -370,7 +380,7 @@ class _VisionLanguageRunner(BlockRunner):
             if position == self.count:
                 layers.append(replace(projector, index=len(layers) + 1))
             is_tower = position < self.count
-            run_block = self._tower_block if is_tower else self._decoder_block
+            run_block = self._run_tower_block if is_tower else self._run_decoder_block
             layer = replace(
                 block_layer(self, position, sites, side.calls[position]),
                 index=len(layers) + 1,
@@ -381,7 +391,7 @@ class _VisionLanguageRunner(BlockRunner):
         head = self.text_chain.layers[-1]
         return (*layers, replace(head, index=len(layers) + 1, call=self.head))
 
-    def _projector(
+    def _projector_layer(
         self, stem: list[str], projected: list[str], run: Callable[[], State], side: SideInputs
     ) -> Layer:
         """Return the projector; its sites are the modules that `run` calls once on every image feature."""
@@ -393,17 +403,17 @@ class _VisionLanguageRunner(BlockRunner):
         count, rows = int(side[_IMAGE_TOKENS].sum()), dict[str, int]()
         called, _ = sites_in_block(module, names, run, {"hidden": torch.empty(count, 1)})
 
-        def note(name: str, x: Tensor) -> None:
+        def record_num_rows(name: str, x: Tensor) -> None:
             rows[name] = x.numel() // x.shape[-1]
 
-        with tapped(module, called, note):
+        with tapped(module, called, record_num_rows):
             run()
         sites = tuple(
             replace(site, token_weights="images")
             for site in called
             if site.runs == 1 and rows[site.name] == count
         )
-        layer_call = partial(self._project, path, slots, sites)
+        layer_call = partial(self._run_projector, path, slots, sites)
         layer = Layer(1, "block", path, slots, layer_call, sites, pool="mean", needs=_IMAGE_TOKENS)
         return replace(layer, no_sites=no_sites(module, names, sites))
 
@@ -419,7 +429,7 @@ class _VisionLanguageRunner(BlockRunner):
         )
         return ".".join(inside[: shared + 1]).rstrip(".")
 
-    def _sites(
+    def _block_sites(
         self, position: int, weights: Mapping[str, Tensor], side: SideInputs, state: State
     ) -> tuple[tuple[Site, ...], State]:
         """Return the sites of one block and the state after it, by a run on features of the right shape."""
@@ -440,7 +450,7 @@ class _VisionLanguageRunner(BlockRunner):
             sites, after = self.sites(position, weights, features, replace(side, tensors=tensors))
         return sites, state if is_tower else after
 
-    def _observed(
+    def _record_forward_pass(
         self,
         module: nn.Module,
         inputs: Inputs,
@@ -451,19 +461,21 @@ class _VisionLanguageRunner(BlockRunner):
     ) -> Recording:
         """Record a forward pass; features that the model adds after blocks of the decoder are part of their output."""
 
-        forward = self._forward(module, inputs, past, outer)
+        forward = self._forward_pass_function(module, inputs, past, outer)
         blocks = [(path, module.get_submodule(path)) for path in self.paths]
-        if not _is_pictured(inputs.values):
+        if not _has_images(inputs.values):
             texts = observe(dict(blocks[self.count :]), forward, keep=keep, added_from=0)
             unseen = [x.new_zeros(len(x), 0, self.width) for x in texts.features[:1] * (self.count + 1)]
             return Recording(features=[*unseen, *texts.features], output=texts.output)
         starts = (0, self.count)
-        return self._bare(observe(dict(blocks), forward, keep=keep, starts=starts, added_from=self.count))
+        return self._remove_state_arguments(
+            observe(dict(blocks), forward, keep=keep, starts=starts, added_from=self.count)
+        )
 
-    def _places(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the places of each sample's tokens in the tower; see `_by_sample` and `_packed`."""
+    def _tower_token_positions(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the positions of each sample's tokens in the tower; see `_tokens_by_sample`."""
         # Sample by sample, because libraries pack the images of a batch and do not return their lengths.
-        counts = [self._num_tokens(batch, row) for row in range(len(batch["input_ids"]))]
+        counts = [self._num_tower_tokens(batch, row) for row in range(len(batch["input_ids"]))]
         longest, device = max(counts), batch["input_ids"].device
         ends = torch.tensor(counts).cumsum(0)
         within = torch.arange(longest)[None]
@@ -481,7 +493,7 @@ class _VisionLanguageRunner(BlockRunner):
             del tensors["vision_mask"]
         return {name: to_device(tensor, device) for name, tensor in tensors.items()}
 
-    def _num_tokens(self, batch: Mapping[str, Tensor], row: int) -> int:
+    def _num_tower_tokens(self, batch: Mapping[str, Tensor], row: int) -> int:
         """Return the number of tokens that one sample's images have in the tower."""
         sample = {name: value[row : row + 1] for name, value in batch.items()}
         named, device = raw_inputs(as_the_library(sample)), sample["input_ids"].device
@@ -496,12 +508,11 @@ class _VisionLanguageRunner(BlockRunner):
         return native.numel() // native.shape[-1]
 
 
-def _is_pictured(inputs: Any) -> bool:
-    """Return True if a batch has images in addition to texts."""
+def _has_images(inputs: Any) -> bool:
     return any(name.startswith("pixel_values") for name in inputs)
 
 
-def _by_sample(native: Tensor, side: SideInputs) -> Tensor:
+def _tokens_by_sample(native: Tensor, side: SideInputs) -> Tensor:
     """Arrange the tower's tokens by samples, [n, m, d] or by heads [n, m, h, d], filled up with zeros."""
     count, size = len(side["vision_rows"]), native.shape[-1]
     # Modules inside attention may read features by heads, [r, h, d].
@@ -511,38 +522,38 @@ def _by_sample(native: Tensor, side: SideInputs) -> Tensor:
     return rows if mask is None else rows.masked_fill(~mask.reshape(*mask.shape, *[1] * (rows.dim() - 2)), 0)
 
 
-def _packed(vision: Tensor, side: SideInputs) -> Tensor:
-    """Return the tokens of all samples without padding, [r, d]; the inverse of `_by_sample`."""
+def _packed_tokens(vision: Tensor, side: SideInputs) -> Tensor:
+    """Return the tokens of all samples without padding, [r, d]; inverts `_tokens_by_sample`."""
     return vision.flatten(0, 1)[side["vision_rows"]]
 
 
-def _at_images(mask: Tensor, rows: Tensor) -> Tensor:
+def _features_at_image_tokens(mask: Tensor, rows: Tensor) -> Tensor:
     """Put consecutive image features [..., d] at the image tokens of `mask`, [n, t, d], with zeros elsewhere."""
     # Image features have no sample axis: the k-th of a batch belongs to its k-th image token.
     places = mask.flatten().cumsum(0).reshape(mask.shape).sub(1).clamp_min(0)
     return rows.reshape(-1, rows.shape[-1])[places].masked_fill(~mask[..., None], 0)
 
 
-def _rearranged(tap: Tap, by_sample: Callable[[Tensor], Tensor], pack: Callable[[Tensor], Tensor]) -> Tap:
+def _rearranged_tap(tap: Tap, by_sample: Callable[[Tensor], Tensor], pack: Callable[[Tensor], Tensor]) -> Tap:
     """Return a tap for packed tokens that calls `tap` with tokens by samples."""
 
-    def rearranged(name: str, native: Tensor) -> Any:
+    def tap_input(name: str, native: Tensor) -> Any:
         hear = tap(name, by_sample(native))
         if hear is None:
             return None
 
-        def hear_native(output: Tensor) -> Tensor | None:
+        def tap_output(output: Tensor) -> Tensor | None:
             changed = hear(by_sample(output))
             return None if changed is None else pack(changed).reshape(output.shape)
 
-        return hear_native
+        return tap_output
 
-    return rearranged
+    return tap_input
 
 
 @contextlib.contextmanager
-def _recorded_arguments(decoder: nn.Module) -> Iterator[dict[str, Any]]:
-    """Record the keyword arguments of the decoder's calls in the body of a `with` statement."""
+def _record_decoder_arguments(decoder: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield a dictionary that receives the keyword arguments of the decoder's calls."""
     arguments: dict[str, Any] = {}
     hook = decoder.register_forward_pre_hook(
         lambda _module, _args, kwargs: arguments.update(kwargs), with_kwargs=True, prepend=True
@@ -551,9 +562,9 @@ def _recorded_arguments(decoder: nn.Module) -> Iterator[dict[str, Any]]:
         yield arguments
 
 
-def _deepstack(arguments: Mapping[str, Any]) -> State:
+def _deepstack_features(arguments: Mapping[str, Any]) -> State:
     """Return the features [n, t, d] that the decoder adds after its first blocks, with zeros at texts."""
     return {
-        f"deepstack_{number}": _at_images(arguments["visual_pos_masks"], values)
+        f"deepstack_{number}": _features_at_image_tokens(arguments["visual_pos_masks"], values)
         for number, values in enumerate(arguments.get(_DEEPSTACK) or ())
     }

@@ -61,7 +61,7 @@ class BlockCall:
 
     def arguments(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the call with `hidden` as features, in the shape that the block expects."""
-        change = partial(self._alike, hidden)
+        change = partial(self._match_device_and_dtype, hidden)
         args, kwargs = list(named_map(self.args, change)), named_map(self.kwargs, change)
         owner: Any = args if isinstance(self.place, int) else kwargs
         owner[self.place] = unflattened(hidden, self.entered)
@@ -71,9 +71,11 @@ class BlockCall:
         """Return what the block returns when its features are `hidden`."""
         if self.rest is None:
             return hidden
-        return type(self.rest)([hidden, *named_map(self.rest, partial(self._alike, hidden), "output")])
+        return type(self.rest)(
+            [hidden, *named_map(self.rest, partial(self._match_device_and_dtype, hidden), "output")]
+        )
 
-    def _alike(self, hidden: Tensor, value: Any, name: str) -> Any:
+    def _match_device_and_dtype(self, hidden: Tensor, value: Any, name: str) -> Any:
         if not isinstance(value, Tensor):
             return value
         # Tensors that had the features' dtype when recorded get the dtype of `hidden`, so that a model recorded in
@@ -84,7 +86,7 @@ class BlockCall:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors among the arguments, features left out, by the argument's name or position."""
-        return dict(_named_leaves({**dict(enumerate(self.args)), **self.kwargs}))
+        return dict(_named_tensors({**dict(enumerate(self.args)), **self.kwargs}))
 
     def mapped(self, change: Callable[[Any, str], Any]) -> BlockCall:
         """Return the call with `change(leaf, name)` in the place of every leaf; names in `rest` begin with `output`."""
@@ -107,10 +109,12 @@ class Inputs:
     def arguments(self, replaced: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments of the model: copies of the inputs, or of entries of `replaced` with the same names."""
         # Copies, because a stem may write into its input.
-        values = {name: mapped(replaced.get(name, value), _copy) for name, value in self.values.items()}
+        values = {
+            name: mapped(replaced.get(name, value), _clone_tensor) for name, value in self.values.items()
+        }
         return ((), values) if self.by_keyword else (tuple(values.values()), {})
 
-    def batch(self) -> Any:
+    def original_batch(self) -> Any:
         """Return the batch as the model takes it: a dict, a tensor or a tuple."""
         values = tuple(self.values.values())
         return dict(self.values) if self.by_keyword else values[0] if "input" in self.values else values
@@ -157,13 +161,13 @@ def result(output: Any) -> Tensor:
     )
 
 
-def _named_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping | tuple | list):
         entries = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, entry in entries:
-            yield from _named_leaves(entry, f"{name}.{key}" if name else str(key))
+            yield from _named_tensors(entry, f"{name}.{key}" if name else str(key))
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,7 @@ def stored(tensors: dict[str, Tensor], value: Any, name: str, *, stateless: bool
 
 def _require_stateless(value: object, name: str) -> None:
     """Raise for modules, and for objects with a method `update` or with tensors."""
-    tensors = [] if isinstance(value, type) else list(_named_leaves(getattr(value, "__dict__", {})))
+    tensors = [] if isinstance(value, type) else list(_named_tensors(getattr(value, "__dict__", {})))
     if tensors or isinstance(value, nn.Module) or (hasattr(value, "update") and not isinstance(value, type)):
         raise SpecError(
             f"{name!r} is a {type(value).__name__}, which carries state; expected tensors and plain values next to "
@@ -203,7 +207,7 @@ def _require_stateless(value: object, name: str) -> None:
         )
 
 
-def _copy(value: Any) -> Any:
+def _clone_tensor(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -237,7 +241,7 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
         name = chosen or "attention_mask"
         mask: Any = inputs.values.get(name)
     else:
-        name, mask = "the result of `mask`", chosen(inputs.batch())
+        name, mask = "the result of `mask`", chosen(inputs.original_batch())
     if mask is None and chosen is None:
         return None
     is_mask = is_whole = False
@@ -317,9 +321,9 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     (no forward mode), key-value caches and fused experts of transformers (no float64, no derivatives), and tensors
     computed from weights that modules cache (biases of timm's LeViT).
     """
-    parts = _parts(module)
+    parts = _module_and_submodules(module)
     changes: list[tuple[Any, str, Any]] = [(part, "training", False) for part in parts if part.training]
-    changes += _of_configs(parts, _PLAIN)
+    changes += _config_changes(parts, _PLAIN)
     changes += [
         (part, name, {})
         for part in parts
@@ -331,7 +335,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with _changed(changes):
+        with _temporarily_set_attributes(changes):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
@@ -339,11 +343,13 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 def plain_experts(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Run experts of a mixture one by one: fused ones support no float64."""
-    return _changed(_of_configs(_parts(module), {"_experts_implementation": "eager"}))
+    return _temporarily_set_attributes(
+        _config_changes(_module_and_submodules(module), {"_experts_implementation": "eager"})
+    )
 
 
-def _parts(module: nn.Module) -> dict[nn.Module, None]:
-    """Return a module and its parts in any order, several times as fast as `modules()`."""
+def _module_and_submodules(module: nn.Module) -> dict[nn.Module, None]:
+    """Return a module and its submodules in any order, several times as fast as `modules()`."""
     parts, waiting = dict[nn.Module, None](), [module]
     while waiting:
         if (part := waiting.pop()) not in parts:
@@ -352,7 +358,7 @@ def _parts(module: nn.Module) -> dict[nn.Module, None]:
     return parts
 
 
-def _of_configs(parts: Iterable[nn.Module], plain: Mapping[str, Any]) -> list[tuple[Any, str, Any]]:
+def _config_changes(parts: Iterable[nn.Module], plain: Mapping[str, Any]) -> list[tuple[Any, str, Any]]:
     """Return the changes that give the configurations of modules the values in `plain`."""
     configs = {id(config): config for part in parts if (config := vars(part).get("config"))}
     return [
@@ -364,8 +370,7 @@ def _of_configs(parts: Iterable[nn.Module], plain: Mapping[str, Any]) -> list[tu
 
 
 @contextlib.contextmanager
-def _changed(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes, and restore each afterwards."""
+def _temporarily_set_attributes(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     before = [getattr(owner, name) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
@@ -431,14 +436,16 @@ def run_until(module: nn.Module, run: Callable[[], object], *, past: bool = Fals
         past: True to end the pass after the module.
     """
 
-    def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_output: Any) -> None:
+    def stop_forward_pass(
+        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_output: Any
+    ) -> None:
         raise _Reached(
             features_of("the last", _output[0]) if past else find_features("the first", args, kwargs)[1]
         )
 
     before = partial(module.register_forward_pre_hook, prepend=True)
     try:
-        with (module.register_forward_hook if past else before)(stop, with_kwargs=True):
+        with (module.register_forward_hook if past else before)(stop_forward_pass, with_kwargs=True):
             run()
     except _Reached as reached:
         return reached.hidden
@@ -468,11 +475,11 @@ def meta_device_run(
     """
     shared: dict[str, Any] = {}
     return replaced_forwards(
-        (block, partial(_shell, path, block, forms, shared)) for path, block in blocks.items()
+        (block, partial(_run_block_on_meta, path, block, forms, shared)) for path, block in blocks.items()
     )
 
 
-def _shell(
+def _run_block_on_meta(
     path: str, block: nn.Module, forms: dict[str, Any], shared: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
     features = find_features(path, args, kwargs)[1]
@@ -493,7 +500,7 @@ def _shell(
         zeros = {f"module.{name}": value for name, value in zeros_like_weights(block, features).items()}
         output = call(_Unheard(block), zeros, args, kwargs)
     rest = None if isinstance(output, Tensor) else list(output[1:])
-    form = partial(_dressed, type(output), rest, features.device)
+    form = partial(_as_block_output, type(output), rest, features.device)
     shape = features_of(path, output).shape
     if shape == features.shape and not any(isinstance(value, Tensor) for value in rest or ()):
         forms[path] = form
@@ -517,15 +524,15 @@ def zeros_like_weights(module: nn.Module, like: Tensor) -> dict[str, Tensor]:
     return {name: like.new_zeros(()).expand(weight.shape) for name, weight in weights if weight.is_meta}
 
 
-def _dressed(kind: Any, rest: list[Any] | None, device: torch.device, hidden: Tensor) -> Any:
-    """Return features in a block's structure; other tensors of it depend on weights, and get a new number each time."""
+def _as_block_output(kind: Any, rest: list[Any] | None, device: torch.device, hidden: Tensor) -> Any:
+    """Return features in a block's structure; other tensors of it get a new number each time."""
 
-    def other(value: Any) -> Any:
+    def constant_tensor(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         return torch.full(value.shape, next(_NUMBERS), dtype=value.dtype, device=device)
 
-    return hidden if rest is None else kind([hidden, *mapped(rest, other)])
+    return hidden if rest is None else kind([hidden, *mapped(rest, constant_tensor)])
 
 
 def returning(outputs: Iterable[tuple[nn.Module, Any]]) -> contextlib.AbstractContextManager[None]:
@@ -566,7 +573,9 @@ def observe(
     recording, paths = Recording(), list(blocks)
     returned: tuple[Tensor, int] | None = None
 
-    def enter(position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_and_record_input(
+        position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         path = paths[position]
         if position != len(recording.calls):
             raise SpecError(
@@ -575,7 +584,7 @@ def observe(
         _, hidden = find_features(path, args, kwargs)
         if position in starts:
             recording.features += [hidden.clone()] * keep
-        elif returned is not None and not _unchanged(*returned, hidden):
+        elif returned is not None and not _is_unchanged(*returned, hidden):
             if added_from is not None and position > added_from:
                 recording.features[-1:] = [hidden.clone()] * keep
                 return
@@ -584,7 +593,7 @@ def observe(
                 hint=OTHER_LIST,
             )
 
-    def leave(
+    def record_call(
         position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         nonlocal returned
@@ -593,7 +602,7 @@ def observe(
         if keep:
             # A copy, as the next block may write into its input.
             recording.features.append(hidden.clone())
-        returned = hidden, _version(hidden)
+        returned = hidden, _tensor_version(hidden)
         place, reached = find_features(path, args, kwargs)
         block_call = BlockCall(
             args=tuple(None if index == place else value for index, value in enumerate(args)),
@@ -608,7 +617,7 @@ def observe(
 
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for position, block in enumerate(blocks.values()):
-            before, after = partial(enter, position), partial(leave, position)
+            before, after = partial(check_and_record_input, position), partial(record_call, position)
             hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
             hooks.callback(block.register_forward_hook(after, with_kwargs=True).remove)
         recording.output = run()
@@ -617,13 +626,13 @@ def observe(
     return recording
 
 
-def _unchanged(returned: Tensor, version: int, arriving: Tensor) -> bool:
+def _is_unchanged(returned: Tensor, version: int, arriving: Tensor) -> bool:
     # The same object may have been written to in place, which its version shows without a comparison.
     if arriving is returned:
-        return _version(returned) == version
+        return _tensor_version(returned) == version
     return arriving.shape == returned.shape and torch.equal(arriving, returned)
 
 
-def _version(tensor: Tensor) -> int:
+def _tensor_version(tensor: Tensor) -> int:
     """Return a number that grows when the tensor is written to; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version

@@ -77,12 +77,12 @@ class _Computed(nn.Module):
     def forward(self, hidden: Tensor) -> Any:
         return getattr(self.encoder, self.method)(*self.reads(hidden))
 
-    def value(self, parameters: Parameters, hidden: Tensor) -> Any:
-        """Return the argument of one model, given parameters by their names in the whole model."""
+    def compute_argument(self, parameters: Parameters, hidden: Tensor) -> Any:
+        """Compute the argument with one model's parameters, by their names in the whole model."""
         return call(self, {name: parameters[key] for key, name in self.names.items()}, (hidden,), {})
 
 
-def _computed_arguments(module: nn.Module, block: nn.Module) -> dict[str, _Computed | None]:
+def _arguments_from_outer_weights(module: nn.Module, block: nn.Module) -> dict[str, _Computed | None]:
     """Return the arguments of a model's blocks that are computed from weights outside them, by name or position.
 
     None stands for an argument that blocks compute themselves if it is None.
@@ -146,13 +146,13 @@ class BlockRunner:
         self.beside = beside
         self.paths = list(blocks)
         self.blocks = list(blocks.values())
-        self.computed = _computed_arguments(module, self.blocks[0])
+        self.computed = _arguments_from_outer_weights(module, self.blocks[0])
         self.computed_keys = sorted({key for entry in self.computed.values() if entry for key in entry.names})
-        self.carries = any(_takes_inputs(block) for block in self.blocks)
+        self.carries = any(_has_state_arguments(block) for block in self.blocks)
         self.streams = num_streams(self.blocks[0])
         self.mixtures = [mixture_of(block) for block in self.blocks]
         self._calls: list[BlockCall] | None = None
-        self.slots = [self._slots(position) for position in range(len(self.blocks))]
+        self.slots = [self._block_slots(position) for position in range(len(self.blocks))]
         # Of features at the boundaries 0..L - 1, until a forward pass shows what reads them.
         convolves = any(isinstance(part, _ConvNd) for block in self.blocks for part in block.modules())
         self.channels_last = [not convolves] * (len(self.blocks) + 1)
@@ -168,7 +168,7 @@ class BlockRunner:
             name: value for name, value in own_weights(self.module).items() if not name.startswith(inside)
         }
 
-    def _slots(self, position: int) -> dict[str, Slot]:
+    def _block_slots(self, position: int) -> dict[str, Slot]:
         """Return the slot of each of a block's weights; names of a block that is itself a site begin with `self`."""
         block, path = self.blocks[position], self.paths[position]
         prefix = "" if site_kind(block) is None else f"{BLOCK_ITSELF}."
@@ -191,8 +191,12 @@ class BlockRunner:
         named = raw_inputs(inputs)
         calls = self._calls
         if calls is None:
-            calls = self._meta_calls(named) if self.is_on_meta else self._observed(self.module, named).calls
-            calls = self._with_streams(calls, named)
+            calls = (
+                self._record_calls_on_meta(named)
+                if self.is_on_meta
+                else self._record_forward_pass(self.module, named).calls
+            )
+            calls = self._replace_stream_copies(calls, named)
         state = {
             name: value
             for name, value in named.values.items()
@@ -200,7 +204,7 @@ class BlockRunner:
         }
         return state, SideInputs.of(self.paths, calls, named, padding_mask(named, self.mask))
 
-    def _with_streams(self, calls: list[BlockCall], inputs: Inputs) -> list[BlockCall]:
+    def _replace_stream_copies(self, calls: list[BlockCall], inputs: Inputs) -> list[BlockCall]:
         """Replace copies of the streams among arguments by the raw inputs' own tensors."""
         if not self.beside:
             return calls
@@ -215,11 +219,11 @@ class BlockRunner:
                 for block_call in calls
             ]
 
-        def put(streams: Mapping[str, str], leaf: Any, name: str) -> Any:
+        def replace_by_stream(streams: Mapping[str, str], leaf: Any, name: str) -> Any:
             return inputs.values[streams[name]] if name in streams else leaf
 
         pairs = zip(calls, self._beside_at, strict=True)
-        return [block_call.mapped(partial(put, streams)) for block_call, streams in pairs]
+        return [block_call.mapped(partial(replace_by_stream, streams)) for block_call, streams in pairs]
 
     @property
     def is_on_meta(self) -> bool:
@@ -249,13 +253,13 @@ class BlockRunner:
             for name, slot in self.parameters(position).items()
         }
         alone = partial(BlockRunner.block, self, position, (), parameters, state, side)
-        with self._shapes_only():
+        with self._replace_mixtures_on_meta():
             sites, after = sites_in_block(self.blocks[position], self.slots[position], alone, state, streams)
         mixture = self.mixtures[position]
         return sites if mixture is None else (*sites, *mixture.sites()), after
 
     @contextmanager
-    def _shapes_only(self) -> Iterator[None]:
+    def _replace_mixtures_on_meta(self) -> Iterator[None]:
         """Let mixtures on meta return their input's shape, as routes depend on numbers."""
         modules = [mixture.module for mixture in self.mixtures if mixture is not None and self.is_on_meta]
         forwards = [
@@ -277,21 +281,23 @@ class BlockRunner:
             for name, weight in self.outer_weights().items()
         }
 
-    def _meta_calls(self, inputs: Inputs) -> list[BlockCall]:
+    def _record_calls_on_meta(self, inputs: Inputs) -> list[BlockCall]:
         """Record the calls of blocks on meta; reuse them for all batches where blocks are given features alone."""
         device = next(value.device for value in inputs.values.values() if isinstance(value, Tensor))
         # At first, two passes with different numbers as weights: an argument that differs depends on weights.
         numbers = (0.0, 1.0) if self._fixed is None else (0.0,)
-        recorded, *others = [self._shell_calls(inputs, self.stand_ins(device, number)) for number in numbers]
+        recorded, *others = [
+            self._record_calls_with_weights(inputs, self.stand_ins(device, number)) for number in numbers
+        ]
         for other in others:
-            if place := _different(self._arguments(recorded), self._arguments(other)):
+            if place := _first_differing_key(self._tensor_arguments(recorded), self._tensor_arguments(other)):
                 raise IncompatibleModelsError(
                     f"block {place[0]!r} is given {place[1]!r}, which is computed from weights; expected the same for "
                     "all models",
                     hint="Use this family's own loader, or live modules that compute it inside each block.",
                 )
         if self._fixed is None:
-            self._fixed = self._of_fixed_dtype(inputs, device)
+            self._fixed = self._fixed_dtype_arguments(inputs, device)
         recorded = [replace(call, fixed=fixed) for call, fixed in zip(recorded, self._fixed, strict=True)]
         # Calls are reused only if all inputs are floats: a batch of tokens may lack the mask that another has.
         values = inputs.values.values()
@@ -299,10 +305,10 @@ class BlockRunner:
             self._calls = None if any(block_call.tensors for block_call in recorded) else recorded
         return recorded
 
-    def _of_fixed_dtype(self, inputs: Inputs, device: torch.device) -> list[frozenset[str]]:
+    def _fixed_dtype_arguments(self, inputs: Inputs, device: torch.device) -> list[frozenset[str]]:
         """Return by block the arguments that stay float32 where features are float64, such as ERNIE's rotary tables."""
         try:
-            calls = self._shell_calls(inputs, self.stand_ins(device, dtype=torch.float64))
+            calls = self._record_calls_with_weights(inputs, self.stand_ins(device, dtype=torch.float64))
         # A forward function that fails in float64 is not used in float64 either.
         except Exception:
             return [frozenset()] * len(self.blocks)
@@ -312,14 +318,14 @@ class BlockRunner:
             for arguments in tensors
         ]
 
-    def _shell_calls(self, inputs: Inputs, outer: Mapping[str, Tensor]) -> list[BlockCall]:
-        with self._on_meta():
-            return self._observed(self.module, inputs, past=self.blocks[-1], outer=outer).calls
+    def _record_calls_with_weights(self, inputs: Inputs, outer: Mapping[str, Tensor]) -> list[BlockCall]:
+        with self._replace_blocks_on_meta():
+            return self._record_forward_pass(self.module, inputs, past=self.blocks[-1], outer=outer).calls
 
     @contextmanager
-    def _on_meta(self) -> Iterator[None]:
+    def _replace_blocks_on_meta(self) -> Iterator[None]:
         blocks = dict(zip(self.paths, self.blocks, strict=True))
-        with self._shapes_only(), meta_device_run(blocks, self._forms):
+        with self._replace_mixtures_on_meta(), meta_device_run(blocks, self._forms):
             yield
 
     def whole(self, inputs: Any) -> Any:
@@ -328,19 +334,19 @@ class BlockRunner:
         if not self.is_on_meta:
             return run(self.module, named)
         device = next(value.device for value in named.values.values() if isinstance(value, Tensor))
-        with self._on_meta():
+        with self._replace_blocks_on_meta():
             return run(self.module, named, self.stand_ins(device))
 
     def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Return the state before the first block; it has no sites to tap."""
         args, kwargs = side.raw_inputs().arguments(state)
-        return self._reaching(0, partial(call, self.module, parameters, args, kwargs), side)
+        return self._state_before_block(0, partial(call, self.module, parameters, args, kwargs), side)
 
-    def _reaching(self, position: int, whole: Callable[[], Any], side: SideInputs) -> State:
+    def _state_before_block(self, position: int, whole: Callable[[], Any], side: SideInputs) -> State:
         """Return the state before a block while `whole` runs the model."""
         block, mask = self.blocks[position], side.mask("hidden")
         if not self.carries:
-            return {"hidden": self._features(position, run_until(block, whole), mask)}
+            return {"hidden": self._features_for_state(position, run_until(block, whole), mask)}
         # The blocks' other inputs come from a pass in which each block returns its features unchanged.
         calls = [side.call(index) for index in range(position, len(self.blocks))]
         passing = [
@@ -351,7 +357,7 @@ class BlockRunner:
             hidden = run_until(self.blocks[-1], whole, past=True)
         return {
             **entering_inputs(position, [*[{}] * position, *entered]),
-            "hidden": self._features(position, hidden, mask),
+            "hidden": self._features_for_state(position, hidden, mask),
         }
 
     def block(
@@ -375,7 +381,7 @@ class BlockRunner:
         """
         block = self.blocks[position]
         # A copy, because blocks may write into their input (residual sums, in-place activations).
-        hidden = self._native(state["hidden"], side).clone()
+        hidden = self._features_for_blocks(state["hidden"], side).clone()
         positional, kwargs = side.call(position).arguments(hidden)
         args: list[Any] = list(positional)
         for name, argument in self.computed.items():
@@ -383,7 +389,7 @@ class BlockRunner:
             place: Any = int(name) if name.isdecimal() else name
             # A position without an argument: the block has the weights itself.
             if name in kwargs or (owner is args and args[place] is not None):
-                owner[place] = argument and argument.value(parameters, state["hidden"])
+                owner[place] = argument and argument.compute_argument(parameters, state["hidden"])
         shared = set_inputs(block, position, state, args, kwargs) if self.carries else {}
         path, slots = self.paths[position], self.slots[position]
         weights, stacks = dict[str, Tensor](), defaultdict[str, list[str]](list)
@@ -398,8 +404,8 @@ class BlockRunner:
         with tapped(block, [site for site in sites if site.expert is None], tap), mixed:
             hidden = features_of(path, call(block, weights, tuple(args), kwargs))
         mask = side.mask("hidden")
-        beside = _remaining_inputs(position, self.blocks, state, shared, mask)
-        return {**beside, "hidden": self._features(position + 1, hidden, mask)}
+        beside = _state_arguments_after_block(position, self.blocks, state, shared, mask)
+        return {**beside, "hidden": self._features_for_state(position + 1, hidden, mask)}
 
     def head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Return the module's output for the features of its last block; it has no sites to tap."""
@@ -408,10 +414,10 @@ class BlockRunner:
             own, prefix = parameters.items(), f"{self.final}."
             weights = {name.removeprefix(prefix): x for name, x in own if name.startswith(prefix)}
             output = call(self.module.get_submodule(self.final), weights, (state["hidden"],), {})
-            return {"hidden": self._output(output, side.mask("hidden"))}
+            return {"hidden": self._model_output_features(output, side.mask("hidden"))}
         args, kwargs = side.raw_inputs().arguments({})
         calls = [side.call(position) for position in range(len(self.blocks))]
-        hidden = unflattened(self._native(state["hidden"], side).clone(), calls[-1].left)
+        hidden = unflattened(self._features_for_blocks(state["hidden"], side).clone(), calls[-1].left)
         # Other weights do not affect the steps after the blocks, but the stem needs some to run again.
         if self.final:
             zero, outer = hidden.new_zeros(()), self.outer_weights()
@@ -422,7 +428,7 @@ class BlockRunner:
         whole = partial(call, self.module, parameters, args, kwargs)
         with returning((block, call.output(hidden)) for block, call in zip(self.blocks, calls, strict=True)):
             output = whole() if past is None else run_until(past, whole, past=self.is_past)
-        return {"hidden": self._output(output, side.mask("hidden"))}
+        return {"hidden": self._model_output_features(output, side.mask("hidden"))}
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
         """Return the states at boundaries 1..L of one ordinary forward pass of `module`."""
@@ -431,12 +437,12 @@ class BlockRunner:
         past = module.get_submodule(self.final) if self.final else None
         blocks = [module.get_submodule(path) for path in self.paths if self.carries]
         with watched_inputs(blocks, mask) as entered:
-            recording = self._observed(module, named, keep=True, past=past)
+            recording = self._record_forward_pass(module, named, keep=True, past=past)
         states = [
-            {**entering_inputs(boundary, entered), "hidden": self._features(boundary, x, mask)}
+            {**entering_inputs(boundary, entered), "hidden": self._features_for_state(boundary, x, mask)}
             for boundary, x in enumerate(recording.features)
         ]
-        return [*states, {"hidden": self._output(recording.output, mask)}]
+        return [*states, {"hidden": self._model_output_features(recording.output, mask)}]
 
     def require_shared(self, models: Iterable[tuple[str, nn.Module]], inputs: Any) -> None:
         """Raise if the blocks of models are given other tensors than features that are not bit-identical.
@@ -446,9 +452,9 @@ class BlockRunner:
         """
         reference, expected = "", dict[tuple[str, str], Tensor]()
         for name, module in models:
-            arguments = self._arguments(self._observed(module, raw_inputs(inputs)).calls)
+            arguments = self._tensor_arguments(self._record_forward_pass(module, raw_inputs(inputs)).calls)
             reference, expected = (reference, expected) if reference else (name, arguments)
-            if place := _different(expected, arguments):
+            if place := _first_differing_key(expected, arguments):
                 raise IncompatibleModelsError(
                     f"block {place[0]!r} is given {place[1]!r}, which is computed from weights and differs between "
                     f"{reference} and {name}; expected the same for all models",
@@ -456,7 +462,7 @@ class BlockRunner:
                     "set `blocks` to the path of another list.",
                 )
 
-    def _arguments(self, calls: Iterable[BlockCall]) -> dict[tuple[str, str], Tensor]:
+    def _tensor_arguments(self, calls: Iterable[BlockCall]) -> dict[tuple[str, str], Tensor]:
         """Return the tensors that blocks are given next to features, by block and argument."""
         return {
             (path, argument): tensor
@@ -465,27 +471,27 @@ class BlockRunner:
             if argument not in self.computed
         }
 
-    def _native(self, hidden: Tensor, side: SideInputs) -> Tensor:
-        """Return features as blocks read them; streams are zeroed at padding, where their derivatives are infinite."""
+    def _features_for_blocks(self, hidden: Tensor, side: SideInputs) -> Tensor:
+        """Return features as blocks read them; zero streams at padding, where derivatives are infinite."""
         if self.streams == 1:
             return hidden
         return apart_streams(without_padding(self.paths[0], hidden, side.mask("hidden")), self.streams)
 
-    def _features(self, boundary: int, hidden: Tensor, mask: Tensor | None) -> Tensor:
+    def _features_for_state(self, boundary: int, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """Return features as the state stores them: [n, h, w, c] as tokens, with zeros in the rows of padding."""
         if hidden.dim() > 3 and self.streams > 1:
-            hidden = _joined_streams(hidden)
+            hidden = _join_streams(hidden)
         if hidden.dim() > 3 and self.channels_last[boundary]:
             hidden = hidden.flatten(1, -2)
         return without_padding(self.paths[max(boundary - 1, 0)], hidden, mask)
 
-    def _output(self, output: Any, mask: Tensor | None) -> Tensor:
-        """Return the features that a model returns, zeroed at padding where they are of the same tokens."""
+    def _model_output_features(self, output: Any, mask: Tensor | None) -> Tensor:
+        """Return the features that a model returns, with zeros at padding if they are of the same tokens."""
         features = result(output)
         is_masked = mask is not None and features.shape[:2] == mask.shape
-        return self._features(len(self.blocks), features, mask if is_masked else None)
+        return self._features_for_state(len(self.blocks), features, mask if is_masked else None)
 
-    def _observed(
+    def _record_forward_pass(
         self,
         module: nn.Module,
         inputs: Inputs,
@@ -495,7 +501,7 @@ class BlockRunner:
         outer: Parameters | None = None,
     ) -> Recording:
         """Record an ordinary forward pass of `module`, up to the output of `past`; see `observe`."""
-        forward = self._forward(module, inputs, past, outer)
+        forward = self._forward_pass_function(module, inputs, past, outer)
         blocks = {path: module.get_submodule(path) for path in self.paths}
         recording = observe(blocks, forward, keep=keep)
         if not self._knows_layouts:
@@ -509,9 +515,9 @@ class BlockRunner:
                     otherwise = self.channels_last[max(boundary - 1, 0)]
                     self.channels_last[boundary] = lies_channels_last(shape, modules, otherwise)
             self._knows_layouts = True
-        return self._bare(recording)
+        return self._remove_state_arguments(recording)
 
-    def _forward(
+    def _forward_pass_function(
         self, module: nn.Module, inputs: Inputs, past: nn.Module | None, outer: Parameters | None
     ) -> Callable[[], Any]:
         """Return a function that runs a module, with other weights if given, up to the output of `past` if given."""
@@ -522,11 +528,10 @@ class BlockRunner:
         is_scores = bool(self.final) and past is module.get_submodule(self.final) and not self.is_past
         return partial(run_until, past, whole, past=not is_scores)
 
-    def _bare(self, recording: Recording) -> Recording:
-        """Remove arguments that are in the state from recorded calls."""
+    def _remove_state_arguments(self, recording: Recording) -> Recording:
         if self.carries:
             pairs = zip(recording.calls, self.blocks, strict=False)
-            recording.calls = [_without_inputs(block_call, block) for block_call, block in pairs]
+            recording.calls = [_without_state_arguments(block_call, block) for block_call, block in pairs]
         return recording
 
 
@@ -538,10 +543,9 @@ def same_values(one: Tensor | None, other: Tensor | None) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def _different(
+def _first_differing_key(
     one: Mapping[tuple[str, str], Tensor], other: Mapping[tuple[str, str], Tensor]
 ) -> tuple[str, str] | None:
-    """Return the first key whose tensors differ."""
     return next((key for key in {**one, **other} if not same_values(one.get(key), other.get(key))), None)
 
 
@@ -561,12 +565,12 @@ def run(module: nn.Module, inputs: Inputs, weights: Parameters | None = None) ->
     args, kwargs = fitted(module, inputs.arguments({}))
     if weights:
         dtype = next(iter(weights.values())).dtype
-        args, kwargs = mapped((args, kwargs), lambda value: _cast(value, dtype))
+        args, kwargs = mapped((args, kwargs), lambda value: _cast_float_tensor(value, dtype))
     with torch.no_grad(), evaluating(module):
         return module(*args, **kwargs) if weights is None else call(module, weights, args, kwargs)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast_float_tensor(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -577,12 +581,12 @@ def fitted(module: nn.Module, inputs: Any) -> Any:
     if weight is None:
         return inputs
 
-    def fit(value: Any) -> Any:
+    def move_and_cast(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         return to_device(value, weight.device, weight.dtype if value.is_floating_point() else None)
 
-    return mapped(inputs, fit)
+    return mapped(inputs, move_and_cast)
 
 
 def _float_weights(module: nn.Module) -> Iterator[Tensor]:
@@ -638,7 +642,7 @@ def num_streams(block: nn.Module) -> int:
     return int(getattr(config, "altup_num_inputs", 1))
 
 
-def _joined_streams(streams: Tensor) -> Tensor:
+def _join_streams(streams: Tensor) -> Tensor:
     """Return streams [s, n, t, d] as one feature per token, [n, t, s d]."""
     return streams.permute(1, 2, 0, 3).flatten(2)
 
@@ -648,28 +652,26 @@ def apart_streams(hidden: Tensor, count: int) -> Tensor:
     return hidden.reshape(*hidden.shape[:2], count, -1).permute(2, 0, 1, 3).contiguous()
 
 
-def _takes_inputs(block: nn.Module) -> bool:
-    """Return True if a block takes any of these arguments."""
+def _has_state_arguments(block: nn.Module) -> bool:
+    """Return True if a block takes arguments that are part of the state."""
     return not set(_NAMES).isdisjoint(signature(type(block).forward).parameters)
 
 
-def _without_inputs(block_call: BlockCall, block: nn.Module) -> BlockCall:
-    """Return the call of a block without the arguments that are in the state."""
+def _without_state_arguments(block_call: BlockCall, block: nn.Module) -> BlockCall:
     args, kwargs = [*block_call.args], {**block_call.kwargs}
     for name in _NAMES:
-        _put(block, name, None, args, kwargs)
+        _set_argument(block, name, None, args, kwargs)
     return replace(block_call, args=tuple(args), kwargs=kwargs)
 
 
-def _place(block: nn.Module, name: str, args: Sequence[Any]) -> int | str:
-    """Return the position or keyword by which a block is given an argument."""
+def _position_or_keyword(block: nn.Module, name: str, args: Sequence[Any]) -> int | str:
     names = list(signature(type(block).forward).parameters)[1:]  # of the class, as `forward` may be replaced
     index = names.index(name) if name in names else len(args)
     return index if index < len(args) else name
 
 
-def _put(block: nn.Module, name: str, value: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-    place = _place(block, name, args)
+def _set_argument(block: nn.Module, name: str, value: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+    place = _position_or_keyword(block, name, args)
     if isinstance(place, int):
         args[place] = value
     elif place in kwargs:
@@ -688,12 +690,12 @@ def set_inputs(
         if name.startswith(f"{SHARED_STATES}."):
             kind = name.removeprefix(f"{SHARED_STATES}.").rpartition(".")[0]
             shared[kind] = (*shared.get(kind, ()), leaf)
-    _put(block, LAYER_INPUT, state.get(f"{LAYER_INPUT}.{position}"), args, kwargs)
-    _put(block, SHARED_STATES, shared, args, kwargs)
+    _set_argument(block, LAYER_INPUT, state.get(f"{LAYER_INPUT}.{position}"), args, kwargs)
+    _set_argument(block, SHARED_STATES, shared, args, kwargs)
     return shared
 
 
-def _remaining_inputs(
+def _state_arguments_after_block(
     position: int,
     blocks: Sequence[nn.Module],
     state: State,
@@ -703,23 +705,25 @@ def _remaining_inputs(
     """Return the state after block number `position` without features: inputs of later blocks, all keys and values."""
     later = {f"{LAYER_INPUT}.{index}" for index in range(position + 1, len(blocks))}
     inputs = {name: leaf for name, leaf in state.items() if name in later}
-    return inputs | _leaves(shared, blocks[position + 1 :], mask)
+    return inputs | _shared_keys_and_values(shared, blocks[position + 1 :], mask)
 
 
-def _leaves(shared: Mapping[str, Any], readers: Sequence[nn.Module], mask: Tensor | None) -> State:
+def _shared_keys_and_values(
+    shared: Mapping[str, Any], readers: Sequence[nn.Module], mask: Tensor | None
+) -> State:
     # Blocks add their keys and values even if no later block reads them. In the state, these would be streams whose
     # drift is measured.
     if not any(getattr(part, "is_kv_shared_layer", False) for block in readers for part in block.modules()):
         return {}
     hidden = None if mask is None else mask[:, None, :, None]
     return {
-        f"{SHARED_STATES}.{kind}.{index}": _masked(leaf, hidden)
+        f"{SHARED_STATES}.{kind}.{index}": _zero_padding(leaf, hidden)
         for kind, pair in shared.items()
         for index, leaf in enumerate(pair)
     }
 
 
-def _masked(leaf: Tensor, mask: Tensor | None) -> Tensor:
+def _zero_padding(leaf: Tensor, mask: Tensor | None) -> Tensor:
     return leaf if mask is None else leaf.masked_fill(~mask, 0)
 
 
@@ -728,17 +732,19 @@ def watched_inputs(blocks: Sequence[nn.Module], mask: Tensor | None) -> Iterator
     """Yield a list to which each block's arguments are added when it is called."""
     entered: list[State] = []
 
-    def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        places = [_place(block, name, args) for name in _NAMES]
+    def record_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        places = [_position_or_keyword(block, name, args) for name in _NAMES]
         value, shared = (args[place] if isinstance(place, int) else kwargs.get(place) for place in places)
         inputs = {}
         if value is not None:
-            inputs[LAYER_INPUT] = _masked(value, None if mask is None else mask[..., None])
-        entered.append(inputs | _leaves(shared or {}, blocks[len(entered) :], mask))
+            inputs[LAYER_INPUT] = _zero_padding(value, None if mask is None else mask[..., None])
+        entered.append(inputs | _shared_keys_and_values(shared or {}, blocks[len(entered) :], mask))
 
     with ExitStack() as hooks:
         for block in blocks:
-            hooks.callback(block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
+            hooks.callback(
+                block.register_forward_pre_hook(record_arguments, with_kwargs=True, prepend=True).remove
+            )
         yield entered
 
 

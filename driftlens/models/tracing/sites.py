@@ -36,7 +36,7 @@ def site_kind(module: nn.Module) -> SiteKind | None:
     Sites are linear modules, GPT-2's included; convolutions, as linear maps of patches; layer norms over one axis; and
     modules named like an RMS norm, with a weight vector and no bias.
     """
-    if isinstance(module, nn.Linear) or _is_transposed(module) or _is_convolution(module):
+    if isinstance(module, nn.Linear) or _has_transposed_weight(module) or _is_plain_convolution(module):
         return "linear"
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1:
@@ -50,13 +50,13 @@ def site_kind(module: nn.Module) -> SiteKind | None:
     return None
 
 
-def _is_transposed(module: nn.Module) -> bool:
+def _has_transposed_weight(module: nn.Module) -> bool:
     """Return True for the linear module of GPT-2, whose weight is [in, out]."""
     weight = getattr(module, "weight", None)
     return type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.dim() == 2
 
 
-def _is_convolution(module: nn.Module) -> bool:
+def _is_plain_convolution(module: nn.Module) -> bool:
     """Return True for a module that computes torch's own convolution, every output from all channels."""
     return (
         isinstance(module, nn.Conv2d)
@@ -66,7 +66,7 @@ def _is_convolution(module: nn.Module) -> bool:
     )
 
 
-def _reads_channels(module: nn.Module) -> bool:
+def _is_channel_norm(module: nn.Module) -> bool:
     """Return True for a norm over the channels of [n, c, h, w], found by a trial call."""
     if site_kind(module) in (None, "linear") or type(module).forward in (
         nn.LayerNorm.forward,
@@ -96,7 +96,7 @@ def lies_channels_last(shape: Sequence[int], modules: Iterable[nn.Module], other
         otherwise: returned if none of them reads these features.
     """
     for module in modules:
-        reads_last = _reads_channels_last(module)
+        reads_last = _needs_channels_last(module)
         width = next((vars(module)[name] for name in _WIDTHS if name in vars(module)), None)
         if reads_last is not None and width is None:
             width = len(module.get_parameter("weight"))
@@ -105,11 +105,11 @@ def lies_channels_last(shape: Sequence[int], modules: Iterable[nn.Module], other
     return otherwise
 
 
-def _reads_channels_last(module: nn.Module) -> bool | None:
-    """Return True if a module expects channels last, False if first, None if it does not matter."""
+def _needs_channels_last(module: nn.Module) -> bool | None:
+    """Return True if a module reads channels last, False if first, None if it does not matter."""
     if isinstance(module, _ConvNd | _NormBase | nn.GroupNorm):
         return False
-    return None if site_kind(module) is None else not _reads_channels(module)
+    return None if site_kind(module) is None else not _is_channel_norm(module)
 
 
 def slot_of(block: nn.Module, parameter: str, key: str) -> Slot:
@@ -122,9 +122,9 @@ def slot_of(block: nn.Module, parameter: str, key: str) -> Slot:
     """
     owner, _, leaf = parameter.rpartition(".")
     module = block.get_submodule(owner)
-    if leaf == "weight" and _is_convolution(module):
+    if leaf == "weight" and _is_plain_convolution(module):
         return Slot(key, kernel=tuple(module.get_parameter(leaf).shape[1:]))
-    return Slot(key, transposed=leaf == "weight" and _is_transposed(module))
+    return Slot(key, transposed=leaf == "weight" and _has_transposed_weight(module))
 
 
 def sites_in_block(
@@ -149,26 +149,28 @@ def sites_in_block(
     not_linear: set[str] = set()
     candidates: dict[str, tuple[SiteKind, nn.Module]] = {}
 
-    def note(name: str, _module: nn.Module, _args: object, output: object) -> None:
+    def record_non_tensor_output(name: str, _module: nn.Module, _args: object, output: object) -> None:
         if not isinstance(output, Tensor):
             not_linear.add(name)
 
-    def append(name: str, geometry: Hashable, x: Tensor) -> None:
+    def record_input(name: str, geometry: Hashable, x: Tensor) -> None:
         calls[name].append((x, None if x.is_inference() else x._version, geometry))
 
     with contextlib.ExitStack() as hooks:
-        for name, kind, module in _candidates(block, parameters):
+        for name, kind, module in _site_candidates(block, parameters):
             candidates[name] = kind, module
-            hooks.callback(_on_input(module, partial(append, name, _geometry(module))))
-            hooks.callback(module.register_forward_hook(partial(note, name)).remove)
+            hooks.callback(
+                _register_input_listener(module, partial(record_input, name, _input_row_settings(module)))
+            )
+            hooks.callback(module.register_forward_hook(partial(record_non_tensor_output, name)).remove)
         output = run()
     # Modules that read some tokens only, such as experts, are no sites: their rows [m, k] are neither one per sample
     # nor one per place of the features. All children of a list are experts if one of them is or never runs, because an
     # expert can read that many rows by chance.
-    whole = [_num_places(features["hidden"]) for features in (state, output)]
+    whole = [_num_feature_vectors(features["hidden"]) for features in (state, output)]
     reads_rows = {name for name, inputs in calls.items() if any(x.dim() == 2 for x, _, _ in inputs)}
     partial_readers = {
-        _unnumbered(name)
+        _path_with_wildcards(name)
         for name in candidates
         if name not in calls
         or any(
@@ -182,7 +184,7 @@ def sites_in_block(
         Site(
             name,
             kind,
-            _first_reader(calls, name),
+            _first_site_with_same_input(calls, name),
             # The name of the constant depends on the library.
             eps=getattr(module, "eps", getattr(module, "variance_epsilon", None)),
             runs=len(inputs),
@@ -191,18 +193,18 @@ def sites_in_block(
         for name, inputs in calls.items()
         for kind, module in [candidates[name]]
         if name not in not_linear
-        if name not in reads_rows or _unnumbered(name) not in partial_readers
+        if name not in reads_rows or _path_with_wildcards(name) not in partial_readers
     ]
     return tuple(sites), output
 
 
-def _num_places(features: Tensor) -> int:
+def _num_feature_vectors(features: Tensor) -> int:
     """Return the number of vectors in features [n, d], [n, t, d] or [n, c, h, w]."""
     return features.numel() // features.shape[1 if features.dim() > 3 else -1]
 
 
-def _unnumbered(path: str) -> str:
-    """Return a path with `*` in the place of numbers."""
+def _path_with_wildcards(path: str) -> str:
+    """Return a path with `*` in place of numbers."""
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
 
 
@@ -225,15 +227,15 @@ def no_sites(
             if owner != BLOCK_ITSELF and isinstance(block.get_submodule(parent), nn.MultiheadAttention):
                 owner = parent
             module = block.get_submodule("" if owner == BLOCK_ITSELF else owner)
-            without_site[parameter] = owner, _in_words(module, owner, leaf)
+            without_site[parameter] = owner, _describe_module_without_site(module, owner, leaf)
     return without_site
 
 
-def _in_words(module: nn.Module, path: str, parameter: str) -> str:
+def _describe_module_without_site(module: nn.Module, path: str, parameter: str) -> str:
     kind, why = type(module).__name__, ""
     if isinstance(module, nn.MultiheadAttention):
         why = "its projections don't run as modules"
-    elif _is_routed(path) or "Expert" in kind:
+    elif _is_expert_path(path) or "Expert" in kind:
         why = "experts of a mixture, which only some tokens reach"
     elif isinstance(module, _NormBase):
         why = "it uses training statistics"
@@ -250,7 +252,7 @@ def _in_words(module: nn.Module, path: str, parameter: str) -> str:
 _Reading = tuple[Tensor, int | None, Hashable]
 
 
-def _first_reader(calls: Mapping[str, Sequence[_Reading]], reader: str) -> str:
+def _first_site_with_same_input(calls: Mapping[str, Sequence[_Reading]], reader: str) -> str:
     value, *reading = calls[reader][0]
     # In inference mode, a tensor that was overwritten in between can't be recognized.
     if reading[0] is None:
@@ -258,11 +260,11 @@ def _first_reader(calls: Mapping[str, Sequence[_Reading]], reader: str) -> str:
     return next(name for name, [(x, *other), *_] in calls.items() if x is value and other == reading)
 
 
-def _geometry(module: nn.Module) -> Hashable:
-    """Return what distinguishes the rows that two sites make of one tensor."""
+def _input_row_settings(module: nn.Module) -> Hashable:
+    """Return the settings by which a site turns its input into rows, such as kernel size and stride."""
     if isinstance(module, nn.Conv2d):
         return module.kernel_size, module.stride, module.padding, module.dilation
-    return _reads_channels(module)
+    return _is_channel_norm(module)
 
 
 @contextlib.contextmanager
@@ -272,33 +274,35 @@ def tapped(block: nn.Module, sites: Collection[Site], tap: Tap | None) -> Iterat
         if tap is not None:
             for site in sites:
                 module = block.get_submodule("" if site.name == BLOCK_ITSELF else site.name)
-                _tap(module, partial(tap, site.name), hooks)
+                _register_tap_hooks(module, partial(tap, site.name), hooks)
         yield
 
 
-def _candidates(block: nn.Module, parameters: Collection[str]) -> Iterator[tuple[str, SiteKind, nn.Module]]:
+def _site_candidates(
+    block: nn.Module, parameters: Collection[str]
+) -> Iterator[tuple[str, SiteKind, nn.Module]]:
     for path, module in block.named_modules():
         name, kind = path or BLOCK_ITSELF, site_kind(module)
         # A module whose weight is computed (weight norm) has no such parameter and can't be solved for.
-        if kind is not None and f"{name}.weight" in parameters and not _is_routed(name):
+        if kind is not None and f"{name}.weight" in parameters and not _is_expert_path(name):
             yield name, kind, module
 
 
-def _is_routed(path: str) -> bool:
+def _is_expert_path(path: str) -> bool:
     """Return True if a module is among the experts of a mixture, which not every token reaches."""
     return "experts" in path.split(".")
 
 
-def _on_input(module: nn.Module, listen: Callable[[Tensor], object]) -> Callable[[], None]:
-    """Call `listen` with each input of `module`; return a function that ends this."""
+def _register_input_listener(module: nn.Module, listen: Callable[[Tensor], object]) -> Callable[[], None]:
+    """Call `listen` with each input of `module`; return a function that removes the hook."""
 
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def call_listener(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         listen(args[0] if args else next(iter(kwargs.values())))
 
-    return module.register_forward_pre_hook(hook, with_kwargs=True).remove
+    return module.register_forward_pre_hook(call_listener, with_kwargs=True).remove
 
 
-def _tap(
+def _register_tap_hooks(
     module: nn.Module,
     tap: Callable[[Tensor], Callable[[Tensor], Tensor | None] | None],
     hooks: contextlib.ExitStack,
@@ -307,47 +311,51 @@ def _tap(
     # Copies, as blocks may overwrite either later. A linear module's output is computed from its weight and bias,
     # without what a subclass, a parametrization or a hook adds.
     rows_of: Callable[[Tensor], Tensor] = Tensor.clone
-    is_image = isinstance(module, nn.Conv2d) or _reads_channels(module)
+    is_image = isinstance(module, nn.Conv2d) or _is_channel_norm(module)
     if is_image:
-        rows_of = partial(_patches, module) if isinstance(module, nn.Conv2d) else _places
+        rows_of = (
+            partial(_convolution_patches, module)
+            if isinstance(module, nn.Conv2d)
+            else _flatten_space_to_tokens
+        )
     heard: list[tuple[Tensor, Callable[[Tensor], Tensor | None] | None]] = []
     computes = isinstance(module, nn.Linear) and (
         type(module).forward is not nn.Linear.forward or is_parametrized(module)
     )
 
-    def before(x: Tensor) -> None:
+    def tap_input(x: Tensor) -> None:
         copy = rows_of(x)
         heard.append((copy, tap(copy)))
 
-    def after(_module: nn.Module, _args: object, output: Tensor) -> Tensor | None:
+    def tap_output(_module: nn.Module, _args: object, output: Tensor) -> Tensor | None:
         x, hear = heard.pop()
         if hear is None:
             return None
         # No copy: the gradient must flow back to this tensor.
         if output.requires_grad:
-            rows = _places(output) if is_image else output
+            rows = _flatten_space_to_tokens(output) if is_image else output
         elif computes:
             weights = dict(module.named_parameters(recurse=False))
             rows = F.linear(x, weights["weight"], weights.get("bias"))
         else:
-            rows = _places(output) if is_image else output.clone()
+            rows = _flatten_space_to_tokens(output) if is_image else output.clone()
         changed = hear(rows)
         if changed is None and not output.requires_grad:
             return None
         rows = rows.clone() if changed is None else changed
         return rows.mT.reshape(output.shape) if is_image else rows
 
-    hooks.callback(_on_input(module, before))
+    hooks.callback(_register_input_listener(module, tap_input))
     # Before other hooks, because a site's output is that of the module alone.
-    hooks.callback(module.register_forward_hook(after, prepend=True).remove)
+    hooks.callback(module.register_forward_hook(tap_output, prepend=True).remove)
 
 
-def _places(x: Tensor) -> Tensor:
+def _flatten_space_to_tokens(x: Tensor) -> Tensor:
     """Copy [n, c, h, w] as [n, h * w, c]."""
     return x.flatten(-2).mT.clone(memory_format=torch.contiguous_format)
 
 
-def _patches(module: nn.Conv2d, x: Tensor) -> Tensor:
+def _convolution_patches(module: nn.Conv2d, x: Tensor) -> Tensor:
     """Return the patches that a convolution reads, [n, places, in * h * w]."""
     # Not the padding of `unfold`, which can't be asymmetric, as for `same`.
     padded = F.pad(x, module._reversed_padding_repeated_twice)
@@ -385,7 +393,7 @@ class _Mixture:
     def slots(self, key: Callable[[str], str]) -> dict[str, Slot]:
         """Return the slot of every expert's parameter by its name in the block; `key` maps names to checkpoint keys."""
         return {
-            f"{self.site(expert, matrix)}.{leaf}": Slot(
+            f"{self.expert_site_name(expert, matrix)}.{leaf}": Slot(
                 key(f"{self.path}.{fused}"),
                 rows=(expert, expert + 1),
                 transposed=leaf == "weight" and self.is_transposed,
@@ -397,8 +405,7 @@ class _Mixture:
             for expert in range(self.size)
         }
 
-    def site(self, expert: int, matrix: str) -> str:
-        """Return the name of an expert's matrix as a site."""
+    def expert_site_name(self, expert: int, matrix: str) -> str:
         return f"{self.path}.{expert}.{matrix}"
 
     def sites(self) -> tuple[Site, ...]:
@@ -407,7 +414,7 @@ class _Mixture:
             Site(name, "linear", name, token_weights=GATED, expert=expert)
             for expert in range(self.size)
             for matrix in self.matrices
-            for name in [self.site(expert, matrix)]
+            for name in [self.expert_site_name(expert, matrix)]
         )
 
 
@@ -415,13 +422,14 @@ def mixture_of(block: nn.Module) -> _Mixture | None:
     """Return the mixture of a block; None without one, or with several."""
     # A router's `topk` is recognized by the number of experts alone, so routes of several mixtures would be confused.
     several = [
-        mixture for path, module in block.named_modules() if (mixture := _mixture(path, module)) is not None
+        mixture
+        for path, module in block.named_modules()
+        if (mixture := _as_expert_mixture(path, module)) is not None
     ]
     return several[0] if len(several) == 1 else None
 
 
-def _mixture(path: str, module: nn.Module) -> _Mixture | None:
-    """Return the module as a mixture, or None."""
+def _as_expert_mixture(path: str, module: nn.Module) -> _Mixture | None:
     # Fused experts have no class in common, only tensors [experts, ., .] and a forward function of one or three inputs.
     stacks = {name: weight for name, weight in module.named_parameters(recurse=False) if weight.dim() == 3}
     sizes = {len(weight) for weight in stacks.values()}
@@ -475,7 +483,7 @@ def mixing(
         return
     names = {site.name for site in sites}
     watch = _Watch(mixture, weights, names, tap, Routes() if routes is None else routes)
-    with mixture.module.register_forward_pre_hook(watch._before, with_kwargs=True), watch:
+    with mixture.module.register_forward_pre_hook(watch._routing_pre_hook, with_kwargs=True), watch:
         yield
 
 
@@ -493,7 +501,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.mixture, self.names, self.tap, self.routes = mixture, names, tap, routes
         self.biases = {
-            mixture.site(expert, matrix): bias
+            mixture.expert_site_name(expert, matrix): bias
             for matrix in mixture.matrices
             for expert, bias in enumerate(weights.get(f"{mixture.path}.{matrix}_bias", ()))
         }
@@ -501,7 +509,7 @@ class _Watch(TorchFunctionMode):
         self.is_inside = False
         self.read: dict[int, tuple[str, Tensor]] = {}  # keeps tensors, so that no other gets the same id
 
-    def _before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _routing_pre_hook(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record routes and gates, or return arguments with given ones in their place; a forward pre-hook."""
         self.is_inside = True
         # Routes are read here and not only in `topk`, as some routers do not call it.
@@ -528,23 +536,26 @@ class _Watch(TorchFunctionMode):
             # with the features is batched as they are.
             return args[0] * 0
         if func in _TOP and args[0].shape[-1] == self.mixture.size:
-            return self._top(func, args, kwargs)
+            return self._top_k_scores(func, args, kwargs)
         if func in _READ and id(args[0]) in self.stacks:
             # The index of an expert is read from the device once, as without this mode.
             expert = int(args[-1]) if isinstance(args[-1], Tensor) and not args[-1].dim() else args[-1]
             part = func(*args[:-1], expert, **kwargs)
             if part.dim() == 2:
-                self.read[id(part)] = self.mixture.site(int(expert), self.stacks[id(args[0])]), part
+                self.read[id(part)] = (
+                    self.mixture.expert_site_name(int(expert), self.stacks[id(args[0])]),
+                    part,
+                )
             return part
         if self.tap is not None:
             if func in _PRODUCTS and id(args[1]) in self.read:
-                return self._heard(self.read[id(args[1])][0], args[0], func(*args, **kwargs))
+                return self._tap_expert_product(self.read[id(args[1])][0], args[0], func(*args, **kwargs))
             if func in _BATCHED and id(args[1]) in self.stacks:
-                return self._heard_by_expert(self.stacks[id(args[1])], *args)
+                return self._tap_batched_product(self.stacks[id(args[1])], *args)
         return func(*args, **kwargs)
 
-    def _top(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the largest scores, or those of the given experts."""
+    def _top_k_scores(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the largest scores, or those of the given experts, for `topk`."""
         chosen = self.routes.chosen if self.routes.is_given else None
         if chosen is None or (kwargs.get("k") or args[1]) != chosen.shape[-1]:
             top = func(*args, **kwargs)
@@ -554,7 +565,7 @@ class _Watch(TorchFunctionMode):
         scores = args[0]
         return torch.return_types.topk((scores.gather(-1, chosen.reshape(*scores.shape[:-1], -1)), chosen))
 
-    def _heard(self, site: str, x: Tensor, y: Tensor) -> Tensor:
+    def _tap_expert_product(self, site: str, x: Tensor, y: Tensor) -> Tensor:
         """Return the product of a matrix, or what the tap puts in its place."""
         if site not in self.names or self.tap is None or (hear := self.tap(site, x.clone())) is None:
             return y
@@ -565,11 +576,13 @@ class _Watch(TorchFunctionMode):
             return y
         return (heard if changed is None else changed) - bias  # the gradient flows back to `heard`
 
-    def _heard_by_expert(self, matrix: str, rows: Tensor, weights: Tensor) -> Tensor:
+    def _tap_batched_product(self, matrix: str, rows: Tensor, weights: Tensor) -> Tensor:
         """Call the tap for all experts, each of which is given every token, with zeros in other experts' rows."""
         outputs = torch.bmm(rows, weights)
         for expert, size in enumerate(self.routes.sizes(self.mixture.size)):
             tokens = self.routes.of(expert, size)[0]
             y = outputs[expert, tokens]
-            outputs[expert, tokens] = self._heard(self.mixture.site(expert, matrix), rows[expert, tokens], y)
+            outputs[expert, tokens] = self._tap_expert_product(
+                self.mixture.expert_site_name(expert, matrix), rows[expert, tokens], y
+            )
         return outputs

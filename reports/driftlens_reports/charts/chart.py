@@ -135,11 +135,11 @@ charts: Registry[Chart] = Registry("chart", "driftlens_reports.charts", "driftle
 def chart(name: str, **declared: Any) -> Callable[[_Render], _Render]:
     """Register a drawing function as the chart `name`; `declared` are the other attributes of `Chart`."""
 
-    def file(render: _Render) -> _Render:
+    def register_chart(render: _Render) -> _Render:
         charts.register(name)(Chart(name=name, render=render, **declared))
         return render
 
-    return file
+    return register_chart
 
 
 def by_rank(entries: Iterable[Chart]) -> list[Chart]:

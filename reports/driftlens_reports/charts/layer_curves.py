@@ -152,7 +152,7 @@ def band(rows: pd.DataFrame, low: str, high: str, brush: theme.Brush, *, opacity
     )
 
 
-def _of_layers(
+def _drawn_layer_chart(
     run: DriftRun,
     figure: go.Figure,
     rows: pd.DataFrame,
@@ -181,7 +181,7 @@ _DRIFTS = {
     hint="Calibration helps where its line is below that of merged. Feature scales differ between layers, so a rise is "
     "not a fault by itself: see relative drift, and amplification for inherited drift (full state).",
 )
-def _layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
+def _draw_layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = picking.layer_rows(run, options).rename(columns=_DRIFTS)
     source, quantity, band = (
         "drift_l2_mean",
@@ -196,7 +196,7 @@ def _layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     kind = Curves(_DRIFTS[source], title, axis, band=band)
     figure = draw_curves(run, rows, kind, dark=options.dark)
     alt = f"{quantity[0].upper()}{quantity[1:]} by layer. {words.final_sentence(rows, kind.column)}"
-    return _of_layers(run, figure, rows, kind.column, *band, alt=alt, notes=[note])
+    return _drawn_layer_chart(run, figure, rows, kind.column, *band, alt=alt, notes=[note])
 
 
 _PARTS = {
@@ -219,7 +219,7 @@ _PARTS = {
     "positive the two add up, where negative they cancel in part. Norms of m and p do not sum to the drift; "
     "contributions do.",
 )
-def _decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
+def _draw_decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     names = {source: name for name, (source, _) in _PARTS.items()}
     rows = picking.layer_rows(run, options).rename(columns=names)
     norms = panels.value_axis(options)
@@ -237,7 +237,7 @@ def _decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     figure = draw_curves(run, rows, *kinds, dark=options.dark)
     alt = "Local mismatch, propagation and cross term by layer. "
     alt += f"Mismatch: {words.peak_sentence(rows, 'mismatch')} Propagation: {words.peak_sentence(rows, 'propagation')}"
-    return _of_layers(run, figure, rows, "reference", *_PARTS, alt=alt)
+    return _drawn_layer_chart(run, figure, rows, "reference", *_PARTS, alt=alt)
 
 
 @chart(
@@ -253,7 +253,7 @@ def _decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     "drift's direction more than a random one. The stem inherits nothing. A visible band means that the Jacobian "
     "does not explain the layer.",
 )
-def _amplification(run: DriftRun, options: ChartOptions) -> Drawn:
+def _draw_amplification(run: DriftRun, options: ChartOptions) -> Drawn:
     names = {"random_gain_mean": "random gain", "jacobian_error": "Jacobian error"}
     ends = tuple(f"amplification {end}" for end in ("low", "high"))
     called = {
@@ -281,7 +281,7 @@ def _amplification(run: DriftRun, options: ChartOptions) -> Drawn:
     columns = ("amplification", *ends, "lower", "upper", *names.values(), "jacobian samples")
     note = f"{_ENDS} {note}" if ends else note
     alt = f"Amplification by layer, with a line at 1. {words.peak_sentence(rows, 'amplification')}"
-    return _of_layers(run, figure, rows, *columns, alt=alt, notes=[note])
+    return _drawn_layer_chart(run, figure, rows, *columns, alt=alt, notes=[note])
 
 
 CONTRIBUTED, REST = "share of final drift", "remainder"
@@ -313,18 +313,18 @@ _MOST_NUMBERED = 16
     hint="Orange layers cause final drift, blue ones reduce it. Each row sums to 100 % with its remainder; a large "
     "remainder means that the quadrature of the Jacobians was too coarse.",
 )
-def _contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
+def _draw_contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = picking.layer_rows(run, options).rename(columns=_SHARES)
     rows = rows[rows[CONTRIBUTED].notna().groupby(rows["variant"]).transform("any")]
     ends = [name for name in (_SHARE_LOW, _SHARE_HIGH) if rows[name].notna().any()]
-    figure = _draw_cells(run, rows, dark=options.dark)
+    figure = _draw_share_heatmaps(run, rows, dark=options.dark)
     peaks = words.peak_sentence(rows, CONTRIBUTED, percent)
     alt = f"Heatmap of signed shares of the final drift by task and layer. {peaks}"
     notes = words.gap_notes(run, rows, CONTRIBUTED)
-    return _of_layers(run, figure, rows, CONTRIBUTED, *ends, REST, alt=alt, notes=notes)
+    return _drawn_layer_chart(run, figure, rows, CONTRIBUTED, *ends, REST, alt=alt, notes=notes)
 
 
-def _draw_cells(run: DriftRun, rows: pd.DataFrame, *, dark: bool) -> go.Figure:
+def _draw_share_heatmaps(run: DriftRun, rows: pd.DataFrame, *, dark: bool) -> go.Figure:
     """Draw a row of shares per task, a panel per variant, above one colour bar."""
     # Layers without rows are gaps too: left out, their neighbours' cells would grow over them.
     layers = [layer.index for layer in run.manifest.layers]
@@ -410,9 +410,9 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
     # A mean over fewer tasks would jump.
     means = by_task.mean(axis=1, skipna=False).rename(_MEAN).reset_index()
     means = picking.ordered(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
-    means = _placed(run, means)
+    means = _with_layer_columns(run, means)
     where = {layer: words.literal(place) for layer, place in zip(rows["layer"], rows["where"], strict=True)}
-    thin = _thin_lines(run, by_task, where, options)
+    thin = _single_task_curves(run, by_task, where, options)
     figure = draw_curves(run, means, kind, dark=options.dark, below=thin, titles=[""])
     # Zoom is kept when tasks or theme change, not when the unit does.
     figure.layout.uirevision = f"{run.id} mean {options.relative}"
@@ -423,7 +423,7 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
     return Drawn(figure, alt, means[["variant", "layer", "role", "path", _MEAN]], (note,))
 
 
-def _thin_lines(
+def _single_task_curves(
     run: DriftRun, by_task: pd.DataFrame, where: Mapping[int, str], options: ChartOptions
 ) -> list[theme.Trace]:
     """Return a line per task, those of chosen tasks emphasised."""
@@ -461,7 +461,7 @@ def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark
     merged = measured[measured["variant"] == "merged"].groupby("layer")["drift_l2_mean"].mean()
     lines = {"merged": merged, variant: pd.Series(drifts, dtype=float).sort_index()}
     rows = pd.concat([line.rename_axis("layer").rename(_MEAN) for line in lines.values()], keys=lines)
-    rows = _placed(run, rows.rename_axis(["variant", "layer"]).reset_index())
+    rows = _with_layer_columns(run, rows.rename_axis(["variant", "layer"]).reset_index())
     rows = rows.fillna({"role": "layer", "path": ""}).assign(task="mean over tasks")
     title = panels.titled("mean L2 drift", "layers", "drift_l2_mean")
     kind = Curves(_MEAN, title, {"tickformat": theme.TICK_NUMBER, "rangemode": "tozero"})
@@ -486,7 +486,7 @@ def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark
     )
 
 
-def _placed(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
+def _with_layer_columns(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
     columns = {"layer": "index", "role": "role", "path": "path"}
     layers = {name: [getattr(entry, key) for entry in run.manifest.layers] for name, key in columns.items()}
     return picking.named_layers(run, rows.merge(pd.DataFrame(layers), on="layer", how="left"))

@@ -54,28 +54,28 @@ def titled(label: str, table: str, column: str) -> str:
 def layer_title(run: DriftRun) -> str:
     """Return the title of the layer axis, which locates stem, head and the decoder's first layer."""
     decoder = "".join(f", {border + 0.5:.0f} decoder's first" for border in borders(run.layers()))
-    return f"layer (index: 1 stem{decoder}, {_last_layer(run)} head)"
+    return f"layer (index: 1 stem{decoder}, {_last_layer_index(run)} head)"
 
 
-def _last_layer(run: DriftRun) -> int:
+def _last_layer_index(run: DriftRun) -> int:
     return max((layer.index for layer in run.manifest.layers), default=1)
 
 
 def layer_axis(run: DriftRun, beyond: str = "") -> dict[str, Any]:
     """Return settings of an axis from stem to head; `beyond` names a further column after the head."""
-    last = _last_layer(run)
+    last = _last_layer_index(run)
     # Rounded up, so that the limit holds.
     step = -(-last // _MOST_TICKS)
     ticks = [*(layer for layer in range(1, last, step) if last - layer >= step), last]
     if not beyond:
-        return {"autorangeoptions": whole(0.5, last + 0.5), "tickvals": ticks}
+        return {"autorangeoptions": _initial_axis_range(0.5, last + 0.5), "tickvals": ticks}
     ticks = ticks[:-1] if step > 1 else ticks  # the title says which is the last, and the name needs its room
     named = {"tickvals": [*ticks, last + 1], "ticktext": [*map(str, ticks), beyond]}
     # Slanted, the numbers would be as hard to read as the name.
-    return {"autorangeoptions": whole(0.5, last + 1.5), "tickangle": 0, **named}
+    return {"autorangeoptions": _initial_axis_range(0.5, last + 1.5), "tickangle": 0, **named}
 
 
-def whole(low: float, high: float) -> dict[str, Any]:
+def _initial_axis_range(low: float, high: float) -> dict[str, Any]:
     """Return settings of an axis that shows `low` to `high` until the reader zooms."""
     return {"include": [low, high], "clipmin": low, "clipmax": high}
 
@@ -85,7 +85,7 @@ def parted(rows: pd.DataFrame) -> pd.DataFrame:
     if "stream" not in rows or rows["stream"].nunique(dropna=False) < 2:
         return rows
     parts: list[pd.DataFrame] = []
-    for _, part in rows.groupby(_number_of_stream(rows)):
+    for _, part in rows.groupby(_stream_numbers(rows)):
         parts += [
             part,
             # NaN, at which plotly breaks a line.
@@ -99,11 +99,11 @@ def borders(rows: pd.DataFrame) -> list[float]:
     if "stream" not in rows or rows["stream"].nunique(dropna=False) < 2:
         return []
     layers = rows.drop_duplicates("layer").sort_values("layer")
-    firsts = layers.groupby(_number_of_stream(layers))["layer"].min()
+    firsts = layers.groupby(_stream_numbers(layers))["layer"].min()
     return [start - 0.5 for start in firsts.tolist()[1:]]
 
 
-def _number_of_stream(rows: pd.DataFrame) -> pd.Series[int]:
+def _stream_numbers(rows: pd.DataFrame) -> pd.Series[int]:
     streams = rows["stream"].fillna("").astype(str)
     return streams.ne(streams.shift()).cumsum()
 
@@ -141,7 +141,9 @@ class Grid:
     def add(self, panel: int, *traces: Any) -> None:
         """Draw `traces` in `panel`, counted from 0, the first one at the bottom."""
         for trace in traces:
-            self._traces.append(trace.update(xaxis=_axis("x", panel, ""), yaxis=_axis("y", panel, "")))
+            self._traces.append(
+                trace.update(xaxis=_plotly_axis_name("x", panel, ""), yaxis=_plotly_axis_name("y", panel, ""))
+            )
 
     def lay_out(self, **settings: Any) -> None:
         """Update settings of the whole figure."""
@@ -149,7 +151,7 @@ class Grid:
 
     def set_axis(self, letter: str, panel: int, **settings: Any) -> None:
         """Update settings of one axis of `panel`."""
-        self.lay_out(**{_axis(letter, panel): settings})
+        self.lay_out(**{_plotly_axis_name(letter, panel): settings})
 
     def set_axes(self, *, x: Settings = (), y: Settings = ()) -> None:
         """Update settings of the axes of all panels: one mapping for all, or one per column."""
@@ -172,16 +174,16 @@ class Grid:
         for value in values:
             for panel in range(self.panels):
                 if column in (None, panel % self.kinds):
-                    self._add_shape(
+                    self._add_line_shape(
                         line={**line, "width": 1},
                         layer="below" if is_level else "above",
                         **{
-                            f"{letter}ref": _axis(letter, panel, ""),
+                            f"{letter}ref": _plotly_axis_name(letter, panel, ""),
                             f"{letter}0": value,
                             f"{letter}1": value,
                         },
                         **{
-                            f"{across}ref": f"{_axis(across, panel, '')} domain",
+                            f"{across}ref": f"{_plotly_axis_name(across, panel, '')} domain",
                             f"{across}0": 0,
                             f"{across}1": 1,
                         },
@@ -189,23 +191,23 @@ class Grid:
 
     def add_identity(self, panel: int, low: float, high: float) -> None:
         """Add a thin line from (low, low) to (high, high)."""
-        self._add_shape(
+        self._add_line_shape(
             line={"color": palette(self.dark).quiet, "width": 1, "dash": "dot"},
             layer="below",
             **{"x0": low, "y0": low, "x1": high, "y1": high},
-            **{"xref": _axis("x", panel, ""), "yref": _axis("y", panel, "")},
+            **{"xref": _plotly_axis_name("x", panel, ""), "yref": _plotly_axis_name("y", panel, "")},
         )
 
     def annotate(self, panel: int, **settings: Any) -> None:
         """Write into `panel`, at positions from 0 to 1."""
-        refs = {f"{letter}ref": f"{_axis(letter, panel, '')} domain" for letter in "xy"}
+        refs = {f"{letter}ref": f"{_plotly_axis_name(letter, panel, '')} domain" for letter in "xy"}
         self.layout["annotations"] = [*self.layout["annotations"], {**refs, **settings}]
 
-    def _add_shape(self, **settings: Any) -> None:
+    def _add_line_shape(self, **settings: Any) -> None:
         self.layout["shapes"] = [*self.layout.get("shapes", ()), {"type": "line", **settings}]
 
 
-def _axis(letter: str, panel: int, word: str = "axis") -> str:
+def _plotly_axis_name(letter: str, panel: int, word: str = "axis") -> str:
     return f"{letter}{word}{panel + 1 if panel else ''}"
 
 
@@ -242,9 +244,9 @@ def panel_grid(
     columns = -(-len(titles) // rows)  # rows of like length: four panels are two and two
     gap = _GAP + (_TITLE if any(titles) else 0) + below
     inner = rows * height + (rows - 1) * gap
-    across = _parts(columns, 0.05 if is_common else 0.09)
-    down = _parts(rows, gap / inner)[::-1]
-    axes = _grid_axes(len(titles), across, down, x_titles, y_titles)
+    across = _equal_domains(columns, 0.05 if is_common else 0.09)
+    down = _equal_domains(rows, gap / inner)[::-1]
+    axes = _grid_axes_settings(len(titles), across, down, x_titles, y_titles)
     font = {"size": SIZE, "color": palette(dark).ink}
     theme = theme_layout(dark)
     # Of one row where the names are not known.
@@ -258,8 +260,8 @@ def panel_grid(
         "annotations": [
             {
                 **{"text": title, "font": font, "showarrow": False, "xanchor": "center", "yanchor": "bottom"},
-                **{"x": 0.5, "xref": f"{_axis('x', panel, '')} domain"},
-                **{"y": 1, "yref": f"{_axis('y', panel, '')} domain"},
+                **{"x": 0.5, "xref": f"{_plotly_axis_name('x', panel, '')} domain"},
+                **{"y": 1, "yref": f"{_plotly_axis_name('y', panel, '')} domain"},
             }
             for panel, title in enumerate(titles)
             if title
@@ -268,39 +270,38 @@ def panel_grid(
     return Grid(max(columns, kinds), len(titles), dark, settings)
 
 
-def _parts(count: int, gap: float) -> list[tuple[float, float]]:
+def _equal_domains(count: int, gap: float) -> list[tuple[float, float]]:
     """Return start and end of equal parts of [0, 1], with a gap between them."""
     size = (1 - gap * (count - 1)) / count
     starts = [part * (size + gap) for part in range(count)]
     return [(start, min(1.0, start + size)) for start in starts]
 
 
-def _grid_axes(
+def _grid_axes_settings(
     num_panels: int,
     across: Sequence[tuple[float, float]],
     down: Sequence[tuple[float, float]],
     x_titles: Sequence[str],
     y_titles: Sequence[str],
 ) -> dict[str, Any]:
-    """Return settings of all axes of a grid: places, shared ranges, tick labels and titles."""
     is_common, apart, columns = len(y_titles) == 1, len(x_titles), len(across)
     axes = {}
     for panel, (y_domain, x_domain) in enumerate(product(down, across)):
-        column, x, y = panel % columns, _axis("x", panel, ""), _axis("y", panel, "")
+        column, x, y = panel % columns, _plotly_axis_name("x", panel, ""), _plotly_axis_name("y", panel, "")
         is_panel, is_lowest = panel < num_panels, panel + (columns if apart == 1 else apart) >= num_panels
         # Once, below the middle: side by side, titles run into each other in a narrow window.
         is_named = is_lowest and (apart > 1 or column == (columns - 1) // 2)
-        axes[_axis("x", panel)] = {
+        axes[_plotly_axis_name("x", panel)] = {
             **{"anchor": y, "domain": x_domain, "visible": is_panel, "showticklabels": is_lowest},
-            "matches": _axis("x", panel % apart, "") if panel >= apart and is_panel else None,
+            "matches": _plotly_axis_name("x", panel % apart, "") if panel >= apart and is_panel else None,
             "title": {"text": x_titles[panel % apart]} if is_named else None,
         }
         # The first axis of a kind leads, as plotly refuses one that matches itself.
         kind = 0 if is_common else panel % max(columns, len(y_titles))
         has_labels = column == 0 or not is_common
-        axes[_axis("y", panel)] = {
+        axes[_plotly_axis_name("y", panel)] = {
             **{"anchor": x, "domain": y_domain, "visible": is_panel, "showticklabels": has_labels},
-            "matches": _axis("y", kind, "") if panel != kind and is_panel else None,
+            "matches": _plotly_axis_name("y", kind, "") if panel != kind and is_panel else None,
             "title": {"text": y_titles[kind]} if has_labels and is_panel else None,
         }
     return axes

@@ -19,7 +19,7 @@ from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 AVERAGE = "mean of tasks"
 
 
-def _with_average(
+def _add_mean_over_tasks(
     rows: pd.DataFrame, column: str, tasks: Sequence[str], *, has_intervals: bool = False
 ) -> pd.DataFrame:
     """Add the mean over tasks per variant, with its interval; null where a task has no number."""
@@ -40,7 +40,7 @@ def _with_average(
     return pd.concat([rows, added.astype(kinds)], ignore_index=True)
 
 
-def _task_figure(
+def _draw_by_task(
     run: DriftRun,
     rows: pd.DataFrame,
     column: str,
@@ -82,7 +82,7 @@ def _task_figure(
     return figure
 
 
-def _averages_in_words(rows: pd.DataFrame, column: str) -> str:
+def _mean_over_tasks_text(rows: pd.DataFrame, column: str) -> str:
     """Return each variant's mean over tasks in words: "merged 0.6120; featcal 0.8010"."""
     last = rows[rows["task"] == (AVERAGE if (rows["task"] == AVERAGE).any() else rows["task"].iloc[0])]
     means = last[[name for name in (column, "low", "high") if name in last]].astype(float).to_numpy()
@@ -90,12 +90,12 @@ def _averages_in_words(rows: pd.DataFrame, column: str) -> str:
     return words.by_variant(zip(last["variant"], texts, strict=True))
 
 
-def _named(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+def _rename_score_columns(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     names = {"value": column, "ci_low": "low", "ci_high": "high"}
     return rows[["task", "variant", "n", "seed", *names]].rename(columns=names)
 
 
-def _scores(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+def _main_scores(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """Return the main score of every task, if it may share an axis with the others."""
     rows = run.accuracy()
     main = {task: metric.name for task, metric in main_metrics(run).items() if metric.is_averaged}
@@ -105,15 +105,15 @@ def _scores(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     return picking.ordered(rows, picking.chosen_tasks(run, options), variants)
 
 
-def _unmeasured(run: DriftRun) -> list[str]:
+def _unmeasured_notices(run: DriftRun) -> list[str]:
     return [f"{text}." for text in run.manifest.notices if " not measured: " in text]
 
 
-def _no_scores(run: DriftRun, options: ChartOptions) -> str | None:
-    if len(_scores(run, options)):
+def _missing_scores_message(run: DriftRun, options: ChartOptions) -> str | None:
+    if len(_main_scores(run, options)):
         return None
     lacking = picking.lacking(run, options, "accuracy", ["value"]) or picking.absent("accuracy", ["value"])
-    return " ".join(_unmeasured(run)) or lacking
+    return " ".join(_unmeasured_notices(run)) or lacking
 
 
 @chart(
@@ -123,37 +123,37 @@ def _no_scores(run: DriftRun, options: ChartOptions) -> str | None:
     rank=10,
     presets=("standard", "calibration"),
     needs=("accuracy", ("value",)),
-    lacks=_no_scores,
+    lacks=_missing_scores_message,
     caption="Accuracy on test samples (or the task's own score) per task and on average (right), with 95 % intervals.",
     hint="Widely overlapping intervals may mean no difference. The mean hides the worst task.",
 )
-def _accuracy(run: DriftRun, options: ChartOptions) -> Drawn:
-    rows = _scores(run, options)
+def _draw_scores(run: DriftRun, options: ChartOptions) -> Drawn:
+    rows = _main_scores(run, options)
     metrics = {name: metric_called(name) for name in rows["metric"].unique()}
     quantity, column = title_of(metrics.values()), "accuracy" if [*metrics] == [ACCURACY.name] else "score"
     tasks = [str(task) for task in rows["task"].unique()]
     judged = rows.drop_duplicates("task")[["task", "metric"]].to_numpy()
     by_task = ", ".join(f"{task}: {metrics[name].title}" for task, name in judged)
-    rows = _with_average(_named(rows, column), column, tasks, has_intervals=True)
+    rows = _add_mean_over_tasks(_rename_score_columns(rows, column), column, tasks, has_intervals=True)
     is_wilson = all(metric.kind == "share" for metric in metrics.values())
     interval = "95 % Wilson interval" if is_wilson else "95 % interval"
     title = f"{quantity} ({'%' if is_wilson else 'times 100'})"
     return Drawn(
-        _task_figure(run, rows, column, title, interval=interval, as_bars=True, dark=options.dark),
+        _draw_by_task(run, rows, column, title, interval=interval, as_bars=True, dark=options.dark),
         alt=f"{quantity[:1].upper()}{quantity[1:]} over {words.counted(len(tasks), 'task')}: "
-        f"{_averages_in_words(rows, column)}.",
+        f"{_mean_over_tasks_text(rows, column)}.",
         data=rows,
         notes=(
             f"{words.ranged(rows['n'], 'test sample')} per task.",
             f"Whiskers: {interval}s; for the mean over tasks, over samples of these tasks.",
             *([] if column == "accuracy" else [f"Metrics: {by_task}."]),
-            *_unmeasured(run),
+            *_unmeasured_notices(run),
             *descriptions_of(metric for metric in metrics.values() if metric != ACCURACY),
         ),
     )
 
 
-def spread(samples: pd.DataFrame, column: str) -> pd.DataFrame:
+def _sample_quantiles(samples: pd.DataFrame, column: str) -> pd.DataFrame:
     """Return the 10 % and 90 % quantiles of per-sample values, a row per task and variant."""
     measured = samples[["task", "variant", column]].astype({column: float})
     groups = measured.groupby(["task", "variant"], sort=False)[column]
@@ -171,19 +171,19 @@ def spread(samples: pd.DataFrame, column: str) -> pd.DataFrame:
     "whiskers over samples.",
     hint="Higher is closer to the expert; 1 is the same direction. Cosine ignores length, so drift can shrink alone.",
 )
-def _task_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
+def _draw_task_cosines(run: DriftRun, options: ChartOptions) -> Drawn:
     tasks = picking.chosen_tasks(run, options)
     means = picking.rows_at(run, options, "layers")[["task", "variant", "n", "cos_mean"]]
-    bands = spread(picking.rows_at(run, options, "samples"), "cos")
+    bands = _sample_quantiles(picking.rows_at(run, options, "samples"), "cos")
     rows = means.merge(bands, on=["task", "variant"], how="left")
-    rows = _with_average(rows.rename(columns={"cos_mean": "mean cosine"}), "mean cosine", tasks)
+    rows = _add_mean_over_tasks(rows.rename(columns={"cos_mean": "mean cosine"}), "mean cosine", tasks)
     title, whiskers = "mean cosine to the expert", "10 % to 90 % quantiles over samples"
     last = rows[rows["task"] == (AVERAGE if len(tasks) > 1 else tasks[0])]
     cosines = words.by_variant(
         zip(last["variant"], last["mean cosine"].astype(float).map(number), strict=True)
     )
     return Drawn(
-        _task_figure(run, rows, "mean cosine", title, interval=whiskers, dark=options.dark),
+        _draw_by_task(run, rows, "mean cosine", title, interval=whiskers, dark=options.dark),
         alt=f"Mean cosine of the {picking.feature_name(run, options)} to the expert's over "
         f"{words.counted(len(tasks), 'task')}: {cosines}.",
         data=rows,
@@ -198,7 +198,7 @@ _PARTS = (
 _VALUE, _SCOPES = "mean cosine of task vectors", ("layer", "group")
 
 
-def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
+def _cosine_summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     groups = rows.groupby(["variant", by], sort=False)["cos"]
     ends = {"lowest": groups.min(), "highest": groups.max()}
     return pd.DataFrame({_VALUE: groups.mean(), **ends, "cosines": groups.size()}).reset_index()
@@ -215,15 +215,15 @@ def _summary(rows: pd.DataFrame, by: str) -> pd.DataFrame:
     hint="A task vector is a model's weights minus the base's. A low cosine means that the merge left the expert's "
     "direction. Calibration may lower these cosines: it repairs features, not weights.",
 )
-def _alignment(run: DriftRun, options: ChartOptions) -> Drawn:
+def _draw_task_vector_alignment(run: DriftRun, options: ChartOptions) -> Drawn:
     table = run.params()
     params = picking.chosen(run, options, table[table["scope"].isin(_SCOPES)]).dropna(subset="cos")
     index = {layer.path: layer.index for layer in run.manifest.layers}
     by_layer = params[params["scope"] == "layer"]
     by_layer = by_layer.assign(layer=by_layer["path"].map(index)).dropna(subset="layer")
     by_layer = by_layer.astype({"layer": int})
-    layers = _summary(picking.chosen(run, options, by_layer), "layer")
-    groups = _summary(
+    layers = _cosine_summary(picking.chosen(run, options, by_layer), "layer")
+    groups = _cosine_summary(
         params[params["scope"] == "group"].assign(**{"module group": params["path"]}), "module group"
     )
     grid = panels.panel_grid(

@@ -46,7 +46,7 @@ def chosen_tasks(run: DriftRun, options: ChartOptions) -> list[str]:
     Raises:
         DataError: the run lacks one of them.
     """
-    return _chosen("task", options.tasks, run.tasks)
+    return _chosen_names("task", options.tasks, run.tasks)
 
 
 def chosen_variants(run: DriftRun, options: ChartOptions, *, base: bool = False) -> list[str]:
@@ -54,7 +54,7 @@ def chosen_variants(run: DriftRun, options: ChartOptions, *, base: bool = False)
     everything = [name for name in run.variants if name != "expert"]
     if options.variants is None:
         return [name for name in everything if (base or name != "base") and not is_control(name)]
-    return _chosen("variant", options.variants, everything)
+    return _chosen_names("variant", options.variants, everything)
 
 
 def layer_rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
@@ -144,10 +144,10 @@ def lacking(
     if "task" in rows:
         rows = rows[rows["task"].isin(chosen_tasks(run, options))]
     # Before variants are chosen: columns that no variant has need a command, not another choice.
-    nowhere = _without_numbers(rows, columns)
+    nowhere = _unmeasured_columns(rows, columns)
     if "variant" in rows:
         rows = rows[rows["variant"].isin(chosen)]
-    empty = _without_numbers(rows, columns)
+    empty = _unmeasured_columns(rows, columns)
     if not empty:
         return None
     layers = run.layers()
@@ -178,11 +178,11 @@ def absent(table: str, columns: Sequence[str], command: str = "", also: str = ""
     return f"needs {noun} {', '.join(columns)} of table {table}; {besides}`{command}` adds {these}."
 
 
-def _without_numbers(rows: pd.DataFrame, columns: Sequence[str]) -> list[str]:
+def _unmeasured_columns(rows: pd.DataFrame, columns: Sequence[str]) -> list[str]:
     return [name for name in columns if name not in rows or not rows[name].notna().any()]
 
 
-def _chosen(kind: str, named: Sequence[str] | None, there: Sequence[str]) -> list[str]:
+def _chosen_names(kind: str, named: Sequence[str] | None, there: Sequence[str]) -> list[str]:
     if named is None:
         return list(there)
     for name in named:

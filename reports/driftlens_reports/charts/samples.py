@@ -21,11 +21,11 @@ from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 _BASELINE = "merged"
 
 
-def _gain_in_words(row: pd.Series[Any]) -> str:
+def _mean_gain_text(row: pd.Series[Any]) -> str:
     return f"{row['mean gain']:+#.3g} ({row['task']})"
 
 
-def _paired(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+def _paired_cosines(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """Return the baseline's cosine and the variant's cosine, a row per task, variant and sample."""
     samples = picking.rows_at(run, options, "samples", _BASELINE)
     rivals = [name for name in picking.chosen_variants(run, options) if name != _BASELINE]
@@ -35,8 +35,8 @@ def _paired(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     return after.merge(before.rename(columns={"cosine": "baseline cosine"}), on=["task", "sample_id"])
 
 
-def _no_pairs(run: DriftRun, options: ChartOptions) -> str | None:
-    if len(_paired(run, options)):
+def _missing_pairs_message(run: DriftRun, options: ChartOptions) -> str | None:
+    if len(_paired_cosines(run, options)):
         return None
     lack = picking.lacking(run, options, "samples", ["cos"])
     return lack or f"needs a variant besides the merged model; choose one, or `{CALIBRATE}` adds one."
@@ -48,14 +48,14 @@ def _no_pairs(run: DriftRun, options: ChartOptions) -> str | None:
     section="features",
     rank=20,
     needs=("samples", ("cos",)),
-    lacks=_no_pairs,
+    lacks=_missing_pairs_message,
     caption="Cosine to the expert's feature per diagnosis sample, merged model on x and other variants on y, with the "
     "line of no change and each variant's mean gain, one panel per task.",
     hint="Above the line a sample is closer to the expert than with the merged model, below it farther. Samples at the "
     "lower left were far off before.",
 )
-def _sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
-    rows = _paired(run, options)
+def _draw_sample_cosines(run: DriftRun, options: ChartOptions) -> Drawn:
+    rows = _paired_cosines(run, options)
     gains = rows.assign(**{"mean gain": rows["cosine"] - rows["baseline cosine"]})
     means = gains.groupby(["task", "variant"], sort=False)["mean gain"].mean().reset_index()
     drawn, thinned = picking.thinned_samples(rows, options, rows["variant"].nunique())
@@ -104,7 +104,7 @@ def _sample_cosine(run: DriftRun, options: ChartOptions) -> Drawn:
     return Drawn(
         grid.figure,
         alt=f"Mean gain in cosine of the {picking.feature_name(run, options)} over {baseline}: "
-        f"{words.spans(means, 'mean gain', _gain_in_words)}.",
+        f"{words.spans(means, 'mean gain', _mean_gain_text)}.",
         data=drawn.merge(means, on=["task", "variant"], how="left"),
         notes=(*thinned, *words.table_notes(run, rows, over_tasks=False)),
     )
@@ -133,21 +133,21 @@ _INDICATIVE = (
 )
 
 
-def _shown_task(run: DriftRun, options: ChartOptions) -> str:
-    """Return the task that is drawn: of the chosen ones, that with the largest mean drift of the merged model."""
+def _task_to_draw(run: DriftRun, options: ChartOptions) -> str:
+    """Return the chosen task with the largest mean drift of the merged model."""
     tasks = picking.chosen_tasks(run, options)
     return picking.worst_task(run, tasks, "merged", options.layer) if len(tasks) > 1 else tasks[0]
 
 
-def _variants_but_base(run: DriftRun, options: ChartOptions) -> list[str]:
+def _variants_without_base(run: DriftRun, options: ChartOptions) -> list[str]:
     return [name for name in picking.chosen_variants(run, options) if name != "base"]
 
 
-def _no_layout(run: DriftRun, options: ChartOptions) -> str | None:
-    task = _shown_task(run, options)
+def _missing_layout_message(run: DriftRun, options: ChartOptions) -> str | None:
+    task = _task_to_draw(run, options)
     if not run.manifest.layers:
         return picking.absent("layers", ["drift_l2_mean"])
-    laid_out = _variants_but_base(run, options)
+    laid_out = _variants_without_base(run, options)
     if not laid_out:
         return "the layout leaves out the base; choose another variant."
     try:
@@ -165,18 +165,18 @@ def _no_layout(run: DriftRun, options: ChartOptions) -> str | None:
     section="plane",
     rank=30,
     needs=("samples", ("drift_l2",)),
-    lacks=_no_layout,
+    lacks=_missing_layout_message,
     caption="Features of one task's diagnosis samples, expert and variants side by side in one joint layout, with "
     "quality numbers below each panel.",
     hint="Look for clusters of the expert that the merged model blurs or shifts and the calibrated one restores. "
     "Positions compare between panels, not between tasks. Distances are approximate: trust the numbers below the "
     "panels. `driftlens view RUN` writes a page in which these samples move from model to model.",
 )
-def _scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
-    task = _shown_task(run, options)
+def _draw_feature_panels(run: DriftRun, options: ChartOptions) -> Drawn:
+    task = _task_to_draw(run, options)
     layout = project(run, task, ProjectionRequest(layer=options.layer), store_it=False)
-    names = ["expert", *_variants_but_base(run, options)]
-    rows = _with_drifts(run, task, layout.frame[layout.frame["variant"].isin(names)], options)
+    names = ["expert", *_variants_without_base(run, options)]
+    rows = _with_drifts_and_texts(run, task, layout.frame[layout.frame["variant"].isin(names)], options)
     drawn, thinned = picking.thinned_samples(rows, options, len(names))
     shares = [words.literal(percent(share)) for share in layout.explained_variance or ()]
     x_title, y_title = (f"PC {axis} ({share} of variance)" for axis, share in enumerate(shares, 1))
@@ -197,11 +197,11 @@ def _scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
             points["x"],
             points["y"],
             total=len(drawn),
-            text=[_hover(row) for row in points.to_dict("records")],
+            text=[_hover_text(row) for row in points.to_dict("records")],
             hovertemplate="%{text}<extra></extra>",
         )
         grid.add(panel, cloud.update(showlegend=False))
-        _write_below(grid, panel, x_title, layout.quality, variant)
+        _write_panel_numbers(grid, panel, x_title, layout.quality, variant)
     # Coordinates have no unit, so ticks would mean nothing.
     grid.set_axes(x=_BARE, y=_BARE)
     # One scale for x and y, as distances in all directions compare.
@@ -218,7 +218,9 @@ def _scatter_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     )
 
 
-def _with_drifts(run: DriftRun, task: str, rows: pd.DataFrame, options: ChartOptions) -> pd.DataFrame:
+def _with_drifts_and_texts(
+    run: DriftRun, task: str, rows: pd.DataFrame, options: ChartOptions
+) -> pd.DataFrame:
     drifts = run.samples(task, layer=options.layer)[["variant", "sample_id", "drift_l2"]]
     rows = rows.merge(drifts.rename(columns={"drift_l2": "drift"}), on=["variant", "sample_id"], how="left")
     if texts := run.texts(task):
@@ -226,7 +228,7 @@ def _with_drifts(run: DriftRun, task: str, rows: pd.DataFrame, options: ChartOpt
     return rows
 
 
-def _hover(row: dict[str, Any]) -> str:
+def _hover_text(row: dict[str, Any]) -> str:
     lines = [words.literal(str(row["sample_id"]))]
     lines += [] if pd.isna(row["label"]) else [f"class {words.literal(str(row['label']))}"]
     lines += [] if pd.isna(row["drift"]) else [f"drift {number(float(row['drift']))}"]
@@ -243,7 +245,9 @@ def _layout_notes(run: DriftRun, options: ChartOptions, task: str, layout: Proje
     return [*notes, *(f"{text}." for text in layout.notes), _INDICATIVE, *words.overlap_notes(run)]
 
 
-def _write_below(grid: panels.Grid, panel: int, x_title: str, quality: pd.DataFrame, variant: str) -> None:
+def _write_panel_numbers(
+    grid: panels.Grid, panel: int, x_title: str, quality: pd.DataFrame, variant: str
+) -> None:
     """Write the axis title and a variant's numbers below `panel`; the expert has none but trustworthiness."""
     row = quality[quality["variant"] == variant].iloc[0]
     # A line is no wider than a panel in a telephone's window.
@@ -273,11 +277,11 @@ _FLIPPED_SHARE = "share flipped, all margins"
     hint="Flips at small margins were close decisions; flips at large margins are samples the expert was sure of. "
     "Score scales differ between tasks: choose one task to compare.",
 )
-def _flips(run: DriftRun, options: ChartOptions) -> Drawn:
+def _draw_decision_flips(run: DriftRun, options: ChartOptions) -> Drawn:
     samples = picking.scored_samples(run, options, "flipped", "margin")
     # Without gaps nullable columns become plain ones, which numpy can mask.
     samples = samples.astype({"flipped": bool, "margin": float})
-    rows = _histogram(samples)
+    rows = _margin_histogram(samples)
     names = list(rows["variant"].unique())
     grid = panels.panel_grid(
         [words.shown(variant) for variant in names],
@@ -321,7 +325,7 @@ def _flips(run: DriftRun, options: ChartOptions) -> Drawn:
     return Drawn(grid.figure, alt, rows, tuple(words.table_notes(run, samples)))
 
 
-def _histogram(samples: pd.DataFrame) -> pd.DataFrame:
+def _margin_histogram(samples: pd.DataFrame) -> pd.DataFrame:
     """Count kept and flipped samples by variant and margin, in bins of equal width from 0."""
     top = float(samples["margin"].max()) or 1.0
     edges = np.linspace(0, top, _BINS + 1)
@@ -345,7 +349,7 @@ _ESTIMATES = {
 _ACTUAL, _USE = "score drift", "median share of the certified bound used"
 
 
-def _bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+def _score_drift_bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     """Return score drift and its bound by each estimate of the gain (Eq. 7), a row per task, variant and sample."""
     outputs = picking.scored_samples(run, options, "score_drift_l2")
     final = run.samples(layer="final" if run.manifest.layers else None)
@@ -373,8 +377,8 @@ def _bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     "Secant points are on the line where models share the score map, and on or below it elsewhere. Directional and "
     "spectral gains are sampled and guarantee nothing.",
 )
-def _bound(run: DriftRun, options: ChartOptions) -> Drawn:
-    rows = _bounds(run, options)
+def _draw_score_drift_bound(run: DriftRun, options: ChartOptions) -> Drawn:
+    rows = _score_drift_bounds(run, options)
     share = rows[_ACTUAL] / rows["certified"].where(rows["certified"] > 0)
     rows = rows.assign(**{_USE: share.groupby(rows["variant"], sort=False).transform("median")})
     drawn, thinned = picking.thinned_samples(rows, options, len(_ESTIMATES) * rows["variant"].nunique())
@@ -420,10 +424,10 @@ def _bound(run: DriftRun, options: ChartOptions) -> Drawn:
     why = "without a place on logarithmic axes (no drift or no finite bound)."
     left_out = [f"{words.counted(lost, 'point')} {why}"] if lost else []
     counts, *overlaps = words.table_notes(run, rows, over_tasks=False)
-    return Drawn(grid.figure, _used_in_words(rows), drawn, (*thinned, counts, *left_out, *overlaps))
+    return Drawn(grid.figure, _bound_usage_sentence(rows), drawn, (*thinned, counts, *left_out, *overlaps))
 
 
-def _used_in_words(rows: pd.DataFrame) -> str:
+def _bound_usage_sentence(rows: pd.DataFrame) -> str:
     """Return how many samples exceed the certified bound (none may), and the share of it that they use."""
     measured = rows[np.isfinite(rows["certified"]) & (rows["certified"] > 0)]
     # A relative tolerance for rounding, as drift and bound may be equal.

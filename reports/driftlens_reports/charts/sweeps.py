@@ -39,7 +39,7 @@ class _SweepMeasure(NamedTuple):
     tick: str = theme.TICK_NUMBER
 
 
-def _measures(rows: pd.DataFrame, options: ChartOptions) -> list[_SweepMeasure]:
+def _available_measures(rows: pd.DataFrame, options: ChartOptions) -> list[_SweepMeasure]:
     column = "drift_rel" if options.relative else "drift_l2_mean"
     quantity = "final drift / expert norm" if options.relative else "mean final drift"
     drift = _SweepMeasure(column, panels.titled(quantity, "sweeps", column))
@@ -52,16 +52,16 @@ def _measures(rows: pd.DataFrame, options: ChartOptions) -> list[_SweepMeasure]:
     return [measure for measure in (drift, *scores) if rows[measure.column].notna().any()]
 
 
-def _swept(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
+def _sweep_rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     # A sweep's points are no variants, but one that is not there is a mistake.
     picking.chosen_variants(run, options)
     rows = run.sweeps()
     return rows[rows["sweep"].isin(list(_SETTINGS)) & rows["task"].isin(picking.chosen_tasks(run, options))]
 
 
-def _missing(run: DriftRun, options: ChartOptions) -> str | None:
-    rows = _swept(run, options)
-    if len(rows) and _measures(rows, options):
+def _missing_sweep_message(run: DriftRun, options: ChartOptions) -> str | None:
+    rows = _sweep_rows(run, options)
+    if len(rows) and _available_measures(rows, options):
         return None
     return f"needs a sweep of one setting; `{SWEEPS.command}` adds one."
 
@@ -73,15 +73,15 @@ def _missing(run: DriftRun, options: ChartOptions) -> str | None:
     rank=20,
     presets=("calibration",),
     needs=("sweeps", ("drift_l2_mean",)),
-    lacks=_missing,
+    lacks=_missing_sweep_message,
     caption="Final drift (diagnosis samples) and scores (test samples) by one setting of the calibration, mean and "
     "standard deviation over seeds; bold: mean of tasks, thin: each task.",
     hint="Where curves are flat the setting matters little. Differences smaller than the whiskers are noise of the "
     "calibration samples. The best point looks better on these samples than it is.",
 )
-def _draw(run: DriftRun, options: ChartOptions) -> Drawn:
-    rows = _swept(run, options)
-    measures = _measures(rows, options)
+def _draw_sweeps(run: DriftRun, options: ChartOptions) -> Drawn:
+    rows = _sweep_rows(run, options)
+    measures = _available_measures(rows, options)
     settings = [name for name in _SETTINGS if (rows["sweep"] == name).any()]
     pairs = list(product(settings, measures))
     grid = panels.panel_grid(
@@ -95,12 +95,12 @@ def _draw(run: DriftRun, options: ChartOptions) -> Drawn:
     )
     brush, curves = theme.Brush([_CALIBRATED], options.dark), []
     for panel, (setting, measure) in enumerate(pairs):
-        curves.append(_by_task(rows[rows["sweep"] == setting], setting, measure.column))
-        grid.add(panel, *_lines(curves[-1], setting, measure, brush))
+        curves.append(_points_by_task(rows[rows["sweep"] == setting], setting, measure.column))
+        grid.add(panel, *_sweep_curves(curves[-1], setting, measure, brush))
     x_axes = [_x_axis_settings(rows, setting) for setting, _ in pairs]
     grid.set_axes(x=x_axes, y=[{"tickformat": measure.tick} for measure in measures])
     data = pd.concat(curves, ignore_index=True)
-    main_measure, main = measures[0], _main_task(data)
+    main_measure, main = measures[0], _mean_or_single_task(data)
     means = data[(data["measure"] == main_measure.column) & (data["task"] == main) & data["mean"].notna()]
     # The lowest and the highest mean of each sweep, with the setting's value there.
     spans = [
@@ -108,7 +108,7 @@ def _draw(run: DriftRun, options: ChartOptions) -> Drawn:
         for name, sweep in means.groupby("sweep", sort=False)
     ]
     alt = f"Sweeps of {', '.join(settings)}; {main_measure.title}, {main}: {'; '.join(spans)}."
-    return Drawn(grid.figure, alt, data, tuple(_notes(run, rows)))
+    return Drawn(grid.figure, alt, data, tuple(_sweep_notes(run, rows)))
 
 
 def _x_axis_settings(rows: pd.DataFrame, setting: str) -> dict[str, Any]:
@@ -121,11 +121,11 @@ def _x_axis_settings(rows: pd.DataFrame, setting: str) -> dict[str, Any]:
     return {**axis, "type": "log", "dtick": 1 if is_wide else None}
 
 
-def _lines(
+def _sweep_curves(
     points: pd.DataFrame, setting: str, measure: _SweepMeasure, brush: theme.Brush
 ) -> Iterator[theme.Trace]:
     """Yield a thin line per task, and last a thick one with whiskers for their mean."""
-    main = _main_task(points)
+    main = _mean_or_single_task(points)
     for task, curve in points.groupby("task", sort=False):
         name = words.label(str(task))
         hover = f"{name}<br>{setting} %{{x:{theme.NUMBER}}}: %{{y:{measure.number}}}<extra></extra>"
@@ -141,7 +141,7 @@ def _lines(
         yield brush.line(_CALIBRATED, curve[setting], curve["mean"], ends, hovertemplate=hover, **look)
 
 
-def _notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
+def _sweep_notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
     seeds = rows.groupby(["sweep", "point"])["seed"].nunique()
     notes = [f"{words.ranged(seeds, 'seed')} per point; {words.counted(rows['task'].nunique(), 'task')}."]
     if seeds.max() == 1:
@@ -154,7 +154,7 @@ def _notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
     return notes
 
 
-def _by_task(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:
+def _points_by_task(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:
     """Return the points of every task, and of their mean if there are several."""
     rows, tasks = rows.astype({setting: float}), rows["task"].nunique()
     parts = {str(task): over_seeds(of_task, setting, measure) for task, of_task in rows.groupby("task")}
@@ -164,21 +164,21 @@ def _by_task(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:
     return points[columns].assign(sweep=setting, measure=measure)
 
 
-def _main_task(points: pd.DataFrame) -> str:
+def _mean_or_single_task(points: pd.DataFrame) -> str:
     return AVERAGE if (points["task"] == AVERAGE).any() else str(points["task"].iloc[0])
 
 
-def _repairs(run: DriftRun) -> pd.DataFrame:
+def _scored_models(run: DriftRun) -> pd.DataFrame:
     """Return rows of the base, the merged model, scored calibrations and the experts."""
     rows = pd.DataFrame(arena_rows(run))
     return rows[rows["score"].notna()]
 
 
-def _no_repairs(run: DriftRun, options: ChartOptions) -> str | None:
+def _missing_scores_message(run: DriftRun, options: ChartOptions) -> str | None:
     if len(run.manifest.calibrations) < 2:
         command = "driftlens sweep RUN --methods featcal,residual,surgery"
         return f"needs two calibrations of the run; `{command}` makes some."
-    is_scored = _repairs(run)["method"].notna().sum() >= 2
+    is_scored = _scored_models(run)["method"].notna().sum() >= 2
     return None if is_scored else "needs scores of two calibrations; `driftlens analyze RUN` adds them."
 
 
@@ -189,14 +189,14 @@ def _no_repairs(run: DriftRun, options: ChartOptions) -> str | None:
     rank=5,
     presets=("calibration",),
     needs=("accuracy", ("value",)),
-    lacks=_no_repairs,
+    lacks=_missing_scores_message,
     caption="Mean test score against calibration time on all samples, a point per calibration; whiskers: 95 % "
     "intervals over samples; rings need the task ID at inference; lines: base, merged model and experts.",
     hint="Upper left is better. Seconds: one run on one machine. A ring has one map per task, so it is not a single "
     "model.",
 )
-def _arena(run: DriftRun, options: ChartOptions) -> Drawn:
-    rows = _repairs(run)
+def _draw_gain_against_cost(run: DriftRun, options: ChartOptions) -> Drawn:
+    rows = _scored_models(run)
     is_made = rows["method"].notna()
     points = rows[is_made]
     traces, brush = list[theme.Trace](), theme.Brush(run.variants, options.dark)

@@ -273,7 +273,7 @@ class Brush:
         """
         style, values = self.look(variant), y.astype(float)
         trace = scatter(
-            **{"x": list(x), "y": gapped(values), "mode": "lines+markers", "connectgaps": False},
+            **{"x": list(x), "y": _none_for_missing(values), "mode": "lines+markers", "connectgaps": False},
             line={"color": style.colour, "dash": style.dash, "width": 2},
             marker={"color": style.colour, "symbol": style.symbol, "size": 6},
             error_y=whiskers(values, *ends, style.colour) if ends else None,
@@ -302,7 +302,7 @@ class Brush:
         pattern = {"shape": style.hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
         trace = bar(
             x=list(x),
-            y=gapped(values),
+            y=_none_for_missing(values),
             marker={"color": style.colour, "pattern": pattern},
             textposition="none",
             error_y=whiskers(values, *ends, self.palette.ink) if ends else None,
@@ -335,7 +335,7 @@ class Brush:
         return trace.update(**settings)
 
 
-def gapped(values: Iterable[Any]) -> list[Any]:
+def _none_for_missing(values: Iterable[Any]) -> list[Any]:
     """Replace missing values by None, at which lines break and bars are left out."""
     return [None if pd.isna(value) else value for value in values]
 
@@ -352,7 +352,13 @@ def whiskers(
         colour: of the whiskers.
     """
     up, down = high.astype(float) - values, values - low.astype(float)
-    return {"array": gapped(up), "arrayminus": gapped(down), "color": colour, "thickness": 1, "width": 3}
+    return {
+        "array": _none_for_missing(up),
+        "arrayminus": _none_for_missing(down),
+        "color": colour,
+        "thickness": 1,
+        "width": 3,
+    }
 
 
 def interval_texts(

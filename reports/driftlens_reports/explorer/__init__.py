@@ -74,7 +74,8 @@ class Explorer:
         """The page, the same bytes for the same run."""
         head = Headline.model_validate(headline(self.run))
         return page(
-            self._data, f'<header><h1>{_name(self._data)}</h1>{block(head)}<p id="verdict"></p></header>'
+            self._page_data,
+            f'<header><h1>{_escaped_run_name(self._page_data)}</h1>{block(head)}<p id="verdict"></p></header>',
         )
 
     def inside(self, *, only_points: bool = False) -> bytes:
@@ -84,11 +85,11 @@ class Explorer:
         "points" or "wall"). The page posts its `height`, its `state`, and in `open` the state to show in full; the
         host posts a changed theme or task: `{dark: true, task: "cars"}`.
         """
-        data = gathered(self.run, self._request, only_points=True) if only_points else self._data
+        data = gathered(self.run, self._request, only_points=True) if only_points else self._page_data
         return page({**data, "notes": [_COMMAND.sub(".", text) for text in data["notes"]]})
 
     @functools.cached_property
-    def _data(self) -> dict[str, Any]:
+    def _page_data(self) -> dict[str, Any]:
         return gathered(self.run, self._request)
 
     def __repr__(self) -> str:
@@ -115,14 +116,14 @@ class Explorer:
 
 def page(data: dict[str, Any], header: str = "") -> bytes:
     """Return the HTML page that shows the gathered data below a trusted HTML header."""
-    script, style = _read("explorer.js"), _colours() + STYLE + _read("explorer.css")
+    script, style = _read_asset("explorer.js"), _theme_colours_css() + STYLE + _read_asset("explorer.css")
     policy = (
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     slots = {
-        "title": _name(data),
+        "title": _escaped_run_name(data),
         "policy": policy,
         "style": style,
         "script": script,
@@ -131,27 +132,27 @@ def page(data: dict[str, Any], header: str = "") -> bytes:
         "data": _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text),
     }
     # Names may hold lone surrogates, which UTF-8 cannot encode.
-    return _SLOT.sub(lambda slot: slots[slot[1]], _read("explorer.html")).encode("utf-8", "replace")
+    return _SLOT.sub(lambda slot: slots[slot[1]], _read_asset("explorer.html")).encode("utf-8", "replace")
 
 
-def _name(data: dict[str, Any]) -> str:
+def _escaped_run_name(data: dict[str, Any]) -> str:
     return html.escape(printable(data["run"]["name"]))
 
 
-def _read(name: str) -> str:
+def _read_asset(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
-def _colours() -> str:
+def _theme_colours_css() -> str:
     """Return the palette as CSS properties, for the light and the dark theme."""
-    light, dark = (_rules(palette(is_dark), CLASSES[is_dark]) for is_dark in (False, True))
+    light, dark = (_css_properties(palette(is_dark), CLASSES[is_dark]) for is_dark in (False, True))
     by_system = f"@media (prefers-color-scheme: dark) {{ :root:not([data-theme=light]) {{ {dark} }} }}"
     by_host = f":root[data-theme=light] {{ color-scheme: light; }} :root[data-theme=dark] {{ {dark} }}"
     forced = ":root[data-theme=dark] { color-scheme: dark; }"
     return f":root {{ color-scheme: light dark; {light} }}\n{by_system}\n{by_host} {forced}\n"
 
 
-def _rules(theme: Palette, classes: tuple[str, ...]) -> str:
+def _css_properties(theme: Palette, classes: tuple[str, ...]) -> str:
     plain = {name: getattr(theme, name) for name in ("surface", "ink", "quiet", "grid", "gap")}
     rules = {**plain, "scale": ",".join(theme.sequential), "classes": ",".join(classes)}
     rules |= {**theme.tones, **{f"role-{part}": shades[0] for part, shades in theme.roles.items()}}
@@ -211,7 +212,7 @@ def gathered(
         (name for name in (*run.variants, "expert") if not is_control(name)),
         key=lambda name: _ORDER.index(part_of(name)),
     )
-    shown = [*_shown(run, tasks, request.samples)]
+    shown = [*_samples_to_show(run, tasks, request.samples)]
     if not shown:
         raise DataError(
             f"{run.path} has no samples to show",
@@ -220,15 +221,17 @@ def gathered(
     layers = [entry.index for entry in run.manifest.layers]
     if only_points:
         stored = [
-            layer for layer in layers if any(_is_stored(run, part.task, "expert", layer) for part in shown)
+            layer
+            for layer in layers
+            if any(_has_stored_features(run, part.task, "expert", layer) for part in shown)
         ]
         layers = (stored or layers)[-1:]
     rows = len(stages) * max(len(run.sample_ids(part.task)) for part in shown)
     # Small products take five times the CPU time with several threads.
     with threadpool_limits(1 if rows < _FEW_ROWS else None):
-        planes = [_planes(run, part, layers, stages, request) for part in shown]
+        planes = [_layouts_by_layer(run, part, layers, stages, request) for part in shown]
     judged = verdict(run)
-    columns, words = _columns(run, shown, stages, layers)
+    columns, words = _sample_columns(run, shown, stages, layers)
     return {
         "run": {"id": run.id, "name": printable(run.name), "state": current_state(run)},
         "sentences": [
@@ -248,21 +251,21 @@ def gathered(
         "outcomes": [[name, meaning] for name, meaning in OUTCOMES.items()],
         "ids": [name for part in shown for name in part.ids],
         "words": words,
-        "texts": [text for part in shown for text in _texts(run, part, only_points)],
-        "pictures": _pictures(run, () if only_points else shown, sum(len(part.ids) for part in shown)),
+        "texts": [text for part in shown for text in _sample_texts(run, part, only_points)],
+        "pictures": _thumbnail_grid(run, () if only_points else shown, sum(len(part.ids) for part in shown)),
         "planes": planes,
         "neighbours": NEIGHBOURS,
         "columns": columns,
-        "notes": [*_notes(run, shown, planes, request)],
+        "notes": [*_page_notes(run, shown, planes, request)],
     }
 
 
-def _shown(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[_ShownSamples]:
+def _samples_to_show(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[_ShownSamples]:
     """Yield the samples of each task, thinned evenly over classes if there are too many."""
-    sizes = {task: len(_ids(run, task)) for task in tasks}
+    sizes = {task: len(_diagnosis_sample_ids(run, task)) for task in tasks}
     total, start = sum(sizes.values()), 0
     for task in tasks:
-        ids = _ids(run, task)
+        ids = _diagnosis_sample_ids(run, task)
         labels = labels_of(run, task).reindex(ids).astype(object)
         frame = pd.DataFrame({"sample_id": [*ids], "label": labels.to_numpy()})
         limit = len(ids) if total <= most else max(1, most * len(ids) // total)
@@ -272,14 +275,14 @@ def _shown(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[_ShownSam
         start += len(rows)
 
 
-def _ids(run: DriftRun, task: str) -> tuple[str, ...]:
+def _diagnosis_sample_ids(run: DriftRun, task: str) -> tuple[str, ...]:
     if "diagnosis" not in run.manifest.sample_ids or task not in run.manifest.sample_ids["diagnosis"]:
         run.samples(task)  # says which tasks there are
         return ()
     return run.sample_ids(task)
 
 
-def _planes(
+def _layouts_by_layer(
     run: DriftRun,
     shown: _ShownSamples,
     layers: Sequence[int],
@@ -294,7 +297,7 @@ def _planes(
     before: dict[str, Array] = {}
     # Backwards, as the last layer is shown first and the others are turned onto it.
     for layer in reversed(layers):
-        there = [name for name in stages if _is_stored(run, shown.task, name, layer)]
+        there = [name for name in stages if _has_stored_features(run, shown.task, name, layer)]
         if "expert" not in there or len(there) < 2:
             planes.append(None)
             continue
@@ -302,20 +305,24 @@ def _planes(
         most = len(there) * len(run.sample_ids(shown.task))
         points = load_points(run, ProjectionSettings(shown.task, layer, "pca", 0, variants, most))
         rows = {name: points.directions[name][shown.rows] for name in there}
-        places, method = _laid_out(run, shown, layer, rows, request)
-        before = _turned(places, before)
+        places, method = _joint_layout(run, shown, layer, rows, request)
+        before = _align_layouts(places, before)
         planes.append(
             {
                 "stages": [stages.index(name) for name in there],
-                "places": _packed(_whole(np.stack([before[name] for name in there])), "<i2"),
-                "neighbours": _packed(np.stack([_neighbours(rows[name]) for name in there]), "<i2"),
+                "places": _base64_array(
+                    _quantized_coordinates(np.stack([before[name] for name in there])), "<i2"
+                ),
+                "neighbours": _base64_array(
+                    np.stack([_nearest_neighbours(rows[name]) for name in there]), "<i2"
+                ),
                 "method": method,
             }
         )
     return planes[::-1]
 
 
-def _is_stored(run: DriftRun, task: str, variant: str, layer: int) -> bool:
+def _has_stored_features(run: DriftRun, task: str, variant: str, layer: int) -> bool:
     try:
         run.features(task, variant, layer)
     except DataError:
@@ -323,7 +330,7 @@ def _is_stored(run: DriftRun, task: str, variant: str, layer: int) -> bool:
     return True
 
 
-def _laid_out(
+def _joint_layout(
     run: DriftRun, shown: _ShownSamples, layer: int, rows: Mapping[str, Array], request: ViewRequest
 ) -> tuple[dict[str, Array], str]:
     """Return coordinates `[n, 2]` by model and the method; NaN for samples that a stored layout has thinned out."""
@@ -338,8 +345,8 @@ def _laid_out(
     return {name: by_model[name].reindex(shown.ids).to_numpy(dtype=float) for name in rows}, made.method
 
 
-def _turned(places: dict[str, Array], target: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the places, centred and rotated onto those of the same models in another layer (Procrustes)."""
+def _align_layouts(places: dict[str, Array], target: Mapping[str, Array]) -> dict[str, Array]:
+    """Center the layouts and rotate them onto those of the same models in another layer (Procrustes)."""
     middle = np.nanmean(np.concatenate([*places.values()]), axis=0)
     places = {name: points - middle for name, points in places.items()}
     both = [name for name in places if name in target]
@@ -353,13 +360,13 @@ def _turned(places: dict[str, Array], target: Mapping[str, Array]) -> dict[str, 
     return {name: points @ (left @ right) for name, points in places.items()}
 
 
-def _whole(places: Array) -> Array:
-    """Return places as 16-bit numbers, the farthest at 32,000; -32,768 is missing."""
+def _quantized_coordinates(places: Array) -> Array:
+    """Return coordinates as 16-bit numbers, the largest at 32,000; -32,768 is missing."""
     most = np.nanmax(np.abs(places), initial=0.0) or 1.0
     return np.nan_to_num(np.round(places * (32_000 / most)), nan=-32_768)
 
 
-def _neighbours(rows: Array) -> Array:
+def _nearest_neighbours(rows: Array) -> Array:
     """Return the nearest other samples by cosine, `[n, NEIGHBOURS]`; -1 where there are fewer."""
     from sklearn.neighbors import NearestNeighbors
 
@@ -370,7 +377,7 @@ def _neighbours(rows: Array) -> Array:
     return nearest
 
 
-def _columns(
+def _sample_columns(
     run: DriftRun, shown: Sequence[_ShownSamples], stages: Sequence[str], layers: Sequence[int]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the columns over all samples, and the words that columns of names index."""
@@ -381,56 +388,60 @@ def _columns(
     confidence = np.full((len(stages), total), math.nan)
     margin = np.full(total, math.nan)
     by_layer = {name: np.full((len(stages), len(layers), total), math.nan) for name in _BY_LAYER}
-    became = {stage: np.full(total, -1) for stage in _repairs(stages)}
+    became = {stage: np.full(total, -1) for stage in _calibrated_stages(stages)}
     for part in shown:
         labels = labels_of(run, part.task)
-        _fill(label, part, labels.map(lambda name: words.setdefault(printable(str(name)), len(words))))
+        _write_sample_values(
+            label, part, labels.map(lambda name: words.setdefault(printable(str(name)), len(words)))
+        )
         outputs = run.outputs(part.task)
         for row, stage in enumerate(stages):
             of_expert = stage == "expert"
             rows = outputs if of_expert else outputs[outputs["variant"] == stage]
             rows = rows.drop_duplicates("sample_id").set_index("sample_id")
             predicted = rows["expert_pred" if of_expert else "pred"].dropna()
-            _fill(
+            _write_sample_values(
                 answers[row],
                 part,
                 predicted.map(lambda name: words.setdefault(printable(str(name)), len(words))),
             )
             labelled = predicted[predicted.index.isin(labels.index)]
-            _fill(right[row], part, (labelled == labels.reindex(labelled.index)).astype(int))
-            _fill(confidence[row], part, rows["confidence_expert" if of_expert else "confidence"])
+            _write_sample_values(right[row], part, (labelled == labels.reindex(labelled.index)).astype(int))
+            _write_sample_values(
+                confidence[row], part, rows["confidence_expert" if of_expert else "confidence"]
+            )
             # The margin is the expert's and the same for every variant.
-            _fill(margin, part, rows["margin"]) if of_expert else None
+            _write_sample_values(margin, part, rows["margin"]) if of_expert else None
             if not of_expert:
-                _fill_layers(by_layer, row, part, run.samples(part.task, stage), layers)
+                _write_layer_values(by_layer, row, part, run.samples(part.task, stage), layers)
         for stage, column in became.items():
             outcome = outcomes(run, part.task, verdict(run).merged or "merged", stage)["outcome"]
-            _fill(column, part, outcome.map([*OUTCOMES].index))
+            _write_sample_values(column, part, outcome.map([*OUTCOMES].index))
     columns = {
-        "label": _packed(label, "<i4"),
-        "answers": _packed(answers, "<i4"),
-        "right": _packed(right, "i1"),
-        "confidence": _packed(confidence, "<f4"),
-        "margin": _packed(margin, "<f4"),
-        "outcome": {stage: _packed(column, "i1") for stage, column in became.items()},
-        **{name: _packed(values, "<f4") for name, values in by_layer.items()},
+        "label": _base64_array(label, "<i4"),
+        "answers": _base64_array(answers, "<i4"),
+        "right": _base64_array(right, "i1"),
+        "confidence": _base64_array(confidence, "<f4"),
+        "margin": _base64_array(margin, "<f4"),
+        "outcome": {stage: _base64_array(column, "i1") for stage, column in became.items()},
+        **{name: _base64_array(values, "<f4") for name, values in by_layer.items()},
     }
     return columns, [*words]
 
 
-def _repairs(stages: Sequence[str]) -> list[str]:
-    """Return the repaired models, the newest first; "" for a run without."""
+def _calibrated_stages(stages: Sequence[str]) -> list[str]:
+    """Return the calibrated variants, newest first; [""] for a run without."""
     return [name for name in reversed(stages) if part_of(name) == "calibrated"] or [""]
 
 
-def _fill(column: Array, shown: _ShownSamples, values: pd.Series[Any]) -> None:
-    """Write the values, by sample id, into their places of a column over all samples."""
+def _write_sample_values(column: Array, shown: _ShownSamples, values: pd.Series[Any]) -> None:
+    """Write values by sample id into a column over the samples of all tasks."""
     places = shown.places
     values = values[values.index.isin(places) & values.notna()]
     column[[places[name] for name in values.index]] = values.to_numpy(dtype=float)
 
 
-def _fill_layers(
+def _write_layer_values(
     by_layer: Mapping[str, Array],
     stage: int,
     shown: _ShownSamples,
@@ -444,17 +455,17 @@ def _fill_layers(
         by_layer[name][stage, layer_places, places] = rows[column].to_numpy(dtype=float, na_value=math.nan)
 
 
-def _packed(values: ArrayLike, kind: str) -> str:
+def _base64_array(values: ArrayLike, kind: str) -> str:
     return base64.b64encode(np.ascontiguousarray(values, dtype=kind).tobytes()).decode()
 
 
-def _texts(run: DriftRun, shown: _ShownSamples, without: bool) -> Iterator[str]:
+def _sample_texts(run: DriftRun, shown: _ShownSamples, without: bool) -> Iterator[str]:
     stored = {} if without else run.texts(shown.task)
     for name in shown.ids:
         yield "\n".join(map(printable, stored.get(name, "").splitlines()))
 
 
-def _pictures(run: DriftRun, shown: Sequence[_ShownSamples], total: int) -> dict[str, Any]:
+def _thumbnail_grid(run: DriftRun, shown: Sequence[_ShownSamples], total: int) -> dict[str, Any]:
     """Return one image of all thumbnails in a grid, and each sample's cell; -1 without a thumbnail."""
     # Every task gets the same number of pictures.
     share = _MOST_PICTURES // max(1, len(shown))
@@ -471,7 +482,7 @@ def _pictures(run: DriftRun, shown: Sequence[_ShownSamples], total: int) -> dict
             places[part.start + index] = len(pictures)
             pictures.append(stored[part.rows[index]])  # type: ignore[index]
     if not pictures:
-        return {"places": _packed(places, "<i4"), "columns": 1, "rows": 1, "image": ""}
+        return {"places": _base64_array(places, "<i4"), "columns": 1, "rows": 1, "image": ""}
     from PIL import Image
 
     columns = math.ceil(math.sqrt(len(pictures)))
@@ -483,13 +494,13 @@ def _pictures(run: DriftRun, shown: Sequence[_ShownSamples], total: int) -> dict
     image = Image.fromarray(sheet.reshape(lines * THUMB_SIDE, columns * THUMB_SIDE, 3))
     image.save(target, format="JPEG", quality=85)
     address = f"data:image/jpeg;base64,{base64.b64encode(target.getvalue()).decode()}"
-    return {"places": _packed(places, "<i4"), "columns": columns, "rows": lines, "image": address}
+    return {"places": _base64_array(places, "<i4"), "columns": columns, "rows": lines, "image": address}
 
 
-def _notes(
+def _page_notes(
     run: DriftRun, shown: Sequence[_ShownSamples], planes: Sequence[Sequence[Any]], request: ViewRequest
 ) -> Iterator[str]:
-    every = sum(len(_ids(run, part.task)) for part in shown)
+    every = sum(len(_diagnosis_sample_ids(run, part.task)) for part in shown)
     num_shown = sum(len(part.ids) for part in shown)
     if num_shown < every:
         yield f"{num_shown:,} of {every:,} samples are shown, evenly over classes; `--samples` shows more."

@@ -80,27 +80,31 @@ def interactive_page(
     policy = f"script-src {' '.join(sources)}; style-src 'unsafe-inline'; img-src data: blob:"
     plots = {name: json.loads(entry.figure.to_json()) for name, entry in drawn.items()}
     for name, figure in (dark or {}).items():
-        plots[name]["dark"] = _other(plots[name], json.loads(figure.to_json()))
-    shown = {name for name, table in _data_tables(content).items() if len(table.rows) <= _MOST_ROWS}
-    return _render(content, shown, plots=plots, scripts=scripts, policy=policy)
+        plots[name]["dark"] = _nested_differences(plots[name], json.loads(figure.to_json()))
+    shown = {name for name, table in _figure_data_tables(content).items() if len(table.rows) <= _MOST_ROWS}
+    return _render_html(content, shown, plots=plots, scripts=scripts, policy=policy)
 
 
-def _other(light: Any, dark: Any) -> Any:
+def _nested_differences(light: Any, dark: Any) -> Any:
     """Return the differences of `dark` from `light` in the same nesting."""
     if isinstance(dark, list) and any(isinstance(entry, dict) for entry in dark):
         light, dark = dict(enumerate(light)), dict(enumerate(dark))
     if not isinstance(light, dict) or not isinstance(dark, dict):
         return dark
-    return {key: _other(light.get(key), value) for key, value in dark.items() if value != light.get(key)}
+    return {
+        key: _nested_differences(light.get(key), value)
+        for key, value in dark.items()
+        if value != light.get(key)
+    }
 
 
 def light_page(content: ReportContent, pictures: Mapping[str, _Picture]) -> bytes:
     """Return the page without a script or data tables. If too large for a mail, it drops its largest pictures."""
     pictures = dict(pictures)
-    page = _render(content, set(), pictures=pictures)
+    page = _render_html(content, set(), pictures=pictures)
     while pictures and len(page) > _MOST_BYTES:
         del pictures[max(pictures, key=lambda name: len(pictures[name].source))]
-        page = _render(content, set(), pictures=pictures)
+        page = _render_html(content, set(), pictures=pictures)
     return page
 
 
@@ -124,11 +128,11 @@ def pictures_of(run: DriftRun, names: Iterable[str]) -> dict[str, _Picture]:
     return pictures
 
 
-def _data_tables(content: ReportContent) -> dict[str, Table]:
+def _figure_data_tables(content: ReportContent) -> dict[str, Table]:
     return {figure.name: figure.data for figure in content.figures if figure.data is not None}
 
 
-def _render(
+def _render_html(
     content: ReportContent,
     shown_data: set[str],
     *,
@@ -138,7 +142,7 @@ def _render(
     policy: str = "",
 ) -> bytes:
     """Render the page; everything that came with the run is escaped."""
-    environment = _environment()
+    environment = _jinja_environment()
     themes = {"light": palette(False), "dark": palette(True)}
     style = environment.get_template("report.css.jinja").render(**themes)
     policy = policy or f"style-src '{digest(style)}'; img-src data:"
@@ -163,7 +167,7 @@ def digest(source: str) -> str:
 
 
 @functools.cache
-def _environment() -> jinja2.Environment:
+def _jinja_environment() -> jinja2.Environment:
     import jinja2
 
     environment = jinja2.Environment(
@@ -177,21 +181,23 @@ def _environment() -> jinja2.Environment:
     # Compact: plots are most of the page.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.globals.update(zip=zip)
-    environment.filters.update(anchor=_anchor, looks=_looks, prose=_prose, signs=signs, written=written)
+    environment.filters.update(
+        anchor=_html_anchor, looks=_column_css_classes, prose=_sentence_html, signs=signs, written=written
+    )
     return environment
 
 
-def _prose(text: str) -> Markup:
+def _sentence_html(text: str) -> Markup:
     """Return a sentence as escaped HTML, with text between backticks as code."""
     html = with_code(signs(text), lambda part: unbroken(str(escape(part))), Markup("<code>{}</code>").format)
     return Markup(html)
 
 
-def _anchor(name: str) -> str:
+def _html_anchor(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", name)
 
 
-def _looks(table: Table) -> list[str]:
+def _column_css_classes(table: Table) -> list[str]:
     """Return the CSS classes of each shown column; empty for numbers."""
     _, *texts = table.texts()
     is_long = [any(len(row[index]) > _LONG for row in texts) for index, _ in enumerate(table.shown())]
@@ -202,10 +208,10 @@ def _looks(table: Table) -> list[str]:
 def block(head: Headline) -> Markup:
     """Return the headline's sentence, tiles and bar as escaped HTML."""
     so_far = Markup('<p class="so-far">{}</p>').format(head.so_far) if head.so_far else ""
-    tiles = Markup("").join(_tile(head, variant) for variant in head.tiles)
+    tiles = Markup("").join(_model_tile_html(head, variant) for variant in head.tiles)
     return Markup(
         '<section class="headline {}"><p class="says">{}</p>{}<dl class="tiles">{}</dl>{}</section>'
-    ).format(head.tone, unbroken(signs(printable(head.text))), so_far, tiles, _bar(head))
+    ).format(head.tone, unbroken(signs(printable(head.text))), so_far, tiles, _score_bar_svg(head))
 
 
 def shown_alone(head: Headline, *, dark: bool = False) -> str:
@@ -215,7 +221,7 @@ def shown_alone(head: Headline, *, dark: bool = False) -> str:
     colours |= {**theme.tones, **{f"role-{part}": shades[0] for part, shades in theme.roles.items()}}
     variables = "".join(f"--{name}:{colour};" for name, colour in colours.items())
     html = str(block(head))
-    if drawing := str(_bar(head)):
+    if drawing := str(_score_bar_svg(head)):
         svg = re.sub(r"var\(--([\w-]+)\)", lambda match: colours[match[1]], drawing)
         image = Markup('<img class="bar" alt="{}" src="data:image/svg+xml;base64,{}">')
         html = html.replace(drawing, image.format(_bar_label(head), base64.b64encode(svg.encode()).decode()))
@@ -227,7 +233,7 @@ def called(variant: str) -> str:
     return "experts" if variant == "expert" else title(variant)
 
 
-def _tile(head: Headline, variant: str) -> Markup:
+def _model_tile_html(head: Headline, variant: str) -> Markup:
     mean, name = head.tiles[variant], printable(called(variant))
     ends = (math.nan if end is None else end for end in (mean.low, mean.high))
     text, _, interval = estimate(Interval(mean.value, *ends, mean.n), head.kind).partition(" (")
@@ -249,7 +255,7 @@ def reach(head: Headline) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def _bar(head: Headline) -> Markup:
+def _score_bar_svg(head: Headline) -> Markup:
     """Draw every model on one scale: the repair in colour, what is left of the gap to the experts in grey."""
     if len(head.tiles) < 2:
         return Markup("")
@@ -258,7 +264,7 @@ def _bar(head: Headline) -> Markup:
     def place(value: float) -> float:
         return 2 + 96 * (value - low) / (high - low)
 
-    def line(start: float, end: float, thickness: int, colour: str) -> Markup:
+    def bar_segment(start: float, end: float, thickness: int, colour: str) -> Markup:
         left, right = sorted((place(start), place(end)))
         return Markup('<rect x="{:.2f}%" y="{}" width="{:.2f}%" height="{}" fill="var(--{})"/>').format(
             left, 16 - thickness / 2, right - left, thickness, colour
@@ -266,13 +272,13 @@ def _bar(head: Headline) -> Markup:
 
     parts = {part_of(name): mean for name, mean in head.tiles.items()}
     path = [part for part in ("merged", "calibrated", "expert") if part in parts]
-    marks = [line(low, high, 2, "grid")]
+    marks = [bar_segment(low, high, 2, "grid")]
     for part, after in itertools.pairwise(path):
         colour = "gap" if after == "expert" else f"role-{after}"
-        marks.append(line(parts[part].value, parts[after].value, 10, colour))
+        marks.append(bar_segment(parts[part].value, parts[after].value, 10, colour))
     for part, mean in parts.items():
         if is_measured(mean.low) and is_measured(mean.high):
-            marks.append(line(mean.low, mean.high, 3, f"role-{part}"))
+            marks.append(bar_segment(mean.low, mean.high, 3, f"role-{part}"))
         dot = '<circle cx="{:.2f}%" cy="16" r="7" fill="var(--role-{})" stroke="var(--surface)" stroke-width="2"/>'
         marks.append(Markup(dot).format(place(mean.value), part))
     for x, anchor, value in ((2, "start", low), (98, "end", high)):

@@ -76,8 +76,8 @@ def markdown(content: ReportContent) -> bytes:
     ]
     blocks = [
         [f"## Drift report: {escape(content.run.name)}"],
-        _few([f"> - {prose(text)}" for text in content.stamps], _MOST_STAMPS, "> - "),
-        _few(failed, _MOST_FAILED, "- "),
+        _limit_lines([f"> - {prose(text)}" for text in content.stamps], _MOST_STAMPS, "> - "),
+        _limit_lines(failed, _MOST_FAILED, "- "),
         [f"**{prose(sentence(content.verdict.headline))}**"],
         [f"- {prose(text)}" for text in content.verdict.sentences],
     ]
@@ -88,7 +88,7 @@ def markdown(content: ReportContent) -> bytes:
         head, *rows = table.texts()
         # The last row, the mean over tasks, always stays.
         shown = rows if len(rows) <= room else [*rows[: room - 1], rows[-1]]
-        blocks.append(_bars(table, [head, *shown]))
+        blocks.append(_markdown_table_lines(table, [head, *shown]))
         about += [f"{counted(len(rows) - len(shown), 'more task')} in the other formats."] * (
             len(rows) > len(shown)
         )
@@ -97,13 +97,13 @@ def markdown(content: ReportContent) -> bytes:
     return ("\n\n".join("\n".join(block) for block in blocks if block) + "\n").encode()
 
 
-def _bars(table: Table, rows: Sequence[Sequence[str]]) -> list[str]:
+def _markdown_table_lines(table: Table, rows: Sequence[Sequence[str]]) -> list[str]:
     head, *lines = [f"| {' | '.join(escape(signs(cell)) for cell in line)} |" for line in rows]
     ends = (":--" if shown.kind == "text" else "--:" for shown in table.shown())
     return [head, f"|{'|'.join(ends)}|", *lines]
 
 
-def _few(lines: Iterable[str], most: int, mark: str) -> list[str]:
+def _limit_lines(lines: Iterable[str], most: int, mark: str) -> list[str]:
     every = list(lines)
     return every if len(every) <= most else [*every[: most - 1], f"{mark}{len(every) - most + 1} more"]
 
@@ -113,11 +113,11 @@ def escape(text: str) -> str:
     literal = _MARKUP.sub(r"\\\g<0>", printable(text))
     # A word joiner is invisible and keeps GitHub from linking.
     literal = _REFERENCE.sub(lambda match: match[0][:1] + _WORD_JOINER + match[0][1:], literal)
-    return _AT_START.sub(_marked, literal, count=1) if _AT_START.match(literal) else literal
+    return _AT_START.sub(_escape_line_start, literal, count=1) if _AT_START.match(literal) else literal
 
 
-def _marked(start: re.Match[str]) -> str:
-    """Return the start of a list, heading or rule, escaped."""
+def _escape_line_start(start: re.Match[str]) -> str:
+    """Escape the start of a list, heading or rule."""
     return f"{start[0][:-1]}\\{start[0][-1]}" if start[0][0].isdigit() else f"\\{start[0]}"
 
 
@@ -136,13 +136,13 @@ _ROWS_PER_PAGE = 40
 def fragments(content: ReportContent) -> dict[str, bytes]:
     """Return LaTeX files by name, one per table of the report."""
     return {
-        f"latex/{file_name(table.name)}.tex": _fragment(content, table).encode()
+        f"latex/{file_name(table.name)}.tex": _latex_fragment(content, table).encode()
         for table in content.tables
         if table.name not in _NOT_PRINTED
     }
 
 
-def _fragment(content: ReportContent, table: Table) -> str:
+def _latex_fragment(content: ReportContent, table: Table) -> str:
     """Return a table in as many environments as it needs pages, with the notes below the last one."""
     notes = [f"Run {content.run.name} ({content.run.id}).", table.notes(), *content.stamps]
     head, *rows = [[tex(signs(cell)) for cell in line] for line in table.texts(gap="--")]

@@ -90,13 +90,13 @@ class ExhibitOptions(ExhibitRequest):
     def tasks_of(self, run: DriftRun) -> tuple[str, ...]:
         """Return the tasks to show, in the order of the run. Raise DataError for one that the run lacks."""
         for task in self.tasks or ():
-            _require_known("task", task, run.tasks)
+            _require_known_name("task", task, run.tasks)
         return tuple(task for task in run.tasks if self.tasks is None or task in self.tasks)
 
     def task_of(self, run: DriftRun) -> str:
         """Return the task of a one-task exhibit; by default the one with the merged model's largest final drift."""
         if self.task is not None:
-            return _require_known("task", self.task, run.tasks)
+            return _require_known_name("task", self.task, run.tasks)
         tasks = self.tasks_of(run)
         if not tasks:
             raise DataError(f"run {run.id} has no task to show")
@@ -122,7 +122,7 @@ class ExhibitOptions(ExhibitRequest):
         names = self.calibrated.split(",") if isinstance(self.calibrated, str) else self.calibrated
         # Names are accepted with and without `calibrated:`.
         whole = (calibrated(name) if calibrated(name) in run.variants else name for name in names)
-        return tuple(_require_known("variant", name, run.variants) for name in dict.fromkeys(whole))
+        return tuple(_require_known_name("variant", name, run.variants) for name in dict.fromkeys(whole))
 
     def shows_calibrated(self, run: DriftRun, variant: str) -> bool:
         """Return True if tables show this calibrated variant: all of them, unless some were asked for."""
@@ -138,7 +138,7 @@ class ExhibitOptions(ExhibitRequest):
         valid = {name for run in runs for name in (*run.tasks, *run.variants, "expert")}
         valid |= {plain_title(name) for run in runs for name in run.variants}
         for name in self.names:
-            _require_known("task or variant", name, tuple(sorted(valid)))
+            _require_known_name("task or variant", name, tuple(sorted(valid)))
         in_specs = {str(k): str(v) for run in runs for k, v in spec_section(run, "names").items()}
         names = in_specs | self.names
         for run in runs:
@@ -148,7 +148,7 @@ class ExhibitOptions(ExhibitRequest):
         return names
 
 
-def _require_known(kind: str, name: str, valid: tuple[str, ...]) -> str:
+def _require_known_name(kind: str, name: str, valid: tuple[str, ...]) -> str:
     if name not in valid:
         raise DataError(f"the run has no {kind} {name!r}; it has {', '.join(valid) or 'none'}")
     return name
@@ -196,7 +196,7 @@ class _Exhibit:
 exhibits: Registry[_Exhibit] = Registry("exhibit", "driftlens_reports.paper")
 
 
-def _registered(kind: Kind, name: str, *, title: str) -> Callable[[Draw], Draw]:
+def _register_exhibit(kind: Kind, name: str, *, title: str) -> Callable[[Draw], Draw]:
     def register(draw: Draw) -> Draw:
         exhibits.register(name)(_Exhibit(name, kind, title, draw))
         return draw
@@ -204,8 +204,8 @@ def _registered(kind: Kind, name: str, *, title: str) -> Callable[[Draw], Draw]:
     return register
 
 
-figure = functools.partial(_registered, "figure")
-table = functools.partial(_registered, "table")
+figure = functools.partial(_register_exhibit, "figure")
+table = functools.partial(_register_exhibit, "table")
 
 
 def origin(runs: Sequence[DriftRun]) -> Iterator[str]:
@@ -279,7 +279,7 @@ class Artifact(Exhibited):
 
     def content(self, file_format: str) -> bytes:
         """Return the bytes of the file in a format."""
-        _possible(self.exhibit, [file_format])
+        _available_formats(self.exhibit, [file_format])
         if self.figure is not None and file_format in PICTURES:
             written = io.BytesIO()
             with sheet(self.options.style):
@@ -298,7 +298,7 @@ class Artifact(Exhibited):
             "exhibit": self.exhibit.name,
             "kind": self.exhibit.kind,
             "title": self.exhibit.title,
-            "command": _command(self.exhibit, self.runs, self.options),
+            "command": _export_command(self.exhibit, self.runs, self.options),
             "options": self.options.model_dump(),
             "runs": [
                 {
@@ -368,7 +368,7 @@ def export(
             raise SpecError(f"no format called {name!r}", hint=f"There are {', '.join(FORMATS)}.")
     chosen = {name: exhibits[name] for name in (exhibits if names is None else names)}
     for exhibit in chosen.values() if names is not None else ():
-        _possible(exhibit, formats)
+        _available_formats(exhibit, formats)
     written = []
     for name, exhibit in chosen.items():
         drawn = draw(name, runs, options or ExhibitOptions())
@@ -376,13 +376,13 @@ def export(
         if names is None and drawn.data.empty:
             written.append(Exported(name, (), drawn.missing))
             continue
-        chosen_formats = _possible(exhibit, [*formats, *_SIBLINGS])
+        chosen_formats = _available_formats(exhibit, [*formats, *_SIBLINGS])
         files = tuple(drawn.save(pathlib.Path(out) / f"{name}.{entry}") for entry in chosen_formats)
         written.append(Exported(name, files, drawn.missing))
     return tuple(written)
 
 
-def _possible(exhibit: _Exhibit, formats: Sequence[str]) -> tuple[str, ...]:
+def _available_formats(exhibit: _Exhibit, formats: Sequence[str]) -> tuple[str, ...]:
     """Return the formats that the exhibit can have. Raise SpecError if there are none."""
     possible = (*DRAWN[exhibit.kind], *_SIBLINGS)
     chosen = tuple(name for name in possible if name in formats)
@@ -394,7 +394,7 @@ def _possible(exhibit: _Exhibit, formats: Sequence[str]) -> tuple[str, ...]:
     return chosen
 
 
-def _command(exhibit: _Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions) -> str:
+def _export_command(exhibit: _Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions) -> str:
     # Names only, as a published command must not show private paths.
     folders = [run.path.resolve().name for run in runs]
     flags = [f"--{exhibit.kind}", exhibit.name, "--style", options.style]

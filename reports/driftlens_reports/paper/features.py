@@ -33,7 +33,7 @@ _METHODS = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
 
 
 @exhibit.figure("intro", title="Feature drift before and after calibration")
-def _intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
+def _draw_intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
     run, task = runs[0], options.typical_task_of(runs[0])
     calibrated, compared = options.calibrated_of(run), options.compared(run)
     plate = Plate([run], options, options.width * (1.8 if options.is_narrow else 0.74))
@@ -44,12 +44,12 @@ def _intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit
         left, right = top.subfigures(1, 2, width_ratios=[1.5, 1])
     shown = ["merged", *(calibrated or [None])]
     axes = left.subplots(1, len(shown))
-    layout = _layout_of(run, task, ["merged", *calibrated], "final", options.method)
+    layout = _joint_layout(run, task, ["merged", *calibrated], "final", options.method)
     axes[0].set_title(f"(a) final features, {short(called(task))}")
     for pair_axes, variant in zip(axes, shown, strict=True):
         # Square panels then stay aligned at their titles.
         pair_axes.set_anchor("N")
-        _draw_pairs(plate, pair_axes, run, layout, variant, "a", "final")
+        _draw_layout_panel(plate, pair_axes, run, layout, variant, "a", "final")
     caption = []
     if isinstance(layout, Layout):
         caption += [
@@ -62,20 +62,20 @@ def _intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit
     if not plate.lacks(right, "(b) drift by layer", run, "layers", ["drift_l2_mean"], [task], compared):
         curves, entries = draw_norms(plate, right, run, "b", task, compared, "drift_l2_mean")
         curves.set_title(f"(b) drift, {short(called(task))}")
-        changes = _add_changes(plate, curves, run, task, calibrated)
+        changes = _annotate_drift_changes(plate, curves, run, task, calibrated)
         band = "mean over samples, with 10 % to 90 % quantiles; the head has its own panel."
         caption += [
             f"(b) Drift by layer on task {called(task)}: {band}",
             exhibit.samples(run.layers(task)),
             *changes,
         ]
-    scores, bars = _draw_scores(plate, bottom.subplots(), run, options)
+    scores, bars = _draw_score_bars(plate, bottom.subplots(), run, options)
     legend(plate.figure, {**bars, **entries})
     lead = "Feature drift after merging and after calibration."
     return plate.exhibited(lead, *caption, *scores, exhibit.ROUNDED)
 
 
-def _draw_scores(
+def _draw_score_bars(
     plate: Plate, axes: Axes, run: DriftRun, options: exhibit.ExhibitOptions
 ) -> tuple[list[str], dict[str, Artist]]:
     """Draw every task's score as bars. Return sentences for the caption, and the legend's entries."""
@@ -117,7 +117,9 @@ def _draw_scores(
     return [f"{about}; whiskers: 95 % intervals."], entries
 
 
-def _add_changes(plate: Plate, axes: Axes, run: DriftRun, task: str, calibrated: Sequence[str]) -> list[str]:
+def _annotate_drift_changes(
+    plate: Plate, axes: Axes, run: DriftRun, task: str, calibrated: Sequence[str]
+) -> list[str]:
     """Write the final layer's changes from the merged model into panel (b). Return them in words."""
     shown, sentences = [], []
     start = run.value("drift_l2_mean", task=task, variant="merged") if "merged" in run.variants else 0.0
@@ -142,7 +144,7 @@ def _add_changes(plate: Plate, axes: Axes, run: DriftRun, task: str, calibrated:
 
 
 @exhibit.figure("scatter-grid", title="Matched features of every task")
-def _scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
+def _draw_scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
     """Draw the tasks next to one another, each in its own layout: merged features above, calibrated ones below."""
     run, tasks, layer = runs[0], options.tasks_of(runs[0]), options.layer
     calibrated = options.calibrated_of(run)
@@ -160,12 +162,12 @@ def _scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> 
     cells = plate.figure.subplots(rows, across, squeeze=False)
     layouts = []
     for place, task in enumerate(tasks):
-        layout = _layout_of(run, task, variants, layer, options.method)
+        layout = _joint_layout(run, task, variants, layer, options.method)
         layouts += [layout] if isinstance(layout, Layout) else []
         top = down * (place // across)
         task_cells = cells[0] if down == 1 else cells[top : top + down, place % across]
         for axes, variant in zip(task_cells, shown, strict=True):
-            _draw_pairs(plate, axes, run, layout, variant, task, layer)
+            _draw_layout_panel(plate, axes, run, layout, variant, task, layer)
         task_cells[0].set_title(short(called(task)), loc="center")
     for axes in cells.ravel():
         if not axes.has_data() and not axes.texts:
@@ -176,11 +178,11 @@ def _scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> 
     legend(plate.figure, entries)
     where = "the final layer" if layer == "final" else run.layer_name(run.layer_index(layer))
     start = f"Features of every task at {where}, matched by sample: merged above, calibrated below."
-    sentences = _layouts_in_words(layouts, exhibit.samples(run.layers(layer=layer)))
+    sentences = _layout_caption_sentences(layouts, exhibit.samples(run.layers(layer=layer)))
     return plate.exhibited(start, *sentences)
 
 
-def _layouts_in_words(layouts: Sequence[Layout], counts: str) -> Iterator[str]:
+def _layout_caption_sentences(layouts: Sequence[Layout], counts: str) -> Iterator[str]:
     if layouts:
         methods = " or ".join(dict.fromkeys(layout.method for layout in layouts))
         yield (
@@ -206,7 +208,7 @@ class Layout:
     trust: str
 
 
-def _layout_of(
+def _joint_layout(
     run: DriftRun, task: str, variants: Sequence[str], layer: int | str, method: str
 ) -> Layout | str:
     """Return the run's joint layout, or the reason why there is none."""
@@ -234,7 +236,7 @@ def _layout_of(
     )
 
 
-def _draw_pairs(
+def _draw_layout_panel(
     plate: Plate,
     axes: Axes,
     run: DriftRun,
@@ -251,14 +253,16 @@ def _draw_pairs(
     elif variant not in set(layout.rows["variant"]):
         plate.note(axes, f"features of {title(variant)}", "the run has no features of this variant")
     else:
-        _draw_points(plate, axes, run, layout, variant, panel)
+        _draw_paired_points(plate, axes, run, layout, variant, panel)
         cosine = run.value("cos_mean", task=layout.task, variant=variant, layer=layer)
         axes.set_xlabel(f"mean cosine {cosine:.2f}" if not math.isnan(cosine) else "cosine not measured")
         key = {"task": layout.task, "variant": variant, "layer": run.layer_index(layer)}
         plate.record(panel, run, "cos_mean", cosine, **key)
 
 
-def _draw_points(plate: Plate, axes: Axes, run: DriftRun, layout: Layout, variant: str, panel: str) -> None:
+def _draw_paired_points(
+    plate: Plate, axes: Axes, run: DriftRun, layout: Layout, variant: str, panel: str
+) -> None:
     points = {
         name: layout.rows[layout.rows["variant"] == name].set_index("sample_id")
         for name in ("expert", variant)

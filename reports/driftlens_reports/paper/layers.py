@@ -64,13 +64,13 @@ def draw_norms(
     for axes in (body, head):
         axes.set_ylim(bottom=0)
         axes.grid(axis="y")
-    _layer_axis(run, body, [layer.index for layer in run.manifest.layers if layer.role != "head"])
+    _label_layer_axis(run, body, [layer.index for layer in run.manifest.layers if layer.role != "head"])
     head.set(xticks=sorted(heads), xlim=(max(heads) - 0.5, max(heads) + 0.5) if heads else (0, 1))
     head.set_title("head", fontsize=rcParams["xtick.labelsize"])
     return body, entries
 
 
-def _layer_axis(run: DriftRun, axes: Axes, layers: Sequence[int]) -> None:
+def _label_layer_axis(run: DriftRun, axes: Axes, layers: Sequence[int]) -> None:
     """Label the x axis with at most eight layer indices."""
     step = -(-len(layers) // 8) or 1
     axes.set_xticks(layers[::step])
@@ -78,7 +78,7 @@ def _layer_axis(run: DriftRun, axes: Axes, layers: Sequence[int]) -> None:
 
 
 @figure("drift", title="Relative drift by task and layer")
-def _drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _draw_drift_heatmaps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     run, tasks, variants = runs[0], options.tasks_of(runs[0]), options.compared(runs[0])
     lead = (
         "Drift relative to the expert's feature norm (ratios of sums over samples) by task and layer, one panel per "
@@ -86,7 +86,7 @@ def _drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     )
     across = 1 if options.is_narrow else max(len(variants), 1)
     down = -(-len(variants) // across) or 1
-    plate = _begin(run, options, down * (0.7 + 0.2 * len(tasks)))
+    plate = _new_plate(run, options, down * (0.7 + 0.2 * len(tasks)))
     if plate.lacks(plate.figure, "relative drift", run, "layers", ["drift_rel"], tasks, variants):
         return plate.exhibited(lead)
     rows = run.layers()
@@ -110,14 +110,14 @@ def _drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         for task, of_task in values.iterrows():
             plate.record("a", run, "drift_rel", of_task, task=task, variant=variant, layer=layers)
     for axes in cells[-1]:
-        _layer_axis(run, axes, layers)
+        _label_layer_axis(run, axes, layers)
     bar = plate.figure.colorbar(mesh, ax=cells, label="relative drift", pad=0.02)
     share_axis(bar.ax.yaxis)
     gap = "Grey: not measured." if rows["drift_rel"].isna().any() else ""
     return plate.exhibited(lead, gap, samples(rows))
 
 
-def _begin(run: DriftRun, options: ExhibitOptions, height: float) -> Plate:
+def _new_plate(run: DriftRun, options: ExhibitOptions, height: float) -> Plate:
     """Return an empty figure that records the gap of a run without a calibration."""
     plate = Plate([run], options, height)
     if not options.calibrated_of(run):
@@ -125,10 +125,10 @@ def _begin(run: DriftRun, options: ExhibitOptions, height: float) -> Plate:
     return plate
 
 
-def _draw_line(
+def _draw_layer_curve(
     plate: Plate, axes: Axes, run: DriftRun, panel: str, task: str, variant: str, column: str
 ) -> Artist:
-    """Draw and record a column of one variant's layers."""
+    """Draw and record one column of a variant's layers."""
     rows = run.layers(task, variant).sort_values("layer")
     (line,) = axes.plot(rows["layer"], rows[column].astype(float), **line_style(run, variant))
     layers = rows["layer"].to_numpy()
@@ -137,9 +137,9 @@ def _draw_line(
 
 
 @figure("decomposition", title="Local mismatch and propagation by layer")
-def _decomposition(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _draw_decomposition(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
-    plate = _begin(run, options, options.width * (1.9 if options.is_narrow else 0.62))
+    plate = _new_plate(run, options, options.width * (1.9 if options.is_narrow else 0.62))
     parts = plate.figure.subfigures(4, 1) if options.is_narrow else plate.figure.subfigures(2, 2).ravel()
     names = {
         "drift_l2_mean": "(a) drift |e|",
@@ -154,11 +154,11 @@ def _decomposition(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibit
         if column == "cross_term":
             axes = part.subplots()
             for variant in variants:
-                _draw_line(plate, axes, run, panel, task, variant, column)
+                _draw_layer_curve(plate, axes, run, panel, task, variant, column)
             guide(axes, 0)
             axes.grid(axis="y")
             name += " 2⟨m, p⟩ / |e|²"
-            _layer_axis(run, axes, [layer.index for layer in run.manifest.layers])
+            _label_layer_axis(run, axes, [layer.index for layer in run.manifest.layers])
         else:
             axes, drawn = draw_norms(plate, part, run, panel, task, variants, column)
             entries |= drawn
@@ -174,18 +174,18 @@ def _decomposition(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibit
 
 
 @figure("contributions", title="Layers that the final drift comes from")
-def _contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _draw_contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Draw each layer's signed share of the final drift on one task, one panel per variant, by both exact splits."""
     run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
     lead = "Signed shares of the final drift by the layer whose local mismatch they come from."
     height = options.width * (0.55 if options.is_narrow else 0.3)
-    plate = _begin(run, options, height * max(len(variants), 1))
+    plate = _new_plate(run, options, height * max(len(variants), 1))
     name = "shares of the final drift"
     if plate.lacks(plate.figure, name, run, "layers", ["final_share"], [task], variants):
         return plate.exhibited(lead)
     panels = plate.figure.subplots(len(variants), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     for letter, axes, variant in zip("abcdefgh", panels, variants, strict=False):
-        _draw_shares(plate, axes, run, letter, task, variant)
+        _draw_share_bars(plate, axes, run, letter, task, variant)
         axes.set_title(f"({letter}) {short(title(variant), 28)}")
     entries = {
         "carried by Jacobians": Patch(facecolor="#777777"),
@@ -201,11 +201,11 @@ def _contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibit
         "Hatched: by swapping model prefixes; they sum to 100 %.",
         "Whiskers: 95 % bootstrap intervals over the samples with Jacobians." if has_intervals else "",
         samples(shown),
-        _jacobian_samples(shown),
+        _jacobian_samples_sentence(shown),
     )
 
 
-def _draw_shares(plate: Plate, axes: Axes, run: DriftRun, panel: str, task: str, variant: str) -> None:
+def _draw_share_bars(plate: Plate, axes: Axes, run: DriftRun, panel: str, task: str, variant: str) -> None:
     rows = run.layers(task, variant).sort_values("layer")
     layers, colour = rows["layer"].to_numpy(), colour_of(run, variant)
     carried, swapped = (rows[name].astype(float).to_numpy() for name in ("final_share", "prefix_share"))
@@ -223,23 +223,23 @@ def _draw_shares(plate: Plate, axes: Axes, run: DriftRun, panel: str, task: str,
     for quantity in ("final_share", "final_share_low", "final_share_high", "prefix_share"):
         plate.record(panel, run, quantity, rows[quantity], **key)
     guide(axes, 0)
-    _layer_axis(run, axes, list(layers))
+    _label_layer_axis(run, axes, list(layers))
     axes.label_outer()
     axes.set_xticks([*axes.get_xticks(), place], [*(f"{tick:g}" for tick in axes.get_xticks()), "R"])
     share_axis(axes.yaxis)
 
 
 @figure("amplification", title="Growth of incoming drift by layer")
-def _amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _draw_amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     run, task, variants = runs[0], options.task_of(runs[0]), options.compared(runs[0])
     lead = "Norm of the propagated drift relative to the incoming drift. Above 1 drift grows."
-    plate = _begin(run, options, options.width * (0.75 if options.is_narrow else 0.42))
+    plate = _new_plate(run, options, options.width * (0.75 if options.is_narrow else 0.42))
     if plate.lacks(plate.figure, "amplification", run, "layers", ["amplification"], [task], variants):
         return plate.exhibited(lead)
     axes = plate.figure.subplots()
     entries: dict[str, Artist] = {}
     for variant in variants:
-        entries[title(variant)] = _draw_line(plate, axes, run, "a", task, variant, "amplification")
+        entries[title(variant)] = _draw_layer_curve(plate, axes, run, "a", task, variant, "amplification")
         rows, style = run.layers(task, variant).sort_values("layer"), line_style(run, variant)
         layers = rows["layer"].to_numpy()
         middle, low, high, error, gain = rows[[*_GAINS]].astype(float).to_numpy().T
@@ -252,7 +252,7 @@ def _amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibit
     guide(axes, 1)
     axes.grid(axis="y")
     axes.set_ylabel("amplification")
-    _layer_axis(run, axes, [layer.index for layer in run.manifest.layers])
+    _label_layer_axis(run, axes, [layer.index for layer in run.manifest.layers])
     legend(plate.figure, entries)
     shown = run.layers(task)
     there = shown[shown["variant"].isin(variants)].notna().any()
@@ -265,11 +265,11 @@ def _amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibit
         jacobians if there["jacobian_error"] else "",
         "Whiskers: 95 % bootstrap intervals over the samples." if there["amplification_low"] else "",
         samples(shown),
-        _jacobian_samples(shown),
+        _jacobian_samples_sentence(shown),
     )
 
 
-def _jacobian_samples(rows: pd.DataFrame) -> str:
+def _jacobian_samples_sentence(rows: pd.DataFrame) -> str:
     """Return how many of the samples have Jacobians; empty where all have."""
     rows = rows[rows["jacobian_samples"].notna() & (rows["jacobian_samples"] != rows["n"])]
     if rows.empty:
@@ -278,12 +278,12 @@ def _jacobian_samples(rows: pd.DataFrame) -> str:
 
 
 @figure("output-drift", title="Certified, kept and flipped decisions")
-def _output_drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _draw_output_drift(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Draw how many of the expert's decisions each variant keeps, a stacked bar per task."""
     run, tasks, variants = runs[0], options.tasks_of(runs[0]), options.compared(runs[0])
     columns, name = ["flipped", "certified"], "certified, kept and flipped decisions"
     lead = "Decisions of the expert under drift: how many its margins certify, and how many flip."
-    plate = _begin(run, options, 0.9 + 0.2 * len(tasks))
+    plate = _new_plate(run, options, 0.9 + 0.2 * len(tasks))
     if plate.lacks(plate.figure, name, run, "outputs", columns, tasks, variants):
         return plate.exhibited(lead)
     rows = run.outputs()

@@ -47,13 +47,15 @@ _LOOKS = (
 
 
 @figure("efficiency", title="Accuracy by calibration samples per task")
-def _efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _draw_sample_efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     plate = Plate(runs, options, options.width * (0.8 if options.is_narrow else 0.48))
     axes = plate.figure.subplots()
-    entries, points_of = _draw_lines(plate, axes, runs, "a", "n", options)
+    entries, points_of = _draw_sweep_curves(plate, axes, runs, "a", "n", options)
     lead = "Accuracy, averaged over tasks, by the number of calibration samples per task."
     if not points_of:
-        plate.note(axes, "accuracy by calibration samples", f"{_sweeping('n')}, with labelled test data")
+        plate.note(
+            axes, "accuracy by calibration samples", f"{_sweep_command_hint('n')}, with labelled test data"
+        )
         return plate.exhibited(lead)
     counts = sorted({float(n) for points in points_of.values() for n in points["setting"]})
     axes.set_xscale("log", base=2)
@@ -64,12 +66,12 @@ def _efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     share_axis(axes.yaxis)
     legend(plate.figure, entries)
     measured = [run for run in runs if run.id in points_of]
-    about = _about_points(measured, list(points_of.values()), options)
+    about = _sweep_caption_sentences(measured, list(points_of.values()), options)
     return plate.exhibited(lead, *about, ROUNDED)
 
 
 @figure("sweeps", title="Sensitivity to the coefficients")
-def _sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _draw_coefficient_sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Draw a panel per coefficient of FeatCal, with a mark at each run's own setting."""
     narrow = options.is_narrow
     plate = Plate(runs, options, options.width * (1.7 if narrow else 0.42))
@@ -78,11 +80,11 @@ def _sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     drawn: list[pd.DataFrame] = []
     notes: list[str] = []
     for letter, factor, axes in zip("abc", _FACTORS, panels, strict=True):
-        lines, points_of = _draw_lines(plate, axes, runs, letter, factor, options)
+        lines, points_of = _draw_sweep_curves(plate, axes, runs, letter, factor, options)
         entries = lines | entries
         drawn += points_of.values()
         if not points_of:
-            plate.note(axes, f"({letter}) accuracy by {_FACTORS[factor]}", _sweeping(factor))
+            plate.note(axes, f"({letter}) accuracy by {_FACTORS[factor]}", _sweep_command_hint(factor))
             continue
         axes.set_xlabel(_FACTORS[factor])
         axes.set_title(f"({letter})")
@@ -91,7 +93,7 @@ def _sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
             axes.xaxis.set_major_locator(LogLocator(numticks=6))
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
             axes.xaxis.set_minor_formatter(NullFormatter())
-            settings = [_sweep_points(run, factor, options.tasks_of(run))["setting"] for run in runs]
+            settings = [_accuracy_by_setting(run, factor, options.tasks_of(run))["setting"] for run in runs]
             if any((values <= 0).any() for values in settings):
                 notes.append(f"({letter}) λ = 0 was measured too; a logarithmic axis cannot show it.")
     for axes in panels if narrow else panels[:1]:
@@ -100,14 +102,16 @@ def _sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
             share_axis(axes.yaxis)
     legend(plate.figure, entries)
     lead = "Accuracy, averaged over tasks, as one coefficient of the calibration varies."
-    about = [*_about_points(runs, drawn, options)] if drawn else []
+    about = [*_sweep_caption_sentences(runs, drawn, options)] if drawn else []
     if drawn:
         marked = "the dashed line marks the run's own setting"
         notes = [f"One line per run; {marked}.", *notes]
     return plate.exhibited(lead, *about, *notes, ROUNDED)
 
 
-def _sweep_points(run: DriftRun, factor: str, tasks: Sequence[str], method: str = "featcal") -> pd.DataFrame:
+def _accuracy_by_setting(
+    run: DriftRun, factor: str, tasks: Sequence[str], method: str = "featcal"
+) -> pd.DataFrame:
     """Return a row per value of `factor`, ascending: setting, mean, std (n - 1) over seeds, seeds and n_test.
 
     Only seeds that have all tasks count.
@@ -119,7 +123,7 @@ def _sweep_points(run: DriftRun, factor: str, tasks: Sequence[str], method: str 
     return points[points["mean"].notna()].drop(columns=["tested_low", "tested_high"])
 
 
-def _draw_lines(
+def _draw_sweep_curves(
     plate: Plate,
     axes: Axes,
     runs: Sequence[DriftRun],
@@ -135,7 +139,7 @@ def _draw_lines(
     methods = {run.id: swept_methods(run, factor) if factor == "n" else ["featcal"] for run in runs}
     every = [(run, method) for run in runs for method in methods[run.id]]
     for (run, method), (colour, marker, dash) in zip(every, itertools.cycle(_LOOKS)):
-        points = _sweep_points(run, factor, options.tasks_of(run), method)
+        points = _accuracy_by_setting(run, factor, options.tasks_of(run), method)
         # A logarithmic axis has no 0.
         points = points[points["setting"] > 0] if factor == "lam" else points
         if points.empty:
@@ -165,12 +169,12 @@ def _draw_lines(
     return entries, points_of
 
 
-def _sweeping(factor: str) -> str:
+def _sweep_command_hint(factor: str) -> str:
     values = ",".join(f"{value:g}" for value in _EXAMPLES[factor])
     return f"`driftlens sweep RUN --param {factor}={values}` measures it"
 
 
-def _about_points(
+def _sweep_caption_sentences(
     runs: Sequence[DriftRun], points: Sequence[pd.DataFrame], options: ExhibitOptions
 ) -> Iterator[str]:
     rows = pd.concat(points)

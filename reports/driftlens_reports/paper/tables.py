@@ -72,7 +72,7 @@ class Cell:
     is_best: bool = False
 
     @classmethod
-    def percent(cls, share: Interval, *, is_signed: bool = False) -> Cell:
+    def from_fraction(cls, share: Interval, *, is_signed: bool = False) -> Cell:
         """Return the cell of a fraction, in percent."""
         return cls(*(100 * end for end in share.ends), n=share.n, is_signed=is_signed)
 
@@ -101,7 +101,7 @@ class _Line:
 
 
 @table("accuracy", title="Scores by task")
-def _accuracy(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _score_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Return every model's score on every task, their average, and the paired gain over the merged model."""
     parts: dict[tuple[str, ...], list[_Line]] = {}
     used = []
@@ -109,8 +109,8 @@ def _accuracy(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         metrics = {task: metric for task, metric in main_metrics(run).items() if metric.is_averaged}
         shown = {task: metrics[task] for task in options.tasks_of(run) if task in metrics}
         if shown:
-            heads = tuple(_head(task, metric) for task, metric in shown.items())
-            parts.setdefault(heads, []).extend(_score_lines(run, options, shown, len(runs) > 1))
+            heads = tuple(_task_column_head(task, metric) for task, metric in shown.items())
+            parts.setdefault(heads, []).extend(_score_table_lines(run, options, shown, len(runs) > 1))
             used.append(run)
     counts = [
         cell.n
@@ -133,50 +133,59 @@ def _accuracy(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
         [] if used else [MissingPart("Measured rows", "`driftlens analyze RUN` adds the scores of a run")]
     )
     caption = f"Scores (%) by task. {GAIN}: points of the average over the merged model."
-    return _exhibited("accuracy", "Model", [*parts.values()], caption, used, notes if used else [], missing)
+    return _exhibit_of_tables(
+        "accuracy", "Model", [*parts.values()], caption, used, notes if used else [], missing
+    )
 
 
-def _head(task: str, metric: Metric) -> str:
+def _task_column_head(task: str, metric: Metric) -> str:
     return called(task) if metric == ACCURACY else f"{called(task)} ({metric.title})"
 
 
-def _score_lines(
+def _score_table_lines(
     run: DriftRun, options: ExhibitOptions, metrics: Mapping[str, Metric], is_one_of_many: bool
 ) -> list[_Line]:
     method = str(spec_section(run, "merge").get("method", ""))
     merged = title("merged")
     labels = {"base": title("base"), "expert": "experts"}
     labels["merged"] = f"{merged} ({method})" if method and merged == "merged" else merged
-    labels |= {variant: title(variant) for variant in _shown_variants(run, options)}
+    labels |= {variant: title(variant) for variant in _variants_below_merged(run, options)}
     lines = []
     for variant, label in labels.items():
         scores = {task: score_of(run, task, variant, metric) for task, metric in metrics.items()}
         if all(math.isnan(score.value) for score in scores.values()):
             continue
-        cells = {_head(task, metrics[task]): Cell.percent(score) for task, score in scores.items()}
-        cells[AVERAGE] = Cell.percent(mean_over_tasks([*scores.values()]))
+        cells = {
+            _task_column_head(task, metrics[task]): Cell.from_fraction(score)
+            for task, score in scores.items()
+        }
+        cells[AVERAGE] = Cell.from_fraction(mean_over_tasks([*scores.values()]))
         if variant not in ("base", "expert", "merged") and "merged" in run.variants:
-            gain = mean_over_tasks([_change(run, task, "merged", variant, metrics) for task in metrics])
-            cells[GAIN] = Cell.percent(gain, is_signed=True)
+            gain = mean_over_tasks([_score_change(run, task, "merged", variant, metrics) for task in metrics])
+            cells[GAIN] = Cell.from_fraction(gain, is_signed=True)
         lines.append(_Line(label, cells, run.id, variant, run.name if is_one_of_many else ""))
-    return _with_best(run, lines, metrics)
+    return _mark_significant_best(run, lines, metrics)
 
 
-def _change(run: DriftRun, task: str, start: str, end: str, metrics: Mapping[str, Metric]) -> Interval:
+def _score_change(run: DriftRun, task: str, start: str, end: str, metrics: Mapping[str, Metric]) -> Interval:
     change = changed_score(run, run, task, (start, end), metrics[task])
     return Interval(change.value, change.low, change.high, change.n)
 
 
-def _with_best(run: DriftRun, lines: Sequence[_Line], metrics: Mapping[str, Metric]) -> list[_Line]:
+def _mark_significant_best(
+    run: DriftRun, lines: Sequence[_Line], metrics: Mapping[str, Metric]
+) -> list[_Line]:
     """Mark the best of each column where the 95 % interval of its paired lead over the next best is above 0."""
     rivals = [line for line in lines if line.variant not in ("base", "expert")]
-    columns = {_head(task, metric): [task] for task, metric in metrics.items()} | {AVERAGE: [*metrics]}
+    columns = {_task_column_head(task, metric): [task] for task, metric in metrics.items()} | {
+        AVERAGE: [*metrics]
+    }
     best = set()
     for column, tasks in columns.items():
         ranked = sorted(rivals, key=lambda line: -float(line.cells[column].value))
         ranked = [line for line in ranked if not math.isnan(float(line.cells[column].value))]
         if len(ranked) > 1:
-            lead = [_change(run, task, ranked[1].variant, ranked[0].variant, metrics) for task in tasks]
+            lead = [_score_change(run, task, ranked[1].variant, ranked[0].variant, metrics) for task in tasks]
             best |= {(ranked[0].variant, column)} if mean_over_tasks(lead).low > 0 else set()
     return [
         replace(
@@ -190,7 +199,7 @@ def _with_best(run: DriftRun, lines: Sequence[_Line], metrics: Mapping[str, Metr
     ]
 
 
-def _shown_variants(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
+def _variants_below_merged(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
     """Return the variants below the merged model: baselines, then each calibration asked for, after its control."""
     names = [name for name in run.variants if part_of(name) == "baseline" and not is_control(name)]
     for variant in run.variants:
@@ -201,7 +210,7 @@ def _shown_variants(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
 
 
 @table("runtime", title="Cost of a calibration")
-def _runtime(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _calibration_cost_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Return time, energy and memory of every calibration, and its speed-up over the first one."""
     lines: list[_Line] = []
     for run in runs:
@@ -229,11 +238,13 @@ def _runtime(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     missing = [] if lines else [MissingPart("Measured rows", f"`{CALIBRATE}` adds one")]
     shown = [run for run in runs if run.manifest.calibrations]
     caption = f"Cost of calibrating a merged model.{over}"
-    return _exhibited("runtime", "Calibration", [lines], caption, shown, [about] if lines else [], missing)
+    return _exhibit_of_tables(
+        "runtime", "Calibration", [lines], caption, shown, [about] if lines else [], missing
+    )
 
 
 @table("self-checks", title="Self-checks")
-def _checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
+def _self_checks_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
     """Return the largest error of every claim that is exact in theory, its limit, and where it is."""
     lines, missing, several = [], [], len(runs) > 1
     for run in runs:
@@ -254,10 +265,10 @@ def _checks(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
                 )
     caption = "Self-checks: claims that are exact in theory, and the largest error over all tasks, variants and layers."
     notes = ["A check that was not measured does not count as holding."]
-    return _exhibited("self-checks", "Check", [lines], caption, runs, notes, missing)
+    return _exhibit_of_tables("self-checks", "Check", [lines], caption, runs, notes, missing)
 
 
-def _exhibited(
+def _exhibit_of_tables(
     name: str,
     label: str,
     parts: Sequence[Sequence[_Line]],
@@ -269,12 +280,14 @@ def _exhibited(
     """Return the exhibit of these tables, one LaTeX table per part; `label` is the head of the lines' names."""
     notes = [*notes, *origin(runs)]
     lacking = [f"Not shown: {gap.name} ({gap.missing})." for gap in missing]
-    frames = [_frame(lines, label) for lines in parts or [[]]]
+    frames = [_latex_cell_frame(lines, label) for lines in parts or [[]]]
     latex = latex_tables(frames, name, [caption] * len(frames), [*notes, *lacking])
-    return Exhibited(_tidy(parts), together([caption, *notes], missing), latex=latex, missing=tuple(missing))
+    return Exhibited(
+        _long_format_data(parts), together([caption, *notes], missing), latex=latex, missing=tuple(missing)
+    )
 
 
-def _frame(lines: Sequence[_Line], label: str) -> pd.DataFrame:
+def _latex_cell_frame(lines: Sequence[_Line], label: str) -> pd.DataFrame:
     """Return the cells of a table as LaTeX, the runs' names first where there are several."""
     heads = list(dict.fromkeys(head for line in lines for head in line.cells))
     gap = Cell(math.nan)
@@ -293,7 +306,7 @@ def _frame(lines: Sequence[_Line], label: str) -> pd.DataFrame:
     return frame
 
 
-def _tidy(parts: Sequence[Sequence[_Line]]) -> pd.DataFrame:
+def _long_format_data(parts: Sequence[Sequence[_Line]]) -> pd.DataFrame:
     rows = [
         {
             **{
@@ -323,11 +336,11 @@ def escape(text: str) -> str:
 def prose(text: str) -> str:
     """Return a sentence escaped for LaTeX, with text between backticks as code."""
 
-    def code(part: str) -> str:
+    def latex_code(part: str) -> str:
         literal = "".join(_LITERAL.get(letter, letter) for letter in escape(part))
         return rf"\texttt{{{literal}}}".replace(r"\_", r"{\char95}")
 
-    return with_code(text, escape, code)
+    return with_code(text, escape, latex_code)
 
 
 def rounded(value: float, digits: int | None = None) -> str:
@@ -335,15 +348,15 @@ def rounded(value: float, digits: int | None = None) -> str:
     if math.isnan(value):
         return "--"
     if digits is not None:
-        return _minus(f"{value:.{digits}f}")
+        return _with_latex_minus(f"{value:.{digits}f}")
     mantissa, _, exponent = f"{value:.3g}".partition("e")
     if not exponent:
-        return _minus(mantissa)
+        return _with_latex_minus(mantissa)
     power = f"$10^{{{int(exponent)}}}$"
-    return power if mantissa == "1" else rf"{_minus(mantissa)} $\times$ {power}"
+    return power if mantissa == "1" else rf"{_with_latex_minus(mantissa)} $\times$ {power}"
 
 
-def _minus(text: str) -> str:
+def _with_latex_minus(text: str) -> str:
     # A hyphen is too short for a minus.
     return text.replace("-", "$-$")
 

@@ -15,10 +15,10 @@ import torch
 from benchmarks.models import images, vit_b32_pool
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch
-from driftlens.diagnostics.attribution import JacobianSettings, PrefixSwaps, PullBack
+from driftlens.diagnostics.attribution import BackwardSweep, JacobianSettings, PrefixSwaps
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.walk import forward, walk
-from driftlens.linalg.state import stacked
+from driftlens.engine.walk import iter_final_features, walk
+from driftlens.linalg.state import stack_states
 from driftlens.models.architectures.language import causal_chain
 from driftlens.pipelines.drift import BATCH
 
@@ -85,7 +85,7 @@ def _costs(pool: ModelPool, batches: list[Batch]) -> dict[str, float]:
     """Return the CPU time of each candidate over that of a bare forward pass, in interleaved rounds."""
 
     def bare() -> None:
-        for _ in forward(pool, "merged", batches):
+        for _ in iter_final_features(pool, "merged", batches):
             pass
 
     candidates: dict[str, Callable[[], None]] = {
@@ -106,11 +106,11 @@ def _costs(pool: ModelPool, batches: list[Batch]) -> dict[str, float]:
 
 
 def _pull_back(pool: ModelPool, batches: list[Batch], settings: JacobianSettings) -> None:
-    pull_back = PullBack(pool, "a", ["merged"], settings)
+    pull_back = BackwardSweep(pool, "a", ["merged"], settings)
     for view in walk(pool, "a", ["merged"], batches):
         pull_back.add(view)
     drifts = {
-        (start, "merged"): stacked([pull_back.final_drift(batch, "merged")])
+        (start, "merged"): stack_states([pull_back.final_drift(batch, "merged")])
         for start, batch in pull_back.batches.items()
     }
     for step in pull_back.steps(drifts):
@@ -119,7 +119,7 @@ def _pull_back(pool: ModelPool, batches: list[Batch], settings: JacobianSettings
 
 def _swap(pool: ModelPool, batches: list[Batch]) -> None:
     swaps: dict[int, PrefixSwaps] = {}
-    pull_back = PullBack(pool, "a", ["merged"])
+    pull_back = BackwardSweep(pool, "a", ["merged"])
     for view in walk(pool, "a", ["merged"], batches):
         pull_back.add(view)
         swaps.setdefault(view.start, PrefixSwaps(pull_back.batches[view.start], "merged")).add(view)

@@ -51,7 +51,7 @@ def drawn(suite: str, seed: int, device: str) -> Draw:
     from driftlens.config.requests import CalibrationRequest
     from driftlens.pipelines import model_selection
     from driftlens.pipelines.calibrate import calibrate
-    from driftlens.utils.distributed import Context
+    from driftlens.utils.distributed import JobContext
 
     models, seconds, metric = {}, {}, METRICS[suite]
     variants = {"base": "base", "merged": "merged"}
@@ -87,8 +87,8 @@ def drawn(suite: str, seed: int, device: str) -> Draw:
                 continue
             clock = _Clock("calibrate")
             request = CalibrationRequest(name=f"c{number}", auto=True, attribution=False)
-            with mock.patch.object(model_selection, "choose_settings", _fixed(entry)):
-                made = calibrate(made.path, request, Context(on_progress=clock))
+            with mock.patch.object(model_selection, "choose_calibrator", _fixed(entry)):
+                made = calibrate(made.path, request, JobContext(on_progress=clock))
             variants[entry["name"]] = f"calibrated:c{number}"
             measure(entry["name"], variants[entry["name"]])
             seconds[entry["name"]] = [clock.seconds]
@@ -102,16 +102,16 @@ def _fixed(entry: Mapping[str, Any]) -> Any:
     """A choice that has made up its mind for one candidate of another's record."""
     from driftlens.calibration.calibrator import calibrators
     from driftlens.config.data import Views
-    from driftlens.merging.method import merge_called
-    from driftlens.utils.registry import resolve
+    from driftlens.merging.method import merge_by_name
+    from driftlens.utils.registry import resolve_settings
 
     share, name = entry["share"], entry["name"]
     untold = dict.fromkeys([f"{of}{end}" for of in ("score", "drift") for end in ("", "_low", "_high")])
     found: dict[str, Any] = {"share": share, "curve": [{"share": share, "what": "KL", "n": 0, **untold}]}
     kind = calibrators[entry.get("method", "featcal")]
-    made = kind(**resolve(kind, entry.get("settings", {}), "candidate"))
+    made = kind(**resolve_settings(kind, entry.get("settings", {}), "candidate"))
     if name.startswith("merge "):
-        found |= {"kept": "merge", "merge": merge_called(name.removeprefix("merge ")).record}
+        found |= {"kept": "merge", "merge": merge_by_name(name.removeprefix("merge ")).record}
     elif "settings" not in entry:
         found["kept"] = "merged"
     elif "views=" in name:

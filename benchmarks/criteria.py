@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftlens.experiment.resume import reopened
+from driftlens.experiment.resume import reopen_study
 from driftlens.pipelines.evaluation import final_features
-from driftlens.pipelines.model_selection import distances, divergences, drift_scores
-from driftlens.utils.variants import expert_of
+from driftlens.pipelines.model_selection import hellinger_distances, kl_divergences, relative_drift
+from driftlens.utils.variants import expert_name
 
 FEW, TIMES = 16, 200
 """Samples a task that a score is taken from, a quarter of what a choice has, and how often they are drawn."""
@@ -44,21 +44,21 @@ _NAMES = {
 @torch.no_grad()
 def measured(run: Any, variants: Mapping[str, str]) -> dict[str, dict[str, dict[str, list[float]]]]:
     """Of every model by its title, and task, a value per diagnosis sample of each score; lower is better."""
-    study, _ = reopened(run.path)
+    study, _ = reopen_study(run.path)
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for task, at in study.tasks.items():
         own = {
             model: final_features(study.pool, model, task, at.diagnosis, study.settings.pool)
-            for model in (expert_of(task), *variants.values())
+            for model in (expert_name(task), *variants.values())
         }
         order = np.argsort(at.diagnosis.ids)
-        wanted, expert = study.head(task, expert_of(task)), own[expert_of(task)]
+        wanted, expert = study.head(task, expert_name(task)), own[expert_name(task)]
         for title, model in variants.items():
             given = study.head(task, model)
             assert wanted is not None and given is not None
             both = own[model], given, expert, wanted
-            columns = {"hellinger": distances(*both), "kl": divergences(*both)}
-            columns |= {"drift": drift_scores(own[model], expert)}
+            columns = {"hellinger": hellinger_distances(*both), "kl": kl_divergences(*both)}
+            columns |= {"drift": relative_drift(own[model], expert)}
             columns |= _of_scores(given.scores(own[model]).double(), wanted.scores(expert).double())
             found.setdefault(title, {})[task] = {
                 name: [float(f"{value:.5g}") for value in values.double().numpy()[order]]

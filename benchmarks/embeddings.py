@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 import driftlens as dl
-from driftlens.results.formatting import estimate
+from driftlens.results.formatting import format_estimate
 from driftlens.utils.intervals import Interval
 
 TASKS = ("subj", "trec")
@@ -148,7 +148,7 @@ def variant_table(run: dl.Run, tasks: Sequence[str], variants: Sequence[str], me
         cells = []
         for task in tasks:
             row = run.accuracy(task, variant).set_index("metric").loc[metric]
-            cells.append(estimate(Interval(row["value"], row["ci_low"], row["ci_high"]), "number"))
+            cells.append(format_estimate(Interval(row["value"], row["ci_low"], row["ci_high"]), "number"))
             cells.append("0" if variant == "expert" else f"{drift.get((task, variant), float('nan')):.3f}")
         lines.append(f"| {variant} | {' | '.join(cells)} |")
     return "\n".join(lines)

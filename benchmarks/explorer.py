@@ -68,11 +68,11 @@ def run(device: str) -> str:
 
 
 def _measured(window: Any) -> dict[str, float]:
-    moved = [window.evaluate(_MOVED) for _ in range(3)]
+    moved = [window.measure_scores(_MOVED) for _ in range(3)]
     gaps = [[b - a for a, b in itertools.pairwise(times)] for times in moved]
     colours = ["class", "drift", "right", "margin", "outcome"][:REPEATS]
-    coloured = [window.evaluate(_COLOURED, name) for name in colours]
-    window.evaluate(_LISTEN)
+    coloured = [window.measure_scores(_COLOURED, name) for name in colours]
+    window.measure_scores(_LISTEN)
     box = window.locator("canvas").bounding_box()
     for at in range(REPEATS):
         window.mouse.move(box["x"] + 20 + 30 * at, box["y"] + 20)
@@ -85,5 +85,5 @@ def _measured(window: Any) -> dict[str, float]:
         "frames": statistics.median(1000 * len(each) / sum(each) for each in gaps),
         "slow": statistics.median(statistics.quantiles(each, n=20)[-1] for each in gaps),
         "colour": statistics.median(coloured),
-        "brush": statistics.median(window.evaluate("window.brushed")),
+        "brush": statistics.median(window.measure_scores("window.brushed")),
     }

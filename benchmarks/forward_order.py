@@ -15,12 +15,12 @@ from torch import Tensor
 from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.sites import select_sites
-from driftlens.experiment.resume import reopened
+from driftlens.experiment.resume import reopen_study
 from driftlens.experiment.study import Study
-from driftlens.pipelines.calibration_plan import with_parameters
-from driftlens.pipelines.evaluation import accuracies, final_drift, final_features
-from driftlens.utils.progress import Reporter
-from driftlens.utils.variants import expert_of
+from driftlens.pipelines.calibration_plan import replace_parameters
+from driftlens.pipelines.evaluation import correct_predictions, final_drift_columns, final_features
+from driftlens.utils.progress import ProgressReporter
+from driftlens.utils.variants import expert_name
 
 Updates = dict[tuple[int, str], Tensor]
 
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("run", help="a finished run")
     parser.add_argument("presets", nargs="*", default=["paper-clip"])
     arguments = parser.parse_args()
-    study, _ = reopened(arguments.run, with_calibrations=False)
+    study, _ = reopen_study(arguments.run, with_calibrations=False)
     print(f"merged: {_measured(study, 'merged')}")
     for preset in arguments.presets:
         calibrator = FeatCal(**PRESETS[preset])
@@ -56,7 +56,7 @@ def _calibrated(study: Study, calibrator: FeatCal, sites: Mapping[int, Collectio
 
 def _added(study: Study, name: str, found: Updates) -> str:
     pool = study.pool
-    study.pool.add(name, with_parameters(pool.chain, pool.source("merged"), pool.source("base"), found))
+    study.pool.add(name, replace_parameters(pool.chain, pool.source("merged"), pool.source("base"), found))
     return name
 
 
@@ -65,10 +65,10 @@ def _measured(study: Study, model: str) -> str:
     for task, at in study.tasks.items():
         features = (
             final_features(study.pool, name, task, at.diagnosis, study.settings.pool)
-            for name in (model, expert_of(task))
+            for name in (model, expert_name(task))
         )
-        drifts.append(final_drift(*features)["drift_rel"])
-        hits = accuracies(study, task, [model], Reporter())
+        drifts.append(final_drift_columns(*features)["drift_rel"])
+        hits = correct_predictions(study, task, [model], ProgressReporter())
         found += [sum(hit for (hit,) in of) / len(of) for of in hits.values()]
     mean = [sum(values) / len(values) for values in (drifts, found)]
     return f"relative final drift {mean[0]:.3f}, accuracy {mean[1]:.1%}"

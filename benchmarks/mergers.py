@@ -65,7 +65,7 @@ def measured(suite: str, name: str, device: str) -> dict[str, Any]:
     import driftlens as dl
     from driftlens.calibration.featcal import PRESETS
     from driftlens.utils.errors import DriftLensError
-    from driftlens.utils.variants import control_of
+    from driftlens.utils.variants import control_variant
 
     preset, metric, _ = SUITES[suite]
     settings = SETTINGS.get((suite, name), {})
@@ -90,7 +90,7 @@ def measured(suite: str, name: str, device: str) -> dict[str, Any]:
             found |= {"featcal_seconds": time.perf_counter() - started, "featcal_peak": _peak()}
         except DriftLensError as error:
             return found | {"error": f"{type(error).__name__}: {error.message}"}
-        shown = {"merged": "merged", "anchor": control_of("featcal"), "featcal": "calibrated:featcal"}
+        shown = {"merged": "merged", "anchor": control_variant("featcal"), "featcal": "calibrated:featcal"}
         right = {short: _right(done, variant, metric) for short, variant in shown.items()}
         right |= {end: _right(done, end, metric) for end in ("base", "expert")}
         found |= {short: _mean(values) for short, values in right.items()} | {"n": len(right["merged"])}

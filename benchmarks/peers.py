@@ -247,7 +247,7 @@ def _fusionbench(name: str, folder: Path, tasks: list[str]) -> Work:
 def _surgery(case: Case, side: str) -> Work:
     """Maps behind a task arithmetic of open_clip's towers, all beginning at the same numbers."""
     from benchmarks.calibration import _tower
-    from driftlens.calibration.surgery import uniform
+    from driftlens.calibration.surgery import linear_init
 
     pixels = case.pixels
     base, *others = (_tower(seed, BLOCKS) for seed in range(1 + case.tasks))
@@ -276,7 +276,7 @@ def _surgery(case: Case, side: str) -> Work:
     }
     for task in pixels:
         drawn = torch.Generator().manual_seed(zlib.crc32(f"{BLOCKS + 2} {task}".encode()))
-        maps[f"{task}.down"].data = uniform(16, 512, drawn)
+        maps[f"{task}.down"].data = linear_init(16, 512, drawn)
 
     def work() -> Mapping[str, Tensor]:
         # The loop of their scripts, which is in no function.

@@ -20,7 +20,7 @@ from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import InMemoryBatches
 from driftlens.models.chain import adapters
-from driftlens.utils.distributed import joined
+from driftlens.utils.distributed import join_process_group
 
 TASKS, SAMPLES = 8, 16
 WANTED = 1.7
@@ -60,7 +60,7 @@ def main() -> None:
     sources = {name: module_source(module, name) for name, module in models.items()}
     pool = ModelPool(chain, models["merged"], sources, device=torch.device("cpu"), dtype=torch.float32)
     samples = {task: InMemoryBatches(lambda x=x: _batches(x)) for task, x in pixels.items()}
-    with joined() as team:
+    with join_process_group() as team:
         team.barrier()
         wall, processor = time.perf_counter(), time.process_time()
         for _ in FeatCal().calibrate(CalibrationContext(pool, samples, select_sites(chain), team=team)):

@@ -26,7 +26,7 @@ from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import InMemoryBatches
-from driftlens.models.chain import adapters, fused
+from driftlens.models.chain import adapters, updated_tensors
 
 REAL = pathlib.Path(__file__).resolve().parents[2] / "shared" / "real"
 TASKS = ("clothing10", "fashion_mnist", "omniglot_alphabets", "sign_digits")
@@ -146,7 +146,7 @@ def _calibrated(
     updates = {(layer.layer, name): value for layer in layers for name, value in layer.updates.items()}
     model = copy.deepcopy(merged)
     state: Any = model.state_dict()
-    for key, value in fused(chain, updates, sources["merged"]).items():
+    for key, value in updated_tensors(chain, updates, sources["merged"]).items():
         state[key].copy_(value)
     return model, seconds
 

@@ -17,7 +17,7 @@ from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import InMemoryBatches, drift_columns, walk
-from driftlens.models.architecture import architecture_of, weightless
+from driftlens.models.architecture import architecture_of, build_on_meta
 from driftlens.models.architectures.language import causal_chain
 from driftlens.models.chain import LayerChain
 
@@ -59,7 +59,7 @@ def _decomposition(
     models = {name: _near(kind, config, seed, device) for seed, name in enumerate(("expert:a", "merged"))}
     batches = _batches(0, device, answer=0)
     # As files are opened: what is shared by all models has no weights.
-    skeleton = weightless(lambda: kind(config), "decoder")
+    skeleton = build_on_meta(lambda: kind(config), "decoder")
     pool = _pool(models, skeleton, causal_chain(skeleton, batches[0].inputs)[0])
 
     def decomposition() -> None:

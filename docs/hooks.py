@@ -62,7 +62,7 @@ def _gallery() -> str:
 
     import driftlens as dl
     from driftlens.utils.errors import DataError
-    from driftlens_reports.charts.chart import SECTIONS, by_rank, charts
+    from driftlens_reports.charts.chart import SECTIONS, charts, sort_by_rank
 
     place = Path(os.environ.get("DRIFTLENS_DOCS_RUN", "build/demo"))
     if not place.is_dir():
@@ -70,7 +70,7 @@ def _gallery() -> str:
     run = dl.open_run(place)
     parts = [f"<script>{get_plotlyjs()}</script>"]
     for section in SECTIONS:
-        for chart in by_rank(entry for entry in charts.values() if entry.section == section):
+        for chart in sort_by_rank(entry for entry in charts.values() if entry.section == section):
             call = f"run.plot.{chart.name.replace('-', '_')}()"
             parts.append(f"## {chart.title}\n\n{chart.caption}\n\n*{chart.hint}*\n\n```python\n{call}\n```\n")
             try:

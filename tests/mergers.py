@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from driftlens.merging.method import READS, MergeMethod, merge_methods
-from driftlens.utils.registry import settings_of
+from driftlens.utils.registry import settings_model
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "mergers.md"
 EXPERTS, SAMPLES, CLASSES = 8, 64, 10
@@ -28,14 +28,14 @@ and {CLASSES} classes, in addition to reading every file once.
 
 WHEN = {
     "No base": lambda entry: not entry.needs_base,
-    "Only weights, no data": lambda entry: not entry.runs_models,
-    "Calibration samples without labels": lambda entry: entry.runs_models and not entry.scores,
+    "Only weights, no data": lambda entry: not entry.needs_samples,
+    "Calibration samples without labels": lambda entry: entry.needs_samples and not entry.scores,
     "Samples without labels, and a score map of every task": lambda entry: entry.scores,
     "A strength to vary on a straight line from the base": lambda entry: (
         {"affine_in_scaling", "zero_scaling_is_base"} <= entry.laws
     ),
     "The least memory: pieces of a tensor at a time": lambda entry: entry.reads == "entry",
-    "Queries, keys and values as matrices of their own": lambda entry: entry.reads_sites,
+    "Queries, keys and values as matrices of their own": lambda entry: entry.is_per_module,
 }
 """What somebody has or wants, and which methods are for it: read off the registry and the laws that tests check."""
 
@@ -71,7 +71,7 @@ def default(value: object) -> str:
 
 def defaults(entry: MergeMethod) -> dict[str, object]:
     """What a method's settings are if nobody says."""
-    return {name: field.default for name, field in settings_of(entry.function).model_fields.items()}
+    return {name: field.default for name, field in settings_model(entry.function).model_fields.items()}
 
 
 def cost(entry: MergeMethod) -> str:
@@ -80,7 +80,7 @@ def cost(entry: MergeMethod) -> str:
     found = []
     if entry.held(EXPERTS):
         found.append(f"{entry.held(EXPERTS)} whole models in float32")
-    if entry.reads_moments:
+    if entry.needs_moments:
         found.append(f"{SAMPLES} forward passes a task, Gram matrices of one layer")
     if entry.reads == "samples":
         found.append(f"{entry.runs(settings, SAMPLES, CLASSES):,} forward and backward passes a task")
@@ -91,8 +91,8 @@ def page() -> str:
     """The document."""
     lines = [["method", "title", "paper", "reads", "needs", "defaults", "cost"], ["---"] * 7]
     for name, entry in sorted(merge_methods.items()):
-        needs = {"base": entry.needs_base, "samples": entry.runs_models, "score maps": entry.scores}
-        rest = "" if not entry.reads_sites else f"; all else {own(entry)}"
+        needs = {"base": entry.needs_base, "samples": entry.needs_samples, "score maps": entry.scores}
+        rest = "" if not entry.is_per_module else f"; all else {own(entry)}"
         settings = [f"`{name}={default(value)}`" for name, value in defaults(entry).items()]
         lines.append(
             [

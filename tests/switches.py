@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from driftlens.utils.devices import exact_products
+from driftlens.utils.devices import full_precision_matmul
 
 b = torch.backends
 
@@ -41,15 +41,15 @@ def check(choice: str) -> None:
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     exact = (x.double() @ x.double()).float()
     for _ in range(2):
-        with exact_products():
+        with full_precision_matmul():
             assert set(state()) == {"ieee"}, state()
             assert torch.get_float32_matmul_precision() == "highest"
-            with exact_products():
+            with full_precision_matmul():
                 torch.testing.assert_close(x @ x, exact, rtol=1e-5, atol=1e-4)
             assert set(state()) == {"ieee"}, state()
     assert everything() == before, (before, everything())
     try:
-        with exact_products():
+        with full_precision_matmul():
             raise KeyError
     except KeyError:
         assert everything() == before

@@ -20,7 +20,7 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.cli import app
 from driftlens.config.run import load_spec
 from driftlens.engine.calibrating import LinearProblem
-from driftlens.linalg.ridge import Moments
+from driftlens.linalg.ridge import LinearMoments
 from driftlens.models.chain import Site, adapters
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.registry import diagnostics
@@ -52,7 +52,7 @@ def added(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
     assert spec is not None and spec.loader is not None
     with ExitStack() as stack:
         for registry in REGISTRIES:
-            stack.enter_context(registry.temporary())
+            stack.enter_context(registry.temporary_entries())
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
         yield
 
@@ -76,7 +76,7 @@ def test_the_calibrator_minimizes_its_objective(added: None) -> None:
     """The gradient of E|W x - y|^2 + mu |W - W_merged|^2 vanishes at the solutions of two stacked modules."""
     generator = torch.Generator().manual_seed(0)
     x, y, merged = (torch.randn(*shape, generator=generator).double() for shape in ((40, 6), (40, 5), (5, 6)))
-    moments = Moments(x.mT @ x / 40, y.mT @ x / 40, x.mean(0), y.mean(0), None, torch.tensor(1.0))
+    moments = LinearMoments(x.mT @ x / 40, y.mT @ x / 40, x.mean(0), y.mean(0), None, torch.tensor(1.0))
     sites = tuple(Site(name, "linear", "x") for name in ("one", "two"))
     weights = {"one.weight": merged[:2], "two.weight": merged[2:]}
     updates = calibrators["ridge"](lam=0.3).solve(LinearProblem(sites, moments, {}, weights, None))

@@ -69,7 +69,7 @@ def models_are_left_as_they_were() -> None:
     models = family(OPEN_CLIP, n=3)
     before = {name: {k: v.clone() for k, v in m.state_dict().items()} for name, m in models.modules.items()}
     skeleton = models.modules["base"]
-    with pool_module.streamed_weights(
+    with pool_module.stream_weights(
         skeleton,
         [layer.path for layer in models.chain.blocks],
         models.pool.source("merged").read,
@@ -85,7 +85,7 @@ def a_certified_decision_never_flips() -> None:
     generator = torch.Generator().manual_seed(0)
     expert = torch.randn(4000, 7, generator=generator, dtype=torch.float64)
     variant = expert + 0.3 * torch.randn(4000, 7, generator=generator, dtype=torch.float64)
-    found = drift.output_columns(head(), expert, variant, None)
+    found = drift.output_drift_columns(head(), expert, variant, None)
     assert found["certified"].any()
     assert not (found["certified"] & found["flipped"]).any()
     assert (found["score_drift_l2"] <= found["score_bound"] * (1 + 1e-9)).all()
@@ -98,12 +98,14 @@ def task_arithmetic_of_one_expert_is_the_expert() -> None:
 
 
 def labels_meet_rows_by_name() -> None:
-    assert drift.class_rows(head(classes=3), ["c2", "c0"]).tolist() == [2, 0]
+    assert drift.class_indices(head(classes=3), ["c2", "c0"]).tolist() == [2, 0]
 
 
 def alignment_of_parts_adds_up() -> None:
     left, right = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    parts = drift.Alignment.between(left[:2], right[:2]) + drift.Alignment.between(left[2:], right[2:])
+    parts = drift.TaskVectorAlignment.between(left[:2], right[:2]) + drift.TaskVectorAlignment.between(
+        left[2:], right[2:]
+    )
     assert parts.values()["cos"] == pytest.approx(float(F.cosine_similarity(left, right, dim=0)))
 
 
@@ -206,7 +208,7 @@ def crossed_output_is(name: str) -> Callable[[Any], Any]:
 def mismatch_and_propagation_swapped(original: Any) -> Any:
     def swapped(view):  # type: ignore[no-untyped-def]
         parts = original(view)
-        return walk.Split(parts.drift, parts.propagation, parts.local_mismatch)
+        return walk.DriftSplit(parts.drift, parts.propagation, parts.local_mismatch)
 
     return swapped
 
@@ -303,11 +305,11 @@ def without_gates(weights: Any) -> Any:
 
 VIT, STATE, ATTRIBUTION = partial(put, clip), partial(put, state), partial(put, attribution)
 WALK, SUMS, POOL = partial(put, walk), partial(put, calibrating), partial(put, pool_module)
-FEATCAL, ADVANCE = partial(put, FeatCal), partial(put, calibrating.SnapshotWalk, "_advance_merged_features")
+FEATCAL, ADVANCE = partial(put, FeatCal), partial(put, calibrating.LayerwiseLoop, "_advance_merged_features")
 PLANTED: dict[Check, dict[str, Fault]] = {
     agrees_with_the_library: {
-        "transposed_weight": VIT("call", transposed_weights),
-        "forgotten_bias": VIT("call", forgotten_biases),
+        "transposed_weight": VIT("call_with_weights", transposed_weights),
+        "forgotten_bias": VIT("call_with_weights", forgotten_biases),
         "layer_off_by_one": layer_off_by_one,
         "swapped_keys_and_values": put(clip._UnpackedAttention, "forward", swapped_keys_and_values),
     },
@@ -332,13 +334,13 @@ PLANTED: dict[Check, dict[str, Fault]] = {
     },
     mixtures_agree_with_the_library: {
         "experts_swapped": put(
-            block_runner, "assembled", lambda joined: lambda slots, parts: joined(slots[::-1], parts[::-1])
+            block_runner, "fused_tensor", lambda joined: lambda slots, parts: joined(slots[::-1], parts[::-1])
         ),
     },
     what_changed_routes_do_is_exact: {
         "changed_routes_left_out": put(
             walk.LayerView,
-            "rerouted",
+            "rerouting_change",
             lambda _: lambda self, by: {n: 0 * x for n, x in self.merged_out.items()},
         ),
     },
@@ -352,7 +354,9 @@ PLANTED: dict[Check, dict[str, Fault]] = {
             "norm", lambda _: lambda s: next(iter(s.values())).flatten(1).square().mean(dim=1).sqrt()
         ),
         "last_token_for_the_class_token": put(
-            chains, "pooled", lambda pooled: lambda hidden, how, mask=None: pooled(hidden, "last", mask)
+            chains,
+            "pool_features",
+            lambda pooled: lambda hidden, how, mask=None: pooled(hidden, "last", mask),
         ),
     },
     prefixes_are_models_of_two_halves: {
@@ -396,12 +400,12 @@ PLANTED: dict[Check, dict[str, Fault]] = {
     },
     labels_meet_rows_by_name: {
         "labels_by_position": put(
-            drift, "class_rows", lambda _: lambda head, labels: torch.arange(len(labels))
+            drift, "class_indices", lambda _: lambda head, labels: torch.arange(len(labels))
         )
     },
     alignment_of_parts_adds_up: {
         "energy_of_one_vector_for_both": put(
-            drift.Alignment,
+            drift.TaskVectorAlignment,
             "between",
             lambda between: lambda variant, expert: between(variant, variant),
         )

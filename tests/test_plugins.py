@@ -30,11 +30,11 @@ import json, sys
 
 from driftlens.runs.run import open_run
 from driftlens_reports.build import Report
-from driftlens_reports.charts.chart import parts_of
+from driftlens_reports.charts.chart import chart_names_by_heading
 
 figures = Report(open_run(sys.argv[1]), "standard").content.figures
 shown = [figure.missing or figure.title for figure in figures if figure.name == "drift-tail"]
-print(json.dumps([parts_of("layers")["Drift"], shown, "torch" in sys.modules]))
+print(json.dumps([chart_names_by_heading("layers")["Drift"], shown, "torch" in sys.modules]))
 
 from driftlens.cli import main
 

@@ -6,13 +6,13 @@ Streamlit runs `main.py`; `server.py` serves it; `settings.py` configures it. Pa
 **Adding a page means adding one file** to `views/`, for example `views/bounds.py`:
 
     from driftlens_app.show import Page
-    from driftlens_app.selection import TASK, selection
+    from driftlens_app.selection import TASK, current_selection
     from driftlens_app.show import show_chart
 
     PAGE = Page("Bounds", icon=":material/functions:", order=70, says="Bounds on how far scores ...")
 
     def show() -> None:
-        chosen = selection(TASK)
+        chosen = current_selection(TASK)
         show_chart("bound", chosen.run, chosen.options())
 
     if __name__ == "__main__":
@@ -20,10 +20,10 @@ Streamlit runs `main.py`; `server.py` serves it; `settings.py` configures it. Pa
 
 Streamlit executes the file as `__main__` to show the page; the navigation imports it to read `PAGE`. Unless `PAGE`
 has
-`needs_run=False`, the page runs only with a readable run, which the sidebar selects. `selection` shows the named
+`needs_run=False`, the page needs a readable run, which the sidebar selects. `current_selection` shows the named
 controls (task, variants, layer, measure); all of them are in the URL. Errors are shown by the shell: raise
-`DriftLensError`. `with shown_errors():` keeps the rest of a page if one part fails. A job that a page starts needs a
-function in `requests.py`. `show_part` shows the charts that are registered for a page. A file without `PAGE` is part
+`DriftLensError`. `show_errors_in_place` keeps the rest of a page if a part fails. A job that a page starts needs a
+function in `requests.py`. `show_part_charts` shows the charts registered for a page. A file without `PAGE` is part
 of
 another page.
 """

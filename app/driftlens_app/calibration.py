@@ -11,12 +11,12 @@ from typing import Any, get_args
 import streamlit as st
 from pydantic import TypeAdapter
 
-from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest, OutDtype, layers_named
-from driftlens.utils.errors import SpecError, counted
-from driftlens.utils.registry import Schema, choices_of, entry_of, expected
-from driftlens_app.processes import ask
+from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest, OutDtype, parse_layers
+from driftlens.utils.errors import SpecError, pluralize
+from driftlens.utils.registry import Schema, allowed_values_text, setting_choices, value_schema
+from driftlens_app.processes import run_json_command
 from driftlens_app.settings import Settings
-from driftlens_app.show import caption, coded, is_narrow, note, plain
+from driftlens_app.show import escape_except_code, escape_markdown, is_narrow, show_caption, show_note
 
 _START, _BEST = "start-calibration", "best-calibration"
 _OWN = "the run's spec, or the defaults"
@@ -31,8 +31,8 @@ REPLACE = "Replace a calibration of this name"
 
 
 @dataclass(frozen=True)
-class Method:
-    """A calibrator or merge method from `driftlens doctor --methods --json`.
+class MethodInfo:
+    """Metadata of a calibrator or merge method, as `driftlens doctor --methods --json` prints it.
 
     Attributes:
         suited: by loader the preset for its models, if it is not the first one.
@@ -58,20 +58,20 @@ class Method:
     fewest: int = 0
 
     def preset_for(self, loader: str) -> str | None:
-        """Return the published preset for models of a loader; None without presets."""
+        """Return the published preset for models of a loader; None if the method has no presets."""
         return self.suited.get(loader, next(iter(self.presets), None))
 
 
 # Cached for all users: importing torch in the subprocess takes seconds, and methods do not change while it runs.
 @st.cache_resource(show_spinner="Loading methods")
-def methods(kind: str = "calibrators") -> Mapping[str, Method]:
-    """Return methods, or `loaders`, by name. The command line is asked once per server, since they need torch."""
-    entries = ask(("doctor", "--methods", "--json"), Settings.from_environment().root)[kind]
-    return TypeAdapter(dict[str, Method]).validate_python(entries)
+def available_methods(kind: str = "calibrators") -> Mapping[str, MethodInfo]:
+    """Return methods (or loaders) by name; the command line is queried once per server, as this imports torch."""
+    entries = run_json_command(("doctor", "--methods", "--json"), Settings.from_environment().root)[kind]
+    return TypeAdapter(dict[str, MethodInfo]).validate_python(entries)
 
 
 def require_free_name(request: CalibrationRequest, taken: Container[str]) -> None:
-    """Refuse the name of a finished calibration, unless that is to be replaced or resumed."""
+    """Raise SpecError if a finished calibration has this name, unless it is to be replaced or resumed."""
     if request.name in taken and not (request.replace or request.resume):
         raise SpecError(
             f"the run has a calibration {request.name!r} already",
@@ -79,13 +79,13 @@ def require_free_name(request: CalibrationRequest, taken: Container[str]) -> Non
         )
 
 
-def free_name(stem: str, taken: Container[str]) -> str:
-    """Return the first name that is not among `taken`: `featcal`, `featcal-2` ..."""
+def next_free_name(stem: str, taken: Container[str]) -> str:
+    """Return the first unused name of `featcal`, `featcal-2`, and so on."""
     numbered = (f"{stem}-{count}" for count in itertools.count(2))
     return next(name for name in itertools.chain([stem], numbered) if name not in taken)
 
 
-def calibration_form(
+def show_calibration_form(
     *,
     taken: Container[str],
     blocked: bool,
@@ -94,7 +94,7 @@ def calibration_form(
     loader: str = "",
     counts: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[CalibrationRequest, bool]:
-    """Show the form; return its request, and True if one of its buttons was pressed.
+    """Show the form of a calibration; return its request, and True if a button was pressed.
 
     Args:
         taken: names of finished calibrations.
@@ -104,7 +104,7 @@ def calibration_form(
         loader: loader of the run's models, which decides the preset.
         counts: calibration samples by task.
     """
-    default = methods()[DEFAULT_METHOD]
+    default = available_methods()[DEFAULT_METHOD]
     few = next((task for task, count in counts.items() if count < default.fewest), None)
     best = st.button(
         "Repair with the best method",
@@ -114,19 +114,22 @@ def calibration_form(
         key=_BEST,
     )
     if obstacle:
-        st.warning(f"Calibration is not possible: {coded(obstacle.rstrip('.'))}.", icon=":material/warning:")
-    if few is not None:
-        note(
-            f"Task {plain(few)} has {counted(counts[few], 'calibration sample')}, but the choice needs at least "
-            f"{default.fewest} per task to hold some out. Use a method under Advanced."
+        st.warning(
+            f"Calibration is not possible: {escape_except_code(obstacle.rstrip('.'))}.",
+            icon=":material/warning:",
         )
-    caption(_ON_BEST)
+    if few is not None:
+        show_note(
+            f"Task {escape_markdown(few)} has {pluralize(counts[few], 'calibration sample')}, but the choice needs "
+            f"at least {default.fewest} per task to hold some out. Use a method under Advanced."
+        )
+    show_caption(_ON_BEST)
     preset = default.preset_for(loader)
     # On a phone the list would push the results of a repair far below its button.
     tried = st.expander("Candidates") if is_narrow() else st.container()
-    tried.markdown("\n".join(f"- {plain(name)}" for name in default.candidates[preset or ""]))
+    tried.markdown("\n".join(f"- {escape_markdown(name)}" for name in default.candidates[preset or ""]))
     with st.expander("Advanced"):
-        calibrators = methods()
+        calibrators = available_methods()
         chosen = st.selectbox(
             "Calibrator",
             [*calibrators],
@@ -141,7 +144,7 @@ def calibration_form(
                 chosen, loader, blocked=blocked, may_export=exports is not None
             )
     if best:
-        return CalibrationRequest(name=free_name("best", taken), preset=preset, auto=True), True
+        return CalibrationRequest(name=next_free_name("best", taken), preset=preset, auto=True), True
     if fields.pop("export"):
         fields["save_weights"] = f"{exports}-{fields['name']}"
     return CalibrationRequest(**fields), pressed
@@ -150,8 +153,8 @@ def calibration_form(
 def _show_request_fields(
     chosen: str, loader: str, *, blocked: bool, may_export: bool
 ) -> tuple[dict[str, Any], bool]:
-    """Return the values of a request and whether weights are exported, and whether the button was pressed."""
-    method = methods()[chosen]
+    """Show the fields of a calibration request; return their values and if the button was pressed."""
+    method = available_methods()[chosen]
     fields: dict[str, Any] = {"method": chosen}
     fields["name"] = st.text_input(
         "Name", key="name", help="Letters, digits, - _ . The variant is called calibrated:NAME."
@@ -201,7 +204,7 @@ def _show_request_fields(
         placeholder="all blocks",
         help="Comma-separated numbers or patterns on module paths.",
     )
-    fields["layers"] = layers_named(layers) or None
+    fields["layers"] = parse_layers(layers) or None
     fields |= _show_export_fields(may_export=may_export)
     fields["replace"] = st.checkbox(REPLACE, key="replace")
     label = f"{method.title} calibrate"
@@ -233,15 +236,15 @@ def _show_export_fields(*, may_export: bool) -> dict[str, Any]:
 
 
 def _suggest_name(stem: str, taken: Container[str]) -> None:
-    """Fill in a free name, and the next one once a calibration has taken it."""
+    """Prefill the calibration name with an unused one."""
     state = st.session_state
     # A name that was just submitted is kept, even if another user took it meanwhile.
     if not any(state.get(button) for button in (_START, _BEST)) and state.get("name", "") in ("", *taken):
-        state["name"], state["replace"] = free_name(stem, taken), False
+        state["name"], state["replace"] = next_free_name(stem, taken), False
 
 
-def _show_method_settings(owner: str, method: Method) -> dict[str, Any]:
-    """Show the settings of a method; return those whose fields are not empty."""
+def _show_method_settings(owner: str, method: MethodInfo) -> dict[str, Any]:
+    """Show form fields for the settings of a method; return the values of non-empty fields."""
     # Settings outside every preset are rarely changed, so they are shown in an expander.
     published = {name for preset in method.presets.values() for name in preset} or {*method.settings}
     rest = {name: schema for name, schema in method.settings.items() if name not in published}
@@ -255,7 +258,7 @@ def _show_method_settings(owner: str, method: Method) -> dict[str, Any]:
 
 
 def _show_setting_columns(settings: Mapping[str, Schema], owner: str) -> dict[str, Any]:
-    """Show the fields of settings, numbers first, three in a row; return their values."""
+    """Show form fields in three columns, numeric settings first; return their values."""
     numbers = [name for name, schema in settings.items() if _is_single_number(schema)]
     columns = st.columns(3) if numbers else []
     places = {name: columns[place % 3] for place, name in enumerate(numbers)}
@@ -266,13 +269,13 @@ def _show_setting_columns(settings: Mapping[str, Schema], owner: str) -> dict[st
 
 
 def _is_single_number(schema: Schema) -> bool:
-    entry, is_list = entry_of(schema)
-    return entry.get("type") in _NUMBERS and not choices_of(entry) and not is_list
+    entry, is_list = value_schema(schema)
+    return entry.get("type") in _NUMBERS and not setting_choices(entry) and not is_list
 
 
 def _show_setting_field(key: str, schema: Schema, place: Any) -> Any:
-    """Show the field of a setting and return its value; None if it is empty."""
-    entry, is_list = entry_of(schema)
+    """Show the form field of one setting and return its value; None if it is empty."""
+    entry, is_list = value_schema(schema)
     default = schema.get("default")
     usual = "" if default is None else f"; default {_format_setting_value(default)}"
     about = schema.get("description") or key.rpartition(".")[2]
@@ -280,10 +283,10 @@ def _show_setting_field(key: str, schema: Schema, place: Any) -> Any:
         "label": schema["title"],
         "key": key,
         "placeholder": "as above",
-        "help": plain(f"{about}: {expected(schema)}{usual}."),
+        "help": escape_markdown(f"{about}: {allowed_values_text(schema)}{usual}."),
     }
-    if choices_of(entry) or entry["type"] == "boolean":
-        options = choices_of(entry) or (True, False)
+    if setting_choices(entry) or entry["type"] == "boolean":
+        options = setting_choices(entry) or (True, False)
         if not is_list:
             return place.selectbox(options=options, index=None, format_func=_format_setting_value, **look)
         chosen = place.multiselect(options=options, format_func=_format_setting_value, **look)

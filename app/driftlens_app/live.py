@@ -8,29 +8,36 @@ from typing import Literal
 
 import streamlit as st
 
-from driftlens.results.verdict import Verdict, shareable
-from driftlens.runs.run import DriftRun, is_analyzed, is_live
-from driftlens.utils.progress import duration
-from driftlens.utils.variants import is_explained, title
+from driftlens.results.verdict import Verdict, hide_run_path
+from driftlens.runs.run import DriftRun, has_live_modules, is_analyzed
+from driftlens.utils.progress import format_duration
+from driftlens.utils.variants import display_name, has_attribution
 from driftlens_app.processes import (
     MAKING,
     Job,
     JobRequest,
-    View,
-    cancel,
-    dismiss,
-    is_at_work,
-    is_finished_since,
-    jobs_beside,
+    JobStatus,
+    cancel_job,
+    dismiss_job,
+    has_live_job,
+    is_run_finished_since,
     live_job,
-    log_text,
-    start,
-    watch,
+    log_tail,
+    new_run_jobs,
+    poll_job,
+    start_job,
 )
-from driftlens_app.requests import SUITES, demo_request, explain_request, resume_request
-from driftlens_app.selection import lead
-from driftlens_app.settings import Settings, require_root
-from driftlens_app.show import note, page_title, path_of, plain, show_error, shown_errors
+from driftlens_app.requests import SUITES, attribution_request, demo_request, resume_request
+from driftlens_app.selection import open_page
+from driftlens_app.settings import Settings, require_root_exists
+from driftlens_app.show import (
+    escape_markdown,
+    page_path,
+    show_error,
+    show_errors_in_place,
+    show_note,
+    show_page_title,
+)
 
 # States of jobs that ended without success.
 BAD_ENDS = ("failed", "stopped", "cancelled")
@@ -73,75 +80,75 @@ _STEPS = {
 _STEP_PAGES = {"Repair": ("build", "repair"), "Write a report": ("description", "export")}
 
 
-def show_live(run: Path, more: Callable[[View], None] | None = None) -> bool:
-    """Show the run's live job with a button to cancel it, and `more` below its progress; return True if it is live."""
-    if is_live := is_at_work(run):
-        _show_live_job(run, more)
+def show_live_job(run: Path, more: Callable[[JobStatus], None] | None = None) -> bool:
+    """Show the progress of the run's live job with a cancel button; return True if there is one."""
+    if is_live := has_live_job(run):
+        _live_job_panel(run, more)
     return is_live
 
 
-def begin(request: JobRequest) -> None:
-    """Start a job and rerun the page; show errors here."""
-    with shown_errors():
-        start(request)
+def start_and_rerun(request: JobRequest) -> None:
+    """Start a job and rerun the page; show errors in place."""
+    with show_errors_in_place():
+        start_job(request)
         st.rerun()
 
 
 def offer_attribution(run: DriftRun) -> None:
-    """Offer the attribution of drift to layers, if some variants lack it."""
+    """Show a button that attributes drift to layers, if some variants have no attribution yet."""
     rows = run.layers()
     # Without rows, `map` returns no booleans to select by.
-    is_traceable = rows["variant"].map(is_explained).astype(bool)
+    is_traceable = rows["variant"].map(has_attribution).astype(bool)
     traced = rows[is_traceable].groupby(["variant", "task"])["jacobian_samples"].count()
     lacking = {variant for variant, _ in traced[traced == 0].index}
-    if not lacking or not is_analyzed(run.manifest) or is_live(run.manifest):
+    if not lacking or not is_analyzed(run.manifest) or has_live_modules(run.manifest):
         return
-    names = "; ".join(title(variant) for variant in run.variants if variant in lacking)
-    note(f"Drift not attributed to layers yet: {plain(names)}.")
-    request = explain_request(run)
-    is_busy = show_live(run.path)
-    show_bad_end(watch(run.path, request.kind))
+    names = "; ".join(display_name(variant) for variant in run.variants if variant in lacking)
+    show_note(f"Drift not attributed to layers yet: {escape_markdown(names)}.")
+    request = attribution_request(run)
+    is_busy = show_live_job(run.path)
+    show_failed_job(poll_job(run.path, request.kind))
     if is_busy or Settings.from_environment().read_only:
         return
     label = "Attribute the drift to layers"
     if st.button(label, type="primary", icon=":material/play_arrow:", key=request.kind):
-        begin(request)
+        start_and_rerun(request)
 
 
-def link_to_repair() -> None:
-    """Show a link to the repair form."""
+def show_repair_link() -> None:
+    """Show a link to the calibration form."""
     st.page_link(
-        path_of("repair"),
+        page_path("repair"),
         label="Repair this run",
         icon=":material/tune:",
         query_params={"repair": "Calibrate"},
     )
 
 
-def show_new_runs(settings: Settings) -> bool:
-    """Show the live and failed jobs that make runs; return True if one is live."""
-    runs = list(dict.fromkeys(job.run for job in jobs_beside(settings.root)))
-    live = [run for run in runs if show_live(run)]
-    for view in map(watch, runs):
+def show_new_run_jobs(settings: Settings) -> bool:
+    """Show live and failed jobs that create runs; return True if one is live."""
+    runs = list(dict.fromkeys(job.run for job in new_run_jobs(settings.root)))
+    live = [run for run in runs if show_live_job(run)]
+    for view in map(poll_job, runs):
         # Other jobs, such as calibrations, are shown on their own page.
         if view is None or view.job.kind not in MAKING or view.state not in BAD_ENDS:
             continue
-        if view.job.dismissed or is_finished_since(view.job):
+        if view.job.dismissed or is_run_finished_since(view.job):
             continue
         with st.container(border=True):
             st.markdown(f"**{_job_title(view.job)}**")
-            show_bad_end(view)
-            with shown_errors():
+            show_failed_job(view)
+            with show_errors_in_place():
                 if not settings.read_only and st.button(
                     "Dismiss", key=f"dismiss-{_job_widget_key(view.job)}", icon=":material/close:"
                 ):
-                    dismiss(view.job)
+                    dismiss_job(view.job)
                     st.rerun()
     return bool(live)
 
 
-def state_of(run: Path) -> str:
-    """Describe the run's live job in a few words; empty if none is live."""
+def live_job_text(run: Path) -> str:
+    """Describe the progress of the run's live job in a few words; empty if none is live."""
     view = live_job(run)
     event = view.progress if view is not None and view.state == "running" else None
     if view is None or event is None:
@@ -150,13 +157,13 @@ def state_of(run: Path) -> str:
     return f"{doing} {f'{100 * event.done / event.total:.0f} %' if event.total else event.done}"
 
 
-def show_bad_end(view: View | None) -> bool:
-    """Show cause, hint and log of a job that failed; return True if it did."""
+def show_failed_job(view: JobStatus | None) -> bool:
+    """Show cause, hint and log of a job that failed, stopped or was cancelled; return True if it did."""
     if view is None or view.state not in BAD_ENDS:
         return False
     if view.state == "cancelled":
         again = " To resume, start it again under the same name." if view.job.kind == "analyze" else ""
-        note(f"{_job_title(view.job)} was cancelled. The run is unchanged.{again}", "cancel")
+        show_note(f"{_job_title(view.job)} was cancelled. The run is unchanged.{again}", "cancel")
     elif view.state == "stopped":
         show_error(
             "Worker stopped",
@@ -173,7 +180,7 @@ def _show_log(job: Job) -> None:
     drawer = st.expander("Log", key=f"open-log-{_job_widget_key(job)}", on_change="rerun")
     if not drawer.open:
         return
-    text = log_text(job.log)
+    text = log_tail(job.log)
     with drawer:
         if not text:
             st.caption("The log is empty.")
@@ -191,8 +198,8 @@ def _show_log(job: Job) -> None:
 
 
 @st.fragment(run_every=SECONDS)
-def _show_live_job(run: Path, more: Callable[[View], None] | None) -> None:
-    with shown_errors():
+def _live_job_panel(run: Path, more: Callable[[JobStatus], None] | None) -> None:
+    with show_errors_in_place():
         view = live_job(run)
         if view is None:
             st.rerun()
@@ -209,23 +216,23 @@ def _show_live_job(run: Path, more: Callable[[View], None] | None) -> None:
                     disabled=view.state == "cancelling",
                 )
                 if is_pressed:
-                    cancel(view.job)
+                    cancel_job(view.job)
                     st.rerun(scope="fragment")
             _show_log(view.job)
 
 
-def _show_progress(view: View) -> None:
+def _show_progress(view: JobStatus) -> None:
     event = view.progress
     share = event.done / event.total if event is not None and event.total else 0.0
     if event is None or view.state != "running":
         st.progress(min(1.0, max(0.0, share)), text=_WORDS[view.state])
         return
     count = str(event.done) if event.total is None else f"{event.done} of {event.total}"
-    head = f"{plain(STAGES.get(event.phase, event.phase.capitalize()))}: {count}"
+    head = f"{escape_markdown(STAGES.get(event.phase, event.phase.capitalize()))}: {count}"
     st.progress(min(1.0, max(0.0, share)), text=head)
-    left = "" if event.remaining is None else f", about {duration(event.remaining)} left"
-    label = f"{plain(event.label)} · " if event.label else ""
-    st.caption(f"{label}{duration(event.seconds)} so far{left}")
+    left = "" if event.remaining is None else f", about {format_duration(event.remaining)} left"
+    label = f"{escape_markdown(event.label)} · " if event.label else ""
+    st.caption(f"{label}{format_duration(event.seconds)} so far{left}")
 
 
 def _job_widget_key(job: Job) -> str:
@@ -239,20 +246,20 @@ def _job_title(job: Job) -> str:
         "sweep": "Sweep of",
         "explain": "Attribution of",
     }
-    return "Demo run" if job.kind == "demo" else plain(f"{words[job.kind]} {job.name}")
+    return "Demo run" if job.kind == "demo" else escape_markdown(f"{words[job.kind]} {job.name}")
 
 
-def welcome() -> None:
-    """Show the page of a folder without runs."""
+def show_welcome_page() -> None:
+    """Show the page for a folder without runs, with a button that runs the demo."""
     settings = Settings.from_environment()
-    require_root(settings.root)
-    page_title(
+    require_root_exists(settings.root)
+    show_page_title(
         "Welcome to DriftLens",
         "This folder has no runs. The demo creates one, without network.",
     )
-    is_live = show_new_runs(settings)
+    is_live = show_new_run_jobs(settings)
     if settings.read_only:
-        note("This dashboard is read-only. Run `driftlens demo` in a terminal.", "lock")
+        show_note("This dashboard is read-only. Run `driftlens demo` in a terminal.", "lock")
     else:
         st.markdown("Merge, analyze and repair small models that come with DriftLens (about a minute).")
         suite = st.radio(
@@ -261,23 +268,23 @@ def welcome() -> None:
         if st.button(
             "Run the demo", type="primary", icon=":material/play_arrow:", disabled=is_live, key="demo"
         ):
-            with shown_errors():
-                start(demo_request(settings, suite))
+            with show_errors_in_place():
+                start_job(demo_request(settings, suite))
                 st.rerun()
     st.markdown(_HOW_TO)
 
 
-def steps_of(run: DriftRun, found: Verdict) -> tuple[list[str], list[str]]:
-    """Return buttons for the verdict's command, and the sentences of the verdict to show next to them."""
+def recommended_steps(run: DriftRun, found: Verdict) -> tuple[list[str], list[str]]:
+    """Return button labels for the verdict's command, and the verdict sentences to show next to them."""
     # A button or a running job replaces the sentence with its command.
     command = found.command.replace("'", "")
-    steps = [] if is_at_work(run.path) else [label for part, label in _STEPS.items() if part in command][:1]
-    is_answered = steps or is_at_work(run.path)
+    steps = [] if has_live_job(run.path) else [label for part, label in _STEPS.items() if part in command][:1]
+    is_answered = steps or has_live_job(run.path)
     return steps, [text for text in found.sentences if not (is_answered and f"`{found.command}`" in text)]
 
 
 def show_step_buttons(run: DriftRun, steps: Sequence[str], command: str, *others: str) -> None:
-    """Show buttons for the next steps.
+    """Show buttons for recommended next steps, such as Repair.
 
     Args:
         run: the run.
@@ -288,8 +295,8 @@ def show_step_buttons(run: DriftRun, steps: Sequence[str], command: str, *others
     for label in dict.fromkeys([*steps, *others]):
         icon, page = _STEP_PAGES.get(label, ("play_arrow", ""))
         kind: Literal["primary", "secondary"] = "primary" if label in steps else "secondary"
-        about = shareable(run, command) if label in steps else None
+        about = hide_run_path(run, command) if label in steps else None
         if st.button(label, type=kind, icon=f":material/{icon}:", key=f"to-{page or 'resume'}", help=about):
             if page:
-                lead(page, run=run.id)
-            begin(resume_request(run))
+                open_page(page, run=run.id)
+            start_and_rerun(resume_request(run))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import streamlit as st
 
-from driftlens.results.formatting import printable
-from driftlens_app.live import welcome
-from driftlens_app.selection import choose_run, choose_view, require_no_unreadable
+from driftlens.results.formatting import strip_control_chars
+from driftlens_app.live import show_welcome_page
+from driftlens_app.selection import require_readable_runs, restore_selection, select_run
 from driftlens_app.settings import Settings
-from driftlens_app.show import is_dark, page_title, pages, shown_errors, watch_theme
+from driftlens_app.show import is_dark, pages, show_errors_in_place, show_page_title, watch_theme
 
 # By default Streamlit fetches the icon of the browser tab from an external server.
 _ICON = (
@@ -37,7 +37,7 @@ _ABOUT = (
 
 
 def main() -> None:
-    """Show the page of the URL with navigation and sidebar."""
+    """Show the dashboard page that the URL names, with navigation and sidebar."""
     # Streamlit shows its menu, which has the theme, only if the app adds an entry.
     st.set_page_config(page_title="DriftLens", page_icon=_ICON, layout="wide", menu_items={"About": _ABOUT})
     st.logo(
@@ -60,23 +60,25 @@ def main() -> None:
     path = next(path for path, entry in entries.items() if entry == chosen)
     settings = Settings.from_environment()
     run, is_readable = None, False
-    with shown_errors():
-        run = choose_run(settings)
+    with show_errors_in_place():
+        run = select_run(settings)
         if run is not None:
-            choose_view(run)
-            st.set_page_config(page_title=f"{printable(run.name)} - {listed[path].title} - DriftLens")
+            restore_selection(run)
+            st.set_page_config(
+                page_title=f"{strip_control_chars(run.name)} - {listed[path].title} - DriftLens"
+            )
         is_readable = True
     with st.sidebar:
         watch_theme()
-    with shown_errors():
+    with show_errors_in_place():
         page = listed[path]
         if not page.needs_run or run is not None:
             if page.says:
-                page_title(page.title, page.says)
+                show_page_title(page.title, page.says)
             chosen.run()
         elif is_readable:
-            require_no_unreadable(settings)
-            welcome()
+            require_readable_runs(settings)
+            show_welcome_page()
 
 
 main()

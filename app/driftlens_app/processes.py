@@ -4,9 +4,9 @@ A job's state is on disk: a record of the newest job of each kind (process, star
 run's own status.json, run.lock and events.jsonl. So a page that is closed, drawn twice or served by a restarted
 server finds the same job, and never starts a second one.
 
-    job = start(calibrate_request(run, settings))   # the new job, or the one that runs already
-    view = watch(run.path)                          # of the newest job: state, progress, failure
-    cancel(view.job)                                # asks; after a grace period, `watch` kills
+    job = start_job(calibrate_request(run, settings))   # the new job, or the one that runs already
+    view = poll_job(run.path)                          # of the newest job: state, progress, failure
+    cancel_job(view.job)                            # asks; after a grace period, `poll_job` kills
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from driftlens.runs.manifest import (
     CANDIDATE,
     EVENTS,
     STATUS,
-    Failure,
-    Owner,
-    Status,
-    living_owner_of,
-    process_started,
+    LockOwner,
+    RunFailure,
+    RunStatus,
+    live_lock_owner,
+    process_start_time,
     read_status,
     utc_now,
 )
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, RunLockedError
-from driftlens.utils.files import Guard, from_json, write_json_atomic
+from driftlens.utils.files import LockFile, parse_json, write_json_atomic
 from driftlens.utils.progress import ProgressEvent
 from driftlens_app.settings import Settings, is_file_inside, is_inside, require_inside, require_links_inside
 
@@ -84,7 +84,7 @@ _LOG = re.compile(r"[a-z]+-[0-9]+\.log")
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A job to start: the run it writes to, a description (`name`) and the values of its form (`settings`)."""
+    """A job to start: command-line arguments, the run it writes to, a description and form values."""
 
     kind: Kind
     name: str
@@ -94,13 +94,13 @@ class JobRequest:
 
     @property
     def folder(self) -> Path:
-        """The folder of its record and log."""
+        """The folder of the job's record and log."""
         return _new_run_job_folder(self.run) if self.kind in MAKING else self.run / "logs"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job that was started, and what became of it: when it was `cancelled`, its exit `code` (negative: a signal)."""
+    """A started job as stored on disk: process, log, time of cancellation, and exit code (negative: a signal)."""
 
     kind: Kind
     name: str
@@ -116,38 +116,38 @@ class Job:
     dismissed: bool = False
 
     @property
-    def owner(self) -> Owner:
-        """Its process, as locks know processes."""
-        return Owner(self.pid, self.process_started, self.host, self.started)
+    def owner(self) -> LockOwner:
+        """The job's process as a lock owner: pid, start time and host."""
+        return LockOwner(self.pid, self.process_started, self.host, self.started)
 
 
 _RECORDS = TypeAdapter(Job)
 
 
-def write_job(job: Job) -> None:
-    """Replace the record of the run's newest job of this kind, whole or not at all."""
+def write_job_record(job: Job) -> None:
+    """Replace the stored record of the run's newest job of this kind atomically."""
     record = dataclasses.asdict(job)
     # Relative, so that a folder of runs may be moved.
     record |= {"run": job.run.name, "log": job.log.name, "settings": dict(job.settings)}
     write_json_atomic(job.log.parent / f"{job.kind}-job.json", record)
 
 
-def dismiss(job: Job) -> None:
-    """Record that the user has read the job's end; a newer job of the run keeps its record."""
-    newest = job_of(job.run, job.kind)
+def dismiss_job(job: Job) -> None:
+    """Record that the user has dismissed the message about a job's end."""
+    newest = newest_job(job.run, job.kind)
     if newest is not None and newest.log == job.log:
-        write_job(dataclasses.replace(newest, dismissed=True))
+        write_job_record(dataclasses.replace(newest, dismissed=True))
 
 
-def job_of(run: Path, kind: Kind | None = None) -> Job | None:
-    """Return the newest job, optionally of one kind, that wrote to a run directory, which need not exist yet."""
+def newest_job(run: Path, kind: Kind | None = None) -> Job | None:
+    """Return the newest job, optionally of one kind, that wrote to a run directory."""
     jobs = [*_newest_jobs(run / "logs", run), *_newest_jobs(_new_run_job_folder(run), run)]
     wanted = [job for job in jobs if kind in (None, job.kind)]
     return max(wanted, key=lambda job: job.started, default=None)
 
 
-def jobs_beside(root: Path) -> list[Job]:
-    """List the jobs that make runs inside `root`, newest first."""
+def new_run_jobs(root: Path) -> list[Job]:
+    """List the jobs that create runs inside `root`, newest first."""
     side = root / _SIDE
     folders = sorted(side.iterdir()) if side.is_dir() and is_inside(side) else []
     jobs = [job for folder in folders for job in _newest_jobs(folder, root / folder.name)]
@@ -159,17 +159,17 @@ def _new_run_job_folder(run: Path) -> Path:
 
 
 def _newest_jobs(folder: Path, run: Path) -> list[Job]:
-    """List the newest job of each kind in `folder`."""
+    """List the newest job of each kind recorded in `folder`."""
     return [job for kind in get_args(Kind) if (job := _read_job_record(folder, kind, run)) is not None]
 
 
 def _read_job_record(folder: Path, kind: Kind, run: Path) -> Job | None:
-    """Read the newest job of a kind from its record in `folder`; an invalid record counts as none."""
+    """Read the newest job of a kind from its record in `folder`; None if the record is invalid."""
     file = folder / f"{kind}-job.json"
     if not is_file_inside(file):
         return None
     try:
-        record = from_json(file.read_text(encoding="utf-8"))
+        record = parse_json(file.read_text(encoding="utf-8"))
         # Validated strictly as JSON, so that `true` is not accepted as a process id.
         job = _RECORDS.validate_json(json.dumps({**record, "run": ""}), strict=True)
         times = [job.started, *([job.cancelled] if job.cancelled else [])]
@@ -183,7 +183,7 @@ def _read_job_record(folder: Path, kind: Kind, run: Path) -> Job | None:
 
 
 def _job_environment() -> dict[str, str]:
-    """Return the environment of a job: this server's without its own settings, with plain-text logs."""
+    """Return environment variables of a job: the server's without dashboard settings, with plain-text logs."""
     settings = Settings(Path()).environment()
     inherited = {
         name: value
@@ -193,8 +193,8 @@ def _job_environment() -> dict[str, str]:
     return {**inherited, "NO_COLOR": "1", "DRIFTLENS_LOG_JSON": "0", "PYTHONUNBUFFERED": "1"}
 
 
-def answer(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command `driftlens ARGUMENTS`; two run at a time, and the timeout starts with the command."""
+def run_command(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `driftlens ARGUMENTS` with a timeout; at most two commands run at a time."""
     with _TURNS:
         return subprocess.run(
             [*COMMAND, *arguments],
@@ -208,10 +208,10 @@ def answer(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProces
         )
 
 
-def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Return the document that `driftlens ARGUMENTS` prints, or raise its error."""
+def run_json_command(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Run `driftlens ARGUMENTS` and return the printed JSON, or raise its error."""
     try:
-        done = answer(arguments, folder)
+        done = run_command(arguments, folder)
     except subprocess.TimeoutExpired:
         raise RunError(
             f"`driftlens {arguments[0]}` did not answer within {PATIENCE_SECONDS:.0f} seconds",
@@ -229,15 +229,15 @@ def ask(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     return document
 
 
-def _parse_printed_error(output: str) -> Failure | None:
-    """Parse the error that the command line printed as `error: ...` and `hint: ...`; None without."""
+def _parse_printed_error(output: str) -> RunFailure | None:
+    """Parse `error: ...` and `hint: ...` from the output of a command; None if it printed no error."""
     _, sign, text = "\n".join(["", *output.splitlines()]).rpartition("\nerror: ")
     message, _, hint = text.partition("\nhint: ")
-    return Failure("Error", message, hint) if sign else None
+    return RunFailure("Error", message, hint) if sign else None
 
 
-def start(request: JobRequest) -> Job:
-    """Start a job, or return it if it is running; refuse while another job or process writes to the run."""
+def start_job(request: JobRequest) -> Job:
+    """Start a job, or return it if it already runs; raise RunLockedError if another job writes to the run."""
     # Otherwise `mkdir` below would recreate a removed root around this one run.
     if not request.run.parent.is_dir():
         raise RunError(f"the folder {request.run.parent} is gone", hint="Open the dashboard on another one.")
@@ -247,7 +247,7 @@ def start(request: JobRequest) -> Job:
     try:
         request.folder.mkdir(parents=True, exist_ok=True)
         # Held between check and start, so that a second click, tab or server cannot start the job twice.
-        with Guard(request.folder / _GUARD, _START_SECONDS):
+        with LockFile(request.folder / _GUARD, _START_SECONDS):
             return _running_job(request) or _start_process(request)
     except DriftLensError:
         raise
@@ -259,18 +259,18 @@ def start(request: JobRequest) -> Job:
 
 
 def _running_job(request: JobRequest) -> Job | None:
-    """Return the running job if it is the requested one; refuse if another one is running."""
-    run, job = request.run, job_of(request.run)
+    """Return the running job if it is the requested one; raise RunLockedError if another one is running."""
+    run, job = request.run, newest_job(request.run)
     if job is not None and job.code is None and job.owner.is_alive:
         # Compared as JSON, since the record on disk has lists in place of tuples.
-        settings = from_json(json.dumps(dict(request.settings)))
+        settings = parse_json(json.dumps(dict(request.settings)))
         if (job.kind, job.name, dict(job.settings)) == (request.kind, request.name, settings):
             return job
         raise RunLockedError(
             f"{run.name} has a running job: {job.kind} {job.name}, started at {job.started[11:16]} UTC",
             hint="Wait for it or cancel it, then try again.",
         )
-    owner = living_owner_of(run)
+    owner = live_lock_owner(run)
     if owner is not None:
         raise RunLockedError(
             f"{run.name} is being written to by {owner}, which was not started here",
@@ -303,12 +303,12 @@ def _start_process(request: JobRequest) -> Job:
             run=request.run,
             log=log,
             pid=process.pid,
-            process_started=process_started(process.pid),
+            process_started=process_start_time(process.pid),
             host=platform.node(),
             started=started,
             settings=dict(request.settings),
         )
-        write_job(job)
+        write_job_record(job)
     except BaseException:
         # Without a record nobody could watch or cancel the process.
         _signal_process_group(process.pid, signal.SIGKILL)
@@ -318,24 +318,24 @@ def _start_process(request: JobRequest) -> Job:
 
 
 def _child_exit_code(pid: int) -> int | None:
-    """Return the exit code of a child of this server, or minus its signal; None while it runs, or for others."""
+    """Return the exit code of a child process (negative: a signal); None while it runs or if it is no child."""
     child = _CHILDREN.get(pid)
     return None if child is None else child.poll()
 
 
-def cancel(job: Job) -> None:
-    """Ask the job to stop at its next batch, like Ctrl-C, even if recording this fails."""
+def cancel_job(job: Job) -> None:
+    """Interrupt a job as Ctrl-C does, so that it stops after its current batch."""
     if job.cancelled or not _is_alive_on_this_machine(job):
         return
     try:
         # Written first, so that a restarted server knows that the user cancelled the job.
-        write_job(dataclasses.replace(job, cancelled=utc_now()))
+        write_job_record(dataclasses.replace(job, cancelled=utc_now()))
     finally:
         _signal_process_group(job.pid, signal.SIGINT)
 
 
 def _kill_overdue_job(job: Job) -> None:
-    """Kill the job's processes if it was asked to stop longer ago than the grace period."""
+    """Kill the processes of a cancelled job that has not stopped within the grace period."""
     if not job.cancelled or not _is_alive_on_this_machine(job):
         return
     elapsed = datetime.now(UTC) - datetime.fromisoformat(job.cancelled)
@@ -344,7 +344,7 @@ def _kill_overdue_job(job: Job) -> None:
 
 
 def _is_alive_on_this_machine(job: Job) -> bool:
-    """Return True if the process id still belongs to the job on this machine."""
+    """Return True if the job's process is still running on this machine."""
     return job.code is None and job.host == platform.node() and job.owner.is_alive
 
 
@@ -355,23 +355,23 @@ def _signal_process_group(pid: int, number: signal.Signals) -> None:
 
 
 @dataclass(frozen=True)
-class View:
-    """The state of a job; "stopped" if its process is gone without a result."""
+class JobStatus:
+    """The current state of a job with progress or failure; "stopped" if its process ended without a result."""
 
     job: Job
     state: State
     progress: ProgressEvent | None = None
-    failure: Failure | None = None
+    failure: RunFailure | None = None
 
     @property
     def is_live(self) -> bool:
-        """True if the state may still change."""
+        """True if the job is starting, running or cancelling."""
         return self.state in _LIVE
 
 
-def watch(run: Path, kind: Kind | None = None) -> View | None:
-    """Return the state of the newest job (of a kind); kill a cancelled job after its grace period."""
-    job = job_of(run, kind)
+def poll_job(run: Path, kind: Kind | None = None) -> JobStatus | None:
+    """Return the status of the newest job; kill a cancelled job after its grace period."""
+    job = newest_job(run, kind)
     if job is None:
         return None
     code = _child_exit_code(job.pid) if job.code is None else None
@@ -379,35 +379,35 @@ def watch(run: Path, kind: Kind | None = None) -> View | None:
         # Recorded for a restarted server. A full disk must not hide the state; it is recorded at a later call.
         job = dataclasses.replace(job, code=code)
         with contextlib.suppress(RunError):
-            write_job(job)
+            write_job_record(job)
     status = _status_written_by_job(job)
     if job.code is None and job.owner.is_alive:
         _kill_overdue_job(job)
         state: State = "cancelling" if job.cancelled else "running"
         progress = _read_progress(job, status)
-        return View(job, state if progress is not None or job.cancelled else "starting", progress)
-    return _ended_job_view(job, status)
+        return JobStatus(job, state if progress is not None or job.cancelled else "starting", progress)
+    return _ended_job_status(job, status)
 
 
-def live_job(run: Path, kind: Kind | None = None) -> View | None:
-    """Return the state of the newest job if it is live; else None."""
-    view = watch(run, kind)
+def live_job(run: Path, kind: Kind | None = None) -> JobStatus | None:
+    """Return the status of the newest job if it is live, else None."""
+    view = poll_job(run, kind)
     return view if view is not None and view.is_live else None
 
 
-def is_at_work(run: Path) -> bool:
-    """Return True if a job that writes to the run is live."""
+def has_live_job(run: Path) -> bool:
+    """Return True if a live job writes to the run."""
     return live_job(run) is not None
 
 
-def is_finished_since(job: Job) -> bool:
-    """Return True if the run was finished after the job began, for example in a terminal."""
+def is_run_finished_since(job: Job) -> bool:
+    """Return True if the run was completed after the job started, for example from a terminal."""
     status = _read_run_status(job.run)
     return status is not None and status.state == "done" and str(status.heartbeat) > job.started
 
 
-def _status_written_by_job(job: Job) -> Status | None:
-    """Return the run's status if this job's process wrote it."""
+def _status_written_by_job(job: Job) -> RunStatus | None:
+    """Return the run's status file if the job's process wrote it, else None."""
     status = _read_run_status(job.run)
     if status is None or status.pid != job.pid:
         return None
@@ -417,45 +417,45 @@ def _status_written_by_job(job: Job) -> Status | None:
     return status
 
 
-def _read_run_status(run: Path) -> Status | None:
-    """Read the run's status; a damaged one, or one outside the root, counts as none."""
+def _read_run_status(run: Path) -> RunStatus | None:
+    """Read the run's status file; None if it is damaged or outside the root."""
     try:
         return read_status(run) if is_inside(run / STATUS) else None
     except RunError:
         return None
 
 
-def _ended_job_view(job: Job, status: Status | None) -> View:
+def _ended_job_status(job: Job, status: RunStatus | None) -> JobStatus:
     progress = _read_progress(job, status)
     state, error = (None, None) if status is None else (status.state, status.error)
-    failure = error or _parse_printed_error(log_text(job.log))
+    failure = error or _parse_printed_error(log_tail(job.log))
     was_killed = job.code is None or job.code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
     if job.code == 0 or (job.code is None and state == "done"):
-        return View(job, "done", progress)
+        return JobStatus(job, "done", progress)
     # During imports, libraries may convert an interrupt to any exit code.
     was_stopped = job.cancelled and (was_killed or (state is None and failure is None))
     if state == "cancelled" or job.code == Cancelled.exit_code or was_stopped:
-        return View(job, "cancelled", progress)
+        return JobStatus(job, "cancelled", progress)
     # A printed error means that the job ended by itself, even if no server was running to read its exit code.
     if state == "failed" or (failure is not None and (job.code is None or not was_killed)):
-        return View(job, "failed", progress, failure or Failure("Error", "no reason was reported"))
+        return JobStatus(job, "failed", progress, failure or RunFailure("Error", "no reason was reported"))
     if job.code is None and _has_recent_heartbeat(status):
         # The process may run on another host: a recent heartbeat means that it is alive.
-        return View(job, "running", progress)
+        return JobStatus(job, "running", progress)
     if job.code is not None and job.code > 0:
-        return View(job, "failed", progress, Failure("Error", f"exit code {job.code}"))
-    return View(job, "stopped", progress)
+        return JobStatus(job, "failed", progress, RunFailure("Error", f"exit code {job.code}"))
+    return JobStatus(job, "stopped", progress)
 
 
-def _has_recent_heartbeat(status: Status | None) -> bool:
+def _has_recent_heartbeat(status: RunStatus | None) -> bool:
     if status is None or status.state not in ("running", "cancelling") or not status.heartbeat:
         return False
     age = datetime.now(UTC) - datetime.fromisoformat(status.heartbeat)
     return age.total_seconds() < SILENT_SECONDS
 
 
-def _read_progress(job: Job, status: Status | None) -> ProgressEvent | None:
-    """Read progress from the run's status, or from the log before there is a run."""
+def _read_progress(job: Job, status: RunStatus | None) -> ProgressEvent | None:
+    """Read the job's progress from the run's status file, or from the log before the run exists."""
     if status is not None and status.phase:
         return ProgressEvent(status.phase, status.done, status.total, status.label, status.seconds)
     events = [event for _, event in _read_last_lines(job.log) if event.get("event") == "progress"]
@@ -465,8 +465,8 @@ def _read_progress(job: Job, status: Status | None) -> ProgressEvent | None:
         return None
 
 
-def log_text(log: Path) -> str:
-    """Return the end of the log without progress lines; empty if there is none yet."""
+def log_tail(log: Path) -> str:
+    """Return the last lines of a job's log without progress events; empty if there is none."""
     lines = ((line, event) for line, event in _read_last_lines(log) if event.get("event") != "progress")
     # With `--progress jsonl`, log messages are JSON too.
     return "\n".join(
@@ -474,8 +474,8 @@ def log_text(log: Path) -> str:
     )
 
 
-def running_drift(job: Job) -> dict[int, float]:
-    """Return the mean drift after each layer that the job has calibrated, by layer index."""
+def drift_so_far(job: Job) -> dict[int, float]:
+    """Return the mean drift of each layer calibrated so far by a running job, keyed by layer index."""
     drifts: dict[int, float] = {}
     for event in _job_events(job):
         numbers = event.get("metrics", event)
@@ -485,8 +485,8 @@ def running_drift(job: Job) -> dict[int, float]:
     return dict(sorted(drifts.items()))
 
 
-def running_scores(job: Job) -> dict[str, float]:
-    """Return held-out scores of the candidates that the job's choice has tried so far, by name."""
+def candidate_scores(job: Job) -> dict[str, float]:
+    """Return the held-out scores of candidates tried so far by a running method choice, by name."""
     scores: dict[str, float] = {}
     for event in _job_events(job):
         name, score = event.get("name"), event.get("score")
@@ -496,7 +496,7 @@ def running_scores(job: Job) -> dict[str, float]:
 
 
 def _job_events(job: Job) -> Iterator[dict[str, Any]]:
-    """Yield the run's events since the job began; an incomplete line is left for the next call."""
+    """Yield the events of the run since the job started; an incomplete last line is skipped."""
     return (
         event
         for _, event in _read_last_lines(job.run / EVENTS, _EVENT_BYTES)
@@ -505,7 +505,7 @@ def _job_events(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def _read_last_lines(file: Path, most: int = _TAIL_BYTES) -> list[tuple[str, dict[str, Any]]]:
-    """Return the last lines of a file, each with its JSON object; empty for plain text."""
+    """Return the last lines of a file, each with its parsed JSON object; empty for plain text."""
     if not is_file_inside(file):
         return []
     try:
@@ -520,7 +520,7 @@ def _read_last_lines(file: Path, most: int = _TAIL_BYTES) -> list[tuple[str, dic
 
 def _parse_json_object(line: str) -> dict[str, Any]:
     try:
-        event = from_json(line) if line.startswith("{") else None
+        event = parse_json(line) if line.startswith("{") else None
     # The last line may be incomplete while the job writes it.
     except ValueError:
         event = None

@@ -15,11 +15,11 @@ from driftlens.config.requests import (
 )
 from driftlens.runs.manifest import COMPARISON, MANIFEST, SPEC, read_manifest
 from driftlens.runs.run import DriftRun
-from driftlens.utils.errors import SpecError, listed
-from driftlens.utils.files import entries
-from driftlens_app.calibration import methods, require_free_name
-from driftlens_app.processes import JobRequest, Kind, job_of
-from driftlens_app.settings import Settings, is_file_inside, is_inside, require_root
+from driftlens.utils.errors import SpecError, join_names
+from driftlens.utils.files import list_folder
+from driftlens_app.calibration import available_methods, require_free_name
+from driftlens_app.processes import JobRequest, Kind, newest_job
+from driftlens_app.settings import Settings, is_file_inside, is_inside, require_root_exists
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
 _PROGRESS = ("--progress", "jsonl")
@@ -39,17 +39,17 @@ SUITES = {
 
 
 def demo_request(settings: Settings, suite: str = "text") -> JobRequest:
-    """Build the request of a demo run; an unfinished one is started again."""
+    """Build the job request of a demo run; an unfinished demo is restarted."""
     run = settings.root / DEMO
-    earlier = job_of(run)
+    earlier = newest_job(run)
     force = ("--force",) if earlier is not None and _has_readable_manifest(run) else ()
     arguments = ("demo", "--suite", suite, "--out", str(run), *force, *_PROGRESS)
     return JobRequest("demo", "Demo run", run, arguments, {"suite": suite})
 
 
-def comparisons(root: Path) -> list[str]:
-    """List the folders with comparisons of merges in the root, newest first."""
-    files = [folder / COMPARISON for folder in entries(root) if is_file_inside(folder / COMPARISON)]
+def merge_comparisons(root: Path) -> list[str]:
+    """List the folders in the root that store a comparison of merges, newest first."""
+    files = [folder / COMPARISON for folder in list_folder(root) if is_file_inside(folder / COMPARISON)]
     return [file.parent.name for file in sorted(files, key=lambda file: -file.stat().st_mtime_ns)]
 
 
@@ -65,8 +65,8 @@ def _new_run_folder(settings: Settings, name: str) -> Path:
     return run
 
 
-def new_spec(settings: Settings, name: str) -> Path:
-    """Return the file of a new spec called `name`; refuse existing names."""
+def new_spec_path(settings: Settings, name: str) -> Path:
+    """Return the path of a new spec file; raise SpecError if the name is taken."""
     run, file = _new_run_folder(settings, name), settings.root / f"{name}.yaml"
     # `exists` is False for a dangling link, which writing would follow.
     for place in (run, file):
@@ -76,42 +76,42 @@ def new_spec(settings: Settings, name: str) -> Path:
 
 
 def analyze_request(settings: Settings, spec: str, name: str) -> JobRequest:
-    """Build the analysis of a spec into a new folder, or into one that a job left unfinished.
+    """Build the job request of an analysis in a new folder, or in one that a job left unfinished.
 
     Args:
         settings: settings of the dashboard.
         spec: path of the spec relative to the root.
         name: name of the run's folder.
     """
-    run, file = _new_run_folder(settings, name), spec_file(settings.root, spec)
-    resume = ("--resume",) if _has_readable_manifest(run) and job_of(run) is not None else ()
+    run, file = _new_run_folder(settings, name), spec_file_path(settings.root, spec)
+    resume = ("--resume",) if _has_readable_manifest(run) and newest_job(run) is not None else ()
     arguments = ("analyze", str(file), "--out", str(run), *resume, *_PROGRESS)
     return JobRequest("analyze", name, run, arguments, {"spec": spec, "name": name})
 
 
 def resume_request(run: DriftRun) -> JobRequest:
-    """Build the request that completes a stopped analysis."""
+    """Build the job request that resumes a stopped analysis."""
     arguments = ("analyze", str(run.path / SPEC), "--out", str(run.path), "--resume", *_PROGRESS)
     return JobRequest("analyze", run.name, run.path, arguments)
 
 
 def _request_for_run(kind: Kind, name: str, run: DriftRun, /, *words: str, **settings: Any) -> JobRequest:
-    """Build the request of a command that adds to a run."""
+    """Build the job request of a command that adds results to an existing run."""
     # Positional-only, since `settings` may have the keys `kind` and `name`.
     return JobRequest(kind, name, run.path, (kind, str(run.path), *words, *_PROGRESS), settings)
 
 
 def calibrate_request(run: DriftRun, request: CalibrationRequest) -> JobRequest:
-    """Build the calibration of a run; refuse a name that is taken."""
+    """Build the job request of a calibration; raise SpecError if its name is taken."""
     require_free_name(request, run.manifest.calibrations)
     return _request_for_run(
-        "calibrate", request.name, run, *request.words(), **request.model_dump(mode="json")
+        "calibrate", request.name, run, *request.to_cli_args(), **request.model_dump(mode="json")
     )
 
 
 def sweep_request(run: DriftRun) -> JobRequest:
-    """Build a one-factor sweep of the default method's coefficients around their published values."""
-    method = methods()[DEFAULT_METHOD]
+    """Build the job request of a sweep of FeatCal's coefficients around their published values, one at a time."""
+    method = available_methods()[DEFAULT_METHOD]
     preset = str(method.preset_for(run.manifest.architecture.get("loader", "")))
     words = ["--resume", f"--preset={preset}"]
     for name, factors in method.swept.items():
@@ -119,18 +119,18 @@ def sweep_request(run: DriftRun) -> JobRequest:
             high, centre = method.settings[name].get("maximum"), method.presets[preset][name]
             values = sorted({min(factor * centre, high or math.inf) for factor in factors})
             words.append(f"--param={name}={','.join(f'{value:g}' for value in values)}")
-    return _request_for_run("sweep", listed(method.swept), run, *words)
+    return _request_for_run("sweep", join_names(method.swept), run, *words)
 
 
-def methods_request(run: DriftRun, names: Sequence[str]) -> JobRequest:
-    """Build a comparison of methods on the same samples; each becomes a calibration of the run."""
+def compare_methods_request(run: DriftRun, names: Sequence[str]) -> JobRequest:
+    """Build the job request that calibrates one run with several methods on the same samples."""
     if not names:
         raise SpecError("no method is selected", hint="Select at least two.")
-    return _request_for_run("sweep", ",".join(names), run, *SweepRequest(methods=names).words())
+    return _request_for_run("sweep", ",".join(names), run, *SweepRequest(methods=names).to_cli_args())
 
 
-def explain_request(run: DriftRun) -> JobRequest:
-    """Build the attribution that the run's variants lack."""
+def attribution_request(run: DriftRun) -> JobRequest:
+    """Build the job request that attributes drift to layers for variants without attribution."""
     words = ("analyze", str(run.path), *_PROGRESS)
     return JobRequest("explain", run.manifest.name, run.path, words)
 
@@ -145,22 +145,22 @@ def _has_readable_manifest(folder: Path) -> bool:
 
 
 def spec_files(root: Path) -> list[str]:
-    """List the YAML files in the root and in its folders, without the specs of runs."""
-    require_root(root)
-    folders = [root, *(child for child in entries(root) if child.is_dir())]
+    """List the YAML spec files in the root and its folders, without the specs stored in runs."""
+    require_root_exists(root)
+    folders = [root, *(child for child in list_folder(root) if child.is_dir())]
     paths = [
         file.relative_to(root).as_posix()
         for folder in folders
         if not folder.name.startswith(".") and not (folder / MANIFEST).exists() and is_inside(folder, root)
-        for file in entries(folder)
+        for file in list_folder(folder)
         if file.suffix.lower() in _SUFFIXES and file.is_file() and is_inside(file, root)
         if file.stat().st_size <= MAX_SPEC_BYTES
     ]
     return sorted(paths)[:_MAX_FILES]
 
 
-def spec_file(root: Path, relative: str) -> Path:
-    """Return the spec file at a relative path; refuse others, since browsers may send anything."""
+def spec_file_path(root: Path, relative: str) -> Path:
+    """Return the path of a listed spec file; raise SpecError for any other path from the browser."""
     if relative not in spec_files(root):
         raise SpecError(f"this folder has no spec {relative!r}", hint="Choose one from the list.")
     return root / relative

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import streamlit as st
 
-from driftlens.results.formatting import printable
+from driftlens.results.formatting import strip_control_chars
 from driftlens.results.listing import RunSummary, find_runs
-from driftlens.runs.manifest import LOCK, MANIFEST, STATUS, living_owner_of, table_file
+from driftlens.runs.manifest import LOCK, MANIFEST, STATUS, live_lock_owner, table_file
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
 from driftlens.utils.errors import DataError, RunError
@@ -22,23 +22,23 @@ _ID = re.compile(r"[A-Za-z0-9._-]+")
 _SUBFOLDER = "runs"
 
 
-def listed_runs(settings: Settings) -> list[RunSummary]:
+def list_runs(settings: Settings) -> list[RunSummary]:
     """List the runs under the root by folder name, with the reason for those that can't be read."""
     summaries = []
     for folder in _run_folders(settings.root):
-        now = stamp(folder)
+        now = run_fingerprint(folder)
         try:
             _require_links_inside_cached(folder, settings.root, now)
         except RunError as error:
             summaries.append(RunSummary(folder, name=folder.name, problem=error.message, hint=error.hint))
             continue
-        is_alive = is_file_inside(folder / LOCK) and living_owner_of(folder) is not None
-        summaries.append(_cached_run_summary(str(folder), now + _file_stamp(folder / STATUS), is_alive))
+        is_alive = is_file_inside(folder / LOCK) and live_lock_owner(folder) is not None
+        summaries.append(_cached_run_summary(str(folder), now + _file_fingerprint(folder / STATUS), is_alive))
     return _mark_duplicate_runs(summaries)
 
 
 def _readable_runs(settings: Settings) -> list[RunSummary]:
-    return [run for run in listed_runs(settings) if not run.problem]
+    return [run for run in list_runs(settings) if not run.problem]
 
 
 def run_ids(settings: Settings) -> list[str]:
@@ -47,14 +47,14 @@ def run_ids(settings: Settings) -> list[str]:
 
 
 def run_titles(settings: Settings) -> dict[str, str]:
-    """Return the names of readable runs by id; a name that two runs share is followed by the id."""
-    named = {run.id: printable(run.name) for run in _readable_runs(settings)}
+    """Return display names of readable runs by id; the id is appended to a name shared by two runs."""
+    named = {run.id: strip_control_chars(run.name) for run in _readable_runs(settings)}
     counts = Counter(named.values())
     return {id_: name if counts[name] == 1 else f"{name} ({id_})" for id_, name in named.items()}
 
 
-def folder_of(settings: Settings, run_id: str) -> Path:
-    """Return the folder of a run id, which must be under the root and readable."""
+def run_folder(settings: Settings, run_id: str) -> Path:
+    """Return the folder of a run id; raise DataError if it is not a readable run under the root."""
     for run in _readable_runs(settings):
         if run.id == run_id:
             return run.path
@@ -63,31 +63,33 @@ def folder_of(settings: Settings, run_id: str) -> Path:
     )
 
 
-def opened(folder: Path) -> DriftRun:
-    """Open the run in `folder`, again if it has changed; refuse links that leave the root."""
-    now = stamp(folder)
+def open_cached_run(folder: Path) -> DriftRun:
+    """Open the run in `folder`, from the cache if it is unchanged; refuse links that leave the root."""
+    now = run_fingerprint(folder)
     _require_links_inside_cached(folder, Settings.from_environment().root, now)
     return _cached_run(str(folder), now)
 
 
-def stamp(folder: Path) -> str:
-    """Return a text that changes with the run's manifest and tables.
+def run_fingerprint(folder: Path) -> str:
+    """Return a text that changes whenever the run's manifest or tables change.
 
     It is one text because Streamlit hashes the numbers of a key one by one.
     """
-    return "".join(map(_file_stamp, (folder / MANIFEST, *(folder / table_file(name) for name in TABLES))))
+    return "".join(
+        map(_file_fingerprint, (folder / MANIFEST, *(folder / table_file(name) for name in TABLES)))
+    )
 
 
-def key_of(run: DriftRun) -> tuple[str, str]:
-    """Return a cache key of a run in its current state: `hash_funcs={DriftRun: key_of}`."""
-    return run.id, stamp(run.path)
+def run_cache_key(run: DriftRun) -> tuple[str, str]:
+    """Return the Streamlit cache key of a run in its current state: `hash_funcs={DriftRun: run_cache_key}`."""
+    return run.id, run_fingerprint(run.path)
 
 
 def _require_links_inside_cached(folder: Path, root: Path, now: str) -> None:
     # Adding a link changes the time of its folder. Links placed deeper while the dashboard is open are noticed at the
     # next change of the run.
     folders = (folder, folder / "tables", folder / "features", folder / "calibrations", folder / "thumbs")
-    _cached_link_check(str(folder), str(root), now + "".join(map(_file_stamp, folders)))
+    _cached_link_check(str(folder), str(root), now + "".join(map(_file_fingerprint, folders)))
 
 
 @st.cache_data(max_entries=500, show_spinner=False)
@@ -111,7 +113,7 @@ def _cached_run_summary(folder: str, stamp: str, is_alive: bool) -> RunSummary:
 
 
 def _run_folders(root: Path) -> list[Path]:
-    """List the folders of runs, each once, even if links lead to it."""
+    """List the folders of runs under the root, each once even if symbolic links lead to it."""
     if _is_run_folder(root):
         return [root]
     parents = [parent for parent in (root, root / _SUBFOLDER) if parent.is_dir() and is_inside(parent, root)]
@@ -128,8 +130,8 @@ def _is_run_folder(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (MANIFEST, STATUS, LOCK))
 
 
-def _file_stamp(file: Path) -> str:
-    """Return time, size and inode of a file; files of a run are replaced, never modified."""
+def _file_fingerprint(file: Path) -> str:
+    """Return modification time, size and inode of a file as text."""
     try:
         status = file.stat()
     except OSError:
@@ -138,7 +140,7 @@ def _file_stamp(file: Path) -> str:
 
 
 def _mark_duplicate_runs(summaries: list[RunSummary]) -> list[RunSummary]:
-    """Mark copies of runs, which have the same id: the first keeps it, others are listed with the reason."""
+    """Mark copies of a run, which have the same id, as unreadable, except for the first."""
     originals: dict[str, Path] = {}
     listed = []
     for run in summaries:

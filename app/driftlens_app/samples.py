@@ -11,15 +11,15 @@ from urllib.parse import parse_qsl
 import pandas as pd
 import streamlit as st
 
-from driftlens.results.measures import outcomes
+from driftlens.results.measures import sample_outcomes
 from driftlens.results.verdict import verdict
 from driftlens.runs.manifest import texts_file, thumbs_file
 from driftlens.runs.run import DriftRun
-from driftlens.utils.variants import part_of
-from driftlens_app.runs import key_of
-from driftlens_app.selection import TASK, choose, lead, selection
+from driftlens.utils.variants import variant_kind
+from driftlens_app.runs import run_cache_key
+from driftlens_app.selection import TASK, current_selection, open_page, select_value
 from driftlens_app.settings import require_inside
-from driftlens_app.show import component, is_dark, shown_errors
+from driftlens_app.show import is_dark, script_component, show_errors_in_place
 from driftlens_reports.charts.chart import ChartOptions
 from driftlens_reports.charts.picking import chosen_variants
 from driftlens_reports.explorer import Explorer
@@ -30,16 +30,16 @@ _HEIGHTS = {"": 1000, "points": 520, "wall": 700}
 _REQUESTED = "_explore"
 
 
-def explore(state: str) -> None:
-    """Open the page Samples with a state of the explorer, as its address has it after the #."""
+def open_explorer(state: str) -> None:
+    """Open the page Samples with a state of the sample explorer, given as in the URL fragment."""
     # The time makes the same state requested twice two requests.
     st.session_state[_REQUESTED] = (time.time_ns(), state)
     task = dict(parse_qsl(state)).get(TASK)
-    lead("samples", **({TASK: task} if task else {}))
+    open_page("samples", **({TASK: task} if task else {}))
 
 
 def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state: str = "") -> None:
-    """Show the page of `driftlens view` or a part of it in a frame without origin; a click on `points` opens Samples.
+    """Show the sample explorer, or a part of it, in a sandboxed iframe; a click on `points` opens the page Samples.
 
     Args:
         run: the run.
@@ -50,7 +50,7 @@ def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state
     for task in run.tasks:
         for file in (thumbs_file(task), texts_file(task)):
             require_inside(run.path / file)
-    with shown_errors():
+    with show_errors_in_place():
         requested, requested_state = st.session_state.get(_REQUESTED, (0, "")) if part == "" else (0, "")
         name, page = _cached_explorer_page(run, part == "points")
         data = {
@@ -58,13 +58,16 @@ def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state
             "run": run.id,
             "show": part,
             "dark": is_dark(),
-            "task": selection().task,
+            "task": current_selection().task,
             "asked": requested,
             "state": requested_state or state,
             "height": _HEIGHTS[part],
             "title": "Samples across models",
         }
-        embedded, bring = component("explorer", "<div></div>", _FRAME), component("explorer_page", "<i></i>")
+        embedded, bring = (
+            script_component("explorer", "<div></div>", _FRAME),
+            script_component("explorer_page", "<i></i>"),
+        )
         with st.container(gap=None):
             # Sent as bytes: Streamlit would encode text as JSON twice on every click.
             head = f"{json.dumps([part, name])}\n".encode()
@@ -76,18 +79,18 @@ def show_explorer(run: DriftRun, part: Literal["", "points", "wall"] = "", state
                 on_task_change=_select_explorer_task,
             )
         if clicked.open:
-            explore(str(clicked.open))
+            open_explorer(str(clicked.open))
 
 
 def _select_explorer_task() -> None:
-    """Select the task that was chosen in the explorer, on all pages."""
+    """Select on all pages the task that the user chose in the explorer."""
     task = st.session_state["explorer-"].get("task")
     if task:
-        choose(TASK, str(task))
+        select_value(TASK, str(task))
 
 
-def offer_page(run: DriftRun) -> None:
-    """Show a button that downloads the page of `driftlens view`."""
+def show_explorer_download(run: DriftRun) -> None:
+    """Show a button that downloads the sample explorer as an HTML page."""
     st.download_button(
         "Download this page",
         lambda: Explorer(run).page,
@@ -98,22 +101,22 @@ def offer_page(run: DriftRun) -> None:
     )
 
 
-@st.cache_data(max_entries=8, show_spinner="Arranging samples", hash_funcs={DriftRun: key_of})
+@st.cache_data(max_entries=8, show_spinner="Arranging samples", hash_funcs={DriftRun: run_cache_key})
 def _cached_explorer_page(run: DriftRun, only_points: bool) -> tuple[str, bytes]:
-    """Return the hash of the page, and the page."""
-    page = Explorer(run).inside(only_points=only_points)
+    """Return the hash and the bytes of the explorer's HTML page."""
+    page = Explorer(run).embedded_page(only_points=only_points)
     return hashlib.sha256(page).hexdigest(), page
 
 
-def outcomes_of(run: DriftRun, task: str, options: ChartOptions) -> pd.Series[str]:
-    """Return each sample's outcome under the merged and the newest repaired model; empty if unknown.
+def choose_outcomes(run: DriftRun, task: str, options: ChartOptions) -> pd.Series[str]:
+    """Return whether each sample was repaired, broken or unchanged by the newest calibration; empty if unknown.
 
     Args:
         run: the run.
         task: the task whose samples are compared.
         options: the user's selection, whose variants limit the repaired models.
     """
-    repaired = [name for name in chosen_variants(run, options) if part_of(name) == "calibrated"]
+    repaired = [name for name in chosen_variants(run, options) if variant_kind(name) == "calibrated"]
     if not (merged := verdict(run).merged):
         return pd.Series(dtype=str)
-    return outcomes(run, task, merged, repaired[-1] if repaired else "")["outcome"]
+    return sample_outcomes(run, task, merged, repaired[-1] if repaired else "")["outcome"]

@@ -14,10 +14,10 @@ from streamlit.runtime.scriptrunner import get_script_run_ctx
 from driftlens.results.listing import RunSummary
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import DataError
-from driftlens_app.processes import is_at_work
-from driftlens_app.runs import folder_of, listed_runs, opened, run_ids, run_titles
+from driftlens_app.processes import has_live_job
+from driftlens_app.runs import list_runs, open_cached_run, run_folder, run_ids, run_titles
 from driftlens_app.settings import Settings
-from driftlens_app.show import is_dark, path_of
+from driftlens_app.show import is_dark, page_path
 from driftlens_reports.charts.chart import ChartOptions
 
 RUN, TASK, VARIANTS, LAYER, MEASURE = "run", "task", "variants", "layer", "measure"
@@ -32,7 +32,7 @@ _CHOSEN, _IN_URL, _KEPT = "_selection", "_run_in_url", "_view_in_url"
 
 @dataclass(frozen=True)
 class Selection:
-    """The user's selection. No task means all tasks, no variants mean all but the base."""
+    """The selected run, task, variants, layer and drift measure. No task is all; no variants are all but the base."""
 
     run: DriftRun
     task: str | None
@@ -42,11 +42,11 @@ class Selection:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The tasks to show: the chosen one, or all."""
+        """The tasks to show: the selected one, or all."""
         return self.run.tasks if self.task is None else (self.task,)
 
     def options(self, **others: Any) -> ChartOptions:
-        """Return chart options from selection and theme; `others` override them."""
+        """Return chart options for the selection and the theme; `others` override them."""
         chosen = ChartOptions(
             tasks=None if self.task is None else (self.task,),
             variants=self.variants or None,
@@ -58,26 +58,26 @@ class Selection:
         return dataclasses.replace(chosen, **others)
 
 
-def selection(*controls: str, with_base: bool = False) -> Selection:
-    """Return the user's selection; show the controls that the page names."""
+def current_selection(*controls: str, with_base: bool = False) -> Selection:
+    """Return the current selection; show the named controls."""
     if controls:
         _show_controls(controls, "All" if with_base else "All but the base")
     chosen: Selection = st.session_state[_CHOSEN]
     return chosen
 
 
-def lead(view: str, *, query: Mapping[str, str] | None = None, **others: str) -> NoReturn:
-    """Open a page with the current selection, or with `others` instead: `lead("layers", task="cars")`.
+def open_page(view: str, *, query: Mapping[str, str] | None = None, **others: str) -> NoReturn:
+    """Open a page with the current selection, updated by `others`: `open_page("layers", task="cars")`.
 
     This is one step in the browser's history.
     """
     for name, chosen in others.items():
         _stored_selection()[name] = [chosen]
-    st.switch_page(path_of(view), query_params=query)
+    st.switch_page(page_path(view), query_params=query)
 
 
-def choose_run(settings: Settings) -> DriftRun | None:
-    """Return the run selected in the sidebar, or None without runs; refuse a URL that names no run."""
+def select_run(settings: Settings) -> DriftRun | None:
+    """Return the run selected in the sidebar, None without runs; raise DataError for an unknown run in the URL."""
     ids = run_ids(settings)
     if not ids:
         return None
@@ -103,24 +103,24 @@ def choose_run(settings: Settings) -> DriftRun | None:
         missing = st.session_state[_IN_URL]
         raise DataError(f"the run {missing!r} is not here", hint=f"Choose one in the sidebar.{reason}")
     st.session_state[_IN_URL] = chosen
-    return opened(folder_of(settings, chosen))
+    return open_cached_run(run_folder(settings, chosen))
 
 
-def require_no_unreadable(settings: Settings) -> None:
-    """Refuse to call a folder empty whose runs can't be read; names the first one, and why."""
+def require_readable_runs(settings: Settings) -> None:
+    """Raise DataError with the reason if the folder has runs that can't be read."""
     for run in _unreadable_runs(settings):
         raise DataError(f"no readable run: {run.path.name} can't be read: {run.problem}", hint=run.hint)
 
 
 def _unreadable_runs(settings: Settings) -> list[RunSummary]:
-    """Return runs that can't be read, without those of live jobs."""
+    """Return the runs that can't be read, except those that a live job is writing."""
     # Copies have another state: their files can be read.
-    unread = [run for run in listed_runs(settings) if run.state == RunSummary(run.path).state]
-    return [run for run in unread if not is_at_work(run.path)]
+    unread = [run for run in list_runs(settings) if run.state == RunSummary(run.path).state]
+    return [run for run in unread if not has_live_job(run.path)]
 
 
-def choose_view(run: DriftRun) -> None:
-    """Read the selection from the URL, or from the previous page."""
+def restore_selection(run: DriftRun) -> None:
+    """Restore the selection of task, variants and layer from the URL, or from the previous page."""
     layers = [FINAL, *(str(entry.index) for entry in run.manifest.layers)]
     offered = {TASK: run.tasks, VARIANTS: run.variants, LAYER: layers, MEASURE: _MEASURES}
     selected = {name: _selected_values(name, values) for name, values in offered.items()}
@@ -140,13 +140,13 @@ def choose_view(run: DriftRun) -> None:
 
 
 def _stored_selection() -> dict[str, list[str]]:
-    """Return the selection that is kept for pages whose address does not have it."""
+    """Return the selection stored in the session, for pages whose URL lacks it."""
     kept: dict[str, list[str]] = st.session_state.setdefault(_KEPT, {})
     return kept
 
 
-def choose(name: str, chosen: Any) -> None:
-    """Select a value by name, as if it were in the URL."""
+def select_value(name: str, chosen: Any) -> None:
+    """Set one selected value by name and update the URL."""
     # Runs as a callback before the script, which may be interrupted when the user leaves the page.
     _stored_selection()[name] = listed = [chosen] if isinstance(chosen, str) else [*(chosen or ())]
     if _is_shown_in_url(name, listed):
@@ -160,7 +160,7 @@ def _is_shown_in_url(name: str, chosen: list[str]) -> bool:
 
 
 def _selected_values(name: str, options: Sequence[str]) -> list[str]:
-    """Return the selected values of a name, also on pages that do not show the control."""
+    """Return the selected values of a control, even on pages that do not show it."""
     # Streamlit forgets widgets that a page leaves out, and clears the URL when the page changes.
     kept, values = _stored_selection(), st.query_params.get_all(name)
     # After a step in the browser's history the URL is complete, so a missing name means the default.
@@ -177,8 +177,8 @@ def _is_history_navigation() -> bool:
 
 
 def _show_controls(names: Sequence[str], everything: str) -> None:
-    """Show controls in a row; `everything` labels an empty choice of variants."""
-    chosen = selection()
+    """Show the selection controls in a row; `everything` labels an empty choice of variants."""
+    chosen = current_selection()
     run = chosen.run
     layers = {FINAL: FINAL} | {str(layer.index): run.layer_name(layer.index) for layer in run.manifest.layers}
     now = {TASK: chosen.task, VARIANTS: [*chosen.variants], LAYER: str(chosen.layer)}
@@ -198,4 +198,4 @@ def _show_controls(names: Sequence[str], everything: str) -> None:
     with st.container(horizontal=True, vertical_alignment="bottom"):
         for name in names:
             st.session_state[name] = now[name]
-            draw[name](key=name, on_change=lambda name=name: choose(name, st.session_state[name]))
+            draw[name](key=name, on_change=lambda name=name: select_value(name, st.session_state[name]))

@@ -19,7 +19,7 @@ from starlette.websockets import WebSocketClose
 from streamlit import net_util
 
 from driftlens_app import views
-from driftlens_app.settings import Settings, in_url
+from driftlens_app.settings import Settings, host_in_url
 
 _PAGES = [file.stem for file in Path(views.__path__[0]).glob("[!_]*.py")]
 # Relative to the page, like Streamlit's links to its files, so that it works behind a proxy with a prefix.
@@ -41,7 +41,7 @@ async def _page_document(_request: Request) -> HTMLResponse:
 
 
 def _is_same_origin(scope: Scope) -> bool:
-    """Return True if a page of this server sent the request: same scheme, name and port."""
+    """Return True if the request came from a page of this server: same scheme, name and port."""
     # Streamlit alone would accept requests without an origin, and pages from any port of this machine.
     headers = Headers(scope=scope)
     scheme = {"ws": "http", "wss": "https"}.get(scope["scheme"], scope["scheme"])
@@ -52,14 +52,14 @@ def _is_same_origin(scope: Scope) -> bool:
 
 
 def _allowed_frame_site() -> str:
-    """Return the site whose frames may show the dashboard; none by default."""
+    """Return the site that may embed the dashboard in a frame; none by default."""
     # A page could overlay a frame to redirect clicks (clickjacking), so only a read-only dashboard may be framed.
     site = os.environ.get("DRIFTLENS_FRAMED_BY", "") if Settings.from_environment().read_only else ""
     return site if re.fullmatch(r"https://[\w.-]+", site) else "'none'"
 
 
-class _OwnAnswers:
-    """Refuse requests of other sites' pages, and frames of other sites."""
+class _SameOriginMiddleware:
+    """ASGI middleware that refuses cross-origin requests and framing by other sites."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -88,11 +88,11 @@ app = st.App(
     routes=[Route("/runs", _redirect_to_runs_page), *(Route(f"/{name}", _page_document) for name in _PAGES)],
     # Streamlit checks host names for its websocket only.
     middleware=[
-        Middleware(_OwnAnswers),
+        Middleware(_SameOriginMiddleware),
         Middleware(
             TrustedHostMiddleware,
             # Streamlit compares an IPv6 address without its brackets, Starlette with them.
-            allowed_hosts=[in_url(name) for name in st.get_option("server.allowedHosts")],
+            allowed_hosts=[host_in_url(name) for name in st.get_option("server.allowedHosts")],
             www_redirect=False,
         ),
     ],

@@ -20,23 +20,23 @@ _HINT = "Remove the link, or replace it by a copy."
 
 @dataclass(frozen=True)
 class Settings:
-    """The root (a folder of runs or a run, links resolved), and True for `read_only` if no jobs may start."""
+    """Dashboard settings: the root folder of runs, and `read_only` if no jobs may be started."""
 
     root: Path
     read_only: bool = False
 
     @property
-    def is_one_run(self) -> bool:
-        """True if the root is a run, so that no run can be added."""
+    def is_single_run(self) -> bool:
+        """True if the root is itself a run, so that no run can be added."""
         return (self.root / MANIFEST).is_file()
 
     def environment(self) -> dict[str, str]:
-        """Return environment variables that `from_environment` reads."""
+        """Return the environment variables that pass these settings to the server process."""
         return {_ROOT: str(self.root), _READ_ONLY: "1" if self.read_only else ""}
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """Read the launcher's settings; the default is the current folder, read-only."""
+        """Read the settings from environment variables; by default the current folder, read-only."""
         root = os.environ.get(_ROOT)
         return cls(
             root=Path(root or ".").resolve(),
@@ -45,7 +45,7 @@ class Settings:
 
 
 def is_inside(path: Path, root: Path | None = None) -> bool:
-    """Return True if `path`, which need not exist, is in `root` (default: the dashboard's), all links followed."""
+    """Return True if `path` is inside `root` (default: the dashboard's) after all links are resolved."""
     try:
         # Unlike `Path.resolve`, this accepts links in a cycle.
         real = os.path.realpath(path)
@@ -55,8 +55,8 @@ def is_inside(path: Path, root: Path | None = None) -> bool:
     return Path(real).is_relative_to(Settings.from_environment().root if root is None else root)
 
 
-def require_root(root: Path) -> None:
-    """Refuse, by a RunError, to look into a folder that was removed while the dashboard was open on it."""
+def require_root_exists(root: Path) -> None:
+    """Raise RunError if the root folder no longer exists."""
     if not root.is_dir():
         raise RunError(
             f"the dashboard's folder {root} is gone",
@@ -65,19 +65,19 @@ def require_root(root: Path) -> None:
 
 
 def is_file_inside(path: Path) -> bool:
-    """Return True if `path` is a regular file inside the root; pipes, which would block, are refused."""
+    """Return True if `path` is a regular file inside the root; pipes, which could block, are refused."""
     # Most files do not exist, and `is_file` is faster than resolving links.
     return path.is_file() and is_inside(path)
 
 
 def require_inside(path: Path) -> None:
-    """Refuse, by a RunError, a path that leaves the root."""
+    """Raise RunError if a path is outside the root after all links are resolved."""
     if not is_inside(path):
         raise RunError(f"{path} leads outside this folder through a link", hint=_HINT)
 
 
 def require_links_inside(run: Path, root: Path) -> None:
-    """Refuse a run with a link that leaves the root or a folder that can't be searched for one. Slow: cache it."""
+    """Raise RunError if a link in a run leads outside the root. Slow, so results should be cached."""
 
     def raise_unsearchable(error: OSError) -> None:
         if isinstance(error, FileNotFoundError | NotADirectoryError):
@@ -104,20 +104,20 @@ def require_links_inside(run: Path, root: Path) -> None:
                 )
 
 
-def is_local(host: str) -> bool:
-    """Return True if only this machine can reach a server that listens on `host`."""
+def is_local_host(host: str) -> bool:
+    """Return True if a server that listens on `host` can be reached only from this machine."""
     address = _parse_ip_address(host)
     return host.lower() == "localhost" if address is None else address.is_loopback
 
 
-def in_url(host: str) -> str:
-    """Write a host as in URLs and the header `Host`: lower case, IPv6 addresses short and in brackets."""
+def host_in_url(host: str) -> str:
+    """Format a host name as in URLs: lower case, IPv6 addresses short and in brackets."""
     name = _normalized_host(host)
     return f"[{name}]" if ":" in name else name
 
 
 def server_command(*, host: str = "127.0.0.1", port: int | None = None, browser: bool = True) -> list[str]:
-    """Return the command that starts the server.
+    """Return the command line that starts the Streamlit server.
 
     Args:
         host: address to listen on.
@@ -134,7 +134,7 @@ def server_command(*, host: str = "127.0.0.1", port: int | None = None, browser:
         "server.maxUploadSize": "1",
         "browser.gatherUsageStats": "false",
         # Streamlit's default link to "localhost" may reach another server that listens on ::1.
-        "browser.serverAddress": "localhost" if _is_unspecified_address(host) else in_url(host),
+        "browser.serverAddress": "localhost" if _is_unspecified_address(host) else host_in_url(host),
         "client.toolbarMode": "minimal",
         "client.showErrorDetails": "type",
         "client.showErrorLinks": "false",
@@ -153,14 +153,14 @@ def server_command(*, host: str = "127.0.0.1", port: int | None = None, browser:
 
 
 def allowed_hosts(host: str) -> Sequence[str]:
-    """Return the host names that requests may use, as Streamlit compares them."""
+    """Return the host names under which the server accepts requests."""
     # Any other name points to this server by DNS rebinding.
-    others = () if is_local(host) else (socket.gethostname(), *_machine_addresses(host))
+    others = () if is_local_host(host) else (socket.gethostname(), *_machine_addresses(host))
     return tuple(dict.fromkeys(map(_normalized_host, ("localhost", "127.0.0.1", host, *others))))
 
 
 def server_environment(settings: Settings) -> dict[str, str]:
-    """Return the server's environment: this process's with the settings, without variables that override flags."""
+    """Return the server's environment variables, with the settings and without Streamlit overrides."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("STREAMLIT_")}
     return {**inherited, **settings.environment()}
 
@@ -174,18 +174,18 @@ def _parse_ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Addres
 
 
 def _normalized_host(host: str) -> str:
-    """Return `host` as browsers write it."""
+    """Normalize a host name as browsers do."""
     return str(_parse_ip_address(host) or host.lower())
 
 
 def _is_unspecified_address(host: str) -> bool:
-    """Return True if `host` means all addresses of this machine, like 0.0.0.0."""
+    """Return True if `host` stands for all addresses of this machine, like 0.0.0.0."""
     address = _parse_ip_address(host)
     return address is not None and address.is_unspecified
 
 
 def _machine_addresses(host: str) -> list[str]:
-    """List this machine's addresses if `host` means all of them."""
+    """Return all addresses of this machine if `host` is an unspecified address such as 0.0.0.0; else none."""
     if not _is_unspecified_address(host):
         return []
     import psutil

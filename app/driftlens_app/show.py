@@ -29,21 +29,29 @@ from plotly.graph_objects import Figure
 from plotly.io import to_json
 from streamlit.column_config import ImageColumn, NumberColumn, TextColumn
 
-from driftlens.results.formatting import INTERVAL, Table, is_measured, printable, signs, unbroken, with_code
-from driftlens.results.verdict import Verdict, headline, shareable
-from driftlens.runs.run import DriftRun, command_to_resume
+from driftlens.results.formatting import (
+    INTERVAL,
+    Table,
+    is_measured,
+    keep_units_together,
+    map_code_spans,
+    strip_control_chars,
+    typeset_signs,
+)
+from driftlens.results.verdict import Verdict, headline, hide_run_path
+from driftlens.runs.run import DriftRun, resume_command
 from driftlens.runs.schema import ANALYZE
 from driftlens.runs.tables import csv_text
-from driftlens.utils.errors import DataError, DriftLensError, from_library
-from driftlens.utils.variants import Part, title
+from driftlens.utils.errors import DataError, DriftLensError, wrap_library_error
+from driftlens.utils.variants import Part, display_name
 from driftlens_app import views
-from driftlens_app.runs import key_of
+from driftlens_app.runs import run_cache_key
 from driftlens_reports import content
-from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
-from driftlens_reports.charts.panels import one_column
-from driftlens_reports.charts.theme import merged, palette
-from driftlens_reports.charts.words import label
-from driftlens_reports.formats.page import shown_alone
+from driftlens_reports.charts.chart import ChartOptions, Drawn, chart_names_by_heading, charts
+from driftlens_reports.charts.panels import stack_panels
+from driftlens_reports.charts.theme import deep_merge, palette
+from driftlens_reports.charts.words import escaped_label
+from driftlens_reports.formats.page import standalone_headline
 
 _LOG = logging.getLogger("driftlens_app")
 # Columns of names; longer names are cut, as they would push numbers out of view.
@@ -72,7 +80,7 @@ _LOOKING = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2
 
 @dataclass(frozen=True)
 class Page:
-    """A page as its file declares it."""
+    """A dashboard page as its file declares it: title, icon, order, and whether it needs a run."""
 
     title: str
     icon: str
@@ -84,7 +92,7 @@ class Page:
 
 @functools.cache
 def pages() -> Mapping[str, Page]:
-    """Return all pages by file path relative to the app, in navigation order."""
+    """Return all dashboard pages by file path relative to the app, in navigation order."""
     files = {
         f"views/{module.name}.py": importlib.import_module(f"{views.__name__}.{module.name}")
         for module in pkgutil.iter_modules(views.__path__)
@@ -94,7 +102,7 @@ def pages() -> Mapping[str, Page]:
     return dict(sorted(declared.items(), key=lambda item: item[1].order))
 
 
-def path_of(view: str) -> str:
+def page_path(view: str) -> str:
     """Return the file of a page for `st.page_link` and `st.switch_page`, for example `views/overview.py`."""
     path = f"views/{view}.py"
     assert (Path(__file__).parent / path).is_file(), path
@@ -102,8 +110,8 @@ def path_of(view: str) -> str:
 
 
 @functools.cache
-def component(name: str, html: str, css: str | None = None) -> Any:
-    """Return the component with the script `name`.js; it is created on first use.
+def script_component(name: str, html: str, css: str | None = None) -> Any:
+    """Return the Streamlit component with the script `name`.js, created on first use.
 
     Args:
         name: name of the script and the component.
@@ -120,8 +128,8 @@ def is_dark() -> bool:
 
 
 def watch_theme() -> None:
-    """Rerun the page when the browser's theme or width changes."""
-    watch, now = component("page_watch", "<i></i>"), {"dark": is_dark(), "narrow": is_narrow()}
+    """Rerun the page when the browser switches theme or the window width changes."""
+    watch, now = script_component("page_watch", "<i></i>"), {"dark": is_dark(), "narrow": is_narrow()}
     watch(data=now, key=_WATCH, height=1, on_dark_change=lambda: None, on_narrow_change=lambda: None)
 
 
@@ -130,41 +138,47 @@ def is_narrow() -> bool:
     return bool(st.session_state.get(_WATCH, {}).get("narrow"))
 
 
-def plain(text: object) -> str:
-    """Escape a text on one line for Markdown; names are untrusted."""
-    return _MARKDOWN.sub(r"\\\1", _MADE.sub("\N{WORD JOINER}", printable(str(text))))
+def escape_markdown(text: object) -> str:
+    """Escape untrusted text for Markdown, on one line."""
+    return _MARKDOWN.sub(r"\\\1", _MADE.sub("\N{WORD JOINER}", strip_control_chars(str(text))))
 
 
-def coded(text: str) -> str:
-    """Escape a text as `plain` does, but show code between backticks."""
-    return with_code(text, plain, lambda part: f"`{printable(part)}`")
+def escape_except_code(text: str) -> str:
+    """Escape untrusted text for Markdown, except code between backticks."""
+    return map_code_spans(text, escape_markdown, lambda part: f"`{strip_control_chars(part)}`")
 
 
-def with_command(run: DriftRun, text: str, command: str) -> str:
-    """Format a sentence of the verdict in Markdown, with its command for copying and without local folders."""
-    before, code, after = signs(shareable(run, text)).partition(f"`{shareable(run, command)}`")
-    markdown = plain(before) + code + plain(after) if code.count("`") == 2 else plain(before + code + after)
-    return unbroken(markdown)
+def verdict_markdown(run: DriftRun, text: str, command: str) -> str:
+    """Format a sentence of the verdict in Markdown, its command as code and without local folders."""
+    before, code, after = typeset_signs(hide_run_path(run, text)).partition(
+        f"`{hide_run_path(run, command)}`"
+    )
+    markdown = (
+        escape_markdown(before) + code + escape_markdown(after)
+        if code.count("`") == 2
+        else escape_markdown(before + code + after)
+    )
+    return keep_units_together(markdown)
 
 
 def show_headline(run: DriftRun, name: str = "") -> None:
-    """Show the headline of the run, or of its calibration `name`: sentence, tiles and bar as in reports."""
+    """Show the headline of a run or of its calibration `name`: verdict sentence, score tiles and score bar."""
     head = content.Headline.model_validate(headline(run, name))
-    st.html(shown_alone(head, dark=is_dark()))
+    st.html(standalone_headline(head, dark=is_dark()))
 
 
-def when(moment: str) -> str:
+def format_time(moment: str) -> str:
     """Format a run's UTC time to the minute; other texts are returned unchanged."""
     try:
         parsed = datetime.fromisoformat(moment)
     except ValueError:
-        return printable(moment)
+        return strip_control_chars(moment)
     return parsed.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 @contextmanager
-def shown_errors() -> Iterator[None]:
-    """Show errors of the block in its place and keep the rest of the page."""
+def show_errors_in_place() -> Iterator[None]:
+    """Show errors raised within the context in place, and keep the rest of the page."""
     try:
         yield
     except DriftLensError as error:
@@ -175,13 +189,13 @@ def shown_errors() -> Iterator[None]:
     except Exception as error:
         _LOG.exception("page failed")
         # Messages of unexpected errors may quote private data; the type is enough for a bug report.
-        known = from_library(error)
+        known = wrap_library_error(error)
         show_error(type(error).__name__, *(("", "") if known is None else (known.message, known.hint)))
-        st.caption(coded("See the log of `driftlens ui` for the traceback."))
+        st.caption(escape_except_code("See the log of `driftlens ui` for the traceback."))
 
 
 def show_error(kind: str, message: str, hint: str) -> None:
-    """Show an error box.
+    """Show an error box with message and hint.
 
     Args:
         kind: name of the error's class; empty to leave it out.
@@ -190,19 +204,23 @@ def show_error(kind: str, message: str, hint: str) -> None:
     """
     first, *further = [line.strip() for line in message.splitlines() if line.strip()] or [""]
     first = first if kind else first[:1].upper() + first[1:]
-    head = ": ".join(filter(None, (f"**{plain(kind)}**" if kind else "", plain(first))))
-    parts = (head, "\n".join(f"- {plain(line)}" for line in further), plain(" ".join(hint.split())))
+    head = ": ".join(filter(None, (f"**{escape_markdown(kind)}**" if kind else "", escape_markdown(first))))
+    parts = (
+        head,
+        "\n".join(f"- {escape_markdown(line)}" for line in further),
+        escape_markdown(" ".join(hint.split())),
+    )
     st.error("\n\n".join(filter(None, parts)), icon=":material/error:")
 
 
-def page_title(title: str, subtitle: str) -> None:
-    """Show a page's title and one line in Markdown."""
+def show_page_title(title: str, subtitle: str) -> None:
+    """Show the title of a page and one line of Markdown below it."""
     st.title(title, anchor=False)
     st.caption(subtitle)
 
 
-def caption(text: str, line: int = _LINE) -> None:
-    """Show one line below an element: the first sentence, cut after `line` letters; the rest on hover."""
+def show_caption(text: str, line: int = _LINE) -> None:
+    """Show one line below an element: the first sentence, shortened; the full text on hover."""
     first, *others = _SENTENCES.split(text.strip(), maxsplit=1)
     if len(first) > min(line, _CLAUSE) and "; " in first:
         first, rest = first.split("; ", 1)
@@ -210,24 +228,24 @@ def caption(text: str, line: int = _LINE) -> None:
     if (cut := textwrap.shorten(first, line, placeholder=" …")) != first:
         first, others = cut, [text]
     if first:
-        st.caption(coded(first), help=coded(" ".join(others)) or None)
+        st.caption(escape_except_code(first), help=escape_except_code(" ".join(others)) or None)
 
 
-def note(text: str, icon: str = "info") -> None:
-    """Show a remark with a Material symbol."""
+def show_note(text: str, icon: str = "info") -> None:
+    """Show a remark in an info box with a Material symbol."""
     st.info(f"{text[:1].upper()}{text[1:]}", icon=f":material/{icon}:")
 
 
-def open_part(names: Sequence[str], *, key: str) -> str:
-    """Return the selected part of a page, in the URL as `key`; other parts are not computed."""
+def select_page_part(names: Sequence[str], *, key: str) -> str:
+    """Show a switch between parts of a page and return the selected one, stored in the URL as `key`."""
     # A radio and not a segmented control, whose accent colour has too little contrast on dark pages.
     return st.radio(
         "Part of the page", names, horizontal=True, key=key, bind="query-params", label_visibility="collapsed"
     )
 
 
-def show_part(page: str, part: str, run: DriftRun, options: ChartOptions) -> None:
-    """Show the charts that are registered for a heading of a page.
+def show_part_charts(page: str, part: str, run: DriftRun, options: ChartOptions) -> None:
+    """Show all charts registered for a heading of a page.
 
     Args:
         page: name of the page.
@@ -235,12 +253,12 @@ def show_part(page: str, part: str, run: DriftRun, options: ChartOptions) -> Non
         run: the run.
         options: the user's selection.
     """
-    for name in parts_of(page)[part]:
+    for name in chart_names_by_heading(page)[part]:
         show_chart(name, run, options)
 
 
 def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "", **plotly: Any) -> Any:
-    """Show a chart with caption, hint and data, or a message about missing data.
+    """Show a chart with caption, hint and data, or a message if the run lacks its data.
 
     Args:
         name: the registered chart.
@@ -249,31 +267,33 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "
         without: replaces the message about missing data.
         plotly: further arguments of `st.plotly_chart`.
     """
-    with shown_errors():
+    with show_errors_in_place():
         chart = charts[name]
-        st.header(plain(chart.title), anchor=False, help=chart.hint)
+        st.header(escape_markdown(chart.title), anchor=False, help=chart.hint)
         try:
-            drawn = kept(name, run, chart.draw, options, selecting="on_select" in plotly, narrow=is_narrow())
-            return show_drawn(name, run.id, drawn, chart.caption, **plotly)
+            drawn = cached_chart(
+                name, run, chart.draw, options, selecting="on_select" in plotly, narrow=is_narrow()
+            )
+            return show_drawn_chart(name, run.id, drawn, chart.caption, **plotly)
         except DataError as error:
             if not (lacking := error.context.get("lacking")):
                 raise
         if without:
-            caption(without)
+            show_caption(without)
         else:
-            note(coded(of_folder(run, lacking)))
+            show_note(escape_except_code(insert_run_path(run, lacking)))
     return None
 
 
-def of_folder(run: DriftRun, lacking: str) -> str:
-    """Put the run's folder into a message about missing data."""
+def insert_run_path(run: DriftRun, lacking: str) -> str:
+    """Replace the placeholder RUN by the run's path in a message about missing data."""
     if not run.manifest.finished:
-        lacking = lacking.replace(ANALYZE, command_to_resume(run.path, run.manifest))
+        lacking = lacking.replace(ANALYZE, resume_command(run.path, run.manifest))
     return lacking.replace(" RUN", f" {shlex.quote(str(run.path))}")
 
 
-def show_drawn(name: str, run_id: str, drawn: Drawn, says: str = "", **plotly: Any) -> Any:
-    """Show a figure with caption, notes and the plotted numbers, downloadable as a file.
+def show_drawn_chart(name: str, run_id: str, drawn: Drawn, says: str = "", **plotly: Any) -> Any:
+    """Show a drawn chart with caption, notes, and the plotted numbers for download.
 
     Args:
         name: name of the chart, used for widget keys and the file.
@@ -283,14 +303,14 @@ def show_drawn(name: str, run_id: str, drawn: Drawn, says: str = "", **plotly: A
         plotly: further arguments of `st.plotly_chart`.
     """
     settings = {"key": f"chart-{name}", "config": _SELECTING if "on_select" in plotly else _LOOKING, **plotly}
-    result = st.plotly_chart(drawn_once(drawn.figure), theme=None, alt=drawn.alt, **settings)
-    caption(" ".join(text for text in (says, *drawn.notes) if text))
-    show_data(drawn.data, f"{run_id}-{name}", key=f"data-{name}")
+    result = st.plotly_chart(without_redraw(drawn.figure), theme=None, alt=drawn.alt, **settings)
+    show_caption(" ".join(text for text in (says, *drawn.notes) if text))
+    show_data_expander(drawn.data, f"{run_id}-{name}", key=f"data-{name}")
     return result
 
 
 def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt: str, **more: Any) -> Any:
-    """Show a table with a dash for missing values.
+    """Show a data frame as a sortable table with a dash for missing values.
 
     Args:
         rows: the table.
@@ -305,7 +325,9 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
     long = [name for name in _NAMED if name in rows and rows[name].astype(str).str.len().max() > _LONG_NAME]
     width, letters = (128, 16) if is_narrow() else (220, 28)
     named = {name: TextColumn(name, width=width) for name in long}
-    rows = rows.assign(**{name: [unescape(label(text, letters)) for text in rows[name]] for name in long})
+    rows = rows.assign(
+        **{name: [unescape(escaped_label(text, letters)) for text in rows[name]] for name in long}
+    )
     first = rows.columns[0]
     if is_narrow() and first not in long and rows[first].astype(str).str.len().max() > _LONG_NAME:
         named[first] = TextColumn(first, width=190)
@@ -320,7 +342,7 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
 
 
 def _formats_with_negatives(rows: pd.DataFrame, columns: Mapping[str, Any]) -> dict[str, str]:
-    """Return the columns with negative numbers and their formats."""
+    """Return the number formats of columns that contain negative numbers."""
     formats = {name: ((look or {}).get("type_config") or {}).get("format") for name, look in columns.items()}
     return {
         name: form
@@ -331,32 +353,32 @@ def _formats_with_negatives(rows: pd.DataFrame, columns: Mapping[str, Any]) -> d
 
 def _format_with_minus_sign(form: str, value: float) -> str:
     # Browsers write exponents without a leading zero.
-    return signs(re.sub(r"(e[+-])0", r"\1", form % value))
+    return typeset_signs(re.sub(r"(e[+-])0", r"\1", form % value))
 
 
 def _without_number_format(look: Mapping[str, Any]) -> dict[str, Any]:
     return {**look, "type_config": {**look["type_config"], "format": None}}
 
 
-def show_sheet(sheet: Table, folded: Collection[str] = ()) -> None:
-    """Show a table of reports and terminal with its notes; `folded` columns are in the table's menu."""
-    rows, columns = sheet_table(sheet)
-    st.header(plain(sheet.title), anchor=False)
+def show_report_table(sheet: Table, folded: Collection[str] = ()) -> None:
+    """Show a report table with its notes; `folded` columns are hidden until chosen in its menu."""
+    rows, columns = sortable_table(sheet)
+    st.header(escape_markdown(sheet.title), anchor=False)
     order = [head for head in rows if head not in folded]
     show_table(rows, columns, key=sheet.name, alt=sheet.title, column_order=order)
     # Notes about hidden columns are left out.
     notes = [text for text in _SENTENCES.split(sheet.notes()) if not text.lower().startswith(tuple(folded))]
-    caption(" ".join(notes))
+    show_caption(" ".join(notes))
 
 
-def sheet_table(sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Convert a sheet to sortable rows and column settings."""
-    numbers, (_, *texts) = sheet.frame(), sheet.texts()
-    names = [sheet.columns[shown.at[0]].name for shown in sheet.shown()]
+def sortable_table(sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Convert a report table to sortable rows and Streamlit column settings."""
+    numbers, (_, *texts) = sheet.frame(), sheet.formatted_rows()
+    names = [sheet.columns[shown.at[0]].name for shown in sheet.display_columns()]
     rows, columns = pd.DataFrame(texts, columns=names), dict[str, Any]()
-    for head, shown in zip(names, sheet.shown(), strict=True):
+    for head, shown in zip(names, sheet.display_columns(), strict=True):
         if len(shown.at) > 1:
-            rows[head] = rows[head].map(signs)
+            rows[head] = rows[head].map(typeset_signs)
             columns[head] = TextColumn(shown.head, width=94 if shown.head == INTERVAL else None)
         elif shown.kind in _NUMBERS:
             factor, digits = _NUMBERS[shown.kind]
@@ -364,14 +386,14 @@ def sheet_table(sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
             # Rounded here like in sentences, since browsers round halves differently.
             if factor == 100:
                 rows[head] = rows[head].round(1)
-            columns[head] = NumberColumn(signs(head), format=digits)
+            columns[head] = NumberColumn(typeset_signs(head), format=digits)
     return rows, columns
 
 
-def with_dots(
+def add_dot_plots(
     rows: pd.DataFrame, columns: Mapping[str, Any], judged: Verdict
 ) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Add a column to the verdict's table that shows every model's share as a dot.
+    """Add a column to the verdict's table that plots every model's score as a dot.
 
     Args:
         rows: the table.
@@ -388,9 +410,9 @@ def with_dots(
     lowest = min((score for row in scores for score in row.values()), default=0.0)
     low = max(0.0, math.floor(10 * lowest - 0.2) / 10)
     rows = rows.copy()
-    rows.insert(1 + len(heads), AXIS, [dots(row, low) for row in scores])
+    rows.insert(1 + len(heads), AXIS, [dot_plot_url(row, low) for row in scores])
     narrow = {head: NumberColumn(format=_NUMBERS["share"][1], width=64) for head in heads.values()}
-    return rows, {**columns, **narrow, AXIS: dots_column(low)}
+    return rows, {**columns, **narrow, AXIS: dot_plot_column(low)}
 
 
 MODELS: Mapping[str, Part] = MappingProxyType(
@@ -400,14 +422,14 @@ MODELS: Mapping[str, Part] = MappingProxyType(
 AXIS, _WIDTH = "axis", 96
 
 
-def dots_column(low: float = 0.0) -> Any:
-    """Return the settings of the column `AXIS` of pictures by `dots`."""
+def dot_plot_column(low: float = 0.0) -> Any:
+    """Return the Streamlit settings of the column of dot plots."""
     about = f"Test scores, coloured as in charts: {', '.join(MODELS)}."
     return ImageColumn(f"{100 * low:.0f} to 100 %", width=_WIDTH + 16, help=about)
 
 
-def dots(scores: Mapping[str, float], low: float = 0.0) -> str:
-    """Plot scores of `MODELS` as dots on an axis from `low` to 1; return a data URL."""
+def dot_plot_url(scores: Mapping[str, float], low: float = 0.0) -> str:
+    """Plot the scores of models as dots on an axis from `low` to 1; return an SVG data URL."""
     colours = palette(is_dark())
     places = {
         name: 10 + (_WIDTH - 20) * min(1.0, max(0.0, (score - low) / (1 - low)))
@@ -424,19 +446,19 @@ def dots(scores: Mapping[str, float], low: float = 0.0) -> str:
 
 
 def _variants_by_legend_name(judged: Verdict) -> dict[str, str]:
-    """Return the variants that are shown as dots, by their names in `MODELS`."""
+    """Return the variants shown in the dot plots, keyed by legend label."""
     variants = ("base", judged.merged, judged.after, "expert")
     return {name: variant for name, variant in zip(MODELS, variants, strict=True) if variant in judged.means}
 
 
-def show_key(judged: Verdict) -> None:
-    """Show the legend of the dots."""
+def show_dot_legend(judged: Verdict) -> None:
+    """Show the legend of the dot plots: which colour is which model."""
     colours, variants = palette(is_dark()), _variants_by_legend_name(judged)
     dot = "display:inline-block;width:.75em;height:.75em;border-radius:50%;margin:0 .4em 0 0;background:"
     st.html(
         " ".join(
             f'<span style="margin-right:1.2em"><i style="{dot}{colours.roles[role][0]}"></i>'
-            f"{escape(printable(title(variants[name])))}</span>"
+            f"{escape(strip_control_chars(display_name(variants[name])))}</span>"
             for name, role in MODELS.items()
             if name in variants
         ),
@@ -444,8 +466,8 @@ def show_key(judged: Verdict) -> None:
     )
 
 
-def show_data(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show data") -> None:
-    """Show a folded table and its download as CSV; it is sent to the browser when opened.
+def show_data_expander(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show data") -> None:
+    """Show a table and its CSV download in an expander; data is sent only when it is opened.
 
     Args:
         rows: the table.
@@ -469,8 +491,8 @@ def show_data(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show dat
         )
 
 
-@st.cache_resource(max_entries=64, show_spinner="Drawing", hash_funcs={DriftRun: key_of})
-def kept(
+@st.cache_resource(max_entries=64, show_spinner="Drawing", hash_funcs={DriftRun: run_cache_key})
+def cached_chart(
     name: str,
     run: DriftRun,
     _draw: Callable[..., Drawn],
@@ -478,7 +500,7 @@ def kept(
     selecting: bool = False,
     narrow: bool = False,
 ) -> Drawn:
-    """Cache the result of `_draw(run, *arguments)` for all users.
+    """Cache the chart that `_draw(run, *arguments)` returns, for all users.
 
     Args:
         name: name of the chart.
@@ -488,13 +510,13 @@ def kept(
         narrow: True for panels in one column.
     """
     # Shared and not copied: a copy would take longer than most of a page.
-    with one_column(narrow):
+    with stack_panels(narrow):
         drawn = _draw(run, *arguments)
-    return replace(drawn, figure=drawn_once(drawn.figure, selecting=selecting))
+    return replace(drawn, figure=without_redraw(drawn.figure, selecting=selecting))
 
 
-def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
-    """Change a figure so that plotly draws it once instead of twice.
+def without_redraw(figure: Any, *, selecting: bool = False) -> Any:
+    """Prepare a figure so that plotly draws it once instead of twice.
 
     Streamlit's client passes a copy of every figure to plotly, which draws again unless nothing changed. Plotly trusts
     a revision number if data are lists, not typed arrays.
@@ -503,7 +525,7 @@ def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
         figure: the figure.
         selecting: True if points can be selected.
     """
-    if isinstance(figure, _Checked):
+    if isinstance(figure, _ValidatedFigure):
         return figure
     traces = [_arrays_to_lists(trace.to_plotly_json()) for trace in figure.data]
     layout = figure.layout.to_plotly_json()
@@ -520,13 +542,13 @@ def drawn_once(figure: Any, *, selecting: bool = False) -> Any:
     # `x2` of a trace is `xaxis2` of the layout.
     used = {f"{name[0]}axis{name[1:]}" for name in references}
     if used - layout.keys() or template.keys() - {"layout"} or axes.keys() - {"xaxis", "yaxis"}:
-        return _Checked({"data": traces, "layout": {**layout, "template": template}})
+        return _ValidatedFigure({"data": traces, "layout": {**layout, "template": template}})
     axes = {name: axes.get(name[:5], {}) for name in layout if name[1:5] == "axis"}
-    return _Checked({"data": traces, "layout": merged(axes, layout)})
+    return _ValidatedFigure({"data": traces, "layout": deep_merge(axes, layout)})
 
 
-class _Checked(Figure):  # type: ignore[misc]
-    """A figure of validated settings, which plotly does not validate or copy again when shown."""
+class _ValidatedFigure(Figure):  # type: ignore[misc]
+    """A plotly figure with validated settings, which skips validation and copying when shown."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__()

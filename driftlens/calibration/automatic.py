@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from driftlens.utils.errors import DataError
-from driftlens.utils.intervals import standard_error, student
+from driftlens.utils.intervals import standard_error, t_quantile
 
 NUM_FOLDS = 4
 # Simultaneous confidence level of all comparisons (Bonferroni).
@@ -23,17 +23,17 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class HeldOutScores:
-    """The held-out scores of a candidate by task, one per sample in one order for all candidates; lower is better."""
+    """Held-out scores of one candidate calibration by task, one per sample; lower is better."""
 
     by_task: Mapping[str, NDArray[np.float64]]
 
     @property
     def mean(self) -> float:
-        """The mean over tasks of the mean over samples, so that every task has the same weight."""
+        """The mean score over tasks of the mean over samples; every task has the same weight."""
         return float(np.mean([values.mean() for values in self.by_task.values()]))
 
-    def compared_with(self, other: HeldOutScores, *, among: int = 1) -> _ScoreDifference:
-        """Compare the mean with another candidate's; the allowed error is shared `among` comparisons.
+    def compare_to(self, other: HeldOutScores, *, among: int = 1) -> _ScoreDifference:
+        """Compare the mean with another candidate's, with Bonferroni correction for `among` comparisons.
 
         Samples are paired, and tasks are strata: Student's t with the degrees of freedom of Welch and Satterthwaite.
         Scores of different folds come from fits that share samples, which the error ignores: intervals are slightly too
@@ -47,7 +47,7 @@ class HeldOutScores:
         # Each task has the same weight, whatever its number of samples.
         error, freedom = standard_error([gap / len(gaps) for gap in gaps])
         advantage = float(np.mean([gap.mean() for gap in gaps]))
-        reach = student(freedom, 1 - (1 - LEVEL) / among) * error
+        reach = t_quantile(freedom, 1 - (1 - LEVEL) / among) * error
         return _ScoreDifference(
             advantage, error, freedom, advantage - reach, advantage + reach, is_clear=advantage > reach
         )
@@ -55,7 +55,7 @@ class HeldOutScores:
 
 @dataclass(frozen=True)
 class _ScoreDifference:
-    """The difference of two candidates' scores: interval, corrected for several comparisons, clear if it is above 0."""
+    """The difference of two candidates' mean scores, with its interval; clear if the interval is above 0."""
 
     advantage: float
     standard_error: float
@@ -66,8 +66,8 @@ class _ScoreDifference:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """The choice among several models.
+class ModelChoice:
+    """The model chosen among candidates by held-out scores, and its comparisons with the merged model.
 
     Attributes:
         name: the simplest model that no other clearly beats.
@@ -84,10 +84,10 @@ class Decision:
     best: str
 
 
-def decide(
+def choose_model(
     scores: Mapping[str, HeldOutScores], alike: Sequence[Collection[str]] = (), *, among: int | None = None
-) -> Decision:
-    """Select a model by scores on the same samples.
+) -> ModelChoice:
+    """Select the simplest model that no other clearly beats on the same held-out samples.
 
     Of equally simple models only one can be chosen: the last whose mean is within one standard error of the paired
     difference from the lowest (the one-standard-error rule of cross-validation; Breiman et al., 1984). Few samples
@@ -101,7 +101,7 @@ def decide(
     among = max(1, len(scores) - 1) if among is None else among
 
     def _is_clearly_better(one: str, other: str) -> bool:
-        return scores[one].compared_with(scores[other], among=among).is_clear
+        return scores[one].compare_to(scores[other], among=among).is_clear
 
     # The merged model is always usable: it needs no solve.
     usable = [name for name in scores if math.isfinite(scores[name].mean)] or ["merged"]
@@ -109,25 +109,25 @@ def decide(
     for names in alike:
         there = [name for name in usable if name in names]
         lowest = min(there, key=lambda name: scores[name].mean, default="")
-        behind = {name: scores[lowest].compared_with(scores[name]) for name in there}
+        behind = {name: scores[lowest].compare_to(scores[name]) for name in there}
         # Of candidates that the samples can't separate, the last one in the list is taken.
         near = [name for name, by in behind.items() if name == lowest or by.advantage <= by.standard_error]
         standing = [name for name in standing if name in near[-1:] or name not in there]
     name = next(name for name in standing if not any(_is_clearly_better(other, name) for other in usable))
     others = [other for other in scores if other != "merged"]
-    return Decision(
+    return ModelChoice(
         name,
-        {other: scores[other].compared_with(scores["merged"], among=among) for other in others},
+        {other: scores[other].compare_to(scores["merged"], among=among) for other in others},
         among,
         "base" in usable and scores["base"].mean <= scores[name].mean,
         min(others, key=lambda other: scores[other].mean, default=""),
     )
 
 
-def folds_of(
+def fold_ranges(
     num_samples: int, task: str, purpose: str = "choosing settings", *, parts: int = NUM_FOLDS
 ) -> list[range]:
-    """Return the positions of every fold's samples; raise a `DataError` if there are too few.
+    """Return the sample positions of every cross-validation fold; raise a `DataError` for too few samples.
 
     Args:
         num_samples: the number of samples.

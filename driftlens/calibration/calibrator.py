@@ -22,19 +22,19 @@ from driftlens.engine.calibrating import (
     CalibratedLayer,
     CalibrationContext,
     CalibrationProgress,
-    Layerwise,
+    LayerwiseCalibrator,
 )
 from driftlens.engine.pool import Attachment, ModelPool
 from driftlens.engine.walk import FeatureStream, OnStep
 from driftlens.models.chain import Layer
 from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError, SpecError, did_you_mean
-from driftlens.utils.registry import Registry, resolve, settings_of
-from driftlens.utils.variants import expert_of
+from driftlens.utils.registry import Registry, resolve_settings, settings_model
+from driftlens.utils.variants import expert_name
 
 
 class Calibrator:
-    """Settings in the manner of scikit-learn: the constructor only stores them, `check` validates them.
+    """Base class of calibrators; the constructor stores settings as in scikit-learn, `check` validates them.
 
     Attributes:
         title: the name in reports.
@@ -67,7 +67,7 @@ class Calibrator:
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the constructor's arguments and their values; `deep` has no effect."""
-        return {name: getattr(self, name) for name in settings_of(type(self)).model_fields}
+        return {name: getattr(self, name) for name in settings_model(type(self)).model_fields}
 
     def changed(self, **settings: Any) -> Self:
         """Return a copy with some settings changed."""
@@ -83,18 +83,18 @@ class Calibrator:
             SingularGramError: a site's system is singular; names it.
         """
         self.check(has_base=context.base is not None)
-        return self.calibrated(context)
+        return self.calibrated_layers(context)
 
-    def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
-        """Yield the results of checked settings; see `calibrate`."""
+    def calibrated_layers(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
+        """Yield calibrated layers or corrections from checked settings; see `calibrate`."""
         raise NotImplementedError
 
-    def waiting_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
-        """Return the bytes per task that are cached in addition to features where these sites are solved."""
+    def extra_cache_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
+        """Return the bytes per task that calibration of these sites caches in addition to features."""
         return 0
 
     @property
-    def anchor_reach(self) -> float:
+    def anchor_rho(self) -> float:
         """The position rho of the anchor base + rho * (merged - base); 1 for the merged model."""
         return 1.0
 
@@ -108,17 +108,17 @@ class Calibrator:
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def check(self, *, has_base: bool = True) -> None:
-        """Raise a `SpecError` for an invalid setting, with its value and what was expected."""
-        resolve(type(self), self.get_params())
+        """Raise a `SpecError` if a setting is invalid, with its value and what was expected."""
+        resolve_settings(type(self), self.get_params())
 
 
-class ClosedFormBase(Layerwise, Calibrator):
-    """A calibrator that solves from moments; a subclass adds `solve`."""
+class ClosedFormBase(LayerwiseCalibrator, Calibrator):
+    """A calibrator in closed form from moments of the features; a subclass adds `solve`."""
 
 
 @dataclass(frozen=True)
 class FinalFeatures:
-    """The final features of a task's calibration samples in both models, [n, t, d] or [n, d].
+    """Final features of a task's calibration samples in the merged model and the expert.
 
     `mask` is [n, t], False at padding, or None without padding.
     """
@@ -130,7 +130,7 @@ class FinalFeatures:
     mask: Tensor | None = None
 
     def rows(self, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the merged model's and the expert's vectors, [T, d] each, of every unmasked token.
+        """Return the merged model's and the expert's feature vectors of every unmasked token, [T, d] each.
 
         `chosen` are positions of samples, [m]; None takes all. Channels before space, as in convolutions, are refused.
         """
@@ -149,7 +149,7 @@ class FinalFeatures:
 
 
 def _unmasked_token_rows(features: Tensor, mask: Tensor | None) -> Tensor:
-    """Return unmasked tokens, [T, d]; a mask of another shape is ignored: a head may return its own tokens."""
+    """Return the feature vectors of unmasked tokens, [T, d]; a mask of another shape is ignored."""
     is_masked = mask is not None and features.dim() == 3 and mask.shape == features.shape[:2]
     return features[mask.bool()] if mask is not None and is_masked else features.flatten(0, -2)
 
@@ -162,7 +162,7 @@ def _final_features(context: CalibrationContext, task: str, on_step: OnStep) -> 
         stream = FeatureStream(pool, {task: context.parts[task]}, (EXPERT, MERGED), store, on_step)
         for layer in pool.chain.layers:
             expert_map, merged_map = (
-                pool.layer_map(model, layer, task) for model in (expert_of(task), MERGED)
+                pool.layer_map(model, layer, task) for model in (expert_name(task), MERGED)
             )
             for batch in stream.batches(layer, task):
                 stream.take(layer, batch, EXPERT, expert_map, named="the expert model")
@@ -191,15 +191,15 @@ def _pad_and_concatenate(parts: Sequence[Tensor], length: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Course:
-    """The random numbers of one training, and a callback (step from 1, number of steps, loss) that may raise."""
+class TrainingContext:
+    """The random generator and the progress callback of one training."""
 
     generator: torch.Generator
     told: Callable[[int, int, float], None]
 
 
-class Trained(Calibrator):
-    """A calibrator that trains a correction of the final feature per task, on the samples of that task alone.
+class TrainedCalibrator(Calibrator):
+    """A calibrator that trains a correction of the final feature for each task, on that task's samples.
 
     The weights stay as they are. A subclass adds `train` and `attachment`.
     """
@@ -208,15 +208,15 @@ class Trained(Calibrator):
 
     @classmethod
     def attachment(cls, tensors: Mapping[str, Tensor]) -> Attachment:
-        """Build the correction from the tensors that `Attachment.tensors` returned."""
+        """Build a correction from its saved tensors, as `Attachment.tensors` returned them."""
         raise NotImplementedError
 
-    def train(self, features: FinalFeatures, course: Course) -> Attachment:
-        """Fit the correction of one task, and report every step to `course`."""
+    def train(self, features: FinalFeatures, course: TrainingContext) -> Attachment:
+        """Train the correction of one task, and report every step to `course`."""
         raise NotImplementedError
 
-    def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
-        """Yield the correction of every task; each task is trained by one process."""
+    def calibrated_layers(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
+        """Train and yield the correction of every task; each task is trained by one process."""
         team, last = context.team, len(context.pool.chain.layers)
         # One task per process and round, so that results arrive in the order of tasks.
         rounds = range(0, len(context.tasks), team.size)
@@ -248,11 +248,13 @@ class Trained(Calibrator):
         seed = context.seed + zlib.crc32(f"{last} {task}".encode())
         # The caller computes without gradients.
         with torch.enable_grad():
-            return self.train(features, Course(torch.Generator().manual_seed(seed), report_training_step))
+            return self.train(
+                features, TrainingContext(torch.Generator().manual_seed(seed), report_training_step)
+            )
 
 
-def over_preset(method: str, preset: str | None, settings: Mapping[str, object]) -> dict[str, Any]:
-    """Return a method's settings on top of one of its presets; `resolve` checks them.
+def preset_settings(method: str, preset: str | None, settings: Mapping[str, object]) -> dict[str, Any]:
+    """Return the settings of one of a method's presets, overridden by `settings`.
 
     Args:
         method: the name of a calibrator.
@@ -269,7 +271,7 @@ def over_preset(method: str, preset: str | None, settings: Mapping[str, object])
 
 
 def require_task_id(task_id: str, method: str) -> None:
-    """Raise a `SpecError` if a method has one map per task and `task_id` is `unknown`."""
+    """Raise a `SpecError` if a method has one correction per task, but the task of inputs is unknown."""
     if task_id == "unknown" and not calibrators[method].takes_sites:
         raise SpecError(
             f"{method} has one map per task, but task_id is unknown",

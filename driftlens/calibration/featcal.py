@@ -21,7 +21,7 @@ from driftlens.engine.calibrating import (
     TargetSpec,
 )
 from driftlens.linalg.ridge import (
-    probe,
+    random_direction,
     ridge_factor,
     solve_bias,
     solve_layer_norm,
@@ -47,7 +47,7 @@ def featcal_blocks(
     alpha: float = 0.3,
     eps: float = 1e-8,
 ) -> nn.Module:
-    """Calibrate a copy of a merged model: FeatCal, Algorithm 1 of arXiv:2605.13030, on one page.
+    """Calibrate a copy of a merged model by FeatCal (Algorithm 1 of arXiv:2605.13030), in one function.
 
     Every `nn.Linear` and `nn.LayerNorm` inside the blocks is solved for. `FeatCal` below solves the same systems, but
     streams batches, runs every block once and reports what each solve did. Tests hold one against the other.
@@ -90,9 +90,9 @@ def featcal_blocks(
                 (expert.get_submodule(name), x[name], x_expert[name]) for expert, x, x_expert in snapshot
             ]
             if isinstance(module, nn.Linear):
-                solved[name] = _one_page_linear_solution(tasks, anchor, lam, alpha, eps)
+                solved[name] = _linear_closed_form(tasks, anchor, lam, alpha, eps)
             else:
-                solved[name] = _one_page_norm_solution(tasks, anchor, lam)
+                solved[name] = _layer_norm_closed_form(tasks, anchor, lam)
         for name, parameters in solved.items():
             block.get_submodule(name).load_state_dict(parameters)
     return calibrated
@@ -102,7 +102,7 @@ def featcal_blocks(
 _Task = tuple[Any, Tensor, Tensor]
 
 
-def _one_page_linear_solution(
+def _linear_closed_form(
     tasks: Sequence[_Task], anchor: Mapping[str, Tensor], lam: float, alpha: float, eps: float
 ) -> dict[str, Tensor]:
     """Solve for the weight [m, d] (Eq. 17), then for the bias [m] with that weight fixed (Eq. 55)."""
@@ -126,10 +126,10 @@ def _one_page_linear_solution(
     return solved
 
 
-def _one_page_norm_solution(
+def _layer_norm_closed_form(
     tasks: Sequence[_Task], anchor: Mapping[str, Tensor], lam: float
 ) -> dict[str, Tensor]:
-    """Solve for scale and shift [d]. Targets are the experts' affine maps of the calibrated features (Eq. 57)."""
+    """Solve for scale and shift [d] of a layer norm, towards the experts' affine maps (Eq. 57)."""
     zero, a22 = torch.zeros_like(anchor["weight"]), len(tasks) + lam
     a11, a12 = zero + lam, zero  # Eq. 58
     r_scale, r_shift = lam * anchor["weight"], lam * anchor["bias"]
@@ -176,7 +176,7 @@ def module_inputs(model: nn.Module, block: nn.Module, inputs: Mapping[str, Tenso
 def _solve_linear_sites(
     problem: LinearProblem, anchor: Mapping[str, Tensor] | None, *, lam: float, update: Collection[str]
 ) -> list[SiteUpdate]:
-    """Solve for the weight (Eq. 17) and bias (Eq. 55) of each site, as `update` says; all share one factor.
+    """Solve for weight (Eq. 17) and bias (Eq. 55) of linear modules that share one Cholesky factor.
 
     `anchor` is by parameter name, in the dtype of the moments; None drops the terms with `lam`.
     """
@@ -185,7 +185,7 @@ def _solve_linear_sites(
     solves = "linear" in update
     factor = ridge_factor(moments.gram, pull, scale=moments.weight_sum) if solves else None
     # One product checks the solution of all sites along a random direction.
-    direction = probe(moments.gram)
+    direction = random_direction(moments.gram)
     image = moments.weight_sum * (moments.gram @ direction) + pull * direction
     weight_sum = float(moments.weight_sum)
     updates, start = [], 0
@@ -193,7 +193,7 @@ def _solve_linear_sites(
     for site in problem.sites:
         name, bias_name = f"{site.name}.weight", f"{site.name}.bias"
         merged, pulled = problem.merged[name], None if anchor is None else anchor[name]
-        of_site = moments.of_outputs(slice(start, start + len(merged)))
+        of_site = moments.select_outputs(slice(start, start + len(merged)))
         start += len(merged)
         parameters: dict[str, Tensor] = {}
         error = None
@@ -227,7 +227,7 @@ def _solve_linear_sites(
             objective_before=None if before is None else float(before.sum()),
             objective_after=None if after is None else float(after.sum()),
             weight_change=relative_change(weight, merged),
-            condition_estimate=None if factor is None else factor.condition,
+            condition_estimate=None if factor is None else factor.condition_number,
             smallest_eigenvalue=None if factor is None else factor.smallest_eigenvalue,
             task_weight_sum=weight_sum,
             task_weight_share=weight_sum / (weight_sum + pull) if site.name in problem.expert_bias else None,
@@ -238,13 +238,13 @@ def _solve_linear_sites(
 
 
 def relative_change(new: Tensor, old: Tensor) -> float | None:
-    """Return |new - old|_F / |old|_F, in the dtype of `old`; None where `old` is zero."""
+    """Return the relative change |new - old|_F / |old|_F; None if `old` is zero."""
     size = float(torch.linalg.vector_norm(old))
     return float(torch.linalg.vector_norm(new.to(old) - old)) / size if size else None
 
 
 def _solve_norm_site(problem: NormProblem, anchor: Mapping[str, Tensor] | None, *, lam: float) -> SiteUpdate:
-    """Solve for the scale and, if the norm has one, the shift (Eq. 59)."""
+    """Solve for the scale and, if it has one, the shift of a norm layer (Eq. 59)."""
     moments, pull = problem.moments, anchor or {}
     (site,) = problem.sites
     scale_name, shift_name = f"{site.name}.weight", f"{site.name}.bias"
@@ -271,7 +271,7 @@ def _solve_norm_site(problem: NormProblem, anchor: Mapping[str, Tensor] | None, 
 def _norm_objective(
     problem: NormProblem, parameters: Mapping[str, Tensor], anchor: Mapping[str, Tensor] | None, lam: float
 ) -> float:
-    """Compute the objective of Eq. 57 from the moments alone."""
+    """Compute the objective of a norm layer (Eq. 57) from its moments."""
     name = problem.sites[0].name
     total = problem.moments.misfit(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
     for key, value in (anchor or {}).items():
@@ -305,7 +305,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 @calibrators.register("featcal")
 class FeatCal(ClosedFormBase):
-    """Closed-form feature calibration of a merged model (arXiv:2605.13030): its settings and its solves.
+    """Closed-form feature calibration of a merged model (FeatCal, arXiv:2605.13030).
 
     The defaults follow the paper's text for CLIP; `PRESETS` has the others.
 
@@ -386,7 +386,7 @@ class FeatCal(ClosedFormBase):
         self.inputs = inputs
 
     def check(self, *, has_base: bool = True) -> None:
-        """Refuse settings that make no sense."""
+        """Raise a `SpecError` if a setting is invalid."""
         super().check(has_base=has_base)
         if not has_base and self.anchor == "merged" and self.rho != 1:
             raise SpecError(
@@ -395,31 +395,31 @@ class FeatCal(ClosedFormBase):
             )
 
     @property
-    def anchor_reach(self) -> float:
-        """The setting rho, or 1 without an anchor (Eq. 11)."""
+    def anchor_rho(self) -> float:
+        """The position rho of the anchor (Eq. 11); 1 without an anchor."""
         return 1.0 if self.anchor == "none" else self.rho
 
     @property
-    def pull(self) -> float:
+    def anchor_ridge(self) -> float:
         """The ridge that Eq. 17 adds to the diagonal; 0 without an anchor."""
         return 0.0 if self.anchor == "none" else self.lam
 
     def target_spec(self, site: Site, *, in_last_block: bool) -> TargetSpec:
-        """Return a target with share `alpha` of the expert; keys and values keep their own token weights."""
+        """Return a target with share `alpha` of the expert's features, and the token weights of the site."""
         # Attention mixes keys and values of all tokens into the class token.
         emphasised = self.last_block_tokens if in_last_block and not site.mixes_tokens else None
         return TargetSpec(self.alpha, emphasised or site.token_weights)
 
     def task_weight(self, gram_norm: Tensor) -> Tensor:
-        """Return omega = 1 / max(|G|_F, eps) (Eq. 14), so that tasks have equal weight at any feature scale."""
+        """Return the task weight omega = 1 / max(|G|_F, eps) (Eq. 14), given the norm of its Gram matrix."""
         return 1 / gram_norm.clamp_min(self.eps)
 
-    def least_rows(self, width: int) -> int:
-        """Return the least number of rows with one solution: 1 with a ridge, otherwise the number of inputs."""
-        return 1 if self.pull else width
+    def min_rows_to_solve(self, width: int) -> int:
+        """Return the least number of rows with a unique solution: 1 with a ridge, else the number of inputs."""
+        return 1 if self.anchor_ridge else width
 
-    def anchor_of(self, merged: Parameters, base: Parameters | None) -> dict[str, Tensor] | None:
-        """Return the anchor (Eq. 11) in `solve_dtype`; None where nothing pulls."""
+    def anchor_parameters(self, merged: Parameters, base: Parameters | None) -> dict[str, Tensor] | None:
+        """Return the anchor parameters (Eq. 11) in `solve_dtype`; None without an anchor."""
         if self.anchor == "none":
             return None
         dtype: torch.dtype = getattr(torch, self.solve_dtype)
@@ -432,8 +432,8 @@ class FeatCal(ClosedFormBase):
         }
 
     def solve(self, problem: Problem) -> list[SiteUpdate]:
-        """Solve for the problem's sites: Eq. 17 and 55 for linear ones, Eq. 59 for norms."""
-        anchor = self.anchor_of(problem.merged, problem.base)
+        """Solve one regression problem: Eq. 17 and 55 for linear modules, Eq. 59 for norms."""
+        anchor = self.anchor_parameters(problem.merged, problem.base)
         if isinstance(problem, LinearProblem):
             return _solve_linear_sites(problem, anchor, lam=self.lam, update=self.update)
         return [_solve_norm_site(problem, anchor, lam=self.lam)]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.calibration.featcal import module_inputs, relative_change
-from driftlens.engine.calibrating import SiteReport, SiteUpdate, StepProblem
-from driftlens.engine.sequential import Stepwise
-from driftlens.linalg.ridge import BIAS_INPUT, Ridges, choose_ridges, solve_joint, total
+from driftlens.engine.calibrating import SiteReport, SiteUpdate, StepwiseProblem
+from driftlens.engine.sequential import StepwiseCalibrator
+from driftlens.linalg.ridge import BIAS_INPUT, RidgeChoice, choose_ridges, solve_residual, sum_moments
 from driftlens.utils.errors import SingularGramError, SpecError
 from driftlens.utils.registry import Bounds, Label
 
@@ -32,7 +32,7 @@ def residual_blocks(
     ridge: float = 0.03,
     share: float = 1.0,
 ) -> nn.Module:
-    """Calibrate a copy of a merged model by residual calibration over a list of blocks.
+    """Calibrate a copy of a merged model by residual calibration, in one function over its blocks.
 
     Every token counts alike, and ridge and share are given. `ResidualCal` below solves the same systems, but weighs
     tokens by gradients of the experts, chooses ridges and share by cross-validation, and streams batches.
@@ -77,7 +77,7 @@ def residual_blocks(
 def _solve_weight_and_bias(
     merged: nn.Module, tasks: Sequence[tuple[Tensor, Tensor, Tensor]], ridge: float, share: float
 ) -> dict[str, Tensor]:
-    """Solve for weight [m, d] and bias [m] at once, by ridge regression around the merged ones.
+    """Solve for weight [m, d] and bias [m] together, by ridge regression around the merged ones.
 
     `tasks` has the inputs [n, d], and the local and the residual targets [n, m] of every task.
     """
@@ -107,8 +107,8 @@ def _apply_linear_in_float64(module: nn.Module, x: Tensor) -> Tensor:
 
 
 @calibrators.register("residual")
-class ResidualCal(Stepwise, Calibrator):
-    """Cross-validated closed-form calibration towards the experts' own outputs and residual streams.
+class ResidualCal(StepwiseCalibrator, Calibrator):
+    """Closed-form calibration towards the experts' outputs and residual streams, with cross-validated ridges.
 
     Weights and biases of linear modules are solved for, step by step in the order in which a block runs them; norms,
     stem and projection stay as merged. `mu` is worth trying where samples are ample.
@@ -166,7 +166,7 @@ class ResidualCal(Stepwise, Calibrator):
         self.seed = seed
 
     def check(self, *, has_base: bool = True) -> None:
-        """Refuse settings that make no sense."""
+        """Raise a `SpecError` if a setting is invalid."""
         super().check(has_base=has_base)
         if self.mu and self.weights == "uniform":
             raise SpecError(
@@ -176,20 +176,20 @@ class ResidualCal(Stepwise, Calibrator):
 
     @property
     def num_folds(self) -> int:
-        """The number of folds of the samples; 1 where nothing is held out."""
+        """The number of cross-validation folds of the samples; 1 without held-out samples."""
         return self.folds if self.cv == "on" else 1
 
-    def solve(self, problem: StepProblem) -> list[SiteUpdate]:
-        """Solve for the weights and biases of sites that share a Gram matrix, and with it ridges and share."""
+    def solve(self, problem: StepwiseProblem) -> list[SiteUpdate]:
+        """Choose ridges and upstream share, then solve for weights and biases that share a Gram matrix."""
         if self.cv == "on":
             ridges = choose_ridges(problem.folds, most=self.residual)
         else:
-            ridges = Ridges(self.ridge, self.ridge, self.residual)
-        moments = total(problem.folds, getattr(torch, self.solve_dtype))
+            ridges = RidgeChoice(self.ridge, self.ridge, self.residual)
+        moments = sum_moments(problem.folds, getattr(torch, self.solve_dtype))
         try:
             # Views give enough rows for an accurate metric, so a preconditioner with it converges in few steps.
             is_two_sided = problem.has_views and self.mu < 1
-            change, gap = solve_joint(moments, ridges, tasks=problem.tasks, is_two_sided=is_two_sided)
+            change, gap = solve_residual(moments, ridges, tasks=problem.tasks, is_two_sided=is_two_sided)
         except SingularGramError as error:
             error.hint = "Raise `ridge`, or let cross-validation choose it (cv=on)."
             raise

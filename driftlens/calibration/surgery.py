@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.calibration.calibrator import Course, FinalFeatures, Trained, calibrators
-from driftlens.utils.devices import to_device, to_match
+from driftlens.calibration.calibrator import FinalFeatures, TrainedCalibrator, TrainingContext, calibrators
+from driftlens.utils.devices import match_device_dtype, to_device
 from driftlens.utils.registry import Bounds, Label
 
 Steps = Annotated[int, Bounds(low=1), Label("Steps"), "of Adam, one batch each"]
@@ -24,8 +24,8 @@ _REPORTED_EVERY = 10
 
 
 @dataclass(frozen=True)
-class _LowRank:
-    """The map f - U relu(D f) with D [r, d] and U [d, r], token by token; `normalize` first scales f to |f| = 1."""
+class _LowRankCorrection:
+    """The correction f - U relu(D f) of features f, token by token; `normalize` scales f to |f| = 1 first."""
 
     down: Tensor
     up: Tensor
@@ -33,7 +33,7 @@ class _LowRank:
 
     @property
     def code(self) -> str:
-        """The map in Python, for model cards."""
+        """Python code of the correction, for model cards."""
         unit = "f = f / f.norm(dim=-1, keepdim=True)\n" if self.normalize else ""
         return f'{unit}f = f - (f @ t["down"].T).relu() @ t["up"].T'
 
@@ -46,16 +46,16 @@ class _LowRank:
         return {"down": self.down, "up": self.up, **flag}
 
 
-def uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Sample a matrix as `nn.Linear` initializes it: uniform within 1 / sqrt(columns)."""
+def linear_init(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Sample a matrix as `nn.Linear` initializes its weight: uniform within 1 / sqrt(columns)."""
     bound = 1 / math.sqrt(columns)
     return (2 * torch.rand(rows, columns, generator=generator) - 1) * bound
 
 
-class _LowRankTrained(Trained):
-    """Trains a low-rank correction by Adam, for a fixed number of steps on calibration samples alone.
+class _LowRankCalibrator(TrainedCalibrator):
+    """A calibrator that trains a low-rank correction of the final feature by Adam, for a fixed number of steps.
 
-    A subclass adds `_start`, which draws the leaves with D and U first, and `_loss`.
+    A subclass adds `_initial_parameters`, which draws the leaves with D and U first, and `_feature_loss`.
     """
 
     normalize = False
@@ -67,22 +67,22 @@ class _LowRankTrained(Trained):
         self.lr = lr
 
     @classmethod
-    def attachment(cls, tensors: Mapping[str, Tensor]) -> _LowRank:
-        """Build the correction that was saved."""
-        return _LowRank(tensors["down"], tensors["up"], "normalize" in tensors)
+    def attachment(cls, tensors: Mapping[str, Tensor]) -> _LowRankCorrection:
+        """Build the correction from its saved tensors."""
+        return _LowRankCorrection(tensors["down"], tensors["up"], "normalize" in tensors)
 
     @abstractmethod
     def _initial_parameters(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
-        """Return the parameters at the start, for features like `merged`."""
+        """Return the initial parameters of the correction, for features like `merged`."""
 
     @abstractmethod
     def _feature_loss(
         self, merged: Tensor, expert: Tensor, parameters: Sequence[Tensor], generator: torch.Generator
     ) -> Tensor:
-        """Return the loss of the merged model's and the expert's vectors, [T, d] each."""
+        """Return the training loss on the merged model's and the expert's feature vectors, [T, d] each."""
 
-    def train(self, features: FinalFeatures, course: Course) -> _LowRank:
-        """Fit the correction of one task; there is no validation and no choice among steps."""
+    def train(self, features: FinalFeatures, course: TrainingContext) -> _LowRankCorrection:
+        """Train the correction of one task, without validation or early stopping."""
         parameters = [
             leaf.requires_grad_() for leaf in self._initial_parameters(features.merged, course.generator)
         ]
@@ -98,12 +98,12 @@ class _LowRankTrained(Trained):
             descent.step()
             if step % _REPORTED_EVERY == 0 or step == self.steps:
                 course.told(step, self.steps, float(loss.detach()))
-        return _LowRank(parameters[0].detach(), parameters[1].detach(), self.normalize)
+        return _LowRankCorrection(parameters[0].detach(), parameters[1].detach(), self.normalize)
 
 
 @calibrators.register("surgery")
-class Surgery(_LowRankTrained):
-    """A low-rank correction of the final feature per task, f' = f - U relu(D f), trained on the mean |f' - f_expert|.
+class Surgery(_LowRankCalibrator):
+    """Representation surgery: a low-rank correction f - U relu(D f) per task, trained on |f' - f_expert|.
 
     The authors train on test images. For texts, f is what the score map reads, token by token.
     """
@@ -123,9 +123,9 @@ class Surgery(_LowRankTrained):
         self.normalize = normalize
 
     def _initial_parameters(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
-        """Return D, sampled, and U, zero."""
+        """Return the initial parameters: D random as in `nn.Linear`, U zero."""
         width, device = merged.shape[-1], merged.device
-        down = to_device(uniform(self.rank, width, generator), device)
+        down = to_device(linear_init(self.rank, width, generator), device)
         # U is zero at the start, so training begins at the merged model's features.
         return [down, torch.zeros(width, self.rank, device=device)]
 
@@ -135,12 +135,12 @@ class Surgery(_LowRankTrained):
         """Return the mean absolute difference of corrected and expert features."""
         down, up = parameters
         target = F.normalize(expert, dim=-1) if self.normalize else expert
-        return (_LowRank(down, up, self.normalize)(merged) - target).abs().mean()
+        return (_LowRankCorrection(down, up, self.normalize)(merged) - target).abs().mean()
 
 
 @calibrators.register("prob_surgery")
-class ProbSurgery(_LowRankTrained):
-    """f' = f - z with z ~ N(mu, sigma^2), h = relu(D f), mu = M h, log sigma^2 = V h; by |f' - f_expert| + w KL.
+class ProbSurgery(_LowRankCalibrator):
+    """A random correction f - z per task, z ~ N(mu, sigma^2), mu = M relu(D f), log sigma^2 = V relu(D f).
 
     KL is from N(0, I), summed over entries, as a mean over rows. Where it is used, z is mu. The authors report the best
     of 50 rounds by test accuracy.
@@ -161,23 +161,23 @@ class ProbSurgery(_LowRankTrained):
         self.weight = weight
 
     def _initial_parameters(self, merged: Tensor, generator: torch.Generator) -> list[Tensor]:
-        """Return D, sampled, and M and V, zero."""
+        """Return the initial parameters: D random as in `nn.Linear`, M and V zero."""
         width = merged.shape[-1]
-        down = to_match(merged, uniform(self.rank, width, generator))
+        down = match_device_dtype(merged, linear_init(self.rank, width, generator))
         return [down, merged.new_zeros(width, self.rank), merged.new_zeros(width, self.rank)]
 
     def _feature_loss(
         self, merged: Tensor, expert: Tensor, parameters: Sequence[Tensor], generator: torch.Generator
     ) -> Tensor:
-        """Return the loss with one sample of z per vector; parameters are D, M and V."""
-        noise = to_match(merged, torch.randn(merged.shape, generator=generator))
+        """Return the training loss with one random sample of z per feature vector."""
+        noise = match_device_dtype(merged, torch.randn(merged.shape, generator=generator))
         return _prob_surgery_loss(merged, expert, noise, parameters, self.weight)
 
 
 def _prob_surgery_loss(
     merged: Tensor, expert: Tensor, noise: Tensor, parameters: Sequence[Tensor], weight: float
 ) -> Tensor:
-    """Return the loss of rows [T, d] with standard normal noise of their shape; at the start its second part is 0."""
+    """Return the ProbSurgery loss of feature vectors [T, d], given standard normal noise of their shape."""
     down, mean, spread = parameters
     hidden = (merged @ down.mT).relu()
     mu, log_variance = hidden @ mean.mT, hidden @ spread.mT

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from driftlens.checkpoints.tensor_sources import (
-    Composed,
+    CompositeSource,
     StateSource,
     TensorHeader,
-    promoted,
-    renamed,
+    promote_dtypes,
+    rename_keys,
     require_key,
 )
-from driftlens.checkpoints.unsupported import family_of_keys
+from driftlens.checkpoints.unsupported import detect_family
 from driftlens.utils.errors import IncompatibleModelsError
 
 # Prefixes that training code adds to keys: DistributedDataParallel, own wrappers, torch.compile.
@@ -44,8 +44,8 @@ def strip_row_range(key: str) -> str:
     return key if rows is None else rows["whole"]
 
 
-def joint_name(names: Sequence[str]) -> str:
-    """Return one name for tensors that are concatenated in memory, as in `experts.*.{w1,w3}.weight`; empty without.
+def concat_pattern(names: Sequence[str]) -> str:
+    """Return one pattern for tensors concatenated in memory, such as `experts.*.{w1,w3}.weight`; empty if none fits.
 
     A star is a number that counts from 0, braces list alternatives.
     """
@@ -56,7 +56,7 @@ def joint_name(names: Sequence[str]) -> str:
         parts.append(kinds[0] if len(kinds) == 1 else several)
     joint = ".".join(parts)
     count = len(names) // len(_expand_braces(joint))
-    return joint if ("*" in joint or "{" in joint) and expand_joint_name(joint, count) == [*names] else ""
+    return joint if ("*" in joint or "{" in joint) and expand_concat_pattern(joint, count) == [*names] else ""
 
 
 def _expand_braces(joint: str) -> list[str]:
@@ -65,8 +65,8 @@ def _expand_braces(joint: str) -> list[str]:
     return [before + part + after for part in inside.split(",")] if brace else [joint]
 
 
-def expand_joint_name(joint: str, count: int) -> list[str]:
-    """List the names of a joint name, for numbers below `count`, in the order of concatenation."""
+def expand_concat_pattern(joint: str, count: int) -> list[str]:
+    """List the tensor names of a pattern in the order of concatenation, with `*` from 0 to `count` - 1."""
     names = _expand_braces(joint)
     return [name.replace("*", str(n)) for n in range(count) for name in names] if "*" in joint else names
 
@@ -75,8 +75,8 @@ def expand_joint_name(joint: str, count: int) -> list[str]:
 _ANSWERS = ("score", "classifier", "classification_head", "qa_outputs")
 
 
-class Refitted:
-    """A checkpoint with the tensors of a model in memory: rows of what files fuse, joints of what they keep apart.
+class RegroupedSource:
+    """A checkpoint with fused tensors split by rows and separate expert tensors concatenated, as the model has them.
 
     Args:
         source: the checkpoint under its own names.
@@ -108,7 +108,7 @@ class Refitted:
                 self.headers[key] = header
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """Read a tensor, or its rows [start, stop); parts outside these rows are not read."""
+        """Read a tensor, or its rows [start, stop); only the stored tensors that overlap these rows are read."""
         require_key(self, key)
         header = self.headers[key]
         start, stop = rows or (0, header.shape[0] if header.shape else 0)
@@ -131,7 +131,7 @@ class Refitted:
                     key=name,
                 )
         # Adapters on some experts make them wider than the others.
-        dtype = promoted(*(header.dtype for header in headers))
+        dtype = promote_dtypes(*(header.dtype for header in headers))
         count = (len(names) // num_kinds,) if "*" in key else ()
         parts = tuple((name, header.shape) for name, header in zip(names, headers, strict=True))
         return TensorHeader((*count, *shape), dtype, parts)
@@ -150,8 +150,8 @@ class Refitted:
         return joined
 
 
-class Stored:
-    """Tensors under the names of a `Refitted` checkpoint as files hold them, a part at a time.
+class FileLayoutSource:
+    """The tensors of a `RegroupedSource` under the names and in the shapes of its checkpoint files.
 
     `wrapper` is the prefix of its files' names.
     """
@@ -196,8 +196,8 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Spellings:
-    """Layout of models whose keys have several spellings, as versions of a library wrote them.
+class KeyLayout:
+    """Key layout of models whose tensor names differ between versions of a library.
 
     Attributes:
         names: per spelling, the model's key -> its name in the file, `NAME[START:STOP]` for rows, or a joint name.
@@ -211,8 +211,8 @@ class Spellings:
     ignored: tuple[str, ...] = ()
     is_lenient: bool = False
 
-    def refitted(self, source: StateSource) -> StateSource:
-        """Return the checkpoint with its tensors split and concatenated as in memory."""
+    def regroup(self, source: StateSource) -> StateSource:
+        """Return the checkpoint with its tensors split and concatenated as in the model."""
         named = {
             name
             for names in self.names
@@ -221,14 +221,14 @@ class Spellings:
         }
         rows: dict[str, list[tuple[int, int]]] = {}
         joints: dict[str, list[str]] = {}
-        numbers = _numbers_by_pattern(source.headers) if named else {}
+        numbers = _indices_by_pattern(source.headers) if named else {}
         for key in (wrapper + name for wrapper in _WRAPPERS for name in named):
             if part := _ROWS.fullmatch(key):
                 if part["whole"] in source.headers:
                     rows.setdefault(part["whole"], []).append((int(part["start"]), int(part["stop"])))
                 continue
             count = max((len(numbers.get(name, ())) for name in _expand_braces(key)), default=0)
-            names = expand_joint_name(key, count)
+            names = expand_concat_pattern(key, count)
             if not names or not any(name in source.headers for name in names):
                 continue
             missing = [name for name in names if name not in source.headers]
@@ -241,19 +241,19 @@ class Spellings:
                 )
             joints[key] = names
         cut = {key: sorted(part) for key, part in rows.items()}
-        return Refitted(source, cut, joints) if cut or joints else source
+        return RegroupedSource(source, cut, joints) if cut or joints else source
 
     def key_map(
         self, headers: Mapping[str, TensorHeader], model_keys: Collection[str], name: str
     ) -> dict[str, str]:
-        """Map the model's keys to those of a checkpoint, by the spelling that finds most of the model.
+        """Map the model's keys to a checkpoint's keys, by the naming scheme that matches most of them.
 
         Args:
             headers: the checkpoint's tensors.
             model_keys: the model's keys.
             name: the checkpoint's name in messages.
         """
-        stored, wrapper = self._best_spelling(headers)
+        stored, wrapper = self._best_key_map(headers)
         used, beside = set(stored.values()), tuple(wrapper + part for part in self.left_out)
         # Kept, so that a comparison of keys reports them.
         unknown = {
@@ -266,9 +266,9 @@ class Spellings:
         }
         return stored | unknown
 
-    def passed_over(self, headers: Collection[str], name: str) -> dict[str, str]:
-        """Map keys that the library does not use, except buffers and the wrapper's prefix, to the file's keys."""
-        stored, wrapper = self._best_spelling(headers)
+    def ignored_keys(self, headers: Collection[str], name: str) -> dict[str, str]:
+        """Map keys that the library does not load, except buffers, to the file's keys; wrapper prefixes are removed."""
+        stored, wrapper = self._best_key_map(headers)
         used, beside = set(stored.values()), (*TEXT_SIDE, *self.left_out)
         named = {key.removeprefix(wrapper): key for key in headers if key not in used}
         return {
@@ -280,7 +280,7 @@ class Spellings:
         }
 
     def _is_ignored_by_library(self, key: str) -> bool:
-        """Return True if the library loads the model without this tensor, by pattern or for lack of its module."""
+        """Return True if the library ignores this tensor, by pattern or because the model lacks its module."""
         if any(re.search(pattern, key) for pattern in self.ignored):
             return True
         parts = key.split(".")
@@ -294,7 +294,7 @@ class Spellings:
 
     @functools.cached_property
     def _module_paths(self) -> dict[str, bool]:
-        """Map the paths of the model's modules, in any spelling, to True if they have tensors of their own."""
+        """Map the module paths of all naming schemes to True if the module has tensors of its own."""
         modules = {"": False}
         for name in itertools.chain(*(names.values() for names in self.names)):
             parts = strip_row_range(name).split(".")[:-1]
@@ -307,34 +307,34 @@ class Spellings:
     def align(
         self, source: StateSource, model_keys: Collection[str], fallback: StateSource | None
     ) -> StateSource:
-        """Return the checkpoint under the model's keys; no fallback is needed."""
-        source = self.refitted(source)
+        """Return the checkpoint's tensors under the model's keys; `fallback` is not used."""
+        source = self.regroup(source)
         stored = self.key_map(source.headers, model_keys, source.name)
         count = sum(key in stored for key in model_keys)
         # With half of the tensors it is this architecture, and what it lacks is reported by name.
-        if 2 * count < len(model_keys) and (family := family_of_keys(source.headers)):
+        if 2 * count < len(model_keys) and (family := detect_family(source.headers)):
             raise IncompatibleModelsError(
                 f"{source.name} holds {count} of {len(model_keys)} expected tensors; "
                 f"it looks like {family.what} (key {family.key!r})",
                 hint=family.remedy,
                 loader=family.loader,
             )
-        return renamed(source, stored)
+        return rename_keys(source, stored)
 
-    def wrapper(self, headers: Collection[str], name: str) -> str:
-        """Return the prefix of the library's names in a checkpoint, such as `module.`."""
-        return self._best_spelling(headers)[1]
+    def wrapper_prefix(self, headers: Collection[str], name: str) -> str:
+        """Return the prefix that training code added to a checkpoint's keys, such as `module.`."""
+        return self._best_key_map(headers)[1]
 
-    def beside_tower(self, keys: Collection[str], name: str) -> dict[str, str]:
-        """Map a whole model's keys that no layer reads, without the wrapper's prefix, to the file's keys."""
-        wrapper = self.wrapper(keys, name)
+    def non_layer_keys(self, keys: Collection[str], name: str) -> dict[str, str]:
+        """Map keys outside the measured layers, without wrapper prefix, to the file's keys."""
+        wrapper = self.wrapper_prefix(keys, name)
         named = {key.removeprefix(wrapper): key for key in keys if key.startswith(wrapper)}
         beside = (*TEXT_SIDE, *self.left_out)
         kept = {key: stored for key, stored in named.items() if key.startswith(beside)}
-        return kept | self.passed_over(keys, name)
+        return kept | self.ignored_keys(keys, name)
 
-    def _best_spelling(self, headers: Collection[str]) -> tuple[dict[str, str], str]:
-        """Return the model's keys that the spelling with most matches finds, and the prefix in the file."""
+    def _best_key_map(self, headers: Collection[str]) -> tuple[dict[str, str], str]:
+        """Return the map from model to file keys with the most matches, and the prefix of the file keys."""
         tried = (
             ({key: wrapper + stored for key, stored in names.items() if wrapper + stored in headers}, wrapper)
             # The plain spelling comes first, so that it wins ties.
@@ -343,8 +343,8 @@ class Spellings:
         return max(tried, key=lambda candidate: len(candidate[0]))
 
 
-def _numbers_by_pattern(keys: Collection[str]) -> dict[str, list[int]]:
-    """Group keys by their name with a star for one number, and list the numbers."""
+def _indices_by_pattern(keys: Collection[str]) -> dict[str, list[int]]:
+    """Map each key pattern, with `*` in place of one number, to the numbers that occur there."""
     numbers: dict[str, list[int]] = {}
     for key in keys:
         for match in _NUMBER.finditer(key):
@@ -354,7 +354,7 @@ def _numbers_by_pattern(keys: Collection[str]) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class TowerKeyLayout:
-    """Layout of CLIP image towers of one library (`loader`).
+    """Key layout of CLIP image towers in checkpoints of one library (`loader`).
 
     Every tower has one key that ends in `anchor`, and no other model has. `tower` is the prefix of its keys in whole
     models. The `projection` is inside the tower or next to it, and fine-tuned towers may lack it.
@@ -367,7 +367,7 @@ class TowerKeyLayout:
 
     def tower_prefix(self, keys: Collection[str], name: str) -> str:
         """Return the prefix of the tower's keys: `visual.`, `module.visual.`, `vision_model.` or an empty string."""
-        family = family_of_keys(keys)
+        family = detect_family(keys)
         if family is not None and family.loader != self.loader:
             raise IncompatibleModelsError(
                 f"{name} holds {family.what} (key {family.key!r})",
@@ -387,7 +387,7 @@ class TowerKeyLayout:
     def key_map(
         self, headers: Mapping[str, TensorHeader], model_keys: Collection[str], name: str
     ) -> dict[str, str]:
-        """Map the tower's keys; text tower, logit scale and index buffers of older versions are left out.
+        """Map the image tower's keys to a checkpoint's; text tower, logit scale and old index buffers are left out.
 
         Args:
             headers: the checkpoint's tensors.
@@ -417,11 +417,11 @@ class TowerKeyLayout:
     def align(
         self, source: StateSource, model_keys: Collection[str], fallback: StateSource | None
     ) -> StateSource:
-        """Return the checkpoint under the model's keys; `fallback`, the base, supplies a missing projection."""
+        """Return the tower's tensors under the model's keys; `fallback`, the base, supplies a missing projection."""
         mapping = self.key_map(source.headers, model_keys, source.name)
         projection = self._find_projection_key(model_keys, self.tower_prefix(model_keys, "the architecture"))
         if projection is None or projection in mapping:
-            return renamed(source, mapping)
+            return rename_keys(source, mapping)
         if fallback is None:
             raise IncompatibleModelsError(
                 f"{source.name} lacks the projection {projection!r}",
@@ -429,16 +429,16 @@ class TowerKeyLayout:
                 key=projection,
             )
         places = {key: (source, stored) for key, stored in mapping.items()}
-        return Composed(
+        return CompositeSource(
             source.name, {**places, projection: (self.align(fallback, model_keys, None), projection)}
         )
 
-    def wrapper(self, headers: Collection[str], name: str) -> str:
-        """Return the prefix of the library's names in a checkpoint, such as `module.`."""
+    def wrapper_prefix(self, headers: Collection[str], name: str) -> str:
+        """Return the prefix that training code added to a checkpoint's keys, such as `module.`."""
         return self.tower_prefix(headers, name).removesuffix(self.tower)
 
-    def beside_tower(self, keys: Collection[str], name: str) -> dict[str, str]:
-        """Map a whole model's keys that no layer reads, without the wrapper's prefix, to the file's keys."""
+    def non_layer_keys(self, keys: Collection[str], name: str) -> dict[str, str]:
+        """Map keys outside the image tower, without wrapper prefix, to the file's keys."""
         prefix = self.tower_prefix(keys, name)
         if not prefix.endswith(self.tower):
             # The file holds a tower alone.
@@ -457,4 +457,4 @@ class TowerKeyLayout:
 
 
 # The parameter names of one architecture in checkpoints.
-Layout: TypeAlias = TowerKeyLayout | Spellings
+Layout: TypeAlias = TowerKeyLayout | KeyLayout

@@ -16,12 +16,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from driftlens.checkpoints.unsupported import (
     ADAPTER,
-    conversion,
+    conversion_hint,
     require_unquantised,
-    wrong_family,
+    wrong_family_error,
 )
-from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError, concerning, some_of
-from driftlens.utils.files import expanded, from_json, json_object, plain_file
+from driftlens.utils.errors import (
+    CheckpointError,
+    IncompatibleModelsError,
+    SpecError,
+    add_error_context,
+    shorten_list,
+)
+from driftlens.utils.files import expand_home, parse_json, read_json_object, regular_file
 
 # Torch is imported only to open a file, so that missing files are refused sooner.
 if TYPE_CHECKING:
@@ -86,37 +92,37 @@ def open_checkpoint(
     Raises:
         CheckpointError: the file is missing, incomplete, of a kind that can't be read safely, or holds no tensors.
     """
-    place = pathlib.Path(fetched(path, offline=offline) if isinstance(path, str) else path)
+    place = pathlib.Path(fetch_if_hub_id(path, offline=offline) if isinstance(path, str) else path)
     try:
         # A folder's real name may contain `~` or `$`.
-        place = place if place.exists() else expanded(place)
-        with concerning(place):
+        place = place if place.exists() else expand_home(place)
+        with add_error_context(place):
             if place.is_dir():
                 return _open_weights_or_adapters(place, base)
             _require_weights_file(place)
-            from driftlens.checkpoints.tensor_sources import open_file
+            from driftlens.checkpoints.tensor_sources import open_weights_file
 
-            return open_file(place)
+            return open_weights_file(place)
     except OSError as error:
         raise CheckpointError(
             f"{path} can't be read: {error.strerror}", hint="Check the path and its permissions."
         ) from error
 
 
-def fetched(path: str, *, offline: bool = False) -> str:
-    """Return the local cache folder of a Hub id; other paths are returned unchanged."""
-    place = expanded(path)
+def fetch_if_hub_id(path: str, *, offline: bool = False) -> str:
+    """Download a Hub id, if necessary, and return its cache folder; return other paths unchanged."""
+    place = expand_home(path)
     # A local path wins over a Hub id of the same form; `folder/model.pt` has that form, too.
     if place.exists() or not is_hub_id(path) or place.suffix in _READABLE:
         return path
-    return str(_hub_cache_folder(path, offline=offline))
+    return str(_fetch_hub_weights(path, offline=offline))
 
 
 def _open_weights_or_adapters(folder: pathlib.Path, base: StateSource | None) -> StateSource:
     if not is_lora_folder(folder):
         folder = _transformer_folder(folder)
         _require_readable_weights(folder)
-        return open_folder(folder)
+        return open_model_folder(folder)
     if base is None:
         raise CheckpointError(
             f"{folder} holds LoRA adapters, not a whole model",
@@ -128,7 +134,7 @@ def _open_weights_or_adapters(folder: pathlib.Path, base: StateSource | None) ->
 
 
 def _require_readable_weights(folder: pathlib.Path) -> None:
-    """Refuse a folder whose weights are quantised, or only there in a form that can't be read."""
+    """Refuse a folder whose weights are quantized or in an unsupported file format."""
     # Loaders that need the configuration report damage.
     with contextlib.suppress(CheckpointError):
         config = folder / "config.json"
@@ -148,7 +154,7 @@ def _require_weights_file(path: pathlib.Path) -> None:
         hint = "Save the weights as safetensors, or give their folder."
         raise CheckpointError(
             f"{path}: expected a file of type {', '.join(_READABLE)}",
-            hint=conversion(path) if path.suffix.lower() in _PICKLES else hint,
+            hint=conversion_hint(path) if path.suffix.lower() in _PICKLES else hint,
         )
 
 
@@ -157,12 +163,12 @@ def is_lora_folder(folder: pathlib.Path) -> bool:
     return (folder / ADAPTER).is_file()
 
 
-def open_folder(folder: pathlib.Path) -> StateSource:
-    """Open the weights in a folder of `save_pretrained`, open_clip or the Hub."""
-    from driftlens.checkpoints.tensor_sources import open_file
+def open_model_folder(folder: pathlib.Path) -> StateSource:
+    """Open the weights in a folder saved by `save_pretrained` or open_clip, or downloaded from the Hub."""
+    from driftlens.checkpoints.tensor_sources import open_weights_file
 
     path = _find_weights_file(folder)
-    return _open_shards(path) if path.suffix == ".json" else open_file(path)
+    return _open_shards(path) if path.suffix == ".json" else open_weights_file(path)
 
 
 def _find_weights_file(folder: pathlib.Path) -> pathlib.Path:
@@ -176,7 +182,7 @@ def _find_weights_file(folder: pathlib.Path) -> pathlib.Path:
                 f"{folder / name} is a broken link to {(folder / name).readlink()}",
                 hint="Copy or download the folder again, following links (cp -rL).",
             )
-    there = some_of(sorted(entry.name for entry in folder.iterdir())) or "nothing"
+    there = shorten_list(sorted(entry.name for entry in folder.iterdir())) or "nothing"
     raise CheckpointError(
         f"{folder} holds no weights; found {there}",
         hint=f"Expected one of {', '.join(WEIGHT_FILES)}; give other files by path.",
@@ -184,10 +190,10 @@ def _find_weights_file(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _open_shards(index: pathlib.Path) -> StateSource:
-    from driftlens.checkpoints.tensor_sources import Composed, open_file
+    from driftlens.checkpoints.tensor_sources import CompositeSource, open_weights_file
 
     listed = _read_weight_map(index)
-    sources = {shard: open_file(path) for shard, path in _needed_shard_files(index, listed).items()}
+    sources = {shard: open_weights_file(path) for shard, path in _needed_shard_files(index, listed).items()}
     there = {
         key: (sources[shard], key)
         for key, shard in listed.items()
@@ -201,13 +207,13 @@ def _open_shards(index: pathlib.Path) -> StateSource:
             f"{index} lists {missing!r} in {listed[missing]}, which lacks it",
             hint="Index and shards do not match; download or save the folder again.",
         )
-    return Composed(str(index.parent), there)
+    return CompositeSource(str(index.parent), there)
 
 
 def _read_weight_map(index: pathlib.Path) -> Mapping[str, str]:
-    """Read the file name of each tensor's shard from an index."""
+    """Read the map from tensor names to shard files in a shard index."""
     try:
-        shards = from_json(plain_file(index).read_bytes())["weight_map"]
+        shards = parse_json(regular_file(index).read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError):
         shards = None
     if (
@@ -223,7 +229,7 @@ def _read_weight_map(index: pathlib.Path) -> Mapping[str, str]:
 
 
 def _needed_shard_files(index: pathlib.Path, listed: Mapping[str, str]) -> dict[str, pathlib.Path]:
-    """Return the files that an index lists, by name, without those that the model does not need."""
+    """Map the shard file names in an index to paths, without shards that only training needs."""
     files = {name: index.parent / name for name in sorted({*listed.values()})}
     there = {key.partition(".")[0] for key, name in listed.items() if files[name].is_file()}
     # Published folders may leave out shards of parts that only training uses. A missing head is never one of
@@ -243,22 +249,22 @@ def _needed_shard_files(index: pathlib.Path, listed: Mapping[str, str]) -> dict[
     return files
 
 
-def shards_of(source: StateSource) -> Mapping[str, str]:
-    """Return the file name of each tensor's shard for a source that `open_folder` made; empty for others."""
+def shard_by_tensor(source: StateSource) -> Mapping[str, str]:
+    """Map tensor names to shard file names for a source from `open_model_folder`; empty if it is not sharded."""
     folder = pathlib.Path(source.name)
     index = next((path for name in WEIGHT_FILES if (path := folder / name).is_file()), None)
     return _read_weight_map(index) if index is not None and index.suffix == ".json" else {}
 
 
-def folder_notices(source: StateSource) -> list[str]:
-    """Report adapters next to a whole model, and tensors that only the index lists."""
+def weights_notices(source: StateSource) -> list[str]:
+    """Return notices on adapters next to a whole model and on indexed tensors that all shards lack."""
     place = pathlib.Path(source.name)
     folder = place.parent if place.name in WEIGHT_FILES else place
     if is_lora_folder(folder):
         whole = [name for name in WEIGHT_FILES if (folder / name).is_file()]
         return [f"{folder} holds adapters and {whole[0]}; the adapters are used"] if whole else []
-    ghosts = [key for key in shards_of(source) if key not in source.headers]
-    named = some_of([*map(repr, ghosts)], 1)
+    ghosts = [key for key in shard_by_tensor(source) if key not in source.headers]
+    named = shorten_list([*map(repr, ghosts)], 1)
     return [f"{folder}: its index lists {named}, missing from all files and unused"] if ghosts else []
 
 
@@ -267,8 +273,8 @@ def is_hub_id(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w./-]*)?", text) is not None
 
 
-def _hub_cache_folder(repository: str, *, offline: bool = False) -> pathlib.Path:
-    """Return the cache folder of a repository's weights and settings; download it, with a log entry, if necessary."""
+def _fetch_hub_weights(repository: str, *, offline: bool = False) -> pathlib.Path:
+    """Download a Hub repository's weights and configuration, unless cached, and return the cache folder."""
     from huggingface_hub import constants
 
     if offline or constants.HF_HUB_OFFLINE:
@@ -285,14 +291,14 @@ def _hub_cache_folder(repository: str, *, offline: bool = False) -> pathlib.Path
     )
 
 
-def files_beside_weights(place: str, *, offline: bool = False) -> pathlib.Path | None:
-    """Return the folder with settings and tokenizer of a folder or Hub repository; None without.
+def fetch_config_folder(place: str, *, offline: bool = False) -> pathlib.Path | None:
+    """Return the folder with configuration and tokenizer of a model folder or Hub id; None for other paths.
 
     Files that are not cached are downloaded, with a log entry.
     """
     from huggingface_hub import constants
 
-    folder = expanded(place)
+    folder = expand_home(place)
     if folder.is_dir() or not is_hub_id(place):
         return _transformer_folder(folder) if folder.is_dir() else None
     cached = None
@@ -328,19 +334,19 @@ def _fetch_hub_snapshot(place: str, patterns: list[str], *, local: bool) -> path
     return pathlib.Path(folder)
 
 
-def library_folder(place: str) -> pathlib.Path | None:
-    """Return the folder with a configuration that `place` is, is in, or names in the Hub's cache; None without."""
+def find_config_folder(place: str) -> pathlib.Path | None:
+    """Find the local or cached folder with the configuration of a file, folder or Hub id; None without one."""
     name = place.removeprefix("hf-hub:").removeprefix("local-dir:")
-    path = expanded(name)
+    path = expand_home(name)
     if not path.exists() and is_hub_id(name):
-        path = files_beside_weights(name, offline=True) or path
+        path = fetch_config_folder(name, offline=True) or path
     folder = _transformer_folder(path) if path.is_dir() else path.parent
     is_there = name and path.exists() and any((folder / config).is_file() for config in _CONFIGS)
     return folder if is_there else None
 
 
 def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
-    """List the tokenizer, processor, generation and license files of a library's folder by name; never code.
+    """Map names to paths of a folder's tokenizer, processor, generation and license files; code is never included.
 
     For sentence-transformers, this includes the files of other modules at their place in a saved folder, which has
     the transformer in its root.
@@ -362,7 +368,7 @@ def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
 
 
 def image_processor_config(source: str, *, offline: bool = False) -> dict[str, Any] | None:
-    """Return the image processor's configuration of a folder or Hub repository of transformers; None without."""
+    """Read the image processor's configuration of a transformers folder or Hub id; None if there is none."""
     # Version 5 writes processor_config.json and prefers it to preprocessor_config.json of older versions.
     nested = (read_config(source, "processor_config.json", offline=offline) or {}).get("image_processor")
     if isinstance(nested, dict):
@@ -372,7 +378,7 @@ def image_processor_config(source: str, *, offline: bool = False) -> dict[str, A
 
 def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, Any] | None:
     """Read the JSON object in a file of a folder or Hub repository; None if there is no such file."""
-    folder = files_beside_weights(source, offline=offline)
+    folder = fetch_config_folder(source, offline=offline)
     if folder is None and not is_hub_id(source):
         raise SpecError(
             f"{source!r} is neither a folder nor a Hub id",
@@ -384,7 +390,7 @@ def read_config(source: str, file: str, *, offline: bool = False) -> dict[str, A
 
 
 def _require_plausible_config(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Refuse a configuration with NaN, or with sizes so large that building the model would not end."""
+    """Refuse a configuration with NaN, or with so many layers or labels that the model cannot be built."""
     for key, value in config.items():
         if value == {"__float__": "NaN"} or (isinstance(value, float) and math.isnan(value)):
             hint = "Restore the original configuration."
@@ -400,8 +406,8 @@ def _require_plausible_config(config: dict[str, Any], source: str) -> dict[str, 
     return config
 
 
-def needed_config(source: str, file: str, expected: str, *, offline: bool, hint: str) -> dict[str, Any]:
-    """Read the configuration file that a loader needs; refuse a source without it and name its family.
+def require_config(source: str, file: str, expected: str, *, offline: bool, hint: str) -> dict[str, Any]:
+    """Read the configuration file that a loader needs; raise an error that names the model family if it is missing.
 
     Args:
         source: the folder or Hub id.
@@ -415,27 +421,27 @@ def needed_config(source: str, file: str, expected: str, *, offline: bool, hint:
         return config
     for other in _CONFIGS:
         if other != file and (stated := read_config(source, other, offline=True)) is not None:
-            raise wrong_family(stated, source, expected)
-    if (folder := expanded(source)).is_dir():
+            raise wrong_family_error(stated, source, expected)
+    if (folder := expand_home(source)).is_dir():
         _require_readable_weights(folder)
     is_cached = offline and not folder.exists()
     raise SpecError(f"{source} has no {file}{' in the local cache' if is_cached else ''}", hint=hint)
 
 
-def with_floats(config: Any) -> Any:
-    """Convert {"__float__": "Infinity"}, which transformers 5 writes, to floats."""
+def decode_json_floats(config: Any) -> Any:
+    """Convert infinity and NaN as transformers 5 writes them, such as {"__float__": "Infinity"}, to floats."""
     if isinstance(config, Mapping):
         tag = config.get("__float__")
         if len(config) == 1 and tag in ("Infinity", "-Infinity", "NaN"):
             return float(tag)
-        return {key: with_floats(value) for key, value in config.items()}
-    return [with_floats(value) for value in config] if isinstance(config, list) else config
+        return {key: decode_json_floats(value) for key, value in config.items()}
+    return [decode_json_floats(value) for value in config] if isinstance(config, list) else config
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Read the JSON object in a file."""
     try:
-        value = from_json(plain_file(path).read_text(encoding="utf-8"))
+        value = parse_json(regular_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} can't be read: {error}", hint="Restore the original file.") from error
     if not isinstance(value, dict):
@@ -443,9 +449,9 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return value
 
 
-def tokenizer_in(source: str, *, offline: bool, kind: str = "AutoTokenizer") -> Any:
-    """Load the tokenizer of a folder or Hub repository by a class of transformers; None if missing or damaged."""
-    folder = files_beside_weights(source, offline=offline)
+def load_tokenizer(source: str, *, offline: bool, kind: str = "AutoTokenizer") -> Any:
+    """Load the tokenizer of a folder or Hub id with a transformers class; None if it is missing or damaged."""
+    folder = fetch_config_folder(source, offline=offline)
     if folder is None:
         return None
     import transformers
@@ -475,18 +481,18 @@ _POOLS = {
 }
 
 
-class _Module(NamedTuple):
-    """The class name of a module and its folder; empty for the root."""
+class _SentenceModule(NamedTuple):
+    """One module of a sentence-transformers model: its class name and its folder, empty for the root."""
 
     kind: str
     place: str
 
 
-def modules_of(folder: pathlib.Path) -> tuple[_Module, ...]:
-    """List the modules of a folder of sentence-transformers; empty for other folders."""
+def sentence_modules(folder: pathlib.Path) -> tuple[_SentenceModule, ...]:
+    """List the modules of a sentence-transformers folder; empty for other folders."""
     try:
-        stated = from_json(plain_file(folder / MODULES).read_bytes())
-        modules = tuple(_Module(entry["type"].rpartition(".")[2], entry["path"]) for entry in stated)
+        stated = parse_json(regular_file(folder / MODULES).read_bytes())
+        modules = tuple(_SentenceModule(entry["type"].rpartition(".")[2], entry["path"]) for entry in stated)
         places = [(folder / module.place).resolve() for module in modules]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return ()
@@ -498,7 +504,7 @@ def modules_of(folder: pathlib.Path) -> tuple[_Module, ...]:
 
 def _transformer_folder(folder: pathlib.Path) -> pathlib.Path:
     """Return the transformer's folder in a folder of sentence-transformers; other folders are returned unchanged."""
-    leading = next(iter(modules_of(folder)), _Module("", ""))
+    leading = next(iter(sentence_modules(folder)), _SentenceModule("", ""))
     return folder / leading.place if leading.kind == "Transformer" else folder
 
 
@@ -506,36 +512,36 @@ def _sentence_transformers_folder(transformer: pathlib.Path | None) -> pathlib.P
     """Return the sentence-transformers folder that contains a transformer; None for other transformers."""
     places = () if transformer is None else (transformer, transformer.parent)
     return next(
-        (root for root in places if modules_of(root) and _transformer_folder(root) == transformer), None
+        (root for root in places if sentence_modules(root) and _transformer_folder(root) == transformer), None
     )
 
 
 def embedding_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
-    """Return the same for embedding models; None for a cross-encoder, whose transformer gives scores itself."""
+    """Return a transformer's sentence-transformers folder; None if there is none or it is a cross-encoder."""
     root = _sentence_transformers_folder(transformer)
-    if root is None or json_object(root, _WHOLE).get("model_type") == "CrossEncoder":
+    if root is None or read_json_object(root, _WHOLE).get("model_type") == "CrossEncoder":
         return None
     # Older cross-encoders are known only by these settings.
     older = {"sentence_transformers", "sbert_ce_default_activation_function"}
-    return root if older.isdisjoint(json_object(root, "config.json")) else None
+    return root if older.isdisjoint(read_json_object(root, "config.json")) else None
 
 
 class Pooling(NamedTuple):
-    """The pooling of a text's tokens, in the library's terms."""
+    """The pooling of token features to one embedding, as sentence-transformers defines it."""
 
     modes: tuple[str, ...] = ("mean",)
     includes_prompt: bool = True
 
     @property
-    def said(self) -> str:
-        """The modes, for a reader."""
+    def description(self) -> str:
+        """The pooling modes as text for messages."""
         return " and ".join(self.modes)
 
 
-def pooling_of(folder: pathlib.Path) -> Pooling:
-    """Read a folder's Pooling module; the default is the mean. Refuse modes that the library does not have."""
-    place = next((module.place for module in modules_of(folder) if module.kind == "Pooling"), None)
-    stated = {} if place is None else json_object(folder / place, "config.json")
+def read_pooling(folder: pathlib.Path) -> Pooling:
+    """Read the pooling of a sentence-transformers folder, by default the mean; refuse unknown modes."""
+    place = next((module.place for module in sentence_modules(folder) if module.kind == "Pooling"), None)
+    stated = {} if place is None else read_json_object(folder / place, "config.json")
     modes = stated.get("pooling_mode") or [mode for key, mode in _POOLS.items() if stated.get(key)] or "mean"
     modes = (modes,) if isinstance(modes, str) else tuple(map(str, modes))
     if odd := [mode for mode in modes if mode not in _POOLS.values()]:
@@ -547,29 +553,29 @@ def pooling_of(folder: pathlib.Path) -> Pooling:
 
 
 class Prompts(NamedTuple):
-    """The prompts of a folder by name, the default one, and the similarity function."""
+    """The prompts of a sentence-transformers folder by name, the default prompt, and the similarity function."""
 
     by_name: Mapping[str, str] = {}
     default: str = ""
     similarity: str = "cosine"
 
-    def before(self, *names: str) -> str:
-        """Return the first of these prompts that exists, else the default."""
+    def find_by_name(self, *names: str) -> str:
+        """Return the prompt of the first of these names that exists, else the default prompt."""
         return next((self.by_name[name] for name in names if name in self.by_name), self.default)
 
 
-def prompts_of(folder: pathlib.Path) -> Prompts:
-    """Read `config_sentence_transformers.json`."""
-    settings = json_object(folder, _WHOLE)
+def read_prompts(folder: pathlib.Path) -> Prompts:
+    """Read prompts and similarity function from `config_sentence_transformers.json`."""
+    settings = read_json_object(folder, _WHOLE)
     prompts, similarity = settings.get("prompts"), settings.get("similarity_fn_name") or "cosine"
     named = prompts.items() if isinstance(prompts, dict) else ()
     by_name = {name: text for name, text in named if isinstance(text, str)}
     return Prompts(by_name, by_name.get(str(settings.get("default_prompt_name")), ""), str(similarity))
 
 
-def require_followed(folder: pathlib.Path) -> None:
-    """Refuse a folder in which other modules than a transformer and what reads its features make the sentence."""
-    leading, *others = modules_of(folder)
+def require_known_modules(folder: pathlib.Path) -> None:
+    """Refuse a sentence-transformers folder with unsupported modules, or whose first module is no transformer."""
+    leading, *others = sentence_modules(folder)
     other = [leading.kind] * (leading.kind != "Transformer")
     other += [module.kind for module in others if module.kind not in _FOLLOWED]
     if other:
@@ -580,20 +586,22 @@ def require_followed(folder: pathlib.Path) -> None:
         )
 
 
-def reading_notices(folder: pathlib.Path) -> Iterator[str]:
-    """Yield notices about the modules that make embeddings and about the default prompt."""
-    steps = [module.kind for module in modules_of(folder)[1:] if module.kind not in ("Pooling", "Dropout")]
+def embedding_notices(folder: pathlib.Path) -> Iterator[str]:
+    """Yield notices on the modules that turn features into embeddings and on the default prompt."""
+    steps = [
+        module.kind for module in sentence_modules(folder)[1:] if module.kind not in ("Pooling", "Dropout")
+    ]
     later = f", then by {', '.join(steps)}" if steps else ""
     yield (
         f"{folder} (sentence-transformers): the final feature is the text embedding, pooled by "
-        f"{pooling_of(folder).said}{later}; these modules are saved unchanged"
+        f"{read_pooling(folder).description}{later}; these modules are saved unchanged"
     )
-    if prompt := prompts_of(folder).default:
+    if prompt := read_prompts(folder).default:
         yield f"{folder}: {prompt!r} precedes every text; a task's `prompt` replaces it"
 
 
-def require_same_reading(base: pathlib.Path | None, other: pathlib.Path | None) -> str:
-    """Refuse a model whose tokens become another embedding than the base's; return a notice on other differences."""
+def require_same_pooling(base: pathlib.Path | None, other: pathlib.Path | None) -> str:
+    """Refuse a model whose pooling or later modules differ from the base's; return a notice on normalization."""
     home, root = embedding_folder(base), embedding_folder(other)
     if root is None:
         return ""
@@ -606,43 +614,43 @@ def require_same_reading(base: pathlib.Path | None, other: pathlib.Path | None) 
         )
     if home is None:
         return ""
-    of_base_pool, pool = pooling_of(home), pooling_of(root)
+    of_base_pool, pool = read_pooling(home), read_pooling(root)
     if pool != of_base_pool:
         prompt = "" if pool.modes != of_base_pool.modes else ", one without its prompt"
         raise IncompatibleModelsError(
-            f"{root} pools by {pool.said}, the base by {of_base_pool.said}{prompt}",
+            f"{root} pools by {pool.description}, the base by {of_base_pool.description}{prompt}",
             hint=f"Train it with the base's modules, or give its transformer without {MODULES}.",
         )
-    ends = [[module.kind for module in modules_of(place)].count("Normalize") for place in (home, root)]
+    ends = [[module.kind for module in sentence_modules(place)].count("Normalize") for place in (home, root)]
     if ends[0] != ends[1]:
         return f"only one of {root} and the base normalizes embeddings; the base's setting is used"
     return ""
 
 
 def _sentence_transformers_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """List the files of sentence-transformers around a transformer, by their place in a saved folder."""
+    """Map file names in a saved folder to the settings and module files of a sentence-transformers folder."""
     root = _sentence_transformers_folder(folder)
     if root is None:
         return {}
     paths = {path.name: path for place in (folder, root) for name in _SETTINGS for path in place.glob(name)}
-    for module in modules_of(root)[1:]:
+    for module in sentence_modules(root)[1:]:
         names = ("config.json", *WEIGHT_FILES) if module.place else ()
         paths |= {f"{module.place}/{name}": root / module.place / name for name in names}
     return {name: path for name, path in paths.items() if path.is_file()}
 
 
-def flat(modules: Any) -> Any:
-    """Return the content of `modules.json` for a folder that has the transformer in its root."""
+def flat_modules_json(modules: Any) -> Any:
+    """Return the content of `modules.json` with the transformer in the root folder."""
     return [{**modules[0], "path": ""}, *modules[1:]]
 
 
 def _modules_after_transformer(folder: pathlib.Path) -> list[tuple[str, str, Any]]:
-    """List folder name, digest of the weights and settings of every module with weights after the transformer."""
+    """List folder name, weights digest and settings of every module with weights after the transformer."""
     from driftlens.checkpoints.tensor_sources import content_digest
 
-    places = [folder / module.place for module in modules_of(folder)[1:] if module.place]
+    places = [folder / module.place for module in sentence_modules(folder)[1:] if module.place]
     return [
-        (place.name, content_digest(open_folder(place)), json_object(place, "config.json"))
+        (place.name, content_digest(open_model_folder(place)), read_json_object(place, "config.json"))
         for place in places
         if any((place / name).is_file() for name in WEIGHT_FILES)
     ]

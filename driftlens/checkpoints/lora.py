@@ -15,16 +15,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from driftlens.checkpoints.tensor_sources import (
-    Composed,
+    CompositeSource,
     StateSource,
     TensorHeader,
-    open_file,
-    promoted,
+    open_weights_file,
+    promote_dtypes,
     require_key,
 )
 from driftlens.checkpoints.unsupported import ADAPTER
 from driftlens.utils.errors import CheckpointError
-from driftlens.utils.files import from_json, plain_file
+from driftlens.utils.files import parse_json, regular_file
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _WRAPPER = "base_model.model."
@@ -49,8 +49,8 @@ _COPIES = re.compile(r"(\.(modules_to_save|base_layer))+\.")
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
-def named_base(folder: pathlib.Path) -> tuple[str, str]:
-    """Return the base model that an adapter's configuration names, and its revision; empty without."""
+def lora_base_model(folder: pathlib.Path) -> tuple[str, str]:
+    """Return the base model and revision named in an adapter's configuration; empty if it names none."""
     config = _read_adapter_config(folder)
     return str(config.get("base_model_name_or_path") or ""), str(config.get("revision") or "")
 
@@ -64,7 +64,7 @@ def _has_dotted_suffix(name: str, end: str) -> bool:
 
 
 class _AdapterSettings(BaseModel):
-    """Ranks, scalings and places that `adapter_config.json` states; its other entries are read as they are."""
+    """Ranks, scalings and target modules in `adapter_config.json`; its other entries are kept as they are."""
 
     # Strict, because pydantic would turn the text "8" into a number, which peft would not.
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
@@ -81,8 +81,8 @@ class _AdapterSettings(BaseModel):
 
 
 @dataclass(frozen=True)
-class _Update:
-    """The change of one weight [out, in]: scaling * up @ down; `magnitude` names DoRA's row lengths of the sum."""
+class _LoraUpdate:
+    """The LoRA update of one weight [out, in]: scaling * up @ down; `magnitude` is the key of DoRA's row norms."""
 
     down: str
     up: str
@@ -109,16 +109,16 @@ class LoraSource:
         weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
         if weights is None:
             raise _adapter_error(folder, f"{_WEIGHTS[0]} is missing", "Download the folder again.")
-        self._adapters = open_file(weights)
+        self._adapters = open_weights_file(weights)
         self._saved = self._fully_saved_tensors(base)
         places = {key: (base, key) for key in base.headers}
         places |= {name: (self._adapters, key) for name, key in self._saved.items()}
-        self._base: StateSource = Composed(base.name, places)
+        self._base: StateSource = CompositeSource(base.name, places)
         self._updates = self._match_updates_to_weights()
         self._require_saved_biases()
         # Sums are not rounded to the base's dtype: a model with unmerged adapters does not round them either.
         self.headers: Mapping[str, TensorHeader] = {
-            key: replace(header, dtype=promoted(header.dtype, torch.float32))
+            key: replace(header, dtype=promote_dtypes(header.dtype, torch.float32))
             if key in self._updates
             else header
             for key, header in self._base.headers.items()
@@ -131,22 +131,24 @@ class LoraSource:
         update = self._updates.get(key)
         return weight if update is None else self._add_adapter(key, update, weight, rows)
 
-    def unties(self, table: str, head: str) -> bool:
-        """Return True if the adapters change a head but not the embedding table it is tied to."""
+    def has_untied_head(self, table: str, head: str) -> bool:
+        """Return True if the adapters make a tied output head differ from its embedding table."""
         changed = self._updates.keys() | self._saved.keys()
         return head in changed or (table in changed and not self._config.get("ensure_weight_tying"))
 
     @property
-    def rank_stabilised(self) -> dict[int, float]:
-        """Rank -> largest scaling, of adapters with `use_rslora`; empty of others."""
+    def rslora_scalings(self) -> dict[int, float]:
+        """The largest scaling for each rank, of adapters with `use_rslora`; empty for others."""
         scalings: dict[int, float] = {}
         for update in self._updates.values() if self._config.get("use_rslora") else ():
             rank = self._adapters.headers[update.down].shape[0]
             scalings[rank] = max(update.scaling, scalings.get(rank, update.scaling))
         return dict(sorted(scalings.items()))
 
-    def _add_adapter(self, key: str, update: _Update, weight: Tensor, rows: tuple[int, int] | None) -> Tensor:
-        """Add an adapter to rows of a weight, and scale them to their trained lengths."""
+    def _add_adapter(
+        self, key: str, update: _LoraUpdate, weight: Tensor, rows: tuple[int, int] | None
+    ) -> Tensor:
+        """Add an adapter's update to rows of a weight; for DoRA, scale the rows to their trained norms."""
         if rows is not None and update.magnitude and update.is_transposed:
             # Lengths belong to whole columns, so all rows are needed.
             return self.read(key)[slice(*rows)]
@@ -161,7 +163,7 @@ class LoraSource:
         return weight * (lengths[within] / torch.linalg.vector_norm(weight, dim=axis)).unsqueeze(axis)
 
     def _fully_saved_tensors(self, base: StateSource) -> dict[str, str]:
-        """Map tensors that were saved completely, by the base's names or their own, to the adapter's keys."""
+        """Map tensors that the adapter file stores in full, by the base's names or their own, to its keys."""
         modules = self._config.get("modules_to_save") or []
         places = {}
         # A copy in modules_to_save comes last and takes precedence.
@@ -189,12 +191,12 @@ class LoraSource:
         if kind != "none" and lost:
             raise _adapter_error(self._folder, f"bias is {kind!r}, but {lost[0]!r} was not saved", _RESTORE)
 
-    def _match_updates_to_weights(self) -> dict[str, _Update]:
-        """Find the weight of every adapter, and check ranks and shapes."""
+    def _match_updates_to_weights(self) -> dict[str, _LoraUpdate]:
+        """Map the base's weights to their LoRA updates; check ranks and shapes."""
         pairs = self._adapter_keys_by_module()
         ranks = _values_by_module(self._settings.r, self._settings.rank_pattern or {}, pairs)
         alphas = _values_by_module(self._settings.lora_alpha, self._settings.alpha_pattern or {}, pairs)
-        updates: dict[str, _Update] = {}
+        updates: dict[str, _LoraUpdate] = {}
         for name, (down, up, magnitude) in pairs.items():
             # peft transposes the update of an embedding table, as it does for GPT-2's Conv1D (fan_in_fan_out).
             is_transposed = self._is_transposed or "lora_embedding" in down
@@ -215,11 +217,11 @@ class LoraSource:
                 raise _adapter_error(self._folder, reason, _RESTORE)
             # Rank-stabilized LoRA (arXiv:2312.03732).
             root = math.sqrt(rank) if self._config.get("use_rslora") else rank
-            updates[key] = _Update(down, up, alphas[name] / root, is_transposed, magnitude)
+            updates[key] = _LoraUpdate(down, up, alphas[name] / root, is_transposed, magnitude)
         return updates
 
     def _require_targeted_modules(self, modules: Iterable[str]) -> None:
-        """Refuse adapters of modules that the configuration does not name, or leaves out: peft passes over them."""
+        """Refuse adapters of modules that the configuration does not target, because peft ignores them."""
         from peft.tuners.tuners_utils import check_target_module_exists
 
         targets = self._settings.target_modules
@@ -233,7 +235,7 @@ class LoraSource:
             raise _adapter_error(self._folder, reason, hint)
 
     def _adapter_keys_by_module(self) -> dict[str, tuple[str, str, str]]:
-        """Map module paths to the keys of A, B and row lengths (or "")."""
+        """Map module paths to the keys of A, B and DoRA's magnitude vector, which may be empty."""
         parts: dict[str, dict[str, str]] = {}
         for key in (key for key in self._adapters.headers if ".lora_" in key):
             match = _PART.fullmatch(key)
@@ -253,7 +255,7 @@ class LoraSource:
         }
 
     def _find_weight_key(self, expected_key: str, shape: tuple[int, int]) -> str:
-        """Find the one key of the base with this shape that ends like `expected_key`, or the reverse."""
+        """Find the base's only weight of this shape whose key ends like `expected_key`, or the reverse."""
         headers = self._base.headers
         candidates = [
             key
@@ -278,7 +280,7 @@ class LoraSource:
 def _values_by_module(
     default: float, by_pattern: Mapping[str, float], modules: Collection[str]
 ) -> dict[str, float]:
-    """Return a number for every module: that of the first pattern that matches the end of its path."""
+    """Return the rank or alpha of every module, by the first pattern that matches the end of its path."""
     from peft.utils.other import get_pattern_key
 
     # peft's own matching, so that ranks and alphas are those that peft would run.
@@ -289,7 +291,7 @@ def _values_by_module(
 def _read_adapter_config(folder: pathlib.Path) -> dict[str, Any]:
     """Read `adapter_config.json` and refuse unsupported options."""
     try:
-        config = from_json(plain_file(folder / ADAPTER).read_bytes())
+        config = parse_json(regular_file(folder / ADAPTER).read_bytes())
     except (OSError, ValueError) as error:
         raise _adapter_error(folder, f"{ADAPTER} can't be read", "Download the folder again.") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from driftlens.checkpoints.unsupported import STATE_DICT_KEYS, conversion, refuse_pointer
+from driftlens.checkpoints.unsupported import STATE_DICT_KEYS, conversion_hint, refuse_lfs_pointer
 from driftlens.utils.errors import CheckpointError, NumericsError
 from driftlens.utils.variants import ModelChange
 
@@ -53,7 +53,7 @@ KEPT_OPEN = 16 << 20
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """The dtype and shape of a tensor before it is read; `parts` lists names and shapes of concatenated tensors."""
+    """Shape and dtype of a tensor that is not read yet; `parts` lists names and shapes of concatenated tensors."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -61,12 +61,12 @@ class TensorHeader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes the tensor takes, unpacked and without padding."""
+        """The number of bytes of the tensor in memory."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class OnDemand(Mapping[K, Tensor], Generic[K]):
-    """Tensors by name, each read by `read` whenever it is asked for and not kept."""
+class LazyTensors(Mapping[K, Tensor], Generic[K]):
+    """A mapping of tensors that are read at every access and not cached."""
 
     def __init__(self, keys: Collection[K], read: Callable[[K], Tensor]) -> None:
         self._keys = keys
@@ -89,16 +89,16 @@ class OnDemand(Mapping[K, Tensor], Generic[K]):
 
 
 class StateSource(Protocol):
-    """Named tensors that are read one at a time: a file, several shards, a live module, a renaming view."""
+    """A state dict whose tensors are read one at a time, from a file, shards, a live module or another source."""
 
     @property
     def name(self) -> str:
-        """The name in messages: the path, or the role of a live module."""
+        """The name used in messages: the path, or the role of a live module."""
         ...
 
     @property
     def headers(self) -> Mapping[str, TensorHeader]:
-        """Every key with shape and dtype, from headers alone."""
+        """Shape and dtype of every tensor, known without reading tensors."""
         ...
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
@@ -109,8 +109,8 @@ class StateSource(Protocol):
         ...
 
 
-class TensorsSource:
-    """Tensors that are in memory already, or mapped into it, as a source; none is copied."""
+class InMemorySource:
+    """A source of tensors that are in memory or memory-mapped; none is copied."""
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         self.name = name
@@ -124,8 +124,8 @@ class TensorsSource:
         return (tensor if rows is None else tensor[slice(*rows)]).cpu()
 
 
-class InDtypes:
-    """Another source, whose tensors come in these dtypes; others as they are stored."""
+class CastSource:
+    """A source that casts tensors to given dtypes when they are read; others keep their stored dtype."""
 
     def __init__(self, source: StateSource, dtypes: Mapping[str, torch.dtype]) -> None:
         self.name = source.name
@@ -140,8 +140,8 @@ class InDtypes:
         return self._source.read(key, rows).to(self.headers[key].dtype)
 
 
-class Between:
-    """base + share * (end - base) of floating tensors, in the dtypes of `end`, whose other tensors are its own."""
+class InterpolatedSource:
+    """Weights interpolated between two checkpoints: base + share * (end - base), in the dtypes of `end`."""
 
     def __init__(self, base: StateSource, end: StateSource, share: float) -> None:
         self.name, self.headers = end.name, end.headers
@@ -156,17 +156,17 @@ class Between:
         return ((1 - self._share) * start + self._share * end.double()).to(end.dtype)
 
 
-def in_dtype(source: StateSource, dtype: torch.dtype | None) -> StateSource:
-    """Return a source whose floating-point tensors come in one dtype; None keeps their own."""
+def cast_source(source: StateSource, dtype: torch.dtype | None) -> StateSource:
+    """Return a source that casts floating-point tensors to one dtype when read; None keeps stored dtypes."""
     if dtype is None:
         return source
-    return InDtypes(
+    return CastSource(
         source, {key: dtype for key, header in source.headers.items() if header.dtype.is_floating_point}
     )
 
 
 class SafetensorsSource:
-    """One `.safetensors` file. The header is read at once, a tensor when it is asked for."""
+    """A `.safetensors` file as a source: the header is read at once, tensors only when requested."""
 
     def __init__(self, path: pathlib.Path) -> None:
         from safetensors import safe_open
@@ -200,7 +200,7 @@ class SafetensorsSource:
 
 @contextlib.contextmanager
 def _open_safetensors(path: pathlib.Path) -> Iterator[Any]:
-    """Open a safetensors file; name the file in errors that damage causes."""
+    """Open a safetensors file; raise a `CheckpointError` with the file's name if it is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -238,8 +238,8 @@ def _tensor_header(name: str, key: str, piece: Any) -> TensorHeader:
     return TensorHeader(tuple(piece.get_shape()), dtype)
 
 
-def promoted(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the narrowest dtype that holds all of these; one-byte floats count as float16."""
+def promote_dtypes(*dtypes: torch.dtype) -> torch.dtype:
+    """Return the narrowest dtype that represents all given dtypes; one-byte floats count as float16."""
     if len({*dtypes}) == 1:
         return dtypes[0]
     # `torch.promote_types` refuses one-byte floats.
@@ -248,7 +248,7 @@ def promoted(*dtypes: torch.dtype) -> torch.dtype:
 
 
 class EmbeddingTable(Tensor):
-    """A stored embedding matrix that acts as if it had the dtype of the computation.
+    """An embedding matrix kept in its stored dtype that behaves like a tensor of the computation dtype.
 
     In float32, the embeddings of 128,000 tokens take more memory than the rest of a small language model, while a
     batch looks up a few thousand rows. `embedding` converts only these, with the same numbers; others convert all.
@@ -257,8 +257,8 @@ class EmbeddingTable(Tensor):
     _wide: torch.dtype
 
     @classmethod
-    def of(cls, stored: Tensor, dtype: torch.dtype) -> EmbeddingTable:
-        """Wrap a stored matrix [rows, width] without a copy."""
+    def wrap(cls, stored: Tensor, dtype: torch.dtype) -> EmbeddingTable:
+        """Wrap a stored embedding matrix [rows, width] without a copy."""
         table = stored.detach().as_subclass(cls)
         table._wide = dtype
         return table
@@ -281,7 +281,7 @@ class EmbeddingTable(Tensor):
                 return args[0]._wide
             if func is Tensor.detach or func == Tensor.data.__get__:  # type: ignore[attr-defined]
                 # `state_dict` detaches tensors; the subclass must survive.
-                return cls.of(_unwrap_embedding_table(args[0]), args[0]._wide)
+                return cls.wrap(_unwrap_embedding_table(args[0]), args[0]._wide)
             if (
                 getattr(func, "__name__", "") in ("size", "dim", "numel", "is_floating_point")
                 or func in _ASKS
@@ -311,14 +311,14 @@ def _convert_embedding_tables(value: Any) -> Any:
 
 
 def module_source(module: nn.Module, name: str) -> StateSource:
-    """Return the weights of a live module by the names of its `state_dict()`; later in-place changes are visible."""
+    """Return a live module's `state_dict()` as a source; later in-place changes of the module are visible."""
     state = module.state_dict()
     # A module's extra state may be anything; only tensors are weights.
-    return TensorsSource(name, {key: value for key, value in state.items() if isinstance(value, Tensor)})
+    return InMemorySource(name, {key: value for key, value in state.items() if isinstance(value, Tensor)})
 
 
-class Composed:
-    """Tensors of other sources under keys of choice: shards as one model, other names, a missing tensor filled in."""
+class CompositeSource:
+    """A source that combines tensors of other sources: shards as one model, renamed keys, a missing tensor added."""
 
     def __init__(self, name: str, places: Mapping[str, tuple[StateSource, str]]) -> None:
         self.name = name
@@ -332,15 +332,15 @@ class Composed:
         return source.read(stored, rows)
 
 
-def renamed(source: StateSource, mapping: Mapping[str, str]) -> StateSource:
-    """Return a source with other names, by a mapping new -> old in its order; other keys are hidden."""
+def rename_keys(source: StateSource, mapping: Mapping[str, str]) -> StateSource:
+    """Return a source with keys renamed by a mapping new -> old; keys outside the mapping are hidden."""
     for stored in mapping.values():
         require_key(source, stored)
-    return Composed(source.name, {key: (source, stored) for key, stored in mapping.items()})
+    return CompositeSource(source.name, {key: (source, stored) for key, stored in mapping.items()})
 
 
 def require_key(source: StateSource, key: str) -> None:
-    """Refuse a key that `source` lacks, naming the nearest one it has."""
+    """Raise an error that suggests the most similar key if `source` has no tensor `key`."""
     if key in source.headers:
         return
     near = difflib.get_close_matches(key, source.headers, n=1)
@@ -349,17 +349,17 @@ def require_key(source: StateSource, key: str) -> None:
 
 
 def content_digest(source: StateSource, keys: Iterable[str] | None = None) -> str:
-    """Compute the SHA-256 digest of keys, dtypes, shapes and bytes, in sorted key order."""
+    """Compute the SHA-256 digest of a source's keys, dtypes, shapes and bytes, in sorted key order."""
     digest = hashlib.sha256()
     for key in sorted(source.headers if keys is None else keys):
         tensor = source.read(key)
         # Bytes alone would not tell a matrix from its reshaped copy, or int32 from float32.
         digest.update(json.dumps([key, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(raw_bytes(tensor))
+        digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
 
 
-def raw_bytes(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes in row-major order, without a copy if possible."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     # As bytes, because numpy has neither bfloat16 nor one-byte floats.
@@ -403,9 +403,9 @@ _ORDERED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def count_differences(start: Tensor, end: Tensor, dtype: torch.dtype) -> ModelChange:
-    """Count the differences of two tensors of one shape, and those that `dtype` keeps."""
+    """Count elements that differ between two tensors of one shape, and differences that vanish in `dtype`."""
     name = str(dtype).removeprefix("torch.")
-    wide = promoted(start.dtype, end.dtype, torch.float32)
+    wide = promote_dtypes(start.dtype, end.dtype, torch.float32)
     start, end = start.to(wide), end.to(wide)
     differs = start != end
     norm = float(start.double().square().sum())
@@ -419,7 +419,7 @@ def count_differences(start: Tensor, end: Tensor, dtype: torch.dtype) -> ModelCh
 
 
 def _order_preserving_integers(tensor: Tensor) -> Tensor:
-    """Map floating-point numbers to integers of the same order, neighbours one apart; both zeros are 0."""
+    """Map floats to integers of the same order, so that adjacent floats differ by one; both zeros become 0."""
     bits = tensor.contiguous().view(_ORDERED[tensor.dtype.itemsize]).long()
     # Floats are stored as sign and magnitude: as integers, the negative ones would sort in reverse.
     most = (1 << (8 * tensor.dtype.itemsize - 1)) - 1
@@ -436,7 +436,7 @@ def _estimate_change(
     dtype: torch.dtype,
     rows: Rows = None,
 ) -> ModelChange:
-    """Estimate, from the first rows, how another tensor differs; norms are scaled up to all rows.
+    """Estimate from its first rows how a tensor changes; norms are scaled up to all rows.
 
     `other` returns the changed values of some rows; `rows` are those to compare, all if None.
     """
@@ -450,10 +450,10 @@ def _estimate_change(
     return replace(change, energy=scale * change.energy, start=scale * change.start)
 
 
-def written(
+def stored_change(
     source: StateSource, key: str, value: Tensor, dtype: torch.dtype, rows: Rows = None
 ) -> ModelChange:
-    """Count how values that are about to be stored in `dtype` differ from a source.
+    """Count how new values of a tensor differ from a source's once they are rounded to the stored `dtype`.
 
     Args:
         source: the unchanged model.
@@ -472,8 +472,8 @@ def written(
     )
 
 
-def task_vector(base: StateSource, expert: StateSource) -> ModelChange:
-    """Estimate how an expert differs from its base, in the coarser dtype, from the first entries of every tensor."""
+def task_vector_change(base: StateSource, expert: StateSource) -> ModelChange:
+    """Estimate how an expert differs from its base, from the first entries of every tensor, in the coarser dtype."""
     total = ModelChange("")
     for key, header in base.headers.items():
         own = expert.headers.get(key)
@@ -483,9 +483,9 @@ def task_vector(base: StateSource, expert: StateSource) -> ModelChange:
     return total
 
 
-def open_file(path: pathlib.Path) -> StateSource:
+def open_weights_file(path: pathlib.Path) -> StateSource:
     """Open the weights in one `.safetensors` or PyTorch file."""
-    refuse_pointer(path)
+    refuse_lfs_pointer(path)
     return SafetensorsSource(path) if path.suffix.lower() == ".safetensors" else _open_torch_file(path)
 
 
@@ -496,7 +496,7 @@ _SAFE_TYPES: list[Any] = [argparse.Namespace]
 
 
 def _open_torch_file(path: pathlib.Path) -> StateSource:
-    """Open a PyTorch checkpoint, whose weights may be under a key as in training; memory-mapped if possible."""
+    """Open a PyTorch checkpoint, memory-mapped if possible; weights may be nested under `state_dict` or `model`."""
     content, tensors = _load_torch_file(path), dict[str, Tensor]()
     if isinstance(content, Mapping):
         inner = (content[key] for key in STATE_DICT_KEYS if isinstance(content.get(key), Mapping))
@@ -521,7 +521,7 @@ def _open_torch_file(path: pathlib.Path) -> StateSource:
             raise CheckpointError(f"{path}: tensor {key!r} is sparse or quantised", hint="Save it dense.")
     # DistributedDataParallel holds the model as its submodule `module`.
     prefix = "module." if all(key.startswith("module.") for key in tensors) else ""
-    return TensorsSource(str(path), {key.removeprefix(prefix): value for key, value in tensors.items()})
+    return InMemorySource(str(path), {key.removeprefix(prefix): value for key, value in tensors.items()})
 
 
 def _has_nested_tensors(value: Any) -> bool:
@@ -530,7 +530,7 @@ def _has_nested_tensors(value: Any) -> bool:
 
 
 def _load_torch_file(path: pathlib.Path) -> Any:
-    """Return what `torch.load` builds from a file without running code of the file."""
+    """Load a PyTorch file with `weights_only=True`, which runs no code of the file."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < _SAFE_TORCH:
         raise CheckpointError(
             f"{path} can run code when torch {torch.__version__} reads it (CVE-2026-24747)",
@@ -547,7 +547,7 @@ def _load_torch_file(path: pathlib.Path) -> Any:
         reason = reason.splitlines()[0].partition(". ")[0].partition(" was not an allowed global")[0]
         if isinstance(error, pickle.UnpicklingError) or "TorchScript" in reason:
             raise CheckpointError(
-                f"{path} holds objects other than tensors ({reason})", hint=conversion(path)
+                f"{path} holds objects other than tensors ({reason})", hint=conversion_hint(path)
             ) from error
         raise CheckpointError(
             f"{path} is not a complete PyTorch checkpoint ({reason})",

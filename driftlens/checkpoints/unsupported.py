@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from driftlens.utils.errors import CheckpointError, DriftLensError, IncompatibleModelsError
-from driftlens.utils.files import plain_file
+from driftlens.utils.files import regular_file
 
 ADAPTER = "adapter_config.json"
 
@@ -61,15 +61,15 @@ _FAMILIES = (
 STATE_DICT_KEYS = ("state_dict", "model", "model_state_dict")
 
 
-def route(loader: str) -> str:
-    """Return what to do with a model of another loader, or with one that no loader reads (empty name)."""
+def loader_hint(loader: str) -> str:
+    """Return a hint for models of another `loader`, or, with an empty name, of no supported loader."""
     if loader == "adapters":
         return "Give the folder that peft saved, together with its base."
     return _ROUTES.get(loader, f"Its loader is {loader}: set `architecture.loader`.")
 
 
-class _Family(NamedTuple):
-    """The family that a checkpoint's keys reveal: a description, one such key, and its loader if there is one."""
+class _ModelFamily(NamedTuple):
+    """A model family recognized by a checkpoint's keys: a description, one such key, and its loader, if any."""
 
     what: str
     key: str
@@ -77,38 +77,38 @@ class _Family(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """The remedy if other models have another family or loader."""
-        way = route(self.loader)
+        """The hint for an error if this family or its loader is not the expected one."""
+        way = loader_hint(self.loader)
         alike = "All models need the same architecture. "
         return f"{alike}{way[:-1]} if all models match." if way.startswith("Its loader") else way
 
 
-def family_of_keys(keys: Collection[str]) -> _Family | None:
-    """Find a checkpoint's family by its keys; None if it is unknown."""
+def detect_family(keys: Collection[str]) -> _ModelFamily | None:
+    """Recognize a checkpoint's model family by its keys; None if it is unknown."""
     for fragment, what, loader in _FAMILIES:
         key = next((key for key in keys if fragment in key), None)
         if key is not None:
-            return _Family(what, key, loader)
+            return _ModelFamily(what, key, loader)
     return None
 
 
-def wrong_family(config: Mapping[str, Any], source: str, expected: str) -> IncompatibleModelsError:
-    """Build the error for a configuration of another family than `expected`; it names family and loader."""
+def wrong_family_error(config: Mapping[str, Any], source: str, expected: str) -> IncompatibleModelsError:
+    """Build the error for a `config.json` of another model family than `expected`, with family and loader."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind, named = config.get("model_type"), ", ".join(config.get("architectures") or [])
-    loader = loader_of(config)
+    loader = detect_loader(config)
     what = f"a {kind} model ({named or 'no architecture named'})"
     if kind is None and loader:
         what = {"timm": f"a timm model ({config.get('architecture')})"}.get(loader, "an open_clip model")
-    mixture = f", a mixture of {count} experts" if (count := num_experts(config)) else ""
+    mixture = f", a mixture of {count} experts" if (count := num_moe_experts(config)) else ""
     unknown = "The installed transformers lacks this model type. "
-    hint = route(loader) if loader or kind in CONFIG_MAPPING else unknown + LIVE
+    hint = loader_hint(loader) if loader or kind in CONFIG_MAPPING else unknown + LIVE
     return IncompatibleModelsError(f"{source} is {what}{mixture}; expected {expected}", hint=hint)
 
 
-def loader_of(config: Mapping[str, Any]) -> str:
-    """Return the loader for a configuration; empty without one."""
+def detect_loader(config: Mapping[str, Any]) -> str:
+    """Return the name of the loader for a `config.json`; empty if no loader supports it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = config.get("model_type")
@@ -117,31 +117,31 @@ def loader_of(config: Mapping[str, Any]) -> str:
         if "model_cfg" in config or "vision_cfg" in config:
             return "open-clip"
         return "timm" if isinstance(config.get("architecture"), str) else ""
-    if kind not in CONFIG_MAPPING or not (is_causal(config) or not num_experts(config)):
+    if kind not in CONFIG_MAPPING or not (is_causal_lm(config) or not num_moe_experts(config)):
         return ""
-    other = "" if config.get("is_encoder_decoder") or answers(config) else "hf-auto"
-    other = "hf-decoder" if is_causal(config) else "hf-vlm" if is_vision_language(config) else other
+    other = "" if config.get("is_encoder_decoder") or can_generate(config) else "hf-auto"
+    other = "hf-decoder" if is_causal_lm(config) else "hf-vlm" if is_vision_language(config) else other
     other = "hf-seq2seq" if is_seq2seq(config) else other
     # No loader supports this head.
-    if answers(config) and not other:
+    if can_generate(config) and not other:
         return ""
     return next((name for name, kinds in MODEL_TYPES.items() if kind in kinds), other)
 
 
-def reads_images(config: Mapping[str, Any]) -> bool:
+def has_image_processor(config: Mapping[str, Any]) -> bool:
     """Return True if transformers has an image processor for a `config.json`."""
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
     return config.get("model_type") in IMAGE_PROCESSOR_MAPPING_NAMES
 
 
-def answers(config: Mapping[str, Any]) -> bool:
-    """Return True if a `config.json` names an architecture that generates text with its own head."""
+def can_generate(config: Mapping[str, Any]) -> bool:
+    """Return True if a `config.json` names an architecture with a head that generates text."""
     named = (config.get("architectures") or [""])[0]
     return any(part in named for part in (*_WITH_LM_HEAD, "ConditionalGeneration"))
 
 
-def is_causal(config: Mapping[str, Any]) -> bool:
+def is_causal_lm(config: Mapping[str, Any]) -> bool:
     """Return True if a `config.json` describes a causal language model of transformers with its head."""
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -160,7 +160,7 @@ def is_causal(config: Mapping[str, Any]) -> bool:
 
 
 def is_vision_language(config: Mapping[str, Any]) -> bool:
-    """Return True if a `config.json` describes a decoder of transformers that reads the features of a vision tower."""
+    """Return True if a `config.json` describes a transformers decoder that reads features of a vision tower."""
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -186,25 +186,25 @@ def is_seq2seq(config: Mapping[str, Any]) -> bool:
 
     kind, named = config.get("model_type"), (config.get("architectures") or [""])[0]
     model = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    if kind not in CONFIG_MAPPING or named not in ("", model) or num_experts(config):
+    if kind not in CONFIG_MAPPING or named not in ("", model) or num_moe_experts(config):
         return False
     parts = set(getattr(CONFIG_MAPPING[kind], "sub_configs", ()))
     is_pair = config.get("is_encoder_decoder", getattr(CONFIG_MAPPING[kind], "is_encoder_decoder", False))
     return model is not None and bool(is_pair) and parts <= {"encoder", "decoder"}
 
 
-def num_experts(config: Mapping[str, Any]) -> int:
-    """Return the number of experts per block in a `config.json`; 0 if it is no mixture."""
+def num_moe_experts(config: Mapping[str, Any]) -> int:
+    """Return the number of MoE experts per block in a `config.json`; 0 for dense models."""
     text = config.get("text_config")
     sections = (config, text if isinstance(text, Mapping) else {})
     counts = [part[key] for part in sections for key in _NUM_EXPERTS if isinstance(part.get(key), int)]
     return max((count for count in counts if count > 1), default=0)
 
 
-def require_plain(config: Mapping[str, Any], source: str) -> None:
+def require_loadable(config: Mapping[str, Any], source: str) -> None:
     """Refuse a `config.json` of quantized weights, or of a model that needs remote code."""
     require_unquantised(config, source)
-    if foreign := foreign_code(config):
+    if foreign := remote_code(config):
         raise IncompatibleModelsError(
             f"{source} needs remote code, which is not run (auto_map: {foreign})", hint=LIVE
         )
@@ -220,7 +220,7 @@ _LOADED_WIDE = {
 
 
 def require_unquantised(config: Mapping[str, Any], source: str) -> None:
-    """Refuse a `config.json` of quantised weights, whose tensors are packed integers."""
+    """Refuse a `config.json` of quantized weights, whose tensors are packed integers."""
     quantised = config.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
@@ -233,8 +233,8 @@ def require_unquantised(config: Mapping[str, Any], source: str) -> None:
         )
 
 
-def foreign_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
-    """Return the remote code of a configuration as `file.Class`; empty without any.
+def remote_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
+    """Return the remote code that a configuration needs (`auto_map`) as `file.Class`; empty if it needs none.
 
     With `needed`, code does not count if transformers itself has the model type and architectures.
     """
@@ -254,8 +254,8 @@ def foreign_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
 
 
 @contextlib.contextmanager
-def running(source: str) -> Iterator[None]:
-    """Convert a library's error in the block, over a configuration or a small batch, into a refusal."""
+def wrap_library_errors(source: str) -> Iterator[None]:
+    """Convert a library's error in the block to an `IncompatibleModelsError` with a hint."""
     try:
         yield
     except DriftLensError:
@@ -269,9 +269,9 @@ def running(source: str) -> Iterator[None]:
         raise IncompatibleModelsError(f"{source} can't be used ({kind}: {cause})", hint=hint) from error
 
 
-def refuse_pointer(path: pathlib.Path) -> None:
-    """Refuse what Git LFS leaves in the place of a file that was not fetched."""
-    with plain_file(path).open("rb") as file:
+def refuse_lfs_pointer(path: pathlib.Path) -> None:
+    """Refuse a Git LFS pointer file, whose weights were not downloaded."""
+    with regular_file(path).open("rb") as file:
         # Read only the beginning: the file may be as large as a model.
         start = file.read(64)
     if start.startswith(b"version https://git-lfs"):
@@ -280,8 +280,8 @@ def refuse_pointer(path: pathlib.Path) -> None:
         )
 
 
-def conversion(path: pathlib.Path) -> str:
-    """Return how to save a pickled model as safetensors, with the warning that this runs code of the file."""
+def conversion_hint(path: pathlib.Path) -> str:
+    """Return the code that converts a pickled model to safetensors, with a warning that it runs the file's code."""
     target = str(path.with_suffix(".safetensors"))
     return (
         "If you trust its author, convert it where its classes are importable. This runs its code:\n"

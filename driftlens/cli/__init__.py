@@ -1,6 +1,6 @@
 """The command line: `driftlens COMMAND`. Results go to stdout, progress and messages to stderr.
 
-`run` runs one command and converts errors to a message, a hint and an exit code.
+`run_command_line` runs one command and converts errors to a message, a hint and an exit code.
 """
 
 from __future__ import annotations
@@ -23,10 +23,17 @@ from typing import Any
 import typer
 
 from driftlens.cli import looking, running  # noqa: F401  for their commands
-from driftlens.cli.app import app, expanding_home, interrupted_by_signals, manner, stopped
-from driftlens.utils.distributed import joined, world_size
-from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError, from_library, harmless
-from driftlens.utils.files import undo_unfinished
+from driftlens.cli.app import app, expand_home_in_paths, interrupt_on_signals, manner, stopped
+from driftlens.utils.distributed import join_process_group, world_size
+from driftlens.utils.errors import (
+    Cancelled,
+    DriftLensError,
+    RunError,
+    SpecError,
+    sanitize_text,
+    wrap_library_error,
+)
+from driftlens.utils.files import undo_unfinished_steps
 
 # Commands that `torchrun` may start: they distribute tasks over processes.
 DISTRIBUTED = ("analyze", "calibrate", "sweep")
@@ -43,7 +50,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 class _Command(typer.core.TyperCommand):
-    """A command whose `--help` does not repeat the environment variable of every option."""
+    """Typer command whose `--help` omits the environment variables of its options."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -52,7 +59,7 @@ class _Command(typer.core.TyperCommand):
 
 
 def _configure_commands() -> None:
-    """Set every command's group and its place in `--help`."""
+    """Assign every command to its group and its place in `--help`."""
     groups = {name: group for group, names in GROUPS.items() for name in names}
     for command in app.registered_commands:
         assert command.callback is not None
@@ -62,7 +69,7 @@ def _configure_commands() -> None:
         # Lines are joined, so that the help fills the terminal independent of the docstring's width.
         parts = (inspect.getdoc(command.callback) or "").split("\n\n")
         command.help = "\n\n".join(" ".join(part.split()) for part in parts)
-        command.callback = expanding_home(command.callback)
+        command.callback = expand_home_in_paths(command.callback)
     app.registered_commands.sort(key=lambda command: [*groups, command.name].index(command.name))
 
 
@@ -74,7 +81,7 @@ _ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command line and exit with its code (see `driftlens.utils.errors` for the codes)."""
+    """Run the command line and exit with its exit code (see `driftlens.utils.errors`)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
         # Importing libraries creates half a million lasting objects; the default of 700 would scan them often.
@@ -96,11 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Python delivers signals to the main thread only.
     is_first = threading.current_thread() is threading.main_thread()
     code = Cancelled.exit_code
-    signals = interrupted_by_signals(last=arguments is None) if is_first else contextlib.nullcontext()
+    signals = interrupt_on_signals(last=arguments is None) if is_first else contextlib.nullcontext()
     with contextlib.suppress(KeyboardInterrupt), signals:
-        code = run(flags + rest)
+        code = run_command_line(flags + rest)
     # Finishes or removes files that an interrupt left half-written.
-    undo_unfinished()
+    undo_unfinished_steps()
     # After an error, threads of torch.distributed may block on processes that no longer exist.
     if world_size() == 1 or not code:
         if arguments is not None:
@@ -130,8 +137,8 @@ def _split_global_options(arguments: Sequence[str]) -> tuple[list[str], list[str
     return flags, rest
 
 
-def run(arguments: list[str]) -> int:
-    """Run one command line, whose global flags come first; returns its exit code."""
+def run_command_line(arguments: list[str]) -> int:
+    """Run one command line and return its exit code; global flags come first."""
     try:
         with _join_distributed_run(arguments):
             result = typer.main.get_command(app).main(arguments, prog_name="driftlens", standalone_mode=False)
@@ -157,14 +164,14 @@ def run(arguments: list[str]) -> int:
             # The reader of a pipe, such as `head`, has ended; flushing at exit would raise again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        if error.errno is None and (known := from_library(error)) is not None:
+        if error.errno is None and (known := wrap_library_error(error)) is not None:
             return _print_error(known.message, known.hint, known.exit_code)
         # The file system refused, for example a folder where a file is expected, or a path that is too long.
         place = f"{error.filename2 or error.filename}: " if error.filename else ""
         hint = "Check the path and its permissions."
         return _print_error(f"{place}{error.strerror or error}", hint, RunError.exit_code)
     except Exception as error:
-        if (known := from_library(error)) is not None:
+        if (known := wrap_library_error(error)) is not None:
             return _print_error(known.message, known.hint, known.exit_code)
         hint = "This is a bug in DriftLens. Run it again with --debug and report the traceback."
         return _print_error(f"{type(error).__name__}: {error}", hint, 1)
@@ -178,7 +185,7 @@ def run(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _join_distributed_run(arguments: Sequence[str]) -> Iterator[None]:
-    """Run a command in as many processes as the environment states; all but the main one are silent."""
+    """Run a command under torchrun; only the main process prints."""
     if world_size() == 1:
         yield
         return
@@ -193,7 +200,7 @@ def _join_distributed_run(arguments: Sequence[str]) -> Iterator[None]:
                 f"{command} runs in one process, and this is one of {world_size()}",
                 hint=f"Start it without torchrun; only {', '.join(DISTRIBUTED)} support it.",
             )
-        with joined() as manner.team:
+        with join_process_group() as manner.team:
             try:
                 yield
             except BaseException as error:
@@ -203,7 +210,7 @@ def _join_distributed_run(arguments: Sequence[str]) -> Iterator[None]:
                         "stopped by the launcher: another process was killed or failed, or the job was cancelled",
                         hint=error.hint,
                     )
-                manner.silent = not manner.team.fail(reported)
+                manner.silent = not manner.team.broadcast_error(reported)
                 if reported is error:
                     raise
                 raise reported from error
@@ -239,8 +246,8 @@ def _print_error(message: str, hint: str, code: int) -> int:
 
 
 def _shorten_for_terminal(text: str) -> str:
-    """Shorten a text for a terminal: no control characters, limited line length and number of lines."""
-    lines = harmless(text).splitlines()
+    """Limit a text to the terminal: remove control characters, limit line length and number of lines."""
+    lines = sanitize_text(text).splitlines()
     shown = [line if len(line) <= MAX_COLUMNS else f"{line[:MAX_COLUMNS]}..." for line in lines[:MAX_LINES]]
     if len(lines) > MAX_LINES:
         shown.append(f"... and {len(lines) - MAX_LINES:,} more lines")

@@ -26,9 +26,9 @@ import typer
 
 import driftlens
 from driftlens.config.requests import Option, Request
-from driftlens.utils.distributed import ALONE, Access, Context, Team
-from driftlens.utils.errors import Cancelled, harmless
-from driftlens.utils.files import expanded
+from driftlens.utils.distributed import ALONE, JobContext, Permissions, ProcessGroup
+from driftlens.utils.errors import Cancelled, sanitize_text
+from driftlens.utils.files import expand_home
 from driftlens.utils.progress import CancelToken
 
 app = typer.Typer(
@@ -41,8 +41,8 @@ app = typer.Typer(
 
 
 @dataclass
-class _Manner:
-    """The global output options; `silent` for all but the main one of several processes."""
+class _GlobalOptions:
+    """The global command-line options; `silent` for all but the main process."""
 
     quiet: bool = False
     verbose: bool = False
@@ -51,10 +51,10 @@ class _Manner:
     offline: bool = False
     threads: int | None = None
     progress: str = "auto"
-    team: Team = ALONE
+    team: ProcessGroup = ALONE
 
 
-manner = _Manner()
+manner = _GlobalOptions()
 
 
 def _print_version(requested: bool) -> None:
@@ -114,7 +114,7 @@ def _set_global_options(
 
 class _PlainLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return harmless(record.getMessage())
+        return sanitize_text(record.getMessage())
 
 
 class _JsonLines(logging.Formatter):
@@ -140,28 +140,28 @@ Device = Annotated[
 
 @dataclass(frozen=True)
 class JobOptions:
-    """The options of commands that compute, and their progress display."""
+    """Command-line options of commands that compute: device and permission to run code."""
 
     device: Device = None
     trust: Trust = False
 
     @property
-    def access(self) -> Access:
-        """Device, network and trust, as the pipeline takes them."""
-        return Access(self.device, manner.offline, self.trust, manner.team)
+    def access(self) -> Permissions:
+        """Device and permissions of the job, from the options."""
+        return Permissions(self.device, manner.offline, self.trust, manner.team)
 
     @contextmanager
-    def context(self) -> Iterator[Context]:
-        """Yield a context with progress as `--progress` requests, a token that Ctrl-C sets, and `--threads` applied."""
-        from driftlens.utils.progress import sink_for
+    def context(self) -> Iterator[JobContext]:
+        """Yield the job context with progress display, a cancel token that Ctrl-C sets, and the thread limit."""
+        from driftlens.utils.progress import open_progress_sink
 
         mode: Any = "none" if manner.quiet or not manner.team.is_main_process else manner.progress
-        with limited_threads(manner.threads), cancel_on_signals() as cancel, sink_for(mode) as sink:
-            yield Context(self.access, sink, cancel)
+        with limit_threads(manner.threads), cancel_on_signals() as cancel, open_progress_sink(mode) as sink:
+            yield JobContext(self.access, sink, cancel)
 
 
-def flagged(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one flag per field of its request and one per option of its `Job`.
+def add_request_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one flag per field of its request and per option of its job.
 
         @app.command()
         @flagged
@@ -201,10 +201,10 @@ def _job_options_from_flags(names: list[str], values: Mapping[str, Any]) -> JobO
 
 
 def _request_from_flags(kind: type[Request], values: Mapping[str, Any]) -> Request:
-    """Build the request from flags; missing fields have their defaults."""
+    """Build a request from the values of flags; missing fields get their defaults."""
     fields_set = {}
     for name, field in kind.model_fields.items():
-        option = Option.of(field)
+        option = Option.from_field(field)
         value = values[option.parameter or name] if option.is_given else None
         if value is None:
             continue
@@ -217,7 +217,7 @@ def _request_from_flags(kind: type[Request], values: Mapping[str, Any]) -> Reque
 
 def _request_flag_parameters(kind: type[Request]) -> Iterator[inspect.Parameter]:
     for name, field in kind.model_fields.items():
-        option = Option.of(field)
+        option = Option.from_field(field)
         if not option.is_given:
             continue
         about: dict[str, Any] = {"help": field.description, "metavar": option.metavar}
@@ -227,7 +227,7 @@ def _request_flag_parameters(kind: type[Request]) -> Iterator[inspect.Parameter]
         value: Any = words if option.read is not None else _flag_value_type(field.annotation)
         if value is bool:
             # Typer adds a `--no-` twin to unnamed booleans; a named one has a single flag.
-            spelled, default = spelled or option.spelled(name), False
+            spelled, default = spelled or option.flag_name(name), False
         if field.is_required():
             default = inspect.Parameter.empty
         elif default is None or option.read is not None or value == list[str]:
@@ -238,7 +238,7 @@ def _request_flag_parameters(kind: type[Request]) -> Iterator[inspect.Parameter]
 
 
 def _flag_value_type(annotation: Any) -> Any:
-    """Return the type of a flag's value: without metadata and `None`, tuples as lists of words."""
+    """Return the type of a flag's value from an annotation: no metadata, no None, lists for tuples."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return _flag_value_type(arguments[0])
@@ -250,13 +250,13 @@ def _flag_value_type(annotation: Any) -> Any:
     return list[str] if origin is tuple else annotation
 
 
-def expanding_home(command: Any) -> Callable[..., Any]:
-    """Expand `~` in a command's paths, since shells do not expand it in quotes or after `=`."""
+def expand_home_in_paths(command: Any) -> Callable[..., Any]:
+    """Decorate a command to expand `~` in its paths, which shells do not do in quotes or after `=`."""
 
     def expand_paths(value: Any) -> Any:
         if isinstance(value, list):
             return [expand_paths(entry) for entry in value]
-        return expanded(value) if isinstance(value, Path) else value
+        return expand_home(value) if isinstance(value, Path) else value
 
     @functools.wraps(command)
     def call_with_expanded_paths(**values: Any) -> Any:
@@ -265,39 +265,43 @@ def expanding_home(command: Any) -> Callable[..., Any]:
     return call_with_expanded_paths
 
 
-def limited_threads(number: int | None) -> AbstractContextManager[None]:
-    """Limit torch's threads inside the block; without a number torch is not imported."""
+def limit_threads(number: int | None) -> AbstractContextManager[None]:
+    """Limit torch's CPU threads inside the block; without a number torch is not imported."""
     # Without a number, commands such as `ls` start in a fraction of the time that torch needs.
     if number is None:
         return nullcontext()
-    from driftlens.utils.devices import using_threads
+    from driftlens.utils.devices import use_num_threads
 
-    return using_threads(number)
+    return use_num_threads(number)
 
 
-def say(text: str) -> None:
+def print_result(text: str) -> None:
     """Print a result to stdout."""
-    from driftlens_reports.terminal import shows_signs
+    from driftlens_reports.terminal import has_unicode_terminal
 
-    typer.echo(harmless(text).replace(" +- ", " ± ") if " +- " in text and shows_signs() else harmless(text))
+    typer.echo(
+        sanitize_text(text).replace(" +- ", " ± ")
+        if " +- " in text and has_unicode_terminal()
+        else sanitize_text(text)
+    )
 
 
-def note(text: str) -> None:
-    """Print a remark to stderr, unless `--quiet` is given."""
+def print_note(text: str) -> None:
+    """Print a remark to stderr unless `--quiet` is set."""
     if not manner.quiet:
         # A closed terminal raises here before its SIGHUP arrives.
         with suppress(OSError):
-            typer.echo(harmless(text), err=True)
+            typer.echo(sanitize_text(text), err=True)
 
 
-def say_json(value: object) -> None:
-    """Print one JSON document to stdout; tables are lists of rows, missing and non-finite numbers null."""
+def print_json(value: object) -> None:
+    """Print a JSON document to stdout; tables become lists of rows, NaN and infinity null."""
     text = json.dumps(_to_json_types(value), indent=2, ensure_ascii=False, allow_nan=False)
-    typer.echo(harmless(text, is_json=True))
+    typer.echo(sanitize_text(text, is_json=True))
 
 
 def _to_json_types(value: Any) -> Any:
-    from driftlens.runs.tables import plain, plain_rows
+    from driftlens.runs.tables import json_rows, json_value
 
     if is_dataclass(value):
         return {field.name: _to_json_types(getattr(value, field.name)) for field in fields(value)}
@@ -307,7 +311,7 @@ def _to_json_types(value: Any) -> Any:
         return [_to_json_types(entry) for entry in value]
     if isinstance(value, Path):
         return str(value)
-    return plain_rows(value) if hasattr(value, "columns") else plain(value)
+    return json_rows(value) if hasattr(value, "columns") else json_value(value)
 
 
 # Signals of Ctrl-C, a scheduler and a closed terminal; all are handled alike. Windows has no SIGHUP.
@@ -317,8 +321,8 @@ GRACE_SECONDS = 5.0
 
 
 @dataclass
-class _Stopping:
-    """The times at which this process began to stop, by a signal or an error, and the token of the running job."""
+class _StopState:
+    """How and when this process began to stop (signal or error), and the cancel token of the running job."""
 
     since: float | None = None
     failed: float | None = None
@@ -329,26 +333,26 @@ class _Stopping:
 
     @property
     def is_cleaning_up(self) -> bool:
-        """True while cleanup after an interrupt or error may still run."""
+        """True while cleanup after an interrupt or an error may still be running."""
         # A grace period and not a permanent flag, since some libraries swallow an interrupt.
         last = max((time for time in (self.since, self.failed) if time is not None), default=float("-inf"))
         return self.is_over or time.monotonic() - last < GRACE_SECONDS
 
 
-stopped = _Stopping()
+stopped = _StopState()
 
 
 @contextmanager
-def interrupted_by_signals(*, last: bool) -> Iterator[None]:
-    """Let the first `ENDING` signal interrupt the block; restore handlers afterwards unless this is the `last`."""
+def interrupt_on_signals(*, last: bool) -> Iterator[None]:
+    """Let SIGINT, SIGTERM or SIGHUP interrupt the block; restore the handlers afterwards unless `last`."""
     before = {number: signal.getsignal(number) for number in ENDING}
     # Signals ignored by the parent, as under nohup, stay ignored; a calling program keeps its own handlers.
     defaults = (signal.SIG_DFL, signal.default_int_handler)
     usual = [number for number, handler in before.items() if handler in defaults]
-    vars(stopped).update(vars(_Stopping()))
+    vars(stopped).update(vars(_StopState()))
     try:
         for number in usual:
-            signal.signal(number, handle_ending_signal)
+            signal.signal(number, handle_stop_signal)
         yield
     finally:
         stopped.is_over = last
@@ -356,8 +360,8 @@ def interrupted_by_signals(*, last: bool) -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-def handle_ending_signal(number: int, frame: FrameType | None) -> None:
-    """Cancel the running job at its next batch; without one, or on a second signal, raise KeyboardInterrupt.
+def handle_stop_signal(number: int, frame: FrameType | None) -> None:
+    """Cancel the running job at its next batch; without a job, or on a second signal, raise KeyboardInterrupt.
 
     Many libraries swallow an interrupt during import or crash, so there it is raised a moment later. For some seconds
     after the first interrupt, cleanup is not interrupted.
@@ -371,7 +375,7 @@ def handle_ending_signal(number: int, frame: FrameType | None) -> None:
         stopped.is_by_launcher = manner.team.size > 1 and number == signal.SIGTERM
         # The signal may arrive in the middle of a write to the same stream, which is not reentrant.
         with suppress(OSError, RuntimeError):
-            note("stopping at the next batch; repeat to stop at once")
+            print_note("stopping at the next batch; repeat to stop at once")
         return
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
@@ -385,7 +389,7 @@ def handle_ending_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _redirect_closed_terminal() -> None:
-    """Redirect output to /dev/null if the terminal was closed."""
+    """Redirect stdout and stderr to /dev/null if the terminal was closed."""
     # Otherwise the message about the interrupt would itself raise an error.
     for stream in (1, 2):
         with suppress(OSError):
@@ -395,7 +399,7 @@ def _redirect_closed_terminal() -> None:
 
 @contextmanager
 def cancel_on_signals() -> Iterator[CancelToken]:
-    """Yield a token that the first `ENDING` signal sets; a second one stops at once, later ones are ignored."""
+    """Yield a cancel token that the first Ctrl-C or SIGTERM sets; a second one stops the process at once."""
     stopped.token = CancelToken()
     try:
         yield stopped.token

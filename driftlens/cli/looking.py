@@ -14,13 +14,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from driftlens.cli.app import JsonFlag, RunFolder, app, flagged, manner, note, say, say_json
-from driftlens.config.requests import ExportRequest, ViewRequest, parts
+from driftlens.cli.app import (
+    JsonFlag,
+    RunFolder,
+    add_request_flags,
+    app,
+    manner,
+    print_json,
+    print_note,
+    print_result,
+)
+from driftlens.config.requests import ExportRequest, ViewRequest, split_names
 from driftlens.utils.errors import ChecksFailedError, DataError, RunError, SpecError
 
 if TYPE_CHECKING:
     from driftlens.runs.run import DriftRun
-    from driftlens_reports.paper.exhibit import Exported
+    from driftlens_reports.paper.exhibit import ExportedExhibit
 
 _PACKAGES = (
     *("torch", "torchvision", "open_clip_torch", "transformers", "safetensors"),
@@ -29,27 +38,27 @@ _PACKAGES = (
 
 
 def show_run(run: DriftRun, *, as_json: bool = False, everyone: bool = False) -> None:
-    """Print a run's summary, with `everyone` of all models, or its final rows as JSON."""
-    from driftlens.results.measures import findings
+    """Print the summary of a run (of all models with `everyone`), or its final rows as JSON."""
+    from driftlens.results.measures import findings_frame
     from driftlens.results.verdict import verdict
-    from driftlens_reports.facts import advice
-    from driftlens_reports.terminal import summary
+    from driftlens_reports.facts import layer_advice
+    from driftlens_reports.terminal import run_summary_text
 
     if not as_json:
-        say(summary(run, verbose=manner.verbose, everyone=everyone))
+        print_result(run_summary_text(run, verbose=manner.verbose, everyone=everyone))
         return
     manifest = run.manifest
-    say_json(
+    print_json(
         {
             **{"id": run.id, "name": run.name, "path": run.path, "synthetic": manifest.synthetic},
             **{
                 "tasks": run.tasks,
                 "variants": run.variants,
                 "verdict": verdict(run),
-                "findings": findings(run),
+                "findings": findings_frame(run),
             },
             **{"final": run.layers(layer="final"), "accuracy": run.accuracy()},
-            "advice": advice(run) if "merged" in run.variants else None,
+            "advice": layer_advice(run) if "merged" in run.variants else None,
             **{"warnings": manifest.warnings, "notices": manifest.notices},
         }
     )
@@ -69,13 +78,13 @@ def _list_runs(
 ) -> None:
     """List the runs below a folder."""
     from driftlens.results.listing import find_runs
-    from driftlens_reports.terminal import listing_text
+    from driftlens_reports.terminal import run_list_text
 
     runs = find_runs(root)
     if as_json:
-        say_json(runs)
+        print_json(runs)
     else:
-        say(listing_text(runs) if runs else f"no runs below {root}; `driftlens demo` makes one")
+        print_result(run_list_text(runs) if runs else f"no runs below {root}; `driftlens demo` makes one")
 
 
 @app.command()
@@ -87,18 +96,18 @@ def _doctor(
 ) -> None:
     """Report the environment (versions, devices, problems) or, with --methods, all methods."""
     if methods:
-        say_json(_method_catalog()) if as_json else say(_format_method_catalog(_method_catalog()))
+        print_json(_method_catalog()) if as_json else print_result(_format_method_catalog(_method_catalog()))
         return
-    facts = environment()
+    facts = environment_report()
     if as_json:
-        say_json(facts)
+        print_json(facts)
     else:
         width = max(map(len, facts))
-        say("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
+        print_result("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
 
 
 def _method_catalog() -> dict[str, dict[str, Any]]:
-    """Return calibrators, merge methods and loaders by name, each with title, source and settings.
+    """Return all calibrators, merge methods and loaders by name, with title, source and settings.
 
     Calibrators also have presets, the settings and candidates of `--auto`, and the fewest samples per task that
     `--auto` needs; 0 without candidates. The dashboard, which never imports torch, reads this from
@@ -108,13 +117,13 @@ def _method_catalog() -> dict[str, dict[str, Any]]:
     from driftlens.calibration.calibrator import calibrators
     from driftlens.merging.method import READS, merge_methods
     from driftlens.models.architecture import loaders
-    from driftlens.pipelines.model_selection import titles
-    from driftlens.utils.registry import schemas_of, settings_of
+    from driftlens.pipelines.model_selection import candidate_titles
+    from driftlens.utils.registry import setting_schemas, settings_model
 
     catalog: dict[str, dict[str, Any]] = {"calibrators": {}, "merge_methods": {}, "loaders": {}}
     # Those with published settings first.
     for name, kind in sorted(calibrators.items(), key=lambda entry: not entry[1].presets):
-        settings = schemas_of(settings_of(kind))
+        settings = setting_schemas(settings_model(kind))
         compared = kind.presets if kind.candidates else {}
         catalog["calibrators"][name] = {
             **{
@@ -135,14 +144,19 @@ def _method_catalog() -> dict[str, dict[str, Any]]:
             "of_base": [*kind.of_base],
             # The number of views depends on the samples, so titles leave it out.
             "candidates": {
-                preset: [re.sub(r"\b\d+ views\b", "views", title) for title in titles(kind(**values))]
+                preset: [
+                    re.sub(r"\b\d+ views\b", "views", title) for title in candidate_titles(kind(**values))
+                ]
                 for preset, values in compared.items()
             },
             "fewest": 2 * NUM_FOLDS if kind.candidates else 0,
         }
     for name, method in merge_methods.items():
         about = {"title": method.title, "source": method.source, "reads": READS[method.reads]}
-        catalog["merge_methods"][name] = {**about, "settings": schemas_of(settings_of(method.function))}
+        catalog["merge_methods"][name] = {
+            **about,
+            "settings": setting_schemas(settings_model(method.function)),
+        }
     for name, loader in loaders.items():
         about = {"title": (loader.__doc__ or name).partition("\n")[0], "source": ""}
         catalog["loaders"][name] = {**about, "settings": {}}
@@ -150,9 +164,9 @@ def _method_catalog() -> dict[str, dict[str, Any]]:
 
 
 def _format_method_catalog(catalog: dict[str, dict[str, Any]]) -> str:
-    """Format the catalog: a paragraph per method, a line per setting."""
-    from driftlens.results.formatting import setting_text
-    from driftlens.utils.registry import expected
+    """Format the method catalog as text: a paragraph per method, a line per setting."""
+    from driftlens.results.formatting import format_setting
+    from driftlens.utils.registry import allowed_values_text
 
     lines = []
     for kind, methods in catalog.items():
@@ -163,24 +177,26 @@ def _format_method_catalog(catalog: dict[str, dict[str, Any]]) -> str:
             reads += "; requires the task ID at inference" if method.get("needs_task_id") else ""
             lines.append(f"  {name}: {method['title']}{source}{reads}")
             for setting, schema in method["settings"].items():
-                default = f"default {setting_text(schema['default'])}" if "default" in schema else "required"
+                default = (
+                    f"default {format_setting(schema['default'])}" if "default" in schema else "required"
+                )
                 unit = f" {schema['unit']}" if schema["unit"] and "default" in schema else ""
-                about = schema.get("description") or expected(schema)
+                about = schema.get("description") or allowed_values_text(schema)
                 lines.append(f"    {setting}  {about} ({default}{unit})")
             for preset, values in method.get("presets", {}).items():
-                settings = ", ".join(f"{key} {setting_text(value)}" for key, value in values.items())
+                settings = ", ".join(f"{key} {format_setting(value)}" for key, value in values.items())
                 lines.append(f"    preset {preset}: {settings}")
     return "\n".join(lines)
 
 
-def environment() -> dict[str, str]:
-    """Return facts about the machine for bug reports, and problems, one line each."""
+def environment_report() -> dict[str, str]:
+    """Return versions, devices and problems of the environment, for bug reports."""
     import psutil
 
     import driftlens
-    from driftlens.runs.manifest import version_of
+    from driftlens.runs.manifest import package_version
     from driftlens.utils.devices import accelerator, device_name
-    from driftlens.utils.devices import memory as memory_of
+    from driftlens.utils.devices import device_memory as memory_of
 
     memory, gpu = psutil.virtual_memory(), "none (CPU only)"
     if (device := accelerator()) is not None:
@@ -195,7 +211,7 @@ def environment() -> dict[str, str]:
     return {
         "driftlens": driftlens.__version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
-        **{name: version_of(name) or "not installed" for name in _PACKAGES},
+        **{name: package_version(name) or "not installed" for name in _PACKAGES},
         "cpu": f"{os.cpu_count()} cores",
         "memory": f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free",
         "gpu": gpu,
@@ -206,25 +222,25 @@ def environment() -> dict[str, str]:
 
 
 def _describe_plugins() -> Iterator[str]:
-    """Yield the plug-ins of other installed distributions and those that fail to import."""
+    """Yield a line for each installed plug-in and for each that fails to import."""
     from driftlens.calibration.calibrator import calibrators
     from driftlens.data.sources import data_sources
     from driftlens.merging.method import merge_methods
     from driftlens.models.architecture import loaders
     from driftlens.models.chain import adapters
-    from driftlens.utils.registry import Registry, diagnostics, installed, origin
+    from driftlens.utils.registry import Registry, diagnostics, installed_plugins, package_and_version
     from driftlens_reports.charts.chart import charts
 
     models: tuple[Registry[Any], ...] = (loaders, adapters, merge_methods, data_sources)
     readers = {registry.group: registry for registry in (*models, calibrators, diagnostics, charts)}
-    offered = installed()
+    offered = installed_plugins()
     for entry in offered:
         reader = readers.get(entry.group)
         # The truth of a registry would load its plug-ins.
         what = (
             f"{reader.kind} {entry.name}" if reader is not None else f"{entry.name} in {entry.group}, unknown"
         )
-        yield f"{' '.join(origin(entry))}: {what}"
+        yield f"{' '.join(package_and_version(entry))}: {what}"
     for group in sorted(readers.keys() & {entry.group for entry in offered}):
         try:
             len(readers[group])
@@ -250,24 +266,24 @@ def _check(
     """
     from driftlens.results.checks import check as judge
     from driftlens.results.checks import junit_xml
-    from driftlens.runs.run import left_undone
-    from driftlens.runs.verify import verify
+    from driftlens.runs.run import unfinished_work
+    from driftlens.runs.verify import verify_files
     from driftlens.utils.files import write_text_atomic
     from driftlens_reports.terminal import checks_text, verification_text
 
-    files, report = verify(run), judge(run, tests)
+    files, report = verify_files(run), judge(run, tests)
     if junit is not None:
         write_text_atomic(junit, junit_xml(report))
     if as_json:
         counts = {status: report.count(status) for status in ("pass", "warn", "fail", "skip")}
         about = {"run": report.run.id, "ok": not report.failed and files.ok}
         about |= {"files": {"ok": files.ok, **vars(files)}, "executed": report.executed}
-        say_json({**about, **counts, "results": report.results})
+        print_json({**about, **counts, "results": report.results})
     else:
-        say(f"{verification_text(files)}\n{checks_text(report)}")
-        for text in left_undone(report.run) if files.unlisted else ():
+        print_result(f"{verification_text(files)}\n{checks_text(report)}")
+        for text in unfinished_work(report.run) if files.unlisted else ():
             # Unlisted files belong to an unfinished job, which this names.
-            note(text)
+            print_note(text)
     if not files.ok:
         raise typer.Exit(RunError.exit_code)
     if report.failed:
@@ -299,17 +315,19 @@ def _compare(
     """Compare two runs or two variants: drift, flips, accuracy with intervals."""
     from driftlens.results.compare import compare as compared
     from driftlens.results.compare import mean_score_change
-    from driftlens.runs.verify import TOLERANCE, equality
-    from driftlens.utils.intervals import p_of
-    from driftlens_reports.terminal import comparison_text
+    from driftlens.runs.verify import TOLERANCE, compare_tables
+    from driftlens.utils.intervals import interval_p_value
+    from driftlens_reports.terminal import run_comparison_text
 
     comparison = compared(first, second, before=before, after=after)
     if second is None and tolerance is not None:
         raise SpecError("--tolerance compares two runs", hint="Give the second one.")
     limit = TOLERANCE if tolerance is None else tolerance
-    equal = None if second is None else equality(comparison.before, comparison.after)
+    equal = None if second is None else compare_tables(comparison.before, comparison.after)
     if as_json:
-        same = None if equal is None else {**vars(equal), "tolerance": limit, "within": equal.within(limit)}
+        same = (
+            None if equal is None else {**vars(equal), "tolerance": limit, "within": equal.is_within(limit)}
+        )
         by_pair = comparison.tasks.groupby(["before", "after"], sort=False)
         means = [(pair, mean_score_change(rows)) for pair, rows in by_pair]
         document = {
@@ -319,13 +337,15 @@ def _compare(
                 name: getattr(comparison, name)
                 for name in ("pairs", "mismatches", "notes", "tasks", "layers")
             },
-            "means": [{"pair": pair, **vars(change), "p_value": p_of(change)} for pair, change in means],
+            "means": [
+                {"pair": pair, **vars(change), "p_value": interval_p_value(change)} for pair, change in means
+            ],
             "equality": same,
         }
-        say_json(document)
+        print_json(document)
     else:
-        say(comparison_text(comparison, equal, limit))
-    if tolerance is not None and equal is not None and not equal.within(limit):
+        print_result(run_comparison_text(comparison, equal, limit))
+    if tolerance is not None and equal is not None and not equal.is_within(limit):
         raise typer.Exit(ChecksFailedError.exit_code)
 
 
@@ -351,17 +371,19 @@ def _ui(
     ] = False,
 ) -> None:
     """Open the dashboard on a run or a folder of runs, on this machine only by default."""
-    from driftlens_app.settings import Settings, is_local, server_command, server_environment
+    from driftlens_app.settings import Settings, is_local_host, server_command, server_environment
 
     if not root.is_dir():
         raise RunError(
             f"{root} is not a folder", hint="Give a run or a folder of runs; `driftlens demo` creates one."
         )
     root = root.resolve()
-    if not is_local(host):
-        note(f"warning: the dashboard has no login; anyone who can reach {host} sees all runs in {root}")
+    if not is_local_host(host):
+        print_note(
+            f"warning: the dashboard has no login; anyone who can reach {host} sees all runs in {root}"
+        )
         if not allow_remote_jobs:
-            note("read-only for remote visitors; --allow-remote-jobs lets them start jobs")
+            print_note("read-only for remote visitors; --allow-remote-jobs lets them start jobs")
             read_only = True
     settings = Settings(root=root, read_only=read_only)
     arguments = server_command(host=host, port=port, browser=not no_browser)
@@ -393,7 +415,7 @@ def _report(
     from driftlens_reports.build import Report
     from driftlens_reports.sections import PRESETS
 
-    chosen = parts(sections)
+    chosen = split_names(sections)
     is_preset = len(chosen) == 1 and chosen[0] in PRESETS
     made = Report(
         run,
@@ -401,16 +423,16 @@ def _report(
         sections=None if is_preset else chosen,
         checks=checks,
     )
-    paths = made.save(out, parts(formats))
+    paths = made.save(out, split_names(formats))
     if as_json:
-        say_json(paths)
+        print_json(paths)
         return
     for path in _summarize_written_files(paths):
-        say(f"wrote {path}")
+        print_result(f"wrote {path}")
 
 
 def _summarize_written_files(paths: list[Path]) -> list[str]:
-    """Return a line per file, and one per folder of many files."""
+    """Summarize written files: one line per file, or per folder with many files."""
     folders = dict.fromkeys(path.parent for path in paths if path.parent.name in ("csv", "latex"))
     files = [str(path) for path in paths if path.parent not in folders]
     counts = [(folder, sum(path.parent == folder for path in paths)) for folder in folders]
@@ -418,7 +440,7 @@ def _summarize_written_files(paths: list[Path]) -> list[str]:
 
 
 @app.command()
-@flagged
+@add_request_flags
 def _export(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     request: ExportRequest,
@@ -426,34 +448,36 @@ def _export(
 ) -> None:
     """Write figures and tables for a paper, with numbers, provenance and caption drafts."""
     from driftlens.runs.run import open_run
-    from driftlens_reports.card import save_card
+    from driftlens_reports.card import save_summary_image
     from driftlens_reports.paper.exhibit import ExhibitOptions
-    from driftlens_reports.paper.exhibit import export as write
+    from driftlens_reports.paper.exhibit import export_exhibits as write
 
     names = [*request.figures, *request.tables]
     if request.card:
         for run in runs:
             place = request.out / ("card.png" if len(runs) == 1 else f"{run.resolve().name}/card.png")
-            note(f"wrote {save_card(run, place)}")
+            print_note(f"wrote {save_summary_image(run, place)}")
         if not names:
             return
     written = write(
         [open_run(run) for run in runs],
         request.out,
         names=names or None,
-        formats=parts(request.formats),
-        options=ExhibitOptions.of(request),
+        formats=split_names(request.formats),
+        options=ExhibitOptions.from_request(request),
     )
     _print_export_result(written, runs, request.out, as_json)
     if request.strict and any(entry.missing and entry.files for entry in written):
         raise typer.Exit(DataError.exit_code)
 
 
-def _print_export_result(written: Sequence[Exported], runs: Sequence[Path], out: Path, as_json: bool) -> None:
+def _print_export_result(
+    written: Sequence[ExportedExhibit], runs: Sequence[Path], out: Path, as_json: bool
+) -> None:
     """Print written files to stdout and missing parts to stderr."""
     if as_json:
         keys = ("exhibit", "files", "missing")
-        say_json(
+        print_json(
             [dict(zip(keys, (entry.name, entry.files, entry.missing), strict=True)) for entry in written]
         )
         return
@@ -461,18 +485,18 @@ def _print_export_result(written: Sequence[Exported], runs: Sequence[Path], out:
     run = shlex.quote(str(runs[0])) if len(runs) == 1 else "RUN"
     for entry in written:
         if entry.files:
-            say(f"{entry.name}: {' '.join(path.suffix.removeprefix('.') for path in entry.files)}")
+            print_result(f"{entry.name}: {' '.join(path.suffix.removeprefix('.') for path in entry.files)}")
         for part in entry.missing:
             what = f"  {entry.name} lacks {part.name}" if entry.files else f"{entry.name} is not written"
             missing = re.sub(r"\bRUN\b", lambda _: run, part.missing)
-            note(f"{what}: {missing}")
-    say(f"{sum(len(entry.files) for entry in written)} files in {out}")
+            print_note(f"{what}: {missing}")
+    print_result(f"{sum(len(entry.files) for entry in written)} files in {out}")
 
 
 @app.command()
-@flagged
+@add_request_flags
 def _view(run: RunFolder, request: ViewRequest) -> None:
     """Write a stand-alone page to explore samples across models: select, filter, search, export."""
     from driftlens_reports.explorer import Explorer
 
-    say(f"wrote {Explorer(run, request).save(request.out)}")
+    print_result(f"wrote {Explorer(run, request).save(request.out)}")

@@ -12,13 +12,13 @@ from driftlens.cli.app import (
     JobOptions,
     JsonFlag,
     RunFolder,
+    add_request_flags,
     app,
-    flagged,
-    limited_threads,
+    limit_threads,
     manner,
-    note,
-    say,
-    say_json,
+    print_json,
+    print_note,
+    print_result,
 )
 from driftlens.cli.looking import show_run
 from driftlens.config.requests import (
@@ -28,11 +28,11 @@ from driftlens.config.requests import (
     MergeRequest,
     PreflightRequest,
     SweepRequest,
-    parts,
+    split_names,
 )
-from driftlens.utils.distributed import Access
+from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import SpecError
-from driftlens.utils.variants import calibrated
+from driftlens.utils.variants import calibrated_variant
 
 if TYPE_CHECKING:
     from driftlens.config.run import RunSpec
@@ -42,7 +42,7 @@ SpecFile = Annotated[Path, typer.Argument(metavar="RUN.YAML", help="Run spec; se
 
 
 @app.command()
-@flagged
+@add_request_flags
 def _demo(
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("driftlens-demo"),
     force: Annotated[bool, typer.Option("--force", help="Replace an existing run.")] = False,
@@ -58,23 +58,27 @@ def _demo(
     from driftlens.demo import spec_file
     from driftlens.pipelines.analyze import analyze
     from driftlens.pipelines.calibrate import calibrate
-    from driftlens.runs.writer import refuse_occupied
+    from driftlens.runs.writer import refuse_occupied_folder
     from driftlens_reports.build import Report
 
-    refuse_occupied(out, force=force)
+    refuse_occupied_folder(out, force=force)
     preset = "paper-clip" if suite == "image" else "llama-3b"
     with job.context() as context:
         request = AnalysisRequest(out=out, force=force, synthetic=True)
-        analyze(spec_file(suite), request, context.about("merged model"))
-        calibrate(out, CalibrationRequest(name="featcal", preset=preset), context.about("featcal"))
+        analyze(spec_file(suite), request, context.with_phase_prefix("merged model"))
+        calibrate(
+            out, CalibrationRequest(name="featcal", preset=preset), context.with_phase_prefix("featcal")
+        )
         run = calibrate(
-            out, CalibrationRequest(name="residual", method="residual"), context.about("residual")
+            out, CalibrationRequest(name="residual", method="residual"), context.with_phase_prefix("residual")
         )
     (page,) = Report(run).save(formats=["html"])
     show_run(run, everyone=True)
     folder = shlex.quote(str(out))
-    say(f"\nReport: {page}")
-    say(f"One page of all samples: `driftlens view {folder}`\nThe dashboard: `driftlens ui {folder}`")
+    print_result(f"\nReport: {page}")
+    print_result(
+        f"One page of all samples: `driftlens view {folder}`\nThe dashboard: `driftlens ui {folder}`"
+    )
 
 
 DataPaths = Annotated[
@@ -93,7 +97,7 @@ Overrides = Annotated[
 
 
 @app.command()
-@flagged
+@add_request_flags
 def _init(
     models: Annotated[
         list[str] | None,
@@ -110,7 +114,7 @@ def _init(
     as_json: JsonFlag = False,
 ) -> None:
     """Write a run spec: a commented template, or one for given models and data."""
-    from driftlens.config.templates import template_text
+    from driftlens.config.templates import spec_template
     from driftlens.utils.files import write_text_atomic
 
     is_shown = as_json or str(out) == "-"
@@ -118,27 +122,27 @@ def _init(
         raise SpecError(f"{out} exists already", hint="Choose another --out, or use --force.")
     chosen: tuple[str, ...] = ()
     if models:
-        from driftlens.pipelines.quickstart import draft, models_by_role
+        from driftlens.pipelines.quickstart import draft_spec, models_by_role
 
         roles = models_by_role(models, is_merged=False)
-        drafted = draft(roles, data or (), overrides or (), Access(offline=manner.offline))
+        drafted = draft_spec(roles, data or (), overrides or (), Permissions(offline=manner.offline))
         text, chosen = drafted.text, drafted.chosen
     else:
-        text = template_text(template)
+        text = spec_template(template)
     if as_json:
-        say_json({"spec": text, "chosen": chosen})
+        print_json({"spec": text, "chosen": chosen})
         return
     for choice in chosen:
-        note(f"notice: {choice}")
+        print_note(f"notice: {choice}")
     if is_shown:
-        say(text.rstrip("\n"))
+        print_result(text.rstrip("\n"))
         return
     write_text_atomic(out, text)
-    say(f"wrote {out}; edit it, then: driftlens validate {shlex.quote(str(out))}")
+    print_result(f"wrote {out}; edit it, then: driftlens validate {shlex.quote(str(out))}")
 
 
 @app.command()
-@flagged
+@add_request_flags
 def _validate(
     spec: SpecFile,
     request: PreflightRequest,
@@ -149,15 +153,15 @@ def _validate(
     from driftlens.config.run import load_spec
     from driftlens.pipelines.validate import preflight
 
-    with limited_threads(manner.threads):
+    with limit_threads(manner.threads):
         checks = preflight(load_spec(spec, request.overrides), request, job.access)
-    say_json(checks.as_dict()) if as_json else say(checks.text())
+    print_json(checks.as_dict()) if as_json else print_result(checks.text())
     if checks.problems:
         raise typer.Exit(checks.exit_code)
 
 
 @app.command()
-@flagged
+@add_request_flags
 def _analyze(
     source: Annotated[Path, typer.Argument(metavar="RUN.YAML|RUN", help="Run spec, or run to extend.")],
     request: AnalysisRequest,
@@ -177,8 +181,8 @@ def _analyze(
     Given a run directory, add missing scores and the attribution of drift to layers, and with --add diagnostics.
     """
     from driftlens.config.run import load_spec
-    from driftlens.pipelines.analyze import add_to_run
     from driftlens.pipelines.analyze import analyze as run_analysis
+    from driftlens.pipelines.analyze import measure_missing_parts
 
     if source.is_dir():
         if request != AnalysisRequest():
@@ -187,7 +191,7 @@ def _analyze(
                 hint=f"Give its spec, {source / 'spec.yaml'}, or only --add.",
             )
         with job.context() as context:
-            run = add_to_run(source, context, parts(add or ""))
+            run = measure_missing_parts(source, context, split_names(add or ""))
     elif add is not None:
         raise SpecError("--add needs a finished run", hint="Give the run directory instead of a spec.")
     else:
@@ -196,12 +200,12 @@ def _analyze(
             run = run_analysis(resolved, request, context)
     if manner.verbose:
         for text in (*run.manifest.warnings, *run.manifest.notices):
-            note(f"notice: {text}")
+            print_note(f"notice: {text}")
     show_run(run, as_json=as_json)
 
 
 @app.command()
-@flagged
+@add_request_flags
 def _merge(
     spec: SpecFile,
     request: MergeRequest,
@@ -214,7 +218,7 @@ def _merge(
     With --out alone, the spec's own merge is used. Data are read only if a comparison or a method needs them.
     """
     from driftlens.config.run import load_spec
-    from driftlens.experiment.merging import save_one
+    from driftlens.experiment.merging import merge_and_save
 
     method, out, merges = request.method, request.out, comparison.merges
     is_alone = out is not None and not request.parameters
@@ -230,29 +234,29 @@ def _merge(
             )
         _print_merge_comparison(load_spec(spec), comparison, job, as_json=as_json)
         return
-    method, notices = save_one(spec, request, job.context)
+    method, notices = merge_and_save(spec, request, job.context)
     for text in notices:
-        note(f"notice: {text}")
+        print_note(f"notice: {text}")
     assert out is not None
-    say_json({"out": out, "method": method}) if as_json else say(f"wrote {out}")
+    print_json({"out": out, "method": method}) if as_json else print_result(f"wrote {out}")
 
 
 def _print_merge_comparison(
     spec: RunSpec, comparison: ComparisonRequest, job: JobOptions, *, as_json: bool
 ) -> None:
     from driftlens.pipelines.compare_merges import compare_merges, resolve_merges
-    from driftlens.utils.files import require_free
-    from driftlens_reports.merges import merges_sheet, write_merges
-    from driftlens_reports.terminal import sheet_text
+    from driftlens.utils.files import require_unused_path
+    from driftlens_reports.merges import merge_ranking_table, write_merge_ranking
+    from driftlens_reports.terminal import table_text
 
     out = comparison.out or Path("merges") / spec.name
-    require_free(out)
+    require_unused_path(out)
     merges = resolve_merges(comparison.merges or ())
     with job.context() as context:
         compared = compare_merges(spec, merges, context)
-        write_merges(compared, out)
-    say_json(compared) if as_json else say(sheet_text(merges_sheet(compared)))
-    note(f"wrote {out}: merges.csv, .json")
+        write_merge_ranking(compared, out)
+    print_json(compared) if as_json else print_result(table_text(merge_ranking_table(compared)))
+    print_note(f"wrote {out}: merges.csv, .json")
 
 
 @app.command()
@@ -265,16 +269,16 @@ def _attach(
     ],
 ) -> None:
     """Add results of lm-evaluation-harness, bigcode's harness or safety-eval to a variant of a run."""
-    from driftlens.runs.external_scores import attach as attach_results
+    from driftlens.runs.external_scores import attach_scores as attach_results
     from driftlens_reports.facts import accuracy_table
-    from driftlens_reports.terminal import sheet_text
+    from driftlens_reports.terminal import table_text
 
     attached = attach_results(run, variant, results)
-    say(sheet_text(accuracy_table(attached)))
+    print_result(table_text(accuracy_table(attached)))
 
 
 @app.command()
-@flagged
+@add_request_flags
 def _why(
     models: Annotated[
         list[str],
@@ -296,76 +300,78 @@ def _why(
 
     Without labels this reports drift and its sources, not accuracy.
     """
-    from driftlens.pipelines.quickstart import draft, merge_recipe, models_by_role
-    from driftlens.runs.writer import refuse_occupied
+    from driftlens.pipelines.quickstart import draft_spec, models_by_role, run_recipe
+    from driftlens.runs.writer import refuse_occupied_folder
 
-    refuse_occupied(out, force=force)
-    models = merge_recipe(
-        models, out.with_name(f"{out.name}-merged"), force=force, offline=job.access.offline
-    )
-    drafted = draft(models_by_role(models), data or (), overrides or (), job.access)
+    refuse_occupied_folder(out, force=force)
+    models = run_recipe(models, out.with_name(f"{out.name}-merged"), force=force, offline=job.access.offline)
+    drafted = draft_spec(models_by_role(models), data or (), overrides or (), job.access)
     from driftlens.pipelines.analyze import analyze as run_analysis
 
     with job.context() as context:
         run = run_analysis(drafted.spec, AnalysisRequest(out=out, force=force, weights=False), context)
     for choice in drafted.chosen:
-        note(f"notice: {choice}")
+        print_note(f"notice: {choice}")
     show_run(run, as_json=as_json)
-    note(f"Spec, with {models[-1]} as the merged model: {out / 'spec.yaml'}")
+    print_note(f"Spec, with {models[-1]} as the merged model: {out / 'spec.yaml'}")
 
 
 @app.command()
-@flagged
+@add_request_flags
 def _calibrate(
     run: RunFolder, request: CalibrationRequest, job: JobOptions, as_json: JsonFlag = False
 ) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
     from driftlens.pipelines.calibrate import calibrate as run_calibration
-    from driftlens_reports.terminal import before_after_text, first_numbers_text
+    from driftlens_reports.terminal import calibration_text, early_results_text
 
     name = request.name
 
     def _print_first_numbers(measured: DriftRun) -> None:
         # A program that parses JSON lines of progress has no use for these.
         if manner.progress != "jsonl":
-            note(first_numbers_text(measured, name))
+            print_note(early_results_text(measured, name))
 
     with job.context() as context:
         finished = run_calibration(run, request, context, on_measured=_print_first_numbers)
     if request.save_weights is not None and request.save_weights.is_dir():
-        from driftlens_reports.card import put_beside
+        from driftlens_reports.card import add_image_to_model_card
 
-        put_beside(request.save_weights, finished, name)
+        add_image_to_model_card(request.save_weights, finished, name)
     if as_json:
         # Notices are part of the text output, but not of the document.
         for text in finished.manifest.calibrations[name].notices:
-            note(f"notice: {text}")
-        from driftlens.results.calibration_summary import calibration_document
+            print_note(f"notice: {text}")
+        from driftlens.results.calibration_summary import calibration_json
         from driftlens.results.verdict import verdict
 
-        info = {"name": name, "variant": calibrated(name), **vars(finished.manifest.calibrations[name])}
-        say_json({**info, **calibration_document(finished, name), "verdict": verdict(finished, name)})
+        info = {
+            "name": name,
+            "variant": calibrated_variant(name),
+            **vars(finished.manifest.calibrations[name]),
+        }
+        print_json({**info, **calibration_json(finished, name), "verdict": verdict(finished, name)})
         return
-    say(before_after_text(finished, name, verbose=manner.verbose))
+    print_result(calibration_text(finished, name, verbose=manner.verbose))
     if request.save_weights is not None:
-        say(f"wrote {request.save_weights}")
+        print_result(f"wrote {request.save_weights}")
     elif not finished.manifest.calibrations[name].kept:
-        from driftlens.runs.run import how_to_save
+        from driftlens.runs.run import save_hint
 
-        note(
-            f"The run keeps the calibrated model; {how_to_save(run, name, finished.manifest, *job.access.words)}."
+        print_note(
+            f"The run keeps the calibrated model; {save_hint(run, name, finished.manifest, *job.access.cli_options)}."
         )
 
 
 @app.command()
-@flagged
+@add_request_flags
 def _sweep(run: RunFolder, request: SweepRequest, job: JobOptions, as_json: JsonFlag = False) -> None:
     """Calibrate a run with many settings; drift and accuracy of each become rows of its sweep table.
 
     With --methods and nothing to vary, compare methods on the same samples instead: each becomes a calibration of
     the run, and a table compares gains (paired intervals) and costs.
     """
-    if request.compares:
+    if request.is_comparison:
         _print_method_comparison(run, request, job, as_json=as_json)
         return
     from driftlens.pipelines.sweep import sweep as run_sweep
@@ -382,24 +388,24 @@ def _sweep(run: RunFolder, request: SweepRequest, job: JobOptions, as_json: Json
         rows = rows[rows["method"].fillna("featcal").isin({method for method, _ in request.methods})]
     sweeps = sorted(rows["sweep"].unique(), key=lambda name: factors.index(name.rpartition(":")[2]))
     if not as_json:
-        say("\n\n".join(sweep_text(finished, name) for name in sweeps))
+        print_result("\n\n".join(sweep_text(finished, name) for name in sweeps))
         return
     ordered = rows.sort_values(["sweep", "point", "seed", "task"], kind="stable")
-    say_json({"run": finished.id, "sweeps": sweeps, "rows": ordered})
+    print_json({"run": finished.id, "sweeps": sweeps, "rows": ordered})
 
 
 def _print_method_comparison(run: Path, request: SweepRequest, job: JobOptions, *, as_json: bool) -> None:
-    from driftlens.pipelines.sweep import compare_methods, resolve_methods
-    from driftlens.results.calibration_summary import arena_rows, arena_sheet
+    from driftlens.pipelines.sweep import compare_methods, resolve_calibrators
+    from driftlens.results.calibration_summary import leaderboard_rows, leaderboard_table
     from driftlens.runs.run import open_run
-    from driftlens_reports.terminal import sheet_text
+    from driftlens_reports.terminal import table_text
 
-    methods = resolve_methods(request.methods or ())
+    methods = resolve_calibrators(request.methods or ())
     with job.context() as context:
         failed = compare_methods(run, methods, context, samples=request.samples)
     finished = open_run(run)
     made = [method.name for method in methods if method.name not in failed]
     if as_json:
-        say_json({"run": finished.id, "rows": arena_rows(finished, made), "failed": failed})
+        print_json({"run": finished.id, "rows": leaderboard_rows(finished, made), "failed": failed})
         return
-    say(sheet_text(arena_sheet(finished, made, failed)))
+    print_result(table_text(leaderboard_table(finished, made, failed)))

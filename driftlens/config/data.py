@@ -29,16 +29,16 @@ from driftlens.config.types import (
     Source,
     SpecSection,
     Text,
-    plain_text,
-    problem,
-    resolved,
+    field_error,
+    path_to_text,
+    resolve_path,
 )
 from driftlens.utils.registry import Registry
 from driftlens.utils.variants import METRICS
 
 
 class Views(SpecSection):
-    """Altered copies of every calibration sample, made from `seed` whenever they are read.
+    """Augmented copies of every calibration sample, generated from `seed` whenever they are read.
 
     `crop` shifts an image and changes its light, `mix` adds another sample of the task, `words` replaces words of a
     prompt by words of the task's other prompts; `auto` chooses by the samples, `none` makes no copies.
@@ -50,7 +50,7 @@ class Views(SpecSection):
 
     @property
     def count(self) -> int:
-        """Copies of each sample; 0 where none are made."""
+        """The number of copies of each sample; 0 for the kind `none`."""
         return 0 if self.kind == "none" else self.copies
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ _VIEWS = re.compile(r"(?P<kind>[a-z]+)?:?(?P<copies>\d{1,9})?(:(?P<seed>\d{1,9})
 
 
 def _expand_short_views(views: Any) -> Any:
-    """Expand `3`, `crop`, `crop:3` and `crop:3:1` to named parts."""
+    """Expand the short forms `3`, `crop`, `crop:3` and `crop:3:1` of views to a mapping."""
     if isinstance(views, int) and not isinstance(views, bool):
         return {"copies": views}
     if not isinstance(views, str):
@@ -84,7 +84,7 @@ ViewsSetting = Annotated[Views | None, BeforeValidator(_expand_short_views)]
 
 
 class DataDefaults(SpecSection):
-    """Counts per task that a task's own entry may override; `n` are drawn for calibration, by `seed`."""
+    """Default sample counts, seed and batch size, which a task's own entry may override."""
 
     n: Count = 256
     n_diagnosis: Count = 256
@@ -96,7 +96,7 @@ class DataDefaults(SpecSection):
 
 def _require_known_metric(name: str) -> str:
     if name not in METRICS:
-        raise problem(f"unknown metric {name!r}", f"Choose one of {', '.join(METRICS)}.")
+        raise field_error(f"unknown metric {name!r}", f"Choose one of {', '.join(METRICS)}.")
     return name
 
 
@@ -104,7 +104,7 @@ MetricName = Annotated[Text, AfterValidator(_require_known_metric)]
 
 
 class Entry(SpecSection):
-    """The fields of every kind of data; `metric` defaults to accuracy or exact match."""
+    """The fields that data entries of every kind have; `metric` defaults to accuracy or exact match."""
 
     kind: str
     n: Count | None = None
@@ -121,18 +121,18 @@ class Entry(SpecSection):
 _FIELD = re.compile(r"\{(\{[\w][\w .\-/]*\})\}|\{([\w][\w .\-/]*)\}")
 
 
-def fields_of(template: str) -> tuple[str, ...]:
-    """List the names in braces in a template; doubled braces are plain text."""
+def template_fields(template: str) -> tuple[str, ...]:
+    """List the names in braces in a prompt template; doubled braces are plain text."""
     return tuple(match[2] for match in _FIELD.finditer(template) if match[2])
 
 
-def filled(template: str, values: Mapping[str, str]) -> str:
-    """Replace the fields of a template; other braces, also those in values, stay."""
+def fill_template(template: str, values: Mapping[str, str]) -> str:
+    """Fill the fields of a prompt template; other braces, also those in values, are kept."""
     return _FIELD.sub(lambda match: match[1] or values[match[2]], template)
 
 
 def _labels_as_text(words: Any) -> Any:
-    """Return the labels as text; YAML makes numbers, true and false of some."""
+    """Convert a mapping's labels to text, since YAML reads some as numbers or booleans."""
     if not isinstance(words, Mapping):
         return words
     # `str(True)` is "True", but the label in the file is `true`.
@@ -142,14 +142,16 @@ def _labels_as_text(words: Any) -> Any:
 
 
 def _require_prompt_field(template: str) -> str:
-    if not fields_of(template):
-        raise problem(f"the prompt {template!r} has no field", "Write {COLUMN} for the text of a row.")
+    if not template_fields(template):
+        raise field_error(f"the prompt {template!r} has no field", "Write {COLUMN} for the text of a row.")
     return template
 
 
 def _require_target_field(template: str) -> str:
-    if set(fields_of(template)) != {"target"}:
-        raise problem(f"the answer {template!r} must have the field {{target}} only", 'Example: " {target}".')
+    if set(template_fields(template)) != {"target"}:
+        raise field_error(
+            f"the answer {template!r} must have the field {{target}} only", 'Example: " {target}".'
+        )
     return template
 
 
@@ -171,7 +173,7 @@ class Corpus(SpecSection):
     @model_validator(mode="after")
     def _require_file_or_split(self) -> Self:
         if (self.file is None) == (self.split is None):
-            raise problem(
+            raise field_error(
                 "a corpus is a file or a split", "Give `file: FILE`, or `split: NAME` of the entry's data."
             )
         return self
@@ -182,7 +184,7 @@ Classes = Flag | ClassNames
 
 
 class TextEntry(Entry):
-    """The rules by which rows of a source become questions and answers.
+    """The columns and templates that turn rows of a data source into questions and answers.
 
     Attributes:
         input: column of the text that `{input}` refers to.
@@ -219,42 +221,44 @@ class TextEntry(Entry):
     ] = None
 
     @property
-    def holds_texts(self) -> bool:
-        """True if rows are texts, because a text column is named."""
+    def has_text_column(self) -> bool:
+        """True if the entry names a text column, so that its rows are texts."""
         return self.input is not None or self.prompt is not None
 
     @property
-    def answers(self) -> str:
-        """The column of the answers."""
+    def answer_column(self) -> str:
+        """The name of the column with the answers."""
         return self.target or "target"
 
     @property
-    def pictures(self) -> str | None:
-        """The column of the images that questions are about, or of their paths; None where they are about none."""
-        return getattr(self, "image", None) if self.holds_texts else None
+    def image_column(self) -> str | None:
+        """The name of the column with the images, or image paths, of questions; None for questions without images."""
+        return getattr(self, "image", None) if self.has_text_column else None
 
     @model_validator(mode="after")
     def _require_consistent_fields(self) -> Self:
         fields = type(self).model_fields
         # Fields with their default are left out, also if the file has them: runs store specs with all defaults.
         set_fields = [name for name in fields if getattr(self, name) != fields[name].default]
-        if not self.holds_texts:
+        if not self.has_text_column:
             has_classes = self.kind == "table" and self.classes is not True
             others = {*Entry.model_fields, *(["classes"] if has_classes else [])}
             if own := [name for name in TextEntry.model_fields if name in set_fields and name not in others]:
-                raise problem(
+                raise field_error(
                     f"{own[0]} needs a text column", "Add `input: COLUMN`, or a `prompt` with {COLUMN}."
                 )
             return self
         if "label" in set_fields:
-            raise problem(
+            raise field_error(
                 "label belongs to images, but the entry has texts", "The column of answers is `target`."
             )
         self._refuse_conflicting_fields(set_fields)
-        columns = {self.input if name == "input" else name for name in fields_of(self.prompt or "")}
+        columns = {self.input if name == "input" else name for name in template_fields(self.prompt or "")}
         # With the answer in the question, accuracy would measure copying.
-        if self.answers in columns:
-            raise problem(f"the prompt contains the answer, {self.answers}", "Remove it from the prompt.")
+        if self.answer_column in columns:
+            raise field_error(
+                f"the prompt contains the answer, {self.answer_column}", "Remove it from the prompt."
+            )
         return self
 
     def _refuse_conflicting_fields(self, set_fields: Collection[str]) -> None:
@@ -266,29 +270,29 @@ class TextEntry(Entry):
         }
         for key, others in conflicts.items():
             if key in set_fields and (both := [name for name in others if name in set_fields]):
-                raise problem(f"{both[0]} can't be combined with {key}", "Remove one of them.")
+                raise field_error(f"{both[0]} can't be combined with {key}", "Remove one of them.")
         for key in ("negative", "corpus"):
             if key in set_fields and "positive" not in set_fields:
-                raise problem(f"{key} needs the column of answers", "Add `positive: COLUMN`.")
+                raise field_error(f"{key} needs the column of answers", "Add `positive: COLUMN`.")
 
 
-class _Places(Entry):
-    """A file or folder per split."""
+class _FilePerSplit(Entry):
+    """A file or folder for each split."""
 
     calibration: LocalPath
     test: LocalPath
     diagnosis: LocalPath | None = None
 
 
-class ImageFolderData(_Places):
-    """Folders with one sub-folder per class, or with images only; those of `unlabelled` splits are no classes."""
+class ImageFolderData(_FilePerSplit):
+    """Image folders with a sub-folder per class; sub-folders of `unlabelled` splits are not classes."""
 
     kind: Literal["imagefolder"]
     unlabelled: tuple[Literal["calibration", "diagnosis", "test"], ...] = ()
 
 
 class NpzArrays(SpecSection):
-    """The arrays of an `.npz` file that make one split; without `y` it has no labels."""
+    """The image and label arrays of one split in an `.npz` file; without `y` the split has no labels."""
 
     file: LocalPath | None = None
     x: Text
@@ -296,7 +300,7 @@ class NpzArrays(SpecSection):
 
 
 class NpzData(Entry):
-    """An `.npz` file with `x_train, y_train, x_test, y_test, class_names`, `x, y` for all splits, or arrays by name."""
+    """An `.npz` file with arrays `x_train`, `y_train`, `x_test`, `y_test` and `class_names`, or arrays by name."""
 
     kind: Literal["npz"]
     file: LocalPath | None = None
@@ -308,7 +312,7 @@ class NpzData(Entry):
     def _require_file_per_split(self) -> Self:
         splits = [self.calibration, self.test, *filter(None, [self.diagnosis])]
         if self.file is None and not all(arrays and arrays.file for arrays in splits):
-            raise problem(
+            raise field_error(
                 "a split has no file", "Set `file`, or `calibration: {file, x, y}` and `test: {file, x, y}`."
             )
         return self
@@ -332,7 +336,7 @@ class HfData(TextEntry):
     label: Text | None = "label"
 
 
-class JsonlData(_Places, TextEntry):
+class JsonlData(_FilePerSplit, TextEntry):
     """Text tasks: files with one JSON object per line.
 
     `image` names the key of the path of a question's image, or a list of paths.
@@ -344,10 +348,10 @@ class JsonlData(_Places, TextEntry):
 
 
 def _resolve_file_or_split_value(value: str, info: ValidationInfo) -> str:
-    return value if info.data.get("file") is not None else resolved(value, info)
+    return value if info.data.get("file") is not None else resolve_path(value, info)
 
 
-Rows = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_resolve_file_or_split_value)]
+Rows = Annotated[Text, BeforeValidator(path_to_text), AfterValidator(_resolve_file_or_split_value)]
 """A file of one split; with `file`, the value of its rows in the column `split`."""
 
 
@@ -378,13 +382,13 @@ class TableData(TextEntry):
     )
 
     @property
-    def paths(self) -> str:
-        """The column of the paths of images."""
+    def path_column(self) -> str:
+        """The name of the column with the image paths."""
         return self.image or "path"
 
 
-class WebdatasetData(_Places):
-    """Tar files of samples: a file, a folder or a pattern per split; `image` and `label` are endings of members."""
+class WebdatasetData(_FilePerSplit):
+    """Tar files of samples, as a file, folder or pattern per split; `image` and `label` are member extensions."""
 
     kind: Literal["webdataset"]
     image: Text | None = None
@@ -394,7 +398,7 @@ class WebdatasetData(_Places):
 
 
 class PythonData(Entry):
-    """A function of the user's that is called with `calibration` or `test`; runs only when trusted."""
+    """A user's Python function that returns the samples of `calibration` or `test`; needs `--trust-code`."""
 
     kind: Literal["python"]
     target: PythonTarget
@@ -423,7 +427,7 @@ TaskData = Annotated[
 
 
 class Data(SpecSection):
-    """The defaults, and one entry per task under the task's own name."""
+    """The spec's `data` section: defaults, and one entry per task under the task's name."""
 
     # Tasks are next to `defaults` in the file, so they are the extra keys of this section.
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -433,5 +437,5 @@ class Data(SpecSection):
 
     @property
     def tasks(self) -> dict[str, TaskData]:
-        """Entry per task, sorted by the task's name."""
+        """The data entries by task name, sorted."""
         return dict(sorted(self.__pydantic_extra__.items()))

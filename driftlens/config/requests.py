@@ -24,10 +24,10 @@ from driftlens.config.types import (
     Seed,
     SpecSection,
     Text,
-    from_yaml,
-    problem,
-    require_name,
-    spec_error,
+    field_error,
+    parse_yaml,
+    require_task_name,
+    to_spec_error,
 )
 from driftlens.utils.errors import SpecError, did_you_mean
 
@@ -37,8 +37,8 @@ DEFAULT_METHOD = "featcal"
 MOST_DRAWS = 1000
 
 
-def parts(text: str | Sequence[str]) -> list[str]:
-    """Return the names in comma-separated text; repeated options and comma-separated ones are the same."""
+def split_names(text: str | Sequence[str]) -> list[str]:
+    """Split comma-separated text, or the values of a repeated option, into names."""
     joined = text if isinstance(text, str) else ",".join(text)
     return [part.strip() for part in joined.split(",") if part.strip()]
 
@@ -48,9 +48,9 @@ def _layer_index_or_pattern(text: str) -> int | str:
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else text
 
 
-def layers_named(text: str | Sequence[str]) -> list[int | str]:
-    """Return the layers in comma-separated text."""
-    return [*map(_layer_index_or_pattern, parts(text))]
+def parse_layers(text: str | Sequence[str]) -> list[int | str]:
+    """Parse comma-separated layer indices and patterns."""
+    return [*map(_layer_index_or_pattern, split_names(text))]
 
 
 def _split_assignment(text: str, option: str, example: str) -> tuple[str, str]:
@@ -61,22 +61,22 @@ def _split_assignment(text: str, option: str, example: str) -> tuple[str, str]:
 
 
 def _parse_assignments(texts: Sequence[str] | None) -> dict[str, Any]:
-    """Parse the values of `--set name=value` as YAML."""
+    """Parse the values of repeated `--set name=value` options as YAML."""
     pairs = (_split_assignment(text, "--set", "scaling=0.4") for text in texts or ())
-    return {name: from_yaml(value, f"--set {name}") for name, value in pairs}
+    return {name: parse_yaml(value, f"--set {name}") for name, value in pairs}
 
 
 def parse_value_lists(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the values of `--param name=1,2`, each read as YAML; the same name twice adds to its values."""
+    """Parse repeated `--param name=1,2` options as lists of YAML values by name; a repeated name adds values."""
     by_name: dict[str, list[Any]] = {}
     for text in texts:
         name, values = _split_assignment(text, "--param", "lam=0.01,0.05")
-        by_name.setdefault(name, []).extend(from_yaml(f"[{values}]", f"--param {name}"))
+        by_name.setdefault(name, []).extend(parse_yaml(f"[{values}]", f"--param {name}"))
     return by_name
 
 
 def parse_methods(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Parse methods joined by commas, each with settings after colons: `ties:scaling=0.4`."""
+    """Parse comma-separated method names, each with settings after colons, such as `ties:scaling=0.4`."""
     methods = []
     # Commas inside brackets belong to a list of values, not to the list of methods.
     for text in re.split(r",(?![^\[]*\])", ",".join(texts)):
@@ -86,7 +86,7 @@ def parse_methods(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _format_list_entry(entry: object) -> str:
-    """Format an entry of a list as in its option: a name, a number, or a method with settings."""
+    """Format a list entry as on the command line: a name, a number, or a method with settings."""
     if not isinstance(entry, tuple):
         return str(entry)
     method, settings = entry
@@ -94,12 +94,12 @@ def _format_list_entry(entry: object) -> str:
 
 
 def _parse_display_names(text: str) -> dict[str, str]:
-    return dict(_split_assignment(pair, "--names", "mnist=MNIST,merged=Ours") for pair in parts(text))
+    return dict(_split_assignment(pair, "--names", "mnist=MNIST,merged=Ours") for pair in split_names(text))
 
 
 @dataclass(frozen=True)
 class Option:
-    """The command-line spelling of a field, if it is not `--its-name VALUE`.
+    """The command-line form of a request field, if it is not `--its-name VALUE`.
 
     Attributes:
         name: the option, such as `--set`; `--no-...` for flags that are on by default.
@@ -117,30 +117,30 @@ class Option:
     is_given: bool = True
 
     @classmethod
-    def of(cls, field: FieldInfo) -> Option:
-        """Return the option of a field, or the default option."""
+    def from_field(cls, field: FieldInfo) -> Option:
+        """Return the command-line option of a field, or the default option."""
         option: Any = field.json_schema_extra or {}
         return cls(**option)
 
-    def spelled(self, field: str) -> str:
-        """Return the option of a field as it is typed."""
+    def flag_name(self, field: str) -> str:
+        """Return the option's name on the command line, such as `--save-weights`."""
         return re.split("[/ ]", self.name)[0] or f"--{field.replace('_', '-')}"
 
 
 def _option_field(text: str, default: Any = None, **option: Any) -> Any:
-    """Define a field by description, default and the attributes of its `Option`."""
+    """Define a request field with description, default and attributes of its command-line `Option`."""
     # pydantic copies other defaults, but would take the class `dict` itself as the value.
     how = {"default_factory": default} if default is dict else {"default": default}
     return Field(description=text, json_schema_extra=option, **how)
 
 
 def _hidden_field(default: Any) -> Any:
-    """Define a field without a command-line option."""
+    """Define a request field without a command-line option."""
     return _option_field("", default, is_given=False)
 
 
 class Request(SpecSection, title="calibrate"):
-    """The options of one command."""
+    """The options of one command, for the command line and for Python keywords."""
 
     # Hidden from type checkers, which derive the arguments from the fields.
     if not TYPE_CHECKING:
@@ -149,10 +149,10 @@ class Request(SpecSection, title="calibrate"):
             try:
                 super().__init__(**values)
             except ValidationError as error:
-                raise spec_error(error, values, self.model_config.get("title", "")) from None
+                raise to_spec_error(error, values, self.model_config.get("title", "")) from None
 
     @classmethod
-    def keywords(cls) -> dict[str, Any]:
+    def field_defaults(cls) -> dict[str, Any]:
         """Return all field names and defaults; `...` marks required fields."""
         return {
             name: ... if field.is_required() else field.get_default(call_default_factory=True)
@@ -170,15 +170,15 @@ class Request(SpecSection, title="calibrate"):
             for name, value in keywords.items()
         }
 
-    def words(self) -> list[str]:
-        """Return the command-line options of this request, one word each."""
+    def to_cli_args(self) -> list[str]:
+        """Return this request as a list of command-line arguments."""
         # `--name=value` in one word, so that a value that starts with a dash is not read as an option.
         options = []
         for name, field in type(self).model_fields.items():
-            option, value = Option.of(field), getattr(self, name)
+            option, value = Option.from_field(field), getattr(self, name)
             if not option.is_given or value == field.get_default(call_default_factory=True):
                 continue
-            spelled = option.spelled(name)
+            spelled = option.flag_name(name)
             if isinstance(value, bool):
                 options.append(spelled)
             elif isinstance(value, dict):
@@ -189,13 +189,13 @@ class Request(SpecSection, title="calibrate"):
                 options.append(f"{spelled}={value}")
         return options
 
-    def changed(self, **changes: Any) -> Self:
+    def with_changes(self, **changes: Any) -> Self:
         """Return a validated copy with some fields changed."""
         return type(self)(**{**dict(self), **changes})
 
 
-def refuse_unknown(command: str, keywords: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
-    """Refuse a keyword that a command does not take."""
+def check_keywords(command: str, keywords: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
+    """Raise an error for a keyword that a command does not accept."""
     for name in keywords:
         if name not in allowed:
             raise SpecError(
@@ -204,14 +204,14 @@ def refuse_unknown(command: str, keywords: Mapping[str, Any], allowed: Mapping[s
 
 
 def _layers_as_python_types(layers: Any) -> Any:
-    """Convert layers to plain Python types: records have no ranges or numpy numbers."""
+    """Convert layers to text and int, since stored requests have no ranges or numpy integers."""
     if layers is None or isinstance(layers, str | int):
         return layers
     return tuple(layer if isinstance(layer, str) else operator.index(layer) for layer in layers)
 
 
 def _parse_jacobian_settings(settings: Any) -> Any:
-    """Convert True to default settings, and False to None."""
+    """Convert the Jacobian setting True to default settings, and False to None."""
     return ({} if settings else None) if isinstance(settings, bool) else settings
 
 
@@ -245,7 +245,7 @@ def _method_settings_field(text: str) -> Any:
 
 
 class CalibrationRequest(Request):
-    """One calibration. Missing values come from the preset, then from the run's spec."""
+    """The options of one calibration. Missing values come from the preset, then from the run's spec."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")] = _option_field(
         "Name; the variant is called calibrated:NAME.", ...
@@ -262,11 +262,11 @@ class CalibrationRequest(Request):
         is_list=False,
     )
     layers: LayerPatterns = _option_field(
-        "Layer numbers or patterns on module paths; default: all blocks.", read=layers_named
+        "Layer numbers or patterns on module paths; default: all blocks.", read=parse_layers
     )
     sites: tuple[Text, ...] | None = _option_field(
         "Patterns on module paths, or groups (q, k, v, o, gate, up, down, norms); default: linear and norm modules.",
-        read=parts,
+        read=split_names,
     )
     shrink: Annotated[float, Field(ge=0, le=1.5)] | None = _option_field(
         "Interpolate between base (0) and repair (1), up to 1.5 (WiSE-FT); --auto chooses a value.",
@@ -291,7 +291,7 @@ class CalibrationRequest(Request):
 
 
 class SweepRequest(Request, title="sweep"):
-    """Many calibrations: one or several sweeps, or methods to be compared.
+    """The options of a sweep over calibration settings, or of a comparison of calibration methods.
 
     `param` maps a setting of every method, `n` (calibration samples per task) or `corruption` to the values to visit.
     """
@@ -321,19 +321,19 @@ class SweepRequest(Request, title="sweep"):
     replace: Flag = _option_field("Replace earlier sweeps of the same factors.", False)
 
     @property
-    def compares(self) -> bool:
-        """True if nothing varies, so that the methods themselves are compared."""
+    def is_comparison(self) -> bool:
+        """True if no setting is swept, so that calibration methods are compared."""
         return self.methods is not None and not (self.param or self.ablate)
 
     @model_validator(mode="after")
     def _require_setting_to_vary(self) -> Self:
-        if self.compares and (self.preset or self.seeds > 1 or self.grid):
-            raise problem("preset, seeds and grid need a setting to vary", "Name one with param.")
+        if self.is_comparison and (self.preset or self.seeds > 1 or self.grid):
+            raise field_error("preset, seeds and grid need a setting to vary", "Name one with param.")
         return self
 
 
 class MergeRequest(Request, title="merge"):
-    """A merge of a spec's experts."""
+    """The options of merging a spec's experts by one method."""
 
     method: Text | None = _option_field("Merge method; see `driftlens doctor --methods`.")
     out: Path | None = _option_field(_MERGED_TO)
@@ -342,7 +342,7 @@ class MergeRequest(Request, title="merge"):
 
 
 class ComparisonRequest(Request, title="compare_merges"):
-    """Merges of a spec's experts, ranked."""
+    """The options of merging a spec's experts by several methods and ranking the results."""
 
     merges: Methods | None = _option_field(
         "Merges to rank without labels by distance to the experts; `all` for every method.",
@@ -355,7 +355,7 @@ class ComparisonRequest(Request, title="compare_merges"):
 
 
 class AnalysisRequest(Request, title="analyze"):
-    """One run of a spec; `synthetic` marks generated data, `weights` compares task vectors (one more reading)."""
+    """The options of a drift analysis; `synthetic` marks generated data, `weights` compares task vectors."""
 
     out: Path | None = _option_field("Run directory; default: runs/<name>.")
     resume: Flag = _option_field("Resume an interrupted run.", False)
@@ -368,19 +368,19 @@ class AnalysisRequest(Request, title="analyze"):
     @model_validator(mode="after")
     def _refuse_resume_with_force(self) -> Self:
         if self.resume and self.force:
-            raise problem("resume continues an existing run, force replaces it", "Give one of them.")
+            raise field_error("resume continues an existing run, force replaces it", "Give one of them.")
         return self
 
 
 class PreflightRequest(Request, title="validate"):
-    """A spec to be checked before anything large is read."""
+    """The options of checking a spec before any weights are read."""
 
     overrides: tuple[str, ...] = _OVERRIDES
     deep: Flag = _option_field("Also score every expert on its own data.", False)
 
 
 class ProjectionRequest(Request, title="project"):
-    """A two-dimensional layout of features.
+    """The options of projecting features to two dimensions.
 
     Attributes:
         seed: makes a layout repeatable on one machine with the same libraries.
@@ -402,7 +402,7 @@ class ProjectionRequest(Request, title="project"):
 
 
 class ViewRequest(Request, title="view"):
-    """Samples to be explored in a browser."""
+    """The options of an HTML page to explore samples in a browser."""
 
     out: Path | None = _option_field(
         "Output page.", name="--out -o", metavar="FILE", unset="view.html in the run's `reports`"
@@ -417,7 +417,7 @@ class ViewRequest(Request, title="view"):
 
 
 class ExhibitRequest(Request, title="export"):
-    """The options of figures and tables for a paper; `layer` is for exhibits of one layer."""
+    """The options of a figure or table for a paper; `layer` applies to exhibits of one layer."""
 
     style: Literal["neurips", "icml-column", "slide"] = _option_field(
         "Width of the venue: neurips, icml-column or slide.", "neurips"
@@ -428,7 +428,7 @@ class ExhibitRequest(Request, title="export"):
     calibrated: str | tuple[str, ...] | None = _option_field(
         "Comma-separated calibrations; default: the last one (tables: all).", read=str, is_list=False
     )
-    tasks: tuple[str, ...] | None = _option_field("Comma-separated tasks.", read=parts, is_list=False)
+    tasks: tuple[str, ...] | None = _option_field("Comma-separated tasks.", read=split_names, is_list=False)
     names: dict[str, str] = _option_field(
         "Display names, such as mnist=MNIST,merged=Ours; override `names` in the spec.",
         dict,
@@ -441,7 +441,7 @@ class ExhibitRequest(Request, title="export"):
 
 
 class ExportRequest(ExhibitRequest, title="analyze"):
-    """Files of figures and tables for a paper."""
+    """The options of writing figures and tables for a paper to files."""
 
     figures: tuple[str, ...] = _option_field(
         "Figure; repeatable. Default: all figures and tables with measured numbers.",
@@ -459,7 +459,7 @@ class ExportRequest(ExhibitRequest, title="analyze"):
 
 
 class LiveInputs(Request):
-    """The sampling and reading of data for live modules.
+    """The sampling, batching and tokenization of data for live modules.
 
     Attributes:
         blocks: path of the list of blocks, or a pattern of block paths (`layer?`), if generic modules need it.
@@ -512,7 +512,7 @@ class LiveSettings(LiveInputs, title="analyze"):
 
 
 class FitRequest(LiveInputs, title="fit"):
-    """A copy of a live module to be calibrated.
+    """The options of calibrating a copy of a live module with `fit`.
 
     Attributes:
         layers: which layers, by pattern or index; all blocks if left out.
@@ -532,7 +532,7 @@ REQUIRED = ("merged", "experts", "data")
 
 @dataclass(frozen=True)
 class Modules:
-    """Live modules and their data, as the caller hands them in. Nothing of them is changed.
+    """Live modules (merged, experts, base, baselines) and their data, as passed by the caller; none is changed.
 
     Attributes:
         merged: the merged model.
@@ -557,9 +557,9 @@ class Modules:
     def __post_init__(self) -> None:
         for by_name in (self.experts, self.data, self.baselines, self.heads, self.calibration):
             for name in by_name or ():
-                require_name(name)
+                require_task_name(name)
 
     @property
-    def missing(self) -> list[str]:
-        """The required fields that are left out."""
+    def missing_fields(self) -> list[str]:
+        """The names of required fields that are None."""
         return [name for name in REQUIRED if getattr(self, name) is None]

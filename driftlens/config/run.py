@@ -43,25 +43,25 @@ from driftlens.config.types import (
     SpecSection,
     Text,
     Texts,
-    checked,
-    from_yaml,
-    problem,
-    read_mapping,
+    field_error,
+    parse_yaml,
+    read_yaml_mapping,
     to_yaml,
-    unknown_keys,
+    unknown_keys_error,
+    validate_section,
 )
 from driftlens.utils.errors import SpecError, did_you_mean
 from driftlens.utils.registry import diagnostics
 
 
 class Vocab(SpecSection):
-    """The alignment of language models with other vocabularies: extra rows go, missing ones are the base's."""
+    """The alignment of vocabularies of language models: extra rows are cut, missing ones are copied from the base."""
 
     rows: Literal["base"]
 
 
 class ArchitectureSpec(SpecSection):
-    """The code that builds the network.
+    """The loader, and its options, that builds the network of all variants.
 
     Attributes:
         loader: name of a registered loader; or `python:package.module:function`, which needs trust.
@@ -78,7 +78,7 @@ class ArchitectureSpec(SpecSection):
     @model_validator(mode="after")
     def _require_source_of_loader(self) -> ArchitectureSpec:
         if self.source is None and ":" not in self.loader:
-            raise problem(
+            raise field_error(
                 f"the loader {self.loader} needs `source`",
                 "Name a Hub id, a folder, an open_clip model name or a model_config.json.",
             )
@@ -86,13 +86,13 @@ class ArchitectureSpec(SpecSection):
 
 
 class WeightsSpec(SpecSection):
-    """The parameters of one variant: a file, a folder or a Hub id."""
+    """The weights of one variant: a file, a folder or a Hub id."""
 
     weights: Source
 
 
 class _MethodSpec(SpecSection):
-    """A registered method with its own settings, which the code that looks it up validates."""
+    """The name of a registered merge or calibration method with its own settings, which its code validates."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
     __pydantic_extra__: dict[str, JsonValue] = Field(init=False)
@@ -104,13 +104,13 @@ class _MethodSpec(SpecSection):
 
 
 class MergeSpec(_MethodSpec):
-    """The merge of the experts."""
+    """The merge method, with its settings, that combines the experts."""
 
     method: Text
 
 
 class Calibration(_MethodSpec):
-    """The calibration of the merged model; settings that are left out, or null, come from the preset."""
+    """The method and settings that calibrate the merged model; those left out or null come from the preset."""
 
     method: Text = "featcal"
     preset: Text | None = None
@@ -127,7 +127,7 @@ class Calibration(_MethodSpec):
 
 
 class Layers(SpecSection):
-    """The blocks that are stored and shown (all are computed), and how a layer's features become one vector.
+    """The blocks that are stored and shown (all are computed), and the pooling of tokens to one vector per layer.
 
     Attributes:
         select: `blocks`, a pattern on module paths, or a list of patterns and layer numbers.
@@ -139,7 +139,7 @@ class Layers(SpecSection):
 
 
 class JacobianMetrics(SpecSection):
-    """Path-averaged Jacobians by Gauss-Legendre quadrature, whose nodes double until |p - A e| / |p| is good enough."""
+    """Settings of path-averaged Jacobians: quadrature nodes double until |p - A e| / |p| is within `tolerance`."""
 
     nodes: Count = 4
     max_nodes: Count = 32
@@ -150,7 +150,7 @@ class JacobianMetrics(SpecSection):
     @model_validator(mode="after")
     def _require_ordered_node_counts(self) -> JacobianMetrics:
         if self.max_nodes < self.nodes:
-            raise problem(f"max_nodes is {self.max_nodes}, below nodes, which is {self.nodes}")
+            raise field_error(f"max_nodes is {self.max_nodes}, below nodes, which is {self.nodes}")
         return self
 
 
@@ -161,7 +161,7 @@ def _jacobian_union_tag(value: Any) -> str | None:
 
 
 class Metrics(SpecSection):
-    """Diagnostics in addition to drift, mismatch and propagation.
+    """The diagnostics computed in addition to drift, mismatch and propagation.
 
     Further keys enable diagnostics by name; see the registry in `driftlens.utils.registry`.
     """
@@ -192,17 +192,17 @@ class Metrics(SpecSection):
         options = {entry.option for entry in diagnostics.values()} if further else set()
         if unknown := [key for key in further if key not in options]:
             allowed = [*usual, *sorted(options - {"", *usual})]
-            raise unknown_keys(unknown, allowed)
+            raise unknown_keys_error(unknown, allowed)
         return section
 
     @property
-    def options(self) -> frozenset[str]:
-        """Options that are switched on."""
+    def enabled(self) -> frozenset[str]:
+        """The names of diagnostics that are switched on."""
         return frozenset(name for name, value in self if value)
 
 
 class Compute(SpecSection):
-    """Device and precision of computations; a task's features beyond the budget are stored on disk."""
+    """Device and dtype of the computation; features beyond `feature_budget` are stored on disk."""
 
     device: Annotated[str, Field(pattern=r"^(auto|cpu|(cuda|mps|xpu)(:[0-9]+)?)$")] = "auto"
     dtype: Literal["float32", "float64"] = "float32"
@@ -214,7 +214,7 @@ def _canonical_suite_name(name: str) -> str:
     try:
         return published_task(name).name
     except SpecError as error:
-        raise problem(error.message, error.hint) from None
+        raise field_error(error.message, error.hint) from None
 
 
 SuiteTask = Annotated[Text, AfterValidator(_canonical_suite_name)]
@@ -222,7 +222,7 @@ SuiteTask = Annotated[Text, AfterValidator(_canonical_suite_name)]
 
 
 class TextHead(SpecSection):
-    """Class embeddings made by the base's text tower from names and templates; `{suite: cars}` is a whole head."""
+    """A zero-shot head: the base's text tower embeds class names in templates; `suite` fills in a published task's."""
 
     model_config = ConfigDict(
         json_schema_extra={"required": [], "anyOf": [{"required": ["templates"]}, {"required": ["suite"]}]}
@@ -242,7 +242,7 @@ class TextHead(SpecSection):
 
 
 class FileHead(SpecSection):
-    """Class embeddings [classes, d] of unit norm, computed beforehand and stored as one tensor of a file."""
+    """A head of precomputed unit-norm class embeddings [classes, d], stored as one tensor of a file."""
 
     suite: SuiteTask | None = None
     file: LocalPath
@@ -252,7 +252,7 @@ class FileHead(SpecSection):
 
 
 class LinearHeadSpec(SpecSection):
-    """A linear classifier, shared by all variants of a task; `own` is the one in the expert's checkpoint.
+    """A linear classifier shared by all variants of a task; `own` takes it from the expert's checkpoint.
 
     `weight` and `bias` are its keys there; by default the only matrix of the file and the bias with it.
     """
@@ -292,7 +292,7 @@ PerName = Annotated[dict[Name, T], AfterValidator(lambda entries: dict(sorted(en
 
 
 class RunSpec(SpecSection):
-    """One run, with all defaults filled in and all paths absolute. `load_spec` makes one.
+    """The complete settings of a run, with defaults filled in and paths absolute; made by `load_spec`.
 
     Attributes:
         experts: weights per task, sorted by the task's name.
@@ -321,14 +321,14 @@ class RunSpec(SpecSection):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Names of all tasks, sorted."""
+        """The names of all tasks, sorted."""
         return tuple(self.experts)
 
     @model_validator(mode="after")
     def _require_one_merged_model(self) -> RunSpec:
         if (self.merged is None) == (self.merge is None):
             which = "neither" if self.merged is None else "both"
-            raise problem(
+            raise field_error(
                 f"expected exactly one of merged and merge, got {which}",
                 "Write `merged: {weights: FILE}`, or `merge: {method: task_arithmetic, scaling: 0.3}`.",
             )
@@ -338,14 +338,14 @@ class RunSpec(SpecSection):
     def _refuse_unknown_tasks(self) -> RunSpec:
         # The key of that task in `data` would be ambiguous.
         if "defaults" in self.experts:
-            raise problem(
+            raise field_error(
                 "a task can't be called 'defaults'", "That key of `data` holds the defaults of all tasks."
             )
         for section, named in (("heads", self.heads), ("data", self.data.tasks)):
             for task in named:
                 if task not in self.experts:
                     experts = ", ".join(self.experts)
-                    raise problem(
+                    raise field_error(
                         f"{section}.{task}: no expert is called {task!r}; experts are {experts}",
                         did_you_mean(task, self.experts)
                         or f"Add experts.{task}, or remove {section}.{task}.",
@@ -353,11 +353,11 @@ class RunSpec(SpecSection):
         return self
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert the spec to plain mappings, lists, numbers and text; `load_spec` reads them back to an equal spec."""
+        """Convert the spec to plain mappings, lists, numbers and text, which `load_spec` accepts."""
         return self.model_dump(mode="json")
 
     def dump(self) -> str:
-        """Write the spec as YAML with all defaults; `load_spec` reads it back to an equal spec."""
+        """Return the spec as YAML with all defaults; `load_spec` reads it back to an equal spec."""
         return to_yaml(self.as_dict())
 
     def digest(self) -> str:
@@ -394,19 +394,19 @@ def load_spec(source: Path | str | Mapping[str, Any] | RunSpec, overrides: Seque
         file, where = Path(source).absolute(), str(source)
         folder, raw = file.parent, _read_spec_file(file, where)
     for text in overrides:
-        override(raw, text)
+        set_spec_value(raw, text)
     # Checked first: unknown keys of another version would hide the reason.
     if raw.get("version") != VERSION:
         raise SpecError(
             f"{where}: version: expected {VERSION}, got {raw.get('version')!r}",
             hint=f"Add `version: {VERSION}`; `driftlens init` shows the form that this DriftLens reads.",
         )
-    return checked(RunSpec, raw, where, {"folder": folder})
+    return validate_section(RunSpec, raw, where, {"folder": folder})
 
 
 def _read_spec_file(file: Path, where: str) -> dict[str, Any]:
-    raw = read_mapping(file, "spec", "`driftlens init` writes a commented spec to start from.")
-    if is_recipe(raw):
+    raw = read_yaml_mapping(file, "spec", "`driftlens init` writes a commented spec to start from.")
+    if is_mergekit_recipe(raw):
         raise SpecError(
             f"{where} is a mergekit recipe, not a spec",
             hint=f"`driftlens init {shlex.quote(where)}` writes a spec of its models.",
@@ -421,8 +421,8 @@ def _read_spec_file(file: Path, where: str) -> dict[str, Any]:
     return raw
 
 
-def override(raw: dict[str, Any], text: str) -> None:
-    """Set one value of a spec in place, by `a.b=value`, the value in YAML."""
+def set_spec_value(raw: dict[str, Any], text: str) -> None:
+    """Set one value of a spec in place from text such as `a.b=value`, with the value in YAML."""
     path, equals, value = text.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
@@ -438,15 +438,15 @@ def override(raw: dict[str, Any], text: str) -> None:
             raise SpecError(
                 f"--set {text}: {parent} is {here!r}, not a mapping", hint=f"Set {parent} itself."
             )
-    here[keys[-1]] = from_yaml(value, f"--set {text}")
+    here[keys[-1]] = parse_yaml(value, f"--set {text}")
 
 
 # Every mergekit recipe has one of these keys, and no spec has any.
 _RECIPE_KEYS = ("merge_method", "models", "slices", "modules", "gate_mode")
 
 
-def is_recipe(content: Mapping[str, Any]) -> bool:
-    """Return True if the content of a file is meant for mergekit, by its keys."""
+def is_mergekit_recipe(content: Mapping[str, Any]) -> bool:
+    """Return True if the keys of a file's content are those of a mergekit recipe."""
     return "version" not in content and not content.keys().isdisjoint(_RECIPE_KEYS)
 
 
@@ -458,8 +458,8 @@ _WEIGHT_METHODS = ("linear", "nuslerp", "multislerp", "karcher", "passthrough")
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """The models of a recipe, each as `MODEL` or `MODEL+ADAPTER`, and the nearest `merge` section of a spec."""
+class MergekitRecipe:
+    """A mergekit recipe: its models as `MODEL` or `MODEL+ADAPTER`, and the closest `merge` section of a spec."""
 
     method: str
     base: str | None
@@ -467,8 +467,8 @@ class Recipe:
     merge: _Settings
 
 
-def recipe_of(content: _Settings) -> Recipe:
-    """Read a recipe of mergekit."""
+def parse_recipe(content: _Settings) -> MergekitRecipe:
+    """Parse the content of a mergekit recipe."""
     method = content.get("merge_method")
     if not isinstance(method, str):
         raise _recipe_error(f"merge_method is {method!r}", "Recipes for mergekit-yaml need a `merge_method`.")
@@ -497,11 +497,13 @@ def recipe_of(content: _Settings) -> Recipe:
     for part in parts:
         shared |= _mapping_or_empty(part.get("parameters"))
     own = [{**shared, **listed.get(name, {})} for name in names]
-    return Recipe(method, base, tuple(names), _nearest_merge_section(method, own, has_base=base is not None))
+    return MergekitRecipe(
+        method, base, tuple(names), _nearest_merge_section(method, own, has_base=base is not None)
+    )
 
 
 def _recipe_sections(content: _Settings) -> Iterator[_Settings]:
-    """Yield the recipe, its modules and their slices: all mappings that may name models."""
+    """Yield all mappings of a mergekit recipe that may name models: the recipe, its modules and their slices."""
     yield content
     modules = [
         entry for entry in _mapping_or_empty(content.get("modules")).values() if isinstance(entry, Mapping)
@@ -523,7 +525,7 @@ def _mapping_or_empty(value: Any) -> _Settings:
 
 
 def _model_with_adapter(name: Any) -> str:
-    """Return `MODEL` or `MODEL+ADAPTER` of a model that may be spelled out as a mapping."""
+    """Return a mergekit model, given as text or as a mapping, as `MODEL` or `MODEL+ADAPTER`."""
     if isinstance(name, Mapping) and "model" in name:
         name = "+".join(_path_with_revision(part) for part in (name["model"], name.get("lora")) if part)
     if not isinstance(name, str) or not all(name.split("+")):
@@ -540,7 +542,7 @@ def _path_with_revision(part: Any) -> str:
 
 
 def _nearest_merge_section(method: str, own: list[dict[str, Any]], *, has_base: bool) -> dict[str, Any]:
-    """Return the `merge` section that is nearest, with the settings that all experts share."""
+    """Return the spec's `merge` section closest to a mergekit method, with settings that all experts share."""
 
     def shared_setting(name: str, default: float) -> float:
         values = [settings.get(name, default) for settings in own]

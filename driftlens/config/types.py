@@ -28,8 +28,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from driftlens.utils.errors import SpecError, did_you_mean, harmless
-from driftlens.utils.files import LONGEST_FILE_NAME, escape, expanded, plain_file
+from driftlens.utils.errors import SpecError, did_you_mean, sanitize_text
+from driftlens.utils.files import LONGEST_FILE_NAME, expand_home, regular_file, safe_file_name
 
 # Suffixes that mark a value as a file even if none exists. A list, since Hub ids such as `Llama-3.2-3B` have dots too.
 _FILE_SUFFIX = re.compile(r"\.(bin|ckpt|gguf|h5|json|msgpack|npz|onnx|pkl|pt|pth|safetensors)", re.IGNORECASE)
@@ -37,13 +37,13 @@ _FILE_SUFFIX = re.compile(r"\.(bin|ckpt|gguf|h5|json|msgpack|npz|onnx|pkl|pt|pth
 PYTHON_TARGET = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
 
 
-def problem(message: str, hint: str = "") -> PydanticCustomError:
-    """Return an error for pydantic to collect; `message` and `hint` reach the user as they are."""
+def field_error(message: str, hint: str = "") -> PydanticCustomError:
+    """Build a validation error for pydantic to collect; the user sees `message` and `hint` unchanged."""
     return PydanticCustomError("driftlens", "{message}", {"message": message, "hint": hint})
 
 
 class SpecSection(BaseModel):
-    """A section of the spec: immutable, and unknown keys are refused by name."""
+    """Base class of the spec's sections: immutable; unknown keys raise an error that lists the allowed ones."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,22 +55,26 @@ class SpecSection(BaseModel):
             [key for key in section if key not in cls.model_fields] if isinstance(section, Mapping) else []
         )
         if unknown and cls.model_config.get("extra") == "forbid":
-            raise unknown_keys(unknown, list(cls.model_fields))
+            raise unknown_keys_error(unknown, list(cls.model_fields))
         return section
 
 
-def unknown_keys(unknown: list[Any], allowed: list[str]) -> PydanticCustomError:
-    """Return the error for keys that a section does not have."""
+def unknown_keys_error(unknown: list[Any], allowed: list[str]) -> PydanticCustomError:
+    """Build the validation error for keys that a section of the spec does not have."""
     return PydanticCustomError("unknown_keys", "unknown keys", {"keys": unknown, "allowed": allowed})
 
 
 def _require_valid_name(name: str) -> str:
     if not isinstance(name, str) or not name.strip():
-        raise problem(f"the name {name!r} is not text, or empty", "Give it at least one visible character.")
+        raise field_error(
+            f"the name {name!r} is not text, or empty", "Give it at least one visible character."
+        )
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
-        raise problem(f"the name {name!r} holds a control character", "Any other character may be in a name.")
-    if (length := len(escape(name))) > LONGEST_FILE_NAME:
-        raise problem(
+        raise field_error(
+            f"the name {name!r} holds a control character", "Any other character may be in a name."
+        )
+    if (length := len(safe_file_name(name))) > LONGEST_FILE_NAME:
+        raise field_error(
             f"the name {name[:20]!r}... of {len(name)} characters is {length} long as a file name; at most "
             f"{LONGEST_FILE_NAME} fit",
             "Shorten it: a character outside A to Z, digits, -, _ and . counts as 3 to 12.",
@@ -78,8 +82,8 @@ def _require_valid_name(name: str) -> str:
     return name
 
 
-def require_name(name: str) -> None:
-    """Refuse, by a SpecError, what can't name a task."""
+def require_task_name(name: str) -> None:
+    """Raise a `SpecError` if a value cannot be the name of a task."""
     try:
         _require_valid_name(name)
     except PydanticCustomError as error:
@@ -100,8 +104,8 @@ Selection = Text | Annotated[tuple[Count | Text, ...], Field(min_length=1)]
 """Some layers: `blocks`, a pattern on module paths, or a list of patterns and layer numbers."""
 
 
-def plain_text(value: Any) -> Any:
-    """Return a path object as text; anything else as it is."""
+def path_to_text(value: Any) -> Any:
+    """Convert a path object to text; return other values unchanged."""
     return fspath(value) if isinstance(value, PathLike) else value
 
 
@@ -109,24 +113,24 @@ def plain_text(value: Any) -> Any:
 LONGEST_PART, LONGEST_PATH = 255, 4000
 
 
-def resolved(value: str, info: ValidationInfo) -> str:
-    """Return a path, relative ones against the spec file's folder."""
+def resolve_path(value: str, info: ValidationInfo) -> str:
+    """Resolve a path in a spec; relative paths start at the spec file's folder."""
     if (
-        harmless(value) != value
+        sanitize_text(value) != value
         or max(map(len, value.split("/"))) > LONGEST_PART
         or len(value) > LONGEST_PATH
     ):
-        raise problem(
+        raise field_error(
             "no path can have this name",
             f"Control characters and more than {LONGEST_PART} characters are not allowed.",
         )
     folder: Path | None = (info.context or {}).get("folder")
     try:
         # Links are not resolved: in a download cache the link has the file's name and its target a digest.
-        path = expanded(value)
+        path = expand_home(value)
         return value if folder is None else str(folder / path)
     except SpecError as error:
-        raise problem(error.message, error.hint) from error
+        raise field_error(error.message, error.hint) from error
 
 
 def _resolve_if_path(value: str, info: ValidationInfo) -> str:
@@ -136,14 +140,14 @@ def _resolve_if_path(value: str, info: ValidationInfo) -> str:
         or path.is_absolute()
         or _FILE_SUFFIX.fullmatch(path.suffix) is not None
     )
-    place = resolved(value, info)
+    place = resolve_path(value, info)
     return place if is_path or Path(place).exists() else value
 
 
-LocalPath = Annotated[Text, BeforeValidator(plain_text), AfterValidator(resolved)]
+LocalPath = Annotated[Text, BeforeValidator(path_to_text), AfterValidator(resolve_path)]
 """A file or folder; relative ones are resolved against the spec file's folder."""
 
-Source = Annotated[Text, BeforeValidator(plain_text), AfterValidator(_resolve_if_path)]
+Source = Annotated[Text, BeforeValidator(path_to_text), AfterValidator(_resolve_if_path)]
 """A path if it exists, starts with `.`, `/` or `~`, or ends like a file; else a name such as a Hub id."""
 
 Bytes = Annotated[
@@ -164,8 +168,8 @@ _FLOAT_WITHOUT_DOT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
 MOST_CHARACTERS, MOST_NODES = 4_000_000, 100_000
 
 
-class _Loader(yaml.SafeLoader):
-    """The safe loader, with `1e-4` as a number; keys that occur twice and what would not end are refused."""
+class _YamlLoader(yaml.SafeLoader):
+    """A safe YAML loader that reads `1e-4` as a number and refuses duplicate keys and huge documents."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -214,8 +218,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Dumper(yaml.SafeDumper):
-    """The safe dumper, which quotes text that `_Loader` would take for a number, and never uses aliases."""
+class _YamlDumper(yaml.SafeDumper):
+    """A safe YAML dumper without aliases that quotes text which would be read as a number."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -230,18 +234,18 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _represent_text)
+_YamlDumper.add_representer(str, _represent_text)
 
-for _class in (_Loader, _Dumper):
+for _class in (_YamlLoader, _YamlDumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT_WITHOUT_DOT, list("-+0123456789"))
 
 
-def from_yaml(text: str, where: str) -> Any:
-    """Parse YAML text."""
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse YAML text; raise a `SpecError` with line and column if it is invalid."""
     if len(text) > MOST_CHARACTERS:
         raise SpecError(f"{where}: {len(text):,} characters; at most {MOST_CHARACTERS:,} are read")
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_YamlLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -259,8 +263,8 @@ def from_yaml(text: str, where: str) -> Any:
         raise SpecError(f"{where}: lists or mappings are nested too deeply to be read") from None
 
 
-def read_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
-    """Read the mapping in a YAML file.
+def read_yaml_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
+    """Read a YAML file whose content is a mapping.
 
     Args:
         file: the file.
@@ -269,9 +273,9 @@ def read_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
     """
     try:
         # /dev/stdin and /dev/fd/63 are pipes from the shell; endless devices stop at the limit.
-        place = file if file.is_relative_to("/dev") else plain_file(file)
+        place = file if file.is_relative_to("/dev") else regular_file(file)
         with place.open(encoding="utf-8-sig") as stream:
-            raw = from_yaml(stream.read(MOST_CHARACTERS + 1), str(file))
+            raw = parse_yaml(stream.read(MOST_CHARACTERS + 1), str(file))
     except (OSError, UnicodeDecodeError) as error:
         inside = file / "spec.yaml"
         hint = f"Give {inside}." if inside.is_file() else f"Check the path. {start}"
@@ -282,15 +286,15 @@ def read_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
 
 
 def to_yaml(value: Any) -> str:
-    """Write YAML that `from_yaml` reads back to an equal value, keys in the given order."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    """Format a value as YAML that `parse_yaml` reads back to an equal value; the order of keys is kept."""
+    return yaml.dump(value, Dumper=_YamlDumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 _Part = TypeVar("_Part", bound=BaseModel)
 
 
-def checked(kind: type[_Part], raw: Any, where: str, context: Any = None) -> _Part:
-    """Validate a spec or a part of one; a SpecError lists all problems.
+def validate_section(kind: type[_Part], raw: Any, where: str, context: Any = None) -> _Part:
+    """Validate raw values as a section of the spec; the `SpecError` lists all problems.
 
     Args:
         kind: the model to validate against.
@@ -301,11 +305,11 @@ def checked(kind: type[_Part], raw: Any, where: str, context: Any = None) -> _Pa
     try:
         return kind.model_validate(raw, context=context)
     except ValidationError as error:
-        raise spec_error(error, raw, where) from error
+        raise to_spec_error(error, raw, where) from error
 
 
-def spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
-    """Convert pydantic's errors into one `SpecError`: a dotted path and message each, and a hint if there is one.
+def to_spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
+    """Convert pydantic's errors to one `SpecError`: a dotted path and message each, and a hint if there is one.
 
     Args:
         error: pydantic's error; errors at one path come from members of a union and are one problem.
@@ -331,7 +335,7 @@ def spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
 
 
 def _problems_of_error(details: Any, raw: Any) -> list[tuple[str, str, str]]:
-    """Return path, text and hint of every problem in one of pydantic's errors."""
+    """Return path, message and hint of every problem in one pydantic error."""
     kind, context, given = details["type"], details.get("ctx", {}), details["input"]
     path = _dotted_path(details["loc"], kind, raw)
     if kind == "unknown_keys":
@@ -361,7 +365,7 @@ def _problems_of_error(details: Any, raw: Any) -> list[tuple[str, str, str]]:
 
 
 def _dotted_path(location: tuple[int | str, ...], kind: str, raw: Any) -> str:
-    """Return the dotted path of an error without the names of union members, which are not in the file."""
+    """Return the dotted path of a pydantic error in the spec file, without names of union members."""
     # An invalid key has no path of its own, so its section is reported.
     if kind == "invalid_key":
         location = location[:-1]
@@ -390,7 +394,7 @@ def _truncated_repr(value: Any, limit: int = 80) -> str:
 def _require_unique_names(names: tuple[str, ...]) -> tuple[str, ...]:
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise problem(
+        raise field_error(
             f"class names occur more than once: {', '.join(twice)}", "Each row needs a unique name."
         )
     return names

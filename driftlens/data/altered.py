@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from driftlens.data.samples import SampleSet, drawing
+from driftlens.data.samples import SampleSet, seeded_rng
 from driftlens.data.sources import Picture
 from driftlens.utils.errors import DataError, SpecError, did_you_mean
 
@@ -34,8 +34,8 @@ _NEEDED = {"words": "texts", "crop": "images [n, c, h, w]", "mix": "floating-poi
 _REPLACED = 0.3
 
 
-def viewed(samples: SampleSet) -> SampleSet:
-    """Append the first copies, second copies, ... to samples; return them unchanged without views.
+def append_views(samples: SampleSet) -> SampleSet:
+    """Append augmented copies (views) to a sample set; return it unchanged if none are requested.
 
     A copy depends on the seed, its original and, for some kinds, the task's other samples, but not on their order.
     """
@@ -59,10 +59,10 @@ def viewed(samples: SampleSet) -> SampleSet:
             f"task {samples.task}: views of kind {kind} combine several samples, but it has one",
             hint="Add samples, or set views: none.",
         )
-    identities, seed = original.identities, views.seed
+    identities, seed = original.unique_ids, views.seed
 
     def view_generator(place: int) -> Generator:
-        return drawing(seed, f"view {place // count}/{samples.task}/{identities[place % count]}")
+        return seeded_rng(seed, f"view {place // count}/{samples.task}/{identities[place % count]}")
 
     copies = [f"{name}, view {number}" for number in range(1, 1 + views.count) for name in original.ids]
     every = replace(
@@ -84,7 +84,7 @@ def viewed(samples: SampleSet) -> SampleSet:
 
 
 def _map_tensors(change: Callable[..., Any], *inputs: Any) -> Any:
-    """Apply `change` to the tensors of raw inputs of one structure."""
+    """Apply `change` to corresponding tensors of one or more raw inputs of equal structure."""
     sample = inputs[0]
     if isinstance(sample, Mapping):
         return {name: _map_tensors(change, *(batch[name] for batch in inputs)) for name in sample}
@@ -96,7 +96,7 @@ def _map_tensors(change: Callable[..., Any], *inputs: Any) -> Any:
 def _cropped_batch_loader(
     original: SampleSet, random: Callable[[int], Generator]
 ) -> Callable[[Sequence[int]], Any]:
-    """Return a reader of samples and copies: images [n, c, h, w], shifted, times 1 + u, plus v."""
+    """Return a loader of samples and crop copies: images [n, c, h, w], shifted, scaled by 1 + u, plus v."""
     import torch
 
     count = len(original)
@@ -128,12 +128,12 @@ def _shift_and_relight(image: Tensor, random: Generator) -> Tensor:
 def _mixed_batch_loader(
     original: SampleSet, random: Callable[[int], Generator]
 ) -> Callable[[Sequence[int]], Any]:
-    """Return a reader of samples and copies: w times a sample + (1 - w) times another; integers are not mixed.
+    """Return a loader of samples and mixup copies: w * sample + (1 - w) * another; integers are not mixed.
 
     w is drawn from [0.5, 1]."""
     count = len(original)
     # Partners are chosen in the order of identities, so that a copy does not depend on the samples' order.
-    order = sorted(range(count), key=original.identities.__getitem__)
+    order = sorted(range(count), key=original.unique_ids.__getitem__)
     ranks = {position: rank for rank, position in enumerate(order)}
 
     def load_mixed_batch(positions: Sequence[int]) -> Any:
@@ -188,13 +188,13 @@ def _replace_prompt_words(every: SampleSet, random: Callable[[int], Generator]) 
     assert original is not None and texts is not None and read is not None
     rows = [texts.read(position) for position in range(len(original))]
     questions = [row.input for row in rows]
-    special = () if texts.reader is None else texts.reader.marks
+    special = () if texts.reader is None else texts.reader.special_tokens
     kept = re.compile("|".join([*map(re.escape, special), r"(\w+)"]))
     head = re.sub(r"\w+$", "", _common_prefix(questions))
     tail = re.sub(r"^\w+", "", _common_prefix([text[::-1] for text in questions])[::-1])
     middles = [slice(len(head), max(len(head), len(text) - len(tail))) for text in questions]
     words, ends = list[str](), dict[int, tuple[int, int]]()
-    for position in sorted(range(len(questions)), key=original.identities.__getitem__):
+    for position in sorted(range(len(questions)), key=original.unique_ids.__getitem__):
         between = [match[1] for match in kept.finditer(questions[position][middles[position]]) if match[1]]
         ends[position] = len(words), len(words) + len(between)
         words += between
@@ -263,14 +263,14 @@ def parse_corruption(word: str) -> tuple[str, int]:
     return kind, int(severity or SEVERITY)
 
 
-def written(word: str) -> str:
-    """Format a corruption as in tables: `none`, or the kind with its severity."""
+def format_corruption(word: str) -> str:
+    """Format a corruption for tables: `none`, or the kind with its severity, such as `fog:3`."""
     kind, severity = parse_corruption(word)
     return f"{kind}:{severity}" if severity else CLEAN
 
 
-def corrupted(samples: SampleSet, corruption: str, seed: int) -> SampleSet:
-    """Return samples whose images are corrupted when read. The noise depends only on seed, kind and sample id."""
+def corrupt_samples(samples: SampleSet, corruption: str, seed: int) -> SampleSet:
+    """Return samples whose images are corrupted when read; the noise depends on seed, kind and sample id only."""
     kind, severity = parse_corruption(corruption)
     if kind == CLEAN:
         return samples
@@ -295,7 +295,7 @@ def corrupted(samples: SampleSet, corruption: str, seed: int) -> SampleSet:
 
 
 def corrupt_image(picture: Picture, kind: str, severity: int, drawn: tuple[int, str]) -> NDArray[np.uint8]:
-    """Return a corrupted image [h, w, 3]; equal seeds and names give equal results on every machine.
+    """Return a corrupted image [h, w, 3]; equal seeds and sample ids give equal results on every machine.
 
     Args:
         picture: the image.
@@ -309,7 +309,7 @@ def corrupt_image(picture: Picture, kind: str, severity: int, drawn: tuple[int, 
     pixels = np.asarray(image.convert("RGB"), dtype=np.float64) / 255
     seed, name = drawn
     # The kind is part of the seed, so that kinds do not share their noise.
-    corrupted_pixels = CORRUPTIONS[kind](pixels, severity - 1, drawing(seed, f"{kind}/{name}"))
+    corrupted_pixels = CORRUPTIONS[kind](pixels, severity - 1, seeded_rng(seed, f"{kind}/{name}"))
     # The cast truncates; half a level more rounds to nearest.
     return np.asarray(np.clip(corrupted_pixels, 0, 1) * 255 + 0.5, dtype=np.uint8)
 
@@ -319,7 +319,7 @@ def _gaussian_noise(pixels: Pixels, severity: int, random: np.random.Generator) 
 
 
 def _motion_blur(pixels: Pixels, severity: int, random: np.random.Generator) -> Pixels:
-    """Compute the average along a line from each pixel, with half a Gaussian as weights; borders are extended."""
+    """Blur an image along a line from each pixel with half-Gaussian weights; borders are extended."""
     radius, sigma = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))[severity]
     scale = min(pixels.shape[:2]) / _SIDE
     angle = math.radians(random.uniform(-45, 45))

@@ -11,7 +11,7 @@ from typing import Any
 from driftlens.data.rows import column_names
 from driftlens.data.sources import SUFFIXES
 from driftlens.utils.errors import SpecError
-from driftlens.utils.files import entries, from_json, plain_file
+from driftlens.utils.files import list_folder, parse_json, regular_file
 
 # Kinds of data by file extension.
 _ROWS = {".npz": "npz", ".jsonl": "jsonl", ".csv": "table", ".tsv": "table", ".parquet": "table"}
@@ -22,8 +22,8 @@ _TEXTS = ("input", "text", "prompt", "question", "instruction", "sentence", "que
 _ANSWERS = ("target", "label", "answer", "output", "response", "completion")
 
 
-def data_entry(place: Path, *, reads: str) -> dict[str, str]:
-    """Infer the spec entry of the data at a place, for a model that `reads` text or image.
+def infer_data_entry(place: Path, *, reads: str) -> dict[str, str]:
+    """Infer the spec entry for data at a path, for a model whose modality `reads` is text or image.
 
     One file, or one folder of images, serves all splits; sampling keeps them disjoint.
     """
@@ -47,13 +47,13 @@ def data_entry(place: Path, *, reads: str) -> dict[str, str]:
 
 
 def _infer_text_columns(place: Path, entry: dict[str, str]) -> dict[str, str]:
-    """Find the columns of texts and answers by common names."""
+    """Find the columns of questions and answers by common column names."""
     is_saved = entry["kind"] == "hf"
     file = place / entry["test"] / "dataset_info.json" if is_saved else Path(entry["test"])
     names: list[str] = []
     # The reader of the file reports that it is empty or broken.
     with suppress(OSError, ValueError, AttributeError, LookupError, csv.Error):
-        names = [*from_json(plain_file(file).read_bytes())["features"]] if is_saved else column_names(file)
+        names = [*parse_json(regular_file(file).read_bytes())["features"]] if is_saved else column_names(file)
     if not names:
         return {"input": _TEXTS[0]}
     text = next((name for name in _TEXTS if name in names), None)
@@ -67,7 +67,7 @@ def _infer_text_columns(place: Path, entry: dict[str, str]) -> dict[str, str]:
 
 
 def _infer_split_entry(place: Path, name: str) -> dict[str, str] | None:
-    """Infer the entry of a folder with splits, or of an archive of arrays, called `name`; None for others."""
+    """Infer the entry of a folder with train and test splits, or of an `.npz` file, at a path; None for others."""
     if place.suffix.lower() == ".npz":
         return {"kind": "npz", "file": name}
     splits = [_find_split(place, names) for names in _SPLITS]
@@ -86,6 +86,6 @@ def _infer_split_entry(place: Path, name: str) -> dict[str, str] | None:
 
 
 def _find_split(folder: Path, names: Sequence[str]) -> Any:
-    """Return the first entry of a folder with one of these names, ignoring extensions; None without."""
-    there = {entry.stem.lower(): entry for entry in sorted(entries(folder), reverse=True)}
+    """Return the first file or folder in a folder with one of these names, ignoring extensions; None without."""
+    there = {entry.stem.lower(): entry for entry in sorted(list_folder(folder), reverse=True)}
     return next((there[name] for name in names if name in there), None)

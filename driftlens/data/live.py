@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from driftlens.data.rows import related_columns, text_view
-from driftlens.data.samples import SampleSet, draw, mask_beside, shuffled
-from driftlens.data.sources import Split, class_name, names_of
-from driftlens.data.task_data import TaskData, as_texts, require_same_classes, sample_set
-from driftlens.models.texts import TextReader
+from driftlens.data.rows import related_text_columns, text_split_view
+from driftlens.data.samples import SampleSet, mask_for_input, random_order, sample_positions
+from driftlens.data.sources import Split, find_class_names, label_to_class
+from driftlens.data.task_data import TaskData, build_sample_set, require_same_classes, to_text_samples
+from driftlens.models.texts import TextProcessor
 from driftlens.utils.errors import DataError, SpecError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _LABELS = ("labels", "label")
 
 @dataclass(frozen=True)
 class _LiveBatch:
-    """A batch: inputs by name (a single tensor under `_ONLY`), labels, and the names of dropped entries."""
+    """A batch of data in memory: inputs by name (`_ONLY` for a single tensor), labels, names of dropped entries."""
 
     inputs: Inputs
     labels: tuple[int | str, ...] | None
@@ -51,7 +51,7 @@ class _LiveBatch:
 
 @dataclass(frozen=True)
 class _LiveSource:
-    """A source that can be read repeatedly: `start` yields the samples at these positions, or all, in parts.
+    """Data in memory that can be read repeatedly: `start` yields batches of the samples at positions, or of all.
 
     `total` is their number, if known before the end, and `class_names` the meaning of numeric labels, if there is any.
     """
@@ -62,7 +62,7 @@ class _LiveSource:
     class_names: tuple[str, ...] | None = None
 
 
-def live_samples(
+def sample_live_data(
     task: str,
     source: Any,
     *,
@@ -72,7 +72,7 @@ def live_samples(
     batch_size: int = 32,
     class_names: Sequence[str] | None = None,
 ) -> SampleSet:
-    """Sample `n` samples of a source at random and copy them to memory; ids are positions in the source.
+    """Sample `n` samples of a tensor, data set or loader and copy them to memory; ids are positions in it.
 
     Of iterables of unknown length, the first `n` samples are taken. Sequences of different lengths are padded at the
     end if there is an attention mask. Notices report this and all dropped entries.
@@ -93,7 +93,7 @@ def live_samples(
     opened = _open_live_source(source, batch_size, where)
     positions, notices = None, list(opened.notices)
     if n is not None and opened.total is not None and n < opened.total:
-        positions = shuffled(opened.total, seed, task=task, split=split)[:n]
+        positions = random_order(opened.total, seed, task=task, split=split)[:n]
         notices.append(f"{n} of {opened.total} samples were sampled with seed {seed}")
     whole = _concatenate_batches(list(_read_batches(opened, positions, n, where)), where)
     count, inputs = len(whole), whole.inputs
@@ -120,15 +120,15 @@ def live_samples(
     )
 
 
-def live_texts(
+def sample_live_texts(
     task: str,
     sources: Mapping[Split, tuple[Any, int | None]],
     entry: TextEntry,
-    reader: TextReader,
+    reader: TextProcessor,
     seed: int,
     batch_size: int,
 ) -> TaskData:
-    """Sample texts in memory, read and validated like those of files.
+    """Sample rows of text in memory; they are read and validated like rows of files.
 
     Args:
         task: the task's name.
@@ -139,24 +139,30 @@ def live_texts(
         seed: of the sampling.
         batch_size: samples per batch.
     """
-    if related := related_columns(entry):
+    if related := related_text_columns(entry):
         raise SpecError(
             f"texts[{task!r}]: {next(iter(related))} is not supported for rows in memory",
             hint="Write them to a JSON lines file, and name it in a spec.",
         )
-    sets, where, names = dict[str, SampleSet](), f"data[{task!r}]", (entry.input or "input", entry.answers)
+    sets, where, names = (
+        dict[str, SampleSet](),
+        f"data[{task!r}]",
+        (entry.input or "input", entry.answer_column),
+    )
     for split, (rows, n) in sources.items():
         pairs = [[row] if isinstance(row, str) else row for row in rows]
         values = [row if isinstance(row, Mapping) else dict(zip(names, row, strict=False)) for row in pairs]
-        class_names = getattr((getattr(rows, "features", None) or {}).get(entry.answers), "names", None)
+        class_names = getattr((getattr(rows, "features", None) or {}).get(entry.answer_column), "names", None)
         columns, ids = dict.fromkeys(itertools.chain(*values)), [*map(str, range(len(values)))]
-        view = text_view(
+        view = text_split_view(
             entry, split, ids, columns, values.__getitem__, where=where, origin=where, names=class_names
         )
-        drawn = draw(view, "all" if n is None or n >= len(ids) else n, seed, task=task, split=split)
-        sample_texts = sample_set(task, split, view, drawn, view.class_names, list, batch_size)
+        drawn = sample_positions(
+            view, "all" if n is None or n >= len(ids) else n, seed, task=task, split=split
+        )
+        sample_texts = build_sample_set(task, split, view, drawn, view.class_names, list, batch_size)
         texts = [view.read(position) for position in drawn]
-        sets[split] = replace(as_texts(sample_texts, texts, entry, reader), source=None)
+        sets[split] = replace(to_text_samples(sample_texts, texts, entry, reader), source=None)
     notices = tuple(dict.fromkeys(notice for samples in sets.values() for notice in samples.notices))
     shown = replace(sets["diagnosis"], notices=notices)
     kept = (sets.get("calibration", shown), shown, shown)
@@ -166,10 +172,12 @@ def live_texts(
 def _label_class_names(
     labels: Sequence[int | str], names_of_data: tuple[str, ...] | None, rows: Sequence[str] | None, where: str
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Return the class name of every label (by the head's `rows` if there is a head), and notices."""
+    """Return the class name of every label, matched to the head's classes (`rows`) if there is a head, and notices."""
     plain = tuple(map(str, labels))
     names = (
-        plain if names_of_data is None else tuple(class_name(label, names_of_data, where) for label in labels)
+        plain
+        if names_of_data is None
+        else tuple(label_to_class(label, names_of_data, where) for label in labels)
     )
     if rows is None:
         return names, []
@@ -177,7 +185,7 @@ def _label_class_names(
     if chosen is None:
         if names_of_data is not None or any(isinstance(label, str) for label in labels):
             require_same_classes(names, rows, where=where, all_of_head=False)
-        chosen = tuple(class_name(label, rows, where) for label in labels)
+        chosen = tuple(label_to_class(label, rows, where) for label in labels)
         return chosen, [f"numeric labels index the head's classes: {labels[0]} is {chosen[0]!r}"]
     place = {name: row for row, name in enumerate(rows)}
     apart = [label for label, name in zip(labels, chosen, strict=True) if label not in (name, place[name])]
@@ -219,7 +227,7 @@ def _open_live_source(source: Any, batch_size: int, where: str) -> _LiveSource:
 
 
 def _is_labelled_batch(source: Sequence[Any]) -> bool:
-    """Return True if a pair is inputs and their labels, rather than two batches."""
+    """Return True if a pair is one batch of inputs with labels, False if it is two batches."""
     if not isinstance(source, tuple) or len(source) != 2:
         return False
     inputs, labels = source
@@ -229,14 +237,14 @@ def _is_labelled_batch(source: Sequence[Any]) -> bool:
 
 
 def _is_datasets_instance(value: Any, file: str, name: str) -> bool:
-    """Return True if a value has this class of the library `datasets`, without importing it."""
+    """Return True if a value is an instance of this class of `datasets`; the library is not imported."""
     # A module called `datasets` may be the user's own file.
     module = sys.modules.get(f"datasets.{file}")
     return module is not None and isinstance(value, getattr(module, name))
 
 
 def _with_tensor_format(rows: Any, where: str) -> Any:
-    """Set a Hugging Face data set's format to tensors, unless it has a format."""
+    """Set a Hugging Face data set's format to torch tensors, unless a format is set."""
     if rows.format["type"] is not None:
         return rows
     columns = rows.features.items()
@@ -262,7 +270,7 @@ def _in_memory_source(batches: Sequence[Any], where: str) -> _LiveSource:
 
 
 def _dataset_source(loader: DataLoader[Any], where: str, *notices: str) -> _LiveSource:
-    """Read a loader's data set in its own order with the loader's collation."""
+    """Read a DataLoader's data set in its stored order, with the loader's `collate_fn`."""
     import torch
     from torch.utils.data import DataLoader, Subset, default_collate
 
@@ -288,7 +296,7 @@ def _dataset_source(loader: DataLoader[Any], where: str, *notices: str) -> _Live
 
 
 def _collate_padded(rows: Sequence[Any], where: str) -> _LiveBatch:
-    """Join rows as torch does, but pad sequences of different lengths."""
+    """Collate rows as torch does, but pad sequences of different lengths."""
     from torch.utils.data import default_collate
 
     return _concatenate_batches([_parse_batch(default_collate([row]), where) for row in rows], where)
@@ -297,7 +305,9 @@ def _collate_padded(rows: Sequence[Any], where: str) -> _LiveBatch:
 def _dataset_class_names(dataset: Any) -> tuple[str, ...] | None:
     features = getattr(dataset, "features", None)
     of_labels = [features[key] for key in _LABELS if isinstance(features, Mapping) and key in features]
-    names = next((feature.names for feature in of_labels if hasattr(feature, "names")), names_of(dataset))
+    names = next(
+        (feature.names for feature in of_labels if hasattr(feature, "names")), find_class_names(dataset)
+    )
     are_names = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     return tuple(names) if names and are_names else None
 
@@ -305,7 +315,7 @@ def _dataset_class_names(dataset: Any) -> tuple[str, ...] | None:
 def _read_batches(
     source: _LiveSource, positions: Sequence[int] | None, n: int | None, where: str
 ) -> Iterator[_LiveBatch]:
-    """Yield batches up to `n` samples; the first is read twice and compared."""
+    """Yield batches up to `n` samples; the first batch is read twice to check that data do not change."""
     probe = next(source.start(positions), None)
     if probe is None:
         raise DataError(f"{where}: no batches", hint="Give at least one sample.")
@@ -395,14 +405,14 @@ def _concatenate_batches(parts: Sequence[_LiveBatch], where: str) -> _LiveBatch:
 
 
 def _pad_to_one_length(name: str, parts: Sequence[_LiveBatch]) -> list[Tensor]:
-    """Collect the parts' tensors of a name; pad sequences that are as long as their mask."""
+    """Return the batches' tensors of one input, with masked sequences padded to the longest."""
     import torch.nn.functional as F
 
     tensors = [part.inputs[name] for part in parts]
     shapes = {tuple(tensor.shape[1:]) for tensor in tensors}
     if len(shapes) == 1:
         return tensors
-    masks = [mask_beside(part.inputs, name) for part in parts]
+    masks = [mask_for_input(part.inputs, name) for part in parts]
     pairs = list(zip(tensors, masks, strict=True))
     # Only a sequence as long as its mask may grow: padding anything else would change its meaning.
     are_masked = all(mask is not None and tensor.shape[:2] == mask.shape for tensor, mask in pairs)

@@ -20,20 +20,20 @@ from unittest import mock
 
 from driftlens.data.sources import (
     Picture,
-    Related,
+    RelatedTexts,
     Split,
     SplitView,
     data_sources,
-    listed_classes,
-    named,
+    entry_class_names,
     read_image,
-    refused,
     require_column,
+    resolve_labels,
+    wrap_read_errors,
 )
-from driftlens.models.texts import Pictured, Text
-from driftlens.utils.distributed import Access
+from driftlens.models.texts import ImageTextSample, TextSample
+from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import DataError, did_you_mean
-from driftlens.utils.files import from_json, plain_file
+from driftlens.utils.files import parse_json, regular_file
 
 if TYPE_CHECKING:
     from driftlens.config.data import HfData, JsonlData, TableData, TextEntry, WebdatasetData
@@ -50,14 +50,14 @@ _Beside = Callable[[int], Sequence[Callable[[], Picture]]]
 
 
 def _prompt_columns(entry: TextEntry) -> dict[str, str]:
-    """Map the names in a prompt to their columns."""
-    from driftlens.config.data import fields_of
+    """Map the fields of an entry's prompt to columns of its rows."""
+    from driftlens.config.data import template_fields
 
-    names = fields_of(entry.prompt or "{input}")
+    names = template_fields(entry.prompt or "{input}")
     return {name: entry.input if name == "input" and entry.input is not None else name for name in names}
 
 
-def text_view(
+def text_split_view(
     entry: TextEntry,
     split: Split,
     ids: Sequence[str],
@@ -69,7 +69,7 @@ def text_view(
     names: Sequence[str] | None = None,
     beside: _Beside | None = None,
 ) -> SplitView:
-    """Build the split of rows that are texts; in the test split all have an answer if the spec names its column.
+    """Build the `SplitView` of rows of text; test rows need an answer if the spec names its column.
 
     Args:
         entry: the spec's entry.
@@ -82,14 +82,14 @@ def text_view(
         names: meaning of integers among the targets.
         beside: position -> readers of the row's images.
     """
-    from driftlens.config.data import filled
+    from driftlens.config.data import fill_template
 
     asked = _prompt_columns(entry)
     for name, column in asked.items():
         require_column(column, columns, name if name == "input" else "prompt", where)
     if split == "test" and entry.target is not None:
         require_column(entry.target, columns, "target", where)
-    classes = listed_classes(entry.classes)
+    classes = entry_class_names(entry.classes)
     if entry.words is not None:
         classes = tuple(dict.fromkeys(entry.words.values()))
     elif classes is None and entry.classes is True and names is not None:
@@ -101,13 +101,13 @@ def text_view(
 
     def answer_of_row(position: int) -> str:
         return _answer_of_target(
-            entry, row(position).get(entry.answers), names, classes, row_location(position)
+            entry, row(position).get(entry.answer_column), names, classes, row_location(position)
         )
 
     def label_of_row(position: int) -> str | None:
         return (answer_of_row(position) or None) if are_classes else None
 
-    def read_text_row(position: int) -> Text | Pictured:
+    def read_text_row(position: int) -> TextSample | ImageTextSample:
         values = row(position)
         fields = {name: _cell_text(values, column, row_location(position)) for name, column in asked.items()}
         if not any(text.strip() for text in fields.values()):
@@ -115,13 +115,13 @@ def text_view(
                 f"{row_location(position)}: the text is empty ({', '.join(map(repr, asked.values()))})",
                 hint="Remove such rows, or set `input` to the text column.",
             )
-        question = filled(entry.prompt or "{input}", fields)
+        question = fill_template(entry.prompt or "{input}", fields)
         if beside is None:
-            return Text(question, answer_of_row(position))
+            return TextSample(question, answer_of_row(position))
         images = tuple(beside(position))
         if not images:
             raise DataError(f"{row_location(position)}: no image", hint="Add one, or remove the row.")
-        return Pictured(question, answer_of_row(position), images)
+        return ImageTextSample(question, answer_of_row(position), images)
 
     related = _related_texts_reader(entry, columns, row, row_location, where) if split == "test" else None
     return SplitView(origin, tuple(ids), classes, label_of_row, read_text_row, holds="text", related=related)
@@ -141,12 +141,12 @@ def _answer_of_target(
     classes: Sequence[str] | None,
     where: str,
 ) -> str:
-    """Return the answer of a row's target; empty without one."""
+    """Return the answer for a row's target value; empty if the row has no target."""
     # `datasets` marks unlabelled rows of a ClassLabel column with -1.
     if value is None or value == "" or (names is not None and value == -1):
         return ""
     if not isinstance(value, str | int | float):
-        raise DataError(f"{where}: {entry.answers!r} is {value!r}, expected text or a number")
+        raise DataError(f"{where}: {entry.answer_column!r} is {value!r}, expected text or a number")
     # As in JSON and YAML, not as Python prints a bool.
     spelled = [str(value).lower() if isinstance(value, bool) else str(value)]
     if names is not None and isinstance(value, int) and 0 <= value < len(names):
@@ -165,8 +165,8 @@ def _answer_of_target(
     )
 
 
-def related_columns(entry: TextEntry) -> dict[str, str]:
-    """Map the entry's keys for related texts to their columns."""
+def related_text_columns(entry: TextEntry) -> dict[str, str]:
+    """Map `pair`, `positive` and `negative` to the columns that the entry names for them."""
     keys = ("pair", "positive", "negative")
     return {key: column for key in keys if (column := getattr(entry, key)) is not None}
 
@@ -177,17 +177,17 @@ def _related_texts_reader(
     row: Callable[[int], Mapping[str, Any]],
     place: Callable[[int], str],
     where: str,
-) -> Callable[[int], Related] | None:
-    """Return a function from a position to its related texts; None if the entry names none."""
-    from driftlens.config.data import fields_of, filled
+) -> Callable[[int], RelatedTexts] | None:
+    """Return a function from a row's position to its paired, positive and negative texts; None if there are none."""
+    from driftlens.config.data import fill_template, template_fields
 
-    related = related_columns(entry)
+    related = related_text_columns(entry)
     for key, column in related.items():
         require_column(column, columns, key, where)
     if not related:
         return None
 
-    def read_related_texts(position: int) -> Related:
+    def read_related_texts(position: int) -> RelatedTexts:
         values = row(position)
         shown = {
             key: _list_of_texts(values.get(column), column, place(position))
@@ -203,11 +203,11 @@ def _related_texts_reader(
         pair = "".join(shown.get("pair", ()))
         if pair and entry.prompt is not None:
             # The second text takes the first one's place in the prompt.
-            names = fields_of(entry.prompt)
+            names = template_fields(entry.prompt)
             replaced = names if len(names) == 1 else ("input", entry.input)
             fields = {name: pair if name in replaced else str(values.get(name)) for name in names}
-            pair = filled(entry.prompt, fields)
-        return Related(pair, shown.get("positive", ()), shown.get("negative", ()))
+            pair = fill_template(entry.prompt, fields)
+        return RelatedTexts(pair, shown.get("positive", ()), shown.get("negative", ()))
 
     return read_related_texts
 
@@ -223,8 +223,8 @@ def _list_of_texts(value: Any, column: str, place: str) -> tuple[str, ...]:
 
 
 @data_sources.register("jsonl")
-def _open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
-    """Open the rows of a split's file; ids are line numbers from 1. Blank lines are skipped."""
+def _open_jsonl(entry: JsonlData, split: Split, access: Permissions) -> SplitView:
+    """Open a split's JSON lines file; ids are line numbers from 1, and blank lines are skipped."""
     file = Path(getattr(entry, split))
     rows: dict[str, dict[str, Any]] = {}
     # Read as lines and parsed here: the JSON reader of `datasets` would turn some texts into dates, and a 1 in a column
@@ -232,13 +232,13 @@ def _open_jsonl(entry: JsonlData, split: Split, access: Access) -> SplitView:
     lines = _load_dataset_files("text", [file], encoding=_UTF8)[:].get("text", [])
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            with refused(f"{file}, line {number}"):
-                rows[str(number)] = {**from_json(line)}
+            with wrap_read_errors(f"{file}, line {number}"):
+                rows[str(number)] = {**parse_json(line)}
     values = list(rows.values())
     keys = dict.fromkeys(key for row in values for key in row)
     where, beside = str(file), _row_image_readers(entry, keys, values, file, str(file))
     origin = str(file.resolve())
-    return text_view(
+    return text_split_view(
         entry, split, list(rows), keys, values.__getitem__, where=where, origin=origin, beside=beside
     )
 
@@ -250,8 +250,8 @@ def _row_image_readers(
     file: Path,
     where: str,
 ) -> _Beside | None:
-    """Return a function from a row to readers of its images; None if the entry names no image column."""
-    column = entry.pictures
+    """Return a function from a row's position to readers of its images; None if the entry names no image column."""
+    column = entry.image_column
     if column is None:
         return None
     require_column(column, columns, "image", where)
@@ -261,31 +261,31 @@ def _row_image_readers(
 
 
 @data_sources.register("table")
-def _open_table(entry: TableData, split: Split, access: Access) -> SplitView:
-    """Open the images or texts of a split's rows; ids of images are their paths as written, ids of texts row numbers.
+def _open_table(entry: TableData, split: Split, access: Permissions) -> SplitView:
+    """Open a split of a table; ids are image paths as written, or row numbers for texts.
 
     Relative paths start at the file's folder. Only the test split needs labels.
     """
-    wanted = {entry.paths, entry.label, entry.pictures, entry.answers}
-    if entry.holds_texts:
-        wanted |= {*_prompt_columns(entry).values(), *related_columns(entry).values()}
+    wanted = {entry.path_column, entry.label, entry.image_column, entry.answer_column}
+    if entry.has_text_column:
+        wanted |= {*_prompt_columns(entry).values(), *related_text_columns(entry).values()}
     file, where, origin, numbers, columns = _read_table_split(entry, split, wanted)
-    if entry.holds_texts:
+    if entry.has_text_column:
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         beside, ids = _row_image_readers(entry, columns, rows, file, where), list(map(str, numbers))
-        return text_view(
+        return text_split_view(
             entry, split, ids, columns, rows.__getitem__, where=where, origin=origin, beside=beside
         )
-    require_column(entry.paths, columns, "image", str(file))
+    require_column(entry.path_column, columns, "image", str(file))
     if entry.label is not None and split == "test":
         require_column(entry.label, columns, "label", str(file))
-    paths = columns[entry.paths]
+    paths = columns[entry.path_column]
     _require_image_files(paths, file.parent, where)
     places = _normalized_paths(paths, file.parent)
     if twice := [path for path, count in Counter(places).items() if count > 1]:
         raise DataError(f"{where}: {twice[0]} occurs more than once", hint="List every image once.")
     labels = [None if label == "" else label for label in columns.get(entry.label or "", [None] * len(paths))]
-    names, class_names = named(labels, listed_classes(entry.classes), where)
+    names, class_names = resolve_labels(labels, entry_class_names(entry.classes), where)
     if split != "calibration" and getattr(entry, split) != entry.calibration:
         _refuse_shared_images(entry, places, where, origin)
     return SplitView(
@@ -300,7 +300,7 @@ def _open_table(entry: TableData, split: Split, access: Access) -> SplitView:
 def _read_table_split(
     entry: TableData, split: Split, wanted: Collection[str | None]
 ) -> tuple[Path, str, str, Sequence[int], dict[str, list[Any]]]:
-    """Return a split's file, its name in messages, its origin, the numbers of its rows and the wanted columns."""
+    """Return a split's file, its name in messages, a string that identifies it, row numbers and wanted columns."""
     value = getattr(entry, split)
     file, where = Path(entry.file or value), f"{entry.file}, {entry.split} {value}" if entry.file else value
     columns = _read_table(file, {*wanted, entry.split}, entry.encoding, entry.separator)
@@ -318,17 +318,17 @@ def column_names(file: Path, encoding: str = _UTF8, separator: str = "") -> list
     if file.suffix.lower() in _PARQUET:
         from pyarrow.parquet import read_schema
 
-        return list(read_schema(plain_file(file)).names)
-    with plain_file(file).open(encoding=encoding, newline="") as lines:
+        return list(read_schema(regular_file(file)).names)
+    with regular_file(file).open(encoding=encoding, newline="") as lines:
         if file.suffix.lower() == ".jsonl":
-            return [*from_json(lines.readline(_LONGEST_LINE))]
+            return [*parse_json(lines.readline(_LONGEST_LINE))]
         return next(csv.reader(lines, delimiter=separator or _default_separator(file)), [])
 
 
 def _read_table(
     file: Path, wanted: Collection[str | None], encoding: str | None = None, separator: str | None = None
 ) -> dict[str, list[Any]]:
-    """Read a CSV, TSV or Parquet file by column; cells of Parquet files in other than the wanted columns are None."""
+    """Read a CSV, TSV or Parquet file by column; unwanted columns of Parquet files are filled with None."""
     encoding, separator = encoding or _UTF8, separator or _default_separator(file)
     names = column_names(file, encoding, separator)
     if file.suffix.lower() in _PARQUET:
@@ -356,13 +356,13 @@ def _default_separator(file: Path) -> str:
 
 
 def _load_dataset_files(builder: str, files: Sequence[Path], **options: Any) -> Any:
-    """Return a `datasets.Dataset` of local files; only that of tar files stays in the library's cache."""
+    """Load local files as a `datasets.Dataset`; only tar files are kept in the library's cache."""
     import datasets
 
     # Otherwise every read of a local file contacts the Hub.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     # The library reads `[` and `*` in paths as patterns.
-    paths = [glob.escape(str(plain_file(file).resolve(strict=True))) for file in files]
+    paths = [glob.escape(str(regular_file(file).resolve(strict=True))) for file in files]
     with _silence_datasets(), warnings.catch_warnings(), tempfile.TemporaryDirectory() as cache:
         # pandas cuts rows that are longer than the header, and warns.
         warnings.filterwarnings("error", message="Length of header or names")
@@ -373,7 +373,7 @@ def _load_dataset_files(builder: str, files: Sequence[Path], **options: Any) -> 
 
 @contextlib.contextmanager
 def _silence_datasets() -> Iterator[None]:
-    """Keep `datasets` from showing bars and logging errors that are raised anyway."""
+    """Disable progress bars and error logging of the library `datasets` in the block."""
     import datasets
 
     level, had_bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
@@ -388,9 +388,9 @@ def _silence_datasets() -> Iterator[None]:
 
 
 def _refuse_shared_images(entry: TableData, places: Iterable[str], where: str, origin: str) -> None:
-    """Refuse images that are calibration samples too, unless one list serves both: then drawing keeps them apart."""
-    file, _, calibration, _, columns = _read_table_split(entry, "calibration", {entry.paths})
-    listed = [path for path in columns.get(entry.paths, ()) if isinstance(path, str)]
+    """Refuse images that calibration also lists, unless both splits sample from the same list."""
+    file, _, calibration, _, columns = _read_table_split(entry, "calibration", {entry.path_column})
+    listed = [path for path in columns.get(entry.path_column, ()) if isinstance(path, str)]
     shared = sorted(set(places).intersection(_normalized_paths(listed, file.parent)))
     if shared and calibration != origin:
         raise DataError(
@@ -415,7 +415,7 @@ def _require_image_files(paths: Sequence[Any], folder: Path, where: str) -> None
 
 
 @data_sources.register("hf")
-def _open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
+def _open_hf(entry: HfData, split: Split, access: Permissions) -> SplitView:
     """Open the rows of one split of a Hugging Face data set; ids are row numbers."""
     from datasets import ClassLabel
 
@@ -427,33 +427,37 @@ def _open_hf(entry: HfData, split: Split, access: Access) -> SplitView:
     # A saved data set may have a format, such as torch, which would change the values of cells.
     rows, where = splits[name].with_format(None), f"{entry.path}, split {name}"
     ids, origin = tuple(map(str, range(len(rows)))), f"{entry.path}[{entry.config or ''}]:{name}"
-    column = entry.pictures if entry.holds_texts else entry.image or "image"
+    column = entry.image_column if entry.has_text_column else entry.image or "image"
     beside = None if column is None else _hf_image_readers(entry, rows, column, where)
-    label = entry.answers if entry.holds_texts else entry.label
+    label = entry.answer_column if entry.has_text_column else entry.label
     feature = rows.features.get(label)
     classes = tuple(feature.names) if isinstance(feature, ClassLabel) else None
-    if entry.holds_texts:
+    if entry.has_text_column:
         columns = rows.column_names
-        wanted = (*_prompt_columns(entry).values(), entry.answers, *related_columns(entry).values())
+        wanted = (
+            *_prompt_columns(entry).values(),
+            entry.answer_column,
+            *related_text_columns(entry).values(),
+        )
         present = [name for name in dict.fromkeys(wanted) if name in columns]
         read = rows.select_columns(present).__getitem__ if present else lambda _: {}
         about = {"where": where, "origin": origin}
-        return text_view(entry, split, ids, columns, read, **about, names=classes, beside=beside)
+        return text_split_view(entry, split, ids, columns, read, **about, names=classes, beside=beside)
     assert beside is not None
     labels: list[str | None] = [None] * len(rows)
     if label:
         require_column(label, rows.column_names, "label", where)
-        labels, classes = named(rows[label][:], classes, where)
+        labels, classes = resolve_labels(rows[label][:], classes, where)
     return SplitView(origin, ids, classes, labels.__getitem__, lambda position: beside(position)[0]())
 
 
 def _hf_image_readers(entry: HfData, rows: Any, column: str, where: str) -> _Beside:
-    """Return a function from a row to readers of its images."""
+    """Return a function from a row's position in a Hugging Face data set to readers of its images."""
     from datasets import Image
 
     require_column(column, rows.column_names, "image", where)
     feature = rows.features[column]
-    are_lists = entry.holds_texts and isinstance(getattr(feature, "feature", None), Image)
+    are_lists = entry.has_text_column and isinstance(getattr(feature, "feature", None), Image)
     # `datasets` would read texts as paths.
     if not are_lists and not isinstance(feature, Image):
         images = [name for name, kind in rows.features.items() if isinstance(kind, Image)]
@@ -490,7 +494,7 @@ def _hf_image_readers(entry: HfData, rows: Any, column: str, where: str) -> _Bes
 
 
 def _allowed_image_folders(entry: HfData) -> list[Path]:
-    """List the folders that rows may refer to: the data set's own, or the caches it is loaded into."""
+    """List folders from which a data set's rows may load images: its own, or the caches of the Hub libraries."""
     if Path(entry.path).is_dir():
         return [Path(entry.path)]
     from datasets import config
@@ -499,13 +503,13 @@ def _allowed_image_folders(entry: HfData) -> list[Path]:
     return [config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH, Path(constants.HF_HUB_CACHE)]
 
 
-def _load_hf_dataset(entry: HfData, access: Access) -> Any:
+def _load_hf_dataset(entry: HfData, access: Permissions) -> Any:
     import datasets
 
     if Path(entry.path).is_dir():
         # Devices and pipes may be endless, and the library would read them.
         for file in Path(entry.path).rglob("*"):
-            plain_file(file)
+            regular_file(file)
         loaded = datasets.load_from_disk(entry.path)
         if not isinstance(loaded, datasets.DatasetDict):
             raise DataError(
@@ -547,17 +551,17 @@ def _load_hf_from_cache(entry: HfData) -> Any:
 
 
 @data_sources.register("webdataset")
-def _open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> SplitView:
-    """Open the samples of a split's tar files in their order; ids are file name and sample key."""
+def _open_webdataset(entry: WebdatasetData, split: Split, access: Permissions) -> SplitView:
+    """Open the samples of a split's tar files in stored order; ids are file name and sample key."""
     from datasets import Image
 
     place = getattr(entry, split)
     shards = _list_tar_files(Path(place))
     origin = _origin_of_shards(entry, place, shards)
     for shard in shards:
-        with refused(str(shard)):
+        with wrap_read_errors(str(shard)):
             _require_intact_tar(shard)
-    with refused(str(shards[0] if len(shards) == 1 else shards[0].parent)):
+    with wrap_read_errors(str(shards[0] if len(shards) == 1 else shards[0].parent)):
         rows = _load_dataset_files("webdataset", shards)
     # Names with two underscores are the library's own columns.
     endings = [name for name in rows.column_names if not name.startswith("__")]
@@ -576,7 +580,7 @@ def _open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> Spl
     cells = [None] * len(rows) if label is None else rows[label]
     values = [cell.get(entry.key) if isinstance(cell, dict) else cell for cell in cells]
     values = [(value.strip() or None) if isinstance(value, str) else value for value in values]
-    names, class_names = named(values, listed_classes(entry.classes), place)
+    names, class_names = resolve_labels(values, entry_class_names(entry.classes), place)
     encoded = rows.select_columns([image]).cast_column(image, Image(decode=False))
 
     def read_member_image(position: int) -> Picture:
@@ -586,7 +590,7 @@ def _open_webdataset(entry: WebdatasetData, split: Split, access: Access) -> Spl
 
 
 def _require_intact_tar(shard: Path) -> None:
-    with tarfile.open(plain_file(shard)) as tar:
+    with tarfile.open(regular_file(shard)) as tar:
         for member in tar:
             # A negative size would make tarfile loop forever.
             if member.size < 0:
@@ -600,7 +604,7 @@ def _require_intact_tar(shard: Path) -> None:
 
 
 def _list_tar_files(place: Path) -> list[Path]:
-    """List a tar file, the tar files of a folder, or those that match a pattern."""
+    """List the tar files at a path, in a folder, or that match a pattern."""
     if place.is_file():
         return [place]
     files = sorted(place.glob("*.tar") if place.is_dir() else place.parent.glob(place.name))
@@ -612,7 +616,7 @@ def _list_tar_files(place: Path) -> list[Path]:
 
 
 def _origin_of_shards(entry: WebdatasetData, place: str, shards: list[Path]) -> str:
-    """Return the origin of a split's tar files: the calibration samples' origin if the files are the same."""
+    """Return a string that identifies a split's tar files, the same as for calibration if the files are the same."""
     if place != entry.calibration:
         of_split = {file.resolve() for file in shards}
         other = {file.resolve() for file in _list_tar_files(Path(entry.calibration))}

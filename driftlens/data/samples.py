@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from driftlens.data.sources import Split, SplitView
-from driftlens.models.texts import Pictured, Text, TextReader
+from driftlens.models.texts import ImageTextSample, TextProcessor, TextSample
 from driftlens.utils.errors import DataError
 
 if TYPE_CHECKING:
@@ -31,16 +31,16 @@ _MASKS = ("attention_mask", "decoder_attention_mask")
 _parts: ContextVar[int] = ContextVar("batch_parts", default=1)
 
 
-def fitting_batch(size: int) -> int:
-    """Return a batch size, halved once for every time that memory ran out."""
+def reduced_batch_size(size: int) -> int:
+    """Return a batch size, halved once for every out-of-memory error so far."""
     return max(1, size // _parts.get())
 
 
 @contextmanager
-def halving_batches(
+def halve_batch_on_oom(
     size: int, tell: Callable[[str], None], *, sums: bool = False
 ) -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Yield a function that runs work, and repeats it with smaller batches when memory runs out.
+    """Yield a function that runs work and repeats it with smaller batches after out-of-memory errors.
 
     Work must start from the beginning whenever it is called.
 
@@ -51,7 +51,7 @@ def halving_batches(
     """
     import torch
 
-    from driftlens.utils.devices import SumsTooLarge, free_cached, sums_moving
+    from driftlens.utils.devices import MomentsOutOfMemory, empty_cache, offload_moments
 
     def run_halving_batches(work: Callable[[], object]) -> None:
         while True:
@@ -59,23 +59,23 @@ def halving_batches(
                 work()
                 return
             except torch.OutOfMemoryError as error:
-                is_least = fitting_batch(size) == 1
-                moves = is_least or isinstance(error, SumsTooLarge)
+                is_least = reduced_batch_size(size) == 1
+                moves = is_least or isinstance(error, MomentsOutOfMemory)
                 if sums and moves and move():
                     goes_on_with = "moments and solves on the host"
                 elif is_least:
                     raise
                 else:
                     _parts.set(2 * _parts.get())
-                    goes_on_with = f"batches of {fitting_batch(size)}"
+                    goes_on_with = f"batches of {reduced_batch_size(size)}"
             # Only after the handler are the tensors in the traceback released.
             gc.collect()
-            free_cached()
+            empty_cache()
             tell(goes_on_with)
 
     token = _parts.set(_parts.get())
     try:
-        with sums_moving() as move:
+        with offload_moments() as move:
             yield run_halving_batches
     finally:
         _parts.reset(token)
@@ -83,7 +83,7 @@ def halving_batches(
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive samples: positions in the set, and the model's raw inputs (tensor or dict of tensors).
+    """A batch of consecutive samples: their positions in the set and the model's raw inputs.
 
     `copied` are digests of the samples that these are copies of, or are; empty where none is a copy.
     """
@@ -93,27 +93,27 @@ class Batch:
     inputs: Any
     copied: tuple[str, ...] = ()
 
-    def first(self, count: int) -> Batch:
-        """Return the first samples, with their padding."""
+    def first_samples(self, count: int) -> Batch:
+        """Return a batch of the first `count` samples, padded as before."""
         return self._select_rows(0, count)
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Digest of every sample's content, however far it is padded at its end."""
+        """The content digest of every sample; trailing padding does not change it."""
         parts = (self._select_rows(row, row + 1).inputs for row in range(self.stop - self.start))
         return tuple(_content_digest(_remove_padding(inputs)) for inputs in parts)
 
     def _select_rows(self, begin: int, end: int) -> Batch:
-        inputs = cut(self.inputs, slice(begin, end))
+        inputs = slice_rows(self.inputs, slice(begin, end))
         return Batch(self.start + begin, min(self.stop, self.start + end), inputs, self.copied[begin:end])
 
 
-def cut(inputs: Any, places: slice) -> Any:
-    """Slice the rows of every tensor in raw inputs."""
+def slice_rows(inputs: Any, places: slice) -> Any:
+    """Slice the rows of every tensor in raw inputs (a tensor, mapping or sequence)."""
     if isinstance(inputs, Mapping):
-        return {name: cut(entry, places) for name, entry in inputs.items()}
+        return {name: slice_rows(entry, places) for name, entry in inputs.items()}
     if isinstance(inputs, list | tuple):
-        return tuple(cut(entry, places) for entry in inputs)
+        return tuple(slice_rows(entry, places) for entry in inputs)
     return inputs[places] if hasattr(inputs, "shape") else inputs
 
 
@@ -122,8 +122,8 @@ Shown = Literal["target", "expert", "none"]
 
 
 @dataclass(frozen=True)
-class Texts:
-    """The texts of a set of samples; without a `reader`, the model's own code reads them.
+class SampleTexts:
+    """The questions and answers of a sample set; without a `reader`, the model's own code tokenizes them.
 
     Attributes:
         read: position -> question and answer.
@@ -132,22 +132,22 @@ class Texts:
         answers: questions -> the expert's answers, formatted; None if it cannot be asked.
     """
 
-    read: Callable[[int], Text]
-    reader: TextReader | None = None
+    read: Callable[[int], TextSample]
+    reader: TextProcessor | None = None
     answer: str = "{target}"
     shown: Shown = "none"
     # A `SimilarityTask` of task_data.py, which imports this module.
     compared: Any = None
     answers: Callable[[Sequence[Any]], list[str]] | None = None
 
-    def answered(self, word: str) -> str:
-        """Format a word, such as a class name, as an answer."""
+    def format_answer(self, word: str) -> str:
+        """Format a word, such as a class name, by the answer template."""
         return self.answer.replace("{target}", word)
 
 
 @dataclass(frozen=True)
 class SampleSet:
-    """The sampled samples of one split of one task, in fixed order.
+    """The samples chosen from one split of one task, in fixed order.
 
     Attributes:
         ids: one identifier per sample (path, `test/17`, row index).
@@ -168,7 +168,7 @@ class SampleSet:
     batch_size: int = 32
     source: Callable[[], str] | None = None
     notices: tuple[str, ...] = ()
-    texts: Texts | None = None
+    texts: SampleTexts | None = None
     picture: Callable[[int], Any] | None = None
     preprocess: Callable[[list[Any]], Any] | None = None
     views: Views | None = None
@@ -178,31 +178,31 @@ class SampleSet:
         return len(self.ids)
 
     @property
-    def num_read(self) -> int:
-        """The number of samples that a calibration reads, copies included."""
+    def num_with_views(self) -> int:
+        """The number of samples that a calibration reads, augmented copies included."""
         return len(self) * (1 + (0 if self.views is None else self.views.count))
 
     @property
-    def at_once(self) -> int:
-        """The size of batches where memory bears it, else less."""
-        return fitting_batch(self.batch_size)
+    def safe_batch_size(self) -> int:
+        """The batch size after any halving by out-of-memory errors."""
+        return reduced_batch_size(self.batch_size)
 
-    def fitting(self, per_sample: int, budget: int) -> int:
-        """Return how many samples of a given size fit into a budget, in whole batches, at least one."""
-        return max(1, budget // max(1, per_sample) // self.at_once) * self.at_once
+    def num_in_budget(self, per_sample: int, budget: int) -> int:
+        """Return how many samples of `per_sample` bytes fit into a memory budget, in whole batches, at least one."""
+        return max(1, budget // max(1, per_sample) // self.safe_batch_size) * self.safe_batch_size
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Yield batches of the samples [start, stop), each read when needed."""
+        """Yield the samples [start, stop) in batches, each loaded when needed."""
         end = len(self.ids) if stop is None else stop
-        size = self.at_once
+        size = self.safe_batch_size
         for begin in range(start, end, size):
             last = min(begin + size, end)
             digests = () if self.original is None else self.original.digests
             copied = tuple(digests[place % len(digests)] for place in range(begin, last) if digests)
             yield Batch(begin, last, self.load(range(begin, last)), copied)
 
-    def text(self, position: int) -> Text:
-        """Return a sample's question and answer; refuse samples that are not texts."""
+    def text(self, position: int) -> TextSample:
+        """Return the question and answer of one sample; refuse samples that are not texts."""
         if self.texts is None:
             raise DataError(
                 f"task {self.task}: the {self.split} samples are not texts",
@@ -211,12 +211,12 @@ class SampleSet:
         return self.texts.read(position)
 
     @property
-    def all_texts(self) -> list[Text]:
+    def all_texts(self) -> list[TextSample]:
         """The questions and answers of all samples; empty if they are not texts."""
         return [] if self.texts is None else [self.texts.read(position) for position in range(len(self))]
 
-    def answering(self, answers: Sequence[str]) -> SampleSet:
-        """Return the same questions with these answers, which `load` shows the model; an empty one shows none."""
+    def with_answers(self, answers: Sequence[str]) -> SampleSet:
+        """Return the same questions with other answers, which `load` shows the model unless they are empty."""
         assert self.texts is not None and self.texts.reader is not None
         reader = self.texts.reader
         answered = tuple(self.text(row)._replace(target=answer) for row, answer in enumerate(answers))
@@ -226,25 +226,25 @@ class SampleSet:
             texts=replace(self.texts, read=answered.__getitem__, shown="target"),
         )
 
-    def origin(self) -> str:
-        """Return a digest of the data: samples of equal id and origin are the same, at any path."""
+    def source_digest(self) -> str:
+        """Return a digest of the source data: samples of equal id and digest are the same, at any path."""
         if self.source is not None:
             return self.source()
         return data_digest(self.ids, lambda position: self.load([position]))
 
     @cached_property
     def digests(self) -> tuple[str, ...]:
-        """Digest of every sample's content, however far it is padded at its end; all samples are read."""
+        """The content digest of every sample, independent of trailing padding; all samples are read."""
         return tuple(_content_digest(_remove_padding(self.load([position]))) for position in range(len(self)))
 
     @property
-    def identities(self) -> tuple[str, ...]:
-        """A unique value per sample: its id, or its content for data in memory."""
+    def unique_ids(self) -> tuple[str, ...]:
+        """A unique id per sample: its id, or a content digest for data in memory."""
         return self.digests if self.source is None else self.ids
 
 
-def part_of(samples: SampleSet, positions: Sequence[int]) -> SampleSet:
-    """Select samples at positions, possibly none, in this order."""
+def select_samples(samples: SampleSet, positions: Sequence[int]) -> SampleSet:
+    """Return the sample set with only the samples at these positions, in this order."""
     chosen, texts, picture = tuple(positions), samples.texts, samples.picture
     return replace(
         samples,
@@ -255,29 +255,29 @@ def part_of(samples: SampleSet, positions: Sequence[int]) -> SampleSet:
         and replace(
             texts,
             read=lambda position: texts.read(chosen[position]),
-            compared=texts.compared and texts.compared.at(chosen),
+            compared=texts.compared and texts.compared.select(chosen),
         ),
         picture=picture and (lambda position: picture(chosen[position])),
     )
 
 
-def few_of(samples: SampleSet, count: int) -> SampleSet:
-    """Select at most `count` samples at random, the same every time."""
-    return part_of(samples, shuffled(len(samples), 0, task=samples.task, split="test")[:count])
+def random_subset(samples: SampleSet, count: int) -> SampleSet:
+    """Select at most `count` samples at random, always the same ones."""
+    return select_samples(samples, random_order(len(samples), 0, task=samples.task, split="test")[:count])
 
 
-def mask_beside(inputs: Mapping[str, Any], name: str) -> Any:
-    """Return the mask that belongs to an input; None without."""
+def mask_for_input(inputs: Mapping[str, Any], name: str) -> Any:
+    """Return the attention mask that belongs to an input; None if there is none."""
     return inputs.get(_MASKS[name.startswith("decoder_")])
 
 
 def _remove_padding(inputs: Any) -> Any:
-    """Remove padding before the first and after the last token of one sample [1, ...]."""
+    """Remove the masked tokens before and after the text of one sample [1, ...]."""
     if not isinstance(inputs, Mapping):
         return inputs
     kept = dict(inputs)
     for name, value in inputs.items():
-        mask = mask_beside(inputs, name)
+        mask = mask_for_input(inputs, name)
         if mask is not None and value.shape[:2] == mask.shape:
             # The first maximum of the sums is the last unmasked token.
             sums = (mask[0] != 0).cumsum(0)
@@ -293,7 +293,7 @@ def _content_digest(sample: Any) -> str:
 
 
 def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
-    """Compute a digest of all ids, in any order, and of a few evenly spread samples, in hexadecimal.
+    """Compute a hexadecimal digest of all ids, in any order, and of a few evenly spaced samples.
 
     A sample is text, numbers, an image or tensor, or a mapping or sequence of these.
     """
@@ -312,7 +312,7 @@ def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
 
 def _content_bytes(value: Any) -> Iterable[bytes]:
     # Hash the images themselves, not their paths.
-    if isinstance(value, Pictured):
+    if isinstance(value, ImageTextSample):
         yield from _content_bytes(
             [value.input, value.target, *(np.asarray(image()) for image in value.images)]
         )
@@ -336,7 +336,7 @@ def _content_bytes(value: Any) -> Iterable[bytes]:
 DRAWN_BY = "the names of split and task, so a renamed task gets other samples"
 
 
-def draw(
+def sample_positions(
     view: SplitView,
     n: int | Literal["all"],
     seed: int,
@@ -345,7 +345,7 @@ def draw(
     split: Split,
     exclude_ids: Collection[str] = (),
 ) -> tuple[int, ...]:
-    """Sample positions at random, in random order; `all` keeps the split's order.
+    """Sample positions of a split at random, in random order; `all` keeps the split's order.
 
     Equal arguments give equal samples on every machine, and a smaller `n` gives a prefix of a larger one.
 
@@ -370,15 +370,15 @@ def draw(
         )
     if n == "all":
         return tuple(left)
-    return tuple(left[index] for index in shuffled(len(left), seed, task=task, split=split)[:count])
+    return tuple(left[index] for index in random_order(len(left), seed, task=task, split=split)[:count])
 
 
-def shuffled(count: int, seed: int, *, task: str, split: Split) -> list[int]:
-    """Return the numbers 0 to count - 1 in the random order that `draw` uses."""
-    return [int(index) for index in drawing(seed, f"{split}/{task}").permutation(count)]
+def random_order(count: int, seed: int, *, task: str, split: Split) -> list[int]:
+    """Return the numbers 0 to count - 1 in a random order that depends on seed, task and split."""
+    return [int(index) for index in seeded_rng(seed, f"{split}/{task}").permutation(count)]
 
 
-def drawing(seed: int, name: str) -> np.random.Generator:
+def seeded_rng(seed: int, name: str) -> np.random.Generator:
     """Return a random generator that depends on seed and name only, on every machine."""
     # Python's own hash() of text changes from process to process; this one does not.
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
@@ -386,8 +386,8 @@ def drawing(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence([seed, *words]))
 
 
-def unequal_counts(counts: Mapping[str, int], split: Split) -> tuple[str, ...]:
-    """Return a notice if tasks use different numbers of samples."""
+def unequal_count_notice(counts: Mapping[str, int], split: Split) -> tuple[str, ...]:
+    """Return a notice if the number of samples differs between tasks."""
     if len(set(counts.values())) < 2:
         return ()
     listed = ", ".join(f"{task} {count}" for task, count in sorted(counts.items()))

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from driftlens.utils.distributed import Access
+from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import DataError, DriftLensError, did_you_mean
-from driftlens.utils.files import plain_file
+from driftlens.utils.files import regular_file
 from driftlens.utils.registry import Registry
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ else:
 Split: TypeAlias = Literal["calibration", "diagnosis", "test"]
 
 
-class Related(NamedTuple):
-    """The counterpart of a text: the other text of a pair, or what answers a query (texts or corpus keys)."""
+class RelatedTexts(NamedTuple):
+    """The texts that a text is compared with: the other text of a pair, or positives and negatives of a query."""
 
     pair: str = ""
     positive: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Related(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitView:
-    """The samples of one split, in a fixed order.
+    """The samples of one split of a data set, in a fixed order, each read when requested.
 
     Attributes:
         origin: the place, for messages; equal origins mean the same samples under the same ids.
@@ -58,14 +58,14 @@ class SplitView:
     read: Callable[[int], Any]
     holds: str = "image"
     notices: tuple[str, ...] = ()
-    related: Callable[[int], Related] | None = None
+    related: Callable[[int], RelatedTexts] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 # (the task's entry in the spec, split, access) -> samples of the split.
-DataSource = Callable[[Any, Split, Access], SplitView]
+DataSource = Callable[[Any, Split, Permissions], SplitView]
 
 data_sources: Registry[DataSource] = Registry("data source", "driftlens.data", "driftlens.data_sources")
 
@@ -76,8 +76,8 @@ BYTES_REMEDY = (
 
 
 @contextmanager
-def refused(where: str) -> Iterator[None]:
-    """Convert a library's error in the block into a `DataError` that names the place."""
+def wrap_read_errors(where: str) -> Iterator[None]:
+    """Convert a library's error in the block to a `DataError` that names the file or sample."""
     try:
         yield
     except DriftLensError:
@@ -94,7 +94,7 @@ def refused(where: str) -> Iterator[None]:
         raise DataError(f"{where}: can't be read: {words}", hint=hint) from error
 
 
-def open_split(entry: Any, split: Split, access: Access) -> SplitView:
+def open_split(entry: Any, split: Split, access: Permissions) -> SplitView:
     """Open one split of a task's data.
 
     Raises:
@@ -102,7 +102,7 @@ def open_split(entry: Any, split: Split, access: Access) -> SplitView:
     """
     places = (getattr(entry, name, None) for name in ("path", "file", "target", split))
     place = ", ".join(value for value in places if isinstance(value, str)) or entry.kind
-    with refused(place):
+    with wrap_read_errors(place):
         view = data_sources[entry.kind](entry, split, access)
         # File names that are not valid text can't be written into tables.
         "".join(view.ids).encode()
@@ -115,7 +115,7 @@ def open_split(entry: Any, split: Split, access: Access) -> SplitView:
     # Samples are read later, where a damaged one would otherwise be reported without its place.
     def name_sample_in_errors(ask: Callable[[int], Any]) -> Callable[[int], Any]:
         def ask_about_sample(position: int) -> Any:
-            with refused(f"{place}, {view.ids[position]}"):
+            with wrap_read_errors(f"{place}, {view.ids[position]}"):
                 return ask(position)
 
         return ask_about_sample
@@ -124,7 +124,7 @@ def open_split(entry: Any, split: Split, access: Access) -> SplitView:
 
 
 def _require_byte_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> None:
-    """Refuse anything but a grey [h, w] or colour [h, w, 3] image of bytes."""
+    """Refuse image arrays other than uint8 grey [h, w] or colour [h, w, 3]."""
     if dtype != np.uint8:
         raise DataError(f"{where}: pixels are {dtype}, expected uint8", hint=BYTES_REMEDY)
     if len(shape) != 2 and not (len(shape) == 3 and shape[2] == 3):
@@ -135,7 +135,7 @@ def _require_byte_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: st
 
 
 def _require_byte_image(value: Any, where: str) -> Picture:
-    """Return an image of bytes unchanged: a PIL image of at most 8 bits per channel, or a uint8 array."""
+    """Return a PIL image of at most 8 bits per channel or a uint8 array unchanged; refuse others."""
     from PIL import Image, ImageMode
 
     # The white level of 16 or 32 bits and of floats is unknown, and Pillow would clip at 255.
@@ -155,8 +155,8 @@ def _require_byte_image(value: Any, where: str) -> Picture:
     )
 
 
-def class_name(label: int | str, classes: Sequence[str] | None, where: str) -> str:
-    """Return a class name from a name or an index into the known names."""
+def label_to_class(label: int | str, classes: Sequence[str] | None, where: str) -> str:
+    """Return the class name of a label, which is a name or an index into the class names."""
     if isinstance(label, str):
         return label
     if classes is None:
@@ -169,10 +169,10 @@ def class_name(label: int | str, classes: Sequence[str] | None, where: str) -> s
     return classes[label]
 
 
-def named(
+def resolve_labels(
     labels: Sequence[int | str | None], classes: tuple[str, ...] | None, where: str
 ) -> tuple[list[str | None], tuple[str, ...] | None]:
-    """Return the class name of every sample, and all class names: the known ones, or those that occur, sorted.
+    """Return the class name of every sample, and all class names: the given ones, or those that occur, sorted.
 
     Numbers may be written as text. They index the known names, unless they are all names themselves.
     """
@@ -187,22 +187,22 @@ def named(
     if classes is not None and are_numbers and not present <= set(classes):
         labels = [None if label is None else int(label) for label in labels]
     names = [
-        None if label is None else class_name(label, classes, f"{where}, sample {row}")
+        None if label is None else label_to_class(label, classes, f"{where}, sample {row}")
         for row, label in enumerate(labels)
     ]
     in_order = sorted(present, key=lambda label: (int(label) if are_numbers else 0, str(label)))
     return names, classes or tuple(map(str, in_order)) or None
 
 
-def listed_classes(stated: Sequence[str] | str | bool | None) -> tuple[str, ...] | None:
-    """Return the class names that an entry lists or that its JSON file contains; None if it leaves them out."""
+def entry_class_names(stated: Sequence[str] | str | bool | None) -> tuple[str, ...] | None:
+    """Return the class names that a spec entry lists or that its JSON file contains; None if it has none."""
     from driftlens.models.heads import class_names
 
     return None if stated is None or isinstance(stated, bool) else class_names(stated)
 
 
-def names_of(samples: Any) -> Any:
-    """Return `class_names`, or torchvision's `classes`, of a data set or of the one it is part of; None without."""
+def find_class_names(samples: Any) -> Any:
+    """Return `class_names` or `classes` of a data set or of the one that it wraps; None if it has neither."""
     owners = (samples, getattr(samples, "dataset", None))
     candidates = (getattr(owner, name, None) for owner in owners for name in ("class_names", "classes"))
     names = next((candidate for candidate in candidates if candidate is not None), None)
@@ -213,7 +213,7 @@ def names_of(samples: Any) -> Any:
 
 
 def require_column(column: str, columns: Collection[str], key: str, where: str) -> None:
-    """Refuse a missing column that the spec's `key` names."""
+    """Raise an error if the column that the spec's `key` names is not among `columns`."""
     if column not in columns:
         way = "In `prompt`, write {COLUMN}." if key == "prompt" else f"Set `{key}: COLUMN`."
         raise DataError(
@@ -229,7 +229,7 @@ _LEFT_BEHIND = frozenset(["$RECYCLE.BIN", "@eaDir", "__MACOSX", "__pycache__", "
 
 
 @data_sources.register("imagefolder")
-def _open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> SplitView:
+def _open_image_folder(entry: ImageFolderData, split: Split, access: Permissions) -> SplitView:
     """Open the images of a split's folder, sorted by class and path; ids are paths relative to the folder.
 
     As in torchvision's ImageFolder, a class is a direct sub-folder with images at any depth. A class of calibration may
@@ -260,7 +260,7 @@ def _open_image_folder(entry: ImageFolderData, split: Split, access: Access) -> 
 
 
 def _classes_without_test_images(entry: ImageFolderData, classes: set[str]) -> list[str]:
-    """Return classes that only calibration has; none where the test split has others, which may be misspelled."""
+    """Return classes with only calibration images; none if the test split has further classes, perhaps misspelled."""
     if "calibration" in entry.unlabelled:
         return []
     place = Path(entry.calibration)
@@ -273,7 +273,7 @@ def _classes_without_test_images(entry: ImageFolderData, classes: set[str]) -> l
 
 
 def _image_paths(top: Path) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every image below `top` in parts, so that sorting doesn't depend on the separator."""
+    """Yield the path of every image below `top` as a tuple of its parts."""
 
     def raise_error(error: OSError) -> None:
         raise error
@@ -296,13 +296,13 @@ def _is_image(name: str) -> bool:
 
 
 def read_image(source: Path | BinaryIO, where: str = "") -> Image:
-    """Return the image in a file, decoded, upright as its EXIF orientation says, in RGB without its alpha channel."""
+    """Read an image file as RGB, rotated by its EXIF orientation and without alpha channel."""
     from PIL import Image
     from PIL.ImageOps import exif_transpose
 
     with (
-        refused(f"{where or source}"),
-        Image.open(plain_file(source) if isinstance(source, Path) else source) as image,
+        wrap_read_errors(f"{where or source}"),
+        Image.open(regular_file(source) if isinstance(source, Path) else source) as image,
     ):
         # Pillow would start Ghostscript to read it.
         if image.format == "EPS":
@@ -312,15 +312,15 @@ def read_image(source: Path | BinaryIO, where: str = "") -> Image:
 
 
 @data_sources.register("npz")
-def _open_npz(entry: NpzData, split: Split, access: Access) -> SplitView:
-    """Open the images of one split: array `x_train` gives the ids `train/0`, `train/1` ...; `x` serves all splits.
+def _open_npz(entry: NpzData, split: Split, access: Permissions) -> SplitView:
+    """Open the images of one split of an `.npz` file; ids are `train/0`, `train/1`, ... for array `x_train`.
 
     Labels are class names, or numbers that index the array `class_names`; without it, the numbers are the names.
     """
     arrays: NpzArrays | None = getattr(entry, split)
     file = Path((arrays and arrays.file) or entry.file or "")
     # Its stub wants an open file, which nothing would close where it is no archive.
-    opened = np.lib.npyio.NpzFile(plain_file(file), allow_pickle=False)  # type: ignore[arg-type]
+    opened = np.lib.npyio.NpzFile(regular_file(file), allow_pickle=False)  # type: ignore[arg-type]
     with opened as archive:
         images, labels = (arrays.x, arrays.y) if arrays else _split_array_names(archive.files, split)
         pixels = archive[images]
@@ -335,7 +335,9 @@ def _open_npz(entry: NpzData, split: Split, access: Access) -> SplitView:
                 )
             has_names = "class_names" in archive.files
             listed_names = tuple(_decoded_values(archive["class_names"])) if has_names else None
-            names, class_names = named(_decoded_values(numbers), listed_names, f"{file}, array {labels}")
+            names, class_names = resolve_labels(
+                _decoded_values(numbers), listed_names, f"{file}, array {labels}"
+            )
     prefix = images.removeprefix("x_")
     return SplitView(
         origin=f"{file.resolve()}[{images}]",
@@ -347,7 +349,7 @@ def _open_npz(entry: NpzData, split: Split, access: Access) -> SplitView:
 
 
 def _split_array_names(keys: Sequence[str], split: Split) -> tuple[str, str | None]:
-    """Return the names of a split's image and label arrays (None: unlabelled)."""
+    """Return the names of a split's image and label arrays in an `.npz` file; None for missing labels."""
     end = "_train" if split == "calibration" else "_test"
     if f"x{end}" not in keys and "x" in keys:
         end = ""
@@ -355,19 +357,19 @@ def _split_array_names(keys: Sequence[str], split: Split) -> tuple[str, str | No
 
 
 def _decoded_values(array: np.ndarray[Any, np.dtype[Any]]) -> list[Any]:
-    """Return an array's values, bytes as text."""
+    """Return an array's values as a list, with bytes decoded to text."""
     return [*(np.char.decode(array, "utf-8") if array.dtype.kind == "S" else array).tolist()]
 
 
 @data_sources.register("python")
-def _open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
-    """Open the data that `package.module:function` returns for a split: (image, label) pairs with length and index.
+def _open_python(entry: PythonData, split: Split, access: Permissions) -> SplitView:
+    """Open the (image, label) pairs that the user's `package.module:function` returns for a split.
 
     Images are PIL images or uint8 arrays. Labels are class names, numbers that index the attribute `class_names` or
     `classes`, or None. Ids are positions.
     """
-    items, where = access.function(entry.target, "data source")(split), f"{entry.target}({split!r})"
-    names = names_of(items)
+    items, where = access.import_function(entry.target, "data source")(split), f"{entry.target}({split!r})"
+    names = find_class_names(items)
     # A method, or text, of that name says nothing about classes.
     classes = tuple(map(str, names)) if isinstance(names, Iterable) and not isinstance(names, str) else None
 
@@ -384,7 +386,7 @@ def _open_python(entry: PythonData, split: Split, access: Access) -> SplitView:
         of_sample = image_and_label(position)[1]
         if of_sample is None or isinstance(of_sample, str):
             return of_sample
-        return class_name(operator.index(of_sample), classes, f"{where}[{position}]")
+        return label_to_class(operator.index(of_sample), classes, f"{where}[{position}]")
 
     return SplitView(
         origin=where,

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from driftlens.data.rows import related_columns
-from driftlens.data.samples import COUNT_KEYS, SampleSet, Shown, Texts, data_digest, draw
-from driftlens.data.sources import Related, Split, SplitView, open_split
-from driftlens.models.texts import Form, Pictured, PictureReader, Text, TextReader
-from driftlens.utils.distributed import Access
-from driftlens.utils.errors import DataError, SpecError, concerning, some_of
+from driftlens.data.rows import related_text_columns
+from driftlens.data.samples import COUNT_KEYS, SampleSet, SampleTexts, Shown, data_digest, sample_positions
+from driftlens.data.sources import RelatedTexts, Split, SplitView, open_split
+from driftlens.models.texts import Form, ImageTextProcessor, ImageTextSample, TextProcessor, TextSample
+from driftlens.utils.distributed import Permissions
+from driftlens.utils.errors import DataError, SpecError, add_error_context, shorten_list
 
 if TYPE_CHECKING:
     from driftlens.config.data import DataDefaults, TextEntry
@@ -25,8 +25,8 @@ Preprocess = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
-class _Passages:
-    """The passages that queries search.
+class _PassageCorpus:
+    """The passages that retrieval queries search.
 
     Attributes:
         texts: each once.
@@ -38,43 +38,43 @@ class _Passages:
     keys: Mapping[str, tuple[int, ...]]
     is_whole: bool = True
 
-    def candidates(self, row: Related) -> list[int]:
-        """List the positions of the passages that a query searches, its own positives last."""
+    def candidates(self, row: RelatedTexts) -> list[int]:
+        """List the positions of the passages that a query ranks, its positives last."""
         # Positives come last, so that a tie counts as wrong: a model that scores all alike gets nothing right.
         if self.is_whole:
             return list(range(len(self.texts)))
         return [place for name in (*row.negative, *row.positive) for place in self.keys.get(name, ())]
 
-    def answers(self, row: Related) -> frozenset[int]:
-        """Return the positions of the passages that answer a query."""
+    def positives(self, row: RelatedTexts) -> frozenset[int]:
+        """Return the positions of the positive passages of a query."""
         return frozenset(place for name in row.positive for place in self.keys.get(name, ()))
 
 
 @dataclass(frozen=True)
 class SimilarityTask:
-    """The comparison of a task's test samples with their counterparts, by position; pairs have no `passages`.
+    """The texts that a task's test samples are compared with: a second text each or, for retrieval, `passages`.
 
     `reader` tokenizes the other texts.
     """
 
-    of: Callable[[int], Related]
-    reader: TextReader | None
-    passages: _Passages | None = None
+    of: Callable[[int], RelatedTexts]
+    reader: TextProcessor | None
+    passages: _PassageCorpus | None = None
 
     @property
     def similarity(self) -> str:
-        """The similarity of embeddings, as the model's folder defines it."""
+        """The name of the similarity function of embeddings, as the model's folder defines it."""
         prompts = None if self.reader is None else self.reader.prompts
         return "cosine" if prompts is None else prompts.similarity
 
-    def at(self, chosen: Sequence[int]) -> SimilarityTask:
-        """Select samples."""
+    def select(self, chosen: Sequence[int]) -> SimilarityTask:
+        """Select samples by position."""
         return replace(self, of=lambda position: self.of(chosen[position]))
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """The calibration, diagnosis and test samples of one task. `open_task_data` makes one.
+    """The calibration, diagnosis and test samples of one task, made by `open_task_data`.
 
     Attributes:
         class_names: all classes, in the head's order if it names them.
@@ -90,16 +90,16 @@ class TaskData:
     test: SampleSet
     origins: Mapping[Split, str]
 
-    def shares(self, split: Split) -> bool:
-        """Return True if a split and the calibration samples have one origin: equal ids are the same samples."""
+    def has_shared_source(self, split: Split) -> bool:
+        """Return True if a split and calibration read the same data, so that equal ids are the same samples."""
         return self.origins[split] == self.origins["calibration"]
 
-    def answers(self) -> dict[str, str]:
-        """Map class names to their answers in text tasks; without classes, the labels that occur."""
+    def class_answers(self) -> dict[str, str]:
+        """Map class names, or the labels that occur, to their formatted answers in text tasks."""
         sets = (self.test, self.diagnosis, self.calibration)
         labels = {label for samples in sets for label in samples.labels or ()}
         texts, names = self.test.texts, self.class_names or sorted(labels)
-        return {} if texts is None else {name: texts.answered(name) for name in names}
+        return {} if texts is None else {name: texts.format_answer(name) for name in names}
 
 
 def open_task_data(
@@ -109,11 +109,11 @@ def open_task_data(
     preprocess: Preprocess,
     *,
     reads: str | None,
-    reader: TextReader | None = None,
+    reader: TextProcessor | None = None,
     head_classes: Sequence[str] | None = None,
-    access: Access = Access(),
+    access: Permissions = Permissions(),
 ) -> TaskData:
-    """Open and sample a task's data, with labels as class names. Images are read later, batch by batch.
+    """Open a task's data, check its class names, and sample its splits; images are read later in batches.
 
     Args:
         task: the task's name.
@@ -131,7 +131,7 @@ def open_task_data(
     rules = entry if isinstance(entry, TextEntry) else TextEntry(kind=entry.kind)
     has_own = getattr(entry, "diagnosis", None) is not None
     stated: tuple[Split, ...] = ("calibration", "test", "diagnosis") if has_own else ("calibration", "test")
-    with concerning(f"the data of task {task}"):
+    with add_error_context(f"the data of task {task}"):
         views = {split: open_split(entry, split, access) for split in stated}
     views.setdefault("diagnosis", views["test"])
     origin, holds = views["test"].origin, views["test"].holds
@@ -144,17 +144,17 @@ def open_task_data(
 
     def draw_samples(split: Split, taken: Sequence[str] = ()) -> SampleSet:
         view, count = views[split], getattr(entry, COUNT_KEYS[split]) or getattr(defaults, COUNT_KEYS[split])
-        positions = draw(view, count, defaults.seed, task=task, split=split, exclude_ids=taken)
-        samples = sample_set(task, split, view, positions, class_names, preprocess, defaults.batch_size)
+        positions = sample_positions(view, count, defaults.seed, task=task, split=split, exclude_ids=taken)
+        samples = build_sample_set(task, split, view, positions, class_names, preprocess, defaults.batch_size)
         if holds != "text":
             return samples
         rows = [view.read(position) for position in positions]
         if split != "test":
-            return as_texts(samples, rows, rules, reader)
+            return to_text_samples(samples, rows, rules, reader)
         compared, reads_by = _similarity_task(task, rules, view, positions, reader, access), reader
         if reader is not None and reader.prompts and compared is not None and compared.passages is not None:
-            reads_by = replace(reader, lead=reader.prompts.before("query"))
-        return as_texts(samples, rows, rules, reads_by, compared)
+            reads_by = replace(reader, lead=reader.prompts.find_by_name("query"))
+        return to_text_samples(samples, rows, rules, reads_by, compared)
 
     requested_views = defaults.views if entry.views is None else entry.views
     calibration = replace(draw_samples("calibration"), views=requested_views)
@@ -173,7 +173,7 @@ def open_task_data(
 def _common_class_names(
     task: str, views: Mapping[Split, SplitView], head_classes: Sequence[str] | None
 ) -> tuple[str, ...] | None:
-    """Return the task's class names, after every split's own names were compared with them."""
+    """Return the task's class names after checking that head and splits agree on them."""
     # The test split comes first: only there must every class appear, so its message is the fullest.
     order: tuple[Split, ...] = ("test", "calibration", "diagnosis")
     named = {split: names for split in order if (names := views[split].class_names) is not None}
@@ -186,7 +186,7 @@ def _common_class_names(
     return agreed
 
 
-def sample_set(
+def build_sample_set(
     task: str,
     split: Split,
     view: SplitView,
@@ -195,7 +195,7 @@ def sample_set(
     preprocess: Preprocess,
     batch_size: int,
 ) -> SampleSet:
-    """Return the samples at the drawn positions of a split, with labels compared to the classes."""
+    """Build the sample set of a split's chosen positions; refuse labels that are not class names."""
     where = f"task {task}, {split} split {view.origin}"
     ids = tuple(view.ids[position] for position in drawn)
     drawn_labels = [view.label(position) for position in drawn]
@@ -226,14 +226,14 @@ def sample_set(
     )
 
 
-def as_texts(
+def to_text_samples(
     samples: SampleSet,
-    rows: Sequence[Text],
+    rows: Sequence[TextSample],
     entry: TextEntry,
-    reader: TextReader | None,
+    reader: TextProcessor | None,
     compared: SimilarityTask | None = None,
 ) -> SampleSet:
-    """Turn samples into text samples, read by the task's rules; without a `reader`, by the model's code.
+    """Turn samples into text samples, tokenized by `reader` or, without one, by the model's own code.
 
     Calibration samples may show their answers; all others are measured on the question alone.
     """
@@ -245,26 +245,26 @@ def as_texts(
             hint="Give all rows a target, or none.",
         )
     form = None if reader is None else reader.form
-    reads_images = isinstance(reader, PictureReader)
-    if reader is not None and any(isinstance(row, Pictured) != reads_images for row in rows):
+    reads_images = isinstance(reader, ImageTextProcessor)
+    if reader is not None and any(isinstance(row, ImageTextSample) != reads_images for row in rows):
         content, reads = ("no images", "images and texts") if reads_images else ("images", "texts alone")
         raise DataError(
             f"task {task}: {split} samples have {content}, but the model reads {reads}",
             hint="For images with texts use the loader hf-vlm and `image: COLUMN`.",
         )
     if reader is not None and entry.max_length is not None:
-        reader = reader.limited(entry.max_length, f"data.{task}.max_length")
+        reader = reader.with_max_length(entry.max_length, f"data.{task}.max_length")
     if reader is not None and entry.prompt is not None:
         # The task's prompt replaces the model's.
         reader = replace(reader, lead="")
     if reader is not None and entry.chat:
-        questions = reader.chats(rows)
+        questions = reader.chat_prompts(rows)
         rows = [row._replace(input=question) for question, row in zip(questions, rows, strict=True)]
     answer = entry.answer or (" {target}" if form == "decoder" and not entry.chat else "{target}")
-    shows = split == "calibration" and not related_columns(entry)
+    shows = split == "calibration" and not related_text_columns(entry)
     shown = _shown_answers(task, entry, form, any(have)) if shows else "none"
-    texts = Texts(rows.__getitem__, reader, answer, shown, compared)
-    rows = [row._replace(target=texts.answered(row.target) if row.target else "") for row in rows]
+    texts = SampleTexts(rows.__getitem__, reader, answer, shown, compared)
+    rows = [row._replace(target=texts.format_answer(row.target) if row.target else "") for row in rows]
     shown_rows = [row if shown == "target" else row._replace(target="") for row in rows]
     on_answers = (f"{task}: calibration uses the expert's greedy answers",) if shown == "expert" else ()
     read: Any = reader or samples.preprocess
@@ -278,16 +278,16 @@ def as_texts(
 
 
 def _truncation_notice(
-    samples: SampleSet, texts: Sequence[Text], entry: TextEntry, reader: TextReader | None
+    samples: SampleSet, texts: Sequence[TextSample], entry: TextEntry, reader: TextProcessor | None
 ) -> tuple[str, ...]:
-    """Return a notice of how many rows are cut, if any; rows with images are only estimated from one."""
+    """Return a notice of how many samples exceed the token limit; samples with images are not counted."""
     if reader is None:
         return ()
     # Counting the tokens of an image means decoding it.
-    if isinstance(reader, PictureReader):
+    if isinstance(reader, ImageTextProcessor):
         reader(texts[:1])
         return ()
-    long = [place for place, length in enumerate(reader.lengths(texts)) if length > reader.max_length]
+    long = [place for place, length in enumerate(reader.row_lengths(texts)) if length > reader.max_length]
     if not long:
         return ()
     task = samples.task
@@ -297,11 +297,11 @@ def _truncation_notice(
             f"task {task}: {count}, such as {samples.ids[long[0]]}",
             hint=f"Remove them, set data.{task}.too_long: cut, or raise max_length.",
         )
-    return (f"{task}: {count}; {reader.rule}",)
+    return (f"{task}: {count}; {reader.truncation_rule}",)
 
 
 def _shown_answers(task: str, entry: TextEntry, form: Form | None, has_targets: bool) -> Shown:
-    """Return which answers calibration shows, by the entry or the data and model."""
+    """Return which answers calibration shows the model: the data's, the expert's, or none."""
     if form == "encoder":
         if entry.decoder_inputs is not None:
             raise SpecError(f"data.{task}.decoder_inputs: the model has no decoder", hint="Remove it.")
@@ -321,24 +321,24 @@ def _similarity_task(
     entry: TextEntry,
     view: SplitView,
     drawn: Sequence[int],
-    reader: TextReader | None,
-    access: Access,
+    reader: TextProcessor | None,
+    access: Permissions,
 ) -> SimilarityTask | None:
-    """Return the comparison of a task's sampled test samples; None if the entry has none."""
-    if view.related is None or not related_columns(entry):
+    """Build the similarity or retrieval task of the test samples; None if the entry defines none."""
+    if view.related is None or not related_text_columns(entry):
         return None
     rows = [view.related(position) for position in drawn]
     if reader is not None:
         if entry.max_length is not None:
-            reader = reader.limited(entry.max_length, f"data.{task}.max_length")
+            reader = reader.with_max_length(entry.max_length, f"data.{task}.max_length")
         # A prompt in the spec replaces that of the model's folder.
         if entry.prompt is not None or (entry.corpus is not None and entry.corpus.prompt is not None):
             reader = replace(reader, lead="")
         elif reader.prompts is not None and entry.pair is None:
-            reader = replace(reader, lead=reader.prompts.before(*_PASSAGE))
+            reader = replace(reader, lead=reader.prompts.find_by_name(*_PASSAGE))
     if entry.pair is None:
         passages = _read_passages(entry, rows, access)
-        if lost := [number for number, row in enumerate(rows) if not passages.answers(row)]:
+        if lost := [number for number, row in enumerate(rows) if not passages.positives(row)]:
             raise DataError(
                 f"task {task}: test: {len(lost)} of {len(rows)} queries have no positive in the corpus, such as "
                 f"sample {view.ids[drawn[lost[0]]]}, whose {entry.positive!r} is "
@@ -347,7 +347,7 @@ def _similarity_task(
             )
         return SimilarityTask(rows.__getitem__, reader, passages)
     for position in drawn:
-        if math.isnan(number_of(target := view.read(position).target)):
+        if math.isnan(parse_number(target := view.read(position).target)):
             raise DataError(
                 f"task {task}: test sample {view.ids[position]} has the similarity {target!r}, "
                 "expected a number",
@@ -360,8 +360,8 @@ def _similarity_task(
 _PASSAGE = ("document", "passage", "corpus")
 
 
-def number_of(text: str) -> float:
-    """Parse a finite number; NaN for others."""
+def parse_number(text: str) -> float:
+    """Parse a finite number; return NaN for other text."""
     try:
         number = float(text)
     except ValueError:
@@ -369,12 +369,12 @@ def number_of(text: str) -> float:
     return number if math.isfinite(number) else math.nan
 
 
-def _read_passages(entry: TextEntry, rows: Sequence[Related], access: Access) -> _Passages:
-    """Read an entry's corpus; without one, collect what its queries name."""
+def _read_passages(entry: TextEntry, rows: Sequence[RelatedTexts], access: Permissions) -> _PassageCorpus:
+    """Read the passages of an entry's corpus; without a corpus, collect the passages that its queries list."""
     corpus = entry.corpus
     if corpus is None:
         named = dict.fromkeys(name for row in rows for name in (*row.positive, *row.negative))
-        return _Passages(
+        return _PassageCorpus(
             tuple(named), {name: (row,) for row, name in enumerate(named)}, is_whole=entry.negative is None
         )
     fields = {
@@ -397,7 +397,7 @@ def _read_passages(entry: TextEntry, rows: Sequence[Related], access: Access) ->
         passage = view.read(position)
         place = texts.setdefault(passage.input, len(texts))
         keys.setdefault(passage.target if corpus.key else passage.input, {})[place] = None
-    return _Passages(tuple(texts), {key: tuple(places) for key, places in keys.items()})
+    return _PassageCorpus(tuple(texts), {key: tuple(places) for key, places in keys.items()})
 
 
 def _task_notices(
@@ -432,7 +432,7 @@ def _task_notices(
 def require_same_classes(
     data: Iterable[str], head: Iterable[str], *, where: str, all_of_head: bool = True
 ) -> None:
-    """Refuse data whose classes differ from the head's, in any order.
+    """Raise an error if the class names of data and head differ; their order does not matter.
 
     Args:
         data: classes of the data.
@@ -446,7 +446,9 @@ def require_same_classes(
         return
     lists = {"data": only_data, "head": only_head if all_of_head else []}
     parts = [
-        f"; only in {owner}: {some_of([*map(repr, names)], 10)}" for owner, names in lists.items() if names
+        f"; only in {owner}: {shorten_list([*map(repr, names)], 10)}"
+        for owner, names in lists.items()
+        if names
     ]
     raise DataError(
         f"{where}: the classes of data and head differ{''.join(parts)}",
@@ -455,8 +457,8 @@ def require_same_classes(
     )
 
 
-def plain_form(name: str) -> str:
-    """Normalize a name: no case, spaces or punctuation, accents in one encoding."""
+def normalize_name(name: str) -> str:
+    """Normalize a name for comparison: no case, spaces or punctuation, and one Unicode form."""
     # A name of punctuation alone would become empty, and equal to all such names.
     folded = unicodedata.normalize("NFKC", name).casefold()
     return "".join(character for character in folded if character.isalnum()) or folded

@@ -1,6 +1,6 @@
 """The demo's files: small models with samples and a run spec per suite, and samples for models without data.
 
-`tools/build_demo` in the repository makes them. Entry point: `spec_file`.
+`tools/build_demo` in the repository makes them. Entry point: `spec_file_path`.
 """
 
 from __future__ import annotations

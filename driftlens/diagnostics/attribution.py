@@ -2,7 +2,7 @@
 
 e_L = sum over l of A_L ... A_{l+1} m_l (Prop. 2, Eq. 5). How much each layer's local mismatch m_l moves one number (the
 final drift, a loss, a margin) is <A_{l+1}' ... A_L' u, m_l> with that number's covector u at the final feature. One
-sweep from the last layer to the first pulls u back for all layers. Entry point: `PullBack`.
+sweep from the last layer to the first pulls u back for all layers. Entry point: `BackwardSweep`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from driftlens.engine.pool import LayerMap, ModelPool
-from driftlens.engine.sites import GROUPS, parameter_groups
-from driftlens.engine.walk import CachedBatch, FeatureStore, LayerView, decompose, smooth_split
+from driftlens.engine.sites import GROUPS, parameter_roles
+from driftlens.engine.walk import CachedBatch, FeatureStore, LayerView, decompose, differentiable_split
 from driftlens.linalg.state import (
     PathJacobian,
     State,
-    composite_nodes,
-    floating,
-    inner,
-    norm,
+    floating_leaves,
+    inner_products,
+    quadrature_nodes,
     relative_error,
-    stack_item,
-    stacked,
-    subtract,
+    stack_states,
+    state_from_stack,
+    state_norms,
+    subtract_states,
 )
-from driftlens.models.chain import Layer, Routes, SideInputs
+from driftlens.models.chain import ExpertRoutes, Layer, SideInputs
 from driftlens.models.heads import ScoreMap
 from driftlens.runs.schema import ADJOINT, GROUP_CONTRIBUTIONS, LAYERS, SAMPLES
 from driftlens.utils.devices import to_device
@@ -42,15 +42,15 @@ SCORE_PANELS = 8
 
 @diagnostic("adjoint", table="adjoint", columns=ADJOINT.columns[len(ADJOINT.key) :], needs="jacobian")
 @dataclass(frozen=True)
-class Target:
-    """A number whose change [n] from expert to variant is to be explained: <covector, e_L> for every sample."""
+class AttributionTarget:
+    """A number to attribute to layers: its change [n] from expert to variant, and its covector."""
 
     covector: Tensor
     change: Tensor
 
 
-def loss_target(head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor) -> Target:
-    """Return the change of cross-entropy from expert to variant, in nats (Eq. 41), with its direction u.
+def loss_target(head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor) -> AttributionTarget:
+    """Return the change of cross-entropy from expert to variant, in nats (Eq. 41), as a target to attribute.
 
     u = (averaged Jacobian of the score map)' (averaged gradient of the loss), both averaged over their segments. A
     difference between the two models' score maps does not count as drift.
@@ -65,15 +65,15 @@ def loss_target(head: ScoreMap, expert: Tensor, variant: Tensor, labels: Tensor)
     one_hot = torch.zeros_like(start).scatter_(1, labels[:, None], 1.0)
     gradient = torch.zeros_like(start)
     # The averaged gradient times the change of scores is the change of the loss itself, not its linearization.
-    for t, weight in composite_nodes(end - start):
+    for t, weight in quadrature_nodes(end - start):
         gradient += weight * (torch.lerp(start, end, t).softmax(dim=1) - one_hot)
-    return Target(
+    return AttributionTarget(
         _pull_back_through_head(head, expert, variant, gradient), (gradient * (end - start)).sum(dim=1)
     )
 
 
-def margin_target(head: ScoreMap, expert: Tensor, variant: Tensor) -> Target:
-    """Return the change of the margin of the expert's decision from expert to variant, in scores, with its direction u.
+def margin_target(head: ScoreMap, expert: Tensor, variant: Tensor) -> AttributionTarget:
+    """Return the change of the expert's decision margin from expert to variant, as a target to attribute.
 
     A margin is the score of the class that the expert chooses minus that of each model's own strongest other class, its
     rival. With a single class it is NaN. u pulls back the chosen class minus the rivals along the segment, weighted
@@ -86,17 +86,17 @@ def margin_target(head: ScoreMap, expert: Tensor, variant: Tensor) -> Target:
     """
     start, end = head.scores(expert), head.scores(variant)
     if start.shape[1] < 2:
-        return Target(torch.full_like(expert, torch.nan), torch.full_like(start[:, 0], torch.nan))
+        return AttributionTarget(torch.full_like(expert, torch.nan), torch.full_like(start[:, 0], torch.nan))
     chosen = start.argmax(dim=1, keepdim=True)
     before, after = (scores.scatter(1, chosen, -torch.inf).amax(dim=1) for scores in (start, end))
     # On the straight segment of scores the margin is piecewise linear: its change is the product with this direction.
     direction = torch.zeros_like(start).scatter_(1, chosen, 1.0) - _rival_class_fractions(start, end)
     change = ((end - start).gather(1, chosen)[:, 0]) - (after - before)
-    return Target(_pull_back_through_head(head, expert, variant, direction), change)
+    return AttributionTarget(_pull_back_through_head(head, expert, variant, direction), change)
 
 
 def _rival_class_fractions(start: Tensor, end: Tensor) -> Tensor:
-    """Return on how much of each segment of scores each class but that chosen at its start is the largest, [n, c]."""
+    """Return for each class the part of the score segment on which it is the strongest rival, [n, c]."""
     change = end - start
     others = start.scatter(1, start.argmax(dim=1, keepdim=True), -torch.inf)
     shares, t = torch.zeros_like(start), torch.zeros_like(start[:, :1])
@@ -116,7 +116,7 @@ def _rival_class_fractions(start: Tensor, end: Tensor) -> Tensor:
 def _pull_back_through_head(head: ScoreMap, expert: Tensor, variant: Tensor, direction: Tensor) -> Tensor:
     """Multiply a direction in score space by the transposed, path-averaged Jacobian of the score map."""
     total = torch.zeros_like(expert)
-    for t, weight in composite_nodes(direction, panels=SCORE_PANELS):
+    for t, weight in quadrature_nodes(direction, panels=SCORE_PANELS):
         total += weight * vjp(head.scores, torch.lerp(expert, variant, t))[1](direction)[0]
     return total
 
@@ -150,7 +150,7 @@ class JacobianSettings:
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """Results of one layer's Jacobian on one batch; every tensor is [n] over samples.
+    """Gains and errors of one layer's path-averaged Jacobian on one batch; every tensor is [n].
 
     `error` is |p - A e| and `size` is |p|. If requested, `random_gain` is |A v| / |v| for one random direction v,
     `spectral_norm` the largest |A v| / |v|, and `spectral_residual` |A'A v - s^2 v| / s^2 after power iteration.
@@ -166,12 +166,12 @@ class LayerSensitivity:
 
 @dataclass(frozen=True)
 class BackwardStep:
-    """One layer of one variant on one batch, met on the way back.
+    """One layer of one variant on one batch in the backward sweep, with features and covectors.
 
     Attributes:
         routes: of a mixture of experts, where tokens of the crossed pass went: A is taken along them.
         expert_in: the expert's features before the layer; `merged_in` the variant's.
-        local_mismatch: m, and with the jumps of tokens that go elsewhere, see `smooth_split`.
+        local_mismatch: m, and with the jumps of tokens that go elsewhere, see `differentiable_split`.
         jump: those jumps alone; empty where tokens have no routes.
         propagation: p = e - m.
         covectors: the targets' covectors at the layer's output, stacked along a new first axis.
@@ -181,7 +181,7 @@ class BackwardStep:
     variant: str
     batch: CachedBatch
     layer_map: LayerMap
-    routes: Routes | None
+    routes: ExpertRoutes | None
     expert_in: State
     merged_in: State
     local_mismatch: State
@@ -190,43 +190,45 @@ class BackwardStep:
     covectors: State
 
     def parts(self) -> Tensor:
-        """Return <u, m> for every covector and sample, [k, n]."""
-        return vmap(inner, in_dims=(None, 0))(self.local_mismatch, self.covectors)
+        """Return the contribution <u, m> of the layer for every covector u and sample, [k, n]."""
+        return vmap(inner_products, in_dims=(None, 0))(self.local_mismatch, self.covectors)
 
     def operator(self, nodes: int) -> PathJacobian:
-        """Return the path-averaged Jacobian of the layer."""
-        side = self.batch.side.along(self.routes)
+        """Return the path-averaged Jacobian A of the layer."""
+        side = self.batch.side.with_routes(self.routes)
         return PathJacobian(lambda state: self.layer_map(state, side), self.expert_in, self.merged_in, nodes)
 
     def sensitivity_and_pullback(
         self, settings: JacobianSettings, nodes: int
     ) -> tuple[LayerSensitivity, State]:
-        """Return the sensitivity of the layer and A' u; nodes double until A e is close enough to p."""
-        drift_in = floating(subtract(self.merged_in, self.expert_in))
+        """Return the layer's sensitivity and A' u; quadrature nodes double until A e is close enough to p."""
+        drift_in = floating_leaves(subtract_states(self.merged_in, self.expert_in))
         random = self._random_directions(drift_in, settings.seed)
         # The drift checks the quadrature; its gain is compared with that of a random direction.
-        vectors = stacked([drift_in, random] if settings.random else [drift_in])
+        vectors = stack_states([drift_in, random] if settings.random else [drift_in])
         operator = self.operator(nodes)
         pushed, pulled = operator.products(vectors, self.covectors)
         while 2 * operator.nodes <= settings.max_nodes:
             # Written with `not`: if nothing propagates, the error is NaN, and more nodes would not help.
-            if not relative_error(stack_item(pushed, 0), self.propagation) > settings.tolerance:
+            if not relative_error(state_from_stack(pushed, 0), self.propagation) > settings.tolerance:
                 break
             operator = replace(operator, nodes=2 * operator.nodes)
             pushed, pulled = operator.products(vectors, self.covectors)
         spectral = _spectral_norm_and_residual(operator, drift_in) if settings.spectral else (None, None)
         sensitivity = LayerSensitivity(
-            error=norm(subtract(stack_item(pushed, 0), self.propagation)),
-            size=norm(self.propagation),
+            error=state_norms(subtract_states(state_from_stack(pushed, 0), self.propagation)),
+            size=state_norms(self.propagation),
             nodes=operator.nodes,
-            random_gain=norm(stack_item(pushed, 1)) / norm(random) if settings.random else None,
+            random_gain=state_norms(state_from_stack(pushed, 1)) / state_norms(random)
+            if settings.random
+            else None,
             spectral_norm=spectral[0],
             spectral_residual=spectral[1],
         )
         return sensitivity, pulled
 
     def _random_directions(self, state: State, seed: int) -> State:
-        """Draw normal directions on the CPU, so on any device alike; they are zero on padding."""
+        """Sample random normal directions on the CPU, equal for all devices, and zero on padding."""
         # The large factor keeps the seeds of all layers and batches apart.
         generator = torch.Generator().manual_seed((seed + self.layer.index) * 1_000_003 + self.batch.start)
         drawn = {
@@ -241,13 +243,13 @@ class BackwardStep:
 @diagnostic(
     "sample_contributions",
     table="samples",
-    columns=SAMPLES.only("final_share"),
+    columns=SAMPLES.select_columns("final_share"),
     needs="jacobian",
     option="jacobian",
 )
 @diagnostic(
     "contributions",
-    columns=LAYERS.only(
+    columns=LAYERS.select_columns(
         *(
             *(name for name in LAYERS.names if name.startswith("final_share")),
             *("remainder_share", "jacobian_error", "nodes", "jacobian_samples"),
@@ -258,8 +260,8 @@ class BackwardStep:
     option="jacobian",
 )
 @dataclass
-class PullBack:
-    """Pulls covectors at the final feature back through all layers of some variants.
+class BackwardSweep:
+    """The backward sweep that pulls covectors at the final feature back through all layers.
 
     `add` keeps the features at every boundary; `steps` goes back through them. `sensitivities` are those of the first
     batch; other batches take the nodes that it needed.
@@ -273,16 +275,16 @@ class PullBack:
     file_prefix: str = ""
     batches: dict[int, CachedBatch] = field(default_factory=dict, init=False)
     sensitivities: dict[tuple[str, int], LayerSensitivity] = field(default_factory=dict, init=False)
-    _routes: dict[tuple[str, int, int], Routes] = field(default_factory=dict, init=False)
+    _routes: dict[tuple[str, int, int], ExpertRoutes] = field(default_factory=dict, init=False)
 
     def add(self, view: LayerView) -> None:
-        """Keep the features after a layer, and its local mismatch."""
+        """Store the features after a layer and its local mismatch, for the backward sweep."""
         if view.start not in self.batches:
             name = f"{self.file_prefix}{view.start}"
             self.batches[view.start] = CachedBatch(
                 self.store, self.task, name, view.side, view.start, view.stop
             )
-        batch, split, layer = self.batches[view.start], smooth_split(view), view.layer.index
+        batch, split, layer = self.batches[view.start], differentiable_split(view), view.layer.index
         # The expert's features are the same next to all variants, so they are stored once.
         if view.variant == self.variants[0]:
             batch.put(f"expert-{layer}", view.expert_out)
@@ -291,8 +293,8 @@ class PullBack:
         batch.put(f"merged-{view.variant}-{layer}", view.merged_out)
         batch.put(f"mismatch-{view.variant}-{layer}", split.local_mismatch)
         if view.routes:
-            self._routes[view.variant, view.start, layer] = view.routes["crossed"].given()
-            jump = subtract(split.local_mismatch, decompose(view).local_mismatch)
+            self._routes[view.variant, view.start, layer] = view.routes["crossed"].fixed_copy()
+            jump = subtract_states(split.local_mismatch, decompose(view).local_mismatch)
             batch.put(f"jump-{view.variant}-{layer}", jump)
 
     def ends(self, batch: CachedBatch, variant: str) -> tuple[State, State]:
@@ -301,12 +303,12 @@ class PullBack:
         return batch.get(f"expert-{last}"), batch.get(f"merged-{variant}-{last}")
 
     def final_drift(self, batch: CachedBatch, variant: str) -> State:
-        """Return e_L, the covector whose parts over |e_L|^2 are the shares of the final drift."""
+        """Return the final drift e_L of a batch, the covector for attribution of the final drift."""
         expert, merged = self.ends(batch, variant)
-        return subtract(merged, expert)
+        return subtract_states(merged, expert)
 
     def steps(self, covectors: Mapping[tuple[int, str], State]) -> Iterator[BackwardStep]:
-        """Yield every layer of each batch and variant, the last layer first.
+        """Yield the backward steps of all layers, batches and variants, from the last layer to the first.
 
         `covectors` at the final feature, by start of the batch and variant, are stacked along a new first axis.
         """
@@ -339,7 +341,7 @@ class PullBack:
     ) -> BackwardStep:
         names = {name: f"{name}-{variant}-{layer.index}" for name in ("merged", "mismatch", "jump")}
         mismatch = batch.get(names["mismatch"])
-        drift = subtract(batch.get(names["merged"]), batch.get(f"expert-{layer.index}"))
+        drift = subtract_states(batch.get(names["merged"]), batch.get(f"expert-{layer.index}"))
         routes = self._routes.get((variant, batch.start, layer.index))
         before = layer.index - 1
         return BackwardStep(
@@ -352,19 +354,19 @@ class PullBack:
             merged_in=batch.get(f"merged-{variant}-{before}" if before else "expert-0"),
             local_mismatch=mismatch,
             jump=batch.get(names["jump"]) if routes else {},
-            propagation=subtract(drift, mismatch),
+            propagation=subtract_states(drift, mismatch),
             covectors=covectors,
         )
 
 
 @diagnostic(
     "prefix",
-    columns=LAYERS.only(*(name for name in LAYERS.names if name.startswith("prefix_share"))),
+    columns=LAYERS.select_columns(*(name for name in LAYERS.names if name.startswith("prefix_share"))),
     needs="jacobian",
 )
 @dataclass
 class PrefixSwaps:
-    """The derivative-free split: what changes in the final feature when the expert's prefix grows by one layer.
+    """Attribution without derivatives: the change of the final feature as one more expert layer runs first.
 
     c_l = S_{l-1}(h_{l-1}) - S_l(h_l), where h are the expert's features and S_l runs the merged layers after l. The sum
     over l telescopes to e_L exactly. It equals the Jacobian split when the merged suffix is linear; the difference is
@@ -377,7 +379,7 @@ class PrefixSwaps:
     ends: tuple[State, State] = field(default=({}, {}), init=False)
 
     def add(self, view: LayerView) -> None:
-        """Run the merged layer on every prefix, and start one more prefix after the expert's layer."""
+        """Run the merged layer on the features of every expert prefix, and start the next prefix."""
         self.seen = view.layer.index
         for prefix in range(1, self.seen - 1):
             self.batch.put(
@@ -389,19 +391,21 @@ class PrefixSwaps:
         self.ends = view.merged_out, view.expert_out
 
     def prefix_key(self, prefix: int) -> str:
-        """Return the batch's name for the features after the expert's first `prefix` layers."""
+        """Return the cache key of the features that start from the expert's first `prefix` layers."""
         return f"prefix-{self.variant}-{prefix}"
 
-    def finals(self) -> list[State]:
-        """Return the feature after the last layer seen when the first l layers are the expert's, for every l."""
+    def swapped_features(self) -> list[State]:
+        """Return the latest features with the first l layers the expert's and the rest merged, for every l."""
         merged, expert = self.ends
         return [merged, *(self.batch.get(self.prefix_key(prefix)) for prefix in range(1, self.seen)), expert]
 
     def shares(self) -> Tensor:
-        """Return <c_l, e_L> per layer and sample, [L, n]. The sum over layers is |e_L|^2 up to rounding."""
-        finals = self.finals()
-        drift = subtract(finals[0], finals[-1])
-        return torch.stack([inner(subtract(before, after), drift) for before, after in pairwise(finals)])
+        """Return the contribution <c_l, e_L> of each layer and sample, [L, n]; their sum is |e_L|^2."""
+        finals = self.swapped_features()
+        drift = subtract_states(finals[0], finals[-1])
+        return torch.stack(
+            [inner_products(subtract_states(before, after), drift) for before, after in pairwise(finals)]
+        )
 
 
 @diagnostic(
@@ -417,7 +421,7 @@ def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: Si
     `GROUPS` and in reverse. The changes of the output telescope to m in either order, and m_g is the mean of both.
     For two groups this is Shapley's value. A correction module on the last layer is a separate group.
     """
-    group_of, has_more = parameter_groups(variant.layer), variant.attachment is not None
+    group_of, has_more = parameter_roles(variant.layer), variant.attachment is not None
     order = [group for group in GROUPS if group in group_of.values()] + ["attached"] * has_more
 
     def _mixed_layer_output(changed: Sequence[str]) -> State:
@@ -433,8 +437,8 @@ def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: Si
     back = [forward[-1], *(_mixed_layer_output(order[count:]) for count in range(1, len(order))), forward[0]]
     return {
         group: {
-            name: (leaf + subtract(back[place], back[place + 1])[name]) / 2
-            for name, leaf in subtract(forward[place + 1], forward[place]).items()
+            name: (leaf + subtract_states(back[place], back[place + 1])[name]) / 2
+            for name, leaf in subtract_states(forward[place + 1], forward[place]).items()
         }
         for place, group in enumerate(order)
     }
@@ -443,21 +447,21 @@ def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: Si
 def _spectral_norm_and_residual(
     operator: PathJacobian, start: State, iterations: int = 30
 ) -> tuple[Tensor, Tensor]:
-    """Estimate the largest gain per sample by power iteration on A'A, and the residual of the last step, [n] each."""
+    """Estimate the spectral norm per sample by power iteration on A'A, and its residual, [n] each."""
     vector = _normalize_per_sample(start)
     for _ in range(iterations):
         image = operator.vjp(operator.jvp(vector))
         vector, before = _normalize_per_sample(image), vector
-    squared = inner(before, image)
+    squared = inner_products(before, image)
     # A small residual shows that the iteration has converged to a singular vector, not necessarily the largest.
-    residual = norm(
+    residual = state_norms(
         {name: leaf - _broadcast_per_sample(squared, leaf) * before[name] for name, leaf in image.items()}
     )
     return squared.clamp_min(0).sqrt(), residual / squared
 
 
 def _normalize_per_sample(state: State) -> State:
-    size = norm(state)
+    size = state_norms(state)
     return {name: leaf / _broadcast_per_sample(size, leaf) for name, leaf in state.items()}
 
 

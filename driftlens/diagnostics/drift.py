@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import jvp, vjp
 
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.sites import GROUPS, parameter_groups
+from driftlens.engine.sites import GROUPS, parameter_roles
 from driftlens.engine.walk import drift_columns
 from driftlens.linalg.state import (
     cross_entropy_change,
@@ -26,20 +26,20 @@ from driftlens.linalg.state import (
     linear_cka,
     softmax_change,
 )
-from driftlens.models.chain import Layer, LayerChain, Slot
+from driftlens.models.chain import Layer, LayerChain, WeightSlot
 from driftlens.models.heads import (
-    Derivative,
     Head,
     LinearHead,
     LmHead,
+    ScoreJacobian,
     ScoreMap,
-    class_rows,
-    is_of_vocabulary,
+    class_indices,
+    is_vocabulary_head,
 )
 from driftlens.runs.schema import LAYERS, OUTPUTS, PARAMS, SAMPLES
 from driftlens.utils.intervals import RESAMPLES
-from driftlens.utils.registry import Seen, diagnostic
-from driftlens.utils.variants import expert_of
+from driftlens.utils.registry import DiagnosticInput, diagnostic
+from driftlens.utils.variants import expert_name
 
 QUANTILES = (10, 25, 75, 90)
 GAIN_NODES = 4
@@ -62,20 +62,22 @@ _OF_LAYERS = (
 @diagnostic(
     "sample_drift",
     table="samples",
-    columns=SAMPLES.only(*_AS_SEEN, "amplification"),
+    columns=SAMPLES.select_columns(*_AS_SEEN, "amplification"),
     needs="view",
     option="",
     per_view=drift_columns,
 )
-def _sample_drift_columns(seen: Seen) -> dict[str, NDArray[np.float64]]:
-    """Return the columns of the sample table. A ratio over zero is NaN."""
+def _sample_drift_columns(seen: DiagnosticInput) -> dict[str, NDArray[np.float64]]:
+    """Return the drift columns of the sample table; ratios over zero are NaN."""
     columns = seen.columns
     amplification = _ratio_or_nan(columns["state_propagation"], columns["state_in"])
     return {name: columns[name] for name in _AS_SEEN} | {"amplification": amplification}
 
 
-@diagnostic("drift", columns=LAYERS.only(*_OF_LAYERS), needs="view", option="", per_view=drift_columns)
-def _layer_drift_columns(seen: Seen) -> dict[str, float]:
+@diagnostic(
+    "drift", columns=LAYERS.select_columns(*_OF_LAYERS), needs="view", option="", per_view=drift_columns
+)
+def _layer_drift_columns(seen: DiagnosticInput) -> dict[str, float]:
     """Compute the columns of the layer table that follow from drift alone.
 
     Means, standard deviations (divided by n) and quantiles are over samples; ratios are ratios of sums over samples.
@@ -86,7 +88,7 @@ def _layer_drift_columns(seen: Seen) -> dict[str, float]:
     gain_excess = _ratio_or_nan(columns["state_propagation"], columns["state_in"]) - 1
     mismatch_ratio = _ratio_or_nan(columns["state_mismatch"], columns["state_in"])
     defined = ~np.isnan(gain_excess)
-    ends = share_intervals(columns["state_propagation"][None], columns["state_in"])[:, 0]
+    ends = bootstrap_ratio_ci(columns["state_propagation"][None], columns["state_in"])[:, 0]
     values = {
         "drift_l2_mean": drift.mean(),
         "drift_l2_std": drift.std(),
@@ -119,7 +121,7 @@ def _layer_drift_columns(seen: Seen) -> dict[str, float]:
     return {name: float(value) for name, value in values.items()}
 
 
-def share_intervals(parts: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
+def bootstrap_ratio_ci(parts: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
     """Compute 95 % intervals of sum(parts) / sum(whole) by the percentile bootstrap.
 
     Numerator and denominator are resampled together, `RESAMPLES` times with replacement and with fixed random
@@ -169,15 +171,15 @@ def _std_without_nan(values: NDArray[np.float64]) -> float:
     return float(defined.std()) if len(defined) else np.nan
 
 
-@diagnostic("cka", columns=LAYERS.only("cka"))
-def cka(seen: Seen) -> dict[str, float]:
+@diagnostic("cka", columns=LAYERS.select_columns("cka"))
+def cka(seen: DiagnosticInput) -> dict[str, float]:
     """Compute debiased linear CKA between the variant's and the expert's features, in float64."""
     return {
         "cka": float(linear_cka(*(torch.from_numpy(rows).double() for rows in (seen.variant, seen.expert))))
     }
 
 
-def output_columns(
+def output_drift_columns(
     head: ScoreMap,
     expert: Tensor,
     variant: Tensor,
@@ -240,7 +242,7 @@ def output_columns(
 
 
 def _decision_columns(expert_scores: Tensor, scores: Tensor) -> dict[str, Tensor]:
-    """Return `flipped`, `certified` and `kl` for scores [n, c], [n] each, as `output_columns` defines them."""
+    """Return `flipped`, `certified` and `kl`, [n] each, from the scores [n, c] of both models."""
     log_p, expert_log_p = scores.log_softmax(dim=1), expert_scores.log_softmax(dim=1)
     return {
         "flipped": scores.argmax(dim=1) != expert_scores.argmax(dim=1),
@@ -251,8 +253,8 @@ def _decision_columns(expert_scores: Tensor, scores: Tensor) -> dict[str, Tensor
 
 
 @diagnostic("output", table="outputs", columns=OUTPUTS.columns[len(OUTPUTS.key) + 1 :], option="")
-def _output_columns_by_chunk(seen: Seen) -> dict[str, Any]:
-    """Return `output_columns`, a chunk of samples at a time; of a language model also `token_` columns."""
+def _output_columns_by_chunk(seen: DiagnosticInput) -> dict[str, Any]:
+    """Return the output drift columns, in chunks of samples; `token_` columns for language models."""
     head: ScoreMap = seen.head
     # A language model's decisions are compared over all tokens too, not only those of the classes.
     of_tokens = [
@@ -260,8 +262,8 @@ def _output_columns_by_chunk(seen: Seen) -> dict[str, Any]:
         for lm_head in (seen.expert_head, head)
         if isinstance(lm_head, LmHead)
     ]
-    rows = max(1, _SCORES // max([len(head.classes), 1, *(lm_head.num_tokens for lm_head in of_tokens)]))
-    labels = class_rows(head, seen.labels) if seen.labels is not None else None
+    rows = max(1, _SCORES // max([len(head.classes), 1, *(lm_head.vocabulary_size for lm_head in of_tokens)]))
+    labels = class_indices(head, seen.labels) if seen.labels is not None else None
     parts: list[dict[str, Tensor]] = []
     for begin in range(0, len(seen.variant), rows):
         chunk = slice(begin, begin + rows)
@@ -269,12 +271,12 @@ def _output_columns_by_chunk(seen: Seen) -> dict[str, Any]:
             torch.from_numpy(seen.expert[chunk]).double(),
             torch.from_numpy(seen.variant[chunk]).double(),
         )
-        columns = decided = output_columns(
+        columns = decided = output_drift_columns(
             head, expert, variant, None if labels is None else labels[chunk], expert_head=seen.expert_head
         )
         if len(of_tokens) == 2:
             # A head over the vocabulary has compared all tokens already.
-            if not is_of_vocabulary(head):
+            if not is_vocabulary_head(head):
                 decided = _decision_columns(
                     *(lm_head.scores(x) for lm_head, x in zip(of_tokens, (expert, variant), strict=True))
                 )
@@ -294,7 +296,7 @@ def _decision_margin(scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _ScoreGains:
-    """Estimates of the Lipschitz constant B of the score map on the segment (Prop. 3, Eq. 7), [n] each.
+    """Lipschitz estimates of the score map between expert and variant features (Prop. 3, Eq. 7), [n] each.
 
     secant <= directional <= spectral <= certified, up to rounding. NaN for samples without drift.
 
@@ -312,7 +314,7 @@ class _ScoreGains:
 
 
 def score_gains(head: ScoreMap, start: Tensor, end: Tensor, change: Tensor | None = None) -> _ScoreGains:
-    """Estimate the gains of `head.scores` on the segments from expert to variant; nothing is sampled if one is exact.
+    """Estimate how much the score map amplifies drift between expert and variant features.
 
     Args:
         head: the variant's score map.
@@ -340,13 +342,13 @@ def score_gains(head: ScoreMap, start: Tensor, end: Tensor, change: Tensor | Non
     return _ScoreGains(secant, directional, spectral, certified)
 
 
-def _autograd_derivative(head: ScoreMap, point: Tensor) -> Derivative:
+def _autograd_derivative(head: ScoreMap, point: Tensor) -> ScoreJacobian:
     pull = vjp(head.scores, point)[1]
-    return Derivative(lambda v: jvp(head.scores, (point,), (v,))[1], lambda w: pull(w)[0])
+    return ScoreJacobian(lambda v: jvp(head.scores, (point,), (v,))[1], lambda w: pull(w)[0])
 
 
 def _drift_and_largest_gains(head: ScoreMap, point: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
-    """Return |J u| along the drift u, and the largest gain found by power iteration from u."""
+    """Return the score map's gain |J u| along the drift u, and its largest gain by power iteration."""
     with forward_mode_attention():
         derivative = (
             head.derivative(point)
@@ -364,8 +366,8 @@ def _drift_and_largest_gains(head: ScoreMap, point: Tensor, direction: Tensor) -
 
 
 @dataclass(frozen=True)
-class Alignment:
-    """Sums over the entries of two task vectors; they add, so a layer is the sum of its modules.
+class TaskVectorAlignment:
+    """Sums over the entries of two task vectors, from which cosine, norm ratio and sign agreement follow.
 
     `agreeing` counts entries in which both are non-zero and of one sign, `moved` those in which both are non-zero.
     """
@@ -377,7 +379,7 @@ class Alignment:
     moved: int = 0
 
     @classmethod
-    def between(cls, variant: Tensor, expert: Tensor) -> Alignment:
+    def between(cls, variant: Tensor, expert: Tensor) -> TaskVectorAlignment:
         """Compute the sums of one pair of task vectors of equal shape, accumulated in float64."""
         left, right = variant.double().flatten(), expert.double().flatten()
         product = left * right
@@ -389,11 +391,13 @@ class Alignment:
             moved=int((product != 0).sum()),
         )
 
-    def __add__(self, other: Alignment) -> Alignment:
-        return Alignment(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+    def __add__(self, other: TaskVectorAlignment) -> TaskVectorAlignment:
+        return TaskVectorAlignment(
+            **{name: value + getattr(other, name) for name, value in vars(self).items()}
+        )
 
     def values(self) -> dict[str, float | None]:
-        """Return `cos`, `norm_ratio` (variant over expert) and `sign_agreement`; None if one vector is zero."""
+        """Return the cosine, norm ratio and sign agreement of the task vectors; None if one is zero."""
         both = self.variant_energy > 0 and self.expert_energy > 0
         return {
             "cos": self.dot / (self.variant_energy * self.expert_energy) ** 0.5 if both else None,
@@ -406,36 +410,36 @@ class Alignment:
 
 def task_vector_cosine(variant: Tensor, expert: Tensor) -> float | None:
     """Compute the cosine between two task vectors (weights minus base weights) of equal shape; None if one is zero."""
-    return Alignment.between(variant, expert).values()["cos"]
+    return TaskVectorAlignment.between(variant, expert).values()["cos"]
 
 
 @diagnostic(
     "task_vectors", table="params", columns=PARAMS.columns[len(PARAMS.key) :], needs="weights", option=""
 )
 def alignment_rows(pool: ModelPool, task: str, variant: str) -> Iterator[dict[str, object]]:
-    """Yield how a variant's task vector aligns with the expert's: by module, layer, group and backbone (`params` rows).
+    """Yield rows that compare a variant's task vector with the expert's, by module, layer and backbone.
 
     A parameter counts once, in the first layer that lists it. A head outside all layers, as in language models, is a
     group and not part of the backbone.
     """
     chain = pool.chain
-    backbone, groups = Alignment(), {name: Alignment() for name in GROUPS}
+    backbone, groups = TaskVectorAlignment(), {name: TaskVectorAlignment() for name in GROUPS}
     for layer in chain.layers:
-        modules: dict[str, Alignment] = {}
-        group_of = parameter_groups(layer)
-        for name, slot in chain.owned(layer).items():
+        modules: dict[str, TaskVectorAlignment] = {}
+        group_of = parameter_roles(layer)
+        for name, slot in chain.own_parameters(layer).items():
             path, group = _module_path(chain, layer, name, slot), group_of[name]
             alignment = _task_vector_alignment(pool, slot, task, variant)
-            modules[path] = modules.get(path, Alignment()) + alignment
+            modules[path] = modules.get(path, TaskVectorAlignment()) + alignment
             groups[group] += alignment
         for path, alignment in modules.items():
             yield {"scope": "module", "path": path, **alignment.values()}
         if modules:
-            whole = sum(modules.values(), Alignment())
+            whole = sum(modules.values(), TaskVectorAlignment())
             yield {"scope": "layer", "path": layer.path, **whole.values()}
             backbone = backbone + whole
-    for key in _matrix_keys_outside_layers(pool, ("base", variant, expert_of(task))):
-        groups["head"] += _task_vector_alignment(pool, Slot(key), task, variant)
+    for key in _matrix_keys_outside_layers(pool, ("base", variant, expert_name(task))):
+        groups["head"] += _task_vector_alignment(pool, WeightSlot(key), task, variant)
     for group, alignment in groups.items():
         if alignment.expert_energy or alignment.variant_energy:
             yield {"scope": "group", "path": group, **alignment.values()}
@@ -452,18 +456,18 @@ def _matrix_keys_outside_layers(pool: ModelPool, models: Sequence[str]) -> Itera
             yield key
 
 
-def _task_vector_alignment(pool: ModelPool, slot: Slot, task: str, variant: str) -> Alignment:
-    alignment = Alignment()
-    weights = (pool.stored(model, slot) for model in ("base", variant, expert_of(task)))
+def _task_vector_alignment(pool: ModelPool, slot: WeightSlot, task: str, variant: str) -> TaskVectorAlignment:
+    alignment = TaskVectorAlignment()
+    weights = (pool.stored(model, slot) for model in ("base", variant, expert_name(task)))
     for piece in zip(*(torch.split(weight.flatten(), _PIECE) for weight in weights), strict=True):
         # Widened before the subtraction: a task vector is a small difference of large weights.
         base, moved, expert = (part.double() for part in piece)
-        alignment += Alignment.between(moved - base, expert - base)
+        alignment += TaskVectorAlignment.between(moved - base, expert - base)
     return alignment
 
 
-def _module_path(chain: LayerChain, layer: Layer, name: str, slot: Slot) -> str:
-    """Return the module of a parameter in the library's names; parts of fused tensors have names of their own."""
+def _module_path(chain: LayerChain, layer: Layer, name: str, slot: WeightSlot) -> str:
+    """Return the path of a parameter's module in the library's names; fused parts have separate paths."""
     key = slot.key if slot.rows is None else f"{layer.path}.{name}"
     module = key.rpartition(".")[0]
     return key if not module or chain.blocks[0].path.startswith(f"{module}.") else module

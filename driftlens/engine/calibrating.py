@@ -14,39 +14,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.checkpoints.tensor_sources import StateSource, written
+from driftlens.checkpoints.tensor_sources import StateSource, stored_change
 from driftlens.engine.pool import Attachment, LayerMap, ModelPool, with_updated_parameters
 from driftlens.engine.sites import (
-    SiteRows,
-    require_rule,
+    SiteActivations,
+    record_activations,
+    require_weight_rule,
     row_weights,
-    rows_and_output,
     site_path,
-    stacked_weights,
+    stack_site_weights,
 )
 from driftlens.engine.walk import CachedBatch, FeatureStore, FeatureStream, Parts
 from driftlens.linalg.gram import (
+    CrossMomentSum,
     GramSum,
-    JointMoments,
-    OutputCross,
-    OutputSums,
+    ResidualMoments,
+    TargetOutputSums,
     add_scaled,
-    single,
+    half_to_float,
     solve_bytes,
 )
-from driftlens.linalg.ridge import Moments, NormMoments
+from driftlens.linalg.ridge import LinearMoments, NormMoments
 from driftlens.models.chain import Layer, Parameters, Pool, Site, SiteKind, State
-from driftlens.utils.devices import exact_products, place_of_sums, room_for_sums, summing, to_float64
-from driftlens.utils.distributed import ALONE, Team
+from driftlens.utils.devices import (
+    convert_moments_oom,
+    full_precision_matmul,
+    moments_budget,
+    moments_device,
+    to_float64,
+)
+from driftlens.utils.distributed import ALONE, ProcessGroup
 from driftlens.utils.errors import NumericsError, ShapeError
-from driftlens.utils.variants import ModelChange, expert_of
+from driftlens.utils.variants import ModelChange, expert_name
 
 EXPERT, MERGED = "expert", "merged"
 
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """Linear sites of one layer that read the same rows, so that they share a Gram matrix.
+    """The regression problem of linear modules that read the same inputs, so that they share a Gram matrix.
 
     Attributes:
         sites: in the order in which their outputs are stacked in `moments`.
@@ -58,7 +64,7 @@ class LinearProblem:
     """
 
     sites: tuple[Site, ...]
-    moments: Moments
+    moments: LinearMoments
     expert_bias: Mapping[str, Tensor]
     merged: Parameters
     base: Parameters | None
@@ -67,7 +73,7 @@ class LinearProblem:
 
 @dataclass(frozen=True)
 class NormProblem:
-    """One norm of one layer, with the moments of all tasks, each with weight 1; otherwise as `LinearProblem`."""
+    """The regression problem of one norm's scale and shift: moments of all tasks, each with weight 1."""
 
     sites: tuple[Site]
     moments: NormMoments
@@ -76,8 +82,8 @@ class NormProblem:
 
 
 @dataclass(frozen=True)
-class StepProblem:
-    """Linear sites that read the same rows, their inputs taken after all sites before them were solved.
+class StepwiseProblem:
+    """The regression problem of linear modules whose inputs come after all earlier modules were solved.
 
     Attributes:
         sites: in the order in which their outputs are stacked.
@@ -89,8 +95,8 @@ class StepProblem:
     """
 
     sites: tuple[Site, ...]
-    folds: Sequence[JointMoments]
-    tasks: Sequence[tuple[Tensor, JointMoments]]
+    folds: Sequence[ResidualMoments]
+    tasks: Sequence[tuple[Tensor, ResidualMoments]]
     has_bias: bool
     merged: Parameters
     task_weight_sum: float
@@ -103,7 +109,7 @@ Problem = LinearProblem | NormProblem
 
 @dataclass(frozen=True)
 class SiteReport:
-    """The result of the solve of one site, a row of the calibration table.
+    """The result of the solve of one module (site): a row of the calibration table.
 
     Attributes:
         site: the module's path in the library's names; a calibrator fills in its name in the layer.
@@ -144,7 +150,7 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class SiteUpdate:
-    """New parameters of one site, by the layer's own names, and how they came about."""
+    """New parameters of one module (site), by their names in the layer, and the report of the solve."""
 
     parameters: Mapping[str, Tensor]
     report: SiteReport
@@ -152,7 +158,7 @@ class SiteUpdate:
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """The regression target of a linear site.
+    """The regression target of a linear module: the share of expert features, and the token-weight rule.
 
     Attributes:
         expert_share: a in the target output W_i (a x_expert + (1 - a) x_merged) (FeatCal, Eq. 10, alpha).
@@ -165,7 +171,7 @@ class TargetSpec:
 
 @dataclass(frozen=True)
 class CalibratedLayer:
-    """One calibrated layer, or the correction of one task.
+    """One calibrated layer: its new parameters and reports, or the corrections of its output by task.
 
     `updates` are parameters by the layer's names, in the pool's dtype but rounded to the checkpoint's; `drift_l2_mean`
     is by task the mean norm of the pooled drift after the layer, empty for the last; `attachments` are corrections by
@@ -185,17 +191,17 @@ _Key = tuple[str, int, int, frozenset[str], frozenset[str], bool]
 
 
 @dataclass
-class ExpertFeatures:
-    """A cache of inputs and outputs of the experts' sites and layers, up to a budget in bytes.
+class ExpertFeatureCache:
+    """A cache of the inputs and outputs of the experts' modules and layers, up to a budget in bytes.
 
     They don't depend on the merged model or on settings, so a later calibration gets bit-identical weights from them.
     """
 
     budget: int = 0
     _num_bytes: int = field(default=0, init=False)
-    _passes: dict[_Key, tuple[SiteRows, State]] = field(default_factory=dict, init=False)
+    _passes: dict[_Key, tuple[SiteActivations, State]] = field(default_factory=dict, init=False)
 
-    def rows_and_output(
+    def record_activations(
         self,
         batch: CachedBatch,
         layer: Layer,
@@ -205,13 +211,13 @@ class ExpertFeatures:
         outputs: Collection[str],
         *,
         stops: bool,
-    ) -> tuple[SiteRows, State]:
-        """Return the result of `rows_and_output` on an expert's layer, from the cache if it was computed before."""
+    ) -> tuple[SiteActivations, State]:
+        """Run an expert's layer and record module inputs and outputs; return cached results if there are any."""
         # The start of a batch identifies it: caches are asked for the same batches every time.
         key = batch.task, batch.start, layer.index, frozenset(inputs), frozenset(outputs), stops
         if key in self._passes:
             return self._passes[key]
-        passed = rows_and_output(layer, expert, state, batch.side, inputs, outputs, stops=stops)
+        passed = record_activations(layer, expert, state, batch.side, inputs, outputs, stops=stops)
         rows, left = passed
         tensors = [*rows.inputs.values(), *rows.outputs.values(), *left.values()]
         num_bytes = self._num_bytes + sum(tensor.nbytes for tensor in tensors)
@@ -263,15 +269,15 @@ class CalibrationContext:
     spill: Path | None = None
     on_step: Callable[[CalibrationProgress], None] = lambda step: None
     pooling: Pool | None = None
-    team: Team = ALONE
+    team: ProcessGroup = ALONE
     objectives: bool = True
     seed: int = 0
     like: StateSource | None = None
-    expert_features: ExpertFeatures = field(default_factory=ExpertFeatures)
+    expert_features: ExpertFeatureCache = field(default_factory=ExpertFeatureCache)
 
     @property
     def has_views(self) -> bool:
-        """True if any sample is a copy of another one."""
+        """True if any calibration sample is an altered copy (view) of another sample."""
         return any(getattr(part, "original", None) is not None for part in self.parts.values())
 
     @property
@@ -280,12 +286,12 @@ class CalibrationContext:
         return sorted(self.parts)
 
     def store(self) -> FeatureStore:
-        """Return an empty store for cached features."""
+        """Create an empty store for cached features."""
         return FeatureStore(self.feature_budget, self.spill)
 
 
-class ClosedForm:
-    """A calibrator that solves from moments and never holds a model: `Layerwise` or `Stepwise`.
+class ClosedFormSolver:
+    """A calibrator that solves from moments of the features, and never holds a model.
 
     `update` are the kinds of parameters that are solved for. `inputs` are the features that a layer reads while its
     moments are summed: `deployed` from the calibrated layers before it, or `merged` or `expert` from that model.
@@ -296,24 +302,24 @@ class ClosedForm:
     inputs: str = "deployed"
 
     def solve(self, problem: Any) -> Sequence[SiteUpdate]:
-        """Return new parameters of a problem's sites."""
+        """Solve one regression problem; return new parameters of each of its modules."""
         raise NotImplementedError
 
-    def least_rows(self, width: int) -> int:
-        """Return the least number of rows per fold for an expert of a mixture; with fewer it stays as merged."""
+    def min_rows_to_solve(self, width: int) -> int:
+        """Return the least number of rows per fold to solve a mixture's expert; with fewer it stays as merged."""
         return 1
 
 
-class CalibrationWalk(ABC):
-    """Calibrate every layer that has chosen sites, in forward order, and pass the features through the others.
+class CalibrationLoop(ABC):
+    """The calibration loop: solves the chosen modules of each layer in forward order, and passes features on.
 
     `parts` holds the samples of this process's tasks. The main process adds the sums of all tasks in their order.
     """
 
-    def __init__(self, context: CalibrationContext, calibrator: ClosedForm) -> None:
+    def __init__(self, context: CalibrationContext, calibrator: ClosedFormSolver) -> None:
         self.context, self.calibrator = context, calibrator
         self.pool, self.team, self.tasks = self.context.pool, self.context.team, self.context.tasks
-        self.owners = self.team.owners(self.tasks)
+        self.owners = self.team.owner_ranks(self.tasks)
         self.pooling = self.context.pooling or self.pool.chain.modality.pool
         self.parts = {task: self.context.parts[task] for task in self.team.own_items(self.tasks)}
         self.sites = {
@@ -334,7 +340,7 @@ class CalibrationWalk(ABC):
         )
 
     def calibrated_layers(self) -> Iterator[CalibratedLayer]:
-        """Yield calibrated layers, up to the last one with chosen sites."""
+        """Yield the calibrated layers in forward order, up to the last layer with chosen modules."""
         with self.stream.store:
             for layer in self.pool.chain.layers[: self.last]:
                 if layer.index not in self.sites:
@@ -348,18 +354,18 @@ class CalibrationWalk(ABC):
 
     @abstractmethod
     def _calibrate_layer(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
-        """Solve the sites `names` of one layer. Unless it `is_last`, pass all features to the next boundary."""
+        """Solve the modules `names` of one layer. Unless it `is_last`, pass all features to the next boundary."""
 
     def _report_step(self, layer: int, task: str) -> None:
-        """Report a step in a layer, or in layer 0 while token weights are computed."""
+        """Report one step to the progress callback, as layer 0 while token weights are computed."""
         layer = 0 if self.is_weighing else layer
         label = f"layer {layer} of {self.last}, task {task}" if layer else f"weighing tokens, task {task}"
         self.context.on_step(CalibrationProgress(layer, task, max(0, layer - 1), self.last, label))
 
     @torch.no_grad()
-    @exact_products()
+    @full_precision_matmul()
     def _propagate_features(self, layer: Layer, done: Mapping[str, Tensor]) -> None:
-        """Pass all features through a layer; the merged model's use the parameters in `done`."""
+        """Pass all models' features through a layer; the merged model uses the stored parameters in `done`."""
         merged = self.pool.parameters("merged", layer)
         # Stored updates come from a file, in its dtype and on the host.
         merged = with_updated_parameters(
@@ -373,14 +379,14 @@ class CalibrationWalk(ABC):
         self.stream.check()
 
     def _expert_parameters(self, layer: Layer, task: str) -> Parameters:
-        return self.pool.parameters(expert_of(task), layer)
+        return self.pool.parameters(expert_name(task), layer)
 
     def _advance_merged_features(
         self, layer: Layer, merged: Parameters, updates: dict[str, Tensor]
     ) -> dict[str, float]:
         """Run the merged features through the calibrated layer; return the mean drift after it by task.
 
-        `updates` become views of the layer's new parameters, see `replaced`.
+        `updates` become views of the layer's new parameters, see `with_updated_parameters`.
         """
         calibrated_layer = LayerMap(layer, with_updated_parameters(layer, merged, updates))
         means: dict[str, Tensor] = {}
@@ -389,7 +395,7 @@ class CalibrationWalk(ABC):
             for batch in self.stream.batches(layer, task):
                 left = self.stream.take(layer, batch, MERGED, calibrated_layer, named="the calibrated model")
                 calibrated, expert = (
-                    layer.vectors(state, batch.side, self.pooling) for state in (left, batch.get(EXPERT))
+                    layer.pool_state(state, batch.side, self.pooling) for state in (left, batch.get(EXPERT))
                 )
                 sizes.append(torch.linalg.vector_norm(to_float64(calibrated - expert), dim=1))
             if sizes:
@@ -400,16 +406,16 @@ class CalibrationWalk(ABC):
         drift = {task: mean for part in self.team.gather(own) for task, mean in part.items()}
         return {task: drift[task] for task in self.tasks if task in drift}
 
-    def _solve_on_main_process(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> _Solved:
-        """Solve problems of one snapshot in the main process; return new parameters and a report per site.
+    def _solve_on_main_process(self, layer: Layer, problems: Iterable[Problem | StepwiseProblem]) -> _Solved:
+        """Solve regression problems in the main process; return new parameters, and a report per module.
 
         Parameters are rounded to the dtype of the saved model, so that later layers are fitted to what it computes.
         """
         # One process solves, so that all continue with the same bits.
         return self.team.run_on_main(partial(self._solve_problems, layer, problems))
 
-    @summing()
-    def _solve_problems(self, layer: Layer, problems: Iterable[Problem | StepProblem]) -> _Solved:
+    @convert_moments_oom()
+    def _solve_problems(self, layer: Layer, problems: Iterable[Problem | StepwiseProblem]) -> _Solved:
         updates: dict[str, Tensor] = {}
         reports: list[SiteReport] = []
         for problem in problems:
@@ -434,14 +440,14 @@ class CalibrationWalk(ABC):
                 updates |= update.parameters
         return updates, reports
 
-    def _solve_or_keep_expert(self, problem: Problem | StepProblem) -> Sequence[SiteUpdate]:
-        """Solve a problem, or keep an expert of a mixture that received too few tokens."""
+    def _solve_or_keep_expert(self, problem: Problem | StepwiseProblem) -> Sequence[SiteUpdate]:
+        """Solve a problem, or keep the merged weights of a mixture expert that received too few tokens."""
         solve = self.calibrator.solve
         if isinstance(problem, NormProblem) or problem.sites[0].expert is None:
             return solve(problem)
         rows, width = sum(problem.num_rows), problem.merged[f"{problem.sites[0].name}.weight"].shape[1]
         # A fold without rows can't be held out, and few rows have no unique solution.
-        if min(problem.num_rows) < self.calibrator.least_rows(width):
+        if min(problem.num_rows) < self.calibrator.min_rows_to_solve(width):
             return [
                 SiteUpdate({}, SiteReport(site.name, "kept", 0.0, None, None, 0.0, num_rows=rows))
                 for site in problem.sites
@@ -454,25 +460,25 @@ class CalibrationWalk(ABC):
         for name, value in update.parameters.items():
             slot = layer.parameters[name]
             if (
-                expected := slot.shape(source.headers[slot.key].shape)
+                expected := slot.layer_shape(source.headers[slot.key].shape)
             ) != value.shape:  # or assignment would broadcast it
                 raise ShapeError(f"the solution of {name} is {[*value.shape]}, expected {[*expected]}")
             dtype = saved[slot.key].dtype
             # In float32, as a float64 solve changes even unchanged parameters by rounding.
-            change += written(source, slot.key, slot.stored(value).float(), dtype, slot.rows)
+            change += stored_change(source, slot.key, slot.to_stored_layout(value).float(), dtype, slot.rows)
             parameters[name] = value.to(dtype).to(self.pool.device, self.pool.dtype)
         return SiteUpdate(parameters, replace(update.report, change=vars(change)))
 
 
-class Layerwise(ClosedForm):
-    """A calibrator that solves all sites of a layer from one snapshot, by default towards the experts' own outputs."""
+class LayerwiseCalibrator(ClosedFormSolver):
+    """A calibrator that solves all modules of a layer at once, by default towards the experts' outputs."""
 
-    def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
-        """Yield calibrated layers."""
-        return SnapshotWalk(context, self).calibrated_layers()
+    def calibrated_layers(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
+        """Yield the calibrated layers in forward order."""
+        return LayerwiseLoop(context, self).calibrated_layers()
 
     def target_spec(self, site: Site, *, in_last_block: bool) -> TargetSpec:
-        """Return the regression target of a site."""
+        """Return the regression target of a linear module."""
         return TargetSpec(1.0, site.token_weights)
 
     def task_weight(self, gram_norm: Tensor) -> Tensor:
@@ -481,7 +487,7 @@ class Layerwise(ClosedForm):
 
     @abstractmethod
     def solve(self, problem: Problem) -> Sequence[SiteUpdate]:
-        """Return new parameters of the problem's sites; nothing in the problem is modified.
+        """Return new parameters of the problem's modules; nothing in the problem is modified.
 
         The Gram matrix of a linear problem is valid during this call only: the next layer uses its memory.
 
@@ -492,7 +498,7 @@ class Layerwise(ClosedForm):
 
 
 class _InputSums(NamedTuple):
-    """Sums over rows of one task: Gram matrix [k, k], inputs [k], weights [], and rows that count anything []."""
+    """Sums over one task's input rows: Gram matrix, inputs, weights, and number of rows with nonzero weight."""
 
     gram: GramSum
     rows: Tensor
@@ -500,8 +506,8 @@ class _InputSums(NamedTuple):
     num_rows: Tensor
 
     def add(self, rows: Tensor, weights: Tensor | None) -> None:
-        """Add rows [T, k] that each count as `weights` say, [T]; None counts each 1."""
-        rows, weights = single(rows), None if weights is None else single(weights)
+        """Add rows [T, k] with weights [T] to the sums; None gives each row weight 1."""
+        rows, weights = half_to_float(rows), None if weights is None else half_to_float(weights)
         if weights is None:
             self.weight_sum.add_(len(rows))
             self.num_rows.add_(len(rows))
@@ -517,16 +523,16 @@ class _InputSums(NamedTuple):
 
 @dataclass(frozen=True)
 class _TaskSums:
-    """Sums over the rows of one task, as processes exchange them: inputs, outputs, the expert's biases by site."""
+    """Sums over one task's rows, as exchanged between processes: inputs, target outputs, biases by module."""
 
     inputs: _InputSums
-    outputs: OutputSums
+    outputs: TargetOutputSums
     biases: Mapping[str, Tensor]
 
 
 @dataclass(eq=False)
 class _LinearSums:
-    """Sums over rows of sites that read the same rows: one Gram matrix, and the target outputs of all sites, stacked.
+    """Running sums for linear modules with the same inputs: one Gram matrix, and their stacked target outputs.
 
     Sums over tasks are of each task's mean, times its `task_weight`.
     """
@@ -537,7 +543,7 @@ class _LinearSums:
     dtype: torch.dtype
     objectives: bool
     _inputs: _InputSums = field(init=False)
-    _cross: OutputCross | None = field(default=None, init=False)
+    _cross: CrossMomentSum | None = field(default=None, init=False)
     _total: GramSum | None = field(default=None, init=False)
     _energy: Tensor | None = field(default=None, init=False)
     _bias: dict[str, Tensor] = field(default_factory=dict, init=False)
@@ -545,12 +551,12 @@ class _LinearSums:
     def add(
         self,
         rows: Tensor,
-        seen: SiteRows,
+        seen: SiteActivations,
         weights: Tensor | None,
         expert: Parameters,
         num_batches: int,
     ) -> None:
-        """Add one batch of a task.
+        """Add one batch of a task to the sums.
 
         Args:
             rows: inputs of the sites in the merged model, [T, k].
@@ -560,15 +566,15 @@ class _LinearSums:
             num_batches: approximate number of batches of the task.
         """
         if self._cross is None:
-            self._cross = OutputCross(
-                stacked_weights(expert, self.sites),
+            self._cross = CrossMomentSum(
+                stack_site_weights(expert, self.sites),
                 _stacked_biases_or_zeros(expert, self.sites),
                 alpha=self.target.expert_share,
                 num_rows=max(1, len(rows)) * max(1, num_batches),
                 dtype=self.dtype,
                 energies=self.objectives,
             )
-            k, device = rows.shape[1], place_of_sums(self.dtype, rows.device)
+            k, device = rows.shape[1], moments_device(self.dtype, rows.device)
             gram, zeros = GramSum(k, self.dtype, device), torch.zeros(k, dtype=self.dtype, device=device)
             self._inputs = _InputSums(gram, zeros, zeros.new_zeros(()), zeros.new_zeros(()))
         expert_rows = seen.inputs[self.sites[0].name].flatten(0, -2)
@@ -576,9 +582,9 @@ class _LinearSums:
         self._cross.add(rows, expert_rows, expert_outputs, weights)
         self._inputs.add(rows, weights)
 
-    @summing()
+    @convert_moments_oom()
     def finish_task_sums(self, expert: Parameters) -> _TaskSums | None:
-        """Return the sums of the current task and start the next; None if the layer read nothing of it."""
+        """Return the sums of the current task and start the next task; None if the layer read no row of it."""
         cross, self._cross = self._cross, None
         if cross is None:
             return None
@@ -587,9 +593,9 @@ class _LinearSums:
         }
         return _TaskSums(self._inputs, cross.sums(self._inputs.gram), biases)
 
-    @summing()
+    @convert_moments_oom()
     def _add_task_sums(self, task: _TaskSums) -> None:
-        """Add a task to the sums over tasks, unless no row of it counts; its memory serves the next task."""
+        """Add the sums of one task to those over all tasks, unless all its rows have weight 0."""
         inputs, sums = task.inputs, task.outputs
         if self._total is None:
             like = inputs.rows
@@ -614,13 +620,14 @@ class _LinearSums:
             self._bias[name] = self._bias.get(name, 0.0) + omega * bias.to(self._rows)
 
     def problem(self, merged: Parameters, base: Parameters | None) -> LinearProblem:
+        """Build the regression problem of the linear modules from the sums over all tasks."""
         assert self._total is not None
         place = self._total.device
         return LinearProblem(
             sites=tuple(self.sites),
             # Divided in place: a second copy of the Gram matrix may not fit.
-            moments=Moments(
-                gram=self._total.full().div_(self._weight),
+            moments=LinearMoments(
+                gram=self._total.full_matrix().div_(self._weight),
                 output_cross=self._output_cross.div_(self._weight),
                 mean_in=self._rows / self._weight,
                 mean_target=self._targets / self._weight,
@@ -642,7 +649,7 @@ def _stacked_biases_or_zeros(parameters: Parameters, sites: Sequence[Site]) -> T
 
 @dataclass(eq=False)
 class _NormSums:
-    """Sums over normalised rows of the merged model; the target is the expert's affine map of the same rows."""
+    """Running sums over normalised rows of the merged model; the target is the expert's affine map of them."""
 
     sites: tuple[Site]
     target: TargetSpec
@@ -651,25 +658,27 @@ class _NormSums:
     _total: NormMoments | None = field(default=None, init=False)
 
     def add(self, rows: Tensor, weights: Tensor | None) -> None:
-        """Add inputs of the norm in the merged model, [T, k], and the weights of the rows."""
-        unit = normalised_rows(self.sites[0], rows)
+        """Add inputs of the norm in the merged model, [T, k], with row weights, to the sums."""
+        unit = norm_without_affine(self.sites[0], rows)
         weights = rows.new_ones(len(rows)) if weights is None else weights
         weighted = unit * weights[:, None]
         sums = weighted.sum(dim=0), (weighted * unit).sum(dim=0), weights.sum()
         # Converting whole batches to `dtype` would take longer than summing them; only the sums are converted.
-        total, squares, count = (part.to(place_of_sums(self.dtype, part.device), self.dtype) for part in sums)
+        total, squares, count = (
+            part.to(moments_device(self.dtype, part.device), self.dtype) for part in sums
+        )
         if self._task is not None:
             total, squares, count = total + self._task[0], squares + self._task[1], count + self._task[2]
         self._task = total, squares, count
 
     def finish_task_sums(self, expert: Parameters) -> NormMoments | None:
-        """Return the moments of the current task, means of weight 1; None if the layer read nothing of it."""
+        """Return the moments of the current task and start the next task; None if the layer read no row of it."""
         task, self._task = self._task, None
         if task is None:
             return None
         total, squares, count = task
         shift = expert.get(f"{self.sites[0].name}.bias")
-        return NormMoments.of_affine(
+        return NormMoments.from_affine(
             mean=total / count,
             second=squares / count,
             scale=expert[f"{self.sites[0].name}.weight"].to(total),
@@ -681,6 +690,7 @@ class _NormSums:
         self._total = task if self._total is None else self._total + task
 
     def problem(self, merged: Parameters, base: Parameters | None) -> NormProblem:
+        """Build the regression problem of the norm from the moments over all tasks."""
         total = self._total
         assert total is not None
         place = total.mean.device
@@ -695,8 +705,8 @@ def _parameters_of_sites(
     return {name: parameters[name].to(place) for name in names if name in parameters}
 
 
-def normalised_rows(site: Site, rows: Tensor) -> Tensor:
-    """Return rows before the scale and shift of a norm, [T, k]."""
+def norm_without_affine(site: Site, rows: Tensor) -> Tensor:
+    """Normalise rows [T, k] as a norm layer does, without its scale and shift."""
     # torch's RMSNorm uses this eps if none is set.
     eps = torch.finfo(rows.dtype).eps if site.eps is None else site.eps
     if site.kind == "layer_norm":
@@ -707,18 +717,18 @@ def normalised_rows(site: Site, rows: Tensor) -> Tensor:
 _Sums = _LinearSums | _NormSums
 
 
-class SnapshotWalk(CalibrationWalk):
-    """Solves all sites of a layer from one snapshot of its features."""
+class LayerwiseLoop(CalibrationLoop):
+    """The calibration loop that solves all modules of a layer from one snapshot of its features."""
 
-    calibrator: Layerwise
+    calibrator: LayerwiseCalibrator
 
-    def __init__(self, context: CalibrationContext, calibrator: Layerwise) -> None:
+    def __init__(self, context: CalibrationContext, calibrator: LayerwiseCalibrator) -> None:
         super().__init__(context, calibrator)
         # Measured before features fill the device. Processes must agree, as they sum the same sites at the same time.
-        self.room = min(self.team.gather(room_for_sums(self.pool.device, self.context.feature_budget)))
+        self.room = min(self.team.gather(moments_budget(self.pool.device, self.context.feature_budget)))
 
     @torch.no_grad()
-    @exact_products()
+    @full_precision_matmul()
     def _calibrate_layer(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
         merged = self.pool.parameters("merged", layer)
         updates: dict[str, Tensor] = {}
@@ -743,7 +753,7 @@ class SnapshotWalk(CalibrationWalk):
         return CalibratedLayer(layer.index, updates, reports, drift)
 
     def _sites_by_pass(self, layer: Layer, merged: Parameters, names: Collection[str]) -> list[list[str]]:
-        """Group sites, in solve order, into passes over the samples whose sums fit in memory."""
+        """Split modules into passes over the samples, so that the sums of each pass fit in memory."""
         sites = sorted((site for site in layer.sites if site.name in names), key=lambda x: x.kind != "linear")
         runs: list[list[str]] = [[]]
         total = 0
@@ -758,7 +768,7 @@ class SnapshotWalk(CalibrationWalk):
         return runs
 
     def _empty_moment_sums(self, layer: Layer, names: Collection[str]) -> list[_Sums]:
-        """Return empty sums of some sites; linear ones with the same input and token weights share a Gram matrix."""
+        """Create empty sums for modules; linear ones with equal input and token weights share a Gram matrix."""
         dtype: torch.dtype = getattr(torch, self.calibrator.solve_dtype)
         groups: dict[tuple[str, TargetSpec], list[Site]] = {}
         norms: list[_NormSums] = []
@@ -766,7 +776,7 @@ class SnapshotWalk(CalibrationWalk):
             if site.name not in names:
                 continue
             target = self.calibrator.target_spec(site, in_last_block=layer is self.pool.chain.blocks[-1])
-            require_rule(self.pool.chain, target.token_weights)
+            require_weight_rule(self.pool.chain, target.token_weights)
             if site.kind == "linear":
                 # Sites with one input and one rule share a Gram matrix and its factor.
                 groups.setdefault((site.input, target), []).append(site)
@@ -787,19 +797,19 @@ class SnapshotWalk(CalibrationWalk):
         is_final: bool,
         moves: bool,
     ) -> None:
-        """Accumulate the moments of all tasks; if `moves`, also pass the experts' features on."""
+        """Accumulate the moments of all tasks; if `moves`, also pass the experts' features to the next layer."""
         for task, owner in self.owners.items():
             expert: Parameters = {}
             if owner == self.team.rank:
                 expert = self._expert_parameters(layer, task)
                 for batch in self.stream.batches(layer, task):
-                    if layer.sees(batch.side):
+                    if layer.has_inputs_in(batch.side):
                         self._accumulate_batch_moments(layer, merged, expert, batch, parts, moves=moves)
                     elif is_final:
                         self.stream.take(layer, batch, EXPERT, LayerMap(layer, expert), named="the expert")
             part: Any
             for part in parts:
-                of_task = self.team.run_on(owner, partial(part.finish_task_sums, expert))
+                of_task = self.team.run_on_rank(owner, partial(part.finish_task_sums, expert))
                 if of_task is not None:
                     part._add_task_sums(of_task)
         self.stream.check()
@@ -819,18 +829,18 @@ class SnapshotWalk(CalibrationWalk):
         inputs = {part.sites[0].name for part in linear}
         outputs = {site.name for part in linear for site in part.sites}
         state = batch.get(EXPERT)
-        seen, left = self.context.expert_features.rows_and_output(
+        seen, left = self.context.expert_features.record_activations(
             batch, layer, expert, state, inputs, outputs, stops=not moves
         )
         if moves:
-            self.stream.keep(layer, batch, EXPERT, left, named="the expert")
+            self.stream.store_output(layer, batch, EXPERT, left, named="the expert")
         # With the expert's routes in both models, rows of a mixture's expert are pairs of the same tokens.
         routes = seen.side.routes
-        side = batch.side if routes is None else batch.side.along(routes.given())
+        side = batch.side if routes is None else batch.side.with_routes(routes.fixed_copy())
         if self.calibrator.inputs != "expert":
             state = batch.get(MERGED)
         taps = {part.sites[0].name for part in parts}
-        rows_of = rows_and_output(layer, merged, state, side, taps, stops=True)[0].inputs
+        rows_of = record_activations(layer, merged, state, side, taps, stops=True)[0].inputs
         # Unknown during the first pass, when batches are still being read.
         num_batches = len(self.stream.cached.get(batch.task, ()))
         for part in parts:
@@ -845,7 +855,7 @@ class SnapshotWalk(CalibrationWalk):
                 part.add(rows, seen, weights, expert, num_batches)
 
     def _base_site_parameters(self, layer: Layer, sites: Collection[Site]) -> Parameters | None:
-        """Return the base's parameters of some sites; None without a base."""
+        """Return the base model's parameters of some modules; None without a base."""
         names = [f"{site.name}.{part}" for site in sites for part in ("weight", "bias")]
         held = [name for name in names if name in layer.parameters]
         return None if self.context.base is None else self.pool.parameters(self.context.base, layer, held)

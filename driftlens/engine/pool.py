@@ -15,27 +15,36 @@ from torch import Tensor, nn
 
 from driftlens.checkpoints.tensor_sources import EmbeddingTable, StateSource, TensorHeader, check_finite
 from driftlens.data.samples import SampleSet
-from driftlens.models.chain import Layer, LayerChain, Parameters, Pool, Routes, SideInputs, Slot, State
+from driftlens.models.chain import (
+    ExpertRoutes,
+    Layer,
+    LayerChain,
+    Parameters,
+    Pool,
+    SideInputs,
+    State,
+    WeightSlot,
+)
 from driftlens.models.heads import LmHead, ScoreMap
-from driftlens.models.tracing.block_call import buffers_on, features_of, plain_experts
-from driftlens.models.tracing.sites import assembled
-from driftlens.utils.devices import device_of, to_device
-from driftlens.utils.errors import DataError, IncompatibleModelsError, some_of
+from driftlens.models.tracing.block_call import buffers_on_device, eager_experts, output_features
+from driftlens.models.tracing.sites import fused_tensor
+from driftlens.utils.devices import device_for_dtype, to_device
+from driftlens.utils.errors import DataError, IncompatibleModelsError, shorten_list
 
 
-def on_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
-    """Return raw inputs on a device, with floating tensors in `dtype`; lists become tuples and mappings dicts."""
+def inputs_to_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
+    """Move raw model inputs to a device, floating tensors also to `dtype`; lists become tuples."""
     if isinstance(inputs, Tensor):
         return to_device(inputs, device, dtype if inputs.is_floating_point() else None)
     if isinstance(inputs, Mapping):
-        return {name: on_device(value, device, dtype) for name, value in inputs.items()}
+        return {name: inputs_to_device(value, device, dtype) for name, value in inputs.items()}
     if isinstance(inputs, list | tuple):
-        return tuple(on_device(value, device, dtype) for value in inputs)
+        return tuple(inputs_to_device(value, device, dtype) for value in inputs)
     return inputs
 
 
 def input_bytes(inputs: object) -> int:
-    """Return the bytes of raw inputs."""
+    """Return the size of raw model inputs in bytes."""
     if isinstance(inputs, Tensor):
         return inputs.nbytes
     if isinstance(inputs, Mapping):
@@ -59,16 +68,16 @@ def with_updated_parameters(
     for slots in _slots_by_fused_tensor(layer).values():
         # Untouched stacks stay views of the file or of the live model.
         if not updates.keys().isdisjoint(slots):
-            whole = assembled([*slots.values()], [new[name] for name in slots])
+            whole = fused_tensor([*slots.values()], [new[name] for name in slots])
             for row, (name, slot) in enumerate(slots.items()):
-                new[name] = slot.own(whole[row : row + 1])
+                new[name] = slot.to_layer_layout(whole[row : row + 1])
     updates.update((name, new[name]) for name in updates)
     return new
 
 
-def _slots_by_fused_tensor(layer: Layer) -> dict[str, dict[str, Slot]]:
-    """Group the parameters that are rows of a fused tensor by the tensor's key."""
-    stacks: dict[str, dict[str, Slot]] = {}
+def _slots_by_fused_tensor(layer: Layer) -> dict[str, dict[str, WeightSlot]]:
+    """Group the layer parameters that are rows of a fused tensor by the key of that tensor."""
+    stacks: dict[str, dict[str, WeightSlot]] = {}
     for name, slot in layer.parameters.items():
         if slot.is_stacked:
             stacks.setdefault(slot.key, {})[name] = slot
@@ -76,14 +85,14 @@ def _slots_by_fused_tensor(layer: Layer) -> dict[str, dict[str, Slot]]:
 
 
 class Attachment(Protocol):
-    """A pure, differentiable map of the final feature of one variant, for one task."""
+    """A differentiable correction of the final feature of one model, for one task."""
 
     def __call__(self, stream: Tensor) -> Tensor:
         """Return corrected features of the same shape, [n, t, d] or [n, d]."""
         ...
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return all tensors of the map by name, as they are saved.
+        """Return the tensors of the correction by name, as they are saved.
 
         An attribute `code` may hold Python that computes `f` from `f` and these tensors `t`, for model cards.
         """
@@ -96,7 +105,7 @@ Attachments = Mapping[str, Attachment]
 
 @dataclass(frozen=True)
 class Variant:
-    """One model of a study: weights under the skeleton's key names, and corrections of its final feature."""
+    """One model of a pool: its weights, and corrections of its final feature by task."""
 
     weights: StateSource
     attachments: Attachments = field(default_factory=dict)
@@ -104,20 +113,20 @@ class Variant:
 
 @dataclass(frozen=True)
 class LayerMap:
-    """One layer of one variant for one task as a function of features: the layer, then its attachment."""
+    """One layer of one model as a function of features, followed by the correction for one task."""
 
     layer: Layer
     parameters: Parameters
     attachment: Attachment | None = None
 
-    def __call__(self, state: State, side: SideInputs, routes: Routes | None = None) -> State:
+    def __call__(self, state: State, side: SideInputs, routes: ExpertRoutes | None = None) -> State:
         """Return the features at the next boundary; records or follows routes through a mixture of experts."""
-        out, stream = self.layer.call(self.parameters, state, side.along(routes)), self.layer.stream
+        out, stream = self.layer.call(self.parameters, state, side.with_routes(routes)), self.layer.stream
         return out if self.attachment is None else {**out, stream: self.attachment(out[stream])}
 
 
 class ModelPool:
-    """Several models with one architecture, of which only one layer at a time is read; nothing is modified.
+    """Several models of one architecture, read one layer at a time; nothing is modified.
 
     `models` are weights by name (`base`, `merged`, `expert:<task>`, ...) in the key names of `skeleton`, whose
     parameters may be on the meta device; `modules` are live modules by the same names, whose own forward pass runs.
@@ -143,7 +152,7 @@ class ModelPool:
         self._modules = dict(modules or {})
         self._models: dict[str, Variant] = {}
         self._heads: dict[Hashable, LmHead] = {}
-        self._known_finite: set[tuple[str, Slot]] = set()
+        self._known_finite: set[tuple[str, WeightSlot]] = set()
         for name, source in models.items():
             self.add(name, source)
 
@@ -164,14 +173,14 @@ class ModelPool:
         return self._models[model]
 
     def score_map(self, head: ScoreMap | None, model: str) -> ScoreMap | None:
-        """Return a score map for one model; a language-model head takes the model's own rows."""
+        """Return the score map (head) for one model; a language-model head uses the model's own rows."""
         if not isinstance(head, LmHead) or model not in self:
             return head
         # Cached, because the norms of its rows over a vocabulary are slow to compute.
         key, source = (model, head.lm, head.tokens, head.classes), self.source(model)
         # A model may have been replaced under its name.
         if key not in self._heads or self._heads[key].source is not source:
-            self._heads[key] = head.of(source)
+            self._heads[key] = head.of_model(source)
         return self._heads[key]
 
     def add(self, model: str, source: StateSource, attachments: Attachments | None = None) -> None:
@@ -189,7 +198,7 @@ class ModelPool:
         """Return the same models, computed in float64; on the CPU if the device has no float64."""
         # A shallow copy: both pools share models, heads and the record of checked tensors.
         wide = copy.copy(self)
-        wide.device = device_of(torch.float64, self.device)
+        wide.device = device_for_dtype(torch.float64, self.device)
         wide.dtype = torch.float64
         wide._modules = {}  # live modules compute in their own dtype
         return wide
@@ -206,37 +215,39 @@ class ModelPool:
             return {name: self._read_parameter(model, layer.parameters[name]) for name in names}
         read = self._read_stem_parameter if layer.role == "stem" else self._read_parameter
         # One tensor for all experts of a mixture, or every pass would concatenate them.
-        fused = {key: self._read_parameter(model, Slot(key)) for key in _slots_by_fused_tensor(layer)}
+        fused = {key: self._read_parameter(model, WeightSlot(key)) for key in _slots_by_fused_tensor(layer)}
         return {
-            name: slot.own(slot.of(fused[slot.key])) if slot.is_stacked else read(model, slot)
+            name: slot.to_layer_layout(slot.take_rows(fused[slot.key]))
+            if slot.is_stacked
+            else read(model, slot)
             for name, slot in layer.parameters.items()
         }
 
-    def stored(self, model: str, slot: Slot) -> Tensor:
-        """Return one parameter in its layer's layout, on the CPU in the dtype of its file, without a copy."""
+    def stored(self, model: str, slot: WeightSlot) -> Tensor:
+        """Return one parameter as stored: on the CPU in the dtype of its file, in the layout of its layer."""
         source = self.source(model)
         tensor = source.read(slot.key, slot.rows)
         if (model, slot) not in self._known_finite:
             # Once per tensor: calibrations read each layer several times.
             check_finite(source.name, slot.key, tensor)
             self._known_finite.add((model, slot))
-        return slot.own(tensor)
+        return slot.to_layer_layout(tensor)
 
-    def _read_parameter(self, model: str, slot: Slot) -> Tensor:
+    def _read_parameter(self, model: str, slot: WeightSlot) -> Tensor:
         return to_device(self.stored(model, slot), self.device, self.dtype)
 
-    def _read_stem_parameter(self, model: str, slot: Slot) -> Tensor:
+    def _read_stem_parameter(self, model: str, slot: WeightSlot) -> Tensor:
         """Read a parameter of the stem; a possible embedding table is converted row by row on use."""
         header = self.source(model).headers[slot.key]
         if self.device.type != "cpu" or len(header.shape) != 2 or header.dtype == self.dtype:
             return self._read_parameter(model, slot)
         if (model, slot) not in self._known_finite:
             self.stored(model, slot)  # checked, then read again: the checked pages would stay in memory
-        return EmbeddingTable.of(self.stored(model, slot), self.dtype)
+        return EmbeddingTable.wrap(self.stored(model, slot), self.dtype)
 
     def initial_state(self, inputs: object) -> tuple[State, SideInputs]:
-        """Return the state at boundary 0 of a batch of raw inputs, and the side inputs of the layers."""
-        return self.chain.start(on_device(inputs, self.device, self.dtype))
+        """Return the features before the first layer for raw inputs, and the side inputs of all layers."""
+        return self.chain.start(inputs_to_device(inputs, self.device, self.dtype))
 
     def layer_map(self, model: str, layer: Layer, task: str) -> LayerMap:
         """Read one layer of one model for one task.
@@ -252,7 +263,7 @@ class ModelPool:
         return LayerMap(layer, self.parameters(model, layer), attachment)
 
     def library_states(self, model: str, inputs: Any, task: str = "") -> list[State]:
-        """Return the states at boundaries 1..L from one forward pass of the library's module with these weights.
+        """Run the library's own module with a model's weights once; return the features after every layer.
 
         Args:
             model: the model's name; one block of its weights is in memory at a time.
@@ -277,10 +288,10 @@ class ModelPool:
             name: slot
             for slot in self.chain.layers[0].parameters.values()
             for name in self.chain.tied.get(slot.key, (slot.key,))
-            if slot == Slot(slot.key)
+            if slot == WeightSlot(slot.key)
         }
         read = self._weight_reader(model)
-        return streamed_weights(
+        return stream_weights(
             self._skeleton,
             [layer.path for layer in self.chain.blocks],
             lambda name: self._read_stem_parameter(model, stem[name]) if name in stem else read(name),
@@ -288,8 +299,8 @@ class ModelPool:
             used,
         )
 
-    def require_room(self, model: str) -> None:
-        """Raise a `DataError` if a model's weights exceed the budget; live models are in memory anyway."""
+    def require_memory(self, model: str) -> None:
+        """Raise a `DataError` if a model's weights exceed the memory budget; live models are in memory anyway."""
         count = sum(math.prod(header.shape) for header in self.source(model).headers.values())
         needed = count * self.dtype.itemsize
         if model not in self._modules and needed > self.budget:
@@ -298,15 +309,15 @@ class ModelPool:
             raise DataError(f"{text}, {self.budget / 1e6:,.1f} MB", hint=hint)
 
     @contextmanager
-    def loaded(self, model: str, task: str = "") -> Iterator[nn.Module]:
-        """Load the library's whole module with one model's weights and attachment, for generation of text."""
+    def load_module(self, model: str, task: str = "") -> Iterator[nn.Module]:
+        """Load the library's whole module with one model's weights and correction, inside the context."""
         module = self._modules[model] if model in self._modules else self._module_with_weights(model)
         attachment = self._models[model].attachments.get(task)
         with ExitStack() as stack:
             if self.dtype == torch.float64:
-                stack.enter_context(plain_experts(module))
+                stack.enter_context(eager_experts(module))
             if attachment is not None:
-                path = final_module(self.chain)
+                path = final_module_path(self.chain)
                 hook = _attachment_hook(path, attachment)
                 stack.callback(module.get_submodule(path).register_forward_hook(hook).remove)
             yield module
@@ -316,13 +327,13 @@ class ModelPool:
 
         Parameters that no layer reads and the file lacks stay on the meta device.
         """
-        self.require_room(model)
+        self.require_memory(model)
         # Checkpoints often store one name of tied weights only.
         held = self.source(model).headers.keys()
         names = [
             name for name in _weight_names(self._skeleton) if {name, *self.chain.tied.get(name, ())} & held
         ]
-        with buffers_on(self._skeleton, self.device):
+        with buffers_on_device(self._skeleton, self.device):
             module = copy.deepcopy(self._skeleton)
         _set_weights(module, names, self._weight_reader(model))
         return module
@@ -344,7 +355,7 @@ class ModelPool:
 
 
 def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: StateSource) -> None:
-    """Raise an `IncompatibleModelsError` for missing or unknown keys, other shapes, or integers in the place of floats.
+    """Raise an `IncompatibleModelsError` for missing or unknown keys, other shapes, or integers for floats.
 
     Args:
         skeleton: the library's module.
@@ -360,9 +371,9 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
     missing = [key for key in needed if key not in headers]
     unknown = [key for key in headers if key not in expected]
     if missing or unknown:
-        problems = [f"lacks {some_of([*map(repr, missing)])}"] if missing else []
+        problems = [f"lacks {shorten_list([*map(repr, missing)])}"] if missing else []
         problems += (
-            [f"has {some_of([*map(repr, unknown)])}, which {chain.architecture} does not know"]
+            [f"has {shorten_list([*map(repr, unknown)])}, which {chain.architecture} does not know"]
             if unknown
             else []
         )
@@ -388,14 +399,14 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
 
 
 @contextmanager
-def streamed_weights(
+def stream_weights(
     module: nn.Module,
     block_paths: Sequence[str],
     read: Callable[[str], Tensor],
     device: torch.device,
     used: Collection[str] | None = None,
 ) -> Iterator[None]:
-    """Run ordinary forward passes of `module` with the weights that `read` returns, inside the context.
+    """Run forward passes of `module` inside the context, with weights read block by block by `read`.
 
     A block's parameters are read before it runs and dropped after it; all others stay in memory.
 
@@ -414,7 +425,7 @@ def streamed_weights(
     with ExitStack() as stack:
         # Moving buffers touches every module, so it is skipped where nothing would move.
         if any(buffer.device != device for buffer in module.buffers()):
-            stack.enter_context(buffers_on(module, device))
+            stack.enter_context(buffers_on_device(module, device))
         stack.enter_context(_temporary_weights(module, outside, read))
         for path, block in blocks.items():
             _register_streaming_hooks(block, path, read, stack)
@@ -472,7 +483,7 @@ def _set_weights(module: nn.Module, names: Sequence[str], read: Callable[[str], 
 
 
 def _weight_locations(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str, bool]]:
-    """Return the dictionary of parameters or buffers that holds each name, the key in it, and True for a buffer."""
+    """Return for each name the dictionary that holds the tensor, its key in there, and True for a buffer."""
     owners = [
         (module.get_submodule(path), leaf) for path, _, leaf in (name.rpartition(".") for name in names)
     ]
@@ -484,7 +495,7 @@ def _weight_locations(module: nn.Module, names: Sequence[str]) -> list[tuple[dic
 
 
 def attachment_tensors(attachments: Attachments, prefix: str | int) -> dict[str, Tensor]:
-    """Return all tensors by name, `prefix/tensor/task`; a prefix is the last layer's index or `final_module`."""
+    """Return the tensors of all corrections under the keys `prefix/tensor/task`, for saving."""
     return {
         f"{prefix}/{name}/{task}": value.detach()
         for task, attachment in sorted(attachments.items())
@@ -492,10 +503,10 @@ def attachment_tensors(attachments: Attachments, prefix: str | int) -> dict[str,
     }
 
 
-def attachments_from(
+def attachments_from_tensors(
     tensors: Iterable[tuple[str, Tensor]], make: Callable[[Mapping[str, Tensor]], Attachment]
 ) -> dict[str, Attachment]:
-    """Build corrections from tensors as `attachment_tensors` returned them; `make` takes the tensors of one task."""
+    """Build corrections by task from saved tensors; `make` takes the tensors of one task."""
     by_task: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for key, value in tensors:
         _, name, task = key.split("/", 2)
@@ -503,8 +514,8 @@ def attachments_from(
     return {task: make(of_task) for task, of_task in by_task.items()}
 
 
-def final_module(chain: LayerChain) -> str:
-    """Return the path of the library's module whose output is the final feature; raise if there is none."""
+def final_module_path(chain: LayerChain) -> str:
+    """Return the path of the module that returns the final feature; raise if there is none."""
     last = chain.layers[-1]
     path = last.path if last.role == "block" else chain.final
     if path is None:
@@ -517,10 +528,10 @@ def final_module(chain: LayerChain) -> str:
 
 
 def _attachment_hook(path: str, attachment: Attachment) -> Callable[[nn.Module, Any, Any], Any]:
-    """Return a forward hook that applies an attachment to the features of the module at `path`."""
+    """Return a forward hook that applies a correction to a module's output features."""
 
     def correct_output(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-        changed = attachment(features_of(path, output))
+        changed = attachment(output_features(path, output))
         # Library blocks return tuples whose first entry is the features.
         return changed if isinstance(output, Tensor) else type(output)([changed, *output[1:]])
 
@@ -544,7 +555,7 @@ class ScoredSamples:
 
     @property
     def parts(self) -> tuple[tuple[str, tuple[int, int] | None], ...]:
-        """The parameter tensors of `keys`, each a key and the rows of a fused tensor, or None for all rows."""
+        """The parameter tensors behind `keys`: each a key, and its rows of a fused tensor (None for all)."""
         slots = [slot for layer in self._pool.chain.layers for slot in layer.parameters.values()]
         rows: dict[str, list[tuple[int, int] | None]] = {key: [] for key in self.keys}
         for key, place in dict.fromkeys((slot.key, slot.rows) for slot in slots):
@@ -552,26 +563,27 @@ class ScoredSamples:
         fused = {key: places for key, places in rows.items() if places and None not in places}
         return tuple((key, place) for key in rows for place in fused.get(key, [None]))
 
-    def placed(self, weight: Tensor) -> Tensor:
-        """Return a weight on the pool's device in its dtype."""
+    def to_pool_device(self, weight: Tensor) -> Tensor:
+        """Return a weight on the pool's device, in the pool's dtype."""
         return weight.to(self._pool.device, self._pool.dtype)
 
     def log_probabilities(self, rows: Sequence[int], weights: Mapping[str, Tensor]) -> Tensor:
-        """Return log-probabilities [n, classes] of the samples at positions `rows`, with weights as stored."""
+        """Return class log-probabilities [n, classes] of the samples `rows`, differentiable in `weights`."""
         state, side = self._pool.initial_state(self._samples.load(rows))
-        held = _WeightSource(weights)
+        held = _GradWeightSource(weights)
         for layer in self._pool.chain.layers:
             parameters = {
-                name: slot.own(held.read(slot.key, slot.rows)) for name, slot in layer.parameters.items()
+                name: slot.to_layer_layout(held.read(slot.key, slot.rows))
+                for name, slot in layer.parameters.items()
             }
             state = layer.call(parameters, state, side)
         # The head must read the weights that carry gradients, not those of the pool.
-        head = self._head.of(held) if isinstance(self._head, LmHead) else self._head
-        return torch.log_softmax(head.scores(layer.vectors(state, side, self._pooling)), dim=-1)
+        head = self._head.of_model(held) if isinstance(self._head, LmHead) else self._head
+        return torch.log_softmax(head.scores(layer.pool_state(state, side, self._pooling)), dim=-1)
 
 
-class _WeightSource:
-    """Weights as a source that keeps their gradients."""
+class _GradWeightSource:
+    """In-memory weights with the interface of a checkpoint that keep their gradients."""
 
     name = "the weights in memory"
 
@@ -580,5 +592,5 @@ class _WeightSource:
         self._weights = weights
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """Return the tensor, or rows [start, stop) of it."""
+        """Return a tensor, or its rows [start, stop)."""
         return self._weights[key] if rows is None else self._weights[key][slice(*rows)]

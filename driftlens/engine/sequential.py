@@ -25,28 +25,28 @@ from driftlens.engine.calibrating import (
     MERGED,
     CalibratedLayer,
     CalibrationContext,
-    CalibrationWalk,
-    ClosedForm,
+    CalibrationLoop,
+    ClosedFormSolver,
     SiteReport,
-    StepProblem,
+    StepwiseProblem,
 )
 from driftlens.engine.pool import LayerMap, ModelPool, with_updated_parameters
 from driftlens.engine.sites import (
     ENTERED,
     find_residual_streams,
-    require_rule,
+    record_activations,
+    require_weight_rule,
     residual_stream,
     row_weights,
-    rows_and_output,
-    stacked_weights,
+    stack_site_weights,
 )
 from driftlens.engine.walk import CachedBatch
-from driftlens.linalg.gram import GramSum, JointSums, single
+from driftlens.linalg.gram import GramSum, ResidualSums, half_to_float
 from driftlens.linalg.ridge import BIAS_INPUT
-from driftlens.models.chain import Layer, LayerChain, Parameters, Routes, SideInputs, Site, State
-from driftlens.utils.devices import exact_products, near_float64, to_device, to_float64
+from driftlens.models.chain import ExpertRoutes, Layer, LayerChain, Parameters, SideInputs, Site, State
+from driftlens.utils.devices import full_precision_matmul, to_device, to_float64, to_float64_device
 from driftlens.utils.errors import DataError, NumericsError
-from driftlens.utils.variants import expert_of
+from driftlens.utils.variants import expert_name
 
 _WANTED, _CHOSEN, _GATES = "wanted", "chosen experts", "gates"
 # Least number of rows per product; products of few rows are slow.
@@ -60,16 +60,16 @@ _LEAST_ENERGY, _FLOOR = 1e-4, 0.02
 
 
 @dataclass
-class _Sums:
-    """Sums of one group of sites by fold, and by task the output metric with its sums, Gram norm and weight."""
+class _GroupSums:
+    """Running moments of one group of modules: by fold, and by task with its output metric and weight."""
 
-    folds: list[JointSums]
-    tasks: dict[str, tuple[Tensor, JointSums]]
+    folds: list[ResidualSums]
+    tasks: dict[str, tuple[Tensor, ResidualSums]]
     norms: dict[str, Tensor]
     factors: dict[str, float]
     num_rows: list[int]
 
-    def add(self, other: _Sums) -> None:
+    def add(self, other: _GroupSums) -> None:
         """Add the sums of one more task."""
         for fold, more in zip(self.folds, other.folds, strict=True):
             fold.join(more)
@@ -78,12 +78,13 @@ class _Sums:
         self.factors |= other.factors
         self.num_rows = [before + more for before, more in zip(self.num_rows, other.num_rows, strict=True)]
 
-    def problem(self, group: _Group, merged: Parameters, *, has_views: bool) -> StepProblem:
+    def problem(self, group: _SiteGroup, merged: Parameters, *, has_views: bool) -> StepwiseProblem:
+        """Build the regression problem of the group from the sums, with Gram matrices scaled to mean norm 1."""
         # Gram matrices are scaled to mean norm 1.
         norms = [self.norms[task] for task in sorted(self.norms)]
         # All inputs may be 0, which can't be scaled to norm 1.
         scale = 1 / float(torch.stack(norms).mean()) if sum(norms) > 0 else 1.0
-        return StepProblem(
+        return StepwiseProblem(
             group.sites,
             [sums.moments(scale) for sums in self.folds],
             [
@@ -98,8 +99,8 @@ class _Sums:
         )
 
 
-class Stepwise(ClosedForm):
-    """A calibrator that solves the sites of a layer in steps, each on inputs collected after the last one.
+class StepwiseCalibrator(ClosedFormSolver):
+    """A calibrator that solves a layer's modules in steps, each on inputs recorded after the previous step.
 
     `order`, `residual`, `weights`, `mu` and `seed` are the settings of `ResidualCal`.
     """
@@ -113,25 +114,27 @@ class Stepwise(ClosedForm):
     @property
     @abstractmethod
     def num_folds(self) -> int:
-        """The number of folds of the samples; 1 if nothing is held out."""
+        """The number of cross-validation folds of the samples; 1 without held-out samples."""
 
-    def calibrated(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
-        """Yield calibrated layers."""
-        return _StepWalk(context, self).calibrated_layers()
+    def calibrated_layers(self, context: CalibrationContext) -> Iterator[CalibratedLayer]:
+        """Yield the calibrated layers in forward order."""
+        return _StepwiseLoop(context, self).calibrated_layers()
 
-    def waiting_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
-        """Return the bytes per task of the gradients' second moments, in float32."""
+    def extra_cache_bytes(self, pool: ModelPool, sites: Mapping[int, Collection[str]]) -> int:
+        """Return the bytes per task that cached second moments of gradients take, in float32."""
         headers = pool.source("merged").headers
         stacked_slots = (
             [layer.parameters[f"{site.name}.weight"] for site in group.sites]
             for layer in pool.chain.layers
             for group in linear_site_groups(layer, sites.get(layer.index, ()))
         )
-        widths = (sum(slot.shape(headers[slot.key].shape)[0] for slot in slots) for slots in stacked_slots)
+        widths = (
+            sum(slot.layer_shape(headers[slot.key].shape)[0] for slot in slots) for slots in stacked_slots
+        )
         return 4 * sum(width**2 for width in widths) if self.mu else 0
 
-    def require_samples(self, count: int, task: str) -> None:
-        """Raise a `DataError` if a task has fewer different samples than folds."""
+    def require_enough_samples(self, count: int, task: str) -> None:
+        """Raise a `DataError` if a task has fewer distinct samples than folds."""
         if count < self.num_folds:
             raise DataError(
                 f"task {task!r} has {count} different calibration samples, which {self.num_folds} folds can't share",
@@ -140,22 +143,22 @@ class Stepwise(ClosedForm):
             )
 
 
-class _StepWalk(CalibrationWalk):
-    """Solve the sites of a layer in steps; the outputs of the experts' sites are cached until then."""
+class _StepwiseLoop(CalibrationLoop):
+    """The calibration loop that solves a layer in steps; the experts' module outputs are cached until then."""
 
-    calibrator: Stepwise
+    calibrator: StepwiseCalibrator
 
-    def __init__(self, context: CalibrationContext, calibrator: Stepwise) -> None:
+    def __init__(self, context: CalibrationContext, calibrator: StepwiseCalibrator) -> None:
         super().__init__(context, calibrator)
-        self.groups: dict[int, list[_Group]] = {}
+        self.groups: dict[int, list[_SiteGroup]] = {}
         self.weighted: dict[str, dict[_Key, _TokenWeights]] = {}
         self.energies: dict[str, dict[_Key, float]] = {}
         self.folds: dict[str, dict[str, int]] = {}
-        self.chosen: dict[CachedBatch, Routes] = {}
+        self.chosen: dict[CachedBatch, ExpertRoutes] = {}
         self.stream.hashes = True
 
     @torch.no_grad()
-    @exact_products()
+    @full_precision_matmul()
     def _calibrate_layer(self, layer: Layer, names: Collection[str], *, is_last: bool) -> CalibratedLayer:
         if not self.groups:
             self._prepare_folds_and_weights(layer)
@@ -180,11 +183,11 @@ class _StepWalk(CalibrationWalk):
         drift = {} if is_last else self._advance_merged_features(layer, merged, updates)
         return CalibratedLayer(layer.index, updates, reports, drift)
 
-    def _groups_by_solve_step(self, groups: Sequence[_Group]) -> list[list[tuple[int, _Group]]]:
-        """Return numbered groups in steps; each step is solved from one snapshot of the features."""
+    def _groups_by_solve_step(self, groups: Sequence[_SiteGroup]) -> list[list[tuple[int, _SiteGroup]]]:
+        """Split numbered groups of modules into steps; each step is solved from one snapshot of the features."""
         if self.calibrator.order == "block":
             return [list(enumerate(groups))]
-        steps: dict[Hashable, list[tuple[int, _Group]]] = {}
+        steps: dict[Hashable, list[tuple[int, _SiteGroup]]] = {}
         done = Counter[int]()
         for number, group in enumerate(groups):
             site = group.sites[0]
@@ -194,14 +197,14 @@ class _StepWalk(CalibrationWalk):
         return [[group] for step in steps.values() for group in step]
 
     def _prepare_folds_and_weights(self, first_layer: Layer) -> None:
-        """Read all samples, assign folds, and compute gradient token weights of all layers."""
+        """Read all samples, assign cross-validation folds, and compute gradient token weights of all layers."""
         for layer in self.pool.chain.layers:
             if layer.index in self.sites:
                 names = self.sites[layer.index]
                 # Groups are numbered once: token weights refer to them by layer and number.
                 self.groups[layer.index] = linear_site_groups(layer, names)
                 for group in self.groups[layer.index]:
-                    require_rule(self.pool.chain, group.sites[0].token_weights)
+                    require_weight_rule(self.pool.chain, group.sites[0].token_weights)
         self.is_weighing = True
         self.folds = {task: self._assign_folds(task, first_layer) for task in self.parts}
         if self.calibrator.weights == "gradient":
@@ -218,11 +221,11 @@ class _StepWalk(CalibrationWalk):
         self.energies = {task: by_key for part in self.team.gather(own) for task, by_key in part.items()}
 
     def _assign_folds(self, task: str, first_layer: Layer) -> dict[str, int]:
-        """Read a task's samples; return the fold of every original by digest, so that equal samples share one."""
+        """Return the cross-validation fold of each sample by digest; equal samples and copies share a fold."""
         # Sorted digests assign folds independently of the order of samples.
         batches = self.stream.batches(first_layer, task)
         different = sorted({digest for batch in batches for digest in batch.originals})
-        self.calibrator.require_samples(len(different), task)
+        self.calibrator.require_enough_samples(len(different), task)
         return {digest: place % self.calibrator.num_folds for place, digest in enumerate(different)}
 
     def _gradient_token_weights(self, task: str) -> dict[_Key, _TokenWeights]:
@@ -237,7 +240,7 @@ class _StepWalk(CalibrationWalk):
         return {key: entry.weighted() for key, entry in sums.items()}
 
     def _accumulate_gradient_sums(self, task: str) -> dict[_Key, _GradientSums]:
-        """Run a task's expert forward and back; return the data of token weights of every group.
+        """Run a task's expert forward and backward; return gradient sums for token weights, by group of modules.
 
         The gradients' second moments are cached with the task's first batch: they may be larger than the model.
         """
@@ -248,13 +251,13 @@ class _StepWalk(CalibrationWalk):
         for layer in reversed(layers):
             parameters = self._expert_parameters(layer, task)
             entered = EXPERT if layer is layers[0] else _expert_features_name(layer.index - 1)
-            sees = all(layer.sees(batch.side) for batch in self.stream.cached[task])
+            sees = all(layer.has_inputs_in(batch.side) for batch in self.stream.cached[task])
             groups = self.groups.get(layer.index, ()) if sees else ()
             counts: list[list[Tensor]] = [[] for _ in groups]
             energies: list[list[Tensor]] = [[] for _ in groups]
             moments: list[GramSum | None] = [None for _ in groups]
             for batch in self.stream.batches(layer, task):
-                side = batch.side.along(Routes()) if layer.num_experts else batch.side
+                side = batch.side.with_routes(ExpertRoutes()) if layer.num_experts else batch.side
                 gradients_of = self._backpropagate_layer(layer, groups, parameters, batch, side, entered)
                 for number, group in enumerate(groups):
                     y, gradients = gradients_of[number]
@@ -267,7 +270,7 @@ class _StepWalk(CalibrationWalk):
                     energies[number].append(sum((g.square().sum(1) for g in rows), count * 0) / len(rows))
                     for g in rows if self.calibrator.mu > 0 else ():
                         moment = moments[number] = moments[number] or GramSum(
-                            g.shape[1], single(g).dtype, g.device
+                            g.shape[1], half_to_float(g).dtype, g.device
                         )
                         moment.add_rows(g * count.sqrt()[:, None])
                 # The expert's features before the first layer are still needed by the solve.
@@ -278,7 +281,7 @@ class _StepWalk(CalibrationWalk):
                     _copy_to_one_buffer(counts[number]), _copy_to_one_buffer(energies[number])
                 )
                 if summed is not None:
-                    full = summed.full()
+                    full = summed.full_matrix()
                     entry.traces.append(to_float64(full).trace())
                     self.stream.cached[task][0].put(
                         _gradient_moment_name((layer.index, number)), {"moment": full}
@@ -289,25 +292,27 @@ class _StepWalk(CalibrationWalk):
         return sums
 
     def _cache_expert_features(self, task: str, layers: Sequence[Layer]) -> None:
-        """Run the expert forward and cache its features at every boundary."""
+        """Run the expert forward and cache its features before every layer."""
         entered = EXPERT
         for layer in layers[:-1]:
-            expert = self.pool.layer_map(expert_of(task), layer, task)
+            expert = self.pool.layer_map(expert_name(task), layer, task)
             for batch in self.stream.batches(layer, task):
                 left = expert(batch.get(entered), batch.side)
-                self.stream.keep(layer, batch, _expert_features_name(layer.index), left, named="the expert")
+                self.stream.store_output(
+                    layer, batch, _expert_features_name(layer.index), left, named="the expert"
+                )
             entered = _expert_features_name(layer.index)
 
     def _backpropagate_layer(
         self,
         layer: Layer,
-        groups: Sequence[_Group],
+        groups: Sequence[_SiteGroup],
         parameters: Parameters,
         batch: CachedBatch,
         side: SideInputs,
         entered: str,
     ) -> list[tuple[Tensor, list[Tensor]]]:
-        """Return output and gradients of every group, and replace the gradients after the layer by those before it."""
+        """Backpropagate through one layer; return output and output gradients of every group of modules."""
         names = {site.name for group in groups for site in group.sites}
         num_passes = self._num_backward_passes
         outputs: dict[str, Tensor] = {}
@@ -326,7 +331,7 @@ class _StepWalk(CalibrationWalk):
                 outputs[name] = weight.new_zeros(0, len(weight)).requires_grad_()
             if layer.role == "head":
                 # Normalised features: scores of CLIP and embeddings are cosines.
-                f = torch.nn.functional.normalize(layer.vectors(out, batch.side, self.pooling), dim=-1)
+                f = torch.nn.functional.normalize(layer.pool_state(out, batch.side, self.pooling), dim=-1)
                 heads = [[(f * v.to(f)).sum()] for v in self._random_directions(batch.digests, f.shape[-1])]
                 arriving: list[list[Tensor | None]] = [[None]] * num_passes
             else:
@@ -364,11 +369,11 @@ class _StepWalk(CalibrationWalk):
 
     @property
     def _num_backward_passes(self) -> int:
-        """The backward passes per sample: one if there are views, which add passes of their own."""
+        """The number of backward passes per sample: 1 if there are altered copies, which add their own."""
         return 1 if self.context.has_views else _NUM_PASSES
 
     def _random_directions(self, digests: Sequence[str], width: int) -> Tensor:
-        """Sample random directions for a batch; each depends on its sample alone, not on the position."""
+        """Sample random directions for a batch, seeded by each sample's content."""
         rows = []
         for digest in digests:
             # Seeded by content, so that order and batch size don't change token weights.
@@ -381,7 +386,7 @@ class _StepWalk(CalibrationWalk):
     def _run_experts_through_layer(
         self, layer: Layer, student: Parameters, *, needs_output: bool
     ) -> Mapping[str, str]:
-        """Run this process's experts; return each site's residual stream, from the first task that the layer reads."""
+        """Run this process's experts through a layer; return the residual stream of each module."""
         groups, streams, first_task = self.groups[layer.index], None, ""
         self.chosen = {}
         names = [site.name for group in groups for site in group.sites]
@@ -389,7 +394,7 @@ class _StepWalk(CalibrationWalk):
             expert = self._expert_parameters(layer, task)
             counts: list[list[Tensor]] = [[] for _ in groups]
             for batch in self.stream.batches(layer, task):
-                if not layer.sees(batch.side):
+                if not layer.has_inputs_in(batch.side):
                     self.stream.take(layer, batch, EXPERT, LayerMap(layer, expert), named="the expert")
                     continue
                 first_task = first_task or task
@@ -403,7 +408,7 @@ class _StepWalk(CalibrationWalk):
                     layer, expert, batch, streams, counts, names, stops=not needs_output
                 )
                 if needs_output:
-                    self.stream.keep(layer, batch, EXPERT, left, named="the expert")
+                    self.stream.store_output(layer, batch, EXPERT, left, named="the expert")
             if self.calibrator.weights == "uniform" and counts[0]:
                 self.weighted[task] = {
                     (layer.index, number): _GradientSums(rows).weighted()
@@ -426,10 +431,10 @@ class _StepWalk(CalibrationWalk):
         *,
         stops: bool,
     ) -> State:
-        """Run the expert's layer on a batch; cache its sites' outputs and append their row weights."""
+        """Run the expert's layer on a batch; cache its modules' outputs and append their row weights."""
         state = batch.get(EXPERT)
         tapped = {*streams.values()} - {ENTERED}
-        seen, left = self.context.expert_features.rows_and_output(
+        seen, left = self.context.expert_features.record_activations(
             batch, layer, expert, state, tapped, names, stops=stops
         )
         for group, rows in zip(self.groups[layer.index], counts, strict=True):
@@ -442,7 +447,7 @@ class _StepWalk(CalibrationWalk):
             and routes.gates is not None
         ):
             targets |= {_CHOSEN: routes.chosen, _GATES: routes.gates}
-            self.chosen[batch] = Routes(routes.chosen.cpu())
+            self.chosen[batch] = ExpertRoutes(routes.chosen.cpu())
         for name, stream in streams.items():
             targets[name] = targets[name] + residual_stream(layer, stream, state, seen.inputs)
         batch.put(_WANTED, targets)
@@ -454,22 +459,24 @@ class _StepWalk(CalibrationWalk):
         student: Parameters,
         merged: Parameters,
         number: int,
-        group: _Group,
+        group: _SiteGroup,
         streams: Mapping[str, str],
-    ) -> _Sums:
-        """Return the sums of one group in the main process, which adds those of the tasks in their order."""
+    ) -> _GroupSums:
+        """Return the moments of one group of modules, summed over all tasks in the main process."""
         merged_map = _weight_with_bias_column(merged, group)
         outputs, inputs = merged_map.shape
         # Few products of float32 rows are summed, so float64 sums would be no more accurate.
         dtype = torch.promote_types(merged_map.dtype, torch.float32)
         new_gram = partial(GramSum, inputs, dtype, self.pool.device)
         num_folds = self.calibrator.num_folds
-        sums = _Sums([JointSums(new_gram(), outputs) for _ in range(num_folds)], {}, {}, {}, [0] * num_folds)
+        sums = _GroupSums(
+            [ResidualSums(new_gram(), outputs) for _ in range(num_folds)], {}, {}, {}, [0] * num_folds
+        )
         for task, owner in self.owners.items():
             summed = partial(
                 self._task_moment_sums, layer, student, merged_map, number, group, streams, task, new_gram
             )
-            task_sums = self.team.run_on(owner, summed)
+            task_sums = self.team.run_on_rank(owner, summed)
             if task_sums is not None:
                 sums.add(task_sums)
         return sums
@@ -480,32 +487,32 @@ class _StepWalk(CalibrationWalk):
         student: Parameters,
         merged_map: Tensor,
         number: int,
-        group: _Group,
+        group: _SiteGroup,
         streams: Mapping[str, str],
         task: str,
         new_gram: Callable[[], GramSum],
-    ) -> _Sums | None:
-        """Return the sums of one group and task; None if the layer reads nothing of the task."""
+    ) -> _GroupSums | None:
+        """Return the moments of one group of modules on one task; None if the layer reads no row of it."""
         key = layer.index, number
         weighted = self.weighted.get(task, {}).get(key)
         if weighted is None:
             return None
         outputs, inputs = merged_map.shape
         product, task_gram = new_gram(), new_gram()
-        folds = [JointSums(new_gram(), outputs) for _ in range(self.calibrator.num_folds)]
+        folds = [ResidualSums(new_gram(), outputs) for _ in range(self.calibrator.num_folds)]
         energies = [by_key[key] for by_key in map(self.energies.get, self.tasks) if by_key and key in by_key]
         energy = sum(energies) / max(1, len(energies))
         # Tasks whose final features react strongly to this site weigh more.
         factor = max(weighted.energy / energy, _LEAST) if energy > 0 else 1.0
         names = [name for name in layer.parameters if name.rpartition(".")[0] in group.names]
-        expert_map = _weight_with_bias_column(self.pool.parameters(expert_of(task), layer, names), group)
+        expert_map = _weight_with_bias_column(self.pool.parameters(expert_name(task), layer, names), group)
         # One product with both maps instead of two.
         maps = torch.cat([expert_map - merged_map, expert_map])
-        sums = _Sums(folds, {}, {}, {task: factor}, [0] * len(folds))
-        task_sums: list[JointSums] = []
+        sums = _GroupSums(folds, {}, {}, {task: factor}, [0] * len(folds))
+        task_sums: list[ResidualSums] = []
         if self.calibrator.mu:
             metric = self._output_metric(task, key, merged_map.to(product.device, product.dtype))
-            task_sums = [JointSums(new_gram(), outputs)]
+            task_sums = [ResidualSums(new_gram(), outputs)]
             sums.tasks[task] = metric, task_sums[0]
         for x, outputs_y1, root, sizes in self._rows_sorted_by_fold(
             layer, student, group, streams, task, weighted
@@ -528,19 +535,19 @@ class _StepWalk(CalibrationWalk):
                 task_gram.add(product, 1.0)
         # The constant input of the bias would dominate the norm.
         width = inputs - group.has_bias
-        sums.norms[task] = torch.linalg.matrix_norm(task_gram.full()[:width, :width]) / factor
+        sums.norms[task] = torch.linalg.matrix_norm(task_gram.full_matrix()[:width, :width]) / factor
         return sums
 
     def _rows_sorted_by_fold(
         self,
         layer: Layer,
         student: Parameters,
-        group: _Group,
+        group: _SiteGroup,
         streams: Mapping[str, str],
         task: str,
         weighted: _TokenWeights,
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, list[int]]]:
-        """Yield x~ [T, k], y1 [T, o], roots of weights [T, 1], ordered by fold, and the rows per fold."""
+        """Yield inputs [T, k], targets [T, o] and roots of weights [T, 1], sorted by fold, with fold sizes."""
         chunk: list[tuple[Tensor, ...]] = []
         fold_of, num_batches = self.folds[task], len(weighted.rows)
         batches = zip(self.stream.batches(layer, task), weighted.rows, strict=True)
@@ -566,23 +573,23 @@ class _StepWalk(CalibrationWalk):
         self,
         layer: Layer,
         student: Parameters,
-        group: _Group,
+        group: _SiteGroup,
         streams: Mapping[str, str],
         batch: CachedBatch,
     ) -> tuple[Tensor, Tensor, tuple[int, Tensor] | None]:
-        """Return a batch's inputs x~ [T, k], target outputs y1 [T, o], and for an expert of a mixture its tokens."""
+        """Return a batch's module inputs [T, k] and targets [T, o], and the token indices of a mixture expert."""
         state, goals = batch.get(MERGED), batch.get(_WANTED)
         side, tokens = batch.side, None
         if (expert := group.sites[0].expert) is not None:
-            routes = Routes(goals[_CHOSEN], goals[_GATES], is_given=True)
-            side = side.along(routes)
+            routes = ExpertRoutes(goals[_CHOSEN], goals[_GATES], is_given=True)
+            side = side.with_routes(routes)
         added = {name: streams[name] for name in group.names if name in streams}
         tapped = {group.names[0], *added.values()} - {ENTERED}
-        seen, _ = rows_and_output(layer, student, state, side, tapped, stops=True)
+        seen, _ = record_activations(layer, student, state, side, tapped, stops=True)
         x = seen.inputs[group.names[0]]
         x = x.reshape(-1, x.shape[-1])
         if expert is not None:
-            tokens = len(goals[_CHOSEN]), self.chosen[batch].tokens(expert, len(x))
+            tokens = len(goals[_CHOSEN]), self.chosen[batch].expert_tokens(expert, len(x))
         targets = [
             goals[name] - residual_stream(layer, added[name], state, seen.inputs)
             if name in added
@@ -603,8 +610,8 @@ class _StepWalk(CalibrationWalk):
         return (1 - mu) * eye + mu * (len(moment) * moment / trace if trace > 0 else eye)
 
 
-def _weight_with_bias_column(parameters: Parameters, group: _Group) -> Tensor:
-    weight = stacked_weights(parameters, group.sites)
+def _weight_with_bias_column(parameters: Parameters, group: _SiteGroup) -> Tensor:
+    weight = stack_site_weights(parameters, group.sites)
     if not group.has_bias:
         return weight
     # Divided by the constant input, so that the product adds the bias itself.
@@ -613,8 +620,8 @@ def _weight_with_bias_column(parameters: Parameters, group: _Group) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Linear sites that read the same rows and all have a bias, or none."""
+class _SiteGroup:
+    """Linear modules that read the same inputs, and either all have a bias or none has one."""
 
     sites: tuple[Site, ...]
     has_bias: bool
@@ -624,19 +631,19 @@ class _Group:
         return tuple(site.name for site in self.sites)
 
 
-def linear_site_groups(layer: Layer, names: Collection[str]) -> list[_Group]:
-    """Return the named linear sites of a layer in forward order, grouped by the rows that they read."""
+def linear_site_groups(layer: Layer, names: Collection[str]) -> list[_SiteGroup]:
+    """Group the named linear modules of a layer by the inputs that they read, in forward order."""
     groups: dict[tuple[str, str, bool], list[Site]] = {}
     for site in layer.sites:
         if site.name in names and site.kind == "linear":
             key = site.input, site.token_weights, f"{site.name}.bias" in layer.parameters
             groups.setdefault(key, []).append(site)
-    return [_Group(tuple(sites), has_bias) for (_, _, has_bias), sites in groups.items()]
+    return [_SiteGroup(tuple(sites), has_bias) for (_, _, has_bias), sites in groups.items()]
 
 
 @dataclass
 class _TokenWeights:
-    """Weights by batch, which sum to 1 over the task, trace of the second moment, and weight of the task."""
+    """Token weights of one task by batch, with sum 1, and the trace and energy of the output gradients."""
 
     rows: list[Tensor]
     trace: float
@@ -645,14 +652,14 @@ class _TokenWeights:
 
 @dataclass
 class _GradientSums:
-    """Weights of rows by rule and mask, gradient energies of rows (None for uniform weights), and traces."""
+    """Row weights by rule and mask, squared gradient norms of rows (None for uniform weights), and traces."""
 
     counts: list[Tensor]
     energies: list[Tensor] | None = None
     traces: list[Tensor] = field(default_factory=list)
 
     def weighted(self) -> _TokenWeights:
-        """Return weights by the root of energy over the task's mean; the counts alone if there is no energy."""
+        """Return token weights: the row weights times a root of the gradient energy relative to its mean."""
         counted = _sum_as_float([count.sum() for count in self.counts])
         energies = self.energies or []
         energy = _sum_as_float([count @ e for count, e in zip(self.counts, energies, strict=bool(energies))])
@@ -663,7 +670,7 @@ class _GradientSums:
                 count * ((e / energy).clamp_min(_LEAST_ENERGY).sqrt() + _FLOOR)
                 for count, e in zip(self.counts, energies, strict=True)
             ]
-        size = max(_sum_as_float([near_float64(row).sum(dtype=torch.float64) for row in rows]), 1e-300)
+        size = max(_sum_as_float([to_float64_device(row).sum(dtype=torch.float64) for row in rows]), 1e-300)
         return _TokenWeights([row / size for row in rows], _sum_as_float(self.traces), energy)
 
 
@@ -678,7 +685,7 @@ _Key = tuple[int, int]
 def _row_weights_or_ones(
     chain: LayerChain, layer: Layer, site: Site, y: Tensor, state: State, side: SideInputs
 ) -> Tensor:
-    """Return the weight of each row of a site's output, [T]; 1 without a rule or mask."""
+    """Return the weight of each row of a module's output, [T]; 1 without a rule or mask."""
     weights = row_weights(chain, layer, site, y, state, side)
     return y.new_ones(y.shape[:-1].numel()) if weights is None else weights
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from driftlens.checkpoints.tensor_sources import StateSource
-from driftlens.models.chain import GATED, Layer, LayerChain, Parameters, Routes, SideInputs, Site, State
+from driftlens.models.chain import GATED, ExpertRoutes, Layer, LayerChain, Parameters, SideInputs, Site, State
 from driftlens.models.tracing.sites import BLOCK_ITSELF
-from driftlens.utils.devices import on_host
-from driftlens.utils.errors import IncompatibleModelsError, LayerNotFoundError, SpecError, listed
+from driftlens.utils.devices import copy_to_host
+from driftlens.utils.errors import IncompatibleModelsError, LayerNotFoundError, SpecError, join_names
 
 
 def site_path(layer: Layer, site: Site) -> str:
-    """Return the module's path in the library's names; the parts of a fused attention have paths of their own."""
+    """Return a site's module path in the library's names; parts of a fused attention have separate paths."""
     if layer.role == "block":
         return layer.path if site.name == BLOCK_ITSELF else f"{layer.path}.{site.name}"
     return layer.parameters[f"{site.name}.weight"].key.removesuffix(".weight")
@@ -34,8 +34,8 @@ GROUPS = ("embeddings", "q", "k", "v", "qkv", "o", "gate", "up", "down", "norms"
 _LETTERS = {"q": "q", "query": "q", "k": "k", "key": "k", "v": "v", "value": "v", "attn": "qkv"}
 
 
-def site_groups(layer: Layer) -> dict[str, str]:
-    """Return the group of every site, one of `GROUPS`.
+def site_roles(layer: Layer) -> dict[str, str]:
+    """Return the role of every module in the transformer, one of `GROUPS`, such as `q` or `up`.
 
     Queries, keys and values are known by a word of their name, all others by shared inputs and order: after attention
     comes `o`, then `up` (with a second one on the same input `gate`), then `down`.
@@ -56,9 +56,9 @@ def site_groups(layer: Layer) -> dict[str, str]:
     return groups
 
 
-def parameter_groups(layer: Layer) -> dict[str, str]:
-    """Return the group of every parameter by the layer's names; those of no site take the layer's role."""
-    group_of, usual = site_groups(layer), {"stem": "embeddings", "head": "head"}.get(layer.role, "other")
+def parameter_roles(layer: Layer) -> dict[str, str]:
+    """Return the role of every parameter, one of `GROUPS`; outside modules it follows from the layer."""
+    group_of, usual = site_roles(layer), {"stem": "embeddings", "head": "head"}.get(layer.role, "other")
     return {name: group_of.get(name.rpartition(".")[0], usual) for name in layer.parameters}
 
 
@@ -75,7 +75,7 @@ def select_sites(
     sites: Sequence[str] | None = None,
     update: Collection[str] = ("linear", "bias", "norm"),
 ) -> Mapping[int, tuple[str, ...]]:
-    """Return the names of the sites to calibrate by layer index, in forward order; layers without any are left out.
+    """Return the names of the modules (sites) to calibrate by layer index, in forward order.
 
     Args:
         chain: the model as layers.
@@ -89,7 +89,7 @@ def select_sites(
         IncompatibleModelsError: a selected site runs more than once in its layer, or shares its weight.
     """
     paths = [site_path(layer, site) for layer in chain.layers for site in layer.sites]
-    there = {group for layer in chain.layers for group in site_groups(layer).values()}
+    there = {group for layer in chain.layers for group in site_roles(layer).values()}
     for pattern in sites or ():
         if pattern not in there:
             groups = ", ".join(group for group in GROUPS if group in there)
@@ -126,7 +126,7 @@ def select_sites(
             chosen[layer.index] = (*chosen.get(layer.index, ()), site.name)
     if not chosen:
         request = {"layers": layers, "sites": sites, "update": update}
-        matching = listed(
+        matching = join_names(
             f"{name} {value if isinstance(value, str | int) else ' '.join(map(str, value))}"
             for name, value in request.items()
             if value is not None
@@ -140,7 +140,7 @@ def select_sites(
 
 
 def tied_sites(chain: LayerChain) -> dict[str, tuple[str, ...]]:
-    """Return the paths of sites whose weight or bias is used elsewhere too, and the other keys."""
+    """Return the paths of modules whose weight or bias is tied, each with the other keys of the tie."""
     by_path: dict[str, tuple[str, ...]] = {}
     for layer in chain.layers:
         for site in layer.sites:
@@ -152,10 +152,10 @@ def tied_sites(chain: LayerChain) -> dict[str, tuple[str, ...]]:
     return by_path
 
 
-def coverage(
+def parameter_coverage(
     chain: LayerChain, source: StateSource, sites: Mapping[int, Collection[str]], update: Collection[str]
 ) -> tuple[float, str]:
-    """Return the share of the blocks' parameters that is solved for, and a sentence about it.
+    """Return the share of the blocks' parameters that calibration solves for, and a sentence about it.
 
     Args:
         chain: the model as layers.
@@ -167,7 +167,7 @@ def coverage(
     tied, counted = tied_sites(chain), set[object]()
     for layer in chain.layers:
         by_name, in_block = {site.name: site for site in layer.sites}, layer.role == "block"
-        for name, slot in chain.owned(layer).items():
+        for name, slot in chain.own_parameters(layer).items():
             place = chain.tied.get(slot.key, (slot.key,))[0], slot.rows
             # Tied parameters count once.
             if place in counted:
@@ -176,7 +176,7 @@ def coverage(
             owner, _, part = name.rpartition(".")
             site = by_name.get(owner)
             kind = _KINDS.get(part) if site is None or site.kind == "linear" else "norm"
-            size = math.prod(slot.shape(source.headers[slot.key].shape))
+            size = math.prod(slot.layer_shape(source.headers[slot.key].shape))
             total[in_block] += size
             if owner in sites.get(layer.index, ()) and kind in update:
                 solved[in_block] += size
@@ -208,7 +208,7 @@ def _format_percentage(share: float) -> str:
 
 
 def _positions_matching_glob(kind: str, pattern: str, paths: Sequence[str], hint: str) -> list[int]:
-    """Return the positions of the paths that match a glob; raise with the nearest paths if none does."""
+    """Return the positions of the module paths that match a glob; raise with the nearest paths if none does."""
     positions = [position for position, path in enumerate(paths) if fnmatchcase(path, pattern)]
     if not positions:
         near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
@@ -218,10 +218,10 @@ def _positions_matching_glob(kind: str, pattern: str, paths: Sequence[str], hint
     return positions
 
 
-def updated_sites(
+def sites_to_update(
     chain: LayerChain, sites: Mapping[int, Sequence[str]], update: Collection[str]
 ) -> dict[int, tuple[str, ...]]:
-    """Return the sites at which a calibrator changes anything.
+    """Return the sites whose kinds of parameters a calibrator changes, by layer index.
 
     Args:
         chain: the model as layers.
@@ -243,7 +243,7 @@ def _has_updated_parameters(site: Site, update: Collection[str]) -> bool:
 def _is_site_selected(layer: Layer, site: Site, path: str, sites: Sequence[str] | None) -> bool:
     if sites is None:
         return layer.role == "block" and not site.only_named
-    group = site_groups(layer).get(site.name, "")
+    group = site_roles(layer).get(site.name, "")
     return any(fnmatchcase(path, pattern) or pattern == group for pattern in sites)
 
 
@@ -256,19 +256,19 @@ _ROWS = 64
 
 
 @dataclass(frozen=True)
-class SiteRows:
-    """Side inputs with routes; inputs and outputs of sites, [n, t, k] or [n, k], of experts of a mixture [m, k]."""
+class SiteActivations:
+    """Recorded inputs and outputs of modules in one pass of a layer, with its side inputs."""
 
     side: SideInputs
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
-class _SeenAll(Exception):
-    """Raised to stop a layer once all requested sites have run."""
+class _StopLayer(Exception):
+    """Raised to stop a forward pass of a layer once all requested modules have run."""
 
 
-def rows_and_output(
+def record_activations(
     layer: Layer,
     parameters: Parameters,
     state: State,
@@ -277,8 +277,8 @@ def rows_and_output(
     outputs: Collection[str] = (),
     *,
     stops: bool = False,
-) -> tuple[SiteRows, State]:
-    """Return inputs and outputs of some sites, and the state after the layer.
+) -> tuple[SiteActivations, State]:
+    """Run a layer; return the recorded inputs and outputs of some modules, and the features after it.
 
     An expert that receives no token has no rows.
 
@@ -296,12 +296,12 @@ def rows_and_output(
     """
     experts = {site.name for site in layer.sites if site.expert is not None}
     if not experts.isdisjoint({*inputs, *outputs}) and side.routes is None:
-        side = side.along(Routes())
-    rows_seen = SiteRows(side)
+        side = side.with_routes(ExpertRoutes())
+    rows_seen = SiteActivations(side)
 
     def _stop_after_last_site() -> None:
         if stops and len(rows_seen.inputs) == len(inputs) and len(rows_seen.outputs) == len(outputs):
-            raise _SeenAll
+            raise _StopLayer
 
     def record_output(site: str, y: Tensor) -> None:
         rows_seen.outputs[site] = y
@@ -319,7 +319,7 @@ def rows_and_output(
         return partial(record_output, site) if site in outputs else None
 
     out: State = {}
-    with contextlib.suppress(_SeenAll):
+    with contextlib.suppress(_StopLayer):
         _stop_after_last_site()
         # Without requested sites, taps would only cost time.
         out = layer.call(parameters, state, side, record_input if inputs or outputs else None)
@@ -346,7 +346,7 @@ def row_weights(
     side: SideInputs,
     rule: str = "",
 ) -> Tensor | None:
-    """Return the weights of the rows of `x`, [T]; None weighs each 1. Padding has weight 0 under every rule.
+    """Return the token weight of each row of a module's `x`, [T]; None weighs each 1. Padding has weight 0.
 
     Args:
         chain: the model as layers, with its rules.
@@ -360,7 +360,7 @@ def row_weights(
     """
     if site.expert is not None:
         assert side.routes is not None
-        tokens, gates = side.routes.of(site.expert, len(x))
+        tokens, gates = side.routes.tokens_and_gates(site.expert, len(x))
         mask = side.mask(layer.stream)
         counts = gates.square() if mask is None else gates.square() * mask.reshape(-1)[tokens]
         return counts.to(x)
@@ -388,8 +388,8 @@ def row_weights(
     return weights.reshape(-1)
 
 
-def require_rule(chain: LayerChain, rule: str) -> None:
-    """Raise a `SpecError` if the architecture has no such rule of token weights."""
+def require_weight_rule(chain: LayerChain, rule: str) -> None:
+    """Raise a `SpecError` if the architecture has no token-weight rule of this name."""
     if rule not in (UNIFORM, GATED, *chain.token_weights):
         raise SpecError(
             f"{chain.architecture} has no token weights called {rule!r}",
@@ -397,8 +397,8 @@ def require_rule(chain: LayerChain, rule: str) -> None:
         )
 
 
-def stacked_weights(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
-    """Return the weights of some sites, stacked, [O, k]; not a copy for one site."""
+def stack_site_weights(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
+    """Return the weights of some linear modules stacked, [O, k]; not a copy for one module."""
     weights = [parameters[f"{site.name}.weight"] for site in sites]
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
@@ -406,7 +406,7 @@ def stacked_weights(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
 def find_residual_streams(
     layer: Layer, parameters: Parameters, state: State, side: SideInputs, names: Collection[str]
 ) -> dict[str, str]:
-    """Find the residual stream of sites: the module whose input h their output y is added to, `""` for the layer's.
+    """Find the residual stream that each module's output y is added to: the module whose input is h in h + y.
 
     The layer runs once; a later module reads h + y, or the layer returns it. Sites without such a sum are left out, for
     instance where an output is scaled or normalised before it is added.
@@ -435,7 +435,7 @@ def find_residual_streams(
     entered = {ENTERED: state[layer.stream]} if layer.stream in state else {}
     # The first sample is enough. It is compared on the host: each pair would synchronize with the device.
     tensors = [*entered.values(), *sums, *(y for y, _ in outputs.values())]
-    sampled = on_host([tensor[: 1 if tensor.dim() > 2 else _ROWS] for tensor in tensors])
+    sampled = copy_to_host([tensor[: 1 if tensor.dim() > 2 else _ROWS] for tensor in tensors])
     few = {id(tensor): rows for tensor, rows in zip(tensors, sampled, strict=True)}
     streams = {}
     for site, (y, before) in outputs.items():
@@ -448,7 +448,7 @@ def find_residual_streams(
 
 
 def residual_stream(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the residual stream called `name` by `added_to`.
+    """Return the features of a residual stream, by its name from `find_residual_streams`.
 
     Args:
         layer: the layer.
@@ -469,7 +469,7 @@ def _is_residual_sum(z: Tensor, h: Tensor, y: Tensor) -> bool:
 
 
 def select_layers(paths: Sequence[str], pattern: str | int | Sequence[str | int]) -> list[int]:
-    """Return the indices of selected layers, ascending; stem and head are always among them.
+    """Return the indices of the layers that match a pattern, ascending; always with stem and head.
 
     `pattern`: `blocks`, `final` for the head, a glob on module paths, an index (1 is the stem), or a list of these.
     """

@@ -19,14 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.checkpoints.tensor_sources import module_source
-from driftlens.data.samples import Batch, SampleSet, fitting_batch
-from driftlens.engine.pool import ModelPool, on_device
-from driftlens.linalg.state import added, binade, expert_cosine, lengths, norm, subtract
+from driftlens.data.samples import Batch, SampleSet, reduced_batch_size
+from driftlens.engine.pool import ModelPool, inputs_to_device
+from driftlens.linalg.state import (
+    add_states,
+    expert_cosine,
+    power_of_two_scale,
+    row_norms,
+    state_norms,
+    subtract_states,
+)
 from driftlens.models.architecture import architecture_of
-from driftlens.models.chain import Layer, Pool, Routes, SideInputs, State
-from driftlens.utils.devices import memory, to_device
+from driftlens.models.chain import ExpertRoutes, Layer, Pool, SideInputs, State
+from driftlens.utils.devices import device_memory, to_device
 from driftlens.utils.errors import DataError, NumericsError
-from driftlens.utils.variants import expert_of
+from driftlens.utils.variants import expert_name
 
 OnStep = Callable[[int, str], None]
 """Callback (layer index, task) before every batch; it may raise, `Cancelled` for instance."""
@@ -34,13 +41,13 @@ OnStep = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class InMemoryBatches:
-    """Samples of a task as a function that returns their batches, with names for messages."""
+    """A task's samples as a function that returns their batches, with sample ids for messages."""
 
     read: Callable[[], Iterable[Batch]]
     ids: Sequence[str] = ()
 
     def batches(self) -> Iterable[Batch]:
-        """Return the batches."""
+        """Return the task's batches."""
         return self.read()
 
 
@@ -50,7 +57,7 @@ Parts = Mapping[str, SampleSet | InMemoryBatches]
 
 @dataclass
 class FeatureStream:
-    """The features of several models at one boundary, batch by batch; all `models` start with the same inputs.
+    """The features of several models before one layer, batch by batch; all models read the same inputs.
 
     `on_step` is called before every batch, `hashes` records digests of samples, and `file_prefix` differs from that of
     other streams in one store.
@@ -67,13 +74,13 @@ class FeatureStream:
     _sums: list[tuple[Layer, CachedBatch, str, Tensor]] = field(default_factory=list, init=False)
 
     def batches(self, layer: Layer, task: str) -> Iterator[CachedBatch]:
-        """Yield the batches of a task before the layer."""
+        """Yield a task's cached batches with the features before the layer."""
         for batch in self.cached[task] if task in self.cached else self._read_and_cache_batches(task):
             self.on_step(layer.index, task)
             yield batch
 
     def _read_and_cache_batches(self, task: str) -> Iterator[CachedBatch]:
-        """Yield the batches of a task at boundary 0, and cache them for the next layers."""
+        """Read a task's samples; yield their batches before the first layer, and cache them."""
         batches: list[CachedBatch] = []
         name = f"{self.file_prefix}{list(self.parts).index(task)}"
         for number, batch in enumerate(self.parts[task].batches()):
@@ -114,16 +121,18 @@ class FeatureStream:
             named: the model's name in messages.
         """
         left = through(batch.get(model), batch.side)
-        self.keep(layer, batch, model, left, named=named)
+        self.store_output(layer, batch, model, left, named=named)
         return left
 
-    def keep(self, layer: Layer, batch: CachedBatch, model: str, left: State, *, named: str = "") -> None:
-        """Replace a model's features before the layer by those after it."""
-        self.watch(layer, batch, named or model, left)
+    def store_output(
+        self, layer: Layer, batch: CachedBatch, model: str, left: State, *, named: str = ""
+    ) -> None:
+        """Store a layer's output as the model's new features, and record it for the next `check`."""
+        self.record_sums(layer, batch, named or model, left)
         batch.put(model, left)
 
-    def watch(self, layer: Layer, batch: CachedBatch, model: str, left: State) -> None:
-        """Record one number per sample of a layer's output for the next `check`."""
+    def record_sums(self, layer: Layer, batch: CachedBatch, model: str, left: State) -> None:
+        """Record the sum of a layer's output per sample, which the next `check` tests for NaN and infinity."""
         features = left[layer.stream]
         # A sum is NaN or infinite as soon as one entry is, and is cheaper than looking at each. Not in float64: on the
         # CPU that takes forty times as long as in float32.
@@ -131,7 +140,7 @@ class FeatureStream:
         self._sums.append((layer, batch, model, features.flatten(1).sum(dim=1, dtype=dtype)))
 
     def check(self) -> None:
-        """Raise a `NumericsError` if features since the last check are NaN or infinite; synchronizes once."""
+        """Raise a `NumericsError` if features recorded since the last check are NaN or infinite."""
         sums, self._sums = self._sums, []
         # The usual case costs one read of the device; only a failure looks at each batch.
         if not sums or bool(torch.isfinite(torch.cat([total for *_, total in sums])).all()):
@@ -154,7 +163,7 @@ class FeatureStream:
 
 @dataclass(frozen=True)
 class _CachedState:
-    """A state in memory or in a file, the device that each tensor came from, and its part of the budget in bytes."""
+    """Cached features, in memory or in a file, with their original devices and size in bytes."""
 
     state: State | Path
     devices: Mapping[str, torch.device]
@@ -163,7 +172,7 @@ class _CachedState:
 
 @dataclass
 class FeatureStore:
-    """A cache of states: in memory up to a budget, beyond it in files of one folder; without a folder, all in memory.
+    """A cache of features: in memory up to a budget, beyond it in files; without a folder, all in memory.
 
     As a context manager it removes its files at the end, and the folder if it made it. On an accelerator, states take
     at most half of the memory that was free at first; the others are cached on the host.
@@ -187,28 +196,28 @@ class FeatureStore:
                 self.folder.rmdir()
 
     def cache(self, name: str, state: State) -> _CachedState:
-        """Store a state, in a file called `name` beyond the budget."""
+        """Store features in memory, or beyond the budget in a file called `name`."""
         devices = {key: value.device for key, value in state.items()}
         num_bytes = sum(value.nbytes for value in state.values())
         if self.folder is not None and self._held + num_bytes > self.budget:
             return _CachedState(self._write_state_file(self.folder, f"{name}.safetensors", state), devices, 0)
         self._held += num_bytes
         if self._room is None:
-            free = [memory(device) for device in {*devices.values()} if device.type != "cpu"]
-            self._room = fitting_batch(min((sizes[0] // 2 for sizes in free if sizes), default=1 << 62))
+            free = [device_memory(device) for device in {*devices.values()} if device.type != "cpu"]
+            self._room = reduced_batch_size(min((sizes[0] // 2 for sizes in free if sizes), default=1 << 62))
         if self._held > self._room:
             state = {key: value.cpu() for key, value in state.items()}
         return _CachedState(state, devices, num_bytes)
 
     def load(self, cached: _CachedState) -> State:
-        """Return a state on its original devices."""
+        """Return cached features on their original devices."""
         from safetensors.torch import load_file
 
         state = load_file(cached.state) if isinstance(cached.state, Path) else cached.state
         return {name: to_device(value, cached.devices[name]) for name, value in state.items()}
 
     def free(self, cached: _CachedState) -> None:
-        """Remove a cached state."""
+        """Remove cached features from memory or disk."""
         self._held -= cached.num_bytes
         if isinstance(cached.state, Path):
             cached.state.unlink(missing_ok=True)
@@ -228,7 +237,7 @@ class FeatureStore:
 
 @dataclass(eq=False)
 class CachedBatch:
-    """One batch of one task at one boundary, with a state per model; `name` is the prefix of file names."""
+    """One batch of one task before one layer, with the cached features of each model."""
 
     store: FeatureStore
     task: str
@@ -241,24 +250,24 @@ class CachedBatch:
     _states: dict[str, _CachedState] = field(default_factory=dict, init=False)
 
     def put(self, model: str, state: State) -> None:
-        """Store a model's state, replacing the one before."""
+        """Store a model's features, replacing its previous ones."""
         # The old state is freed first, so that a model never takes the budget twice.
         self.drop(model)
         self._states[model] = self.store.cache(f"{self.name}-{model}", state)
 
     def drop(self, model: str) -> None:
-        """Remove a model's state."""
+        """Remove a model's features from the cache."""
         if (before := self._states.pop(model, None)) is not None:
             self.store.free(before)
 
     def get(self, model: str) -> State:
-        """Return the model's state at this boundary."""
+        """Return a model's cached features before the layer."""
         return self.store.load(self._states[model])
 
 
 @dataclass(frozen=True)
 class LayerView:
-    """The states of one layer on one batch, for one variant (named "merged" here) and the task's expert.
+    """Features before and after one layer on one batch, in one variant ("merged") and in the task's expert.
 
     `crossed_out` is the output of the variant's layer on the expert's features, and `crossed_layer` the map to it. For
     a mixture of experts, `routes` are the expert choices in the passes `merged`, `expert` and `crossed`, and
@@ -277,61 +286,63 @@ class LayerView:
     crossed_out: State
     side: SideInputs
     crossed_layer: Callable[[State], State]
-    routes: Mapping[str, Routes] = field(default_factory=dict)
+    routes: Mapping[str, ExpertRoutes] = field(default_factory=dict)
     variant_along: Callable[..., State] | None = None
 
-    def rerouted(self, by: str) -> State:
-        """Return the variant's output minus its output with the routes of another pass; empty if it is no mixture.
+    def rerouting_change(self, by: str) -> State:
+        """Return the change of the variant's output by its own expert routing instead of another pass's.
 
         It is exactly zero if both choose the same experts.
         """
         if self.variant_along is None:
             return {}
-        routes = self.routes[by].given()
-        changed = self.routes["merged"].changed(routes)
+        routes = self.routes[by].fixed_copy()
+        changed = self.routes["merged"].rerouted_tokens(routes)
         other = self.variant_along(self.merged_in, routes=routes) if changed.any() else self.merged_out
-        difference = subtract(self.merged_out, other)
+        difference = subtract_states(self.merged_out, other)
         # Tokens with the same experts differ by rounding only, as experts get other tokens with them.
         same = ~changed.reshape(difference["hidden"].shape[:2])[..., None]
         return difference | {"hidden": difference["hidden"].masked_fill(same, 0)}
 
 
 @dataclass(frozen=True)
-class Split:
-    """Drift e at a boundary and its exact parts, e = m + p (Prop. 1, Eq. 3); states of float leaves."""
+class DriftSplit:
+    """The drift e after a layer and its exact parts, e = m + p (Prop. 1, Eq. 3), over floating tensors."""
 
     drift: State
     local_mismatch: State
     propagation: State
 
 
-def decompose(view: LayerView) -> Split:
+def decompose(view: LayerView) -> DriftSplit:
     """Split the drift of a layer into local mismatch and propagation, e = m + p exactly.
 
     m = merged layer - expert layer, both on the expert's features. p = merged layer on the merged features - merged
     layer on the expert's. Source: FeatCal (arXiv:2605.13030), Prop. 1, Eq. 3.
     """
-    return Split(
-        drift=subtract(view.merged_out, view.expert_out),
-        local_mismatch=subtract(view.crossed_out, view.expert_out),
-        propagation=subtract(view.merged_out, view.crossed_out),
+    return DriftSplit(
+        drift=subtract_states(view.merged_out, view.expert_out),
+        local_mismatch=subtract_states(view.crossed_out, view.expert_out),
+        propagation=subtract_states(view.merged_out, view.crossed_out),
     )
 
 
-def smooth_split(view: LayerView) -> Split:
-    """Split the drift so that propagation is differentiable: p = A e with the routes of the crossed pass.
+def differentiable_split(view: LayerView) -> DriftSplit:
+    """Split the drift into e = m + p with a differentiable p = A e, on the crossed pass's expert routes.
 
     Between the expert's features and the merged ones, tokens of a mixture jump to other experts, which no Jacobian
     sees. That jump counts as local mismatch, so that e = m + p still holds.
     """
-    split, jump = decompose(view), view.rerouted("crossed")
+    split, jump = decompose(view), view.rerouting_change("crossed")
     if not jump:
         return split
-    return Split(split.drift, added(split.local_mismatch, jump), subtract(split.propagation, jump))
+    return DriftSplit(
+        split.drift, add_states(split.local_mismatch, jump), subtract_states(split.propagation, jump)
+    )
 
 
 def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
-    """Compute the drift columns [n] of one layer for each sample.
+    """Compute the drift measures of one layer, [n] over samples, as columns by name.
 
     e = m + p (Eq. 3) and, for a residual layer, r = p - e_in (Eq. 28). The growth condition (Eq. 34-36) has the best
     constants gamma = |p| / |e_in| - 1 and eta = |m| / |e_in|. Source: FeatCal (arXiv:2605.13030).
@@ -345,7 +356,7 @@ def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
     split = decompose(view)
 
     def pooled_vectors(state: State) -> Tensor:
-        return view.layer.vectors(state, view.side, pool)
+        return view.layer.pool_state(state, view.side, pool)
 
     mismatch, propagation = pooled_vectors(split.local_mismatch), pooled_vectors(split.propagation)
     expert, merged, drift = (
@@ -354,31 +365,31 @@ def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
         pooled_vectors(split.drift),
     )
     # Products of features may leave float32's range, so they are taken in this unit.
-    unit = binade(torch.maximum(mismatch.abs(), propagation.abs()).amax(dim=1))
+    unit = power_of_two_scale(torch.maximum(mismatch.abs(), propagation.abs()).amax(dim=1))
     columns = {
-        "drift_l2": lengths(drift),
-        "expert_l2": lengths(expert),
+        "drift_l2": row_norms(drift),
+        "expert_l2": row_norms(expert),
         "cos": expert_cosine(merged, expert),
-        "mismatch_l2": lengths(mismatch),
-        "propagation_l2": lengths(propagation),
+        "mismatch_l2": row_norms(mismatch),
+        "propagation_l2": row_norms(propagation),
         "unit": unit,
         "mixed": 2 * (mismatch / unit[:, None] * (propagation / unit[:, None])).sum(dim=1),
-        "state_mismatch": norm(split.local_mismatch),
-        "state_propagation": norm(split.propagation),
-        "state_drift": norm(split.drift),
+        "state_mismatch": state_norms(split.local_mismatch),
+        "state_propagation": state_norms(split.propagation),
+        "state_drift": state_norms(split.drift),
     }
-    drift_in = subtract(view.merged_in, view.expert_in)
-    columns["state_in"] = norm(drift_in) if drift_in else torch.zeros_like(columns["drift_l2"])
-    if changed := view.rerouted("expert"):
-        elsewhere, c = view.routes["merged"].changed(view.routes["expert"]), pooled_vectors(changed)
+    drift_in = subtract_states(view.merged_in, view.expert_in)
+    columns["state_in"] = state_norms(drift_in) if drift_in else torch.zeros_like(columns["drift_l2"])
+    if changed := view.rerouting_change("expert"):
+        elsewhere, c = view.routes["merged"].rerouted_tokens(view.routes["expert"]), pooled_vectors(changed)
         mask = view.side.mask(view.layer.stream)
         real = elsewhere.new_ones(elsewhere.shape) if mask is None else mask.reshape(-1).bool()
         by_sample = (part.reshape(len(c), -1).sum(dim=1).to(c) for part in (elsewhere & real, real))
         columns["rerouted"] = torch.div(*by_sample)
-        columns["rerouted_l2"] = lengths(c)
+        columns["rerouted_l2"] = row_norms(c)
         columns["rerouted_along"] = (c / unit[:, None] * (drift / unit[:, None])).sum(dim=1)
     if view.layer.is_residual:
-        columns["residual_l2"] = lengths(propagation - pooled_vectors(drift_in))
+        columns["residual_l2"] = row_norms(propagation - pooled_vectors(drift_in))
     return columns
 
 
@@ -390,7 +401,7 @@ def walk(
     *,
     ids: Sequence[str] = (),
 ) -> Iterator[LayerView]:
-    """Yield layer views in forward order: for each layer, for each batch, for each variant.
+    """Yield a `LayerView` for each layer, batch and variant, in forward order.
 
     In memory at a time: one layer of the expert and of each variant, and the features at one boundary.
 
@@ -404,7 +415,7 @@ def walk(
     Raises:
         NumericsError: weights or features are NaN or infinite; names the layer, the task and the first sample.
     """
-    expert = expert_of(task)
+    expert = expert_name(task)
     models = [expert, *variants]
     stream = FeatureStream(pool, {task: InMemoryBatches(lambda: batches, ids)}, models)
 
@@ -412,14 +423,14 @@ def walk(
         maps = {model: pool.layer_map(model, layer, task) for model in models}
         for batch in stream.batches(layer, task):
             entered = {model: batch.get(model) for model in models}
-            routes = {model: Routes() for model in models} if layer.num_experts else {}
+            routes = {model: ExpertRoutes() for model in models} if layer.num_experts else {}
             # Routes are recorded in this pass, so that the token choice needs no second one.
             through = {model: partial(maps[model], routes=routes.get(model)) for model in models}
             left = {expert: stream.take(layer, batch, expert, through[expert])}
             for variant in variants:
                 if variant != expert:
                     left[variant] = stream.take(layer, batch, variant, through[variant])
-                crossed_routes = Routes() if routes else None
+                crossed_routes = ExpertRoutes() if routes else None
                 # Models agree at boundary 0, so the stem's crossed output is already known.
                 if layer.index == 1:
                     crossed = left[variant]
@@ -458,7 +469,7 @@ def _states_by_layer(
     *,
     task: str = "",
 ) -> Iterator[tuple[Layer, list[tuple[int, State, SideInputs]]]]:
-    """Run one model layer by layer; yield each layer with (first sample, state, side inputs) of every batch."""
+    """Run one model layer by layer; yield each layer with the features of all batches after it."""
     stream = FeatureStream(pool, {task: InMemoryBatches(lambda: batches)}, [model])
 
     for layer in pool.chain.layers:
@@ -470,7 +481,7 @@ def _states_by_layer(
         yield layer, [(batch.start, batch.get(model), batch.side) for batch in stream.cached[task]]
 
 
-def forward(
+def iter_final_features(
     pool: ModelPool,
     model: str,
     batches: Iterable[Batch],
@@ -478,7 +489,7 @@ def forward(
     task: str = "",
     pooling: Pool | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield final features of one model, batch by batch: (position of the first sample, [n, d]).
+    """Yield the final features of one model, batch by batch: (position of the first sample, [n, d]).
 
     Args:
         pool: the models.
@@ -490,11 +501,14 @@ def forward(
     for layer, states in _states_by_layer(pool, model, batches, task=task):
         if layer.role == "head":
             for start, state, side in states:
-                yield start, state[layer.stream] if pooling is None else layer.vectors(state, side, pooling)
+                yield (
+                    start,
+                    state[layer.stream] if pooling is None else layer.pool_state(state, side, pooling),
+                )
 
 
-def waiting_bytes(pool: ModelPool, model: str, inputs: object, num_models: int = 1) -> int:
-    """Return the cached bytes of one sample at a boundary.
+def sample_cache_bytes(pool: ModelPool, model: str, inputs: object, num_models: int = 1) -> int:
+    """Return the bytes that the cached features of one sample take between two layers.
 
     Args:
         pool: the models.
@@ -535,7 +549,7 @@ def capture(
     for layer, states in _states_by_layer(
         models, "model", _batches_with_positions(itertools.chain([example], batches))
     ):
-        vectors = [layer.vectors(state, side, how) for _, state, side in states]
+        vectors = [layer.pool_state(state, side, how) for _, state, side in states]
         yield layer, torch.cat(vectors)
 
 
@@ -555,13 +569,13 @@ _RELATIVE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1
 _ROUNDING = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
 
-def tolerance(dtype: str, drift_rel: float) -> float:
-    """Return the largest relative error of a drift that rounding explains; `drift_rel` is |e| / |h|."""
+def closure_tolerance(dtype: str, drift_rel: float) -> float:
+    """Return the largest closure error that rounding explains, given the relative drift |e| / |h|."""
     return _RELATIVE[dtype] + _ROUNDING[dtype] / drift_rel
 
 
 class LibraryDrift:
-    """The drift of a task's first samples by the models' own library, to verify the walk.
+    """The drift of a task's first samples in the library's own forward passes, to verify measured drift.
 
     `batch` has at most `most` samples, and as many as fit the budget. `error` is |e - e_library| / |e| by variant and
     layer; NaN without drift.
@@ -578,17 +592,17 @@ class LibraryDrift:
     ) -> None:
         self._task = task
         num_states = len(pool.chain.layers) * (1 + len(variants))
-        per_sample = waiting_bytes(pool, expert_of(task), samples.load([0]), num_states)
+        per_sample = sample_cache_bytes(pool, expert_name(task), samples.load([0]), num_states)
         fitting = max(1, budget // max(1, per_sample))
         # A whole batch is read and then cut, because texts are padded to the longest of their batch.
-        self.batch = next(samples.batches()).first(min(fitting, most or fitting))
+        self.batch = next(samples.batches()).first_samples(min(fitting, most or fitting))
         self._model = str(pool.chain.settings.get("model", pool.chain.architecture))
         self._dtype = str(pool.dtype).removeprefix("torch.")
-        inputs = on_device(self.batch.inputs, pool.device, pool.dtype)
-        expert = pool.library_states(expert_of(task), inputs)
+        inputs = inputs_to_device(self.batch.inputs, pool.device, pool.dtype)
+        expert = pool.library_states(expert_name(task), inputs)
         self._drift: dict[str, list[State]] = {
             variant: [
-                subtract(*pair)
+                subtract_states(*pair)
                 for pair in zip(pool.library_states(variant, inputs, task), expert, strict=True)
             ]
             for variant in variants
@@ -596,13 +610,15 @@ class LibraryDrift:
         self.error: dict[tuple[str, int], float] = {}
 
     def compare(self, layer: Layer, variant: str, merged: State, expert: State) -> None:
-        """Record the closure error of the first samples after a layer; raise a `NumericsError` if it is no rounding."""
+        """Record the closure error after a layer; raise a `NumericsError` if it exceeds rounding."""
         merged, expert = (
             {name: leaf[: self.batch.stop] for name, leaf in state.items()} for state in (merged, expert)
         )
         # The library returned the states after layers 1..L.
         theirs = self._drift[variant][layer.index - 1]
-        error, limit, is_off = _closure_error_and_limit(subtract(merged, expert), theirs, expert, self._dtype)
+        error, limit, is_off = _closure_error_and_limit(
+            subtract_states(merged, expert), theirs, expert, self._dtype
+        )
         self.error[variant, layer.index] = error
         if is_off:
             raise NumericsError(
@@ -622,13 +638,15 @@ class LibraryDrift:
 def _closure_error_and_limit(
     ours: State, theirs: State, features: State, dtype: str
 ) -> tuple[float, float, bool]:
-    """Return the relative closure error of a drift, its limit, and True if it is not rounding."""
-    sizes = torch.stack([norm(state).sum() for state in (ours, subtract(ours, theirs), features)])
+    """Return the relative closure error of a drift, the rounding limit, and True if the limit is exceeded."""
+    sizes = torch.stack(
+        [state_norms(state).sum() for state in (ours, subtract_states(ours, theirs), features)]
+    )
     size, apart, scale = sizes.tolist()
     # Without drift a relative error is undefined, which tables show as missing.
     error = apart / size if size > 0 else math.nan
     # The limit grows as drift shrinks, because both drifts carry rounding of the features' size.
-    limit = tolerance(dtype, size / scale) if size > 0 and scale > 0 else 0.0
+    limit = closure_tolerance(dtype, size / scale) if size > 0 and scale > 0 else 0.0
     # If one computation finds no drift at all, the other must not either.
     return error, limit, error > limit or (size == 0 and apart > _ROUNDING[dtype] * scale)
 
@@ -641,7 +659,7 @@ def check_closure(
     budget: int,
     most: int | None = None,
 ) -> None:
-    """Compare the drift of every task's first samples with the library's own forward passes.
+    """Compare the measured drift of every task's first samples with the library's own forward passes.
 
     Args:
         pool: the models.
@@ -652,7 +670,7 @@ def check_closure(
     """
     for task, of_task in samples.items():
         library = LibraryDrift(pool, task, variants, of_task, budget, most)
-        models = expert_of(task), *variants
+        models = expert_name(task), *variants
         # Lazy passes advance together, so that one layer of each model is in memory.
         passes = (_states_by_layer(pool, model, [library.batch], task=task) for model in models)
         for (layer, [(_, expert, _)]), *of_variants in zip(*passes, strict=True):

@@ -1,6 +1,6 @@
 """Live modules: opens models and samples that the caller has built, without reading any file.
 
-Entry point: `open_live`, for analyses of live modules and for `FeatCal.fit`.
+Entry point: `open_modules`, for analyses of live modules and for `FeatCal.fit`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import torch
 from torch import nn
 
 from driftlens.checkpoints.tensor_sources import module_source
-from driftlens.checkpoints.unsupported import is_causal, is_seq2seq
+from driftlens.checkpoints.unsupported import is_causal_lm, is_seq2seq
 from driftlens.config.data import TextEntry
 from driftlens.config.requests import LiveSettings, Modules
-from driftlens.config.types import checked
-from driftlens.data.live import live_samples, live_texts
-from driftlens.data.samples import cut
-from driftlens.engine.pool import ModelPool, on_device
+from driftlens.config.types import validate_section
+from driftlens.data.live import sample_live_data, sample_live_texts
+from driftlens.data.samples import slice_rows
+from driftlens.engine.pool import ModelPool, inputs_to_device
 from driftlens.experiment.study import TaskSamples
 from driftlens.models.architecture import architecture_of
 from driftlens.models.architectures.clip import PIXELS
 from driftlens.models.architectures.language import causal_chain, seq2seq_chain
 from driftlens.models.architectures.module_list import check_deterministic, sequential_chain
-from driftlens.models.chain import IMAGE, LayerChain, Pool, pooled
-from driftlens.models.heads import LmScores, ScoreMap, linear_head
+from driftlens.models.chain import IMAGE, LayerChain, Pool, pool_features
+from driftlens.models.heads import LmHeadSpec, ScoreMap, linear_head
 from driftlens.models.preprocessing import Preprocess, text_preprocess
-from driftlens.models.texts import Form, TextReader
-from driftlens.models.tracing.block_call import Mask, raw_inputs, unmasked_padding
-from driftlens.utils.devices import exact_products, require_dtype, resolve_device
+from driftlens.models.texts import Form, TextProcessor
+from driftlens.models.tracing.block_call import Mask, missing_mask_warning, raw_inputs
+from driftlens.utils.devices import full_precision_matmul, require_dtype, resolve_device
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
-from driftlens.utils.variants import baseline, expert_of
+from driftlens.utils.variants import baseline_variant, expert_name
 
 if TYPE_CHECKING:
     from driftlens.data.sources import Split
@@ -48,7 +48,7 @@ _PROBES = 4
 
 @dataclass(frozen=True)
 class _LiveModels:
-    """Live modules in a pool, with their samples.
+    """Modules in memory as a model pool, with their samples.
 
     Attributes:
         pool: the models, by their names in tables.
@@ -67,8 +67,8 @@ class _LiveModels:
     notices: tuple[str, ...]
 
 
-def open_live(built: Modules, settings: LiveSettings) -> _LiveModels:
-    """Open live modules and sample their data. Modules run in eval mode and are not changed."""
+def open_modules(built: Modules, settings: LiveSettings) -> _LiveModels:
+    """Open modules in memory and sample their data; they run in eval mode and are not changed."""
     merged, modules = built.merged, _modules_by_variant(built)
     stated = {**{task: {} for task in built.experts or {}}, **(settings.texts or {})}
     _require_matching_modules(
@@ -92,7 +92,7 @@ def open_live(built: Modules, settings: LiveSettings) -> _LiveModels:
     example = (
         reads.example() if reads.texts is not None else next(tasks[min(tasks)].diagnosis.batches()).inputs
     )
-    example = on_device(example, place, dtype)
+    example = inputs_to_device(example, place, dtype)
     chain, lm = _layer_chain_and_head(skeleton, example, reads, settings)
     pooling = settings.pool or chain.modality.pool
     marks = _head_fingerprints(head_of, skeleton, chain, example, pooling)
@@ -114,9 +114,9 @@ def open_live(built: Modules, settings: LiveSettings) -> _LiveModels:
 
 def _modules_by_variant(built: Modules) -> dict[str, nn.Module]:
     models = {} if built.base is None else {"base": built.base}
-    models |= {expert_of(task): expert for task, expert in sorted((built.experts or {}).items())}
+    models |= {expert_name(task): expert for task, expert in sorted((built.experts or {}).items())}
     models |= {"merged": built.merged}
-    return models | {baseline(name): model for name, model in (built.baselines or {}).items()}
+    return models | {baseline_variant(name): model for name, model in (built.baselines or {}).items()}
 
 
 def _head_fingerprints(
@@ -126,21 +126,21 @@ def _head_fingerprints(
     example: Any,
     pooling: Pool,
 ) -> dict[str, list[float]]:
-    """Return scores of fixed features by task, which identify its head; a misfit raises before a run starts."""
+    """Return each head's scores of fixed features, which identify the head; refuse a wrong width."""
     # Refuse unreadable inputs before any model runs.
     _, side = chain.start(example)
-    check_deterministic(skeleton, cut(example, slice(_SEEN_TWICE)), chain)
+    check_deterministic(skeleton, slice_rows(example, slice(_SEEN_TWICE)), chain)
     if not head_of:
         return {}
     stream = chain.layers[-1].stream
     final = chain.library_states(skeleton, example)[-1][stream].detach()
-    final = pooled(final, pooling, side.mask(stream))
+    final = pool_features(final, pooling, side.mask(stream))
     marks = {}
     for task, head in head_of.items():
         # A fixed seed: the numbers are compared with those of a saved run.
         numbers = torch.Generator().manual_seed(0)
         probe = torch.randn(_PROBES, *final.shape[1:], generator=numbers).to(final)
-        with exact_products():
+        with full_precision_matmul():
             scores = head.scores(probe).detach().cpu().double().flatten(1)
         marks[task] = (scores @ torch.randn(scores.shape[1], generator=numbers).double()).tolist()
     return marks
@@ -148,7 +148,7 @@ def _head_fingerprints(
 
 def _layer_chain_and_head(
     module: Any, example: Any, reads: Preprocess, settings: LiveSettings
-) -> tuple[LayerChain, LmScores | None]:
+) -> tuple[LayerChain, LmHeadSpec | None]:
     """Split the module into layers; of a decoder also return its head."""
     form = None if reads.texts is None else reads.texts.form
     if form == "decoder":
@@ -161,7 +161,7 @@ def _layer_chain_and_head(
 
 
 def _preprocess_of_module(module: Any, tokenizer: Any) -> Preprocess:
-    """Return the text preprocessing of a live model of transformers; refuse generators of other families."""
+    """Return the text preprocessing of a transformers model in memory; refuse other generators."""
     if tokenizer is None:
         return Preprocess("by the caller", list)
     config, answers = getattr(module, "config", None), getattr(module, "can_generate", bool)()
@@ -170,7 +170,7 @@ def _preprocess_of_module(module: Any, tokenizer: Any) -> Preprocess:
     form: Form = "encoder"
     if answers and is_seq2seq(described):
         form = "encoder-decoder"
-    elif answers and is_causal(described):
+    elif answers and is_causal_lm(described):
         form = "decoder"
     elif answers or kind is None:
         raise IncompatibleModelsError(
@@ -191,11 +191,11 @@ def _sample_tensor_tasks(
     for task, source in sorted((built.data or {}).items()):
         head, shown = head_of.get(task), None
         names = None if head is None else head.classes
-        samples = live_samples(task, source, n=settings.n, split="diagnosis", class_names=names, **drawn)
+        samples = sample_live_data(task, source, n=settings.n, split="diagnosis", class_names=names, **drawn)
         if built.calibration:
             # The labels of calibration samples are not read, so they need not fit the head.
             count = settings.n_calibration
-            shown = live_samples(task, built.calibration[task], n=count, split="calibration", **drawn)
+            shown = sample_live_data(task, built.calibration[task], n=count, split="calibration", **drawn)
         tasks[task] = TaskSamples(
             samples, samples if samples.labels and head is not None else None, head, shown
         )
@@ -207,34 +207,36 @@ def _sample_text_tasks(
     stated: Mapping[str, Mapping[str, Any]],
     head_of: Mapping[str, ScoreMap],
     pool: ModelPool,
-    lm: LmScores | None,
-    reader: TextReader,
+    lm: LmHeadSpec | None,
+    reader: TextProcessor,
     settings: LiveSettings,
 ) -> dict[str, TaskSamples]:
     """Sample tasks of texts, with the given heads or the models' own."""
     # Import here: only texts need the modules that open files.
-    from driftlens.experiment.loading import lm_head, task_samples
+    from driftlens.experiment.loading import answer_head, build_task_samples
 
     tasks = dict[str, TaskSamples]()
     for task in sorted(stated):
         rules, head = stated[task], head_of.get(task)
         classes = {} if head is None or "words" in rules else {"classes": list(head.classes)}
-        entry = checked(TextEntry, {"kind": "live", "input": "input", **classes, **rules}, f"texts[{task!r}]")
+        entry = validate_section(
+            TextEntry, {"kind": "live", "input": "input", **classes, **rules}, f"texts[{task!r}]"
+        )
         rows: dict[Split, tuple[Any, int | None]] = {"diagnosis": ((built.data or {})[task], settings.n)}
         if built.calibration:
             rows["calibration"] = built.calibration[task], settings.n_calibration
-        data = live_texts(
+        data = sample_live_texts(
             task, rows, entry, reader=reader, seed=settings.seed, batch_size=settings.batch_size
         )
         if head is None and lm is not None:
-            head = lm_head(data, pool.source(expert_of(task)), lm)
-        samples = task_samples(task, data, head, entry.metric or (), pool)
+            head = answer_head(data, pool.source(expert_name(task)), lm)
+        samples = build_task_samples(task, data, head, entry.metric or (), pool)
         tasks[task] = samples if built.calibration else dataclasses.replace(samples, calibration=None)
     return tasks
 
 
 def _module_in_dtype(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> nn.Module:
-    """Return the module, or a copy where a parameter has another floating dtype or device."""
+    """Return the module, or a copy if its parameters have another dtype or device."""
     return module if _has_dtype_and_device(module, dtype, device) else copy.deepcopy(module).to(device, dtype)
 
 
@@ -259,7 +261,7 @@ def _live_notices(
             if unread:
                 yield f"task {task}: inputs {', '.join(unread)} are ignored; the image tower reads {PIXELS}"
             continue
-        notice = unmasked_padding(inputs, pad_token) if mask is None else None
+        notice = missing_mask_warning(inputs, pad_token) if mask is None else None
         if notice is not None and "attention_mask" not in inputs.values:
             yield f"task {task}: {notice}"
     if any(data.test is not None or data.head is not None for data in tasks.values()):

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from driftlens.calibration.calibrator import calibrators, over_preset, require_task_id
-from driftlens.checkpoints.alignment import Refitted, Spellings
+from driftlens.calibration.calibrator import calibrators, preset_settings, require_task_id
+from driftlens.checkpoints.alignment import KeyLayout, RegroupedSource
 from driftlens.checkpoints.loading import (
-    fetched,
+    fetch_if_hub_id,
+    find_config_folder,
     is_lora_folder,
-    library_folder,
     open_checkpoint,
-    require_same_reading,
+    require_same_pooling,
 )
 from driftlens.checkpoints.lora import LoraSource
-from driftlens.checkpoints.tensor_sources import Composed, StateSource, in_dtype
+from driftlens.checkpoints.tensor_sources import CompositeSource, StateSource, cast_source
 from driftlens.config.published import PublishedTask, published_task
 from driftlens.config.run import FileHead, Head, LinearHeadSpec
-from driftlens.data.samples import SampleSet, unequal_counts
-from driftlens.data.task_data import TaskData, open_task_data, plain_form, require_same_classes
+from driftlens.data.samples import SampleSet, unequal_count_notice
+from driftlens.data.task_data import TaskData, normalize_name, open_task_data, require_same_classes
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_layers
@@ -39,33 +39,33 @@ from driftlens.models.architecture import CAUSAL, HEADS, Architecture, load_arch
 from driftlens.models.chain import LayerChain
 from driftlens.models.heads import (
     LmHead,
-    LmScores,
+    LmHeadSpec,
     ScoreMap,
     TextTower,
     class_names,
-    file_head,
-    gives_one_score,
-    is_of_vocabulary,
+    config_class_names,
+    has_one_score,
+    head_from_file,
+    is_vocabulary_head,
     linear_head,
-    stated_classes,
-    text_head,
+    zero_shot_head,
 )
-from driftlens.models.readouts import EMBEDDED, OwnHead
-from driftlens.models.texts import PictureReader, generate
-from driftlens.models.tracing.block_call import settle
+from driftlens.models.readouts import EMBEDDED, ExpertHead
+from driftlens.models.texts import ImageTextProcessor, generate
+from driftlens.models.tracing.block_call import move_to_device
 from driftlens.models.vocabularies import (
-    own_head,
+    align_head,
+    align_vocabulary,
     require_same_tokenizer,
-    vocabulary_keys,
-    with_head,
-    with_rows,
+    untied_head_key,
+    vocabulary_row_counts,
 )
 from driftlens.utils.devices import require_dtype, resolve_device
-from driftlens.utils.distributed import Access
+from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import CheckpointError, DataError, DriftLensError, SpecError
-from driftlens.utils.files import escape, expanded
-from driftlens.utils.registry import resolve
-from driftlens.utils.variants import METRICS, baseline, expert_of, task_of
+from driftlens.utils.files import expand_home, safe_file_name
+from driftlens.utils.registry import resolve_settings
+from driftlens.utils.variants import METRICS, baseline_variant, expert_name, task_of_expert
 
 if TYPE_CHECKING:
     from driftlens.config.run import RunSpec
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OpenModels:
-    """The checkpoints of a spec, headers read, by their names in the pool.
+    """The opened checkpoints of a spec by name; only their headers are read.
 
     Attributes:
         stored: the checkpoints under their own key names, with text towers and classifiers.
@@ -96,29 +96,29 @@ class OpenModels:
         return self.stored.get("base")
 
     @property
-    def own_form(self) -> StateSource:
-        """The checkpoint whose key names, dtypes and text tower a saved model has: the base, or the first expert."""
-        experts = sorted(name for name in self.sources if task_of(name) is not None)
+    def save_template(self) -> StateSource:
+        """The checkpoint whose keys, dtypes and text tower saved models get: base or first expert."""
+        experts = sorted(name for name in self.sources if task_of_expert(name) is not None)
         return self.form or self.base or self.sources[experts[0]]
 
 
-def open_study(spec: RunSpec, *, access: Access = Access()) -> tuple[Study, OpenModels]:
-    """Open and compare everything that a spec names; its merge is still to be made."""
+def open_study(spec: RunSpec, *, access: Permissions = Permissions()) -> tuple[Study, OpenModels]:
+    """Open and validate all models, data and heads of a spec; its merge is not computed yet."""
     models = open_models(spec, access)
     data = {task: open_data(spec, task, models.architecture, access=access) for task in spec.tasks}
     heads = open_heads(spec, models, {task: opened.class_names for task, opened in data.items()})
-    return study_of(spec, models, data, heads, access=access), models
+    return build_study(spec, models, data, heads, access=access), models
 
 
-def study_of(
+def build_study(
     spec: RunSpec,
     models: OpenModels,
     data: Mapping[str, TaskData],
     heads: Mapping[str, ScoreMap],
     *,
-    access: Access = Access(),
+    access: Permissions = Permissions(),
 ) -> Study:
-    """Build the study of opened models, samples and score maps. Raises the errors of `open_study`.
+    """Build a study from opened models, samples and heads.
 
     Args:
         spec: the settings.
@@ -131,15 +131,21 @@ def study_of(
     pool = open_pool(spec, models, device=access.device)
     preprocess = models.architecture.preprocess
     if (lm := models.architecture.lm) is not None:
-        own = {task: lm_head(opened, models.sources[expert_of(task)], lm) for task, opened in data.items()}
+        own = {
+            task: answer_head(opened, models.sources[expert_name(task)], lm) for task, opened in data.items()
+        }
         heads = {**own, **heads}
     settings = analysis_settings(spec, pool.chain, heads)
     return Study(
         name=spec.name,
         pool=pool,
-        variants=(*(["base"] if spec.base is not None else []), "merged", *map(baseline, spec.baselines)),
+        variants=(
+            *(["base"] if spec.base is not None else []),
+            "merged",
+            *map(baseline_variant, spec.baselines),
+        ),
         tasks={
-            task: task_samples(task, opened, heads.get(task), spec.data.tasks[task].metric or (), pool)
+            task: build_task_samples(task, opened, heads.get(task), spec.data.tasks[task].metric or (), pool)
             for task, opened in data.items()
         },
         settings=settings,
@@ -147,7 +153,7 @@ def study_of(
         notices=tuple(dict.fromkeys(_study_notices(spec, models, data, heads))),
         provenance=models.origins,
         architecture={
-            **models.architecture.described,
+            **models.architecture.source_info,
             **({} if preprocess is None or preprocess.texts is None else preprocess.settings),
         },
         preprocessing="" if preprocess is None else preprocess.backend,
@@ -164,7 +170,7 @@ _Attempt = Callable[[str, Callable[[], StateSource]], StateSource | None]
 
 def open_models(
     spec: RunSpec,
-    access: Access = Access(),
+    access: Permissions = Permissions(),
     *,
     architecture: Architecture | None = None,
     attempt: _Attempt = lambda name, opened: opened(),
@@ -179,13 +185,16 @@ def open_models(
         attempt: opens one model, and may leave a broken one out.
         unread: True if no sample will be read, so that a decoder's tokenizer stays closed.
     """
-    shared, origins = architecture or open_architecture(spec, access, unread=unread), origins_of(spec)
+    shared, origins = architecture or open_architecture(spec, access, unread=unread), weight_paths(spec)
     stored: dict[str, StateSource] = {}
     sources: dict[str, StateSource] = {}
     notices: list[str | None] = []
     preprocess = shared.preprocess
     reads_texts = shared.lm is not None or (preprocess is not None and preprocess.texts is not None)
-    rows, home = vocabulary_keys(shared.skeleton) if reads_texts else {}, library_folder(shared.source)
+    rows, home = (
+        vocabulary_row_counts(shared.skeleton) if reads_texts else {},
+        find_config_folder(shared.source),
+    )
 
     def _open_model(name: str) -> StateSource:
         stored[name] = _open_model_or_adapter(origins[name], shared, stored.get("base"), access)
@@ -195,8 +204,8 @@ def open_models(
         folder, align = model_folder(origins[name], stored[name]), spec.architecture.vocab is not None
         if folder is not None and home is not None:
             require_same_tokenizer(home, folder)
-        notices.append(require_same_reading(home, folder))
-        source, notice = with_rows(source, rows, sources.get("base"), folder, align=align)
+        notices.append(require_same_pooling(home, folder))
+        source, notice = align_vocabulary(source, rows, sources.get("base"), folder, align=align)
         notices.append(notice)
         if shared.lm is None:
             return source
@@ -204,7 +213,7 @@ def open_models(
         # Adapters share the base's configuration.
         if isinstance(stored[name], LoraSource) and "base" in stored:
             folder = model_folder(origins["base"], stored["base"])
-        source, notice = with_head(source, stored[name], folder, shared.lm, table)
+        source, notice = align_head(source, stored[name], folder, shared.lm, table)
         notices.append(notice)
         return source
 
@@ -220,40 +229,40 @@ def open_models(
 def _headers_with_separate_head(
     architecture: Architecture, stored: Mapping[str, StateSource], sources: Mapping[str, StateSource]
 ) -> StateSource | None:
-    """Return headers with a separate head if only the merged model has one; None elsewhere."""
+    """Return headers that include an untied LM head if only the merged model has one; else None."""
     base, layout, lm = stored.get("base"), architecture.layout, architecture.lm
-    if base is None or layout is None or lm is None or not lm.is_apart:
+    if base is None or layout is None or lm is None or not lm.is_untied:
         return None
     # The head may have another spelling.
     if lm.head in layout.key_map(base.headers, architecture.keys, base.name):
         return None
     parts = {key: (base, key) for key in base.headers}
-    parts[layout.wrapper(base.headers, base.name) + lm.head] = (sources["base"], lm.key)
-    return Composed(base.name, parts)
+    parts[layout.wrapper_prefix(base.headers, base.name) + lm.head] = (sources["base"], lm.key)
+    return CompositeSource(base.name, parts)
 
 
 def _open_model_or_adapter(
-    place: str, architecture: Architecture, base: StateSource | None, access: Access
+    place: str, architecture: Architecture, base: StateSource | None, access: Permissions
 ) -> StateSource:
-    """Open a model under its own key names; adapters are added to `base`, or to the model of `MODEL+ADAPTER`."""
+    """Open a checkpoint under its own key names; LoRA adapters are added to the base model."""
     model, _, adapter = place.partition("+")
-    parts = [model, adapter] if model and adapter and not expanded(place).exists() else [place]
-    *whole, file = (fetched(part, offline=access.offline) for part in parts)
+    parts = [model, adapter] if model and adapter and not expand_home(place).exists() else [place]
+    *whole, file = (fetch_if_hub_id(part, offline=access.offline) for part in parts)
     if whole:
         base = open_checkpoint(whole[0], offline=access.offline)
     if base is not None and is_lora_folder(pathlib.Path(file)):
-        base = architecture.lora_base(base.whole if isinstance(base, Refitted) else base, file)
+        base = architecture.lora_base(base.whole if isinstance(base, RegroupedSource) else base, file)
     opened = open_checkpoint(file, base=base, offline=access.offline)
-    return architecture.layout.refitted(opened) if isinstance(architecture.layout, Spellings) else opened
+    return architecture.layout.regroup(opened) if isinstance(architecture.layout, KeyLayout) else opened
 
 
 def model_folder(origin: str, source: StateSource) -> pathlib.Path | None:
-    """Return the folder of a model's own configuration; None for a file, whose folder may be another model's."""
+    """Return the folder with a model's configuration; None for a file."""
     stored = pathlib.Path(source.name)
-    return None if expanded(origin).is_file() else stored if stored.is_dir() else stored.parent
+    return None if expand_home(origin).is_file() else stored if stored.is_dir() else stored.parent
 
 
-def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) -> Architecture:
+def open_architecture(spec: RunSpec, access: Permissions, *, unread: bool = False) -> Architecture:
     """Load a spec's architecture; untie a language model's head if any checkpoint has a separate one.
 
     Args:
@@ -269,26 +278,29 @@ def open_architecture(spec: RunSpec, access: Access, *, unread: bool = False) ->
         blocks=entry.blocks,
         access=access,
         unread=unread,
-        pictured=any(getattr(task, "pictures", None) for task in spec.data.tasks.values()),
+        pictured=any(getattr(task, "image_column", None) for task in spec.data.tasks.values()),
     )
     architecture = load()
-    if architecture.loader not in CAUSAL or architecture.lm is None or architecture.lm.is_apart:
+    if architecture.loader not in CAUSAL or architecture.lm is None or architecture.lm.is_untied:
         return architecture
     base = None
-    for name, place in origins_of(spec).items():
+    for name, place in weight_paths(spec).items():
         # `open_models` reports errors of checkpoints.
         with contextlib.suppress(DriftLensError):
             stored = _open_model_or_adapter(place, architecture, base, access)
             base = stored if name == "base" else base
-            if own_head(stored, architecture.align(stored, fallback=None), architecture.lm) is not None:
+            if (
+                untied_head_key(stored, architecture.align(stored, fallback=None), architecture.lm)
+                is not None
+            ):
                 return load(untied=True)
     return architecture
 
 
-def origins_of(spec: RunSpec) -> dict[str, str]:
-    """Return the place of every model's weights, by name in the pool, the base first."""
-    experts = {expert_of(task): entry for task, entry in spec.experts.items()}
-    baselines = {baseline(name): entry for name, entry in spec.baselines.items()}
+def weight_paths(spec: RunSpec) -> dict[str, str]:
+    """Return the path or Hub id of every model's weights, by model name, the base first."""
+    experts = {expert_name(task): entry for task, entry in spec.experts.items()}
+    baselines = {baseline_variant(name): entry for name, entry in spec.baselines.items()}
     named = {"base": spec.base, **experts, **baselines, "merged": spec.merged}
     return {name: entry.weights for name, entry in named.items() if entry is not None}
 
@@ -304,7 +316,7 @@ def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -
     place, dtype = resolve_device(device or spec.compute.device), getattr(torch, spec.compute.dtype)
     require_dtype(place, dtype)
     # Modules that run as they are bring tensors of their own, such as positions.
-    settle(models.architecture.skeleton, place)
+    move_to_device(models.architecture.skeleton, place)
     return ModelPool(
         models.architecture.chain,
         models.architecture.skeleton,
@@ -318,7 +330,7 @@ def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -
 def open_heads(
     spec: RunSpec, models: OpenModels, data: Mapping[str, tuple[str, ...] | None]
 ) -> dict[str, ScoreMap]:
-    """Open each task's score map: the spec's, else its expert's classifier.
+    """Open the classification head of each task: the spec's, else its expert's own.
 
     Args:
         spec: the settings.
@@ -328,15 +340,15 @@ def open_heads(
     # The text tower is read once, and only if a task needs it.
     tower: TextTower | None = None
     heads: dict[str, ScoreMap] = {}
-    for task, entry in heads_of(spec, models).items():
+    for task, entry in head_specs(spec, models).items():
         named = data.get(task) or (
             _expert_class_names(spec, task, models) if _is_expert_classifier(entry) else None
         )
-        classes = classes_of(task, entry, named)
+        classes = head_classes(task, entry, named)
         if isinstance(entry, LinearHeadSpec):
             heads[task] = _open_linear_head(task, entry, classes, models)
         elif isinstance(entry, FileHead):
-            heads[task] = file_head(entry.file, entry.tensor, entry.logit_scale, classes)
+            heads[task] = head_from_file(entry.file, entry.tensor, entry.logit_scale, classes)
         elif models.base is None:
             raise SpecError(
                 f"heads.{task}: templates need the base's text tower, but there is no base",
@@ -345,27 +357,27 @@ def open_heads(
         else:
             tower = tower or models.architecture.text_tower(models.base)
             words = None if entry.suite is None else published_task(entry.suite).classes
-            heads[task] = text_head(tower, classes, entry.templates, words)
+            heads[task] = zero_shot_head(tower, classes, entry.templates, words)
     return heads
 
 
-def heads_of(spec: RunSpec, models: OpenModels) -> dict[str, Head]:
-    """Return the spec's heads, and those of other tasks whose expert ends in a classifier."""
+def head_specs(spec: RunSpec, models: OpenModels) -> dict[str, Head]:
+    """Return the spec's heads, and entries for tasks whose expert has its own classifier."""
     own = {
         task: LinearHeadSpec(linear="own")
         for task in spec.tasks
         if task not in spec.heads
-        and (stored := models.stored.get(expert_of(task))) is not None
+        and (stored := models.stored.get(expert_name(task))) is not None
         and models.architecture.classifier_keys(stored) is not None
     }
     return own | spec.heads
 
 
-def lm_head(data: TaskData, source: StateSource, lm: LmScores) -> LmHead:
-    """Return scores of the first tokens of a task's answers, or of the vocabulary if two answers share one."""
+def answer_head(data: TaskData, source: StateSource, lm: LmHeadSpec) -> LmHead:
+    """Return an LM head restricted to the first tokens of a task's answers, or the whole vocabulary."""
     reader = None if data.test.texts is None else data.test.texts.reader
     assert reader is not None
-    first_tokens = {name: reader.answer_tokens(answer)[:1] for name, answer in data.answers().items()}
+    first_tokens = {name: reader.answer_tokens(answer)[:1] for name, answer in data.class_answers().items()}
     if first_tokens and all(first_tokens.values()) and len(set(first_tokens.values())) == len(first_tokens):
         return LmHead(tuple(first_tokens), source, lm, tuple(token for (token,) in first_tokens.values()))
     tokens = reader.tokenizer.convert_ids_to_tokens(list(range(len(reader.tokenizer))))
@@ -384,7 +396,7 @@ def _open_linear_head(
     if entry.linear != "own":
         source, weight, bias = open_checkpoint(entry.linear), entry.weight, entry.bias
         return linear_head(source, classes, weight=weight, bias=bias, normalize=entry.normalize)
-    stored = models.stored[expert_of(task)]
+    stored = models.stored[expert_name(task)]
     keys = (entry.weight,) if entry.weight else models.architecture.classifier_keys(stored)
     if keys is None:
         raise CheckpointError(
@@ -398,7 +410,7 @@ def _open_linear_head(
                 f"heads.{task}: the expert's own head has {len(keys)} weights and fixes its normalization",
                 hint="Remove `normalize`.",
             )
-        return form.head(stored, keys, classes)
+        return form.load_head(stored, keys, classes)
     return linear_head(stored, classes, weight=keys[0], bias=entry.bias, normalize=entry.normalize)
 
 
@@ -407,18 +419,18 @@ def _is_expert_classifier(entry: Head) -> TypeGuard[LinearHeadSpec]:
 
 
 def _expert_class_names(spec: RunSpec, task: str, models: OpenModels) -> tuple[str, ...] | None:
-    """Return the classes of an expert's classifier as its folder names them, or else row numbers."""
-    if (named := stated_classes(spec.experts[task].weights)) is not None:
+    """Return the class names of an expert's classifier from its configuration, or row numbers."""
+    if (named := config_class_names(spec.experts[task].weights)) is not None:
         return named
-    stored = models.stored[expert_of(task)]
+    stored = models.stored[expert_name(task)]
     shapes = [stored.headers[key].shape for key in models.architecture.classifier_keys(stored) or ()]
     rows = [shape[0] for shape in shapes if len(shape) == 2]
     count = rows[-1] if rows else 0
     return ("score",) if count == 1 else tuple(map(str, range(count))) or None
 
 
-def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the names of a head's rows: its own, or the data's; a suite's order takes precedence.
+def head_classes(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the class names of a head's rows: its own, or those of the data.
 
     Args:
         task: the task's name.
@@ -437,18 +449,18 @@ def classes_of(task: str, entry: Head, named: tuple[str, ...] | None) -> tuple[s
 
 
 def _published_class_names(task: PublishedTask, named: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the classes of a published task in label order, under the names that the data uses.
+    """Return the classes of a benchmark task in label order, spelled as in the data.
 
     These may be the words of prompts, the data set's labels in any case and punctuation, or label numbers.
     """
     if named is None:
         return task.classes
-    theirs = {str(int(name)) if name.isdecimal() else plain_form(name): name for name in named}
+    theirs = {str(int(name)) if name.isdecimal() else normalize_name(name): name for name in named}
     numbers = tuple(map(str, range(len(task.classes))))
     if len(theirs) == len(named) == len(task.classes):
         for spelt in (task.classes, task.labels, numbers):
-            if theirs.keys() == {plain_form(name) for name in spelt}:
-                return tuple(theirs[plain_form(name)] for name in spelt)
+            if theirs.keys() == {normalize_name(name) for name in spelt}:
+                return tuple(theirs[normalize_name(name)] for name in spelt)
     require_same_classes(named, task.classes, where=f"the suite's {task.title}")
     raise DataError(f"the suite's {task.title}: class names occur more than once")
 
@@ -459,32 +471,38 @@ def _study_notices(
     yield from (*models.architecture.notices, *models.notices)
     for opened in data.values():
         yield from opened.notices
-    for task, entry in heads_of(spec, models).items():
+    for task, entry in head_specs(spec, models).items():
         is_unnamed = _is_expert_classifier(entry) and entry.classes is None
-        if is_unnamed and data[task].class_names and stated_classes(spec.experts[task].weights) is None:
+        if is_unnamed and data[task].class_names and config_class_names(spec.experts[task].weights) is None:
             yield (
                 f"{task}: the expert's classifier names no classes, so the data's order is used for its rows; set "
                 "`heads.TASK.classes` if it differs"
             )
     for task, opened in data.items():
-        if opened.class_names and is_of_vocabulary(heads.get(task)):
+        if opened.class_names and is_vocabulary_head(heads.get(task)):
             yield (
                 f"{task}: answers of two classes share their first token, so scores cover the whole vocabulary, "
                 "and answers are chosen by likelihood"
             )
     texts = ((task, opened.test.texts) for task, opened in data.items())
-    sees = {task for task, text in texts if text is not None and isinstance(text.reader, PictureReader)}
+    sees = {task for task, text in texts if text is not None and isinstance(text.reader, ImageTextProcessor)}
     if sees and (blind := sorted(data.keys() - sees)):
         yield (
             f"{', '.join(blind)}: samples have no images, so the vision tower shows no drift; it and its projector "
             f"are calibrated from {', '.join(sorted(sees))} alone"
         )
     yield from (*head_notices(models), *dtype_notices(models))
-    yield from unequal_counts({task: len(opened.calibration) for task, opened in data.items()}, "calibration")
-    yield from unequal_counts({task: len(opened.diagnosis) for task, opened in data.items()}, "diagnosis")
+    yield from unequal_count_notice(
+        {task: len(opened.calibration) for task, opened in data.items()}, "calibration"
+    )
+    yield from unequal_count_notice(
+        {task: len(opened.diagnosis) for task, opened in data.items()}, "diagnosis"
+    )
 
 
-def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, access: Access) -> TaskData:
+def open_data(
+    spec: RunSpec, task: str, architecture: Architecture | None, *, access: Permissions
+) -> TaskData:
     """Sample one task's data.
 
     Args:
@@ -498,13 +516,13 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
         kind = next((source.kind for source in spec.data.tasks.values()), "imagefolder")
         raise SpecError(f"no data for {task}", hint=f"Add data.{task}: {{kind: {kind}, ...}}.")
     named = None if head is None or head.classes is None else class_names(head.classes)
-    ends_in_classes = architecture is not None and architecture.ends_in_classes
+    ends_in_classes = architecture is not None and architecture.has_classifier
     if named is None and ends_in_classes and (head is None or _is_expert_classifier(head)):
-        named = stated_classes(spec.experts[task].weights)
+        named = config_class_names(spec.experts[task].weights)
     preprocess = None if architecture is None else architecture.preprocess
     reader = None if preprocess is None else preprocess.texts
-    if isinstance(reader, PictureReader) and getattr(entry, "pictures", None) is None:
-        reader = reader.of_words
+    if isinstance(reader, ImageTextProcessor) and getattr(entry, "image_column", None) is None:
+        reader = reader.text_only
     return open_task_data(
         task,
         entry,
@@ -517,29 +535,29 @@ def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, ac
     )
 
 
-def with_own_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
-    """Replace answers by the expert's own greedy ones if the task asks for it; they are generated on the first read."""
+def with_expert_answers(samples: SampleSet, pool: ModelPool) -> SampleSet:
+    """Replace target answers by the expert's greedy ones if the task requests it; generated lazily."""
     texts = samples.texts
     if texts is None or texts.reader is None or texts.shown != "expert":
         return samples
     reader, space = texts.reader, " " if texts.answer.startswith(" ") else ""
 
     def _generate_answers(rows: Sequence[Any]) -> list[str]:
-        questions = [*map(reader.asked, rows)]
-        with pool.loaded(expert_of(samples.task)) as module:
-            generated = generate(module, reader, questions, NEW_TOKENS, batch_size=samples.at_once)
+        questions = [*map(reader.question_of, rows)]
+        with pool.load_module(expert_name(samples.task)) as module:
+            generated = generate(module, reader, questions, NEW_TOKENS, batch_size=samples.safe_batch_size)
         return [space + answer if answer else "" for answer in generated]
 
     # Generated on the first read and once: a calibration reads its samples for every layer.
-    shown = functools.cache(lambda: samples.answering(_generate_answers(samples.all_texts)))
+    shown = functools.cache(lambda: samples.with_answers(_generate_answers(samples.all_texts)))
     answered = replace(texts, answers=_generate_answers)
     return replace(samples, load=lambda positions: shown().load(positions), texts=answered)
 
 
-def task_samples(
+def build_task_samples(
     task: str, data: TaskData, head: ScoreMap | None, metrics: Sequence[str], pool: ModelPool
 ) -> TaskSamples:
-    """Build a task's samples with its score map; refuse metrics that the task or the model can't serve.
+    """Build a task's samples with its head; refuse metrics that task or model can't support.
 
     Args:
         task: the task's name.
@@ -549,19 +567,19 @@ def task_samples(
         pool: the models.
     """
     test, diagnosis, texts = data.test, data.diagnosis, data.test.texts
-    choices = {} if test.labels is None else data.answers()
+    choices = {} if test.labels is None else data.class_answers()
     reader = None if texts is None else texts.reader
     answers = reader is not None and reader.form != "encoder"
     compared = None if texts is None else texts.compared
     shows = texts is not None and compared is None and bool(test.text(0).target)
-    if compared is not None and gives_one_score(head):
+    if compared is not None and has_one_score(head):
         raise SpecError(
             f"data.{task}: texts are compared by embeddings, but the models give scores",
             hint="Give embedding models without a classifier; rerankers are not supported.",
         )
-    has = {"head": head is not None and test.labels is not None and not is_of_vocabulary(head)}
+    has = {"head": head is not None and test.labels is not None and not is_vocabulary_head(head)}
     has |= {"choices": answers and bool(choices), "target": answers and shows}
-    has |= {"pair": shows and gives_one_score(head)}
+    has |= {"pair": shows and has_one_score(head)}
     has |= {"passages": compared is not None and compared.passages is not None}
     has |= {"number": has["target"] or has["pair"] if compared is None else not has["passages"]}
     for name in metrics:
@@ -570,14 +588,14 @@ def task_samples(
             raise SpecError(
                 f"data.{task}.metric: {name} {_LACKING[need or 'target']}", hint="Name another metric."
             )
-    if is_of_vocabulary(head) and diagnosis.labels is not None:
+    if is_vocabulary_head(head) and diagnosis.labels is not None:
         # The head's rows are tokens, not class names.
         diagnosis = replace(diagnosis, labels=None)
     return TaskSamples(
         diagnosis=diagnosis,
         test=test if test.labels is not None or has["number"] or compared is not None else None,
         head=head,
-        calibration=with_own_answers(data.calibration, pool),
+        calibration=with_expert_answers(data.calibration, pool),
         metrics=tuple(metrics),
         choices=choices,
     )
@@ -600,7 +618,7 @@ _LIBRARY_POOLS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
 def analysis_settings(
     spec: RunSpec, chain: LayerChain, heads: Mapping[str, ScoreMap] | None = None
 ) -> AnalysisSettings:
-    """Return the analysis settings of a spec; features are pooled as the experts' own heads read them.
+    """Return the analysis settings of a spec; the default pooling follows the experts' heads.
 
     Args:
         spec: the settings as written.
@@ -609,7 +627,7 @@ def analysis_settings(
     """
     pool = spec.layers.pool
     for task, head in (heads or {}).items():
-        if isinstance(head, OwnHead) and (pool := pool or head.form.pool) != head.form.pool:
+        if isinstance(head, ExpertHead) and (pool := pool or head.form.pool) != head.form.pool:
             raise SpecError(
                 f"layers.pool is {pool!r}, but the classifier of {task}'s expert pools by {head.form.pool!r}",
                 hint=f"Remove `pool`, or give heads.{task} with this pooling.",
@@ -628,7 +646,7 @@ def analysis_settings(
     return AnalysisSettings(
         pool=pool or chain.modality.pool,
         stored_layers=frozenset(select_layers([layer.path for layer in chain.layers], spec.layers.select)),
-        options=metrics.options,
+        options=metrics.enabled,
         jacobian=jacobian or None,
         feature_budget=spec.compute.feature_budget,
         deterministic=spec.compute.deterministic,
@@ -641,16 +659,16 @@ def calibration_settings(spec: RunSpec) -> dict[str, Any] | None:
     if section is None:
         return None
     require_task_id(spec.task_id, section.method)
-    parameters = over_preset(section.method, section.preset, section.parameters)
-    return resolve(calibrators[section.method], parameters, f"calibration: {section.method}")
+    parameters = preset_settings(section.method, section.preset, section.parameters)
+    return resolve_settings(calibrators[section.method], parameters, f"calibration: {section.method}")
 
 
 _POOLED = {"cls": "that of its first token", "mean": "the mean over its tokens", "last": "its last token's"}
 
 
 def head_notices(models: OpenModels) -> list[str]:
-    """Report experts' multi-layer heads, which no merged model holds, or how features are pooled without any head."""
-    form, bring = models.architecture.own_head, [expert_of(task) for task in _expert_heads_by_task(models)]
+    """Report experts' heads that a merged model can't hold, or how features are pooled without heads."""
+    form, bring = models.architecture.own_head, [expert_name(task) for task in _expert_heads_by_task(models)]
     if form is None:
         return []
     if not bring:
@@ -663,20 +681,23 @@ def head_notices(models: OpenModels) -> list[str]:
 
 
 def head_files(models: OpenModels) -> dict[str, StateSource]:
-    """Return the experts' own heads by their paths in a saved folder."""
+    """Return the files of the experts' own heads by their paths in a saved folder."""
     return {
-        f"{HEADS}/{escape(task)}.safetensors": head for task, head in _expert_heads_by_task(models).items()
+        f"{HEADS}/{safe_file_name(task)}.safetensors": head
+        for task, head in _expert_heads_by_task(models).items()
     }
 
 
 def _expert_heads_by_task(models: OpenModels) -> dict[str, StateSource]:
-    experts = {task: stored for name, stored in models.stored.items() if (task := task_of(name)) is not None}
-    heads = {task: models.architecture.head_of(stored) for task, stored in experts.items()}
+    experts = {
+        task: stored for name, stored in models.stored.items() if (task := task_of_expert(name)) is not None
+    }
+    heads = {task: models.architecture.classifier_source(stored) for task, stored in experts.items()}
     return {task: head for task, head in heads.items() if head is not None}
 
 
-def all_in(models: OpenModels, name: str | None) -> OpenModels:
-    """Return the models with a form that saves all floating-point tensors in a dtype; None keeps the form's own."""
+def with_save_dtype(models: OpenModels, name: str | None) -> OpenModels:
+    """Return the models set to save floating-point tensors in a dtype; None changes nothing."""
     if not name:
         return models
     dtype: torch.dtype = getattr(torch, name)
@@ -688,7 +709,9 @@ def all_in(models: OpenModels, name: str | None) -> OpenModels:
             keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
             configs["config.json"] = {**config, **dict.fromkeys(keys, name)}
         architecture = replace(architecture, folder=replace(folder, configs=configs))
-    return replace(models, architecture=architecture, form=in_dtype(models.own_form, dtype), out_dtype=dtype)
+    return replace(
+        models, architecture=architecture, form=cast_source(models.save_template, dtype), out_dtype=dtype
+    )
 
 
 def dtype_notices(models: OpenModels) -> list[str]:

@@ -1,6 +1,6 @@
 """Merging of checkpoints in float32, as much at a time as the method reads; results are saved in the base's format.
 
-Entry points: `save_one` for a request, `save_merge` for open models, `merged_source` for a model in memory.
+Entry points: `merge_and_save` for a request, `save_merge` for open models, `merge_to_files` for a model in memory.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ import torch
 from torch import Tensor
 
 from driftlens.checkpoints.tensor_sources import (
-    OnDemand,
+    InMemorySource,
+    LazyTensors,
     StateSource,
-    TensorsSource,
+    cast_source,
     check_finite,
-    in_dtype,
     require_key,
-    written,
+    stored_change,
 )
 from driftlens.config.requests import MergeRequest
 from driftlens.config.run import load_spec
-from driftlens.data.altered import viewed
+from driftlens.data.altered import append_views
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import LayerMap
-from driftlens.engine.sites import parameter_groups, row_weights, rows_and_output
+from driftlens.engine.sites import parameter_roles, record_activations, row_weights
 from driftlens.engine.walk import FeatureStream
 from driftlens.experiment import loading as opening
 from driftlens.experiment.loading import OpenModels
-from driftlens.experiment.sanity_checks import companions
+from driftlens.experiment.sanity_checks import check_model_files
 from driftlens.experiment.study import Study
 from driftlens.linalg.gram import GramSum
-from driftlens.merging.method import Merge, MergeMethod, merge_called
+from driftlens.merging.method import MergeConfig, MergeMethod, merge_by_name
 from driftlens.models.architecture import Architecture
-from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, Slot, State
-from driftlens.models.saving import require_target, save_model
-from driftlens.utils.devices import computing_with, exact_products, to_float64
-from driftlens.utils.distributed import Context
+from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, State, WeightSlot
+from driftlens.models.saving import check_save_path, save_model
+from driftlens.utils.devices import full_precision_matmul, override_num_threads, to_float64
+from driftlens.utils.distributed import JobContext
 from driftlens.utils.errors import ShapeError, SpecError
-from driftlens.utils.files import PathLike, scratch_beside
-from driftlens.utils.progress import Reporter
-from driftlens.utils.variants import ModelChange, expert_of, saved_words, task_of
+from driftlens.utils.files import PathLike, scratch_folder
+from driftlens.utils.progress import ProgressReporter
+from driftlens.utils.variants import ModelChange, expert_name, saving_loss_text, task_of_expert
 
 if TYPE_CHECKING:
     from driftlens.config.run import RunSpec
@@ -59,12 +59,12 @@ PHASE = "merge"
 PIECE = 2**22
 
 
-def save_one(
+def merge_and_save(
     source: Path | str | Mapping[str, Any] | RunSpec,
     request: MergeRequest,
-    context: Callable[[], AbstractContextManager[Context]],
+    context: Callable[[], AbstractContextManager[JobContext]],
 ) -> tuple[str, list[str]]:
-    """Make the requested merge, or else the spec's own, and save it; return the method and notices.
+    """Compute the requested merge, or the spec's own, and save it; return the method and notices.
 
     Args:
         source: the spec, or its path.
@@ -93,7 +93,7 @@ def merge_experts(
     method: str,
     parameters: Mapping[str, object],
     path: PathLike,
-    context: Context = Context(),
+    context: JobContext = JobContext(),
     out_dtype: str | None = None,
 ) -> list[str]:
     """Open the models that a method reads, merge them, and save the result in the base's format.
@@ -106,33 +106,33 @@ def merge_experts(
         context: device and progress.
         out_dtype: dtype of saved floating-point tensors; None keeps the base's.
     """
-    merge, study = merge_of(spec, method, parameters), None
-    if merge.method.runs_models:
+    merge, study = validated_merge(spec, method, parameters), None
+    if merge.method.needs_samples:
         study, models = opening.open_study(spec, access=context.access)
     else:
         models = opening.open_models(spec, context.access, unread=True)
         # Compare keys and shapes before anything is merged.
         opening.open_pool(spec, models, device="cpu")
-    doubts = [doubt.text for doubt in companions(models)]
-    models = opening.all_in(models, out_dtype)
+    doubts = [doubt.text for doubt in check_model_files(models)]
+    models = opening.with_save_dtype(models, out_dtype)
     return save_merge(models, merge, path, study, context.reporter(), notices=doubts)[1]
 
 
-def merge_of(spec: RunSpec, method: str, parameters: Mapping[str, object]) -> Merge:
-    """Return the merge of a spec's experts after checking its requirements; no file is opened."""
-    merge = merge_called(method, parameters)
+def validated_merge(spec: RunSpec, method: str, parameters: Mapping[str, object]) -> MergeConfig:
+    """Return the merge method for a spec after checking its requirements; no file is opened."""
+    merge = merge_by_name(method, parameters)
     without = [task for task in spec.tasks if task not in spec.data.tasks]
-    merge.require(has_base=spec.base is not None, without=without)
+    merge.require_inputs(has_base=spec.base is not None, without=without)
     return merge
 
 
-@exact_products()
+@full_precision_matmul()
 def save_merge(
     models: OpenModels,
-    merge: Merge,
+    merge: MergeConfig,
     path: PathLike,
     study: Study | None = None,
-    reporter: Reporter | None = None,
+    reporter: ProgressReporter | None = None,
     *,
     notices: Sequence[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
@@ -150,14 +150,14 @@ def save_merge(
         The manifest's record of the merge, and the notices with those about rounding.
     """
     architecture, chain = models.architecture, models.architecture.chain
-    require_target(architecture, path)
+    check_save_path(architecture, path)
     source: StateSource
-    if merge.method.runs_models or merge.method.reads == "model":
-        source = merged_source(models, merge, study, beside=path, reporter=reporter)
+    if merge.method.needs_samples or merge.method.reads == "model":
+        source = merge_to_files(models, merge, study, beside=path, reporter=reporter)
     else:
-        source = _StreamedMerge(models, merge, reporter or Reporter())
+        source = _StreamedMerge(models, merge, reporter or ProgressReporter())
     record = merge.record
-    if merge.method.runs_models and study is not None:
+    if merge.method.needs_samples and study is not None:
         counts = [f"{len(samples)} of {task}" for task, samples in study.calibration_sets.items()]
         record["samples"] = f"{', '.join(counts)}, without labels, sampled with seed {study.seed}"
     settings = ", ".join(f"{name}={value}" for name, value in record["parameters"].items())
@@ -167,37 +167,39 @@ def save_merge(
         # The change is known once everything is written.
         change: ModelChange | None = getattr(source, "change", None)
         record.update({} if change is None else {"change": vars(change)})
-        return [*notices, *([] if change is None else saved_words(change, "the merge"))]
+        return [*notices, *([] if change is None else saving_loss_text(change, "the merge"))]
 
     def render_card(usage: str) -> str:
         # Import here: live modules don't need the card's libraries.
         from driftlens.experiment.model_card import merge_card
 
         texts = [*architecture.notices, *opening.head_notices(models), *opening.dtype_notices(models)]
-        described = {**chain.settings, **architecture.described, "reads": chain.modality.name}
+        described = {**chain.settings, **architecture.source_info, "reads": chain.modality.name}
         return merge_card(record, described, models.origins, [*texts, *_notices_with_rounding()], usage)
 
     heads = opening.head_files(models)
-    save_model(architecture, models.own_form, source, path, metadata=metadata, card=render_card, heads=heads)
+    save_model(
+        architecture, models.save_template, source, path, metadata=metadata, card=render_card, heads=heads
+    )
     return record, _notices_with_rounding()
 
 
-class Merged(TensorsSource):
-    """A merged model with its change from the base; the change is None without a base."""
+class MergedModel(InMemorySource):
+    """A merged model and its change from the base; the change is None without a base."""
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor], change: ModelChange | None) -> None:
         super().__init__(name, tensors)
         self.change = change
 
 
-def merged_source(
+def merge_to_files(
     models: OpenModels,
-    merge: Merge,
+    merge: MergeConfig,
     study: Study | None = None,
     *,
     beside: PathLike | None = None,
-    reporter: Reporter | None = None,
-) -> Merged:
+    reporter: ProgressReporter | None = None,
+) -> MergedModel:
     """Merge the experts of a spec into memory-mapped files.
 
     Args:
@@ -207,7 +209,7 @@ def merged_source(
         beside: a path on the disk where the files are created; the temporary folder if None.
         reporter: shows progress.
     """
-    reporter = reporter or Reporter()
+    reporter = reporter or ProgressReporter()
     inputs = _checked_merge_inputs(models, merge, study, reporter)
     tensors = _create_file_backed_tensors(inputs.start, beside, models.out_dtype)
     change = ModelChange("") if "base" in models.sources else None
@@ -216,12 +218,12 @@ def merged_source(
     reporter.step(PHASE, 0, total)
 
     # Methods that read the merged prefix get the merged weights as they are stored, rounded.
-    def _view_of_slot(slot: Slot) -> Tensor:
+    def _view_of_slot(slot: WeightSlot) -> Tensor:
         return tensors[slot.key] if slot.rows is None else tensors[slot.key][slice(*slot.rows)]
 
     # Threads split products, sums and decompositions, and rounding depends on the parts: with one thread a merge is
     # the same on every number of cores.
-    with torch.set_grad_enabled(merge.method.reads == "samples"), computing_with(1):
+    with torch.set_grad_enabled(merge.method.reads == "samples"), override_num_threads(1):
         for slot, value in inputs.iterate_merged_slots(_view_of_slot):
             require_key(inputs.start, slot.key)
             count, change = _store_merged_slot(inputs, slot, value, _view_of_slot(slot), change)
@@ -229,30 +231,30 @@ def merged_source(
             reporter.step(PHASE, total - sum(map(bool, missing.values())), total, slot.key)
     for key, count in missing.items():
         _require_complete_tensor(inputs, key, count)
-    return Merged(inputs.name, tensors, change)
+    return MergedModel(inputs.name, tensors, change)
 
 
-def merged_within(study: Study, merge: Merge) -> Merged:
-    """Merge the experts of a study in the dtypes that it saves; the method may read all calibration samples."""
+def merge_study(study: Study, merge: MergeConfig) -> MergedModel:
+    """Merge the experts of a study in the dtype of saved models; calibration samples are available."""
     sources = {name: study.pool.source(name) for name in study.pool.names}
     # Merging reads only the chain of the architecture.
     bare = Architecture("", "", torch.nn.Identity(), study.pool.chain)
-    return merged_source(OpenModels(bare, sources, sources, {}, out_dtype=study.out_dtype), merge, study)
+    return merge_to_files(OpenModels(bare, sources, sources, {}, out_dtype=study.out_dtype), merge, study)
 
 
 class _StreamedMerge:
-    """A merge that is computed tensor by tensor as it is read; no result is kept."""
+    """A merge computed tensor by tensor whenever it is read; results are not stored."""
 
-    def __init__(self, models: OpenModels, merge: Merge, reporter: Reporter) -> None:
+    def __init__(self, models: OpenModels, merge: MergeConfig, reporter: ProgressReporter) -> None:
         self._inputs, self._reporter = _checked_merge_inputs(models, merge, None, reporter), reporter
         self.name = self._inputs.name
-        self.headers = in_dtype(self._inputs.start, models.out_dtype).headers
+        self.headers = cast_source(self._inputs.start, models.out_dtype).headers
         self.change = ModelChange("") if "base" in models.sources else None
         self._parts = defaultdict[str, list[_MethodCall]](list)
         for part in self._inputs._independent_method_calls():
             for key in dict.fromkeys(slot.key for slot in part.slots.values()):
                 self._parts[key].append(part)
-        self._waiting: dict[tuple[str, int], list[tuple[Slot, Tensor]]] = {}
+        self._waiting: dict[tuple[str, int], list[tuple[WeightSlot, Tensor]]] = {}
         self._done = set[str]()
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
@@ -275,13 +277,13 @@ class _StreamedMerge:
         return merged if rows is None else merged[slice(*rows)]
 
     @torch.no_grad()
-    def _merged_slots_of_tensor(self, key: str) -> Iterator[tuple[Slot, Tensor]]:
-        """Yield a tensor's merged slots; values for other tensors of the same part are cached until those are read."""
+    def _merged_slots_of_tensor(self, key: str) -> Iterator[tuple[WeightSlot, Tensor]]:
+        """Yield the merged parts of a tensor; results for other tensors are cached until read."""
         for part in self._parts[key]:
             pairs = self._waiting.pop((key, id(part)), None)
             if pairs is None:
-                by_key = defaultdict[str, list[tuple[Slot, Tensor]]](list)
-                with computing_with(1):
+                by_key = defaultdict[str, list[tuple[WeightSlot, Tensor]]](list)
+                with override_num_threads(1):
                     for slot, value in self._inputs._run_method_call(part):
                         by_key[slot.key].append((slot, value))
                 pairs = by_key.pop(key, [])
@@ -291,60 +293,62 @@ class _StreamedMerge:
             yield from pairs
 
 
-class _FloatTensors(OnDemand[str]):
-    """A checkpoint's floating-point tensors in float32, by keys or by `named`, each read and checked on access."""
+class _FloatTensors(LazyTensors[str]):
+    """Float32 view of a checkpoint's floating-point tensors, read and checked on access."""
 
-    def __init__(self, source: StateSource, named: Mapping[str, Slot] | None = None) -> None:
+    def __init__(self, source: StateSource, named: Mapping[str, WeightSlot] | None = None) -> None:
         floats = (key for key, header in source.headers.items() if header.dtype.is_floating_point)
-        slots = {key: Slot(key) for key in floats} if named is None else named
+        slots = {key: WeightSlot(key) for key in floats} if named is None else named
         super().__init__(slots, lambda name: self.read_slot(slots[name]))
         self.source = source
 
-    def read_slot(self, slot: Slot) -> Tensor:
-        """Return a slot's values in the layer's layout."""
+    def read_slot(self, slot: WeightSlot) -> Tensor:
+        """Read a tensor, or a block of its rows, in the layout of the layer."""
         tensor = self.source.read(slot.key, slot.rows)
         check_finite(self.source.name, slot.key, tensor)
-        return slot.own(tensor.float())
+        return slot.to_layer_layout(tensor.float())
 
 
 @dataclasses.dataclass(frozen=True)
 class _MergeInputs:
-    """The inputs of a merge; `start` is the base, or without one an expert, and supplies names and integers."""
+    """The inputs of a merge: base, experts, method; `start` supplies key names and integer tensors."""
 
     start: StateSource
     base: _FloatTensors
     experts: Mapping[str, _FloatTensors]
-    merge: Merge
+    merge: MergeConfig
     chain: LayerChain
     study: Study | None
 
     @property
     def name(self) -> str:
-        """The merge in messages."""
+        """Description of the merge for messages."""
         return f"{self.merge.method.title} of {', '.join(self.experts)}"
 
-    def iterate_merged_slots(self, place_of: Callable[[Slot], Tensor]) -> Iterator[tuple[Slot, Tensor]]:
-        """Yield slots with merged values; `place_of` returns values that were yielded before."""
+    def iterate_merged_slots(
+        self, place_of: Callable[[WeightSlot], Tensor]
+    ) -> Iterator[tuple[WeightSlot, Tensor]]:
+        """Yield tensors, or blocks of their rows, with merged values."""
         entry, settings = self.merge
         function = entry.function
         if entry.reads == "samples":
             for key, value in function(self.base, self.experts, self.study, **settings):
-                yield Slot(key), value
+                yield WeightSlot(key), value
         elif entry.reads == "model":
             named = _slots_by_name(self.chain, self.base)
             experts = {task: _FloatTensors(expert.source, named) for task, expert in self.experts.items()}
             for name, value in function(_FloatTensors(self.base.source, named), experts, **settings):
-                yield named.get(name, Slot(name)), value
+                yield named.get(name, WeightSlot(name)), value
         else:
             for part in self._independent_method_calls(place_of):
                 yield from self._run_method_call(part)
 
     def _independent_method_calls(
-        self, place_of: Callable[[Slot], Tensor] | None = None
+        self, place_of: Callable[[WeightSlot], Tensor] | None = None
     ) -> Iterator[_MethodCall]:
-        """Yield the parts that a method merges independently, if it reads no whole models."""
+        """Yield calls of a merge method for tensors that can be merged independently."""
         entry = self.merge.method
-        if entry.reads_sites:
+        if entry.is_per_module:
             yield from self._method_calls_by_site(place_of)
         elif entry.reads == "tensor":
             for name, slot in _slots_by_name(self.chain, self.base).items():
@@ -355,20 +359,20 @@ class _MergeInputs:
                 for slot in split_into_row_slots(key, self.start.headers[key].shape, most):
                     yield _MethodCall(self.merge, {key: slot})
 
-    def _method_calls_by_site(self, place_of: Callable[[Slot], Tensor] | None) -> Iterator[_MethodCall]:
-        """Yield modules, layer by layer, for the method, and other tensors for the method named for the rest."""
+    def _method_calls_by_site(self, place_of: Callable[[WeightSlot], Tensor] | None) -> Iterator[_MethodCall]:
+        """Yield calls of a merge method per module, layer by layer, then for all other tensors."""
         entry, rest = self.merge.method, self.merge.rest
         extra_of_rest: tuple[Mapping[str, Tensor], ...] = ()
         walk: Iterator[tuple[Layer, Mapping[str, Any] | None]] = (
             (layer, None) for layer in self.chain.layers
         )
-        if self.study is not None and entry.reads_moments:
+        if self.study is not None and entry.needs_moments:
             merged = place_of if entry.reads == "prefix" else None
             walk = _site_moments(self.study, merged=merged)
             extra_of_rest = ({},) if entry.others == entry.name else ()
         for layer, moments in walk:
             # Two sites may share a weight, which is merged once.
-            names = {slot: name for name, slot in self.chain.owned(layer).items()}
+            names = {slot: name for name, slot in self.chain.own_parameters(layer).items()}
             owned = {name: slot for slot, name in names.items()}
             for site in layer.sites:
                 parts = {part: f"{site.name}.{part}" for part in ("weight", "bias")}
@@ -383,10 +387,10 @@ class _MergeInputs:
         layer_keys = set(self.chain.parameter_keys())
         for key in self.base:
             if key not in layer_keys:
-                yield _MethodCall(rest, {key: Slot(key)}, extra_of_rest)
+                yield _MethodCall(rest, {key: WeightSlot(key)}, extra_of_rest)
 
-    def _run_method_call(self, part: _MethodCall) -> Iterator[tuple[Slot, Tensor]]:
-        """Merge one part of all models; return slots with values in the files' layout."""
+    def _run_method_call(self, part: _MethodCall) -> Iterator[tuple[WeightSlot, Tensor]]:
+        """Merge one set of tensors; return the values in the layout of the files."""
         merge, slots, extra = part
         base = {name: self.base.read_slot(slot) for name, slot in slots.items()}
         experts = {
@@ -398,22 +402,22 @@ class _MergeInputs:
 
 
 class _MethodCall(NamedTuple):
-    """The arguments of one call of a method: slots by their names, and extra arguments."""
+    """The arguments of one call of a merge method: tensors by name, and extra arguments."""
 
-    merge: Merge
-    slots: Mapping[str, Slot]
+    merge: MergeConfig
+    slots: Mapping[str, WeightSlot]
     extra: tuple[object, ...] = ()
 
 
 def _store_merged_slot(
-    inputs: _MergeInputs, slot: Slot, value: Tensor, place: Tensor, change: ModelChange | None
+    inputs: _MergeInputs, slot: WeightSlot, value: Tensor, place: Tensor, change: ModelChange | None
 ) -> tuple[int, ModelChange | None]:
-    """Store a merged value; return its number of entries, and the change including rounding."""
-    value = slot.stored(value).detach()
+    """Store merged values; return the number of entries and the change with rounding."""
+    value = slot.to_stored_layout(value).detach()
     if value.shape != place.shape:
         raise ShapeError(f"{inputs.name}: {slot.key!r} came as {list(value.shape)}, not {list(place.shape)}")
     if change is not None:
-        change += written(inputs.start, slot.key, value, place.dtype, slot.rows)
+        change += stored_change(inputs.start, slot.key, value, place.dtype, slot.rows)
     place.copy_(value)
     return value.numel(), change
 
@@ -426,16 +430,18 @@ def _require_complete_tensor(inputs: _MergeInputs, key: str, missing: int) -> No
 
 
 def _checked_merge_inputs(
-    models: OpenModels, merge: Merge, study: Study | None, reporter: Reporter
+    models: OpenModels, merge: MergeConfig, study: Study | None, reporter: ProgressReporter
 ) -> _MergeInputs:
-    experts = {task: source for name, source in models.sources.items() if (task := task_of(name)) is not None}
+    experts = {
+        task: source for name, source in models.sources.items() if (task := task_of_expert(name)) is not None
+    }
     tasks, entry = {} if study is None else study.tasks, merge.method
     without = [task for task in sorted(experts) if task not in tasks or not tasks[task].calibration]
-    merge.require(has_base="base" in models.sources, without=without)
+    merge.require_inputs(has_base="base" in models.sources, without=without)
     if study is not None and entry.scores:
-        headless = [task for task in tasks if study.head(task, expert_of(task)) is None]
+        headless = [task for task in tasks if study.head(task, expert_name(task)) is None]
         if headless:
-            raise no_scores(entry, headless)
+            raise missing_heads_error(entry, headless)
     if study is not None and entry.reads == "samples":
         study = _study_without_labels(study, merge, reporter)
     start = models.sources.get("base", next(iter(experts.values())))
@@ -443,13 +449,13 @@ def _checked_merge_inputs(
     return _MergeInputs(start, _FloatTensors(start), weights, merge, models.architecture.chain, study)
 
 
-def _study_without_labels(study: Study, merge: Merge, reporter: Reporter) -> Study:
-    """Remove labels, and answers of texts that are scored, from the samples of a method; report every read."""
+def _study_without_labels(study: Study, merge: MergeConfig, reporter: ProgressReporter) -> Study:
+    """Return the study without labels and scored answers, for merge methods that read samples."""
     (entry, settings), total, done = merge, 0, 0
 
     def hide_answers_and_count_reads(samples: SampleSet) -> SampleSet:
         is_read = entry.scores and samples.texts is not None and samples.texts.reader is not None
-        samples = samples.answering([""] * len(samples)) if is_read else samples
+        samples = samples.with_answers([""] * len(samples)) if is_read else samples
 
         def load_and_report(positions: Sequence[int]) -> Any:
             nonlocal done
@@ -461,19 +467,19 @@ def _study_without_labels(study: Study, merge: Merge, reporter: Reporter) -> Stu
 
     sets = {task: hide_answers_and_count_reads(samples) for task, samples in study.calibration_sets.items()}
     for task, samples in sets.items() if entry.scores else ():
-        head = study.head(task, expert_of(task))
+        head = study.head(task, expert_name(task))
         entry.runs(settings, len(samples), 0 if head is None else len(head.classes))
         total += entry.runs(settings, len(samples), 1)
-    return study.blinded(sets)
+    return study.without_labels(sets)
 
 
 def _create_file_backed_tensors(
     start: StateSource, beside: PathLike | None, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """Create tensors like those of `start` in unlinked files; integers are copied from it."""
-    headers = in_dtype(start, dtype).headers
+    headers = cast_source(start, dtype).headers
     tensors, need = dict[str, Tensor](), sum(header.nbytes for header in headers.values())
-    with scratch_beside(Path(beside or Path(tempfile.gettempdir(), "merged")), need) as folder:
+    with scratch_folder(Path(beside or Path(tempfile.gettempdir(), "merged")), need) as folder:
         for number, (key, header) in enumerate(headers.items()):
             if not start.headers[key].dtype.is_floating_point:
                 tensors[key] = start.read(key)
@@ -488,30 +494,30 @@ def _create_file_backed_tensors(
     return tensors
 
 
-def no_scores(entry: MergeMethod, tasks: Sequence[str]) -> SpecError:
-    """Build the error for a method that needs score maps where tasks have none."""
+def missing_heads_error(entry: MergeMethod, tasks: Sequence[str]) -> SpecError:
+    """Build the error for a merge method that needs a classification head for every task."""
     return SpecError(
         f"merge method {entry.name!r} needs a classification head for every task; missing: {', '.join(tasks)}",
         hint=f"Add heads.{tasks[0]}, or use a method without scores.",
     )
 
 
-def _slots_by_name(chain: LayerChain, keys: Collection[str]) -> dict[str, Slot]:
-    """Name every parameter once, independent of the file format; parameters of no layer keep their keys."""
-    named, seen = dict[str, Slot](), set[Slot]()
+def _slots_by_name(chain: LayerChain, keys: Collection[str]) -> dict[str, WeightSlot]:
+    """Return every parameter under a name that does not depend on the file format."""
+    named, seen = dict[str, WeightSlot](), set[WeightSlot]()
     for layer in chain.layers:
-        groups, numbers = parameter_groups(layer), Counter[str]()
-        for name, slot in chain.owned(layer).items():
+        groups, numbers = parameter_roles(layer), Counter[str]()
+        for name, slot in chain.own_parameters(layer).items():
             if slot not in seen:
                 seen.add(slot)
                 named[f"{layer.index}.{groups[name]}.{numbers[groups[name]]}"] = slot
                 numbers[groups[name]] += 1
     layer_keys = set(chain.parameter_keys())
-    return named | {key: Slot(key) for key in keys if key not in layer_keys}
+    return named | {key: WeightSlot(key) for key in keys if key not in layer_keys}
 
 
-def split_into_row_slots(key: str, shape: tuple[int, ...], most: int | None) -> list[Slot]:
-    """Split a tensor into slots of rows.
+def split_into_row_slots(key: str, shape: tuple[int, ...], most: int | None) -> list[WeightSlot]:
+    """Split a tensor into blocks of rows.
 
     Args:
         key: the tensor's name.
@@ -520,22 +526,22 @@ def split_into_row_slots(key: str, shape: tuple[int, ...], most: int | None) -> 
     """
     rows = max(1, (most or sys.maxsize) // max(1, math.prod(shape[1:])))
     if not shape or shape[0] <= rows:
-        return [Slot(key)]
-    return [Slot(key, rows=(start, min(start + rows, shape[0]))) for start in range(0, shape[0], rows)]
+        return [WeightSlot(key)]
+    return [WeightSlot(key, rows=(start, min(start + rows, shape[0]))) for start in range(0, shape[0], rows)]
 
 
 @torch.no_grad()
 def _site_moments(
-    study: Study, *, merged: Callable[[Slot], Tensor] | None = None
+    study: Study, *, merged: Callable[[WeightSlot], Tensor] | None = None
 ) -> Iterator[tuple[Layer, dict[str, dict[str, Tensor]]]]:
-    """Yield layers in forward order, each with {site: {task: E[x x'] [k, k]}} of the site's inputs in the expert.
+    """Yield, layer by layer, E[x x'] [k, k] of each module's inputs in each task's expert.
 
     The mean, in float64 on the CPU, is over the tokens of the calibration samples by the sites' token weights; masked
     tokens and sites that run twice are left out. With `merged`, which returns a merged parameter, an expert's layer
     reads the features of the merged layers before it.
     """
     pool = study.pool
-    sets = {task: viewed(samples) for task, samples in study.calibration_sets.items()}
+    sets = {task: append_views(samples) for task, samples in study.calibration_sets.items()}
     stream = FeatureStream(pool, sets, [_WALKER])
     for layer in pool.chain.layers:
         sites = [site for site in layer.sites if site.kind == "linear" and site.runs == 1]
@@ -549,7 +555,7 @@ def _site_moments(
         yield layer, moments
         if merged is not None and layer.role != "head":
             parameters = {
-                name: slot.own(merged(slot).to(pool.device, pool.dtype))
+                name: slot.to_layer_layout(merged(slot).to(pool.device, pool.dtype))
                 for name, slot in layer.parameters.items()
             }
             for task in sets:
@@ -564,13 +570,13 @@ _WALKER = "walker"
 def _input_moments(
     stream: FeatureStream, layer: Layer, task: str, readers: Sequence[Site], keeps_features: bool
 ) -> dict[str, Tensor]:
-    """Return E[x x'] of the sites' inputs in a task's expert; with `keeps_features`, features stay before the layer."""
-    pool, expert = stream.pool, expert_of(task)
+    """Compute E[x x'] of module inputs in a task's expert; `keeps_features` does not advance the layer."""
+    pool, expert = stream.pool, expert_name(task)
     parameters, names = pool.parameters(expert, layer), [site.name for site in readers]
     grams, totals = dict[str, GramSum](), defaultdict[str, list[float]](list)
 
     def _run_and_add_moments(state: State, side: SideInputs) -> State:
-        rows, output = rows_and_output(layer, parameters, state, side, names)
+        rows, output = record_activations(layer, parameters, state, side, names)
         for site in readers:
             x = rows.inputs[site.name]
             weights = row_weights(pool.chain, layer, site, x, state, rows.side)
@@ -589,8 +595,8 @@ def _input_moments(
     for batch in stream.batches(layer, task):
         if keeps_features:
             left = _run_and_add_moments(batch.get(_WALKER), batch.side)
-            stream.watch(layer, batch, expert, left)
+            stream.record_sums(layer, batch, expert, left)
         else:
             stream.take(layer, batch, _WALKER, _run_and_add_moments, named=expert)
     stream.check()
-    return {name: gram.full().div_(sum(totals[name])).cpu() for name, gram in grams.items()}
+    return {name: gram.full_matrix().div_(sum(totals[name])).cpu() for name, gram in grams.items()}

@@ -18,14 +18,14 @@ from markupsafe import Markup
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import is_hub_id
 from driftlens.config.requests import CalibrationRequest
-from driftlens.config.types import from_yaml
+from driftlens.config.types import parse_yaml
 from driftlens.models.readouts import EMBEDDED
-from driftlens.results.formatting import printable, setting_text, signs
-from driftlens.runs.manifest import SPEC, CalibrationInfo, versions
-from driftlens.runs.run import is_live
-from driftlens.utils.errors import counted
-from driftlens.utils.files import plain_file
-from driftlens.utils.variants import calibrated, part_of, task_of, title
+from driftlens.results.formatting import format_setting, strip_control_chars, typeset_signs
+from driftlens.runs.manifest import SPEC, CalibrationInfo, package_versions
+from driftlens.runs.run import has_live_modules
+from driftlens.utils.errors import pluralize
+from driftlens.utils.files import regular_file
+from driftlens.utils.variants import calibrated_variant, display_name, task_of_expert, variant_kind
 
 if TYPE_CHECKING:
     import jinja2
@@ -43,21 +43,21 @@ _SHOWN_VERSIONS = ("driftlens", "python", "torch", "open_clip_torch", "transform
 
 
 def model_card(run: DriftRun, name: str, usage: str = "") -> str:
-    """Render the card of a calibration `name`: Markdown with the Hub's front matter; `usage` loads the model."""
+    """Render the Markdown model card of a calibration with Hub metadata; `usage` is the loading code."""
     # Merging needs none of the tables, which pandas reads.
     from driftlens.results.calibration_summary import (
-        calibration_sheets,
-        compared_variants,
-        selection_sentences,
+        auto_choice_sentences,
+        calibration_effect_tables,
+        variants_in_table,
     )
-    from driftlens.results.verdict import headline, sentence, shareable, task_sheet, verdict
+    from driftlens.results.verdict import headline, headline_sentence, hide_run_path, task_table, verdict
 
     # Raises for an unknown calibration and lists the existing ones.
-    compared_variants(run, name)
-    manifest, info, variant = run.manifest, run.manifest.calibrations[name], calibrated(name)
+    variants_in_table(run, name)
+    manifest, info, variant = run.manifest, run.manifest.calibrations[name], calibrated_variant(name)
     judgement = verdict(run, name)
-    tasks = task_sheet(run, judgement)
-    parents = {model: entry for model, entry in manifest.models.items() if part_of(model) in _PARENTS}
+    tasks = task_table(run, judgement)
+    parents = {model: entry for model, entry in manifest.models.items() if variant_kind(model) in _PARENTS}
     models = [
         (model, _short_origin(entry.source), Markup(f"`{entry.digest}`")) for model, entry in parents.items()
     ]
@@ -65,35 +65,35 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     digests = info.sample_digests
     samples = [(task, count, Markup(f"`{digests[task]}`")) for task, count in info.samples.items()]
     # Ids of live samples are positions, which identify nothing.
-    known_by = "contents" if is_live(manifest) else "ids"
+    known_by = "contents" if has_live_modules(manifest) else "ids"
     notices = [
         "Accuracy is measured on the run's test samples, drift on its diagnosis samples.",
         *manifest.warnings,
-        *(notice for notice in manifest.notices if not notice.startswith(calibrated(""))),
+        *(notice for notice in manifest.notices if not notice.startswith(calibrated_variant(""))),
         *info.notices,
     ]
-    command = "" if is_live(manifest) else printable(calibration_command(name, info))
+    command = "" if has_live_modules(manifest) else strip_control_chars(calibration_command(name, info))
     return _render_card(
         manifest.architecture,
         {model: entry.source for model, entry in parents.items()},
         notices,
         tags=() if info.kept else ("feature-calibration", info.method),
         is_merge=info.kept != "base",
-        heading=f"{run.name}: {title(variant)}",
+        heading=f"{run.name}: {display_name(variant)}",
         about=_model_description(run, info),
         is_synthetic=manifest.synthetic,
-        headline=signs(sentence(headline(run, name))),
-        sentences=[signs(shareable(run, text)) for text in judgement.sentences],
+        headline=typeset_signs(headline_sentence(headline(run, name))),
+        sentences=[typeset_signs(hide_run_path(run, text)) for text in judgement.sentences],
         verdict_sheets=[tasks] if tasks.rows else [],
         usage=Markup(usage),
         settings=[("Setting", "Value"), *_merge_and_calibration_rows(run, name)],
-        chosen=selection_sentences(run, name),
+        chosen=auto_choice_sentences(run, name),
         command=Markup(command),
         seed=info.seed,
         models=[("Model", "From", "SHA-256 of the weights"), *models],
         samples=[("Task", "Samples", f"SHA-256 of their {known_by}"), *samples],
-        is_live=is_live(manifest),
-        sheets=calibration_sheets(run, name),
+        is_live=has_live_modules(manifest),
+        sheets=calibration_effect_tables(run, name),
         versions=_version_line(manifest.versions),
     )
 
@@ -105,7 +105,7 @@ def merge_card(
     notices: Sequence[str],
     usage: str = "",
 ) -> str:
-    """Render the card of a merged model without measurements.
+    """Render the Markdown model card of a merged model, without measurements.
 
     Args:
         merge: the manifest's record of the merge.
@@ -114,8 +114,10 @@ def merge_card(
         notices: sentences for the card.
         usage: Python code that loads the model.
     """
-    parents = {model: origin for model, origin in origins.items() if part_of(model) in ("base", "expert")}
-    tasks = [task for model in parents if (task := task_of(model)) is not None]
+    parents = {
+        model: origin for model, origin in origins.items() if variant_kind(model) in ("base", "expert")
+    }
+    tasks = [task for model in parents if (task := task_of_expert(model)) is not None]
     name = f"{merge['title']} of {', '.join(tasks)}"
     settings: Rows = [("Setting", "Value"), ("Merge", merge["method"]), *_setting_rows(merge["parameters"])]
     settings.append(("Source", merge["source"]))
@@ -126,21 +128,21 @@ def merge_card(
         parents,
         ["Not measured; `driftlens analyze` measures its drift.", *notices],
         heading=name,
-        about=f"One model merged from {counted(len(tasks), 'expert')}. Same architecture, no added modules.",
+        about=f"One model merged from {pluralize(len(tasks), 'expert')}. Same architecture, no added modules.",
         usage=Markup(usage),
         settings=settings,
         models=[("Model", "From"), *((model, _short_origin(origin)) for model, origin in parents.items())],
-        versions=_version_line(versions()),
+        versions=_version_line(package_versions()),
     )
 
 
 def escape_markdown(text: str) -> str:
     """Return text escaped for Markdown and HTML, on one line."""
-    return _SPECIAL.sub(lambda match: _ENTITIES.get(match[0], f"\\{match[0]}"), printable(text))
+    return _SPECIAL.sub(lambda match: _ENTITIES.get(match[0], f"\\{match[0]}"), strip_control_chars(text))
 
 
 def calibration_command(name: str, info: CalibrationInfo, run: str = "RUN", **more: Any) -> str:
-    """Return `driftlens calibrate RUN ...` with every setting written out, independent of presets and spec.
+    """Return the `driftlens calibrate` command that reproduces a calibration, with all settings.
 
     Empty if an older run did not record its sites, or if no layer was calibrated.
 
@@ -166,12 +168,12 @@ def calibration_command(name: str, info: CalibrationInfo, run: str = "RUN", **mo
         shrink=info.shrink.get("share"),
         **{"out_dtype": info.out_dtype or None, "views": views.pop() if len(views) == 1 else None, **more},
     )
-    return shlex.join(["driftlens", "calibrate", run, *request.words()])
+    return shlex.join(["driftlens", "calibrate", run, *request.to_cli_args()])
 
 
 @functools.cache
 def _load_card_template() -> jinja2.Template:
-    """Load the template of a card; everything but `Markup` is escaped."""
+    """Load the Jinja template of a model card; values are escaped unless they are `Markup`."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -181,7 +183,7 @@ def _load_card_template() -> jinja2.Template:
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else Markup(escape_markdown(str(value))),
     )
-    environment.filters["typeset"] = lambda rows: [[*map(signs, cells)] for cells in rows]
+    environment.filters["typeset"] = lambda rows: [[*map(typeset_signs, cells)] for cells in rows]
     return environment.get_template("model_card.md.jinja")
 
 
@@ -193,7 +195,7 @@ def _render_card(
     is_merge: bool = True,
     **shown: Any,
 ) -> str:
-    """Render a card; only models of the Hub become its parents, and only the last part of a path is shown."""
+    """Render a model card; only Hub models are listed as parents, local paths are shortened."""
     loader = str(architecture.get("loader")).partition("-")[0]
     hub = list(dict.fromkeys(filter(None, map(_hub_id, origins.values()))))
     front = ModelCardData(
@@ -211,11 +213,11 @@ def _render_card(
 
 
 def _model_description(run: DriftRun, info: CalibrationInfo) -> str:
-    text = f"One model merged from {counted(len(run.tasks), 'expert')} ({', '.join(run.tasks)})"
+    text = f"One model merged from {pluralize(len(run.tasks), 'expert')} ({', '.join(run.tasks)})"
     if info.kept == "base":
-        return f"This is {info.unchanged}."
+        return f"This is {info.unchanged_text}."
     if info.kept:
-        return f"{text}. This is {info.unchanged}. Same architecture, no added modules."
+        return f"{text}. This is {info.unchanged_text}. Same architecture, no added modules."
     text += " and"
     if info.attached:
         return (
@@ -233,7 +235,7 @@ def _merge_and_calibration_rows(run: DriftRun, name: str) -> Iterator[tuple[obje
     merged = f"{merge['method']}{f' ({parameters})' if parameters else ''}" if merge else "a given checkpoint"
     yield "Merge", merged
     if info.kept:
-        yield "Calibration", f"none; this is {info.unchanged}"
+        yield "Calibration", f"none; this is {info.unchanged_text}"
         return
     yield (
         "Calibration",
@@ -244,7 +246,7 @@ def _merge_and_calibration_rows(run: DriftRun, name: str) -> Iterator[tuple[obje
     if info.seed is not None and not solved.empty:
         kinds = sorted({"linear" if kind == "linear" else "norm" for kind in solved["kind"]})
         sites = ", ".join(info.sites) or f"every {' and '.join(kinds)} module of these layers"
-        yield "Sites", f"{sites} ({counted(len(solved), 'module')})"
+        yield "Sites", f"{sites} ({pluralize(len(solved), 'module')})"
     yield from [("Saved in", info.out_dtype)] if info.out_dtype else []
     if info.shrink:
         how = ", chosen on held-out samples" if "curve" in info.shrink else ""
@@ -256,7 +258,7 @@ def _merge_and_calibration_rows(run: DriftRun, name: str) -> Iterator[tuple[obje
 
 
 def _read_run_spec(run: DriftRun) -> Mapping[str, Any]:
-    spec = from_yaml(plain_file(run.path / SPEC).read_text(encoding="utf-8"), SPEC)
+    spec = parse_yaml(regular_file(run.path / SPEC).read_text(encoding="utf-8"), SPEC)
     return spec if isinstance(spec, Mapping) else {}
 
 
@@ -265,7 +267,7 @@ def _version_line(installed: Mapping[str, str]) -> str:
 
 
 def _setting_rows(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(key, setting_text(value)) for key, value in settings.items()]
+    return [(key, format_setting(value)) for key, value in settings.items()]
 
 
 def _short_origin(origin: str) -> str:
@@ -273,7 +275,7 @@ def _short_origin(origin: str) -> str:
 
 
 def _hub_id(origin: str) -> str:
-    """Return the Hub id that `origin` is or that its path in the Hub's cache contains; else an empty string."""
+    """Return the Hub id of a model from its id or its path in the Hub cache; else empty."""
     parts = pathlib.PurePath(origin).parts
     cached = next((part for part in parts if part.startswith("models--")), "")
     name = cached.removeprefix("models--").replace("--", "/", 1) or origin.removeprefix("hf-hub:")
@@ -281,6 +283,6 @@ def _hub_id(origin: str) -> str:
 
 
 def _format_layer_indices(layers: Sequence[int]) -> str:
-    """Return layer indices as 2 to 13, or listed where they are not consecutive."""
+    """Format layer indices as a range ("2 to 13"), or as a list if not consecutive."""
     is_range = len(layers) > 2 and [*layers] == [*range(layers[0], layers[-1] + 1)]
     return f"{layers[0]} to {layers[-1]}" if is_range else ", ".join(map(str, layers))

@@ -1,6 +1,6 @@
 """Reopened runs: checks that models and samples are unchanged, phases, and one writing process among several.
 
-Entry points: `reopened` for a run's study, `open_writer` and `run_phase` for a job.
+Entry points: `reopen_study` for a run's study, `open_writer` and `run_phase` for a job.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import torch
 from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.config.run import load_spec
-from driftlens.data.samples import halving_batches
-from driftlens.engine.pool import Attachments, attachments_from
+from driftlens.data.samples import halve_batch_on_oom
+from driftlens.engine.pool import Attachments, attachments_from_tensors
 from driftlens.experiment.loading import OpenModels, open_study
 from driftlens.experiment.study import Study
-from driftlens.runs.manifest import Manifest, calibration_attachments, calibration_weights, read_manifest
-from driftlens.runs.run import is_live
+from driftlens.runs.manifest import Manifest, attachments_file, calibrated_weights_file, read_manifest
+from driftlens.runs.run import has_live_modules
 from driftlens.runs.writer import RunLock, RunWriter
 from driftlens.utils.devices import (
     HOST,
     accelerator,
-    answering,
-    exact_products,
+    convert_device_errors,
+    full_precision_matmul,
     peak_memory,
     reset_peak_memory,
 )
-from driftlens.utils.distributed import Context, Team
+from driftlens.utils.distributed import JobContext, ProcessGroup
 from driftlens.utils.errors import Cancelled, CheckpointError, DataError, RunError, SpecError
 from driftlens.utils.files import PathLike
-from driftlens.utils.progress import Reporter
-from driftlens.utils.variants import calibrated
+from driftlens.utils.progress import ProgressReporter
+from driftlens.utils.variants import calibrated_variant
 
 if TYPE_CHECKING:
     from driftlens.config.run import RunSpec
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 MERGED_FILE = "models/merged.safetensors"
 
 
-def reopened(
+def reopen_study(
     path: PathLike,
-    context: Context = Context(),
+    context: JobContext = JobContext(),
     *,
     num_calibration: int | None = None,
     with_calibrations: bool = True,
     with_jacobian: bool = False,
 ) -> tuple[Study, OpenModels]:
-    """Return the study of a run directory, the merged model included, and its checkpoints.
+    """Reopen the study and checkpoints of a run directory, merged model included.
 
     Args:
         path: the run directory.
@@ -75,7 +75,9 @@ def reopened(
         if num_calibration is not None:
             # Smaller counts give a prefix of the same samples, see `draw`.
             drawn = {task: entry.n or spec.data.defaults.n for task, entry in spec.data.tasks.items()}
-            spec = redrawn(spec, {task: max(count, num_calibration) for task, count in drawn.items()})
+            spec = with_sample_counts(
+                spec, {task: max(count, num_calibration) for task, count in drawn.items()}
+            )
         if with_jacobian and spec.metrics.jacobian is False:
             spec = load_spec(spec, ["metrics.jacobian={}"])
         study, models = open_study(spec, access=context.access)
@@ -85,15 +87,15 @@ def reopened(
         if info.attached and info.method not in calibrators:
             # An older version made it: measurements stay, but the maps can't be rebuilt.
             continue
-        add_calibration(study, models, folder, name, info.method, info.control)
+        add_calibrated_models(study, models, folder, name, info.method, info.control)
     later = tuple(name for name in manifest.variants if name not in study.variants and name in study.pool)
     return dataclasses.replace(study, variants=(*study.variants, *later)), models
 
 
-def add_calibration(
+def add_calibrated_models(
     study: Study, models: OpenModels, folder: pathlib.Path, name: str, method: str, control: str
 ) -> None:
-    """Add a calibrated variant with its attachments and its control to the study's pool.
+    """Add a finished calibration to the pool: the calibrated variant and its control.
 
     Args:
         study: models and samples.
@@ -103,26 +105,26 @@ def add_calibration(
         method: its method.
         control: the control's variant name; empty without.
     """
-    for variant in filter(None, (calibrated(name), control)):
+    for variant in filter(None, (calibrated_variant(name), control)):
         is_control = variant == control
-        weights = open_checkpoint(folder / calibration_weights(name, control=is_control))
+        weights = open_checkpoint(folder / calibrated_weights_file(name, control=is_control))
         attached = None if is_control else read_attachments(folder, name, method)
         study.pool.add(variant, models.architecture.align(weights), attached)
 
 
 def read_attachments(run: pathlib.Path, name: str, method: str) -> Attachments:
-    """Return the attachments of a finished calibration; empty for closed forms."""
-    file = run / calibration_attachments(name)
+    """Read the correction modules of a finished calibration; empty for closed-form methods."""
+    file = run / attachments_file(name)
     if not file.exists():
         return {}
     kind: Any = calibrators[method]
     source = open_checkpoint(file)
-    return attachments_from(((key, source.read(key)) for key in source.headers), kind.attachment)
+    return attachments_from_tensors(((key, source.read(key)) for key in source.headers), kind.attachment)
 
 
 def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
-    """Refuse a run of live modules that are not passed again, since no spec names them."""
-    if is_live(manifest):
+    """Refuse to reopen a run of modules in memory, which has no spec, without its modules."""
+    if has_live_modules(manifest):
         raise SpecError(
             f"{folder} was made in Python from models in memory, so it can't be extended without them",
             hint="Pass them again: `driftlens.open_run(...).calibrate(..., modules={...})`, or save the "
@@ -130,8 +132,8 @@ def require_spec(folder: pathlib.Path, manifest: Manifest) -> None:
         )
 
 
-def redrawn(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -> RunSpec:
-    """Return the spec with other numbers of calibration samples.
+def with_sample_counts(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -> RunSpec:
+    """Return the spec with other numbers of calibration samples, or another seed.
 
     Args:
         spec: the spec.
@@ -146,8 +148,8 @@ def redrawn(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -
     return load_spec(values)
 
 
-def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) -> None:
-    """Refuse models that changed since the run hashed them; their files are read again."""
+def require_same_models(manifest: Manifest, study: Study, reporter: ProgressReporter) -> None:
+    """Refuse checkpoints whose content digest differs from the run's."""
     names = [name for name in manifest.models if name in study.pool]
     for name in reporter.track(names, "check", lambda name: f"is {name} unchanged?"):
         recorded = manifest.models[name]
@@ -160,37 +162,41 @@ def require_same_models(manifest: Manifest, study: Study, reporter: Reporter) ->
 
 
 def require_same_samples(manifest: Manifest, study: Study) -> None:
-    """Refuse samples other than the run's; of live samples, whose ids are positions, contents are compared."""
+    """Refuse samples other than the run's; samples in memory are compared by content."""
     for task, data in study.tasks.items():
         for split, samples in (("diagnosis", data.diagnosis), ("test", data.test)):
             recorded = manifest.sample_ids.get(split, {}).get(task)
-            origin = manifest.sample_origins.get(split, {}).get(task) if is_live(manifest) else None
+            origin = manifest.sample_origins.get(split, {}).get(task) if has_live_modules(manifest) else None
             if recorded is None or samples is None:
                 continue
-            if list(recorded) != list(samples.ids) or (origin is not None and origin != samples.origin()):
+            if list(recorded) != list(samples.ids) or (
+                origin is not None and origin != samples.source_digest()
+            ):
                 raise DataError(
                     f"the {split} samples of task {task} differ from the run's: the data has changed",
                     hint="Restore the data, or analyze the present data into a new run.",
                 )
 
 
-def require_same_inputs(manifest: Manifest, study: Study, reporter: Reporter) -> None:
-    """Refuse samples and models that differ from the run's; the main process compares them."""
+def require_same_inputs(manifest: Manifest, study: Study, reporter: ProgressReporter) -> None:
+    """Refuse samples or checkpoints that differ from the run's."""
     study.team.run_on_main(lambda: require_same_samples(manifest, study))
     study.team.run_on_main(lambda: require_same_models(manifest, study, reporter))
 
 
 @contextmanager
-def extending(folder: pathlib.Path, study: Study, context: Context) -> Iterator[tuple[RunWriter, Reporter]]:
-    """Open the writer of a finished run, and a reporter that writes to it."""
+def open_finished_run(
+    folder: pathlib.Path, study: Study, context: JobContext
+) -> Iterator[tuple[RunWriter, ProgressReporter]]:
+    """Open a finished run for adding results; yields its writer and a reporter."""
     opened = open_writer(study.team, lambda: RunWriter.resume(folder))
     with opened as writer, deterministic_algorithms(study.settings.deterministic):
         yield writer, context.reporter(writer.progress)
 
 
 @contextmanager
-def open_writer(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
-    """Open the writer of a run for the length of the block; all processes enter and leave it together."""
+def open_writer(team: ProcessGroup, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
+    """Open the writer of a run for the block; only the main process writes."""
     # What others still read before they come here must not change.
     team.barrier()
     with ExitStack() as stack:
@@ -207,8 +213,8 @@ def open_writer(team: Team, opened: Callable[[], RunWriter]) -> Iterator[RunWrit
 
 
 @contextmanager
-def resumable(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
-    """Add to an error of the block, a cancellation or a full disk, how to resume."""
+def with_resume_hint(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
+    """Add a hint on how to resume to a cancellation or disk error raised in the block."""
     try:
         yield
     except (Cancelled, RunError) as error:
@@ -218,8 +224,8 @@ def resumable(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
         raise
 
 
-def on_main_process(team: Team, writer: RunWriter, work: Callable[[], object]) -> None:
-    """Run work that writes in the main process alone, then share the manifest with all processes.
+def on_main_process(team: ProcessGroup, writer: RunWriter, work: Callable[[], object]) -> None:
+    """Run a function that writes on the main process only, then share the manifest.
 
     Args:
         team: the processes.
@@ -235,13 +241,13 @@ def on_main_process(team: Team, writer: RunWriter, work: Callable[[], object]) -
 
 
 class _NoopWriter(RunWriter):
-    """The writer of a process that writes nothing: it keeps the manifest in memory."""
+    """The run writer of all other processes: it writes nothing and keeps the manifest in memory."""
 
     def __init__(self, folder: pathlib.Path, manifest: Manifest) -> None:
         super().__init__(folder, manifest, RunLock(folder))
 
     def _ignore_call(self, *_: Any, **__: Any) -> None:
-        """Ignore the call; the main process writes rows, features, events and progress."""
+        """Do nothing; the main process writes rows, features, events and progress."""
 
     append = fill = drop = write_features = event = status = progress = _ignore_call
 
@@ -260,7 +266,7 @@ def run_phase(
 ) -> None:
     """Run one phase of a job unless it is done, and record the resources it used.
 
-    When memory runs out, the work restarts with smaller batches, see `halving_batches`.
+    When memory runs out, the work restarts with smaller batches, see `halve_batch_on_oom`.
 
     Args:
         writer: the run's writer.
@@ -277,14 +283,18 @@ def run_phase(
     def _report_fallback(fallback: str) -> None:
         writer.notice(f"{device} has too little memory for {name}: continuing with {fallback}")
 
-    with exact_products(), writer.phase(name) as usage, answering(device, f"{name.partition(':')[0]} here"):
+    with (
+        full_precision_matmul(),
+        writer.phase(name) as usage,
+        convert_device_errors(device, f"{name.partition(':')[0]} here"),
+    ):
         reset_peak_memory(device)
         # Several processes would have to begin again together: there, too little memory ends the job.
         if study is None or study.team.size > 1:
             work()
         else:
             size = max((data.diagnosis.batch_size for data in study.tasks.values()), default=1)
-            with halving_batches(size, _report_fallback, sums=sums) as done:
+            with halve_batch_on_oom(size, _report_fallback, sums=sums) as done:
                 done(work)
         if (peak := peak_memory(device)) is not None:
             usage["peak_gpu_bytes"] = peak
@@ -292,7 +302,7 @@ def run_phase(
 
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """Make torch prefer deterministic kernels in a block, if enabled; the caller's choice is restored."""
+    """Use deterministic torch kernels in a block if enabled; the previous state is restored."""
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     if enabled:
@@ -304,7 +314,7 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
-def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe the first setting that differs, as "another lam: 1, now 2"; empty if none does."""
     flat_before, flat_now = _flatten_settings(before), _flatten_settings(now)
     for name in {**flat_now, **flat_before}:

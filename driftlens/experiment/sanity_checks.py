@@ -1,6 +1,6 @@
 """Sanity checks of compatible models: weights, tokenizers, adapters, configurations.
 
-Entry points: `suspicions` for weights, `companions` for everything that comes with them.
+Entry points: `check_weights` for weights, `check_model_files` for everything that comes with them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from driftlens.checkpoints.alignment import TEXT_SIDE, Spellings, TowerKeyLayout
-from driftlens.checkpoints.loading import folder_notices, is_lora_folder, read_json, with_floats
-from driftlens.checkpoints.lora import LoraSource, named_base
-from driftlens.checkpoints.tensor_sources import StateSource, check_finite, task_vector
-from driftlens.checkpoints.unsupported import foreign_code, running
+from driftlens.checkpoints.alignment import TEXT_SIDE, KeyLayout, TowerKeyLayout
+from driftlens.checkpoints.loading import decode_json_floats, is_lora_folder, read_json, weights_notices
+from driftlens.checkpoints.lora import LoraSource, lora_base_model
+from driftlens.checkpoints.tensor_sources import StateSource, check_finite, task_vector_change
+from driftlens.checkpoints.unsupported import remote_code, wrap_library_errors
 from driftlens.experiment.loading import OpenModels, model_folder
 from driftlens.models import vocabularies
 from driftlens.models.architecture import Architecture
 from driftlens.models.architectures.clip import CONFIG_FILE, activation_name
-from driftlens.models.chain import LayerChain, Slot
-from driftlens.utils.errors import DriftLensError, IncompatibleModelsError, NumericsError, some_of
-from driftlens.utils.files import json_object
-from driftlens.utils.variants import ModelChange, coarse_words, lost_words, part_of, task_of
+from driftlens.models.chain import LayerChain, WeightSlot
+from driftlens.utils.errors import DriftLensError, IncompatibleModelsError, NumericsError, shorten_list
+from driftlens.utils.files import read_json_object
+from driftlens.utils.variants import (
+    ModelChange,
+    coarse_change_text,
+    rounding_loss_text,
+    task_of_expert,
+    variant_kind,
+)
 
 # Relative distance of weights above which models hardly share a base. Matrices trained separately are
 # uncorrelated, hence at least 1 apart, and sqrt(2) at equal norms. Fine-tuning moves weights by a few percent,
@@ -50,7 +56,7 @@ _Level = Literal["ok", "notice", "problem"]
 
 
 @dataclass(frozen=True)
-class CheckResult:
+class Finding:
     """The result of one check: level, subject, text, and what to do about it."""
 
     level: _Level
@@ -60,18 +66,18 @@ class CheckResult:
     exit_code: int = 0
 
 
-def problem(subject: str, error: DriftLensError) -> CheckResult:
-    """Return the finding of an error."""
-    return CheckResult("problem", subject, error.message, error.hint, error.exit_code)
+def error_finding(subject: str, error: DriftLensError) -> Finding:
+    """Return an error as a finding of level "problem"."""
+    return Finding("problem", subject, error.message, error.hint, error.exit_code)
 
 
-def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[CheckResult]:
-    """Compare the weights of models that have the same parameters; large models are read in part."""
+def check_weights(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Finding]:
+    """Check models for equal, distant or inconsistent weights; of large models a part is read."""
     findings = [
-        CheckResult(
+        Finding(
             "notice",
-            label(copy),
-            f"the {label(copy)} has the same weights as the {label(name)}",
+            model_label(copy),
+            f"the {model_label(copy)} has the same weights as the {model_label(name)}",
             "It was not fine-tuned, or the file is wrong."
             if name == "base" and not _is_merged_variant(copy)
             else "Check both files.",
@@ -80,8 +86,8 @@ def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Ch
     ]
     if not sources:
         return findings
-    sampled, broken = _Sampled.read_models(chain, sources)
-    findings += [problem(label(name), error) for name, error in broken.items()]
+    sampled, broken = _WeightProducts.read_models(chain, sources)
+    findings += [error_finding(model_label(name), error) for name, error in broken.items()]
     findings += _check_distances(sampled)
     # A lone expert without a base spans nothing that a merge could be compared with.
     if sampled.experts and ("base" in sampled.names or len(sampled.experts) > 1):
@@ -89,7 +95,7 @@ def suspicions(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[Ch
     return findings
 
 
-def label(name: str) -> str:
+def model_label(name: str) -> str:
     """Return a model's name for messages, given its name in the pool."""
     kind, _, which = name.partition(":")
     if which:
@@ -98,11 +104,11 @@ def label(name: str) -> str:
 
 
 def _is_merged_variant(name: str) -> bool:
-    return part_of(name) in ("merged", "baseline")
+    return variant_kind(name) in ("merged", "baseline")
 
 
 def _pairs_of_equal_models(chain: LayerChain, sources: Mapping[str, StateSource]) -> list[tuple[str, str]]:
-    """Return models with the same weights, each with the first such model; stop reading once all differ."""
+    """Return pairs of models with identical weights; reading stops once all differ."""
     pairs = list(combinations(sources, 2))
     for key in chain.parameter_keys():
         tensors = {name: sources[name].read(key) for name in {name for pair in pairs for name in pair}}
@@ -120,8 +126,8 @@ def _is_equal_tensor(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.to(narrow), other.to(narrow))
 
 
-def _check_distances(sampled: _Sampled) -> list[CheckResult]:
-    """Report the distance of every model from the base, or without one from the nearest expert."""
+def _check_distances(sampled: _WeightProducts) -> list[Finding]:
+    """Report models that are unusually far from the base, or from the nearest expert without a base."""
     has_base = "base" in sampled.names
     close: list[tuple[float, float, int]] = []
     foreign = []
@@ -134,11 +140,12 @@ def _check_distances(sampled: _Sampled) -> list[CheckResult]:
         )
         if distance > MAX_DISTANCE_FROM_BASE:
             text = (
-                f"the weights of the {label(name)} have relative distance {distance:.2f} from the {label(anchor)} "
-                f"(median over matrices); models of one base stay far below {MAX_DISTANCE_FROM_BASE}"
+                f"the weights of the {model_label(name)} have relative distance {distance:.2f} from the "
+                f"{model_label(anchor)} (median over matrices); models of one base stay far below "
+                f"{MAX_DISTANCE_FROM_BASE}"
             )
             hint = "It seems to have another base; averages across bases are meaningless. Check the file."
-            foreign.append(CheckResult("notice", label(name), text, hint))
+            foreign.append(Finding("notice", model_label(name), text, hint))
         elif name in sampled.experts:
             close.append((sampled._relative_distance(name, anchor), distance, sampled.changed.get(name, 0)))
     if not close:
@@ -153,25 +160,25 @@ def _check_distances(sampled: _Sampled) -> list[CheckResult]:
         text += f"; {least}{counts} of {sampled.num_tensors} tensors differ from it"
     if not sampled.is_whole:
         text += "; only first rows of tensors were read"
-    return [CheckResult("ok", "shared base", text), *foreign]
+    return [Finding("ok", "shared base", text), *foreign]
 
 
-def _check_merge_fit(sampled: _Sampled, name: str) -> CheckResult:
-    """Report whether a merged model is a combination of the experts, by least squares."""
-    model, fits = label(name), _fit_task_vectors(sampled, name)
+def _check_merge_fit(sampled: _WeightProducts, name: str) -> Finding:
+    """Report if a merged model is no linear combination of the experts' task vectors (least squares)."""
+    model, fits = model_label(name), _fit_task_vectors(sampled, name)
     origin = "the base" if "base" in sampled.names else "the experts' mean"
     if not fits:
-        return CheckResult("ok", model, f"the {model} is {origin}, up to rounding")
+        return Finding("ok", model, f"the {model} is {origin}, up to rounding")
     for (coefficients, share), note in zip(fits, ("", ", others in every tensor"), strict=True):
         if share <= MAX_UNEXPLAINED:
             text = f"is {origin} plus task vectors, coefficients {_format_range(coefficients)}{note}"
-            return CheckResult("ok", model, f"the {model} {text}; {100 * share:.2f} % is left")
+            return Finding("ok", model, f"the {model} {text}; {100 * share:.2f} % is left")
     share = fits[0][1]
     text = f"task vectors from {origin} leave {100 * share:.0f} % of the {model} unexplained"
     if share <= MUCH_UNEXPLAINED:
-        return CheckResult("ok", model, text, "Methods that trim, rescale or train leave as much.")
+        return Finding("ok", model, text, "Methods that trim, rescale or train leave as much.")
     hint = "Methods that trim and rescale (TIES, DARE) leave much; else check the experts."
-    return CheckResult("notice", model, text, hint)
+    return Finding("notice", model, text, hint)
 
 
 def _format_range(values: Sequence[float] | Tensor) -> str:
@@ -181,8 +188,8 @@ def _format_range(values: Sequence[float] | Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class _Sampled:
-    """Inner products of the models' weights, tensor by tensor; where only first rows were read, scaled up to all.
+class _WeightProducts:
+    """Inner products of the models' weights by tensor, estimated from first rows of large tensors.
 
     `grams` is [tensors, models, models]; `is_matrix` are tensors of two axes or more; `changed` counts, by model, those
     that differ from the base. A fused tensor counts once in `num_tensors` and has several Gram matrices.
@@ -198,11 +205,13 @@ class _Sampled:
     @classmethod
     def read_models(
         cls, chain: LayerChain, sources: Mapping[str, StateSource]
-    ) -> tuple[_Sampled, dict[str, NumericsError]]:
-        """Read all models; return those whose weights are finite, and the errors of the others."""
+    ) -> tuple[_WeightProducts, dict[str, NumericsError]]:
+        """Read the weights of all models; return the products and the errors of models with NaN or infinity."""
         headers = next(iter(sources.values())).headers
-        slots = list(dict.fromkeys(slot for layer in chain.layers for slot in chain.owned(layer).values()))
-        sizes = [torch.Size(slot.shape(headers[slot.key].shape)).numel() for slot in slots]
+        slots = list(
+            dict.fromkeys(slot for layer in chain.layers for slot in chain.own_parameters(layer).values())
+        )
+        sizes = [torch.Size(slot.layer_shape(headers[slot.key].shape)).numel() for slot in slots]
         is_whole = sum(sizes) * len(sources) <= MAX_ELEMENTS_READ
         # The same rows of every model, so that inner products are of the same entries.
         limit = max(sizes) if is_whole else MAX_ELEMENTS_READ // (len(sources) * len(slots))
@@ -235,7 +244,7 @@ class _Sampled:
 
     @property
     def experts(self) -> list[str]:
-        return [name for name in self.names if task_of(name) is not None]
+        return [name for name in self.names if task_of_expert(name) is not None]
 
     def _relative_distance(self, name: str, anchor: str) -> float:
         """Return |model - anchor| / |anchor| over all weights."""
@@ -260,7 +269,7 @@ def _read_finite_rows(
     rows: tuple[int, int] | None,
     broken: dict[str, NumericsError],
 ) -> dict[str, Tensor]:
-    """Read rows of one tensor of every model; a model that is not finite goes to `broken` and is not read again."""
+    """Read rows of one tensor of every model; models with non-finite values are added to `broken`."""
     pieces = {name: source.read(key, rows) for name, source in sources.items() if name not in broken}
     for name in list(pieces):
         try:
@@ -271,8 +280,10 @@ def _read_finite_rows(
     return pieces
 
 
-def _row_ranges(slot: Slot, shape: tuple[int, ...], limit: int, most: int) -> list[tuple[int, int] | None]:
-    """Return the first rows of a slot, up to `limit` entries, in runs of at most `most` entries, or of one row."""
+def _row_ranges(
+    slot: WeightSlot, shape: tuple[int, ...], limit: int, most: int
+) -> list[tuple[int, int] | None]:
+    """Return the row ranges to read of a tensor, up to `limit` entries in chunks of at most `most`."""
     if not shape:
         return [None]
     start, stop = slot.rows or (0, shape[0])
@@ -281,7 +292,7 @@ def _row_ranges(slot: Slot, shape: tuple[int, ...], limit: int, most: int) -> li
     return [(row, min(row + step, stop)) for row in range(start, stop, step)]
 
 
-def _fit_task_vectors(sampled: _Sampled, name: str) -> list[tuple[Tensor, float]]:
+def _fit_task_vectors(sampled: _WeightProducts, name: str) -> list[tuple[Tensor, float]]:
     """Fit a merged model by task vectors: with one coefficient per expert, and with one per tensor and expert.
 
     Task vectors start at the base, and the unexplained share refers to the merged model's task vector. Without a base
@@ -323,24 +334,24 @@ _FEW_READ = 1 << 16
 _Doubt = Iterator[tuple[str, str]]
 
 
-def companions(models: OpenModels, changes: Mapping[str, ModelChange] | None = None) -> list[CheckResult]:
-    """Check what comes with the weights: tokenizers, adapters, configurations, text towers."""
-    changes = task_vectors(models) if changes is None else changes
+def check_model_files(models: OpenModels, changes: Mapping[str, ModelChange] | None = None) -> list[Finding]:
+    """Check the files that come with weights: tokenizers, adapters, configurations, text towers."""
+    changes = estimate_task_vectors(models) if changes is None else changes
     folders = {name: model_folder(models.origins[name], source) for name, source in models.stored.items()}
     home = folders.get("base") or Path(models.architecture.source)
 
     def _notices_of_model(name: str, source: StateSource, called: str) -> _Doubt:
-        if code := foreign_code(json_object(folders[name], "config.json"), needed=False):
+        if code := remote_code(read_json_object(folders[name], "config.json"), needed=False):
             yield (
                 f"{called} has remote code ({code}), which is not run; the library's model is used",
                 "Check that both compute the same.",
             )
-        yield from ((text, "Remove files of other models.") for text in folder_notices(source))
+        yield from ((text, "Remove files of other models.") for text in weights_notices(source))
         yield from _unused_tensor_notices(models, source, called)
         if models.base is None or name == "base":
             return
         yield from _unmerged_change_notices(models, models.base, source, called)
-        if isinstance(source, LoraSource) and (scalings := source.rank_stabilised):
+        if isinstance(source, LoraSource) and (scalings := source.rslora_scalings):
             listed = ", ".join(
                 f"{scaling:.3g} at rank {rank} ({math.sqrt(rank):.2g} times alpha / r)"
                 for rank, scaling in scalings.items()
@@ -361,34 +372,34 @@ def companions(models: OpenModels, changes: Mapping[str, ModelChange] | None = N
                 )
 
     findings = [
-        CheckResult("notice", label(name), text, hint)
+        Finding("notice", model_label(name), text, hint)
         for name, source in models.stored.items()
-        for text, hint in _notices_of_model(name, source, f"the {label(name)}")
+        for text, hint in _notices_of_model(name, source, f"the {model_label(name)}")
     ]
     for name, folder in folders.items():
-        called = f"the {label(name)}"
+        called = f"the {model_label(name)}"
         try:
             for text, hint in _config_contradictions(models.architecture, folder, called) if folder else ():
-                findings.append(problem(label(name), IncompatibleModelsError(text, hint=hint)))
+                findings.append(error_finding(model_label(name), IncompatibleModelsError(text, hint=hint)))
         except DriftLensError as error:
-            findings.append(problem(label(name), error))
+            findings.append(error_finding(model_label(name), error))
     return findings
 
 
 def _unused_tensor_notices(models: OpenModels, source: StateSource, called: str) -> _Doubt:
-    """Report tensors of a file that its library does not read; of an expert only those the base lacks."""
+    """Report tensors of a checkpoint that its library ignores; of experts only those the base lacks."""
     layout, base = models.architecture.layout, models.base
-    if not isinstance(layout, Spellings):
+    if not isinstance(layout, KeyLayout):
         return
-    keys = [*layout.passed_over(source.headers, source.name)]
+    keys = [*layout.ignored_keys(source.headers, source.name)]
     if base is not None and base is not source:
-        of_base = layout.passed_over(base.headers, base.name)
+        of_base = layout.ignored_keys(base.headers, base.name)
         keys = [key for key in keys if key not in of_base]
     if keys:
         model = models.architecture.chain.settings["model"]
         yield (
-            f"{called} has {some_of([*map(repr, keys)], 2)}, which {model} does not use: not measured or merged, and "
-            f"saved models {'keep' if source is base else 'lack'} them",
+            f"{called} has {shorten_list([*map(repr, keys)], 2)}, which {model} does not use: not measured or merged, "
+            f"and saved models {'keep' if source is base else 'lack'} them",
             "Copy them into the saved folder if needed.",
         )
 
@@ -396,11 +407,11 @@ def _unused_tensor_notices(models: OpenModels, source: StateSource, called: str)
 def _unmerged_change_notices(
     models: OpenModels, base: StateSource, source: StateSource, called: str
 ) -> _Doubt:
-    """Report changed tensors that no layer reads; saved folders hold the base's."""
+    """Report fine-tuned tensors outside all layers; saved models keep the base's values for them."""
     architecture, layout = models.architecture, models.architecture.layout
     if layout is None:
         return
-    base_keys, own = (layout.beside_tower(model.headers, model.name) for model in (base, source))
+    base_keys, own = (layout.non_layer_keys(model.headers, model.name) for model in (base, source))
     of_heads = {key for model in (base, source) for key in architecture.classifier_keys(model) or ()}
     # Heads differ by task and are reported elsewhere.
     of_heads |= {f"{key.removesuffix('weight')}bias" for key in of_heads}
@@ -434,15 +445,15 @@ def _is_changed_tensor(base: StateSource, key: str, source: StateSource, source_
     if not start.dtype.is_floating_point:
         # An index.
         return False
-    rows = _row_ranges(Slot(key), start.shape, _FEW_READ, _FEW_READ)[0]
+    rows = _row_ranges(WeightSlot(key), start.shape, _FEW_READ, _FEW_READ)[0]
     return not _is_equal_tensor(base.read(key, rows), source.read(source_key, rows))
 
 
 def _adapter_base_notices(models: OpenModels, base_folder: Path | None, folder: Path, called: str) -> _Doubt:
     if not is_lora_folder(folder):
         return
-    (stated, revision), base = named_base(folder), models.origins["base"]
-    named = json_object(base_folder, "config.json").get("_name_or_path")
+    (stated, revision), base = lora_base_model(folder), models.origins["base"]
+    named = read_json_object(base_folder, "config.json").get("_name_or_path")
     places = [str(place or "") for place in (base, base_folder, models.architecture.source, named)]
     mismatch = ""
     if stated and {part for place in places for part in _model_names_in_path(place)}.isdisjoint(
@@ -458,11 +469,13 @@ def _adapter_base_notices(models: OpenModels, base_folder: Path | None, folder: 
         )
 
 
-def task_vectors(models: OpenModels) -> dict[str, ModelChange]:
-    """Estimate every expert's change from the base, from some entries of every tensor; empty without a base."""
+def estimate_task_vectors(models: OpenModels) -> dict[str, ModelChange]:
+    """Estimate statistics of every expert's task vector from a sample of its entries; empty without a base."""
     base = models.sources.get("base")
-    experts = {name: source for name, source in models.sources.items() if task_of(name) is not None}
-    return {} if base is None else {name: task_vector(base, source) for name, source in experts.items()}
+    experts = {name: source for name, source in models.sources.items() if task_of_expert(name) is not None}
+    return (
+        {} if base is None else {name: task_vector_change(base, source) for name, source in experts.items()}
+    )
 
 
 # A task vector is reported from this norm, relative to the median of the others. Experts of one recipe stay
@@ -473,7 +486,7 @@ LONG = 4.0
 
 
 def _rounding_notices(change: ModelChange, models: OpenModels, name: str, called: str) -> _Doubt:
-    """Report how much of an expert's change is lost by its dtype, or by the base's."""
+    """Report how much of a task vector is lost to rounding in the checkpoint's dtype."""
     start, end = (
         max(
             header.dtype.itemsize
@@ -483,9 +496,9 @@ def _rounding_notices(change: ModelChange, models: OpenModels, name: str, called
         for model in ("base", name)
     )
     if start == end:
-        if text := coarse_words(change, called):
+        if text := coarse_change_text(change, called):
             yield text, "If weights of higher precision exist, give those."
-    elif text := lost_words(change, called):
+    elif text := rounding_loss_text(change, called):
         stored = "its own dtype: training and rounding changes look alike"
         unrounded = "the base's dtype; measured and merged unrounded"
         yield (
@@ -514,7 +527,7 @@ def _long_task_vector_notices(changes: Mapping[str, ModelChange], name: str, cal
 
 
 def _model_names_in_path(place: str) -> set[str]:
-    """Return a model's names in a path or Hub id: its last part, or its repository in a cache, in lower case."""
+    """Return lower-case model names in a path or Hub id: its last part, or its cached repository."""
     path = PurePosixPath(place.replace("\\", "/").casefold())
     cached = [match[1] for part in path.parts if (match := re.fullmatch(r"models--(?:.*--)?(.+)", part))]
     is_file = path.suffix in (".safetensors", ".bin", ".pt", ".pth")
@@ -547,7 +560,7 @@ _Statement = tuple[str, str, object, object]
 
 
 def _config_contradictions(architecture: Architecture, folder: Path, called: str) -> _Doubt:
-    """Yield contradictions between the configuration in a folder and the architecture of all models."""
+    """Yield contradictions between a folder's configuration and the loaded architecture."""
     is_open_clip = architecture.loader == "open-clip"
     reader = _compared_open_clip_settings if is_open_clip else _compared_hf_settings
     is_read = is_open_clip or architecture.loader.startswith("hf-")
@@ -563,7 +576,7 @@ def _config_contradictions(architecture: Architecture, folder: Path, called: str
 
 
 def _compared_hf_settings(architecture: Architecture, folder: Path) -> Iterator[_Statement]:
-    """Yield statements by transformers' own reading, which fills in defaults and older versions' spellings."""
+    """Yield settings of a transformers configuration to compare, with the library's defaults filled in."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -576,9 +589,9 @@ def _compared_hf_settings(architecture: Architecture, folder: Path) -> Iterator[
         if architecture.loader == "hf-decoder" and "text_config" not in config:
             yield ("config.json", "model_type", kind, used.get("model_type"))
         return
-    with running(str(folder)):
+    with wrap_library_errors(str(folder)):
         ours, theirs = (
-            CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated)).to_dict()
+            CONFIG_MAPPING[stated["model_type"]].from_dict(decode_json_floats(stated)).to_dict()
             for stated in (used, config)
         )
     for section in ("vision_config",) if is_clip else ("", "vision_config", "text_config"):
@@ -641,7 +654,7 @@ def _read_json_or_empty(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _normalized_image_size(size: object) -> object:
-    """Return sizes in the long form of newer files: a number alone is the shorter edge, or a square."""
+    """Return image sizes as a mapping; a single number is the shorter edge or a square."""
     if isinstance(size, dict):
         numbers = [size[key] for key in ("shortest_edge", "height", "width") if key in size]
         return numbers[0] if len(set(numbers)) == 1 else numbers

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from driftlens.checkpoints.tensor_sources import StateSource, TensorsSource, content_digest, in_dtype
+from driftlens.checkpoints.tensor_sources import InMemorySource, StateSource, cast_source, content_digest
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import Attachments, ModelPool, ScoredSamples, attachment_tensors
 from driftlens.models.chain import LayerChain, Pool
 from driftlens.models.heads import ScoreMap
-from driftlens.utils.distributed import ALONE, Team
-from driftlens.utils.registry import Diagnostic, chosen
-from driftlens.utils.variants import expert_of, is_explained
+from driftlens.utils.distributed import ALONE, ProcessGroup
+from driftlens.utils.registry import Diagnostic, enabled_diagnostics
+from driftlens.utils.variants import expert_name, has_attribution
 
 if TYPE_CHECKING:
     from driftlens.config.data import Views
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TaskSamples:
-    """The samples and score map of one task.
+    """The samples and the classification head of one task.
 
     Attributes:
         test: samples for scores; None without labels or known classes.
@@ -49,7 +49,7 @@ class TaskSamples:
 
 @dataclass(frozen=True)
 class AnalysisSettings:
-    """The settings of an analysis.
+    """Pooling, stored layers, optional diagnostics and Jacobian settings of an analysis.
 
     Attributes:
         stored_layers: layers whose rows and features are kept (stem and head always are).
@@ -66,14 +66,14 @@ class AnalysisSettings:
     deterministic: bool = False
 
     @functools.cached_property
-    def measured(self) -> tuple[Diagnostic, ...]:
-        """The diagnostics that are measured during the walk."""
-        return tuple(chosen(self.options))
+    def active_diagnostics(self) -> tuple[Diagnostic, ...]:
+        """The diagnostics that are computed while samples run through the layers."""
+        return tuple(enabled_diagnostics(self.options))
 
 
 @dataclass(frozen=True)
 class Study:
-    """Models and samples of one analysis.
+    """Models, samples and settings of one analysis.
 
     Attributes:
         variants: compared with the expert, in the order of the tables.
@@ -95,26 +95,26 @@ class Study:
     preprocessing: str = ""
     architecture: Mapping[str, Any] = field(default_factory=dict)
     head_marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    team: Team = ALONE
+    team: ProcessGroup = ALONE
     out_dtype: torch.dtype | None = None
 
-    def of_task(self, task: str, work: Callable[[], T]) -> T | None:
-        """Run work in the process that owns the task; return the result in the main process, None elsewhere."""
-        return self.team.run_on(self.team.owners([*self.tasks])[task], work)
+    def run_on_task_owner(self, task: str, work: Callable[[], T]) -> T | None:
+        """Run work on the process that owns a task; the result reaches the main process, others get None."""
+        return self.team.run_on_rank(self.team.owner_ranks([*self.tasks])[task], work)
 
     def head(self, task: str, variant: str) -> ScoreMap | None:
-        """Return the score map of a variant for a task; None without a head."""
+        """Return the classification head of a variant for a task; None without one."""
         return self.pool.score_map(self.tasks[task].head, variant)
 
-    def asked(self, task: str) -> ScoredSamples:
-        """Return a task's calibration samples with its expert's score map, which it must have."""
-        samples, head = self.tasks[task].calibration, self.head(task, expert_of(task))
+    def scored_samples(self, task: str) -> ScoredSamples:
+        """Return a task's calibration samples with its expert's classification head."""
+        samples, head = self.tasks[task].calibration, self.head(task, expert_name(task))
         assert samples is not None and head is not None
         return ScoredSamples(self.pool, samples, head, self.settings.pool)
 
     @property
     def calibration_sets(self) -> dict[str, SampleSet]:
-        """The calibration samples of every task that has some."""
+        """The calibration samples by task, for tasks that have some."""
         return {task: data.calibration for task, data in self.tasks.items() if data.calibration is not None}
 
     @property
@@ -125,10 +125,10 @@ class Study:
     @property
     def has_views(self) -> bool:
         """True if calibrations also read augmented copies of samples."""
-        return any(samples.num_read > len(samples) for samples in self.calibration_sets.values())
+        return any(samples.num_with_views > len(samples) for samples in self.calibration_sets.values())
 
-    def viewing(self, views: Views | None) -> Study:
-        """Return the study with these views for all calibration samples; None keeps the present ones."""
+    def with_views(self, views: Views | None) -> Study:
+        """Return the study with these augmentations of all calibration samples; None keeps the present ones."""
         if views is None:
             return self
         tasks = {
@@ -138,25 +138,25 @@ class Study:
         return replace(self, tasks=tasks)
 
     @property
-    def like(self) -> StateSource:
-        """The model that defines the dtypes of saved models: the base or an expert, in the requested dtype."""
-        like = self.pool.source("base" if self.has_base else expert_of(next(iter(self.tasks))))
-        return in_dtype(like, self.out_dtype)
+    def dtype_template(self) -> StateSource:
+        """The model that defines the dtypes of saved models: base or expert, cast if requested."""
+        like = self.pool.source("base" if self.has_base else expert_name(next(iter(self.tasks))))
+        return cast_source(like, self.out_dtype)
 
     @property
-    def explained_variants(self) -> tuple[str, ...]:
+    def attributed_variants(self) -> tuple[str, ...]:
         """The variants whose drift is attributed to layers."""
-        return tuple(filter(is_explained, self.variants))
+        return tuple(filter(has_attribution, self.variants))
 
     def model_info(self, name: str) -> ModelInfo:
-        """Return digest, size and origin of a model with its attachments; all tensors are read once."""
+        """Return digest, parameter count and origin of a model with its correction modules."""
         variant, source = self.pool.variant(name), self.pool.source(name)
         return model_info(
             self.pool.chain, source, variant.attachments, self.provenance.get(name, source.name)
         )
 
-    def blinded(self, samples: Mapping[str, SampleSet]) -> Study:
-        """Return the study as methods see it: these calibration samples only, without labels."""
+    def without_labels(self, samples: Mapping[str, SampleSet]) -> Study:
+        """Return the study with only these calibration samples, without labels."""
         tasks = {}
         for task, data in self.tasks.items():
             shown = replace(samples[task], labels=None)
@@ -165,7 +165,7 @@ class Study:
 
 
 def model_info(chain: LayerChain, source: StateSource, attachments: Attachments, origin: str) -> ModelInfo:
-    """Return digest, number of parameters and origin of a model with its attachments.
+    """Return digest, parameter count and origin of a model with its correction modules.
 
     Args:
         chain: the layers.
@@ -181,7 +181,7 @@ def model_info(chain: LayerChain, source: StateSource, attachments: Attachments,
     digest = content_digest(source, keys)
     if attachments:
         attached = attachment_tensors(attachments, len(chain.layers))
-        combined = f"{digest} {content_digest(TensorsSource(source.name, attached))}"
+        combined = f"{digest} {content_digest(InMemorySource(source.name, attached))}"
         digest = hashlib.sha256(combined.encode()).hexdigest()
         count += sum(value.numel() for value in attached.values())
     return ModelInfo(digest, count, origin)

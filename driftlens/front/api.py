@@ -1,6 +1,6 @@
 """Python interface: the commands as functions, some also for modules in memory.
 
-Keyword arguments are the fields of the requests in `driftlens.config.requests` and of `Around` (progress, device ...).
+Keyword arguments are the fields of the requests in `driftlens.config.requests` and of `JobArguments` (device ...).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from driftlens.config.requests import (
     SweepRequest,
     ViewRequest,
 )
-from driftlens.front.keywords import Around, Quietly, keywords
+from driftlens.front.keywords import JobArguments, QuietJobArguments, fields_as_keywords
 from driftlens.runs.manifest import read_manifest
-from driftlens.runs.run import DriftRun, is_live
+from driftlens.runs.run import DriftRun, has_live_modules
 from driftlens.utils.errors import SpecError
 from driftlens.utils.files import PathLike
 
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
     from driftlens.calibration.calibrator import Calibrator
     from driftlens.config.run import RunSpec
-    from driftlens.pipelines.validate import Preflight
+    from driftlens.pipelines.validate import PreflightReport
     from driftlens.results.formatting import Table
     from driftlens.results.projection import Projection
-    from driftlens_reports.charts.chart import Plots
+    from driftlens_reports.charts.chart import RunCharts
     from driftlens_reports.explorer import Explorer
 
     SpecLike = Path | str | Mapping[str, Any] | RunSpec
@@ -49,30 +49,30 @@ log = logging.getLogger("driftlens")
 
 
 class Run(DriftRun):
-    """A run that can also be added to; like every run it is read without torch."""
+    """A saved run with methods that plot it, calibrate it and add measurements to it."""
 
     @property
-    def plot(self) -> Plots:
-        """Every chart by name, as in reports and the dashboard: `run.plot.layer_drift(tasks=["cars"])`."""
-        from driftlens_reports.charts.chart import Plots
+    def plot(self) -> RunCharts:
+        """All charts by name: `run.plot.layer_drift(tasks=["cars"])`."""
+        from driftlens_reports.charts.chart import RunCharts
 
-        return Plots(self)
+        return RunCharts(self)
 
     # Arguments of `analyze` for live modules. A run directory holds no modules, so a reopened run has None.
     _live: Mapping[str, Any] | None = None
 
-    @keywords(request=CalibrationRequest, around=Quietly)
+    @fields_as_keywords(request=CalibrationRequest, around=QuietJobArguments)
     def calibrate(
         self,
         calibrator: Calibrator,
         request: CalibrationRequest,
-        around: Around,
+        around: JobArguments,
         *,
         modules: Mapping[str, Any] | None = None,
         data: Mapping[str, Any] | None = None,
         on_measured: Callable[[DriftRun], None] | None = None,
     ) -> Run:
-        """Calibrate the merged model, measure the result, and return the run with `calibrated:NAME`.
+        """Calibrate the merged model, measure it as variant `calibrated:NAME`, and return the run.
 
             run = run.calibrate(dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3), name="featcal")
             merged.load_state_dict(run.calibrated_state("featcal"))
@@ -80,46 +80,46 @@ class Run(DriftRun):
         Args:
             calibrator: a calibrator of a registered class, with settings.
             request: by keywords, name and other fields of `CalibrationRequest`.
-            around: by keywords, progress, device and other fields of `Around`.
+            around: by keywords, progress, device and other fields of `JobArguments`.
             modules: modules of a run of live modules, as passed to `analyze`. Required if the run was reopened. Other
                 settings, weights, samples, labels or heads are refused.
             data: calibration samples per task for a run of live modules; by default those of the analysis.
             on_measured: called with the run once drift and accuracy are measured.
         """
-        from driftlens.pipelines.calibration_plan import method_called
+        from driftlens.pipelines.calibration_plan import registered_method
 
-        merged_request = request.changed(
-            method=request.method or method_called(calibrator),
+        merged_request = request.with_changes(
+            method=request.method or registered_method(calibrator),
             # Settings passed by keyword override those of the calibrator.
             parameters={**calibrator.get_params(), **request.parameters},
         )
         return _calibrate_run(self, merged_request, around, modules, data, on_measured)
 
     def summary(self) -> Table:
-        """Return a table with one row per task: scores and drift of all models. `frame()` has the unrounded numbers."""
-        from driftlens.results.verdict import summary_sheet
+        """Return a table with one row per task: scores and drift of all variants, rounded."""
+        from driftlens.results.verdict import summary_table
 
-        return summary_sheet(self)
+        return summary_table(self)
 
     def repairs(self) -> Table:
-        """Return a table of all calibrations: gains with paired intervals, and costs."""
-        from driftlens.results.calibration_summary import arena_sheet
+        """Return a table of all calibrations: gains with paired confidence intervals, and costs."""
+        from driftlens.results.calibration_summary import leaderboard_table
 
-        return arena_sheet(self)
+        return leaderboard_table(self)
 
     def findings(self) -> pd.DataFrame:
-        """Return every number of the verdict, tables and pages, one per row, with its 95 % interval.
+        """Return the numbers of the verdict and of all result tables, one per row, with 95 % intervals.
 
         Columns: measure, task (empty for the mean), variant, against (the reference of a change, else empty), value,
         low, high, n, paired (True if the interval of a change uses the same samples), kind and worse.
         """
-        from driftlens.results.measures import findings
+        from driftlens.results.measures import findings_frame
 
-        return findings(self)
+        return findings_frame(self)
 
-    @keywords(request=ViewRequest)
+    @fields_as_keywords(request=ViewRequest)
     def view(self, request: ViewRequest) -> Explorer:
-        """Create the interactive page of samples across models, by the fields of `ViewRequest`; `out` writes it."""
+        """Create an interactive HTML page to compare samples across variants; `out` saves it."""
         from driftlens_reports.explorer import Explorer
 
         made = Explorer(self, request)
@@ -128,12 +128,12 @@ class Run(DriftRun):
         return made
 
     def _repr_html_(self) -> str:
-        """Return headline and summary as HTML for notebooks; wide tables scroll."""
+        """Return headline and summary table as HTML for notebooks."""
         from driftlens.results.verdict import headline
         from driftlens_reports.content import Headline
-        from driftlens_reports.formats.page import shown_alone
+        from driftlens_reports.formats.page import standalone_headline
 
-        heading = shown_alone(Headline.model_validate(headline(self)))
+        heading = standalone_headline(Headline.model_validate(headline(self)))
         return f'{heading}<div style="overflow-x: auto">{self.summary()._repr_html_()}</div>'
 
     def before_after(self, name: str) -> pd.DataFrame:
@@ -141,32 +141,32 @@ class Run(DriftRun):
 
         `attrs["notices"]` has the notices of the calibration.
         """
-        from driftlens.results.calibration_summary import before_after
+        from driftlens.results.calibration_summary import before_after_rows
 
-        return before_after(self, name)
+        return before_after_rows(self, name)
 
     def calibrated_state(self, name: str) -> dict[str, Tensor]:
         """Load the weights of the calibration `name` for `load_state_dict`, without correction modules."""
         from driftlens.checkpoints.loading import open_checkpoint
-        from driftlens.runs.manifest import calibration_weights
+        from driftlens.runs.manifest import calibrated_weights_file
 
         # Called for its error, which lists the calibrations; a missing file would name only its path.
         self.calibration_info(name)
-        weights = open_checkpoint(self.path / calibration_weights(name))
+        weights = open_checkpoint(self.path / calibrated_weights_file(name))
         return {key: weights.read(key) for key in weights.headers}
 
-    @keywords()
-    def measure(self, around: Around, *, add: Sequence[str] | str = ()) -> Run:
-        """Measure missing scores, missing attribution of drift to layers, and the diagnostics named in `add`."""
-        from driftlens.pipelines.analyze import add_to_run
+    @fields_as_keywords()
+    def measure(self, around: JobArguments, *, add: Sequence[str] | str = ()) -> Run:
+        """Measure what the run lacks: scores, attribution of drift to layers, and diagnostics named in `add`."""
+        from driftlens.pipelines.analyze import measure_missing_parts
 
         with around.context() as context:
-            add_to_run(self.path, context, (add,) if isinstance(add, str) else add)
+            measure_missing_parts(self.path, context, (add,) if isinstance(add, str) else add)
         return Run.at(self.path)
 
 
 def open_run(path: PathLike) -> Run:
-    """Open the run in the directory `path`. Only its manifest is read at once."""
+    """Open the run in the directory `path`; tables are loaded on first use."""
     return Run.at(path)
 
 
@@ -186,12 +186,12 @@ def _live_study_opener(
     data: Mapping[str, Any] | None,
     device: str | None,
 ) -> Callable[[int | None], Any] | None:
-    """Return a function that opens the live modules of a run again; None for a run of a spec."""
+    """Return a function that reopens a run's modules in memory; None for a run made from a spec."""
     folder = _run_folder(run)
     kept = run._live if isinstance(run, Run) else None
     if kept is None and modules is None and data is None:
         return None
-    if not is_live(read_manifest(folder)):
+    if not has_live_modules(read_manifest(folder)):
         raise SpecError(
             f"{folder} has a spec; modules= and data= are for live modules",
             hint="Remove both; `samples` sets the number of calibration samples.",
@@ -199,23 +199,23 @@ def _live_study_opener(
     # The pipeline refuses a run that lacks its modules, with a hint.
     if kept is None and modules is None:
         return None
-    from driftlens.pipelines.in_memory import live_again
+    from driftlens.pipelines.in_memory import reopen_live_study
 
     arguments = {**(kept or {}), **(modules or {})}
     arguments |= {} if device is None else {"device": device}
-    return partial(live_again, folder, arguments, data)
+    return partial(reopen_live_study, folder, arguments, data)
 
 
-@keywords(request=AnalysisRequest, modules=Modules, settings=LiveSettings)
+@fields_as_keywords(request=AnalysisRequest, modules=Modules, settings=LiveSettings)
 def analyze(
     spec: SpecLike | None = None,
     *,
     request: AnalysisRequest,
     modules: Modules,
     settings: LiveSettings,
-    around: Around,
+    around: JobArguments,
 ) -> Run:
-    """Measure feature drift of a spec or of live modules, and write a run directory.
+    """Measure the feature drift of the models of a spec, or of modules in memory, and write a run directory.
 
         run = dl.analyze("run.yaml", out="runs/ta8")
         run = dl.analyze(base=b, merged=m, experts={"cars": e}, data={"cars": loader}, out="runs/live")
@@ -227,12 +227,14 @@ def analyze(
         request: by keywords, fields of `AnalysisRequest`: out, seed, resume, ...
         modules: by keywords, fields of `Modules`: merged, base, experts, data, ...
         settings: by keywords, fields of `LiveSettings`: metrics and sample counts of live modules.
-        around: by keywords, fields of `Around`: progress, device, cancel, ...
+        around: by keywords, fields of `JobArguments`: progress, device, cancel, ...
 
     Raises:
         SpecError: a setting is unknown or not allowed, or belongs to the other kind of run.
     """
-    if (spec is None) == (len(modules.missing) == len(REQUIRED)) or (spec is None and modules.missing):
+    if (spec is None) == (len(modules.missing_fields) == len(REQUIRED)) or (
+        spec is None and modules.missing_fields
+    ):
         raise SpecError("pass either a spec, or merged=, experts= and data=")
     _refuse_misplaced_settings(request, settings, is_spec=spec is not None)
     with around.context() as context:
@@ -241,17 +243,17 @@ def analyze(
             from driftlens.pipelines.analyze import analyze as analyze_spec
 
             return Run.at(analyze_spec(spec, request, context).path)
-        from driftlens.pipelines.in_memory import analyze_study, live_study
+        from driftlens.pipelines.in_memory import analyze_study, study_of_modules
 
-        run = Run.at(analyze_study(live_study(modules, settings), request, settings, context).path)
+        run = Run.at(analyze_study(study_of_modules(modules, settings), request, settings, context).path)
     # Kept in memory only: a run directory does not hold modules.
     run._live = {**vars(modules), **{name: getattr(settings, name) for name in settings.model_fields_set}}
     return run
 
 
 def _refuse_misplaced_settings(request: AnalysisRequest, settings: LiveSettings, *, is_spec: bool) -> None:
-    """Refuse settings of specs for live modules, and settings of live modules for specs."""
-    # Keywords of both kinds of run; `keywords` passes them to both requests.
+    """Raise an error for settings that apply only to specs, or only to modules in memory."""
+    # Keywords of both kinds of run; `fields_as_keywords` passes them to both requests.
     both = {"out", "resume", "force", "seed"}
     misplaced = (settings if is_spec else request).model_fields_set - both
     if misplaced:
@@ -259,11 +261,11 @@ def _refuse_misplaced_settings(request: AnalysisRequest, settings: LiveSettings,
         raise SpecError(f"{min(misplaced)} belongs to {other}; given: {kind}")
 
 
-@keywords(request=CalibrationRequest)
+@fields_as_keywords(request=CalibrationRequest)
 def calibrate(
     run: PathLike | DriftRun,
     request: CalibrationRequest,
-    around: Around,
+    around: JobArguments,
     *,
     modules: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
@@ -276,7 +278,7 @@ def calibrate(
     Args:
         run: the run, or its directory.
         request: by keywords, fields of `CalibrationRequest`: name, method, preset, ...
-        around: by keywords, fields of `Around`: progress, device, cancel, ...
+        around: by keywords, fields of `JobArguments`: progress, device, cancel, ...
         modules: for a run of live modules, see `Run.calibrate`.
         data: for a run of live modules, see `Run.calibrate`.
         on_measured: called with the run once drift and accuracy are measured.
@@ -287,7 +289,7 @@ def calibrate(
 def _calibrate_run(
     run: PathLike | DriftRun,
     request: CalibrationRequest,
-    around: Around,
+    around: JobArguments,
     modules: Mapping[str, Any] | None,
     data: Mapping[str, Any] | None,
     on_measured: Callable[[DriftRun], None] | None,
@@ -299,22 +301,22 @@ def _calibrate_run(
     return _reopen_with_modules(run)
 
 
-@keywords(request=ProjectionRequest, around=Quietly)
+@fields_as_keywords(request=ProjectionRequest, around=QuietJobArguments)
 def project(
     run: PathLike | DriftRun,
     task: str,
     request: ProjectionRequest,
-    around: Around,
+    around: JobArguments,
     *,
     store_it: bool = True,
 ) -> Projection:
-    """Compute one joint 2-D layout of the features of the expert and the variants. Stored coordinates are reused.
+    """Compute a 2-D projection of the features of the expert and the variants; stored coordinates are reused.
 
     Args:
         run: the run, or its directory.
         task: a task of the run.
         request: by keywords, fields of `ProjectionRequest`: method, layer, ...
-        around: by keywords, fields of `Around`.
+        around: by keywords, fields of `JobArguments`.
         store_it: True to store new coordinates in the run.
     """
     from driftlens.results.projection import project as lay_out
@@ -324,9 +326,9 @@ def project(
         return lay_out(run, task, request, store_it=store_it, on_progress=on_progress, cancel=cancel)
 
 
-@keywords(request=MergeRequest)
-def merge(spec: SpecLike, request: MergeRequest, around: Around) -> Path:
-    """Merge the experts of a spec and save the result in the format of the base, as `driftlens merge` does.
+@fields_as_keywords(request=MergeRequest)
+def merge(spec: SpecLike, request: MergeRequest, around: JobArguments) -> Path:
+    """Merge the experts of a spec and save the result as a checkpoint in the format of the base.
 
         dl.merge("run.yaml", method="task_arithmetic", out="merged/", parameters={"scaling": 0.3})
 
@@ -335,48 +337,48 @@ def merge(spec: SpecLike, request: MergeRequest, around: Around) -> Path:
     Args:
         spec: a spec, or the path of one.
         request: by keywords, fields of `MergeRequest`: method, out, parameters, ...
-        around: by keywords, fields of `Around`.
+        around: by keywords, fields of `JobArguments`.
     """
-    from driftlens.experiment.merging import save_one
+    from driftlens.experiment.merging import merge_and_save
 
-    for notice in save_one(spec, request, around.context)[1]:
+    for notice in merge_and_save(spec, request, around.context)[1]:
         log.warning(notice)
-    # `save_one` refuses a request without it, which type checkers can't know.
+    # `merge_and_save` refuses a request without it, which type checkers can't know.
     assert request.out is not None
     return request.out
 
 
-@keywords(request=ComparisonRequest)
-def compare_merges(spec: SpecLike, request: ComparisonRequest, around: Around) -> Table:
-    """Rank merges of a spec's experts by their distance from the experts, without labels, as `merge --compare` does.
+@fields_as_keywords(request=ComparisonRequest)
+def compare_merges(spec: SpecLike, request: ComparisonRequest, around: JobArguments) -> Table:
+    """Rank merge methods by the distance of their merges from the experts, without labels.
 
         dl.compare_merges("run.yaml", ["average", "ties", ("ties", {"scaling": 0.4})]).frame()
 
     Args:
         spec: a spec, or the path of one.
         request: by keywords, fields of `ComparisonRequest`: merges, out, ...
-        around: by keywords, fields of `Around`.
+        around: by keywords, fields of `JobArguments`.
     """
     from driftlens.config.run import load_spec
     from driftlens.pipelines.compare_merges import compare_merges as compared
     from driftlens.pipelines.compare_merges import resolve_merges
-    from driftlens.utils.files import require_free
-    from driftlens_reports.merges import merges_sheet, write_merges
+    from driftlens.utils.files import require_unused_path
+    from driftlens_reports.merges import merge_ranking_table, write_merge_ranking
 
     out = request.out
     # Before the comparison, which may take hours, and not after it.
     if out is not None:
-        require_free(out)
+        require_unused_path(out)
     merges = resolve_merges(request.merges or [("all", {})])
     with around.context() as context:
         ranked = compared(load_spec(spec), merges, context)
     if out is not None:
-        write_merges(ranked, out)
-    return merges_sheet(ranked)
+        write_merge_ranking(ranked, out)
+    return merge_ranking_table(ranked)
 
 
-@keywords(request=PreflightRequest)
-def validate(spec: SpecLike, request: PreflightRequest, around: Around) -> Preflight:
+@fields_as_keywords(request=PreflightRequest)
+def validate(spec: SpecLike, request: PreflightRequest, around: JobArguments) -> PreflightReport:
     """Check a spec, its checkpoints and its data without loading weights, as `driftlens validate` does.
 
         checks = dl.validate("run.yaml")
@@ -385,7 +387,7 @@ def validate(spec: SpecLike, request: PreflightRequest, around: Around) -> Prefl
     Args:
         spec: a spec, or the path of one.
         request: by keywords, fields of `PreflightRequest`.
-        around: by keywords, fields of `Around`.
+        around: by keywords, fields of `JobArguments`.
     """
     from driftlens.config.run import load_spec
     from driftlens.pipelines.validate import preflight
@@ -393,16 +395,16 @@ def validate(spec: SpecLike, request: PreflightRequest, around: Around) -> Prefl
     return preflight(load_spec(spec, request.overrides), request, around.access)
 
 
-@keywords(request=SweepRequest)
+@fields_as_keywords(request=SweepRequest)
 def sweep(
     run: PathLike | DriftRun,
     request: SweepRequest,
-    around: Around,
+    around: JobArguments,
     *,
     modules: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Calibrate a run with many settings, or by several methods, as `driftlens sweep` does.
+    """Calibrate a run with many settings or several methods, and record drift and accuracy of each.
 
         dl.sweep("runs/ta8", param={"lam": [0.01, 0.05, 0.25]}).sweeps()
         dl.sweep("runs/ta8", methods=["featcal", "residual", ("surgery", {"rank": 4})]).repairs()
@@ -412,16 +414,16 @@ def sweep(
     Args:
         run: the run, or its directory.
         request: by keywords, fields of `SweepRequest`: param, methods, samples, ...
-        around: by keywords, fields of `Around`.
+        around: by keywords, fields of `JobArguments`.
         modules: for a run of live modules, see `Run.calibrate`.
         data: for a run of live modules, see `Run.calibrate`.
     """
-    from driftlens.pipelines.sweep import compare_methods, resolve_methods
+    from driftlens.pipelines.sweep import compare_methods, resolve_calibrators
     from driftlens.pipelines.sweep import sweep as run_sweep
 
     with around.context(_live_study_opener(run, modules, data, around.device)) as context:
-        if request.compares:
-            methods = resolve_methods(request.methods or ())
+        if request.is_comparison:
+            methods = resolve_calibrators(request.methods or ())
             failed = compare_methods(_run_folder(run), methods, context, samples=request.samples)
             for name, reason in failed.items():
                 log.warning(f"{name} failed: {reason}")

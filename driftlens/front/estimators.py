@@ -13,17 +13,17 @@ from driftlens.calibration import featcal, residual
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.config.requests import FitRequest, LiveInputs, LiveSettings, Modules
 from driftlens.engine.calibrating import CalibrationContext
-from driftlens.engine.sites import coverage, select_sites, tied_sites
+from driftlens.engine.sites import parameter_coverage, select_sites, tied_sites
 from driftlens.engine.walk import check_closure
-from driftlens.experiment.live import open_live
-from driftlens.front.keywords import Around, Quietly, keywords
-from driftlens.models.chain import ParameterKey, fused
-from driftlens.utils.devices import exact_products
-from driftlens.utils.progress import Reporter
+from driftlens.experiment.live import open_modules
+from driftlens.front.keywords import JobArguments, QuietJobArguments, fields_as_keywords
+from driftlens.models.chain import ParameterKey, updated_tensors
+from driftlens.utils.devices import full_precision_matmul
+from driftlens.utils.progress import ProgressReporter
 
 
-class _Fitting(Calibrator):
-    """A calibrator with `fit`.
+class _FittableCalibrator(Calibrator):
+    """A calibrator with a scikit-learn style `fit` on modules in memory.
 
     Attributes:
         model_: after `fit`, a calibrated copy of the merged module, in eval mode.
@@ -32,11 +32,11 @@ class _Fitting(Calibrator):
         notices_: notices on the sampling of data and on skipped modules.
     """
 
-    @keywords(request=FitRequest, around=Quietly)
+    @fields_as_keywords(request=FitRequest, around=QuietJobArguments)
     # In a caller's inference mode no gradient could be taken.
     @torch.inference_mode(False)
     @torch.no_grad()
-    @exact_products()
+    @full_precision_matmul()
     def fit(
         self,
         merged: nn.Module,
@@ -44,9 +44,9 @@ class _Fitting(Calibrator):
         experts: Mapping[str, nn.Module],
         data: Mapping[str, Any],
         request: FitRequest,
-        around: Around,
+        around: JobArguments,
     ) -> Self:
-        """Calibrate a copy of a merged model and return the estimator. Nothing is modified, read or written.
+        """Calibrate a copy of the merged model and return the estimator; no module is modified.
 
         Args:
             merged: the merged model.
@@ -54,7 +54,7 @@ class _Fitting(Calibrator):
             experts: one per task, of the same class and shape.
             data: calibration inputs per task: a tensor, Dataset, DataLoader or iterable of batches; labels are ignored.
             request: by keywords, the fields of `driftlens.config.requests.FitRequest`: layers, sites, n, seed, ...
-            around: by keywords, the fields of `driftlens.front.keywords.Around`: device, on_progress, cancel, ...
+            around: by keywords, the fields of `driftlens.front.keywords.JobArguments`: device, on_progress, cancel, ...
 
         Raises:
             SpecError: a setting is not allowed, or tasks of `experts` and `data` differ.
@@ -67,8 +67,8 @@ class _Fitting(Calibrator):
         shown = None if request.tokenizer is None else data
         modules = Modules(merged, experts, data, base, calibration=shown, device=around.device)
         inputs = {name: getattr(request, name) for name in LiveInputs.model_fields}
-        live = open_live(modules, LiveSettings(**inputs, n_calibration=request.n))
-        chain, reporter = live.pool.chain, Reporter(around.on_progress, around.cancel)
+        live = open_modules(modules, LiveSettings(**inputs, n_calibration=request.n))
+        chain, reporter = live.pool.chain, ProgressReporter(around.on_progress, around.cancel)
         chosen = select_sites(chain, layers=request.layers, sites=request.sites, update=self.update)
         context = CalibrationContext(
             live.pool,
@@ -90,11 +90,11 @@ class _Fitting(Calibrator):
         self.model_ = copy.deepcopy(merged).eval()
         # A state dict refers to the parameters; writing into them keeps ties, devices and dtypes.
         state = self.model_.state_dict()
-        for key, value in fused(chain, parameters, source).items():
+        for key, value in updated_tensors(chain, parameters, source).items():
             state[key].copy_(value)
         self.history_ = pd.DataFrame(reports).drop(columns="change")
         self.modules_ = tuple(dict.fromkeys(report["site"] for report in reports))
-        share, text = coverage(chain, source, chosen, self.update)
+        share, text = parameter_coverage(chain, source, chosen, self.update)
         self.notices_ = live.notices
         if request.sites is None and (tied := ", ".join(tied_sites(chain))):
             self.notices_ += (f"not calibrated, as their weights are shared: {tied}",)
@@ -103,8 +103,8 @@ class _Fitting(Calibrator):
         return self
 
 
-class FeatCal(featcal.FeatCal, _Fitting):
-    """Closed-form feature calibration of a merged model (arXiv:2605.13030); settings as in the base class.
+class FeatCal(featcal.FeatCal, _FittableCalibrator):
+    """FeatCal: closed-form feature calibration of a merged model (arXiv:2605.13030).
 
         fitted = dl.FeatCal(lam=0.05, rho=2.0, alpha=0.3).fit(merged, base, {"cars": expert}, {"cars": loader})
         fitted.model_
@@ -113,5 +113,5 @@ class FeatCal(featcal.FeatCal, _Fitting):
     """
 
 
-class ResidualCal(residual.ResidualCal, _Fitting):
-    """Calibration that also repairs errors inherited from earlier modules, as far as held-out samples support it."""
+class ResidualCal(residual.ResidualCal, _FittableCalibrator):
+    """Residual calibration: also corrects drift propagated from earlier modules, as held-out samples support."""

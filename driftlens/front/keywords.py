@@ -1,7 +1,7 @@
-"""Keyword arguments from the fields of requests. Entry point: the decorator `keywords`.
+"""Keyword arguments from the fields of requests. Entry point: the decorator `fields_as_keywords`.
 
-@keywords(request=SweepRequest)
-def sweep(run: PathLike | DriftRun, request: SweepRequest, around: Around) -> Run: ...
+@fields_as_keywords(request=SweepRequest)
+def sweep(run: PathLike | DriftRun, request: SweepRequest, around: JobArguments) -> Run: ...
 
 sweep("runs/ta8", param={"lam": [0.1]}, progress="none")
 """
@@ -16,16 +16,16 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from driftlens.config.requests import Request, refuse_unknown
-from driftlens.utils.distributed import Access, Context
-from driftlens.utils.progress import CancelToken, Mode, ProgressSink, all_of, sink_for
+from driftlens.config.requests import Request, check_keywords
+from driftlens.utils.distributed import JobContext, Permissions
+from driftlens.utils.progress import CancelToken, Mode, ProgressSink, combine_sinks, open_progress_sink
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Around:
-    """Arguments of every function that computes: progress, cancellation, device and permissions.
+class JobArguments:
+    """Keyword arguments of every function that computes: progress, cancellation, device and permissions.
 
     Attributes:
         progress: display of progress on stderr: auto, rich, jsonl or none.
@@ -44,34 +44,37 @@ class Around:
     trust: bool = False
 
     @property
-    def access(self) -> Access:
-        """Device, network and trust, as jobs take them."""
-        return Access(self.device, self.offline, self.trust)
+    def access(self) -> Permissions:
+        """Device and permissions of the job."""
+        return Permissions(self.device, self.offline, self.trust)
 
     @contextmanager
-    def context(self, live: Callable[[int | None], Any] | None = None) -> Iterator[Context]:
-        """Yield the context of a job. Progress is shown inside the block."""
+    def context(self, live: Callable[[int | None], Any] | None = None) -> Iterator[JobContext]:
+        """Yield the job context; progress is displayed inside the block."""
         # A caller's inference mode would forbid gradients. If torch is not imported, the mode is off.
         torch = sys.modules.get("torch")
-        with sink_for(self.progress) as shown, torch.inference_mode(False) if torch else nullcontext():
-            yield Context(self.access, all_of(shown, self.on_progress), self.cancel, live)
+        with (
+            open_progress_sink(self.progress) as shown,
+            torch.inference_mode(False) if torch else nullcontext(),
+        ):
+            yield JobContext(self.access, combine_sinks(shown, self.on_progress), self.cancel, live)
 
 
 @dataclass(frozen=True)
-class Quietly(Around):
-    """The same arguments, without a progress display by default."""
+class QuietJobArguments(JobArguments):
+    """The same keyword arguments as `JobArguments`, without a progress display by default."""
 
     progress: Mode = "none"
 
 
-def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Return a decorator that replaces request parameters, and `around`, by keyword arguments for their fields."""
+def fields_as_keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Return a decorator that replaces request parameters by keyword arguments, one per field of the request."""
 
     def _replace_request_parameters(function: Callable[..., T]) -> Callable[..., T]:
         own = dict(inspect.signature(function).parameters)
         taken = {
             name: kind
-            for name, kind in {**kinds, "around": kinds.get("around", Around)}.items()
+            for name, kind in {**kinds, "around": kinds.get("around", JobArguments)}.items()
             if name in own
         }
         own = {name: parameter for name, parameter in own.items() if name not in taken}
@@ -89,7 +92,7 @@ def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T
         @functools.wraps(function)
         def _call_with_requests(*positional: Any, **named: Any) -> T:
             # Before `bind`, whose TypeError would not name the most similar keyword.
-            refuse_unknown(function.__name__, named, accepted)
+            check_keywords(function.__name__, named, accepted)
             bound = signature.bind(*positional, **named).arguments
             # Only bound fields are passed, so that a request knows which ones the caller has set.
             parts = {
@@ -106,9 +109,11 @@ def keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T
 
 
 def _signature_parameters(kind: type[Any]) -> dict[str, inspect.Parameter]:
-    """Return the keyword arguments of a request, or of `Around`, as parameters of a signature. All are optional."""
+    """Return the fields of a request as optional keyword-only parameters of a signature."""
     if not issubclass(kind, Request):
         parameters = inspect.signature(kind).parameters.items()
         return {name: one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, one in parameters}
     keyword = inspect.Parameter.KEYWORD_ONLY
-    return {name: inspect.Parameter(name, keyword, default=value) for name, value in kind.keywords().items()}
+    return {
+        name: inspect.Parameter(name, keyword, default=value) for name, value in kind.field_defaults().items()
+    }

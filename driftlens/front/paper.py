@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from driftlens.config.requests import ExhibitRequest
-from driftlens.front.keywords import keywords
+from driftlens.front.keywords import fields_as_keywords
 
 if TYPE_CHECKING:
     from driftlens.runs.run import DriftRun
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["figure", "names", "table"]
 
 
-@keywords(request=ExhibitRequest)
+@fields_as_keywords(request=ExhibitRequest)
 def figure(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitRequest) -> Artifact:
-    """Create the figure or table called `name`, with `save`, `caption` and `data`; a table also has `to_latex`.
+    """Create the paper figure or table called `name`; it has `save`, `caption` and `data`, a table also `to_latex`.
 
     Args:
         name: one of `names()`.
@@ -25,17 +25,17 @@ def figure(name: str, runs: DriftRun | Sequence[DriftRun], request: ExhibitReque
         request: by keywords, fields of `driftlens.config.requests.ExhibitRequest`, for example `style` or `task`.
     """
     from driftlens.runs.run import DriftRun
-    from driftlens_reports.paper.exhibit import ExhibitOptions, draw
+    from driftlens_reports.paper.exhibit import ExhibitOptions, draw_exhibit
 
     several = [runs] if isinstance(runs, DriftRun) else list(runs)
-    return draw(name, several, ExhibitOptions.of(request))
+    return draw_exhibit(name, several, ExhibitOptions.from_request(request))
 
 
 table = figure
 
 
 def names() -> dict[str, str]:
-    """Return the title of every figure and table by name."""
+    """Return the titles of all paper figures and tables, by name."""
     from driftlens_reports.paper.exhibit import exhibits
 
     return {name: entry.title for name, entry in exhibits.items()}

@@ -30,7 +30,7 @@ DIAGNOSIS = 64
 
 
 class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
-    """Merges a pool with another FusionBench method, repairs the merge, and writes a run.
+    """FusionBench method that merges a model pool by another method, calibrates the merge, and writes a run.
 
     Args:
         method: name of a calibrator, see `driftlens doctor --methods`.
@@ -60,7 +60,7 @@ class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
         self.pool_features = pool_features
 
     def run(self, modelpool: Any) -> nn.Module:
-        """Return the merged and repaired model."""
+        """Merge and calibrate the models of a FusionBench pool; return the calibrated model."""
         pool = modelpool if isinstance(modelpool, BaseModelPool) else BaseModelPool(modelpool)
         base = pool.load_pretrained_model()
         experts = {name: pool.load_model(name) for name in pool.model_names}
@@ -122,7 +122,7 @@ class DriftLensMethod(BaseAlgorithm):  # type: ignore[misc]
 
 
 def _model_input_of_sample(sample: Any, processor: Any) -> Any:
-    """Return the model input of one sample; images pass through the pool's processor."""
+    """Return the model input of one sample; images are preprocessed by the pool's processor."""
     if isinstance(sample, Mapping):
         sample = next((sample[key] for key in ("pixel_values", "image", "img") if key in sample), sample)
     if isinstance(sample, tuple | list):

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from driftlens.results.measures import findings
+from driftlens.results.measures import findings_frame
 from driftlens.runs.run import DriftRun, open_run
 
 # Columns of the layer table that are plotted over layers.
@@ -23,7 +23,7 @@ CURVES = ("drift_l2_mean", "drift_rel", "mismatch_l2_mean", "propagation_l2_mean
 
 
 class Scalar(NamedTuple):
-    """One point: of a curve over layers, whose step is the layer, or a number of the whole run, at step 0."""
+    """One logged value: a point of a curve over layers (step = layer), or a number of the whole run (step 0)."""
 
     tag: str
     step: int
@@ -31,13 +31,13 @@ class Scalar(NamedTuple):
 
 
 def scalars(run: DriftRun) -> Iterator[Scalar]:
-    """Yield curves over layers (`layers/COLUMN/TASK/VARIANT`), then levels (`MEASURE/TASK/VARIANT`)."""
+    """Yield the values to log: curves over layers (`layers/COLUMN/TASK/VARIANT`) and run-level measures."""
     rows = run.layers()
     for column in (name for name in CURVES if name in rows):
         for task, variant, layer, value in rows[["task", "variant", "layer", column]].itertuples(index=False):
             if not math.isnan(value):
                 yield Scalar(f"layers/{column}/{task}/{variant}", int(layer), float(value))
-    table = findings(run)
+    table = findings_frame(run)
     # Rows with a reference are changes, which follow from these levels.
     for row in table[table["against"] == ""].to_dict("records"):
         if not math.isnan(row["value"]):
@@ -46,7 +46,7 @@ def scalars(run: DriftRun) -> Iterator[Scalar]:
 
 
 def to_tensorboard(run: str | Path, folder: str | Path) -> int:
-    """Write all scalars as TensorBoard events into `folder` and return their number."""
+    """Write all scalars of a run as TensorBoard events to `folder`; return their number."""
     # Imported by name, because trackers are optional and have no types.
     tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
     writer = tensorboard.SummaryWriter(str(folder))
@@ -58,7 +58,7 @@ def to_tensorboard(run: str | Path, folder: str | Path) -> int:
 
 
 def to_run(run: str | Path, project: str, *, library: str = "wandb") -> int:
-    """Log all scalars to a run of `wandb`, or of `trackio`, which has the same interface, and return their number.
+    """Log all scalars of a run to Weights & Biases or trackio; return their number.
 
     A step holds every curve's value at that layer; levels belong to the last step.
 

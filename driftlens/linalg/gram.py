@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from driftlens.utils.devices import near_float64, place_of_sums, summing
+from driftlens.utils.devices import convert_moments_oom, moments_device, to_float64_device
 
 _LEAF = 128  # rows or columns per product; smaller ones run slower
 _ENTRIES = 2**18  # entries converted at a time, about the cache of a core
@@ -43,23 +43,23 @@ def _add_scaled_in_place(total: Tensor, part: Tensor, scale: float | Tensor) -> 
 
 
 def add_to_running_sum(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a sum plus one part: in the part's dtype while it is the only one, then in `dtype`."""
+    """Return `total + part` in `dtype`; the first part is returned in its own dtype."""
     if total is None:
         return part
     # One part needs no float64, which takes twice the memory.
     if total.dtype != dtype:
-        total = total.to(place_of_sums(dtype, total.device), dtype)
+        total = total.to(moments_device(dtype, total.device), dtype)
     add_scaled(total, part)
     return total
 
 
-def single(rows: Tensor) -> Tensor:
-    """Return float16 and bfloat16 rows in float32, others as they are: products are rounded to their factors' dtype."""
+def half_to_float(rows: Tensor) -> Tensor:
+    """Convert float16 and bfloat16 rows to float32, as products are rounded to the dtype of their factors."""
     return rows.float() if rows.dtype.itemsize < torch.float32.itemsize else rows
 
 
 class GramSum:
-    """A running sum of rows' outer products, [k, k], lower triangle only.
+    """A running Gram matrix X'X over rows, [k, k], of which only the lower triangle is computed.
 
     Products are computed in the dtype of the rows, at least in float32, sums in `dtype`: products of some thousand rows
     are accurate to about 1e-6, and summing them in float64 loses nothing more. The sum is on the rows' `device`, unless
@@ -67,23 +67,23 @@ class GramSum:
     """
 
     def __init__(self, k: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.k, self.dtype, self.device = k, dtype, place_of_sums(dtype, device)
+        self.k, self.dtype, self.device = k, dtype, moments_device(dtype, device)
         # Uninitialized until the first product overwrites it: touching this much memory twice is slow.
-        with summing():
+        with convert_moments_oom():
             self._lower = torch.empty(k, k, dtype=dtype, device=self.device)
         self._is_empty = True
         # The recursion is computed once, as every batch visits all tiles.
         self._tiles = list(_lower_triangle_tiles(0, k))
 
     def add_rows(self, rows: Tensor) -> None:
-        """Add rows' rows; `rows` is [T, k]."""
-        rows = single(rows)
+        """Add the Gram matrix X'X of rows X, [T, k]."""
+        rows = half_to_float(rows)
         for tile in self._tiles:
             self._accumulate_tile(tile, rows[:, tile[0]].mT @ rows[:, tile[1]], 1.0)
         self._is_empty = False
 
     def add(self, other: GramSum, scale: float | Tensor) -> None:
-        """Add another sum, multiplied by `scale`, a number or a tensor []."""
+        """Add another Gram sum, multiplied by `scale`, a number or a tensor []."""
         if other._is_empty:
             return
         for tile in self._tiles:
@@ -91,9 +91,9 @@ class GramSum:
         self._is_empty = False
 
     def norm(self) -> Tensor:
-        """Return the Frobenius norm of the whole symmetric sum, in float64."""
+        """Return the Frobenius norm of the symmetric Gram matrix, in float64."""
         # A float32 sum of this many squares would be too small in the fourth digit.
-        lower = near_float64(self._lower)
+        lower = to_float64_device(self._lower)
         energies = [
             (1 if rows == columns else 2)
             * torch.linalg.vector_norm(lower[rows, columns], dtype=torch.float64).square()
@@ -102,7 +102,7 @@ class GramSum:
         return torch.stack(energies).sum().sqrt()
 
     def quadratic_forms(self, vectors: Tensor, more: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """Return v' (more + more' + scale * S) v of this sum S for every row v of `vectors`, [o], in their dtype.
+        """Return v' (scale * S + more + more') v of this sum S for every row v of `vectors`, [o].
 
         Args:
             vectors: [o, k].
@@ -124,8 +124,8 @@ class GramSum:
         """Reset the sum to zero, in the same memory."""
         self._is_empty = True
 
-    def full(self) -> Tensor:
-        """Return the symmetric sum with both halves, [k, k], in the memory of this sum."""
+    def full_matrix(self) -> Tensor:
+        """Return the Gram matrix with both triangles, [k, k], in the memory of this sum."""
         for rows, columns in self._tiles:
             tile = self._lower[rows, columns]
             if rows == columns:  # a product's two halves may differ in their last bits
@@ -157,16 +157,16 @@ def _lower_triangle_tiles(start: int, stop: int) -> Iterator[_Tile]:
     yield from _lower_triangle_tiles(middle, stop)
 
 
-class OutputSums(NamedTuple):
-    """Sums over rows: (W t) x', [O, k]; W t, [O]; and (W t)^2, [O], or None if not computed."""
+class TargetOutputSums(NamedTuple):
+    """Sums over rows of target outputs W t: times the inputs, [O, k], alone, [O], and squared, [O]."""
 
     cross: Tensor
     target: Tensor
     energy: Tensor | None
 
 
-class OutputCross:
-    """Running sums of target outputs with inputs, by the cheaper of two ways.
+class CrossMomentSum:
+    """Running cross moments of target outputs with inputs, computed by the cheaper of two ways.
 
     W is an expert's weight and b its bias, x the merged model's input of the site and u the expert's, and the target
     output is W t of t = alpha * u + (1 - alpha) * x (FeatCal, arXiv:2605.13030, Eq. 10). The expert's outputs y = W u
@@ -200,12 +200,12 @@ class OutputCross:
         # Multiplications of each way; the cheaper one depends on rows, inputs and outputs.
         through_inputs = num_rows * k**2 + outputs * k**2 + (outputs * k**2 // 2 if energies else 0)
         self.row_by_row = 2 * num_rows * outputs * k <= through_inputs
-        self._weight = single(weight)
-        self._bias = single(bias)
+        self._weight = half_to_float(weight)
+        self._bias = half_to_float(bias)
         self._alpha = alpha
         self._dtype = dtype
         self._energies = energies
-        self._sums: OutputSums | None = None
+        self._sums: TargetOutputSums | None = None
 
     def add(
         self,
@@ -214,7 +214,7 @@ class OutputCross:
         expert_outputs: Sequence[Tensor],
         weights: Tensor | None,
     ) -> None:
-        """Add rows.
+        """Add rows to the cross moments.
 
         Args:
             rows: inputs x of the merged model, [T, k].
@@ -223,13 +223,16 @@ class OutputCross:
             weights: weights of the rows, [T]; None weighs each 1.
         """
         of_these = self._sums_from_outputs if self.row_by_row else self._sums_from_inputs
-        outputs_of_sites = [*map(single, expert_outputs)]
+        outputs_of_sites = [*map(half_to_float, expert_outputs)]
         more = of_these(
-            single(rows), single(expert_rows), outputs_of_sites, None if weights is None else single(weights)
+            half_to_float(rows),
+            half_to_float(expert_rows),
+            outputs_of_sites,
+            None if weights is None else half_to_float(weights),
         )
         if self._sums is not None:
             held = self._sums
-            more = OutputSums(
+            more = TargetOutputSums(
                 add_to_running_sum(held.cross, more.cross, self._dtype),
                 add_to_running_sum(held.target, more.target, self._dtype),
                 None if more.energy is None else add_to_running_sum(held.energy, more.energy, self._dtype),
@@ -242,7 +245,7 @@ class OutputCross:
         expert_rows: Tensor,
         expert_outputs: Sequence[Tensor],
         weights: Tensor | None,
-    ) -> OutputSums:
+    ) -> TargetOutputSums:
         targets = rows @ self._weight.mT
         for part_target, part_expert in zip(
             _split_columns_like(targets, expert_outputs), expert_outputs, strict=True
@@ -252,7 +255,7 @@ class OutputCross:
         targets.sub_(self._bias, alpha=self._alpha)
         energy = _weighted_row_sum(targets.square(), weights) if self._energies else None
         counted = targets if weights is None else targets * weights[:, None]
-        return OutputSums(counted.mT @ rows, counted.sum(dim=0), energy)
+        return TargetOutputSums(counted.mT @ rows, counted.sum(dim=0), energy)
 
     def _sums_from_inputs(
         self,
@@ -260,7 +263,7 @@ class OutputCross:
         expert_rows: Tensor,
         expert_outputs: Sequence[Tensor],
         weights: Tensor | None,
-    ) -> OutputSums:
+    ) -> TargetOutputSums:
         targets = torch.lerp(rows, expert_rows, self._alpha)
         if weights is not None:
             targets *= weights[:, None]
@@ -270,10 +273,10 @@ class OutputCross:
             energy = torch.cat(
                 [_weighted_row_sum((outputs - bias).square_(), weights) for outputs, bias in parts]
             )
-        return OutputSums(targets.mT @ rows, targets.sum(dim=0), energy)
+        return TargetOutputSums(targets.mT @ rows, targets.sum(dim=0), energy)
 
-    def sums(self, gram: GramSum) -> OutputSums:
-        """Return the sums; `gram` is the sum of x x' over the same rows."""
+    def sums(self, gram: GramSum) -> TargetOutputSums:
+        """Return the cross moments; `gram` is the Gram sum of the inputs over the same rows."""
         assert self._sums is not None
         if self.row_by_row:
             return self._sums
@@ -283,11 +286,11 @@ class OutputCross:
         if energy is not None:
             quadratic_forms = rest * gram.quadratic_forms(weight, scale=-rest, more=cross)
             energy = self._alpha**2 * energy + quadratic_forms.to(energy.device)
-        return OutputSums(weight @ cross, weight @ target.to(weight), energy)
+        return TargetOutputSums(weight @ cross, weight @ target.to(weight), energy)
 
 
 def _split_columns_like(stacked: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Split the last axis into parts as wide as those of `like`."""
+    """Split the last axis into parts as wide as the last axes of `like`."""
     return torch.split(stacked, [part.shape[-1] for part in like], dim=-1)
 
 
@@ -296,8 +299,8 @@ def _weighted_row_sum(rows: Tensor, weights: Tensor | None) -> Tensor:
 
 
 @dataclass
-class JointMoments:
-    """Weighted sums over rows, all in one dtype.
+class ResidualMoments:
+    """Weighted moments of residual calibration: Gram matrix, local and upstream cross moments, energy.
 
     Attributes:
         gram: A, of x~ x~', [k, k].
@@ -311,35 +314,35 @@ class JointMoments:
     upstream: Tensor
     energy: Tensor
 
-    def add(self, other: JointMoments) -> None:
-        """Add other moments, of this dtype or a narrower one."""
+    def add(self, other: ResidualMoments) -> None:
+        """Add other moments in place, of this dtype or a narrower one."""
         for name, value in vars(other).items():
             total = getattr(self, name)
             total.add_(value.to(total.device))
 
-    def in_basis(self, basis: Tensor) -> JointMoments:
-        """Return the moments of the inputs in an orthonormal basis [k, r]."""
-        return JointMoments(
+    def in_basis(self, basis: Tensor) -> ResidualMoments:
+        """Return the moments with the inputs projected onto an orthonormal basis, [k, r]."""
+        return ResidualMoments(
             basis.mT @ self.gram @ basis, self.local @ basis, self.upstream @ basis, self.energy
         )
 
 
-class JointSums:
-    """Running `JointMoments`, in the memory and the dtype of a Gram sum."""
+class ResidualSums:
+    """Running sums of `ResidualMoments`, in the memory and the dtype of a Gram sum."""
 
-    @summing()
+    @convert_moments_oom()
     def __init__(self, gram: GramSum, outputs: int) -> None:
         self._gram = gram
         self._cross = torch.zeros(2 * outputs, gram.k, dtype=gram.dtype, device=gram.device)
         self._energy = self._cross.new_zeros(())
 
     def add_gram(self, product: GramSum) -> None:
-        """Add x'x of some rows."""
+        """Add the Gram sum of some rows."""
         self._gram.add(product, 1.0)
 
-    def add(self, x: Tensor, targets: Tensor, *others: JointSums) -> None:
-        """Add products of rows [T, k] with local and upstream targets side by side [T, 2 o], to other sums as well."""
-        x, targets = single(x), single(targets)
+    def add(self, x: Tensor, targets: Tensor, *others: ResidualSums) -> None:
+        """Add rows x [T, k] with local and upstream targets side by side, [T, 2 o], also to `others`."""
+        x, targets = half_to_float(x), half_to_float(targets)
         # Rows of whole cache lines: other widths take up to twice as long.
         lines = x.new_empty(len(self._cross), -(-x.shape[1] // _LINE) * _LINE)
         product = torch.mm(targets.mT, x, out=lines[:, : x.shape[1]])
@@ -349,19 +352,19 @@ class JointSums:
             add_scaled(sums._cross, product)
             sums._energy += energy.to(sums._energy.device)
 
-    def join(self, other: JointSums) -> None:
-        """Add other sums."""
+    def join(self, other: ResidualSums) -> None:
+        """Add the sums of other rows."""
         self._gram.add(other._gram, 1.0)
         add_scaled(self._cross, other._cross)
         self._energy += other._energy.to(self._energy.device)
 
-    def moments(self, scale: float) -> JointMoments:
-        """Return the sums multiplied by a number, in their own memory."""
+    def moments(self, scale: float) -> ResidualMoments:
+        """Return the sums multiplied by `scale` as moments, in place."""
         # In place: these are the largest tensors of a calibration.
-        sums = self._gram.full(), *self._cross.chunk(2), self._energy
-        return JointMoments(*(value.mul_(scale) for value in sums))
+        sums = self._gram.full_matrix(), *self._cross.chunk(2), self._energy
+        return ResidualMoments(*(value.mul_(scale) for value in sums))
 
 
 def solve_bytes(outputs: int, inputs: int) -> int:
-    """Return the approximate bytes of sums and solve in float64: three [k, k] matrices, and cross moments twice."""
+    """Return the approximate memory of the sums and the solve of a linear module in float64, in bytes."""
     return 8 * (3 * inputs**2 + 2 * outputs * inputs)

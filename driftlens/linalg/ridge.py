@@ -10,8 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from driftlens.linalg.gram import JointMoments
-from driftlens.utils.devices import HOST, near_factors, place_of_sums, to_float64, to_match
+from driftlens.linalg.gram import ResidualMoments
+from driftlens.utils.devices import (
+    HOST,
+    match_device_dtype,
+    moments_device,
+    to_factorizing_device,
+    to_float64,
+)
 from driftlens.utils.errors import NumericsError, SingularGramError
 
 _PANEL = 384
@@ -22,7 +28,7 @@ _SUSPICION = 8.0  # an estimate this close to the limit is replaced by exact eig
 
 
 @dataclass(frozen=True)
-class Factor:
+class CholeskyFactor:
     """The Cholesky factor L of a symmetric positive definite matrix L L'.
 
     `lower` is uninitialized above the diagonal. The eigenvalues are estimates by power steps: the smallest is at least
@@ -34,18 +40,18 @@ class Factor:
     largest_eigenvalue: float
 
     @property
-    def condition(self) -> float:
+    def condition_number(self) -> float:
         """The estimated condition number; at most the true one."""
         return max(1.0, self.largest_eigenvalue / self.smallest_eigenvalue)
 
     def solve_rows(self, rows: Tensor) -> Tensor:
-        """Solve X (L L') = rows, [o, k], which may be overwritten."""
+        """Solve X (L L') = rows for X, [o, k]; `rows` may be overwritten."""
         # X S = R with S symmetric means S X' = R'.
         half = _solve_triangular_rows(self.lower.mT, rows, upper=True)
         return _solve_triangular_rows(self.lower, half, upper=False)
 
     def energy(self, rows: Tensor) -> Tensor:
-        """Return x' (L L') x for every row x, [o], in the dtype of `rows`, [o, k]."""
+        """Return the quadratic form x' (L L') x for every row x, [o], in the dtype of `rows`, [o, k]."""
         total = rows.new_zeros(len(rows))
         for start, panel in _column_panels(self.lower):
             # |L' x|^2 panel by panel: a converted copy of all of L may not fit.
@@ -53,7 +59,9 @@ class Factor:
         return total
 
 
-def factorize(matrix: Tensor, *, name: str, scale: float | Tensor = 1.0, shift: float = 0.0) -> Factor:
+def cholesky_factor(
+    matrix: Tensor, *, name: str, scale: float | Tensor = 1.0, shift: float = 0.0
+) -> CholeskyFactor:
     """Return the Cholesky factor of S = scale * matrix + shift * I, [k, k].
 
     An S whose smallest eigenvalue is at most k * machine epsilon * its largest is refused; nothing is damped instead.
@@ -86,12 +94,12 @@ def factorize(matrix: Tensor, *, name: str, scale: float | Tensor = 1.0, shift: 
         # Inverse power steps estimate the largest eigenvalue of the inverse.
         smallest = 1 / inverse
         if smallest > _SUSPICION * _singularity_threshold(matrix, largest):
-            return Factor(lower, smallest, largest)
+            return CholeskyFactor(lower, smallest, largest)
     # Only in doubt, as eigenvalues cost far more than the factor.
     eigenvalues = scale * torch.linalg.eigvalsh(matrix) + shift
     smallest, largest = float(eigenvalues[0]), float(eigenvalues[-1])
     if not failed and smallest > _singularity_threshold(matrix, largest):
-        return Factor(lower, smallest, largest)
+        return CholeskyFactor(lower, smallest, largest)
     raise SingularGramError(
         f"{name} is singular to working precision: smallest eigenvalue {smallest:.2e}, largest {largest:.2e}",
         hint="Raise `lam`, which needs an anchor, or use more samples than the site has inputs.",
@@ -101,21 +109,21 @@ def factorize(matrix: Tensor, *, name: str, scale: float | Tensor = 1.0, shift: 
 
 
 def stationarity_error(solution: Tensor, image: Tensor, right: Tensor) -> float:
-    """Return |X S v - R v| / (|X S v| + |R v|) of a solution X [o, k] of X S = R; image S v [k], right R v [o]."""
+    """Return the relative residual of a solution X of X S = R along v: image is S v [k], right R v [o]."""
     gradient = solution @ image
     size = float(torch.linalg.vector_norm(gradient) + torch.linalg.vector_norm(right))
     return float(torch.linalg.vector_norm(gradient - right)) / size if size else 0.0
 
 
-def probe(like: Tensor) -> Tensor:
-    """Return a random direction v, [k], the same for every system of k unknowns."""
+def random_direction(like: Tensor) -> Tensor:
+    """Return a fixed random direction v, [k], the same for every system of k unknowns."""
     # Fixed, so that reports of equal runs are equal.
     generator = torch.Generator().manual_seed(1)
-    return to_match(like, torch.randn(len(like), generator=generator, dtype=torch.float64))
+    return match_device_dtype(like, torch.randn(len(like), generator=generator, dtype=torch.float64))
 
 
 def _blocked_cholesky(matrix: Tensor, scale: float, shift: float) -> tuple[Tensor, Tensor]:
-    """Return L, and whether the matrix is not positive definite."""
+    """Return the Cholesky factor L, and True if the matrix is not positive definite."""
     # Panels of columns: torch.linalg.cholesky takes half as long again, to copy and to write zeros.
     lower = torch.empty_like(matrix, memory_format=torch.contiguous_format)
     failures = []
@@ -136,7 +144,7 @@ def _blocked_cholesky(matrix: Tensor, scale: float, shift: float) -> tuple[Tenso
 
 
 def _column_panels(lower: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield panels of columns of L, from the diagonal downwards, with their start."""
+    """Yield panels of columns of the Cholesky factor L, from the diagonal downwards, with their start."""
     # Not wider than the panels of the factorisation: memory above the diagonal is uninitialized.
     for start in range(0, len(lower), _NARROW):
         yield start, lower[start:, start : start + _NARROW]
@@ -151,7 +159,7 @@ def _apply_factored_matrix(lower: Tensor, vector: Tensor) -> Tensor:
 
 
 def _solve_triangular_rows(triangle: Tensor, rows: Tensor, *, upper: bool) -> Tensor:
-    """Solve X T = rows, in the memory of `rows` unless gradients are required: that takes half the time."""
+    """Solve X T = rows for X; the solution overwrites `rows` unless gradients are required."""
     out = None if rows.requires_grad or triangle.requires_grad else rows
     return torch.linalg.solve_triangular(triangle, rows, upper=upper, left=False, out=out)
 
@@ -171,15 +179,17 @@ def _estimate_largest_eigenvalue(
 ) -> Tensor:
     """Estimate the largest eigenvalue of a positive operator from below by power iteration."""
     generator = torch.Generator().manual_seed(0)
-    vectors = to_match(matrix, torch.randn(len(matrix), starts, generator=generator, dtype=torch.float64))
+    vectors = match_device_dtype(
+        matrix, torch.randn(len(matrix), starts, generator=generator, dtype=torch.float64)
+    )
     for _ in range(_STEPS):
         vectors = multiply(vectors / torch.linalg.vector_norm(vectors, dim=0))
     return torch.linalg.vector_norm(vectors, dim=0).max()
 
 
 @dataclass(frozen=True)
-class Moments:
-    """Weighted averages over rows: inputs x of a linear map, k wide, and target outputs y without bias, o wide.
+class LinearMoments:
+    """Weighted mean moments of inputs x, k wide, and bias-free target outputs y, o wide, of a linear map.
 
     Attributes:
         gram: E[x x'], [k, k], symmetric; G of FeatCal (arXiv:2605.13030), Eq. 13.
@@ -197,26 +207,26 @@ class Moments:
     target_energy: Tensor | None
     weight_sum: Tensor
 
-    def of_outputs(self, rows: slice) -> Moments:
-        """Return the moments of some outputs."""
+    def select_outputs(self, rows: slice) -> LinearMoments:
+        """Return the moments of some of the outputs."""
         energy = None if self.target_energy is None else self.target_energy[rows]
         cross, target = self.output_cross[rows], self.mean_target[rows]
         return replace(self, output_cross=cross, mean_target=target, target_energy=energy)
 
     def misfit(self, weight: Tensor) -> Tensor:
-        """Return weight_sum * E (weight x - y)^2 by output, [o], from the moments alone; `weight` is [o, k]."""
+        """Return the squared error weight_sum * E (weight x - y)^2 by output, [o]; `weight` is [o, k]."""
         assert self.target_energy is not None
         quadratic_forms = ((weight @ self.gram) * weight).sum(dim=1)
         mixed = (weight * self.output_cross).sum(dim=1)
         return self.weight_sum * (quadratic_forms - 2 * mixed + self.target_energy)
 
 
-def ridge_factor(gram: Tensor, lam: float, *, scale: float | Tensor = 1.0) -> Factor:
-    """Return the Cholesky factor of scale * gram + lam * I; see `factorize`.
+def ridge_factor(gram: Tensor, lam: float, *, scale: float | Tensor = 1.0) -> CholeskyFactor:
+    """Return the Cholesky factor of scale * gram + lam * I.
 
     The authors of FeatCal also add their eps to the diagonal; it is left out here, so that Eq. 16 holds exactly.
     """
-    return factorize(gram, name=f"gram + {lam:g} I" if lam else "gram", scale=scale, shift=lam)
+    return cholesky_factor(gram, name=f"gram + {lam:g} I" if lam else "gram", scale=scale, shift=lam)
 
 
 def solve_bias(
@@ -244,22 +254,22 @@ def solve_bias(
 
 @dataclass(frozen=True)
 class _RidgeSolution:
-    """The weight [o, k] that minimises weight_sum * E |W x - y|^2 + lam * |W - anchor|_F^2.
+    """The ridge solution W, [o, k], of weight_sum * E |W x - y|^2 + lam * |W - anchor|_F^2.
 
     `objective` is by output, [o], or None if the moments lack the energy of y.
     """
 
     weight: Tensor
-    factor: Factor
+    factor: CholeskyFactor
     objective: Tensor | None
 
     def objective_increase(self, other: Tensor) -> Tensor:
-        """Return the increase of the objective at another weight by output, tr(D H D') with D their difference."""
+        """Return by output how much larger the objective is at another weight, tr(D H D') with D the difference."""
         return self.factor.energy((other - self.weight).to(other.dtype))
 
 
 def solve_ridge(
-    moments: Moments, anchor: Tensor | None, *, lam: float, factor: Factor | None = None
+    moments: LinearMoments, anchor: Tensor | None, *, lam: float, factor: CholeskyFactor | None = None
 ) -> _RidgeSolution:
     """Solve for the weight that fits the target outputs best, pulled towards `anchor`.
 
@@ -292,7 +302,7 @@ def solve_ridge(
 
 @dataclass(frozen=True)
 class NormMoments:
-    """Weighted averages over normalised rows z and wanted outputs y, coordinate by coordinate; all [k] but the last.
+    """Weighted mean moments of normalised rows z and target outputs y, per coordinate, [k].
 
     `a + b` are the moments of both sets of rows together. In the letters of FeatCal (arXiv:2605.13030), Eq. 57-58:
     `mean` is z-bar, `second` is q, `scale_target` is q gamma_i + z-bar beta_i, `shift_target` z-bar gamma_i + beta_i.
@@ -314,10 +324,10 @@ class NormMoments:
     weight_sum: Tensor
 
     @classmethod
-    def of_affine(
+    def from_affine(
         cls, mean: Tensor, second: Tensor, scale: Tensor, shift: Tensor | None, weight_sum: Tensor
     ) -> NormMoments:
-        """Return moments with target output y = scale * z + shift, from mean E[z] and second E[z * z]."""
+        """Return moments with target output y = scale * z + shift, from the means E[z] and E[z * z]."""
         if shift is None:
             shift = scale.new_zeros(scale.shape)
         return cls(
@@ -340,7 +350,7 @@ class NormMoments:
         return NormMoments(**averages, weight_sum=total)
 
     def misfit(self, scale: Tensor, shift: Tensor | None) -> Tensor:
-        """Return weight_sum * E |scale z + shift - y|^2, a number, from the moments alone."""
+        """Return the squared error weight_sum * E |scale z + shift - y|^2, a number, from the moments."""
         error = scale**2 * self.second - 2 * scale * self.scale_target + self.target_energy
         if shift is not None:
             error = error + 2 * scale * shift * self.mean + shift**2 - 2 * shift * self.shift_target
@@ -438,13 +448,13 @@ def _require_nonsingular(smallest: Tensor, limit: Tensor) -> None:
         )
 
 
-def solve_in_range(gram: Tensor, rows: Tensor) -> Tensor:
-    """Multiply rows [o, k] by the pseudoinverse of `gram` [k, k], both in float64; by Cholesky if it is regular.
+def multiply_by_pinv(gram: Tensor, rows: Tensor) -> Tensor:
+    """Multiply rows [o, k] by the pseudoinverse of `gram` [k, k], both in float64.
 
     Eigenvalues of at most k * machine epsilon * the largest count as 0.
     """
     try:
-        return factorize(gram, name="the sum of the tasks' Gram matrices").solve_rows(rows.clone())
+        return cholesky_factor(gram, name="the sum of the tasks' Gram matrices").solve_rows(rows.clone())
     except SingularGramError:
         # The null space keeps no information on the maps, so it is left alone.
         values, vectors = torch.linalg.eigh(gram)
@@ -452,17 +462,17 @@ def solve_in_range(gram: Tensor, rows: Tensor) -> Tensor:
         return (rows @ vectors[:, is_kept] / values[is_kept]) @ vectors[:, is_kept].mT
 
 
-def singular_parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return U [m, r], s [r] and V' [r, k] of the part of a matrix [m, k] above the rounding of float32."""
+def truncated_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the SVD of a matrix [m, k] above the rounding of float32: U [m, r], s [r] and V' [r, k]."""
     # float64, so that singular values at the rounding of float32 are accurate.
-    left, values, right = torch.linalg.svd(near_factors(to_float64(matrix)), full_matrices=False)
+    left, values, right = torch.linalg.svd(to_factorizing_device(to_float64(matrix)), full_matrices=False)
     rank = int((values > max(matrix.shape) * torch.finfo(torch.float32).eps * values[:1]).sum())
     return left[:, :rank], values[:rank], right[:rank]
 
 
-def polar(matrix: Tensor) -> Tensor:
-    """Return the partial isometry closest to a matrix [m, k]: singular values become 1, or stay 0."""
-    left, _, right = singular_parts(matrix)
+def polar_factor(matrix: Tensor) -> Tensor:
+    """Return the polar factor of a matrix [m, k]: its nonzero singular values become 1."""
+    left, _, right = truncated_svd(matrix)
     return left @ right
 
 
@@ -474,11 +484,11 @@ WIDEST = 256
 _CG_STEPS = 5
 
 
-def total(parts: Sequence[JointMoments], dtype: torch.dtype | None = None) -> JointMoments:
-    """Return the sum of moments, in `dtype` or in theirs."""
+def sum_moments(parts: Sequence[ResidualMoments], dtype: torch.dtype | None = None) -> ResidualMoments:
+    """Return the sum of several moments, in `dtype` or in their own."""
     dtype = dtype or parts[0].gram.dtype
-    place = place_of_sums(dtype, parts[0].gram.device)
-    summed = JointMoments(
+    place = moments_device(dtype, parts[0].gram.device)
+    summed = ResidualMoments(
         **{name: value.to(place, dtype, copy=True) for name, value in vars(parts[0]).items()}
     )
     for part in parts[1:]:
@@ -486,8 +496,8 @@ def total(parts: Sequence[JointMoments], dtype: torch.dtype | None = None) -> Jo
     return summed
 
 
-class Ridges(NamedTuple):
-    """The ridges of the local and the upstream part, the share t of the second, and the held-out misfit if known."""
+class RidgeChoice(NamedTuple):
+    """Ridges of the local and the upstream part, share t of the upstream part, and held-out error if known."""
 
     local: float
     upstream: float
@@ -496,12 +506,12 @@ class Ridges(NamedTuple):
 
 
 def choose_ridges(
-    folds: Sequence[JointMoments],
+    folds: Sequence[ResidualMoments],
     *,
     most: float = 1.0,
     grid: Sequence[float] = GRID,
-) -> Ridges:
-    """Select ridges and share by cross-validation: maps are fitted without a fold, and their misfit on it is minimal.
+) -> RidgeChoice:
+    """Select the ridges and the upstream share by cross-validation over folds.
 
     Misfits are against the residual target; with `most` 0 that is the local one. One eigendecomposition per fold
     serves the whole grid. With more than `WIDEST` inputs, maps are compared in the span of a random sketch of the
@@ -519,8 +529,10 @@ def choose_ridges(
         basis = _leading_subspace_basis(sum((fold.gram for fold in folds[1:]), folds[0].gram), WIDEST)
         folds = [fold.in_basis(basis) for fold in folds]
     # Small matrices: on a device each step would synchronize, and some devices have no eigh.
-    folds = [JointMoments(**{name: value.to(HOST) for name, value in vars(fold).items()}) for fold in folds]
-    everything = total(folds)
+    folds = [
+        ResidualMoments(**{name: value.to(HOST) for name, value in vars(fold).items()}) for fold in folds
+    ]
+    everything = sum_moments(folds)
     ridges = everything.gram.new_tensor(grid)
     plain = everything.gram.new_zeros(len(grid))
     square = everything.gram.new_zeros(len(grid))
@@ -544,7 +556,7 @@ def choose_ridges(
     # Flipped, so that of equal scores the largest ridges win, which change least.
     flat = int(scores.flip(0, 1).argmin())
     chosen, beside = (len(grid) - 1 - place for place in divmod(flat, len(grid)))
-    return Ridges(
+    return RidgeChoice(
         grid[chosen],
         grid[beside],
         float(best[chosen, beside]),
@@ -553,7 +565,7 @@ def choose_ridges(
 
 
 def _leading_subspace_basis(gram: Tensor, width: int) -> Tensor:
-    """Return an orthonormal basis [k, width] of approximately the leading eigenvectors."""
+    """Return an orthonormal basis [k, width] of approximately the leading eigenvectors of a Gram matrix."""
     generator = torch.Generator().manual_seed(0)
     basis = torch.randn(len(gram), width, generator=generator, dtype=torch.float64).to(gram)
     for _ in range(2):
@@ -561,21 +573,21 @@ def _leading_subspace_basis(gram: Tensor, width: int) -> Tensor:
     return basis
 
 
-class _JointSolution(NamedTuple):
-    """The change D, [o, k], and the larger stationarity error of its parts; None after iterations."""
+class _ResidualSolution(NamedTuple):
+    """The change D of weight and bias, [o, k], and its stationarity error (None for an iterative solve)."""
 
     change: Tensor
     error: float | None
 
 
-def solve_joint(
-    moments: JointMoments,
-    ridges: Ridges,
+def solve_residual(
+    moments: ResidualMoments,
+    ridges: RidgeChoice,
     *,
-    tasks: Sequence[tuple[Tensor, JointMoments]] = (),
+    tasks: Sequence[tuple[Tensor, ResidualMoments]] = (),
     is_two_sided: bool = False,
-) -> _JointSolution:
-    """Solve for the change D of weights and biases, with the ridges and the share given.
+) -> _ResidualSolution:
+    """Solve for the change D of weights and biases that fits the local and the upstream targets.
 
     With output metrics S_i, the system is sum_i S_i D A_i + l0 D0 + l1 D1 = sum_i S_i C_i, with D = D0 + D1 and C_i =
     C0_i + t Cd_i. A few preconditioned conjugate-gradient steps start at the solution without metric. Their change
@@ -590,15 +602,15 @@ def solve_joint(
     """
     _require_finite_moments(moments)
     parts = [("local", ridges.local, 1.0), ("upstream", ridges.upstream, ridges.share)]
-    change, factors = torch.zeros_like(moments.local), dict[float, Factor]()
+    change, factors = torch.zeros_like(moments.local), dict[float, CholeskyFactor]()
     penalty = torch.zeros_like(change)
-    direction, error = probe(moments.gram), 0.0
+    direction, error = random_direction(moments.gram), 0.0
     image = moments.gram @ direction
     for part, ridge, share in parts:
         if share == 0:
             continue
         if ridge not in factors:
-            factors[ridge] = factorize(moments.gram, name=f"gram + {ridge:g} I", shift=ridge)
+            factors[ridge] = cholesky_factor(moments.gram, name=f"gram + {ridge:g} I", shift=ridge)
         target: Tensor = getattr(moments, part)
         solution = factors[ridge].solve_rows(target.clone())
         change += share * solution
@@ -606,7 +618,7 @@ def solve_joint(
             error = max(error, stationarity_error(solution, image + ridge * direction, target @ direction))
         penalty += share * ridge * solution
     if not tasks:
-        return _JointSolution(change, error)
+        return _ResidualSolution(change, error)
     # One ridge for the steps, see above.
     ridge = ridges.upstream if ridges.share else ridges.local
     left = -penalty
@@ -616,20 +628,20 @@ def solve_joint(
     outputs = None
     if is_two_sided:
         mean = sum((metric for metric, _ in tasks[1:]), tasks[0][0]) / len(tasks)
-        outputs = factorize(mean.to(change), name="the mean output metric")
-    return _JointSolution(
+        outputs = cholesky_factor(mean.to(change), name="the mean output metric")
+    return _ResidualSolution(
         change + _solve_conjugate_gradient(left, factors[ridge], ridge, tasks, outputs), None
     )
 
 
 def _solve_conjugate_gradient(
     left: Tensor,
-    inputs: Factor,
+    inputs: CholeskyFactor,
     ridge: float,
-    tasks: Sequence[tuple[Tensor, JointMoments]],
-    outputs: Factor | None,
+    tasks: Sequence[tuple[Tensor, ResidualMoments]],
+    outputs: CholeskyFactor | None,
 ) -> Tensor:
-    """Solve sum_i S_i E A_i + l E = left, [o, k], approximately, by conjugate gradients from 0."""
+    """Solve sum_i S_i E A_i + l E = left for E, [o, k], approximately, by conjugate gradients from 0."""
     solution, towards, before = torch.zeros_like(left), torch.zeros_like(left), left.new_tensor(math.inf)
     for _ in range(_CG_STEPS):
         better = inputs.solve_rows(left.clone())
@@ -648,7 +660,7 @@ def _solve_conjugate_gradient(
     return solution
 
 
-def _require_finite_moments(moments: JointMoments) -> None:
+def _require_finite_moments(moments: ResidualMoments) -> None:
     ends = [end for value in vars(moments).values() for end in value.aminmax()]
     if not bool(torch.isfinite(torch.stack(ends)).all()):
         raise NumericsError(

@@ -35,52 +35,52 @@ PANEL = 2.0
 _SCORES = 1 << 18
 
 
-def floating(state: State) -> State:
-    """Return the leaves of a floating dtype, which can drift."""
+def floating_leaves(state: State) -> State:
+    """Return the floating-point tensors of a state; only these can drift."""
     return {name: leaf for name, leaf in state.items() if leaf.is_floating_point()}
 
 
-def subtract(left: State, right: State) -> State:
-    """Return left - right over floating leaves; the others are left out."""
+def subtract_states(left: State, right: State) -> State:
+    """Return the difference left - right of two states, over floating-point tensors only."""
     return {name: leaf - right[name] for name, leaf in left.items() if leaf.is_floating_point()}
 
 
-def added(left: State, right: State) -> State:
-    """Return left + right, of the same floating leaves."""
+def add_states(left: State, right: State) -> State:
+    """Return the sum left + right of two states with the same tensors."""
     return {name: leaf + right[name] for name, leaf in left.items()}
 
 
-def inner(left: State, right: State) -> Tensor:
-    """Return the inner product per sample over all leaves and tokens, [n]."""
+def inner_products(left: State, right: State) -> Tensor:
+    """Return the inner product of two states per sample, over all tensors and tokens, [n]."""
     products = [(leaf * right[name]).flatten(1).sum(dim=1) for name, leaf in left.items()]
     return torch.stack(products).sum(dim=0)
 
 
-def norm(state: State) -> Tensor:
-    """Return the Euclidean norm per sample over all leaves and tokens, [n]."""
-    norms = [lengths(leaf.flatten(1)) for leaf in state.values()]
-    return norms[0] if len(norms) == 1 else lengths(torch.stack(norms, dim=1))
+def state_norms(state: State) -> Tensor:
+    """Return the Euclidean norm of a state per sample, over all tensors and tokens, [n]."""
+    norms = [row_norms(leaf.flatten(1)) for leaf in state.values()]
+    return norms[0] if len(norms) == 1 else row_norms(torch.stack(norms, dim=1))
 
 
-def lengths(rows: Tensor) -> Tensor:
-    """Return the Euclidean norm of each row [n, k], [n], also if squares are out of float32's range."""
+def row_norms(rows: Tensor) -> Tensor:
+    """Return the Euclidean norm of each row of [n, k], [n], without overflow or underflow in float32."""
     if not rows.shape[1]:
         return rows.new_zeros(len(rows))
-    scale = binade(torch.linalg.vector_norm(rows, ord=math.inf, dim=1))
+    scale = power_of_two_scale(torch.linalg.vector_norm(rows, ord=math.inf, dim=1))
     return torch.linalg.vector_norm(rows / scale[:, None], dim=1) * scale
 
 
-def binade(sizes: Tensor) -> Tensor:
-    """Return a power of two near each size, 1 if it is 0 or not finite; dividing by it is exact."""
+def power_of_two_scale(sizes: Tensor) -> Tensor:
+    """Return a power of two near each size, as an exact divisor; 1 where the size is 0 or not finite."""
     half = sizes / 2  # so that the power is finite
     power = (half / torch.frexp(half).mantissa).clamp_min(torch.finfo(sizes.dtype).tiny)
     return torch.where((half > 0) & half.isfinite(), power, 1)
 
 
 def relative_error(estimate: State, exact: State) -> Tensor:
-    """Return the sum over samples of |estimate - exact| over the sum of |exact|; NaN if the latter is zero."""
-    size = norm(exact).sum()
-    error = norm(subtract(estimate, exact)).sum()
+    """Return the sum over samples of |estimate - exact| divided by that of |exact|; NaN if that is zero."""
+    size = state_norms(exact).sum()
+    error = state_norms(subtract_states(estimate, exact)).sum()
     return torch.where(size > 0, error / size, torch.nan)
 
 
@@ -134,8 +134,10 @@ def _unbiased_hsic(left: Tensor, right: Tensor) -> Tensor:
     return ((left * right).sum() + total - mixed) / (n * (n - 3))
 
 
-def similarities(queries: Tensor, others: Tensor, how: str = "cosine", *, paired: bool = False) -> Tensor:
-    """Return [n, m] similarities of embeddings by the names of sentence-transformers, or [n] where `paired`."""
+def embedding_similarity(
+    queries: Tensor, others: Tensor, how: str = "cosine", *, paired: bool = False
+) -> Tensor:
+    """Return similarities [n, m] of embeddings by a sentence-transformers measure, or [n] if `paired`."""
     if how in ("euclidean", "manhattan"):
         order = 2.0 if how == "euclidean" else 1.0
         return (
@@ -169,14 +171,14 @@ RANKINGS: dict[str, Callable[[Sequence[bool], int], float]] = {
 
 @cache
 def gauss_legendre(nodes: int) -> tuple[tuple[float, float], ...]:
-    """Return (node, weight) pairs on [0, 1], exact for polynomials up to degree 2 * nodes - 1; weights sum to 1."""
+    """Return the (node, weight) pairs of Gauss-Legendre quadrature on [0, 1]."""
     points, weights = np.polynomial.legendre.leggauss(nodes)
     return tuple((float(t), float(w)) for t, w in zip((points + 1) / 2, weights / 2, strict=True))
 
 
 @dataclass(frozen=True)
 class PathJacobian:
-    """A = integral over t in [0, 1] of J layer(start + t (end - start)) dt, by Gauss-Legendre quadrature.
+    """The path-averaged Jacobian A = integral over t in [0, 1] of J layer(start + t (end - start)) dt.
 
     By the mean-value identity A (end - start) = layer(end) - layer(start), which is what `closure` checks.
     Source: FeatCal (arXiv:2605.13030), Eq. 19; for a residual layer A = I + R with R of Eq. 31.
@@ -194,12 +196,12 @@ class PathJacobian:
     nodes: int
 
     def jvp(self, vector: State) -> State:
-        """Return A v for one state-shaped vector v."""
-        return stack_item(self.products(stacked([vector]), {})[0], 0)
+        """Return A v for one vector v, a state at the layer's input."""
+        return state_from_stack(self.products(stack_states([vector]), {})[0], 0)
 
     def vjp(self, covector: State) -> State:
         """Return A' u for one covector u, a state at the layer's output."""
-        return stack_item(self.products({}, stacked([covector]))[1], 0)
+        return state_from_stack(self.products({}, stack_states([covector]))[1], 0)
 
     def products(self, vectors: State, covectors: State) -> tuple[State, State]:
         """Return A v for several vectors and A' u for several covectors, each stacked along a new first axis.
@@ -214,19 +216,19 @@ class PathJacobian:
         with forward_mode_attention():
             for start in range(0, self.nodes, together):
                 some = nodes[start : start + together]
-                points = stacked([self._point_on_segment(t) for t, _ in some])
+                points = stack_states([self._point_on_segment(t) for t, _ in some])
                 products = vmap(self._jacobian_products_at, in_dims=(0, None, None))(
                     points, vectors, covectors
                 )
                 for total, of_nodes in zip(totals, products, strict=True):
                     for index, (_, weight) in enumerate(some):
-                        _add_weighted_state(total, stack_item(of_nodes, index), weight)
+                        _add_weighted_state(total, state_from_stack(of_nodes, index), weight)
         return totals
 
     def closure(self) -> Tensor:
-        """Return |A (end - start) - change| / |change| of the layer's output, a ratio of sums over samples."""
-        exact = subtract(self.layer_call(self.end), self.layer_call(self.start))
-        change = self.jvp(subtract(self.end, self.start))
+        """Return the closure error |A (end - start) - change| / |change| of the layer's output."""
+        exact = subtract_states(self.layer_call(self.end), self.layer_call(self.start))
+        change = self.jvp(subtract_states(self.end, self.start))
         return relative_error(change, exact)
 
     def _jacobian_products_at(self, point: State, vectors: State, covectors: State) -> tuple[State, State]:
@@ -238,18 +240,18 @@ class PathJacobian:
         return pushed, vmap(vjp(self._call_on_floating_leaves, point)[1])(covectors)[0] if covectors else {}
 
     def _point_on_segment(self, t: float) -> State:
-        """Return the point at t on the segment; floating leaves only."""
-        start, end = floating(self.start), floating(self.end)
+        """Return the state at t on the segment from `start` to `end`; floating-point tensors only."""
+        start, end = floating_leaves(self.start), floating_leaves(self.end)
         return {name: torch.lerp(start[name], end[name], t) for name in start}
 
     def _call_on_floating_leaves(self, state: State) -> State:
         fixed = {name: leaf for name, leaf in self.start.items() if not leaf.is_floating_point()}
-        return floating(self.layer_call({**fixed, **state}))
+        return floating_leaves(self.layer_call({**fixed, **state}))
 
 
 @contextmanager
 def forward_mode_attention() -> Iterator[None]:
-    """Use attention kernels with forward-mode derivatives; raise a `NotDifferentiableError` where one lacks."""
+    """Use attention kernels with forward-mode derivatives, inside the context; raise if a layer has none."""
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         # On first use torch.func.jvp scripts its decompositions and warns that scripting is deprecated.
         warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
@@ -269,13 +271,13 @@ def forward_mode_attention() -> Iterator[None]:
             ) from error
 
 
-def stacked(states: Sequence[State]) -> State:
+def stack_states(states: Sequence[State]) -> State:
     """Stack states along a new first axis."""
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
-def stack_item(stack: State, index: int) -> State:
-    """Return one state of a stack."""
+def state_from_stack(stack: State, index: int) -> State:
+    """Return one state of a stack of states."""
     return {name: leaf[index] for name, leaf in stack.items()}
 
 
@@ -285,20 +287,20 @@ def _add_weighted_state(total: State, part: State, weight: float) -> None:
 
 
 def softmax_change(scores: Tensor, change: Tensor) -> Tensor:
-    """Return p(z + d) - p(z), [n, classes], as the integral of (diag p - p p') d along the line.
+    """Return the softmax change p(z + d) - p(z), [n, classes], as an integral along the line.
 
     Source: FeatCal (arXiv:2605.13030), appendix on the output-drift bridge, softmax probability bridge.
     """
     total = torch.zeros_like(scores)
     for into, z, d in _row_chunks(total, scores, change):
-        for t, weight in composite_nodes(d):
+        for t, weight in quadrature_nodes(d):
             p = (z + t * d).softmax(dim=1)
             into += weight * p * (d - (p * d).sum(dim=1, keepdim=True))
     return total
 
 
 def cross_entropy_change(scores: Tensor, change: Tensor, labels: Tensor) -> Tensor:
-    """Return CE(y, z + d) - CE(y, z) in nats, [n], as the integral of (p - one_hot(y))' d along the line.
+    """Return the cross-entropy change CE(y, z + d) - CE(y, z), [n], as an integral along the line.
 
     Source: FeatCal (arXiv:2605.13030), Eq. 41 with the cross-entropy as loss.
 
@@ -310,20 +312,20 @@ def cross_entropy_change(scores: Tensor, change: Tensor, labels: Tensor) -> Tens
     label_change = change.gather(1, labels[:, None])[:, 0]
     total = torch.zeros_like(label_change)
     for into, z, d, label_d in _row_chunks(total, scores, change, label_change):
-        for t, weight in composite_nodes(d):
+        for t, weight in quadrature_nodes(d):
             p = (z + t * d).softmax(dim=1)
             into += weight * ((p * d).sum(dim=1) - label_d)
     return total
 
 
 def _row_chunks(*parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield chunks of rows of all tensors that fit into the processor's caches."""
+    """Split all tensors into chunks of rows that fit into the processor's caches; yield them together."""
     rows = max(1, _SCORES // max(1, parts[1].shape[1]))
     return zip(*(torch.split(part, rows) for part in parts), strict=True)
 
 
-def composite_nodes(change: Tensor, panels: int | None = None) -> Iterator[tuple[float, float]]:
-    """Yield (node, weight) pairs on [0, 1]: eight per panel, `panels` or as many as `change` [n, classes] needs."""
+def quadrature_nodes(change: Tensor, panels: int | None = None) -> Iterator[tuple[float, float]]:
+    """Yield (node, weight) pairs of composite quadrature on [0, 1]: eight per panel."""
     if panels is None:
         # Softmax depends on differences of scores only.
         spread = (change.amax(dim=1) - change.amin(dim=1)).max().item() if change.numel() else 0.0
@@ -334,7 +336,7 @@ def composite_nodes(change: Tensor, panels: int | None = None) -> Iterator[tuple
 
 
 class FixedWeights(TorchFunctionMode):
-    """Hold weights and biases of `linear` and `layer_norm` fixed in forward-mode derivatives, inside the context.
+    """Context in which forward-mode derivatives treat weights of `linear` and `layer_norm` as constants.
 
     Under `vmap(jvp(...))`, torch's own rules compute, for every vector, what depends on the point alone. Here, pushing
     many vectors through a block costs about as much as that many forward passes.
@@ -357,7 +359,7 @@ class FixedWeights(TorchFunctionMode):
 
 
 class _FixedLinear(torch.autograd.Function):
-    """x -> x W' + b with W and b held fixed."""
+    """A linear map x W' + b whose forward-mode derivative treats W and b as constants."""
 
     generate_vmap_rule = True
 
@@ -378,7 +380,7 @@ class _FixedLinear(torch.autograd.Function):
 
 
 class _FixedLayerNorm(torch.autograd.Function):
-    """x -> w z + b over the last axis, z = (x - mean) / sqrt(var + eps), with w and b held fixed.
+    """A layer norm over the last axis whose forward-mode derivative treats scale and shift as constants.
 
     dz = (v - mean(v) - z mean(z v)) / sqrt(var + eps), a symmetric map.
     """
@@ -405,7 +407,7 @@ class _FixedLayerNorm(torch.autograd.Function):
 
 
 class _Gelu(torch.autograd.Function):
-    """GELU by torch's own slope."""
+    """GELU with a forward-mode derivative that uses torch's own backward function."""
 
     generate_vmap_rule = True
 
@@ -425,14 +427,14 @@ class _Gelu(torch.autograd.Function):
 
 
 def _standardise_last_axis(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return z, and 1 / sqrt(var + eps)."""
+    """Return x standardised over the last axis, and 1 / sqrt(var + eps)."""
     variance, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True)
     scale = torch.rsqrt(variance + eps)
     return (x - mean) * scale, scale
 
 
 def _layer_norm_projection(vector: Tensor, z: Tensor) -> Tensor:
-    """Return v - mean(v) - z mean(z v): a norm ignores shift and scale of its input."""
+    """Return v - mean(v) - z mean(z v), the derivative of standardisation up to its scale."""
     along = torch.linalg.vecdot(z, vector).unsqueeze(-1) / z.shape[-1]
     return torch.addcmul(vector - vector.mean(dim=-1, keepdim=True), z, along, value=-1)
 

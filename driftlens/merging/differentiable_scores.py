@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from driftlens.merging.method import MOST_STEPS, StateDict, average, merge_methods
+from driftlens.merging.method import MOST_STEPS, StateDict, average_experts, merge_methods
 from driftlens.utils.devices import to_float64
 from driftlens.utils.errors import NumericsError, SpecError
 from driftlens.utils.registry import Bounds
@@ -30,7 +30,7 @@ MOST_CLASSES = 2048
     held=lambda experts: 5,
     runs=lambda settings, samples, classes: _num_backward_passes(settings, samples, classes),
 )
-def _fisher(
+def _merge_fisher(
     base: StateDict,
     experts: Mapping[str, StateDict],
     study: Any,
@@ -43,7 +43,7 @@ def _fisher(
     normalize: Annotated[bool, "normalize every expert's Fisher information"] = True,
     eps: Annotated[float, Bounds(0, low_open=True), "added to every entry of the Fisher information"] = 1e-6,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Average the experts' parameters, each entry weighted by its expert's diagonal Fisher information.
+    """Average the experts' parameters, weighted by each expert's diagonal Fisher information.
 
     The information is that of the scores on the task's calibration samples, under the expert's own distribution over
     classes; labels are not read. Entries that no expert's scores depend on take the mean.
@@ -52,9 +52,11 @@ def _fisher(
     below: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
     for task, expert in experts.items():
-        scored = study.asked(task)
+        scored = study.scored_samples(task)
         # `placed` may return the expert's own tensor, which must not become a leaf of the graph.
-        weights = {key: scored.placed(expert[key]).detach().clone().requires_grad_() for key in scored.keys}
+        weights = {
+            key: scored.to_pool_device(expert[key]).detach().clone().requires_grad_() for key in scored.keys
+        }
         size = None if estimator == "exact" else batch_size
         information = _fisher_diagonal(scored, weights, size)
         norm = torch.stack([torch.linalg.vector_norm(value) for value in information.values()]).norm()
@@ -65,7 +67,9 @@ def _fisher(
             below[key] = below.get(key, 0) + weight
             seen[key] = seen.get(key, False) | (value > 0)
     for key in base:
-        mean = average({key: base[key]}, {task: {key: expert[key]} for task, expert in experts.items()})[key]
+        mean = average_experts(
+            {key: base[key]}, {task: {key: expert[key]} for task, expert in experts.items()}
+        )[key]
         if key in seen:
             # Without information `eps` alone would weigh the experts, by the norms of their other entries.
             mean = torch.where(seen.pop(key).cpu(), (above.pop(key) / below.pop(key)).to(mean), mean)
@@ -84,7 +88,7 @@ def _num_backward_passes(settings: Mapping[str, Any], samples: int, classes: int
 
 
 def _fisher_diagonal(scored: Any, weights: Mapping[str, Tensor], batch_size: int | None) -> dict[str, Tensor]:
-    """Compute E over samples and classes of (d log p / d weight)^2, or published code's estimate with a batch size."""
+    """Compute an expert's diagonal Fisher information: E of (d log p / d weight)^2 over samples and classes."""
     total = {key: torch.zeros_like(value) for key, value in weights.items()}
     leaves, count = list(weights.values()), len(scored)
 
@@ -121,7 +125,7 @@ def _fisher_diagonal(scored: Any, weights: Mapping[str, Tensor], batch_size: int
     held=lambda experts: experts + 3,
     runs=lambda settings, samples, classes: settings["steps"] * min(settings["batch_size"], samples),
 )
-def _adamerging(
+def _merge_adamerging(
     base: StateDict,
     experts: Mapping[str, StateDict],
     study: Any,
@@ -141,9 +145,9 @@ def _adamerging(
     The sum over tasks of the mean entropy is minimized on calibration samples, without labels; the authors' code uses
     the test samples. Tensors that scores do not depend on keep the initial coefficients.
     """
-    by_task = {task: study.asked(task) for task in experts}
+    by_task = {task: study.scored_samples(task) for task in experts}
     # All tasks are scored on one device, so any of them places the weights.
-    placed = next(iter(by_task.values())).placed
+    placed = next(iter(by_task.values())).to_pool_device
     keys = tuple(dict.fromkeys(key for scored in by_task.values() for key in scored.keys))
     start = {key: placed(base[key]) for key in keys}
     vectors = {
@@ -202,7 +206,7 @@ def _merged_weight_leaves(
 
 
 def _shuffled_batches(count: int, size: int, seed: int, task: str) -> Iterator[list[int]]:
-    """Yield batches without end, each pass over all samples in a new random order."""
+    """Yield batches of sample positions without end, each epoch in a new random order."""
     # crc32, because Python's hash of a string differs from process to process.
     generator = torch.Generator().manual_seed(seed + zlib.crc32(task.encode()))
     size = min(size, count)

@@ -9,15 +9,15 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from driftlens.linalg.ridge import polar, singular_parts, solve_in_range
+from driftlens.linalg.ridge import multiply_by_pinv, polar_factor, truncated_svd
 from driftlens.merging.method import (
     MATRIX,
     MOST_STEPS,
     StateDict,
     StepScaling,
-    average,
+    add_scaled_step,
+    average_experts,
     merge_methods,
-    stepped,
 )
 from driftlens.utils.registry import Bounds
 
@@ -37,19 +37,19 @@ LAWS = {"expert_order_free", "equal_experts_are_fixed", "one_expert_is_fixed"}
 @merge_methods.method(
     "regmean_pp", title="RegMean++", source="arXiv:2508.03121", laws=LAWS, reads="prefix", needs_base=False
 )
-def _regmean(
+def _merge_regmean(
     base: StateDict,
     experts: Mapping[str, StateDict],
     moments: Mapping[str, Tensor],
     *,
     off_diagonal: Annotated[float, Bounds(0, 1), "factor on off-diagonal Gram entries"] = 0.95,
 ) -> dict[str, Tensor]:
-    """Compute the weight whose outputs are closest to every expert's, on the inputs in that expert.
+    """Solve for the weight whose outputs are closest to every expert's, on that expert's inputs (RegMean).
 
     This is (sum W_i G_i) (sum G_i)^-1, with G_i shrunk towards its diagonal. In directions without inputs, and in all
     other parameters, it is the mean. In RegMean++ an expert's inputs are those after the layers merged before.
     """
-    merged = average({name: value for name, value in base.items() if name != MATRIX}, experts)
+    merged = average_experts({name: value for name, value in base.items() if name != MATRIX}, experts)
     weights = {task: experts[task][MATRIX].double() for task in moments}
     mean = _sum_one_by_one(weights.values()) / len(weights)
     # Deviations from the mean sum to zero, so that the last expert's product, a large one, needn't be taken.
@@ -65,7 +65,7 @@ def _regmean(
         missing.addcmul_(deviation, difference.diagonal(), value=1 - off_diagonal)
     diagonal = total.diagonal().clone()
     total.mul_(off_diagonal).diagonal().copy_(diagonal)
-    return {**merged, MATRIX: mean + solve_in_range(total, missing)}
+    return {**merged, MATRIX: mean + multiply_by_pinv(total, missing)}
 
 
 def _sum_one_by_one(parts: Iterable[Tensor]) -> Tensor:
@@ -85,7 +85,7 @@ def _sum_one_by_one(parts: Iterable[Tensor]) -> Tensor:
     reads="site",
     others="wudi",
 )
-def _wudi(
+def _merge_wudi(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
@@ -94,18 +94,18 @@ def _wudi(
         float, Bounds(0), "published: 1e-5 for CLIP; 0 scales it with the task vectors"
     ] = 0.0,
 ) -> dict[str, Tensor]:
-    """Return base + the step t with the least sum_i |(t - t_i) t_i'|^2 / |t_i|^2, by descent from the sum of the t_i.
+    """Return base + step t that minimizes sum_i |(t - t_i) t_i'|^2 / |t_i|^2 over task vectors t_i (WUDI).
 
     The published descent stops long before the minimum, by design: no entry moves by more than about
     steps * learning_rate. An absolute rate suits task vectors of one size only; with 0 the rate is a twentieth of the
     root mean square of a matrix's task vectors. Other parameters than matrices of linear modules take the mean task
     vector.
     """
-    return stepped(base, experts, 1.0, partial(_descend_wudi_loss, steps=steps, rate=learning_rate))
+    return add_scaled_step(base, experts, 1.0, partial(_descend_wudi_loss, steps=steps, rate=learning_rate))
 
 
-def _gradient_coefficients(vectors: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return S [k, k] and R [o, k] of the gradient 2 (t S - R) at t; experts that did not move are left out."""
+def _wudi_gradient_terms(vectors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return S [k, k] and R [o, k] of the WUDI gradient 2 (t S - R); experts equal to the base are left out."""
     width = vectors[0].shape[1]
     curvature, right = vectors[0].new_zeros(width, width), torch.zeros_like(vectors[0])
     for vector in vectors:
@@ -125,7 +125,7 @@ def _descend_wudi_loss(vectors: list[Tensor], *, steps: int, rate: float, eps: f
             [vector / size for vector in vectors], steps=steps, rate=_RATE, eps=1e-6
         )
     # With S and R computed once, a step takes one product, however many experts there are.
-    curvature, right = _gradient_coefficients(vectors)
+    curvature, right = _wudi_gradient_terms(vectors)
     step = _sum_one_by_one(vectors).requires_grad_()
     adam = torch.optim.Adam([step], lr=rate, eps=eps)
     for _ in range(steps):
@@ -142,19 +142,19 @@ def _descend_wudi_loss(vectors: list[Tensor], *, steps: int, rate: float, eps: f
     reads="site",
     others="iso_c",
 )
-def _iso_c(
+def _merge_iso_c(
     base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0
 ) -> dict[str, Tensor]:
-    """Return base + scaling * the sum of task vectors with all singular values replaced by their mean.
+    """Return base + scaling * sum of task vectors, its singular values replaced by their mean (Iso-C).
 
     Singular directions with value zero are left out, also of the mean. Other parameters than matrices of linear
     modules take the mean task vector.
     """
-    return stepped(base, experts, scaling, _isotropic_step)
+    return add_scaled_step(base, experts, scaling, _iso_c_step)
 
 
-def _isotropic_step(vectors: list[Tensor]) -> Tensor:
-    left, values, right = singular_parts(torch.stack(vectors).sum(dim=0))
+def _iso_c_step(vectors: list[Tensor]) -> Tensor:
+    left, values, right = truncated_svd(torch.stack(vectors).sum(dim=0))
     return values.sum() / max(1, len(values)) * left @ right
 
 
@@ -166,7 +166,7 @@ def _isotropic_step(vectors: list[Tensor]) -> Tensor:
     reads="site",
     others="tsv_m",
 )
-def _tsv_m(
+def _merge_tsv_m(
     base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0
 ) -> dict[str, Tensor]:
     """Return base + scaling * U S V' from every expert's leading singular vectors, decorrelated by polar factors.
@@ -174,14 +174,14 @@ def _tsv_m(
     Each of N experts contributes 1/N of a matrix's rank, at least one vector. Other parameters than matrices of linear
     modules take the mean task vector.
     """
-    return stepped(base, experts, scaling, _decorrelated_step)
+    return add_scaled_step(base, experts, scaling, _tsv_m_step)
 
 
-def _decorrelated_step(vectors: list[Tensor]) -> Tensor:
+def _tsv_m_step(vectors: list[Tensor]) -> Tensor:
     rank = max(1, min(vectors[0].shape) // len(vectors))
-    parts = [singular_parts(vector) for vector in vectors]
+    parts = [truncated_svd(vector) for vector in vectors]
     left = torch.cat([part[0][:, :rank] for part in parts], dim=1)
     values = torch.cat([part[1][:rank] for part in parts])
     right = torch.cat([part[2][:rank] for part in parts])
     # A vector that several experts share counts once: N equal experts give the leading 1/N of their common step.
-    return polar(left) * values @ polar(right)
+    return polar_factor(left) * values @ polar_factor(right)

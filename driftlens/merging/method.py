@@ -1,4 +1,4 @@
-"""Merge methods: description, registry, and those by means, sums and interpolation. Entry point: `merge_called`."""
+"""Merge methods: description, registry, and those by means, sums and interpolation. Entry point: `merge_by_name`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from driftlens.utils.errors import SpecError
-from driftlens.utils.registry import Bounds, Registry, resolve, settings_of
+from driftlens.utils.registry import Bounds, Registry, resolve_settings, settings_model
 
 StateDict = Mapping[str, Tensor]
 """Tensors of one model by name, in float32; read-only."""
@@ -22,7 +22,7 @@ Reads = Literal["entry", "tensor", "site", "model", "moments", "prefix", "sample
 # arguments (see `driftlens.utils.registry`). Integer tensors are left out.
 # - `entry`: some rows of one tensor, under its name; returns the same, merged.
 # - `tensor`: one whole parameter; queries, keys and values are separate and matrices are [out, in] however a file
-#   stores them. The name is the same in every file format: layer, group of `parameter_groups`, number, as in `2.q.0`;
+#   stores them. The name is the same in every file format: layer, group of `parameter_roles`, number, as in `2.q.0`;
 #   a parameter outside all layers has its key. Returns the same, merged.
 # - `site`: one linear module as `weight` [out, in] and, if it has one, `bias` [out], as in `tensor`.
 # - `moments`: as `site`, then by task E[x x'] [in, in] in float64 of the module's inputs x in the task's expert.
@@ -30,7 +30,7 @@ Reads = Literal["entry", "tensor", "site", "model", "moments", "prefix", "sample
 # - `model`: every parameter, as in `tensor`, read from its file at each access: two loops read all files twice.
 #   Yields (name, merged tensor) in any order.
 # - `samples`: as `model`, but tensors as stored, by their keys, then the opened study, which holds the calibration
-#   samples without labels; gradients are on. Methods with `scores` get them from `study.asked(task)`, see
+#   samples without labels; gradients are on. Methods with `scores` get them from `study.scored_samples(task)`, see
 #   `driftlens.engine.pool.ScoredSamples`.
 READS: Mapping[Reads, str] = {
     "entry": "each entry separately",
@@ -78,42 +78,42 @@ class MergeMethod:
     runs: Callable[[Mapping[str, Any], int, int], int] = lambda settings, samples, classes: samples
 
     @property
-    def reads_sites(self) -> bool:
+    def is_per_module(self) -> bool:
         """True if linear modules are merged one by one, and all other parameters by the method `others`."""
-        return self.reads == "site" or self.reads_moments
+        return self.reads == "site" or self.needs_moments
 
     @property
-    def reads_moments(self) -> bool:
-        """True if the function gets the moments of a linear module's inputs."""
+    def needs_moments(self) -> bool:
+        """True if the merge function needs moments of the inputs of linear modules."""
         return self.reads in ("moments", "prefix")
 
     @property
-    def runs_models(self) -> bool:
-        """True if calibration samples are needed."""
-        return self.reads_moments or self.reads == "samples"
+    def needs_samples(self) -> bool:
+        """True if the merge needs calibration samples."""
+        return self.needs_moments or self.reads == "samples"
 
-    def with_settings(self, parameters: Mapping[str, object]) -> Merge:
+    def with_settings(self, parameters: Mapping[str, object]) -> MergeConfig:
         """Return the method with the given settings merged over the defaults."""
-        return Merge(self, resolve(self.function, parameters, f"merge method {self.name!r}"))
+        return MergeConfig(self, resolve_settings(self.function, parameters, f"merge method {self.name!r}"))
 
 
-class Merge(NamedTuple):
-    """A merge method with all its settings."""
+class MergeConfig(NamedTuple):
+    """A merge method with values of all its settings."""
 
     method: MergeMethod
     settings: Mapping[str, Any]
 
-    def require(self, *, has_base: bool, without: Sequence[str]) -> None:
-        """Raise an error if there is no base, or `without` names tasks without samples, and the method needs them."""
+    def require_inputs(self, *, has_base: bool, without: Sequence[str]) -> None:
+        """Raise a `SpecError` if the method needs a base or calibration samples that are missing."""
         method = self.method
         if not has_base and (
-            method.needs_base or (method.reads_sites and merge_methods[method.others].needs_base)
+            method.needs_base or (method.is_per_module and merge_methods[method.others].needs_base)
         ):
             raise SpecError(
                 f"merge method {method.name!r} needs a base",
                 hint="Add `base: {weights: FILE}` to the spec, or use `method: average`.",
             )
-        if method.runs_models and without:
+        if method.needs_samples and without:
             raise SpecError(
                 f"merge method {method.name!r} needs calibration samples; {', '.join(without)} has none",
                 hint=f"Add data.{without[0]}: {{kind: imagefolder, ...}} to the spec; labels are not needed.",
@@ -121,35 +121,37 @@ class Merge(NamedTuple):
 
     @property
     def record(self) -> dict[str, Any]:
-        """The name and the settings, as a run's record stores them."""
+        """The name and the settings of the merge, as stored in the record of a run."""
         about = {name: getattr(self.method, name) for name in ("title", "source", "reads")}
         return {"method": self.method.name, **about, "parameters": dict(sorted(self.settings.items()))}
 
     @property
-    def rest(self) -> Merge:
-        """The merge of all parameters other than linear modules, for methods that read sites."""
+    def rest(self) -> MergeConfig:
+        """The merge of all parameters outside linear modules, for methods that merge modules one by one."""
         if self.method.others == self.method.name:
             return self
         others = merge_methods[self.method.others]
-        shared = settings_of(others.function).model_fields
+        shared = settings_model(others.function).model_fields
         return others.with_settings({name: value for name, value in self.settings.items() if name in shared})
 
 
-def merge_called(name: str, parameters: Mapping[str, object] = MappingProxyType({})) -> Merge:
-    """Return the merge by a registered method; raise a SpecError if it or a setting is unknown."""
+def merge_by_name(name: str, parameters: Mapping[str, object] = MappingProxyType({})) -> MergeConfig:
+    """Return a registered merge method with settings; raise a `SpecError` if either is unknown."""
     return merge_methods[name].with_settings(parameters)
 
 
 class _MergeMethods(Registry[MergeMethod]):
+    """The registry of merge methods."""
+
     def method(
         self, name: str, *, title: str, source: str, laws: set[str], **attributes: Any
     ) -> Callable[[MergeFunction], MergeFunction]:
-        """Return a decorator that registers a merge function; arguments are the attributes of `MergeMethod`."""
+        """Return a decorator that registers a merge function; arguments are attributes of `MergeMethod`."""
 
         def _register_function(function: MergeFunction) -> MergeFunction:
             entry = MergeMethod(name, title, source, frozenset(laws), function, **attributes)
             # Called for its errors: a faulty annotation fails on import, not when a user selects the method.
-            settings_of(function)
+            settings_model(function)
             self.register(name)(entry)
             return function
 
@@ -173,7 +175,7 @@ def _task_vectors(base: StateDict, experts: Mapping[str, StateDict], name: str) 
     return [expert[name] - start for expert in experts.values()]
 
 
-def stepped(
+def add_scaled_step(
     base: StateDict,
     experts: Mapping[str, StateDict],
     scaling: float,
@@ -205,7 +207,7 @@ def stepped(
     laws={"expert_order_free", "equal_experts_are_fixed"},
     needs_base=False,
 )
-def average(base: StateDict, experts: Mapping[str, StateDict]) -> dict[str, Tensor]:
+def average_experts(base: StateDict, experts: Mapping[str, StateDict]) -> dict[str, Tensor]:
     """Average the experts' parameters."""
     return {
         name: sum((expert[name] for expert in experts.values()), start=0 * base[name]) / len(experts)
@@ -225,7 +227,7 @@ def average(base: StateDict, experts: Mapping[str, StateDict]) -> dict[str, Tens
         "homogeneous",
     },
 )
-def _task_arithmetic(
+def _merge_task_arithmetic(
     base: StateDict, experts: Mapping[str, StateDict], *, scaling: SumScaling = 0.3
 ) -> dict[str, Tensor]:
     """Return base + scaling * sum over tasks of (expert - base)."""
@@ -248,7 +250,7 @@ def _task_arithmetic(
     },
     reads="tensor",
 )
-def _model_stock(
+def _merge_model_stock(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
@@ -289,13 +291,13 @@ def _model_stock_step(vectors: list[Tensor], filter_wise: bool) -> Tensor:
     reads="tensor",
     needs_base=False,
 )
-def _slerp(
+def _merge_slerp(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
     t: Annotated[float, Bounds(0, 1), "0 is the first expert by task name, 1 the second"] = 0.5,
 ) -> dict[str, Tensor]:
-    """Interpolate each tensor of two experts, sorted by task, on the great circle between them."""
+    """Interpolate two experts tensor by tensor on the great circle between them (SLERP)."""
     if len(experts) != 2:
         raise SpecError(
             f"merge method 'slerp' needs exactly 2 experts, found {len(experts)}",

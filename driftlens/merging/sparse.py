@@ -26,8 +26,8 @@ STEP_LAWS = {
     "homogeneous",
     "experts_at_base",
 }
-# A float32's magnitude has 31 bits. `_limits` counts by the 16 high ones, then by these low ones: counts of all values
-# at once would take 16 GiB.
+# A float32's magnitude has 31 bits. `_trim_thresholds` counts by the 16 high ones, then by these low ones: counts of
+# all values at once would take 16 GiB.
 LOW_BITS = 15
 
 
@@ -48,7 +48,7 @@ def _drop_random_entries(vector: Tensor, task: str, name: str, *, seed: int, dro
 
 
 def _merge_elected_sign(vectors: Sequence[Tensor], merge_func: MergeFunc) -> Tensor:
-    """Combine the entries that have the sign of their sum; an exact tie elects no sign and gives 0."""
+    """Merge task vectors entry by entry, using only values with the sign of their sum (TIES)."""
     # As in the paper; the authors' code breaks ties by the majority sign of the whole model.
     stacked = torch.stack(list(vectors))
     sign = stacked.sum(dim=0).sign()
@@ -68,7 +68,7 @@ def _trim_elect_and_merge(
     trim_scope: TrimScope,
     drop: Drop,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Trim, elect and merge of TIES, tensor by tensor, on what `drop` makes of task vectors.
+    """Trim task vectors, elect signs and merge, as in TIES, after `drop` removed random entries.
 
     Entries are kept that reach the (D - int(density * D))-th smallest of D magnitudes, of a model's or of a tensor's.
     """
@@ -87,7 +87,7 @@ def _trim_elect_and_merge(
 def _trim_thresholds(
     base: StateDict, experts: Mapping[str, StateDict], density: float, drop: Drop
 ) -> dict[str, float]:
-    """Return each task's smallest magnitude that a trim over all tensors keeps, by a two-pass radix histogram."""
+    """Return the smallest magnitude that trimming keeps in each task vector, over all tensors."""
     # Sorting all magnitudes would need them in memory at once.
     high = {task: torch.zeros(2 ** (31 - LOW_BITS), dtype=torch.int64) for task in experts}
     low = {task: torch.zeros(2**LOW_BITS, dtype=torch.int64) for task in experts}
@@ -129,14 +129,14 @@ def _trim_thresholds(
 
 
 def _histogram_bin(counts: Tensor, place: int) -> tuple[int, int]:
-    """Return the bin of the place-th smallest value, and its place in this bin."""
+    """Return the histogram bin of the k-th smallest value, and its rank in this bin."""
     upto = counts.cumsum(dim=0)
     index = int(torch.searchsorted(upto, place))
     return index, place - (int(upto[index - 1]) if index else 0)
 
 
 def _magnitude_bits(vector: Tensor) -> Tensor:
-    """Return magnitudes as integers of the same order."""
+    """Return magnitudes as integers in the same order, from the bits of float32."""
     # The bits of non-negative IEEE floats, read as integers, are ordered as the floats are.
     return vector.float().abs().flatten().view(torch.int32)
 
@@ -147,7 +147,7 @@ def _float32_bytes(tensor: Tensor) -> bytes:
 
 
 @merge_methods.method("ties", title="TIES-Merging", source="arXiv:2306.01708", laws=STEP_LAWS, reads="model")
-def _ties(
+def _merge_ties(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,
@@ -158,7 +158,7 @@ def _ties(
     drop_rate: DropRate = 0.0,
     seed: Seed = 0,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Return base + scaling * the merged largest entries of the task vectors that have the elected sign.
+    """Return base + scaling * the TIES merge of task vectors: trimmed, and combined where signs agree.
 
     Published variants: `merge_func=sum` with scaling 0.3, and DARE-TIES with `drop_rate=0.5 merge_func=sum
     scaling=0.5`, which drops entries as `dare` does before it trims.
@@ -174,7 +174,7 @@ def _ties(
     laws=STEP_LAWS | {"unbiased_over_masks"},
     reads="tensor",
 )
-def _dare(
+def _merge_dare(
     base: StateDict,
     experts: Mapping[str, StateDict],
     *,

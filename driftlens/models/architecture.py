@@ -11,24 +11,24 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from driftlens.checkpoints.alignment import Layout, Spellings
+from driftlens.checkpoints.alignment import KeyLayout, Layout
 from driftlens.checkpoints.loading import (
     embedding_folder,
-    library_folder,
-    prompts_of,
-    reading_notices,
-    require_followed,
+    embedding_notices,
+    find_config_folder,
+    read_prompts,
+    require_known_modules,
 )
 from driftlens.checkpoints.lora import LoraSource
-from driftlens.checkpoints.tensor_sources import Composed, StateSource, renamed
-from driftlens.checkpoints.unsupported import LIVE, running
+from driftlens.checkpoints.tensor_sources import CompositeSource, StateSource, rename_keys
+from driftlens.checkpoints.unsupported import LIVE, wrap_library_errors
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import IMAGE, Adapter, LayerChain, adapters
-from driftlens.models.heads import LmScores, TextTower
+from driftlens.models.heads import LmHeadSpec, TextTower
 from driftlens.models.preprocessing import Preprocess, image_preprocess
-from driftlens.models.readouts import HeadForm, readout_of, with_embedding
-from driftlens.models.vocabularies import vocabulary_keys
-from driftlens.utils.distributed import Access
+from driftlens.models.readouts import HeadTemplate, add_embedding_head, embedding_head
+from driftlens.models.vocabularies import vocabulary_row_counts
+from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError
 from driftlens.utils.registry import Registry
 
@@ -38,7 +38,7 @@ HEADS = "heads"
 
 @dataclass(frozen=True)
 class FolderFormat:
-    """The files of a folder that the original library loads.
+    """How to save a model as a folder that its original library loads.
 
     Attributes:
         weights: file name of the weights.
@@ -81,17 +81,17 @@ class Architecture:
     folder: FolderFormat | None = None
     open_text: Callable[[StateSource], TextTower] | None = field(default=None, repr=False)
     classifier: str = ""
-    lm: LmScores | None = None
-    own_head: HeadForm | None = None
+    lm: LmHeadSpec | None = None
+    own_head: HeadTemplate | None = None
 
     @property
     def adapter(self) -> str:
-        """The name of the adapter of the skeleton."""
+        """The name of the adapter for the model family."""
         return self.chain.architecture
 
     @property
-    def ends_in_classes(self) -> bool:
-        """True if whole models end in a classifier, which the skeleton lacks."""
+    def has_classifier(self) -> bool:
+        """True if whole models of this architecture end in a classifier."""
         return bool(self.classifier) or self.own_head is not None
 
     @property
@@ -100,8 +100,8 @@ class Architecture:
         return (self.preprocess.notice,) if self.preprocess is not None and self.preprocess.notice else ()
 
     @property
-    def described(self) -> dict[str, str]:
-        """Loader and source."""
+    def source_info(self) -> dict[str, str]:
+        """The loader and the source of the architecture, for manifests."""
         return {"loader": self.loader, "source": self.source}
 
     @property
@@ -119,26 +119,26 @@ class Architecture:
         return self.layout.align(source, self.keys, fallback)
 
     def lora_base(self, base: StateSource, folder: str) -> StateSource:
-        """Return the base under the names that adapters in a folder use: those of its file, or of its modules."""
-        if not isinstance(self.layout, Spellings):
+        """Return the base under the weight names that LoRA adapters in `folder` use."""
+        if not isinstance(self.layout, KeyLayout):
             return base
         # Adapters of another structure are read by the names in the base's own file.
         with contextlib.suppress(CheckpointError, IncompatibleModelsError):
             aligned = self.align(base)
-            places = {key: (aligned, key) for key in aligned.headers} | self._pooler_places(base)
+            places = {key: (aligned, key) for key in aligned.headers} | self._pooler_sources(base)
             head = self.lm.head if self.loader in CAUSAL and self.lm is not None else ""
             # A tied base has no tensor for the head. An adapter that changes the head needs one to be added to.
             if head and head not in places:
-                table = next(key for key in vocabulary_keys(self.skeleton) if key != head)
-                headed = Composed(base.name, {**places, head: (aligned, table)})
-                if LoraSource(headed, folder).unties(table, head):
+                table = next(key for key in vocabulary_row_counts(self.skeleton) if key != head)
+                headed = CompositeSource(base.name, {**places, head: (aligned, table)})
+                if LoraSource(headed, folder).has_untied_head(table, head):
                     return headed
             LoraSource(aligned, folder)
-            return Composed(base.name, places)
+            return CompositeSource(base.name, places)
         return base
 
-    def _pooler_places(self, base: StateSource) -> dict[str, tuple[StateSource, str]]:
-        """Return a core's pooler weights by their names in the whole model, each with its source and key."""
+    def _pooler_sources(self, base: StateSource) -> dict[str, tuple[StateSource, str]]:
+        """Return the base's pooler weights by their names in the whole model, each with its source and key."""
         core = f"{getattr(self.skeleton, 'base_model_prefix', '')}."
         names = () if self.own_head is None else self.own_head.names.values()
         return {
@@ -149,7 +149,7 @@ class Architecture:
         }
 
     def classifier_keys(self, stored: StateSource) -> tuple[str, ...] | None:
-        """Return the keys of the classifier's weights in a checkpoint, those of `own_head` in its order, or None."""
+        """Return the checkpoint keys of the classifier's weights, or None if the checkpoint has no classifier."""
         linear = (f"{self.classifier}.weight",) if self.classifier else ()
         names = linear if self.own_head is None else tuple(self.own_head.names.values())
         keys = []
@@ -164,22 +164,22 @@ class Architecture:
             keys.append(min(ends, key=len))
         return tuple(keys) or None
 
-    def head_of(self, stored: StateSource) -> StateSource | None:
-        """Return the classifier of a checkpoint under the library's names; None if it has none."""
+    def classifier_source(self, stored: StateSource) -> StateSource | None:
+        """Return the classifier's weights in a checkpoint under the library's names; None if it has none."""
         keys = self.classifier_keys(stored)
         if keys is None:
             return None
         if self.own_head is not None:
-            return renamed(stored, dict(zip(self.own_head.names, keys, strict=True)))
+            return rename_keys(stored, dict(zip(self.own_head.names, keys, strict=True)))
         places = {"weight": keys[0], "bias": f"{keys[0].removesuffix('weight')}bias"}
         present = {part: key for part, key in places.items() if key in stored.headers}
-        return renamed(stored, {f"{self.classifier}.{part}": key for part, key in present.items()})
+        return rename_keys(stored, {f"{self.classifier}.{part}": key for part, key in present.items()})
 
     def text_tower(self, base: StateSource) -> TextTower:
         """Return the text tower of a base, which is given under its own key names."""
         if self.open_text is None:
-            raise no_text_tower(self.source)
-        with running(self.source):
+            raise no_text_tower_error(self.source)
+        with wrap_library_errors(self.source):
             return self.open_text(base)
 
 
@@ -189,7 +189,7 @@ class ArchitectureRequest:
 
     source: str
     blocks: str | None = None
-    access: Access = Access()
+    access: Permissions = Permissions()
     untied: bool = False
     unread: bool = False
     pictured: bool = False
@@ -210,7 +210,7 @@ def load_architecture(
     source: str,
     *,
     blocks: str | None = None,
-    access: Access = Access(),
+    access: Permissions = Permissions(),
     untied: bool = False,
     unread: bool = False,
     pictured: bool = False,
@@ -231,7 +231,7 @@ def load_architecture(
     if loader.startswith(PYTHON) and loader not in loaders:
         return _load_from_python_function(loader, request)
     # The configuration is untrusted: libraries raise errors of any class on one that they do not expect.
-    with running(request.source):
+    with wrap_library_errors(request.source):
         return _with_sentence_embedding(loaders[loader](request))
 
 
@@ -239,24 +239,24 @@ def _with_sentence_embedding(architecture: Architecture) -> Architecture:
     """Make the embedding the final feature if the folder belongs to sentence-transformers."""
     is_asked = architecture.chain.modality.name == "text" and architecture.lm is None
     preprocess = architecture.preprocess
-    root = embedding_folder(library_folder(architecture.source)) if is_asked else None
+    root = embedding_folder(find_config_folder(architecture.source)) if is_asked else None
     if root is None or preprocess is None or preprocess.texts is None:
         return architecture
-    require_followed(root)
-    readout, stated = readout_of(root), prompts_of(root)
-    notices = filter(None, (preprocess.notice, *reading_notices(root)))
+    require_known_modules(root)
+    readout, stated = embedding_head(root), read_prompts(root)
+    notices = filter(None, (preprocess.notice, *embedding_notices(root)))
     pools_lead = readout.pooling.includes_prompt
     reader = replace(preprocess.texts, prompts=stated, lead=stated.default, pools_lead=pools_lead)
     return replace(
         architecture,
-        chain=with_embedding(architecture.chain, readout),
+        chain=add_embedding_head(architecture.chain, readout),
         own_head=None,  # classifiers of experts do not read the embedding
         preprocess=replace(preprocess, transform=reader, texts=reader, notice="; ".join(notices)),
     )
 
 
-def require_own_blocks(request: ArchitectureRequest, loader: str) -> None:
-    """Raise if `blocks` is set for a loader that knows its models."""
+def reject_blocks_option(request: ArchitectureRequest, loader: str) -> None:
+    """Raise if `architecture.blocks` is set for a loader whose models have fixed blocks."""
     if request.blocks is not None:
         raise SpecError(
             f"architecture.blocks is {request.blocks!r}, but the loader {loader} has fixed blocks",
@@ -267,8 +267,8 @@ def require_own_blocks(request: ArchitectureRequest, loader: str) -> None:
 def _load_from_python_function(loader: str, request: ArchitectureRequest) -> Architecture:
     """Load a module and its image transform by calling the user's function."""
     target = loader.removeprefix(PYTHON)
-    function = request.access.function(target, "loader")
-    with running(target):
+    function = request.access.import_function(target, "loader")
+    with wrap_library_errors(target):
         returned = function(request.source) if request.source else function()
     module, transform = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(module, nn.Module) or not callable(transform):
@@ -278,7 +278,7 @@ def _load_from_python_function(loader: str, request: ArchitectureRequest) -> Arc
             hint="For example `return model.eval(), transform`, as in torchvision and timm.",
         )
     preprocess = image_preprocess(target, transform)
-    with running(target):
+    with wrap_library_errors(target):
         chain = sequential_chain(module.eval(), preprocess.example(), blocks=request.blocks)
     chain = replace(chain, modality=replace(IMAGE, pool=chain.modality.pool))
     return Architecture(loader, request.source or target, module, chain, preprocess=preprocess)
@@ -302,18 +302,18 @@ def _can_match_adapter(adapter: Adapter, module: nn.Module) -> bool:
     """Return False if the module lacks the parts that every model of the adapter has."""
     # `matches` walks all blocks of a module. This check is cheap and excludes most adapters.
     paths: tuple[str, ...] = getattr(adapter, "holds", ())
-    return not paths or any(part_at(module, path) is not None for path in paths)
+    return not paths or any(attribute_at(module, path) is not None for path in paths)
 
 
-def part_at(part: Any, path: str) -> Any:
+def attribute_at(part: Any, path: str) -> Any:
     """Return the attribute at a dotted path; None if there is none."""
     for name in path.split("."):
         part = getattr(part, name, None)
     return part
 
 
-def no_text_tower(source: str) -> SpecError:
-    """Return the error for heads that can't be made from prompts."""
+def no_text_tower_error(source: str) -> SpecError:
+    """Return the error for zero-shot heads of a model without text tower."""
     return SpecError(
         f"{source} has no text tower for class names and templates",
         hint="Use a whole CLIP as base and `architecture.source`, or embeddings in `heads.<task>.file`.",
@@ -335,7 +335,7 @@ _DRAWING = frozenset(
 
 
 class _SizeLimit(TorchFunctionMode):
-    """Raises for tensors of absurd size in untrusted configurations, and skips random numbers for tensors on meta."""
+    """Raises for huge tensors in untrusted configurations, and skips random initialization on meta."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Random numbers for meta tensors have no effect, but take time for each weight.
@@ -351,8 +351,8 @@ class _SizeLimit(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def weightless(build: Callable[[], nn.Module], source: str) -> Any:
-    """Return the module that `build` returns: parameters on meta, buffers real, in eval mode, without gradients."""
+def build_on_meta(build: Callable[[], nn.Module], source: str) -> Any:
+    """Build a model with parameters on meta and real buffers, in eval mode, without gradients."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False), _SizeLimit():

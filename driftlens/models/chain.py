@@ -15,14 +15,14 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
-from driftlens.checkpoints.tensor_sources import OnDemand, StateSource
-from driftlens.models.heads import ScoreMap, scores_own_class
+from driftlens.checkpoints.tensor_sources import LazyTensors, StateSource
+from driftlens.models.heads import ScoreMap, is_top1_correct
 from driftlens.models.tracing.block_call import (
     BlockCall,
-    Inputs,
-    Reference,
-    named_map,
-    stored,
+    RawInputs,
+    TensorReference,
+    map_named_leaves,
+    store_tensor,
 )
 from driftlens.utils.errors import SpecError
 from driftlens.utils.registry import Registry
@@ -48,8 +48,8 @@ Pool = Literal["cls", "mean", "last", "all"]
 
 
 @dataclass(eq=False)
-class Routes:
-    """The routes of tokens in one pass through a mixture of experts.
+class ExpertRoutes:
+    """The experts and gates of all tokens in one pass through a mixture of experts.
 
     `chosen` [T, k] are the experts of every token and `gates` [T, k] their weights. The pass writes both, unless they
     are given; with given routes, it uses these experts with the gates that its own router computes for them.
@@ -60,20 +60,20 @@ class Routes:
     is_given: bool = False
 
     def record(self, chosen: Tensor, gates: Tensor) -> None:
-        """Store routes, unless they are given."""
+        """Store the experts and gates of a pass, unless they are fixed."""
         if not self.is_given:
             # The cached order belongs to the routes of an earlier batch.
             self.__dict__.pop("_sorted_experts", None)
             self.chosen, self.gates = (part.reshape(-1, part.shape[-1]) for part in (chosen, gates))
 
-    def of(self, expert: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens [m] of one expert, in their order there, and their gates [m]."""
+    def tokens_and_gates(self, expert: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Return the indices [m] of the tokens that are routed to one expert, and their gates [m]."""
         assert self.gates is not None
         places = self._expert_token_positions(expert, rows)
         return places % len(self.gates), self.gates.mT.reshape(-1)[places]
 
-    def tokens(self, expert: int, rows: int) -> Tensor:
-        """Return the tokens alone."""
+    def expert_tokens(self, expert: int, rows: int) -> Tensor:
+        """Return the indices [m] of the tokens that are routed to one expert."""
         assert self.chosen is not None
         return self._expert_token_positions(expert, rows) % len(self.chosen)
 
@@ -82,61 +82,64 @@ class Routes:
         experts, places = self._sorted_experts
         return places[(experts < expert).sum() + torch.arange(rows, device=places.device)]
 
-    def sizes(self, num_experts: int) -> list[int]:
-        """Return how many tokens are routed to each expert of the mixture; synchronizes with the device."""
+    def tokens_per_expert(self, num_experts: int) -> list[int]:
+        """Return the number of tokens routed to each expert; synchronizes with the device."""
         experts = self._sorted_experts[0]
         bounds = torch.arange(num_experts + 1, dtype=experts.dtype, device=experts.device)
         return torch.searchsorted(experts, bounds).diff().tolist()
 
     @cached_property
     def _sorted_experts(self) -> tuple[Tensor, Tensor]:
-        """The experts sorted, rank by rank and token by token, [k T], and their places before."""
+        """All chosen experts in sorted order, [k T], and the permutation that sorts them."""
         assert self.chosen is not None
         # Stable, because rows of an expert are identified by their order.
         return self.chosen.mT.reshape(-1).sort(stable=True)
 
-    def counts(self, num_experts: int, mask: Tensor | None) -> Tensor:
-        """Return the number of tokens of every expert and the sum of their gates, [2, experts], without padding."""
+    def expert_loads(self, num_experts: int, mask: Tensor | None) -> Tensor:
+        """Return the number of unmasked tokens of each expert and the sum of their gates, [2, experts]."""
         assert self.chosen is not None and self.gates is not None
         real = self.gates.new_ones(len(self.gates)) if mask is None else mask.reshape(-1).to(self.gates)
         sent = torch.nn.functional.one_hot(self.chosen, num_experts).to(self.gates) * real[:, None, None]
         return torch.stack([sent.sum(dim=(0, 1)), (sent * self.gates[..., None]).sum(dim=(0, 1))])
 
-    def changed(self, other: Routes) -> Tensor:
-        """Return True for tokens that have other experts in `other`, [T], in any order."""
+    def rerouted_tokens(self, other: ExpertRoutes) -> Tensor:
+        """Return a mask [T] of the tokens whose experts differ from those in `other`, in any order."""
         assert self.chosen is not None and other.chosen is not None
         return (self.chosen.sort(dim=-1).values != other.chosen.sort(dim=-1).values).any(dim=-1)
 
-    def given(self) -> Routes:
-        """Return these routes for another pass."""
-        return Routes(self.chosen, self.gates, is_given=True)
+    def fixed_copy(self) -> ExpertRoutes:
+        """Return a copy whose experts another pass uses instead of those of its own router."""
+        return ExpertRoutes(self.chosen, self.gates, is_given=True)
 
 
 @dataclass(frozen=True, eq=False)
 class SideInputs(Mapping[str, Tensor]):
-    """Inputs of one batch that all models share, by name: masks, positions, rotary tables, token ids.
+    """The block arguments of one batch other than features (masks, positions, token ids), shared by all models.
 
     `<stream>_mask` [n, t] is true where a token of that stream counts. `calls` and `inputs` refer to `tensors`.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     calls: tuple[BlockCall, ...] = ()
-    inputs: Inputs | None = None
-    routes: Routes | None = None
+    inputs: RawInputs | None = None
+    routes: ExpertRoutes | None = None
 
     @classmethod
-    def of(
-        cls, paths: Sequence[str], calls: Sequence[BlockCall], inputs: Inputs, mask: Tensor | None
+    def from_calls(
+        cls, paths: Sequence[str], calls: Sequence[BlockCall], inputs: RawInputs, mask: Tensor | None
     ) -> SideInputs:
-        """Return the side inputs of a batch with blocks called by `calls`, every tensor stored once."""
+        """Build side inputs from the recorded calls of the blocks; store every tensor once."""
         tensors: dict[str, Tensor] = {} if mask is None else {"hidden_mask": mask}
-        named_inputs = replace(inputs, values=named_map(inputs.values, partial(stored, tensors), "inputs"))
+        named_inputs = replace(
+            inputs, values=map_named_leaves(inputs.values, partial(store_tensor, tensors), "inputs")
+        )
 
         def store_shared_tensor(path: str, leaf: Any, name: str) -> Any:
-            return stored(tensors, leaf, f"{path}.{name}", stateless=not name.startswith("output."))
+            return store_tensor(tensors, leaf, f"{path}.{name}", stateless=not name.startswith("output."))
 
         named_calls = [
-            call.mapped(partial(store_shared_tensor, path)) for path, call in zip(paths, calls, strict=True)
+            call.map_leaves(partial(store_shared_tensor, path))
+            for path, call in zip(paths, calls, strict=True)
         ]
         # The lowest number of float64 becomes -inf in float32, in which libraries compute the softmax. A row that is
         # masked completely would be NaN.
@@ -147,17 +150,17 @@ class SideInputs(Mapping[str, Tensor]):
         }
         return cls(tensors, tuple(named_calls), named_inputs)
 
-    def call(self, position: int) -> BlockCall:
-        """Return the call of one block with its tensors."""
-        return self.calls[position].mapped(self._resolve_reference)
+    def block_call(self, position: int) -> BlockCall:
+        """Return the recorded call of one block, with its tensors filled in."""
+        return self.calls[position].map_leaves(self._resolve_reference)
 
-    def raw_inputs(self) -> Inputs:
-        """Return the raw inputs with their tensors."""
+    def raw_inputs(self) -> RawInputs:
+        """Return the raw inputs of the batch, with their tensors filled in."""
         assert self.inputs is not None
-        return replace(self.inputs, values=named_map(self.inputs.values, self._resolve_reference))
+        return replace(self.inputs, values=map_named_leaves(self.inputs.values, self._resolve_reference))
 
     def _resolve_reference(self, leaf: Any, _name: str) -> Any:
-        return self[leaf.key] if isinstance(leaf, Reference) else leaf
+        return self[leaf.key] if isinstance(leaf, TensorReference) else leaf
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -172,23 +175,23 @@ class SideInputs(Mapping[str, Tensor]):
         """Return the mask [n, t] of a stream, true where a token counts; None where all do."""
         return self.tensors.get(f"{stream}_mask")
 
-    def along(self, routes: Routes | None) -> SideInputs:
-        """Return the same with routes through a mixture of experts, to be written or used."""
+    def with_routes(self, routes: ExpertRoutes | None) -> SideInputs:
+        """Return a copy with routes, which a mixture of experts writes or uses."""
         return self if routes is None else replace(self, routes=routes)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors, those shared with other batches included."""
+        """The size of all tensors in bytes, including those shared with other batches."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def to(self, device: torch.device) -> SideInputs:
-        """Return the same on another device."""
+        """Return a copy on another device."""
         return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
 
 
 @dataclass(frozen=True)
 class Modality:
-    """The inputs of a family of models, and how its answers are scored.
+    """A kind of model input (images, texts), with its default pooling and accuracy metric.
 
     Attributes:
         name: `image`, `text`, or `tensor` for inputs of the caller's own.
@@ -200,7 +203,7 @@ class Modality:
     name: str
     pool: Pool = "cls"
     metric: str = "accuracy"
-    is_right: Callable[[ScoreMap, Tensor, Sequence[str]], Tensor] = scores_own_class
+    is_right: Callable[[ScoreMap, Tensor, Sequence[str]], Tensor] = is_top1_correct
 
 
 IMAGE = Modality("image")
@@ -209,8 +212,8 @@ TENSOR = Modality("tensor")
 
 
 @dataclass(frozen=True)
-class Slot:
-    """The place of one parameter of a layer in a checkpoint.
+class WeightSlot:
+    """The place of one parameter of a layer in a checkpoint: key, rows and layout.
 
     Attributes:
         key: the checkpoint's tensor.
@@ -226,8 +229,8 @@ class Slot:
     kernel: tuple[int, ...] = ()
     is_stacked: bool = False
 
-    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the parameter's shape in the layer's layout, given that of the checkpoint's tensor."""
+    def layer_shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the parameter's shape in the layer, given the shape of the checkpoint's tensor."""
         shape = stored if self.rows is None else (self.rows[1] - self.rows[0], *stored[1:])
         if self.is_stacked:
             shape = shape[1:]
@@ -235,20 +238,20 @@ class Slot:
             shape = (shape[0], math.prod(self.kernel))
         return shape[::-1] if self.transposed else shape
 
-    def of(self, whole: Tensor) -> Tensor:
+    def take_rows(self, whole: Tensor) -> Tensor:
         """Return the parameter's rows of the checkpoint's tensor, without a copy."""
         return whole if self.rows is None else whole[slice(*self.rows)]
 
-    def own(self, stored: Tensor) -> Tensor:
-        """Return the parameter in the layer's layout, given its rows of the checkpoint's tensor, without a copy."""
+    def to_layer_layout(self, stored: Tensor) -> Tensor:
+        """Convert a parameter from the checkpoint's layout to the layer's, without a copy."""
         if self.is_stacked:
             stored = stored[0]
         if self.kernel:
             stored = stored.flatten(1)
         return stored.mT if self.transposed else stored
 
-    def stored(self, parameter: Tensor) -> Tensor:
-        """Return the rows of the checkpoint's tensor, given the parameter in the layer's layout, without a copy."""
+    def to_stored_layout(self, parameter: Tensor) -> Tensor:
+        """Convert a parameter from the layer's layout to the checkpoint's, without a copy."""
         if self.transposed:
             parameter = parameter.mT
         if self.is_stacked:
@@ -292,7 +295,7 @@ LayerCall = Callable[..., State]
 
 @dataclass(frozen=True)
 class Layer:
-    """One link of the chain.
+    """One layer of a `LayerChain`: its function, parameters and calibratable sites.
 
     Attributes:
         index: 1 for the stem, L for the head.
@@ -312,7 +315,7 @@ class Layer:
     index: int
     role: Role
     path: str
-    parameters: Mapping[str, Slot]
+    parameters: Mapping[str, WeightSlot]
     call: LayerCall
     sites: tuple[Site, ...] = ()
     stream: str = "hidden"
@@ -321,8 +324,8 @@ class Layer:
     no_sites: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     needs: str = ""
 
-    def sees(self, side: SideInputs) -> bool:
-        """Return True if its sites read anything of a batch."""
+    def has_inputs_in(self, side: SideInputs) -> bool:
+        """Return True if the batch has inputs for this layer's sites, such as images for a vision tower."""
         return not self.needs or self.needs in side
 
     @property
@@ -330,8 +333,8 @@ class Layer:
         """The number of experts of a mixture; 0 for other layers."""
         return max((site.expert + 1 for site in self.sites if site.expert is not None), default=0)
 
-    def vectors(self, state: State, side: SideInputs, how: Pool) -> Tensor:
-        """Return one vector per sample of the layer's own stream, linear in the state.
+    def pool_state(self, state: State, side: SideInputs, how: Pool) -> Tensor:
+        """Pool the layer's output state to one vector per sample, linearly.
 
         Args:
             state: the state after the layer.
@@ -339,7 +342,7 @@ class Layer:
             how: the pooling; the layer's own replaces it, unless it is `all`.
         """
         pool = how if how == "all" else self.pool or how
-        return pooled(state[self.stream], pool, side.mask(self.stream))
+        return pool_features(state[self.stream], pool, side.mask(self.stream))
 
 
 @dataclass(frozen=True)
@@ -388,7 +391,7 @@ class LayerChain:
         """Return the checkpoint keys of all parameters, each once, in forward order."""
         return tuple(dict.fromkeys(slot.key for layer in self.layers for slot in layer.parameters.values()))
 
-    def owned(self, layer: Layer) -> dict[str, Slot]:
+    def own_parameters(self, layer: Layer) -> dict[str, WeightSlot]:
         """Return the parameters that belong to `layer`: those that no earlier layer lists."""
         # Tied weights and packed tensors are listed by several layers, but must be solved for once.
         earlier = {slot for other in self.layers[: layer.index - 1] for slot in other.parameters.values()}
@@ -419,8 +422,8 @@ class Adapter(Protocol):
 adapters: Registry[Adapter] = Registry("adapter", "driftlens.models.architectures", "driftlens.adapters")
 
 
-def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
-    """Return one vector per sample, [n, d], or [n, t * d] for `all`, linear in `hidden`.
+def pool_features(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
+    """Pool features to one vector per sample, [n, d], or [n, t * d] for `all`; linear in `hidden`.
 
     Args:
         hidden: [n, t, d], or [n, d], which is returned as it is; of convolutions [n, c, h, w], with a mean over space.
@@ -461,8 +464,10 @@ def pooled(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
     return (hidden * weights[..., None]).sum(dim=1) / weights.sum(dim=1, keepdim=True).clamp_min(1)
 
 
-def fused(chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: StateSource) -> OnDemand[str]:
-    """Return checkpoint key -> tensor with new layer parameters, each computed on access.
+def updated_tensors(
+    chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: StateSource
+) -> LazyTensors[str]:
+    """Map checkpoint keys to tensors with new layer parameters, each computed on access.
 
     Args:
         chain: the model's layers.
@@ -470,7 +475,7 @@ def fused(chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: S
         start: the changed model under the skeleton's key names, whose tensors provide layout, dtype, and the rows of
             packed tensors that have no new parameter.
     """
-    touched: dict[str, list[tuple[ParameterKey, Slot]]] = {}
+    touched: dict[str, list[tuple[ParameterKey, WeightSlot]]] = {}
     for index, name in parameters:
         slot = chain.layers[index - 1].parameters[name]  # several rows may share one packed tensor
         touched.setdefault(slot.key, []).append(((index, name), slot))
@@ -481,7 +486,7 @@ def fused(chain: LayerChain, parameters: Mapping[ParameterKey, Tensor], start: S
         for parameter, slot in touched[key]:
             value = parameters[parameter]
             rows = slice(None) if slot.rows is None else slice(*slot.rows)
-            tensor[rows] = slot.stored(value).detach().to(tensor)
+            tensor[rows] = slot.to_stored_layout(value).detach().to(tensor)
         return tensor
 
-    return OnDemand(touched, updated_tensor)
+    return LazyTensors(touched, updated_tensor)

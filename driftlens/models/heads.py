@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlens.checkpoints.loading import WEIGHT_FILES, library_folder, open_checkpoint
+from driftlens.checkpoints.loading import WEIGHT_FILES, find_config_folder, open_checkpoint
 from driftlens.checkpoints.tensor_sources import StateSource, check_finite, require_key
-from driftlens.utils.devices import to_device, to_match
+from driftlens.utils.devices import match_device_dtype, to_device
 from driftlens.utils.errors import CheckpointError, DataError, SpecError
-from driftlens.utils.files import from_json, json_object, plain_file
+from driftlens.utils.files import parse_json, read_json_object, regular_file
 
 # Class names in the order of the rows, or the path of a JSON file with such a list.
 ClassNames = Sequence[str] | str | os.PathLike[str]
@@ -50,7 +50,9 @@ def class_names(classes: ClassNames) -> tuple[str, ...]:
     return names
 
 
-def file_head(file: str | os.PathLike[str], tensor: str, logit_scale: float, classes: ClassNames) -> Head:
+def head_from_file(
+    file: str | os.PathLike[str], tensor: str, logit_scale: float, classes: ClassNames
+) -> Head:
     """Return a head of precomputed class embeddings.
 
     Args:
@@ -120,14 +122,14 @@ def _class_names_for_rows(rows: Tensor, classes: ClassNames | None, where: str) 
     return names
 
 
-def stated_classes(place: str) -> tuple[str, ...] | None:
-    """Return class names in the order of a classifier's rows from its config.json, or None.
+def config_class_names(place: str) -> tuple[str, ...] | None:
+    """Return the class names in a model's config.json, in the order of the classifier's rows, or None.
 
     The file is that of a folder, of a weights file in one, or of a Hub id in the local cache.
     """
     file = pathlib.Path(place)
     is_other = file.suffix and file.name not in WEIGHT_FILES and file.is_file()
-    stated = json_object(None if is_other else library_folder(place), "config.json")
+    stated = read_json_object(None if is_other else find_config_folder(place), "config.json")
     of_timm = stated.get("label_names") or (stated.get("pretrained_cfg") or {}).get("label_names")
     if isinstance(of_timm, list):
         return tuple(map(str, of_timm))
@@ -139,10 +141,10 @@ def stated_classes(place: str) -> tuple[str, ...] | None:
     return None if names == tuple(f"LABEL_{row}" for row in range(len(names))) else names
 
 
-def text_head(
+def zero_shot_head(
     tower: TextTower, classes: ClassNames, templates: Sequence[str], words: Sequence[str] | None = None
 ) -> Head:
-    """Return the zero-shot head of the base, from class names and templates.
+    """Return the zero-shot head of the base, from class names and prompt templates.
 
     A class embedding is the mean over templates of unit-norm prompt embeddings, normalized again.
 
@@ -168,7 +170,7 @@ def text_head(
 
 def _read_class_names(path: pathlib.Path) -> list[str]:
     try:
-        names = from_json(plain_file(path).read_text(encoding="utf-8"))
+        names = parse_json(regular_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path}: class names can't be read: {getattr(error, 'strerror', None) or error}",
@@ -218,12 +220,16 @@ class Head:
 
     def scores(self, features: Tensor) -> Tensor:
         """Compute class scores [n, classes] of final features [n, d], on their device and in their dtype."""
-        return self.logit_scale * F.normalize(features, dim=-1) @ to_match(features, self.embeddings).mT
+        return (
+            self.logit_scale
+            * F.normalize(features, dim=-1)
+            @ match_device_dtype(features, self.embeddings).mT
+        )
 
-    def derivative(self, features: Tensor) -> Derivative:
+    def derivative(self, features: Tensor) -> ScoreJacobian:
         """Return the Jacobian of scores at features [n, d]."""
         return _score_jacobian(
-            self.logit_scale * to_match(features, self.embeddings), features, normalize=True
+            self.logit_scale * match_device_dtype(features, self.embeddings), features, normalize=True
         )
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
@@ -234,17 +240,17 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Derivative:
+class ScoreJacobian:
     """The Jacobian J [classes, d] of a score map at n features: `push` takes v [n, d] to J v, `pull` w to J' w."""
 
     push: Callable[[Tensor], Tensor]
     pull: Callable[[Tensor], Tensor]
 
 
-def _score_jacobian(rows: Tensor, features: Tensor, *, normalize: bool) -> Derivative:
+def _score_jacobian(rows: Tensor, features: Tensor, *, normalize: bool) -> ScoreJacobian:
     """Return the Jacobian of rows [classes, d] @ x, or of rows @ x / |x|: rows (1 - u u') / |x| with u = x / |x|."""
     if not normalize:
-        return Derivative(lambda v: v @ rows.mT, lambda w: w @ rows)
+        return ScoreJacobian(lambda v: v @ rows.mT, lambda w: w @ rows)
     # The lower bound of `F.normalize`, so that scores and derivatives agree for zeros too.
     size = torch.linalg.vector_norm(features, dim=-1, keepdim=True).clamp_min(1e-12)
     unit = features / size
@@ -252,7 +258,7 @@ def _score_jacobian(rows: Tensor, features: Tensor, *, normalize: bool) -> Deriv
     def normalization_derivative(v: Tensor) -> Tensor:
         return (v - unit * (unit * v).sum(dim=-1, keepdim=True)) / size
 
-    return Derivative(
+    return ScoreJacobian(
         lambda v: normalization_derivative(v) @ rows.mT, lambda w: normalization_derivative(w @ rows)
     )
 
@@ -277,13 +283,13 @@ class LinearHead:
 
     def scores(self, features: Tensor) -> Tensor:
         """Compute class scores [n, classes] of final features [n, d], on their device and in their dtype."""
-        bias = None if self.bias is None else to_match(features, self.bias)
+        bias = None if self.bias is None else match_device_dtype(features, self.bias)
         features = F.normalize(features, dim=-1) if self.normalize else features
-        return F.linear(features, to_match(features, self.weight), bias)
+        return F.linear(features, match_device_dtype(features, self.weight), bias)
 
-    def derivative(self, features: Tensor) -> Derivative:
+    def derivative(self, features: Tensor) -> ScoreJacobian:
         """Return the Jacobian of scores at features [n, d]."""
-        return _score_jacobian(to_match(features, self.weight), features, normalize=self.normalize)
+        return _score_jacobian(match_device_dtype(features, self.weight), features, normalize=self.normalize)
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor:
         """Return |weight|_2, divided by the shortest feature on the segment if features are normalized."""
@@ -291,20 +297,20 @@ class LinearHead:
         return norm / _shortest_norm_on_segment(start, end) if self.normalize else norm.expand(len(start))
 
 
-def class_rows(head: ScoreMap, labels: Sequence[str]) -> Tensor:
-    """Return the row of each label in the head, [n]."""
+def class_indices(head: ScoreMap, labels: Sequence[str]) -> Tensor:
+    """Return the class index of each label in the head, [n]."""
     row = {name: position for position, name in enumerate(head.classes)}
     return torch.tensor([row[label] for label in labels])
 
 
-def scores_own_class(head: ScoreMap, features: Tensor, labels: Sequence[str]) -> Tensor:
-    """Return True for samples whose best score, of final features [n, d], is that of their own label, [n]."""
-    return head.scores(features).argmax(dim=1) == to_device(class_rows(head, labels), features.device)
+def is_top1_correct(head: ScoreMap, features: Tensor, labels: Sequence[str]) -> Tensor:
+    """Return a mask [n] of the samples whose highest-scoring class is their label."""
+    return head.scores(features).argmax(dim=1) == to_device(class_indices(head, labels), features.device)
 
 
 @dataclass(frozen=True)
-class LmScores:
-    """The keys of a language-model head, and the library's steps from its output to scores.
+class LmHeadSpec:
+    """The checkpoint keys of a language-model head, and the library's steps from its output to scores.
 
     Attributes:
         key: key of the weight [vocabulary, d], that of the embeddings if they are tied.
@@ -323,8 +329,8 @@ class LmScores:
     slope: float = 1.0
 
     @property
-    def is_apart(self) -> bool:
-        """True if the head is not the embeddings."""
+    def is_untied(self) -> bool:
+        """True if the head is not tied to the embeddings."""
         return self.key == self.head
 
     @property
@@ -342,27 +348,27 @@ class LmHead:
 
     classes: tuple[str, ...]
     source: StateSource
-    lm: LmScores
+    lm: LmHeadSpec
     tokens: tuple[int, ...] | None = None
 
     # The gain is the norm of a matrix, so it needs no sampling.
     is_bounded_exactly = True
 
     @property
-    def num_tokens(self) -> int:
-        """The number of rows of the whole vocabulary."""
+    def vocabulary_size(self) -> int:
+        """The number of tokens in the vocabulary."""
         return self.source.headers[self.lm.key].shape[0]
 
-    def of(self, source: StateSource) -> LmHead:
-        """Return the same rows of another model."""
+    def of_model(self, source: StateSource) -> LmHead:
+        """Return the head of another model, for the same tokens."""
         return self if source is self.source else replace(self, source=source)
 
     def scores(self, features: Tensor) -> Tensor:
         """Compute scores of the next token [n, classes] for final features [n, d]."""
         parts = []
         for weight, bias in self._head_weight_chunks():
-            shift = None if bias is None else to_match(features, bias)
-            parts.append(F.linear(features * self.lm.scale, to_match(features, weight), shift))
+            shift = None if bias is None else match_device_dtype(features, bias)
+            parts.append(F.linear(features * self.lm.scale, match_device_dtype(features, weight), shift))
         scores = torch.cat(parts, dim=-1)
         return scores if self.lm.after_head is None else self.lm.after_head(scores)
 
@@ -375,7 +381,7 @@ class LmHead:
         if self.tokens is not None:
             yield self._class_token_rows
             return
-        count = self.num_tokens
+        count = self.vocabulary_size
         for start in range(0, count, _ROWS):
             yield self._read_vocabulary_rows(start, min(start + _ROWS, count))
 
@@ -404,11 +410,11 @@ class LmHead:
         return abs(self.lm.scale) * norm * self.lm.slope
 
 
-def is_of_vocabulary(head: ScoreMap | None) -> bool:
-    """Return True if a head scores all tokens, not the classes of a task."""
+def is_vocabulary_head(head: ScoreMap | None) -> bool:
+    """Return True if a head scores the whole vocabulary, not the classes of a task."""
     return isinstance(head, LmHead) and head.tokens is None
 
 
-def gives_one_score(head: ScoreMap | None) -> bool:
+def has_one_score(head: ScoreMap | None) -> bool:
     """Return True if a head returns one number, as in a reward model or a regression."""
     return head is not None and len(head.classes) == 1

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from driftlens.checkpoints.loading import (
-    files_beside_weights,
+    fetch_config_folder,
     image_processor_config,
+    load_tokenizer,
     read_config,
-    tokenizer_in,
 )
-from driftlens.models.texts import UNLIMITED, Form, Pictured, PictureReader, TextReader
+from driftlens.models.texts import UNLIMITED, Form, ImageTextProcessor, ImageTextSample, TextProcessor
 from driftlens.utils.errors import DataError, IncompatibleModelsError, SpecError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Preprocess:
     transform: Callable[[Sequence[Any]], Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
     notice: str = ""
-    texts: TextReader | None = None
+    texts: TextProcessor | None = None
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         """Return the raw inputs of a batch."""
@@ -64,12 +64,16 @@ class Preprocess:
         """Return the raw inputs of two samples, for a trial pass."""
         # Two samples, because a batch of one hides errors with the batch axis.
         pictures = [np.zeros((64, 64, 3), dtype=np.uint8)] * 2
-        if isinstance(self.texts, PictureReader):
-            return self([Pictured(text, images=(partial(_to_rgb_image, pictures[0]),)) for text in _EXAMPLES])
+        if isinstance(self.texts, ImageTextProcessor):
+            return self(
+                [ImageTextSample(text, images=(partial(_to_rgb_image, pictures[0]),)) for text in _EXAMPLES]
+            )
         return self(pictures if self.texts is None else [(text, "") for text in _EXAMPLES])
 
 
-def hf_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str) -> Preprocess:
+def hf_clip_preprocess(
+    config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str
+) -> Preprocess:
     """Return the preprocessing of a CLIP of transformers, with PIL.
 
     Args:
@@ -124,7 +128,7 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     notice = ""
     if image_processor_config(source, offline=offline) is not None:
         processor = transformers.AutoImageProcessor.from_pretrained(
-            files_beside_weights(source, offline=offline),
+            fetch_config_folder(source, offline=offline),
             local_files_only=True,
             trust_remote_code=False,
             **plain,
@@ -146,8 +150,8 @@ def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     return _hf_processor_preprocess(processor, processor.to_dict(), notice)
 
 
-def in_order(preprocess: Preprocess, patch_size: int) -> Preprocess:
-    """Return the same images with the order of patches that a masked autoencoder samples, here that of the image."""
+def fix_patch_order(preprocess: Preprocess, patch_size: int) -> Preprocess:
+    """Keep a masked autoencoder's patches in image order, by ascending `noise` next to the pixels."""
 
     def pixels_and_patch_order(images: Sequence[Any]) -> Any:
         pixels = preprocess(images)
@@ -191,7 +195,7 @@ def open_clip_preprocess(
 def image_preprocess(
     backend: str, transform: Callable[[Any], Tensor], settings: Mapping[str, Any] | None = None
 ) -> Preprocess:
-    """Return the preprocessing of one function, as in torchvision and timm.
+    """Return the preprocessing by one image transform, as in torchvision and timm.
 
     Args:
         backend: name of the code.
@@ -209,7 +213,7 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
     """Return the preprocessing of texts by the tokenizer next to a model's configuration."""
     code = (read_config(source, "tokenizer_config.json", offline=offline) or {}).get("auto_map")
     generation = read_config(source, "generation_config.json", offline=offline) or {}
-    tokenizer = tokenizer_in(source, offline=offline)
+    tokenizer = load_tokenizer(source, offline=offline)
     stated = read_config(source, "sentence_bert_config.json", offline=offline) or {}
     # sentence-transformers overrides the tokenizer's own limit.
     if tokenizer is not None and stated.get("max_seq_length"):
@@ -218,7 +222,7 @@ def hf_text_preprocess(source: str, config: Any, offline: bool, form: Form) -> P
     return text_preprocess(tokenizer, config, generation, form, source, code=code, lowers=lowers)
 
 
-def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
+def hf_image_text_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     """Return the preprocessing of texts with images by the processor next to a model's configuration."""
     from transformers import AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
@@ -226,7 +230,7 @@ def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess
     texts = hf_text_preprocess(source, config, offline, "decoder")
     assert texts.texts is not None
     processor = AutoProcessor.from_pretrained(
-        files_beside_weights(source, offline=offline), local_files_only=True, trust_remote_code=False
+        fetch_config_folder(source, offline=offline), local_files_only=True, trust_remote_code=False
     )
     if not hasattr(processor, "image_token") or getattr(processor, "image_processor", None) is None:
         raise IncompatibleModelsError(
@@ -234,7 +238,7 @@ def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess
             hint=_PROCESSOR,
         )
     with_images = replace(texts.texts, takes_images=True, processor=processor)
-    reader = PictureReader(**vars(with_images))
+    reader = ImageTextProcessor(**vars(with_images))
     # Rows are padded on the right, whatever the tokenizer's setting.
     processor.tokenizer.padding_side = "right"
     settings = {**texts.settings, "images": processor.image_processor.to_dict()}
@@ -244,8 +248,8 @@ def hf_picture_preprocess(source: str, config: Any, offline: bool) -> Preprocess
     return Preprocess(f"transformers {name}", reader, settings, notice, reader)
 
 
-def processed_example(preprocess: Preprocess, config: Any, source: str) -> Any:
-    """Return a processor's output for an example; refuse one without a token for the image."""
+def image_text_example(preprocess: Preprocess, config: Any, source: str) -> Any:
+    """Return the processor's output for an example with images; raise if it has no image token."""
     token, example = getattr(config, "image_token_id", None), preprocess.example()
     if token is not None and not (example["input_ids"] == token).any():
         raise IncompatibleModelsError(
@@ -312,7 +316,7 @@ def text_preprocess(
         raise SpecError(f"{source}: model_max_length of its tokenizer is {stated!r}; expected 1 or more")
     ends = generation.get("eos_token_id", getattr(config.get_text_config(), "eos_token_id", None))
     named = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
-    reader = TextReader(
+    reader = TextProcessor(
         tokenizer,
         form,
         int(min(stated, limit)),
@@ -325,7 +329,7 @@ def text_preprocess(
     settings = {
         "tokenizer": reader.digest,
         "max_length": reader.max_length,
-        "too_long": reader.rule,
+        "too_long": reader.truncation_rule,
         "padding": "right",
         "packing": "none",
     }

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn.modules import activation
 from torch.overrides import TorchFunctionMode
 
-from driftlens.checkpoints.loading import Pooling, modules_of, open_folder, pooling_of
+from driftlens.checkpoints.loading import Pooling, open_model_folder, read_pooling, sentence_modules
 from driftlens.checkpoints.tensor_sources import StateSource, check_finite
-from driftlens.models.chain import LayerChain, Pool, SideInputs, State, pooled
+from driftlens.models.chain import LayerChain, Pool, SideInputs, State, pool_features
 from driftlens.models.heads import class_names
-from driftlens.models.tracing.block_call import call, find_features, result
-from driftlens.utils.devices import to_match
+from driftlens.models.tracing.block_call import call_with_weights, find_features, first_tensor
+from driftlens.utils.devices import match_device_dtype
 from driftlens.utils.errors import DataError, IncompatibleModelsError
-from driftlens.utils.files import json_object
+from driftlens.utils.files import read_json_object
 
 # Bounds on the slopes of functions. The slope of GELU has its maximum 1.1290 at the square root of 2.
 _SLOPES = {
@@ -32,8 +32,8 @@ _SLOPES = {
 }
 
 
-class Tokens(nn.Module):
-    """The core of a model under the names of the whole model, returning the features of tokens.
+class TokenEncoder(nn.Module):
+    """A model without its head, as a module that returns token features under the whole model's key names.
 
     With a `pool` it returns one vector per sample.
     """
@@ -45,12 +45,16 @@ class Tokens(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return features of the core's inputs."""
-        features = result(self.get_submodule(self.base_model_prefix)(*args, **kwargs))
-        return features if self.pool is None else pooled(features, self.pool, kwargs.get("attention_mask"))
+        features = first_tensor(self.get_submodule(self.base_model_prefix)(*args, **kwargs))
+        return (
+            features
+            if self.pool is None
+            else pool_features(features, self.pool, kwargs.get("attention_mask"))
+        )
 
 
 class _CoreStandIn(nn.Module):
-    """Replaces a core: its input are the features, which the pooler, if any, reads."""
+    """Replaces a model's transformer: takes features as input and returns them, with the pooler's output."""
 
     def __init__(self, pooler: nn.Module | None) -> None:
         super().__init__()
@@ -65,42 +69,42 @@ class _CoreStandIn(nn.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class OwnHead:
-    """A `ScoreMap` that is a model's own head, with the weights of one expert by the names of the form."""
+class ExpertHead:
+    """A `ScoreMap` that is an expert's own classification head of several layers."""
 
     classes: tuple[str, ...]
-    form: HeadForm
+    form: HeadTemplate
     weights: Mapping[str, Tensor]
 
     def scores(self, features: Tensor) -> Tensor:
         """Compute class scores [n, classes] of final features [n, d], on their device and in their dtype."""
-        weights = {name: to_match(features, value) for name, value in self.weights.items()}
+        weights = {name: match_device_dtype(features, value) for name, value in self.weights.items()}
         # One token per sample: every supported pooling of a single token returns this token.
         return self.form.run(weights, features[:, None])
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor | None:
-        """Return the product of bounds on its layers' slopes, |weight|_2 for a linear one; None if one is unknown."""
+        """Return the head's Lipschitz bound, the product of those of its layers; None if one is unknown."""
         return None if self._head_gain_bound is None else self._head_gain_bound.to(start).expand(len(start))
 
     @cached_property
     def _head_gain_bound(self) -> Tensor | None:
         weights = {name: value.double() for name, value in self.weights.items()}
         features = torch.zeros(1, 1, self.form.width, dtype=torch.float64)
-        gain = followed(partial(self.form.run, weights), features)
+        gain = lipschitz_bound(partial(self.form.run, weights), features)
         return gain if bool(gain.isfinite()) else None
 
 
-def followed(run: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
-    """Return a bound on the change of the output of `run` per change of `start`; NaN if unknown."""
-    with torch.no_grad(), _Follow(start) as path:
+def lipschitz_bound(run: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
+    """Return a bound on the change of the output of `run` per change of its input `start`; NaN if unknown."""
+    with torch.no_grad(), _SlopeTracker(start) as path:
         end = run(start)
     # If the output is another tensor, it took a way that was not followed, such as a residual sum.
     return path.gain if end is path.current else path.gain * torch.nan
 
 
 @dataclass(frozen=True, eq=False)
-class HeadForm:
-    """A head of several layers, without weights: the whole model `module`, its core replaced by features.
+class HeadTemplate:
+    """A classification head of several layers, without weights, run by the library's model on features.
 
     Attributes:
         names: its weights' names -> their names in a file of the whole model.
@@ -116,7 +120,7 @@ class HeadForm:
     pool: Pool = "cls"
 
     def run(self, weights: Mapping[str, Tensor], tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Compute scores [n, classes] of features of tokens.
+        """Compute the head's scores [n, classes] of token features [n, t, d].
 
         Args:
             weights: the head's weights by their names in `names`.
@@ -128,10 +132,10 @@ class HeadForm:
         if self.takes == "input_ids":
             ones = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
             inputs["attention_mask"] = ones if mask is None else mask
-        return result(call(self.module, weights, (), inputs))
+        return first_tensor(call_with_weights(self.module, weights, (), inputs))
 
-    def head(self, source: StateSource, keys: Sequence[str], classes: Sequence[str]) -> OwnHead:
-        """Return the head of one expert.
+    def load_head(self, source: StateSource, keys: Sequence[str], classes: Sequence[str]) -> ExpertHead:
+        """Load the head's weights of one expert.
 
         Args:
             source: the expert's weights.
@@ -141,7 +145,7 @@ class HeadForm:
         weights = {name: source.read(key).float() for name, key in zip(self.names, keys, strict=True)}
         for key, value in zip(keys, weights.values(), strict=True):
             check_finite(source.name, key, value)
-        head = OwnHead(class_names(classes), self, weights)
+        head = ExpertHead(class_names(classes), self, weights)
         count = head.scores(torch.zeros(1, self.width)).shape[1]
         if count != len(head.classes):
             raise DataError(
@@ -151,8 +155,8 @@ class HeadForm:
         return head
 
 
-def split_head(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadForm] | None:
-    """Split a model for classification into its core and its head, which share its modules.
+def split_head(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadTemplate] | None:
+    """Split a classification model into its transformer and its head, which share its modules.
 
     Return None, and leave the model unchanged, if the head does not read one vector: the first token, the last or the
     mean. A trial with random weights and a padded sample shows which.
@@ -163,7 +167,7 @@ def split_head(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadFor
     setattr(whole, prefix, _CoreStandIn(pooler))
     try:
         names_in_file = {key: names[key] for key in whole.state_dict()}
-        form = HeadForm(whole, names_in_file, whole.main_input_name, whole.config.hidden_size)
+        form = HeadTemplate(whole, names_in_file, whole.main_input_name, whole.config.hidden_size)
         pool = _find_head_pooling(form)
     except Exception:  # a forward function that needs more than features
         pool = None
@@ -173,10 +177,10 @@ def split_head(whole: Any, names: Mapping[str, str]) -> tuple[nn.Module, HeadFor
     if pooler is not None:
         # The pooler belongs to the head now; in the core it would be merged as well.
         core.pooler = None
-    return Tokens(core, prefix), replace(form, pool=pool)
+    return TokenEncoder(core, prefix), replace(form, pool=pool)
 
 
-def _find_head_pooling(form: HeadForm) -> Pool | None:
+def _find_head_pooling(form: HeadTemplate) -> Pool | None:
     generator = torch.Generator().manual_seed(0)
 
     def random_tensor(*shape: int) -> Tensor:
@@ -187,15 +191,15 @@ def _find_head_pooling(form: HeadForm) -> Pool | None:
     tokens, mask = random_tensor(2, 3, form.width), torch.tensor([[1, 1, 1], [1, 1, 0]])
     scores = form.run(weights, tokens, mask)
     for pool in get_args(Pool):
-        alone = pooled(tokens, pool, mask)
+        alone = pool_features(tokens, pool, mask)
         # `all` flattens tokens to a vector of another width.
         if alone.shape[1] == form.width and torch.allclose(form.run(weights, alone[:, None]), scores):
             return pool
     return None
 
 
-class _Follow(TorchFunctionMode):
-    """Follows a tensor through functions; `gain` is the product of bounds on their slopes, NaN if one is unknown."""
+class _SlopeTracker(TorchFunctionMode):
+    """Follows a tensor through torch functions; `gain` is the product of bounds on their slopes, or NaN."""
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()
@@ -227,7 +231,7 @@ _INNER: Mapping[str, Pool] = {"cls": "cls", "lasttoken": "last"}
 
 
 def _pooling_weights(mode: str, mask: Tensor) -> Tensor:
-    """Return the weight of each token in a linear pooling, [n, t]; `mask` [n, t] is 1 where a token counts, else 0."""
+    """Return the weight of each token in a linear pooling, [n, t], given the mask [n, t]."""
     if mode in ("cls", "lasttoken"):
         places = mask.argmax(dim=1) if mode == "cls" else mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)
         return F.one_hot(places, mask.shape[1]).to(mask)
@@ -240,7 +244,7 @@ def _pooling_weights(mode: str, mask: Tensor) -> Tensor:
 
 
 def _pooled_tokens(tokens: Tensor, mask: Tensor, modes: tuple[str, ...]) -> Tensor:
-    """Return one vector per text [n, d * modes]: poolings, by sentence-transformers' names, of tokens [n, t, d].
+    """Pool token features [n, t, d] to one vector per text, [n, d * modes], as sentence-transformers does.
 
     `mask` [n, t] is true where a token counts.
     """
@@ -254,8 +258,8 @@ def _pooled_tokens(tokens: Tensor, mask: Tensor, modes: tuple[str, ...]) -> Tens
 
 
 @dataclass(frozen=True)
-class _Readout:
-    """The map from features of tokens to embeddings in a folder's modules."""
+class _EmbeddingHead:
+    """The pooling and dense layers of a sentence-transformers folder: token features -> embeddings."""
 
     pooling: Pooling
     steps: tuple[Step, ...] = ()
@@ -270,18 +274,18 @@ class _Readout:
         return embedding
 
 
-def readout_of(root: pathlib.Path) -> _Readout:
-    """Return the map from features to embeddings of a folder."""
-    pooling, steps = pooling_of(root), list[Step]()
-    kinds = [module.kind for module in modules_of(root)]
+def embedding_head(root: pathlib.Path) -> _EmbeddingHead:
+    """Load the pooling and dense layers of a sentence-transformers folder."""
+    pooling, steps = read_pooling(root), list[Step]()
+    kinds = [module.kind for module in sentence_modules(root)]
     if "Pooling" in kinds and set(kinds[1 : kinds.index("Pooling")]) - {"Dropout"}:
         raise IncompatibleModelsError(
             f"{root}: {kinds[1]} before Pooling is not supported",
             hint="Use a model that changes features after Pooling only.",
         )
-    for module in modules_of(root)[1:]:
+    for module in sentence_modules(root)[1:]:
         place = root / module.place
-        stated = json_object(place, "config.json") if module.place else {}
+        stated = read_json_object(place, "config.json") if module.place else {}
         if {stated.get(f"module_{end}put_name") or _EMBEDDING for end in ("in", "out")} != {_EMBEDDING}:
             raise IncompatibleModelsError(
                 f"{place} reads or writes an entry other than {_EMBEDDING}",
@@ -301,14 +305,14 @@ def readout_of(root: pathlib.Path) -> _Readout:
             )
         elif module.kind == "LayerNorm":
             steps.append(partial(_apply_layer_norm, _read_float32_weights(place)))
-    return _Readout(pooling, tuple(steps))
+    return _EmbeddingHead(pooling, tuple(steps))
 
 
 _EMBEDDING = "sentence_embedding"
 
 
 def _read_float32_weights(place: pathlib.Path) -> dict[str, Tensor]:
-    source = open_folder(place)
+    source = open_model_folder(place)
     weights = {name: source.read(name).float() for name in source.headers}
     for name, value in weights.items():
         check_finite(source.name, name, value)
@@ -348,9 +352,9 @@ def _activation_module(place: pathlib.Path, stated: Mapping[str, Any]) -> nn.Mod
     return module.eval()
 
 
-def with_embedding(chain: LayerChain, readout: _Readout) -> LayerChain:
-    """Return a chain that ends in features of tokens, with the embedding as its final feature."""
-    head, pool = chain.layers[-1], _INNER.get(readout.pooling.said, "mean")
+def add_embedding_head(chain: LayerChain, readout: _EmbeddingHead) -> LayerChain:
+    """Append pooling and dense layers to a chain, so that its final feature is the sentence embedding."""
+    head, pool = chain.layers[-1], _INNER.get(readout.pooling.description, "mean")
 
     def start_with_pooling_mask(inputs: Any) -> tuple[State, SideInputs]:
         batch, mask = _split_off_pooling_mask(inputs)
@@ -377,13 +381,13 @@ def with_embedding(chain: LayerChain, readout: _Readout) -> LayerChain:
         library_states=states_with_embedding,
         require_shared=shared and (lambda models, batch: shared(models, _split_off_pooling_mask(batch)[0])),
         modality=replace(chain.modality, pool=pool),
-        settings={**chain.settings, EMBEDDED: readout.pooling.said},
+        settings={**chain.settings, EMBEDDED: readout.pooling.description},
         # No module of the transformer returns the embedding.
         final=None,
     )
 
 
 def _split_off_pooling_mask(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
-    """Return the inputs of the transformer, and the mask of the pooling if there is one."""
+    """Split a batch into the transformer's inputs and the pooling mask, if it has one."""
     batch = dict(inputs)
     return batch, batch.pop(f"{POOLED}_mask", None)

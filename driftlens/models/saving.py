@@ -13,35 +13,35 @@ from typing import Any
 
 from torch import Tensor
 
-from driftlens.checkpoints.alignment import Stored
+from driftlens.checkpoints.alignment import FileLayoutSource
 from driftlens.checkpoints.loading import (
     MODULES,
     NEVER_WRITTEN,
     WEIGHT_FILES,
     companion_files,
-    flat,
-    library_folder,
+    find_config_folder,
+    flat_modules_json,
     read_json,
-    shards_of,
+    shard_by_tensor,
 )
 from driftlens.checkpoints.tensor_sources import (
     DTYPES,
-    OnDemand,
+    InMemorySource,
+    LazyTensors,
     StateSource,
     TensorHeader,
-    TensorsSource,
     check_finite,
-    raw_bytes,
-    renamed,
+    rename_keys,
     require_key,
+    tensor_bytes,
 )
 from driftlens.models.architecture import Architecture, FolderFormat
 from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, ShapeError, SpecError
 from driftlens.utils.files import (
     atomic_folder,
     atomic_path,
-    from_json,
-    require_free,
+    parse_json,
+    require_unused_path,
     write_json_atomic,
     write_text_atomic,
 )
@@ -53,8 +53,8 @@ _CODE = frozenset(("auto_map", "custom_pipelines"))
 log = logging.getLogger("driftlens")
 
 
-class Patched:
-    """A source with some tensors replaced, in the base's keys, order and dtypes; updates are checked on each read."""
+class PatchedSource:
+    """A tensor source with some tensors replaced, in the base's keys, order and dtypes."""
 
     def __init__(self, base: StateSource, updates: Mapping[str, Tensor]) -> None:
         for key in updates:
@@ -100,7 +100,7 @@ def save_state_dict(
         metadata: strings for the header; `format: pt` is added, which transformers requires.
     """
     # Written here, because the safetensors library can only write tensors that are all in memory.
-    source = TensorsSource("tensors", dict(tensors)) if isinstance(tensors, Mapping) else tensors
+    source = InMemorySource("tensors", dict(tensors)) if isinstance(tensors, Mapping) else tensors
     headers = source.headers
     head, starts = _safetensors_header(headers, {"format": "pt", **(metadata or {})})
     total = len(head) + sum(header.nbytes for header in headers.values())
@@ -110,7 +110,7 @@ def save_state_dict(
             tensor = source.read(key)
             assert TensorHeader(tuple(tensor.shape), tensor.dtype) == headers[key], key
             file.seek(len(head) + starts[key])
-            file.write(raw_bytes(tensor))
+            file.write(tensor_bytes(tensor))
             # The next tensor is computed before the variable is replaced. Without this, two are in memory at once.
             del tensor
 
@@ -151,28 +151,30 @@ def save_model(
     Args:
         architecture: the architecture of both.
         base: the base under its own key names; text tower and logit scale come from it.
-        model: the model to save, under the skeleton's key names (see `Patched` and `fused`).
+        model: the model to save, under the skeleton's key names (see `PatchedSource` and `updated_tensors`).
         path: a path ending in `.safetensors` for a state dict, else a folder that the original library loads.
         metadata: strings for the header of the weights.
         card: Python that uses the folder (see `FolderFormat`) -> text of its README.md.
         heads: path in the folder -> a task's own head.
     """
-    require_target(architecture, path)
+    check_save_path(architecture, path)
     canonical = _skeleton_key_by_base_key(architecture, base, model)
 
-    def updated_tensors(names: Mapping[str, str], wrapper: str) -> Patched | Stored:
+    def updated_tensors(names: Mapping[str, str], wrapper: str) -> PatchedSource | FileLayoutSource:
         updates = {name: canonical[key] for name, key in names.items() if key in canonical}
-        patched = Patched(renamed(base, names), OnDemand(updates, lambda name: model.read(updates[name])))
+        patched = PatchedSource(
+            rename_keys(base, names), LazyTensors(updates, lambda name: model.read(updates[name]))
+        )
         # Without a layout, the base's keys are the skeleton's, so there is no wrapper to remove.
-        return patched if architecture.layout is None else Stored(patched, wrapper)
+        return patched if architecture.layout is None else FileLayoutSource(patched, wrapper)
 
     target, form = pathlib.Path(path), architecture.folder
     if target.suffix == ".safetensors":
         save_state_dict(target, updated_tensors({key: key for key in base.headers}, ""), metadata)
         return
-    assert form is not None and architecture.layout is not None  # `require_target` refused it
+    assert form is not None and architecture.layout is not None  # `check_save_path` refused it
     names = _base_key_by_library_key(architecture, base, form)
-    wrapper = architecture.layout.wrapper(base.headers, base.name)
+    wrapper = architecture.layout.wrapper_prefix(base.headers, base.name)
     tensors = updated_tensors(names, wrapper)
     files = _keys_by_weight_file(base, tensors.headers, wrapper, form)
     companions = _files_to_copy(architecture, base, form)
@@ -185,9 +187,9 @@ def save_model(
             write_json_atomic(folder / name, _config_without_code(content, name), allow_nan=True)
         for name, head in heads.items():
             (folder / name).parent.mkdir(exist_ok=True)
-            save_state_dict(folder / name, Patched(head, {}))
+            save_state_dict(folder / name, PatchedSource(head, {}))
         for name, part in files.items():
-            save_state_dict(folder / name, renamed(tensors, {key: key for key in part}), metadata)
+            save_state_dict(folder / name, rename_keys(tensors, {key: key for key in part}), metadata)
         if len(files) > 1:
             places = {key: name for name, part in files.items() for key in part}
             size = sum(header.nbytes for header in tensors.headers.values())
@@ -199,7 +201,7 @@ def save_model(
 
 
 def library_prefix(architecture: Architecture, base: StateSource, key: str) -> str:
-    """Return the prefix of the skeleton's module paths in the library's whole model, as the two names of `key` show."""
+    """Return the prefix that module paths of the skeleton have in the library's whole model."""
     assert architecture.folder is not None and architecture.layout is not None
     stored = architecture.layout.key_map(base.headers, architecture.keys, base.name)[key]
     names = _base_key_by_library_key(architecture, base, architecture.folder)
@@ -212,7 +214,7 @@ def library_prefix(architecture: Architecture, base: StateSource, key: str) -> s
     return library.removesuffix(key)
 
 
-def require_target(architecture: Architecture, path: str | os.PathLike[str]) -> None:
+def check_save_path(architecture: Architecture, path: str | os.PathLike[str]) -> None:
     """Raise if a model can't be written to a path, before anything is computed for it."""
     place = pathlib.Path(path)
     if place.suffix in NEVER_WRITTEN:
@@ -225,15 +227,15 @@ def require_target(architecture: Architecture, path: str | os.PathLike[str]) -> 
             f"{architecture.source} can only be saved as a state dict",
             hint="Use a path ending in .safetensors.",
         )
-    require_free(place)
+    require_unused_path(place)
 
 
 def _keys_by_weight_file(
     base: StateSource, keys: Collection[str], wrapper: str, form: FolderFormat
 ) -> dict[str, list[str]]:
-    """Return the weight files to write, each with its part of `keys`: the base's own shards, or one for all."""
+    """Return the weight files to write with the keys of each: the base's shards, or one file for all keys."""
     # open_clip reads no index of shards.
-    shards = shards_of(base) if f"{form.weights}.index.json" in WEIGHT_FILES else {}
+    shards = shard_by_tensor(base) if f"{form.weights}.index.json" in WEIGHT_FILES else {}
     if not all(wrapper + key in shards for key in keys):
         return {form.weights: [*keys]}
     files: dict[str, list[str]] = {}
@@ -247,7 +249,7 @@ def _files_to_copy(
     architecture: Architecture, base: StateSource, form: FolderFormat
 ) -> dict[str, pathlib.Path]:
     """Return the files to copy from the architecture's folder, or else from the base's."""
-    source, of_base = library_folder(architecture.source), library_folder(base.name)
+    source, of_base = find_config_folder(architecture.source), find_config_folder(base.name)
     companions = {name: place for name, place in companion_files(source).items() if name not in form.configs}
     if companions or of_base == source:
         return companions
@@ -259,7 +261,7 @@ def _files_to_copy(
 def _copy_without_code(source: pathlib.Path, target: pathlib.Path) -> None:
     """Copy a file; leave out entries of configurations that name code."""
     if source.name == MODULES:
-        write_json_atomic(target, flat(from_json(source.read_bytes())))
+        write_json_atomic(target, flat_modules_json(parse_json(source.read_bytes())))
         return
     content = read_json(source) if source.name.endswith("config.json") else None
     plain = None if content is None else _config_without_code(content, source.name)
@@ -300,7 +302,7 @@ def _skeleton_key_by_base_key(
     # The head that computes scores belongs to no layer and is merged too.
     outer = [key for key in architecture.keys if key in stored and key in model.headers]
     canonical = {stored[key]: key for key in (*outer, *keys)}
-    wrapper = layout.wrapper(base.headers, base.name) if layout is not None and chain.tied else ""
+    wrapper = layout.wrapper_prefix(base.headers, base.name) if layout is not None and chain.tied else ""
     for name, places in chain.tied.items():
         if wrapper + name in base.headers:
             canonical.setdefault(wrapper + name, next(place for place in places if place in model.headers))
@@ -312,7 +314,7 @@ def _base_key_by_library_key(
 ) -> dict[str, str]:
     """Return library key -> base key, without the prefix of a wrapper."""
     assert architecture.layout is not None  # as everything that can be saved as a folder
-    wrapper = architecture.layout.wrapper(base.headers, base.name)
+    wrapper = architecture.layout.wrapper_prefix(base.headers, base.name)
     names = {key.removeprefix(wrapper): key for key in base.headers if key.startswith(wrapper)}
     missing = next((key for key in folder.required() if key not in names), None)
     if missing is not None:

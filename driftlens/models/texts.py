@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.checkpoints.loading import Prompts
-from driftlens.models.tracing.block_runner import fitted
+from driftlens.models.tracing.block_runner import move_to_module
 from driftlens.utils.devices import to_device
 from driftlens.utils.errors import DataError, SpecError
 
@@ -34,15 +34,15 @@ MEANING = ("model", "normalizer", "pre_tokenizer", "post_processor", "added_toke
 _BEFORE = ":"
 
 
-class Text(NamedTuple):
+class TextSample(NamedTuple):
     """A question and its expected answer, or ""."""
 
     input: str
     target: str = ""
 
 
-class Pictured(NamedTuple):
-    """A question, its expected answer, or "", and functions that load the images."""
+class ImageTextSample(NamedTuple):
+    """A question with images, and its expected answer, or ""."""
 
     input: str
     target: str = ""
@@ -50,8 +50,8 @@ class Pictured(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TextReader:
-    """A map from samples of text to a batch of token ids, padded on the right.
+class TextProcessor:
+    """Tokenizes questions and answers to a batch of token ids, padded on the right.
 
     Rows that are too long are cut: a decoder's question at its beginning (special tokens stay), other questions and
     answers at their end.
@@ -96,7 +96,7 @@ class TextReader:
         if self.form == "encoder" and "token_type_ids" in encoded:
             columns["token_type_ids"] = encoded["token_type_ids"]
         if self.lead and not self.pools_lead:
-            (begin,) = replace(self, lead="").questions([self.lead])
+            (begin,) = replace(self, lead="").question_tokens([self.lead])
             led = len(begin) - (begin[-1] in self.tokenizer.all_special_ids)
             columns["pooling_mask"] = [[0] * min(led, len(row)) + [1] * (len(row) - led) for row in rows]
         if self.form == "encoder-decoder":
@@ -117,21 +117,21 @@ class TextReader:
             batch[name] = torch.tensor([before + after for before, after in pairs])
         return batch
 
-    def questions(self, texts: Sequence[str], *, spare: int = 0) -> list[list[int]]:
-        """Return token ids of questions alone, cut to leave `spare` tokens."""
+    def question_tokens(self, texts: Sequence[str], *, spare: int = 0) -> list[list[int]]:
+        """Return the token ids of questions alone, cut to leave room for `spare` more tokens."""
         room = max(1, self.max_length - spare)
         rows: list[list[int]] = self._tokenize_questions(texts, [room] * len(texts))["input_ids"]
         return rows
 
-    def asked(self, sample: Any) -> Any:
-        """Return the question of a sample, as `generate` takes it."""
+    def question_of(self, sample: Any) -> Any:
+        """Return a sample's question, in the form that `generate` takes."""
         return sample.input
 
     def _left_padded_batch(
         self, questions: Sequence[Any], tails: Sequence[Sequence[int]], *, spare: int = 0
     ) -> dict[str, Tensor]:
         """Return a batch of questions, cut to leave `spare` tokens free, and token ids, padded on the left."""
-        prefixes = self.questions(questions, spare=spare)
+        prefixes = self.question_tokens(questions, spare=spare)
         rows = [[*question, *tail] for question, tail in zip(prefixes, tails, strict=True)]
         columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
         return self._pad_rows(columns, left=True)
@@ -155,7 +155,7 @@ class TextReader:
         return (self.start or 0, *self.opening)
 
     @property
-    def end(self) -> int | None:
+    def end_token(self) -> int | None:
         """The tokenizer's end token, or None."""
         token: int | None = self.tokenizer.eos_token_id
         return token
@@ -165,8 +165,8 @@ class TextReader:
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def limited(self, max_length: int, key: str) -> TextReader:
-        """Return the same with another `max_length`, which is `key` in the spec."""
+    def with_max_length(self, max_length: int, key: str) -> TextProcessor:
+        """Return a copy with another `max_length`; `key` is its name in the spec, for messages."""
         if max_length > self.limit:
             raise SpecError(
                 f"{key} is {max_length}; the model has {self.limit} positions",
@@ -174,18 +174,18 @@ class TextReader:
             )
         return replace(self, max_length=max_length)
 
-    def lengths(self, samples: Sequence[Sequence[Any]]) -> list[int]:
-        """Return the length of each sample's row before cuts, the longer one of an encoder-decoder's."""
+    def row_lengths(self, samples: Sequence[Sequence[Any]]) -> list[int]:
+        """Return the number of tokens of each sample before truncation."""
         free = replace(self, max_length=UNLIMITED)
-        rows = free.questions([sample[0] for sample in samples])
+        rows = free.question_tokens([sample[0] for sample in samples])
         pairs = [
             (len(row), len(free._answer_with_end_token(sample[1])))
             for row, sample in zip(rows, samples, strict=True)
         ]
         return [sum(pair) if self.form == "decoder" else max(pair) for pair in pairs]
 
-    def chats(self, samples: Sequence[Text | Pictured]) -> list[str]:
-        """Write each question as a user's message, images first, by the chat template with the generation prompt."""
+    def chat_prompts(self, samples: Sequence[TextSample | ImageTextSample]) -> list[str]:
+        """Format each question as a user message, by the chat template with the generation prompt."""
         conversations = []
         for sample in samples:
             images = [{"type": "image"}] * len(getattr(sample, "images", ()))
@@ -207,13 +207,13 @@ class TextReader:
         return self.tokenizer.get_chat_template()
 
     @property
-    def marks(self) -> tuple[str, ...]:
-        """The special tokens in questions, the longest first."""
+    def special_tokens(self) -> tuple[str, ...]:
+        """The special tokens that a question may contain, longest first."""
         return tuple(sorted(filter(None, self.tokenizer.all_special_tokens), key=len, reverse=True))
 
     @property
-    def rule(self) -> str:
-        """A description of how long questions are cut."""
+    def truncation_rule(self) -> str:
+        """A description of how long questions are truncated."""
         # A decoder's answer follows the end of the question, so its end is kept.
         return f"of a longer question the {'beginning' if self.form == 'decoder' else 'end'} is cut"
 
@@ -222,7 +222,7 @@ class TextReader:
         """The digest of everything that determines a text's ids: vocabulary, merges, normalization, special tokens."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         stated = {} if backend is None else json.loads(backend.to_str())
-        parts: list[Any] = [plain_part(stated[part]) for part in MEANING if part in stated]
+        parts: list[Any] = [normalize_merges(stated[part]) for part in MEANING if part in stated]
         parts = parts or sorted(self.tokenizer.get_vocab().items())
         special = sorted(
             (name, str(token))
@@ -236,7 +236,7 @@ class TextReader:
         """Return the tokens of an answer and its end token; none without an answer."""
         if not target:
             return []
-        ids = [*self.answer_tokens(target), *(() if self.end is None else (self.end,))]
+        ids = [*self.answer_tokens(target), *(() if self.end_token is None else (self.end_token,))]
         return ids[: self.max_length - 1]
 
     def _tokenize_questions(
@@ -267,11 +267,11 @@ class TextReader:
     def _without_extra_special_tokens(self, row: list[int]) -> list[int]:
         begin = self.tokenizer.bos_token_id
         row = row[1:] if begin is not None and row[:2] == [begin, begin] else row
-        return row[:-1] if len(row) > 1 and row[-1] == self.end else row
+        return row[:-1] if len(row) > 1 and row[-1] == self.end_token else row
 
 
-def plain_part(part: Any) -> Any:
-    """Return a part of a tokenizer.json, with merges in the older format."""
+def normalize_merges(part: Any) -> Any:
+    """Return a part of a tokenizer.json, with BPE merges in the older string format."""
     if isinstance(part, Mapping) and isinstance(part.get("merges"), list):
         merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in part["merges"]]
         return {**part, "merges": merges}
@@ -284,17 +284,17 @@ ROWS = ".rows"
 
 
 @dataclass(frozen=True)
-class PictureReader(TextReader):
-    """A map from samples of images and texts to a batch of token ids and image inputs."""
+class ImageTextProcessor(TextProcessor):
+    """Processes samples of images and texts to a batch of token ids and image inputs."""
 
     @property
-    def of_words(self) -> TextReader:
-        """The reader for tasks without images."""
+    def text_only(self) -> TextProcessor:
+        """The text processor for tasks without images."""
         # `vars` has the cached digest too, which is no field. `replace` leaves it out.
-        return TextReader(**vars(replace(self)))
+        return TextProcessor(**vars(replace(self)))
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
-        """Return entries by token [n, t], padded on the right, and those of images; see `together`."""
+        """Return entries by token [n, t], padded on the right, and those of images; see `stack_samples`."""
         rows, images = self._rows_and_images(
             (sample, self._answer_with_end_token(sample.target)) for sample in samples
         )
@@ -302,8 +302,8 @@ class PictureReader(TextReader):
         cut = {name: [row[: self.max_length] for row in column] for name, column in rows.items()}
         return self._pad_rows(cut) | images
 
-    def asked(self, sample: Any) -> Any:
-        """See `TextReader`; the image is part of the question."""
+    def question_of(self, sample: Any) -> Any:
+        """Return the whole sample, because its images are part of the question."""
         return sample
 
     def _left_padded_batch(
@@ -312,14 +312,14 @@ class PictureReader(TextReader):
         """Return a batch of questions with images followed by token ids, padded on the left; nothing is cut."""
         pairs = zip(questions, tails, strict=True)
         rows, images = self._rows_and_images((question, list(tail)) for question, tail in pairs)
-        return self._pad_rows(rows, left=True) | as_the_library(images)
+        return self._pad_rows(rows, left=True) | unpad_image_rows(images)
 
     def _rows_and_images(
-        self, samples: Iterable[tuple[Pictured, list[int]]]
+        self, samples: Iterable[tuple[ImageTextSample, list[int]]]
     ) -> tuple[dict[str, list[list[int]]], dict[str, Tensor]]:
-        """Return the rows of each entry by token, and the image inputs as one batch."""
+        """Process samples; return token rows by input name, and the image inputs as one batch."""
         rows, images = zip(*(self._process_sample(sample, answer) for sample, answer in samples), strict=True)
-        return {name: [row[name] for row in rows] for name in rows[0]}, together(images)
+        return {name: [row[name] for row in rows] for name in rows[0]}, stack_samples(images)
 
     @property
     def image_placeholder(self) -> str:
@@ -330,14 +330,14 @@ class PictureReader(TextReader):
         return mark
 
     @property
-    def marks(self) -> tuple[str, ...]:
-        """See `TextReader`."""
-        return (self.image_placeholder, *super().marks)
+    def special_tokens(self) -> tuple[str, ...]:
+        """The special tokens that a question may contain, the image token first."""
+        return (self.image_placeholder, *super().special_tokens)
 
     def _process_sample(
-        self, sample: Pictured, answer: list[int]
+        self, sample: ImageTextSample, answer: list[int]
     ) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
-        """Return a sample's entries by token, answer included, and the entries of its images."""
+        """Return a sample's per-token inputs, with its answer, and its image inputs."""
         text, num_marks, count = sample.input, sample.input.count(self.image_placeholder), len(sample.images)
         if num_marks not in (0, count):
             raise DataError(
@@ -350,7 +350,7 @@ class PictureReader(TextReader):
         data = self.processor(text=[text], images=[images], return_tensors="pt")
         whole = data["input_ids"][0].tolist()
         question = self._without_extra_special_tokens(whole)
-        # `_open_ended` drops one of two begin tokens, so entries by token start one later too.
+        # `_without_extra_special_tokens` drops one of two begin tokens, so entries by token start one later too.
         offset = int(whole[:2] == [self.tokenizer.bos_token_id] * 2)
         if len(question) >= self.max_length:
             raise DataError(
@@ -369,12 +369,12 @@ class PictureReader(TextReader):
         return {"input_ids": question + answer, **by_token}, of_images
 
 
-def together(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack a processor's outputs for single samples, padded with zeros."""
+def stack_samples(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Stack a processor's outputs for single samples to a batch, padded with zeros."""
     batch: dict[str, Tensor] = {}
     for name in samples[0]:
         values = [torch.as_tensor(sample[name]) for sample in samples]
-        # Zeros are removed again by `as_the_library`, so the library never reads them.
+        # Zeros are removed again by `unpad_image_rows`, so the library never reads them.
         shape = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
         batch[name] = values[0].new_zeros(len(values), *shape)
         for row, value in zip(batch[name], values, strict=True):
@@ -383,8 +383,8 @@ def together(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return batch
 
 
-def as_the_library(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a batch of `together` as the library takes it: image rows concatenated, without padding."""
+def unpad_image_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Concatenate the image rows of a padded batch without padding, as the library's models take them."""
     entries = {name: value for name, value in batch.items() if not name.endswith(ROWS)}
     for name, value in entries.items():
         if (rows := batch.get(f"{name}{ROWS}")) is not None:
@@ -394,7 +394,7 @@ def as_the_library(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def generate(
     module: Any,
-    reader: TextReader,
+    reader: TextProcessor,
     inputs: Sequence[Any],
     max_new_tokens: int,
     *,
@@ -405,7 +405,7 @@ def generate(
     Args:
         module: the library's model.
         reader: its reader of texts.
-        inputs: questions, as `reader.asked` returns them; those that leave no room for an answer are cut.
+        inputs: questions, as `reader.question_of` returns them; those that leave no room for an answer are cut.
         max_new_tokens: limit of an answer's tokens, its end token included.
         batch_size: questions per forward pass.
     """
@@ -422,7 +422,7 @@ def generate(
             else:
                 batch = reader(_samples_without_answers(questions))
                 del batch["decoder_attention_mask"]
-            whole: Tensor = module.generate(**fitted(module, batch), generation_config=settings)
+            whole: Tensor = module.generate(**move_to_module(module, batch), generation_config=settings)
             skipped = batch["input_ids" if is_decoder else "decoder_input_ids"].shape[1]
             for row in whole[:, skipped:].tolist():
                 end = next((place for place, token in enumerate(row) if token in reader.ends), len(row))
@@ -435,8 +435,8 @@ def _samples_without_answers(questions: Sequence[Any]) -> list[Any]:
 
 
 @contextmanager
-def _greedy_search_settings(module: Any, reader: TextReader, max_new_tokens: int) -> Iterator[Any]:
-    """Yield settings of a greedy search, while the module's own settings, which would fill gaps, are removed."""
+def _greedy_search_settings(module: Any, reader: TextProcessor, max_new_tokens: int) -> Iterator[Any]:
+    """Yield settings for greedy decoding; the module's own generation settings are removed meanwhile."""
     from transformers import GenerationConfig
 
     settings = GenerationConfig(
@@ -463,7 +463,7 @@ def _greedy_search_settings(module: Any, reader: TextReader, max_new_tokens: int
 
 @torch.no_grad()
 def log_likelihoods(
-    module: nn.Module, reader: TextReader, questions: Sequence[Any], answers: Sequence[Sequence[str]]
+    module: nn.Module, reader: TextProcessor, questions: Sequence[Any], answers: Sequence[Sequence[str]]
 ) -> tuple[Tensor, Tensor]:
     """Return log-likelihoods [n, c] in nat of c answers to each of n questions, and their numbers of tokens [n, c].
 
@@ -494,7 +494,7 @@ def log_likelihoods(
 def _token_log_likelihoods(
     scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return log-likelihoods [n, t] of tokens by scores [n, t, vocabulary], and which places are a row's own."""
+    """Return the log-likelihoods [n, t] of tokens, and a mask of the positions that belong to each row."""
     longest = scores.shape[1]
     gaps = [[0] * (longest - len(row)) for row in tokens]
     ids = torch.tensor(
@@ -508,9 +508,9 @@ def _token_log_likelihoods(
 
 
 def _decoder_likelihoods(
-    module: Any, reader: TextReader, questions: Sequence[Any], columns: Sequence[Sequence[str]]
+    module: Any, reader: TextProcessor, questions: Sequence[Any], columns: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run a decoder on rows of question and answer, padded on the left, so that few scores are computed."""
+    """Yield the token log-likelihoods of answers of a decoder, from left-padded rows of question and answer."""
     takes = inspect.signature(module.forward).parameters
     every = [[reader.answer_tokens(answer) for answer in column] for column in columns]
     spare = max(len(tokens) for column in every for tokens in column)
@@ -522,20 +522,20 @@ def _decoder_likelihoods(
         if "mm_token_type_ids" not in batch:
             inputs["position_ids"] = (batch["attention_mask"].cumsum(dim=1) - 1).clamp_min(0)
         inputs = batch | {name: value for name, value in inputs.items() if name in takes}
-        scores = module(**fitted(module, inputs), use_cache=False).logits
+        scores = module(**move_to_module(module, inputs), use_cache=False).logits
         yield _token_log_likelihoods(scores[:, -num_kept:-1], tokens, at_end=True)
 
 
 def _encoder_decoder_likelihoods(
-    module: Any, reader: TextReader, questions: Sequence[Any], columns: Sequence[Sequence[str]]
+    module: Any, reader: TextProcessor, questions: Sequence[Any], columns: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Encode questions once, and decode every answer of an encoder-decoder."""
+    """Yield the token log-likelihoods of answers of an encoder-decoder; questions are encoded once."""
     device = next(module.parameters()).device
-    batch = fitted(module, reader(_samples_without_answers(questions)))
+    batch = move_to_module(module, reader(_samples_without_answers(questions)))
     inputs = {name: value for name, value in batch.items() if not name.startswith("decoder_")}
     mask = {name: value for name, value in inputs.items() if name == "attention_mask"}
     encoded = module.get_encoder()(**inputs)
-    ends = () if reader.end is None else (reader.end,)
+    ends = () if reader.end_token is None else (reader.end_token,)
     for column in columns:
         tokens = [(*reader.answer_tokens(answer), *ends) for answer in column]
         longest = max(map(len, tokens))

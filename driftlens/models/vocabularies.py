@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.checkpoints.loading import with_floats
-from driftlens.checkpoints.tensor_sources import Composed, StateSource, TensorHeader, renamed
-from driftlens.models.heads import LmScores
-from driftlens.models.texts import MEANING, plain_part
-from driftlens.utils.errors import IncompatibleModelsError, some_of
-from driftlens.utils.files import json_object
+from driftlens.checkpoints.loading import decode_json_floats
+from driftlens.checkpoints.tensor_sources import CompositeSource, StateSource, TensorHeader, rename_keys
+from driftlens.models.heads import LmHeadSpec
+from driftlens.models.texts import MEANING, normalize_merges
+from driftlens.utils.errors import IncompatibleModelsError, shorten_list
+from driftlens.utils.files import read_json_object
 
 _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 # Special tokens that affect the ids of a text. Experts may end or pad texts with other tokens than the base.
@@ -24,8 +24,8 @@ _BEGIN = ("bos_token", "cls_token", "sep_token", "unk_token")
 def tokenizer_changes(base: pathlib.Path, other: pathlib.Path) -> list[str]:
     """Return descriptions of the tokenizer files, special tokens and end tokens that differ between two folders."""
     stated = [
-        json_object(folder, "generation_config.json").get("eos_token_id")
-        or json_object(folder, "config.json").get("eos_token_id")
+        read_json_object(folder, "generation_config.json").get("eos_token_id")
+        or read_json_object(folder, "config.json").get("eos_token_id")
         for folder in (base, other)
     ]
     changes = [*_changed_tokenizer_files(base, other), *_changed_special_tokens(base, other).values()]
@@ -46,10 +46,10 @@ def _changed_tokenizer_files(base: pathlib.Path, other: pathlib.Path) -> list[st
 def _tokenizer_file_content(folder: pathlib.Path, file: str) -> Any:
     """Return the content of a tokenizer file that determines token ids."""
     if file == "tokenizer.json":
-        parts = json_object(folder, file)
-        return [plain_part(parts.get(part)) for part in MEANING]
+        parts = read_json_object(folder, file)
+        return [normalize_merges(parts.get(part)) for part in MEANING]
     if file.endswith(".json"):
-        return json_object(folder, file)
+        return read_json_object(folder, file)
     content = (folder / file).read_bytes()
     return content.splitlines() if file.endswith(".txt") else content
 
@@ -57,7 +57,7 @@ def _tokenizer_file_content(folder: pathlib.Path, file: str) -> Any:
 def _changed_special_tokens(base: pathlib.Path, other: pathlib.Path) -> dict[str, str]:
     """Return descriptions of the special tokens that both folders name and that differ."""
     base_tokens, other_tokens = (
-        _special_token_texts(json_object(folder, "tokenizer_config.json")) for folder in (base, other)
+        _special_token_texts(read_json_object(folder, "tokenizer_config.json")) for folder in (base, other)
     )
     return {
         key: f"{key} {other_tokens[key]!r} for {base_tokens[key]!r}"
@@ -71,8 +71,10 @@ def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
     changes = _changed_tokenizer_files(base, other)
     # Libraries prefer tokenizer.json to all other files, so it decides alone where both folders have it.
     if all((folder / "tokenizer.json").is_file() for folder in (base, other)):
-        one, two = (json_object(folder, "tokenizer.json") for folder in (base, other))
-        parts = [part for part in MEANING if plain_part(one.get(part)) != plain_part(two.get(part))]
+        one, two = (read_json_object(folder, "tokenizer.json") for folder in (base, other))
+        parts = [
+            part for part in MEANING if normalize_merges(one.get(part)) != normalize_merges(two.get(part))
+        ]
         one_added, two_added = added_tokens(one), added_tokens(two)
         if all(one_added[number] == two_added[number] for number in one_added.keys() & two_added.keys()):
             parts = [part for part in parts if part != "added_tokens"]
@@ -104,8 +106,8 @@ _ROWS = 4096
 _SHOWN = 5
 
 
-def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
-    """Return the number of rows of every parameter of a language model with one row per token."""
+def vocabulary_row_counts(skeleton: nn.Module) -> dict[str, int]:
+    """Return the number of rows of every parameter with one row per token, by key."""
     get_inputs = getattr(skeleton, "get_input_embeddings", None)
     embedding = get_inputs() if callable(get_inputs) else None
     if not isinstance(embedding, nn.Embedding):
@@ -121,8 +123,8 @@ def vocabulary_keys(skeleton: nn.Module) -> dict[str, int]:
     return rows
 
 
-def own_head(stored: StateSource, source: StateSource, lm: LmScores) -> str | None:
-    """Return the key of a language model's head that is no copy of its embeddings, or None.
+def untied_head_key(stored: StateSource, source: StateSource, lm: LmHeadSpec) -> str | None:
+    """Return the key of a language-model head that differs from the embeddings, or None.
 
     Args:
         stored: the model under its own key names.
@@ -139,10 +141,10 @@ def own_head(stored: StateSource, source: StateSource, lm: LmScores) -> str | No
     return None if is_copy else head
 
 
-def with_head(
-    source: StateSource, stored: StateSource, folder: pathlib.Path | None, lm: LmScores, table: str
+def align_head(
+    source: StateSource, stored: StateSource, folder: pathlib.Path | None, lm: LmHeadSpec, table: str
 ) -> tuple[StateSource, str]:
-    """Return a language model with its head under the key of `lm`, and a description of the change, if any.
+    """Return a language model with its head under the base's key, and a description of the change, if any.
 
     Args:
         source: the model under the skeleton's key names.
@@ -152,10 +154,10 @@ def with_head(
         table: key of the embeddings.
     """
     if lm.key in source.headers:
-        head = None if lm.is_apart else own_head(stored, source, lm)
+        head = None if lm.is_untied else untied_head_key(stored, source, lm)
         if head is None:
-            names = {name: name for name in source.headers if lm.is_apart or name != lm.head}
-            return renamed(source, names), ""
+            names = {name: name for name in source.headers if lm.is_untied or name != lm.head}
+            return rename_keys(source, names), ""
         raise IncompatibleModelsError(
             f"{stored.name} has an untied head ({head!r}); the base's is tied to its embeddings",
             hint="Use a base with an untied head (tie_word_embeddings: false).",
@@ -167,20 +169,20 @@ def with_head(
         )
     places = {name: (source, name) for name in source.headers} | {lm.key: (source, table)}
     text = f"{stored.name}: its head is tied, others are not; using a copy of its embeddings as head"
-    return Composed(source.name, places), text
+    return CompositeSource(source.name, places), text
 
 
 def _is_head_tied_by_config(folder: pathlib.Path | None) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    stated = json_object(folder, "config.json")
+    stated = read_json_object(folder, "config.json")
     if stated.get("model_type") not in CONFIG_MAPPING:
         return False
-    config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
+    config = CONFIG_MAPPING[stated["model_type"]].from_dict(decode_json_floats(stated))
     return bool(getattr(config, "tie_word_embeddings", False))
 
 
-def with_rows(
+def align_vocabulary(
     source: StateSource,
     rows: Mapping[str, int],
     base: StateSource | None,
@@ -188,7 +190,7 @@ def with_rows(
     *,
     align: bool,
 ) -> tuple[StateSource, str]:
-    """Return a model with as many rows in its vocabulary as the base, and a description of the change, if any.
+    """Return a model whose vocabulary has as many rows as the base's, and a description of the change, if any.
 
     Args:
         source: the model under the skeleton's key names.
@@ -202,9 +204,9 @@ def with_rows(
     if not differing:
         return source, ""
     key, count = next(iter(differing.items()))
-    added = added_tokens(json_object(folder, "tokenizer.json"))
+    added = added_tokens(read_json_object(folder, "tokenizer.json"))
     beyond = [text for row, text in added.items() if isinstance(row, int) and row >= rows[key]]
-    tokens = f", additional tokens {some_of([*map(repr, beyond)], _SHOWN)}" if beyond else ""
+    tokens = f", additional tokens {shorten_list([*map(repr, beyond)], _SHOWN)}" if beyond else ""
     problem = f"{source.name}: its vocabulary has {count} rows, the base's {rows[key]} ({key}){tokens}"
     if not align:
         hint = "Set architecture.vocab: {rows: base} to drop additional rows and fill missing ones from the base."
@@ -213,11 +215,11 @@ def with_rows(
         raise IncompatibleModelsError(problem, hint="Set a base with the missing rows.")
     dropped = count - rows[key]
     done = f"dropped {dropped} rows" if dropped > 0 else f"filled {-dropped} rows from the base"
-    return _Aligned(source, {key: rows[key] for key in differing}, base), f"{problem}: {done}"
+    return _AlignedTables(source, {key: rows[key] for key in differing}, base), f"{problem}: {done}"
 
 
-class _Aligned:
-    """A model whose tables are cut or extended to the base's number of rows."""
+class _AlignedTables:
+    """A tensor source whose vocabulary tables are cut or extended to the base's number of rows."""
 
     def __init__(self, source: StateSource, rows: Mapping[str, int], base: StateSource | None) -> None:
         self.name, self._source, self._base, self._rows = source.name, source, base, rows

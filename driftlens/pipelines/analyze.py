@@ -1,4 +1,4 @@
-"""Analysis of a spec in phases that can be resumed. Entry points: `analyze`, and `add_to_run` for more diagnostics."""
+"""Analysis of a spec in phases that can be resumed. Entry points: `analyze`, `measure_missing_parts`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from driftlens.config.run import load_spec
 from driftlens.data.samples import DRAWN_BY
 from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import OpenModels, calibration_settings, open_study
-from driftlens.experiment.merging import merge_of, save_merge
-from driftlens.experiment.sanity_checks import companions, suspicions, task_vectors
+from driftlens.experiment.merging import save_merge, validated_merge
+from driftlens.experiment.sanity_checks import check_model_files, check_weights, estimate_task_vectors
 from driftlens.experiment.study import Study, TaskSamples
-from driftlens.models.heads import is_of_vocabulary
-from driftlens.pipelines.drift import attribution_of, diagnose
-from driftlens.pipelines.evaluation import TaskRows, scores_of
+from driftlens.models.heads import is_vocabulary_head
+from driftlens.pipelines.drift import compute_attribution, measure_task
+from driftlens.pipelines.evaluation import TaskResults, score_variants
 from driftlens.runs.manifest import (
     LONGEST_TEXT,
     MANIFEST,
@@ -40,16 +40,16 @@ from driftlens.runs.manifest import (
     texts_file,
     thumbs_file,
 )
-from driftlens.runs.run import DriftRun, command_to_resume, is_live, open_run, require_analyzed
+from driftlens.runs.run import DriftRun, has_live_modules, open_run, require_analyzed, resume_command
 from driftlens.runs.schema import LAYERS, TABLES
 from driftlens.runs.writer import RunWriter
-from driftlens.utils.devices import device_name, host_work
-from driftlens.utils.distributed import Context
+from driftlens.utils.devices import device_name, host_fallbacks
+from driftlens.utils.distributed import JobContext
 from driftlens.utils.errors import SpecError, did_you_mean
 from driftlens.utils.files import PathLike, write_text_atomic
-from driftlens.utils.progress import Reporter
-from driftlens.utils.registry import ColumnSchema, Diagnostic, chosen, diagnostics
-from driftlens.utils.variants import calibrated, is_explained
+from driftlens.utils.progress import ProgressReporter
+from driftlens.utils.registry import ColumnSchema, Diagnostic, diagnostics, enabled_diagnostics
+from driftlens.utils.variants import calibrated_variant, has_attribution
 
 if TYPE_CHECKING:
     from driftlens.config.run import RunSpec
@@ -64,7 +64,7 @@ _ROUNDING = 1e-5
 def analyze(
     spec: Path | str | Mapping[str, Any] | RunSpec,
     request: AnalysisRequest = AnalysisRequest(),
-    context: Context = Context(),
+    context: JobContext = JobContext(),
 ) -> DriftRun:
     """Measure the drift of every variant of a spec and write a run directory.
 
@@ -82,7 +82,7 @@ def analyze(
     out = request.out or Path("runs", resolved.name)
     # First, because invalid settings are found without opening anything.
     if resolved.merge is not None:
-        merge_of(resolved, resolved.merge.method, resolved.merge.parameters)
+        validated_merge(resolved, resolved.merge.method, resolved.merge.parameters)
     calibration_settings(resolved)
     study, models = open_study(resolved, access=context.access)
     # The stored spec states the pooling, also where it was left to the models.
@@ -97,9 +97,9 @@ def analyze(
     about: dict[str, Any] = {"spec_yaml": text, "spec_digest": resolved.digest(), "name": resolved.name}
     create = partial(RunWriter.create, out, **about, force=request.force)
     less = " --no-attribution" * (not request.attribution)
-    again = f"`{command_to_resume(out)}{less}` resumes"
+    again = f"`{resume_command(out)}{less}` resumes"
     opened = reopening.open_writer(team, partial(RunWriter.resume, out) if resumes else create)
-    with opened as writer, reopening.resumable(lambda: (out / MANIFEST).is_file() and again):
+    with opened as writer, reopening.with_resume_hint(lambda: (out / MANIFEST).is_file() and again):
         reporter = context.reporter(writer.progress)
 
         # Before anything is computed, so that readers can name what is missing in an unfinished run.
@@ -107,10 +107,12 @@ def analyze(
             # Missing if the run was killed right after its manifest was written.
             if not (writer.folder / SPEC).exists():
                 write_text_atomic(writer.folder / SPEC, text)
-            describe(writer, study, synthetic=request.synthetic or writer.manifest.synthetic)
-            changes = task_vectors(models)
-            writer.describe(changes={name: vars(change) for name, change in changes.items()})
-            findings = suspicions(models.architecture.chain, models.sources) + companions(models, changes)
+            record_inputs(writer, study, synthetic=request.synthetic or writer.manifest.synthetic)
+            changes = estimate_task_vectors(models)
+            writer.update_manifest(changes={name: vars(change) for name, change in changes.items()})
+            findings = check_weights(models.architecture.chain, models.sources) + check_model_files(
+                models, changes
+            )
             for finding in findings:
                 if finding.level == "notice":
                     writer.notice(finding.text)
@@ -119,31 +121,32 @@ def analyze(
         if resolved.merge is not None:
             _run_merge_phase(writer, resolved, study, models, reporter)
         with reopening.deterministic_algorithms(study.settings.deterministic):
-            phases = Phases(writer, study, reporter)
-            phases.analyze(attribution=request.attribution, weights=request.weights)
+            phases = AnalysisPhases(writer, study, reporter)
+            phases.measure_all(attribution=request.attribution, weights=request.weights)
     return open_run(out)
 
 
-def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Reporter) -> None:
-    """Refuse to resume with another spec, or with checkpoints that changed since the run hashed them."""
+def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: ProgressReporter) -> None:
+    """Refuse to resume a run with another spec or with changed checkpoints."""
     manifest = read_manifest(folder)
     if manifest.spec_digest != spec.digest():
         # The digest of an earlier version includes keys that were removed since.
-        stored = spec if is_live(manifest) else load_spec(folder / SPEC)
-        if is_live(manifest) or stored != spec:
+        stored = spec if has_live_modules(manifest) else load_spec(folder / SPEC)
+        if has_live_modules(manifest) or stored != spec:
+            difference = reopening.first_difference(stored.as_dict(), spec.as_dict())
             raise SpecError(
-                f"{folder} was begun with {reopening.difference(stored.as_dict(), spec.as_dict()) or 'another spec'}",
-                hint=f"Resume with `{command_to_resume(folder)}`, choose another --out, or replace it with --force.",
+                f"{folder} was begun with {difference or 'another spec'}",
+                hint=f"Resume with `{resume_command(folder)}`, choose another --out, or replace it with --force.",
             )
     reopening.require_same_models(manifest, study, reporter)
 
 
 def _run_merge_phase(
-    writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, reporter: Reporter
+    writer: RunWriter, spec: RunSpec, study: Study, models: OpenModels, reporter: ProgressReporter
 ) -> None:
     assert spec.merge is not None
-    merge = merge_of(spec, spec.merge.method, spec.merge.parameters)
-    writer.describe(merge=merge.record)
+    merge = validated_merge(spec, spec.merge.method, spec.merge.parameters)
+    writer.update_manifest(merge=merge.record)
 
     def _save_merged_model() -> None:
         with (
@@ -151,7 +154,7 @@ def _run_merge_phase(
             reopening.deterministic_algorithms(study.settings.deterministic),
         ):
             record, notices = save_merge(models, merge, path, study, reporter)
-        writer.describe(merge=record)
+        writer.update_manifest(merge=record)
         for notice in notices:
             writer.notice(notice)
 
@@ -163,8 +166,10 @@ def _run_merge_phase(
     study.pool.add("merged", models.architecture.align(saved))
 
 
-def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] = ()) -> DriftRun:
-    """Measure missing parts of a run: scores, the attribution of drift to layers, and the optional diagnostics `add`.
+def measure_missing_parts(
+    path: PathLike, context: JobContext = JobContext(), add: Sequence[str] = ()
+) -> DriftRun:
+    """Add missing measurements to a run: scores, drift attribution, and optional diagnostics `add`.
 
     Variants that have a diagnostic are left unchanged.
 
@@ -176,49 +181,51 @@ def add_to_run(path: PathLike, context: Context = Context(), add: Sequence[str] 
     folder = Path(path)
     require_analyzed(folder, scored=True)
     # Before the lock: a refusal must not turn a finished run into a failed one.
-    study, _ = reopening.reopened(folder, context, with_jacobian=True)
+    study, _ = reopening.reopen_study(folder, context, with_jacobian=True)
     study = _with_added_diagnostics(study, add)
     manifest = read_manifest(folder)
     reopening.require_same_inputs(manifest, study, context.reporter())
-    with reopening.extending(folder, study, context) as (writer, reporter):
+    with reopening.open_finished_run(folder, study, context) as (writer, reporter):
         # Each calibration has its own phases, so that removing it also removes their records.
         by_calibration = {
-            name: {calibrated(name), info.control} for name, info in manifest.calibrations.items()
+            name: {calibrated_variant(name), info.control} for name, info in manifest.calibrations.items()
         }
-        phases = Phases(writer, study, reporter)
-        phases.evaluate((*study.variants, "expert"))
+        phases = AnalysisPhases(writer, study, reporter)
+        phases.measure_scores((*study.variants, "expert"))
         of_calibrations = set[str]().union(*by_calibration.values())
-        phases.explain([name for name in study.explained_variants if name not in of_calibrations], add)
+        phases.attribute_drift(
+            [name for name in study.attributed_variants if name not in of_calibrations], add
+        )
         for name, own in by_calibration.items():
             variants = [variant for variant in study.variants if variant in own]
-            of_calibration = Phases(writer, study, reporter, f"calibrate:{name}:")
-            of_calibration.complete(variants)
-            of_calibration.explain(variants, add)
-        phases.add(add)
+            of_calibration = AnalysisPhases(writer, study, reporter, f"calibrate:{name}:")
+            of_calibration.add_weight_statistics(variants)
+            of_calibration.attribute_drift(variants, add)
+        phases.add_diagnostics(add)
     return open_run(folder)
 
 
 @dataclass(frozen=True)
-class Phases:
-    """The phases that measure variants of the study's pool and write to a run; `prefix` begins their names."""
+class AnalysisPhases:
+    """The phases of an analysis that measure models and write to a run; `prefix` begins their names."""
 
     writer: RunWriter
     study: Study
-    reporter: Reporter
+    reporter: ProgressReporter
     prefix: str = ""
 
-    def analyze(self, *, attribution: bool = True, weights: bool = True) -> None:
-        """Measure drift and accuracy, then task vectors (`weights`), then the sources of drift (`attribution`)."""
+    def measure_all(self, *, attribution: bool = True, weights: bool = True) -> None:
+        """Run all phases: drift and accuracy, task vectors (`weights`), drift attribution (`attribution`)."""
         study = self.study
         self._run_phase("digests", partial(self._write_model_digests, study.pool.names))
-        self.measure((*study.variants, "expert"))
+        self.measure_variants((*study.variants, "expert"))
         if study.has_base and weights:
-            self._run_phase("params", partial(self._compare_task_vectors, study.explained_variants), study)
+            self._run_phase("params", partial(self._compare_task_vectors, study.attributed_variants), study)
         if attribution:
-            self.explain(study.explained_variants)
+            self.attribute_drift(study.attributed_variants)
 
-    def measure(self, variants: Sequence[str]) -> None:
-        """Measure drift and accuracy; `expert` means each task's expert."""
+    def measure_variants(self, variants: Sequence[str]) -> None:
+        """Measure drift and accuracy of variants; `expert` means each task's expert."""
         # The expert is measured in each pass as the reference, so it is no variant of the study.
         named = tuple(name for name in variants if name != "expert")
         study = dataclasses.replace(self.study, variants=named)
@@ -226,21 +233,21 @@ class Phases:
             self._run_phase(
                 f"analyze:{task}", partial(self._write_drift_tables, study, task, variants), study
             )
-        self.evaluate(variants)
+        self.measure_scores(variants)
 
-    def evaluate(self, variants: Sequence[str]) -> None:
-        """Measure accuracy."""
+    def measure_scores(self, variants: Sequence[str]) -> None:
+        """Measure the scores of variants on the test samples."""
         for task in self.study.tasks:
             self._run_phase(f"evaluate:{task}", partial(self._write_scores, task, variants), self.study)
 
-    def complete(self, variants: Sequence[str]) -> None:
-        """Add digests and task vectors of models."""
+    def add_weight_statistics(self, variants: Sequence[str]) -> None:
+        """Add checkpoint digests and task-vector comparisons of variants."""
         self._run_phase("digests", partial(self._write_model_digests, variants))
         if self.study.has_base:
             self._run_phase("params", partial(self._compare_task_vectors, variants), self.study)
 
-    def explain(self, variants: Sequence[str], add: Sequence[str] = ()) -> None:
-        """Measure the attribution of drift to layers for tasks and variants whose rows lack it."""
+    def attribute_drift(self, variants: Sequence[str], add: Sequence[str] = ()) -> None:
+        """Attribute final drift to layers for tasks and variants that lack it."""
         if self.study.settings.jacobian is None:
             return
         column_of = {column.option: column.name for column in reversed(LAYERS.columns)}
@@ -251,27 +258,27 @@ class Phases:
             missing = [
                 name
                 for name in variants
-                if is_explained(name) and not all((task, name) in filled for filled in columns)
+                if has_attribution(name) and not all((task, name) in filled for filled in columns)
             ]
             # A phase that was interrupted after its last row is only recorded.
             if missing or f"{self.prefix}explain:{task}" in self.writer.manifest.phases:
                 work = partial(self._write_attribution, task, missing)
                 self._run_phase(f"explain:{task}", work, self.study, again=bool(missing))
 
-    def add(self, add: Sequence[str]) -> None:
-        """Measure optional diagnostics for variants that lack them, in one phase per task and pass."""
+    def add_diagnostics(self, add: Sequence[str]) -> None:
+        """Measure optional diagnostics for variants that lack them."""
         tasks = self.study.tasks
         for option, table in _FOLLOWED.items():
             if option not in add:
                 continue
             present = self._filled_task_variants(table)
             for task in tasks:
-                lacking = [name for name in self.study.explained_variants if (task, name) not in present]
+                lacking = [name for name in self.study.attributed_variants if (task, name) not in present]
                 if lacking:
                     work = partial(self._write_optional_attribution, option, task, lacking)
                     self._run_phase(f"explain:{option}:{task}", work, self.study, again=True)
         # All other options are measured in one pass per task, which runs every layer once.
-        entries = [entry for entry in chosen(add) if entry.option]
+        entries = [entry for entry in enabled_diagnostics(add) if entry.option]
         for task in tasks:
             filled = [
                 self._filled_task_variants(entry.table, [column.name for column in entry.columns])
@@ -291,7 +298,7 @@ class Phases:
         reopening.run_phase(self.writer, f"{self.prefix}{name}", work, study, again=again)
 
     def _filled_task_variants(self, table: str, columns: Sequence[str] = ()) -> set[tuple[str, str]]:
-        """Return tasks and variants with rows in a table; with `columns`, with a number in one of them."""
+        """Return (task, variant) pairs that have rows in a table, or values in these columns."""
 
         def _read_task_variants() -> set[tuple[str, str]]:
             # Opened again: a run caches its tables, and phases have added rows since.
@@ -302,9 +309,9 @@ class Phases:
 
         return self.study.team.run_on_main(_read_task_variants)
 
-    def _write_tables(self, rows: TaskRows, *names: str) -> None:
-        """Add a task's rows to these tables; rows with other keys keep their exact values."""
-        entries = chosen(self.study.settings.options)
+    def _write_tables(self, rows: TaskResults, *names: str) -> None:
+        """Add the rows of a task to tables of the run; other rows stay unchanged."""
+        entries = enabled_diagnostics(self.study.settings.options)
         for name in names:
             if parts := rows.tables[name]:
                 self.writer.append(
@@ -316,7 +323,7 @@ class Phases:
             self.writer.notice(notice)
 
     def _write_model_digests(self, names: Sequence[str]) -> None:
-        self.writer.describe(models=self.study.team.map(names, self.study.model_info))
+        self.writer.update_manifest(models=self.study.team.map(names, self.study.model_info))
 
     def _compare_task_vectors(self, variants: Sequence[str]) -> None:
         study, rows = self.study, list[dict[str, Any]]()
@@ -324,38 +331,40 @@ class Phases:
         def _task_vector_rows(task: str, variant: str) -> list[dict[str, Any]]:
             return [
                 {"task": task, "variant": variant, **row}
-                for entry in chosen(study.settings.options, "weights")
+                for entry in enabled_diagnostics(study.settings.options, "weights")
                 for row in entry.measure(study.pool, task, variant)
             ]
 
         pairs = [(task, variant) for task in study.tasks for variant in variants]
         for pair in self.reporter.track(pairs, "params", lambda pair: f"task {pair[0]}, {pair[1]}"):
-            rows += study.of_task(pair[0], partial(_task_vector_rows, *pair)) or []
+            rows += study.run_on_task_owner(pair[0], partial(_task_vector_rows, *pair)) or []
         self.writer.append("params", pd.DataFrame(rows), replace=True)
 
     def _write_scores(self, task: str, variants: Sequence[str]) -> None:
-        scores = self.study.of_task(task, partial(scores_of, self.study, task, variants, self.reporter))
+        scores = self.study.run_on_task_owner(
+            task, partial(score_variants, self.study, task, variants, self.reporter)
+        )
         # None outside the main process: tasks are measured by all processes, but only one writes.
         if scores is not None:
             self._write_tables(scores, "scores", "accuracy")
 
-    def _measure_drift(self, study: Study, task: str) -> TaskRows:
-        """Measure a task, with the base's drift from the run if the base is not among the variants."""
+    def _measure_drift(self, study: Study, task: str) -> TaskResults:
+        """Measure the drift of a task, reusing the base's drift from the run where the base is not measured."""
         base = None
         if "base" in study.pool and "base" not in study.variants:
             rows = open_run(self.writer.folder).samples(task, "base")
             layers = rows["layer"].unique()
             base = {layer: rows["drift_l2"][rows["layer"] == layer].to_numpy() for layer in layers}
-        return diagnose(study, task, self.reporter, base)
+        return measure_task(study, task, self.reporter, base)
 
     def _write_drift_tables(self, study: Study, task: str, variants: Sequence[str]) -> None:
         writer = self.writer
-        diagnosis = study.of_task(task, partial(self._measure_drift, study, task))
+        diagnosis = study.run_on_task_owner(task, partial(self._measure_drift, study, task))
         if diagnosis is None:
             return
         self._write_tables(diagnosis, "routing", "layers", "samples", "outputs")
         if not math.isnan(diagnosis.precision_error):
-            writer.describe(precision={task: diagnosis.precision_error})
+            writer.update_manifest(precision={task: diagnosis.precision_error})
         for (variant, layer), array in diagnosis.features.items():
             # The expert's features may be in the run already.
             if variant in variants:
@@ -377,9 +386,9 @@ class Phases:
     def _fill_diagnostic_columns(
         self, task: str, variants: Sequence[str], entries: Sequence[Diagnostic]
     ) -> None:
-        """Fill the columns of these diagnostics for variants that lack them."""
+        """Measure these diagnostics for variants that lack them and add their columns."""
         study = dataclasses.replace(self.study, variants=tuple(variants))
-        diagnosis = study.of_task(task, partial(self._measure_drift, study, task))
+        diagnosis = study.run_on_task_owner(task, partial(self._measure_drift, study, task))
         if diagnosis is None:
             return
         for table in ("layers", "samples", "outputs"):
@@ -388,7 +397,7 @@ class Phases:
                 self.writer.fill(table, _to_data_frame(parts)[names], columns)
 
     def _write_optional_attribution(self, option: str, task: str, variants: Sequence[str]) -> None:
-        """Add rows of `adjoint` or `groups`; other results of the attribution are kept as stored."""
+        """Add attribution rows by `adjoint` targets or module `groups`; other stored results are unchanged."""
         settings = self.study.settings
         assert settings.jacobian is not None
         # Only the requested option: everything else is stored already and would cost further passes.
@@ -396,11 +405,11 @@ class Phases:
         settings = dataclasses.replace(settings, options=frozenset({option}), jacobian=jacobian)
         self._measure_attribution(dataclasses.replace(self.study, settings=settings), task, variants)
 
-    def _measure_attribution(self, study: Study, task: str, variants: Sequence[str]) -> TaskRows | None:
-        """Measure the attribution of variants and write the tables of options; None except in the main process."""
+    def _measure_attribution(self, study: Study, task: str, variants: Sequence[str]) -> TaskResults | None:
+        """Attribute the drift of variants to layers and write the tables; None except in the main process."""
         spill = self.writer.folder / SCRATCH
-        explanation = study.of_task(
-            task, partial(attribution_of, study, task, variants, spill, self.reporter)
+        explanation = study.run_on_task_owner(
+            task, partial(compute_attribution, study, task, variants, spill, self.reporter)
         )
         if explanation is not None:
             self._write_tables(explanation, "adjoint", "group_contributions")
@@ -422,8 +431,8 @@ def _has_identical_features(features: NDArray[np.floating[Any]]) -> bool:
     return len(features) > 1 and bool(np.ptp(features, axis=0).max() <= _ROUNDING * np.abs(features).max())
 
 
-def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
-    """Record models, layers, samples and classes before anything is computed.
+def record_inputs(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
+    """Write models, layers, samples and classes to the manifest before anything is measured.
 
     Args:
         writer: of the run.
@@ -431,7 +440,7 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
         synthetic: True if the data is generated, as in the demo.
     """
     pool = study.pool
-    writer.describe(
+    writer.update_manifest(
         synthetic=synthetic,
         device=device_name(pool.device),
         dtype=str(pool.dtype).removeprefix("torch."),
@@ -451,7 +460,7 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
         classes={
             task: list(data.head.classes)
             for task, data in study.tasks.items()
-            if data.head is not None and not is_of_vocabulary(data.head)
+            if data.head is not None and not is_vocabulary_head(data.head)
         },
     )
     # Rows of stored features are in the order of the diagnosis ids.
@@ -460,8 +469,8 @@ def describe(writer: RunWriter, study: Study, *, synthetic: bool) -> None:
             writer.write_sample_ids(task, "calibration", data.calibration.ids)
         for split, samples in (("diagnosis", data.diagnosis), ("test", data.test)):
             if samples is not None:
-                writer.write_sample_ids(task, split, samples.ids, samples.origin())
-    for notice in [*host_work(pool.device), *study.notices]:
+                writer.write_sample_ids(task, split, samples.ids, samples.source_digest())
+    for notice in [*host_fallbacks(pool.device), *study.notices]:
         writer.notice(notice)
 
 
@@ -477,13 +486,13 @@ def _store_sample_previews(writer: RunWriter, task: str, data: TaskSamples) -> N
     picture = data.diagnosis.picture
     if picture is None or not ids:
         return
-    pictures = np.stack([thumb(picture(position)) for position in range(len(ids))])
+    pictures = np.stack([thumbnail(picture(position)) for position in range(len(ids))])
     with writer.file(thumbs_file(task)) as path, path.open("wb") as file:
         np.savez_compressed(file, pictures=pictures)
 
 
-def thumb(picture: Picture) -> NDArray[np.uint8]:
-    """Return the whole image, [side, side, 3], with grey bars if it is not square."""
+def thumbnail(picture: Picture) -> NDArray[np.uint8]:
+    """Return a square thumbnail [side, side, 3] of the whole image, padded with grey."""
     from PIL import Image, ImageOps
 
     image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)

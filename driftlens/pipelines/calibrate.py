@@ -22,30 +22,30 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from driftlens.calibration.automatic import folds_of
+from driftlens.calibration.automatic import fold_ranges
 from driftlens.calibration.calibrator import Calibrator, calibrators, require_task_id
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.tensor_sources import OnDemand
+from driftlens.checkpoints.tensor_sources import LazyTensors
 from driftlens.config.requests import CalibrationRequest
 from driftlens.config.run import load_spec
-from driftlens.data.samples import SampleSet, part_of
+from driftlens.data.samples import SampleSet, select_samples
 from driftlens.engine.calibrating import CalibratedLayer, CalibrationProgress, SiteReport
 from driftlens.engine.pool import ModelPool, attachment_tensors
-from driftlens.engine.sites import coverage
+from driftlens.engine.sites import parameter_coverage
 from driftlens.experiment import resume as reopening
-from driftlens.experiment.loading import OpenModels, all_in, open_models
+from driftlens.experiment.loading import OpenModels, open_models, with_save_dtype
 from driftlens.experiment.study import Study
-from driftlens.models.saving import require_target, save_state_dict
-from driftlens.pipelines.analyze import Phases
+from driftlens.models.saving import check_save_path, save_state_dict
+from driftlens.pipelines.analyze import AnalysisPhases
 from driftlens.pipelines.calibration_plan import (
+    CalibrationExport,
     CalibrationPlan,
-    Export,
-    Solution,
+    CalibrationSolution,
     calibration_context,
+    matching_preset,
     plan_calibration,
-    preset_of,
     save_variants,
-    with_saved,
+    with_saved_results,
 )
 from driftlens.pipelines.evaluation import final_features
 from driftlens.runs.manifest import (
@@ -53,28 +53,28 @@ from driftlens.runs.manifest import (
     SPEC,
     CalibrationInfo,
     Manifest,
-    begun_calibration,
+    calibrated_weights_file,
     calibration_folder,
-    calibration_weights,
+    calibration_marker,
     read_manifest,
 )
 from driftlens.runs.run import (
     COMMAND,
     DriftRun,
-    how_to_resume,
-    how_to_save,
     open_run,
     require_analyzed,
+    resume_hint,
+    save_hint,
 )
 from driftlens.runs.writer import RunWriter, remove_tree
 from driftlens.utils.devices import to_float64
-from driftlens.utils.distributed import ALONE, Context
+from driftlens.utils.distributed import ALONE, JobContext
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError
-from driftlens.utils.files import PathLike, from_json, write_json_atomic
-from driftlens.utils.intervals import standard_error, student
-from driftlens.utils.progress import Reporter
-from driftlens.utils.registry import resolve
-from driftlens.utils.variants import expert_of, task_of
+from driftlens.utils.files import PathLike, parse_json, write_json_atomic
+from driftlens.utils.intervals import standard_error, t_quantile
+from driftlens.utils.progress import ProgressReporter
+from driftlens.utils.registry import resolve_settings
+from driftlens.utils.variants import expert_name, task_of_expert
 
 # The phase of progress events while layers are solved.
 _PHASE = "calibrate"
@@ -85,11 +85,11 @@ _MAX_CONFIDENCE_SAMPLES = 200
 def calibrate(
     path: PathLike,
     request: CalibrationRequest,
-    context: Context = Context(),
+    context: JobContext = JobContext(),
     *,
     on_measured: Callable[[DriftRun], None] | None = None,
 ) -> DriftRun:
-    """Calibrate the merged model of a finished run, which gains the variant `calibrated:NAME` and its control.
+    """Calibrate the merged model of a finished run and add it as variant `calibrated:NAME`.
 
     Existing rows keep their exact values. The variant becomes visible to readers once its drift and accuracy are
     measured, when `on_measured` is called with the run; the attribution of its drift to layers follows.
@@ -112,26 +112,26 @@ def calibrate(
         team.run_on_main(lambda: _export_finished_calibration(folder, request, context))
         return open_run(folder)
     # Refuse before the lock is taken: a finished run must not become a failed one.
-    opened = open_calibration(folder, request, context)
-    plan, study, scratch = opened.plan, opened.study, opened.scratch
+    opened = prepare_calibration(folder, request, context)
+    plan, study, scratch = opened.plan, opened.study, opened.layer_store
     _require_free_name(request, opened, opened.manifest)
     if request.resume:
-        identity = plan.identity(opened.manifest, study) | {"automatic": request.auto}
+        identity = plan.solution_inputs(opened.manifest, study) | {"automatic": request.auto}
         scratch.require_same_settings(identity, start=plan.starting_point if request.auto else {})
     export, target = None, request.save_weights
     if target is not None:
-        team.run_on_main(lambda: require_target(opened.models.architecture, target))
-        export = Export(folder, plan.name, plan.method, opened.models, target)
+        team.run_on_main(lambda: check_save_path(opened.models.architecture, target))
+        export = CalibrationExport(folder, plan.name, plan.method, opened.models, target)
     if request.auto:
         _require_held_out_samples(plan)
     reopening.require_same_inputs(opened.manifest, study, context.reporter())
-    with reopening.extending(folder, study, context) as (writer, reporter):
+    with reopening.open_finished_run(folder, study, context) as (writer, reporter):
         # Another process may have taken the name while the models were being opened.
         _require_free_name(request, opened, writer.manifest)
-        phases = Phases(writer, study, reporter, f"{plan.phase}:")
+        phases = AnalysisPhases(writer, study, reporter, f"{plan.phase}:")
         if request.replace or not (request.resume and plan.name in writer.manifest.calibrations):
-            with reopening.resumable(
-                lambda: scratch.is_started and how_to_resume(folder, plan.name, writer.manifest)
+            with reopening.with_resume_hint(
+                lambda: scratch.is_started and resume_hint(folder, plan.name, writer.manifest)
             ):
                 _solve_and_measure(request, opened, writer, phases, reporter)
             if on_measured is not None and team.is_main_process:
@@ -139,16 +139,16 @@ def calibrate(
         # Drift and accuracy are stored; an interruption from here on only delays the attribution.
         more = f"`{shlex.join(['driftlens', 'analyze', str(folder)])}` adds the missing attribution"
         if context.live is not None:
-            more = how_to_resume(folder, plan.name, opened.manifest)
-        weights = folder / calibration_weights(plan.name)
-        with reopening.resumable(lambda: weights.is_file() and more):
+            more = resume_hint(folder, plan.name, opened.manifest)
+        weights = folder / calibrated_weights_file(plan.name)
+        with reopening.with_resume_hint(lambda: weights.is_file() and more):
             _finish_calibration(request, opened, writer, phases, export)
     return open_run(folder)
 
 
 @dataclass(frozen=True)
-class OpenCalibration:
-    """A reopened run with a calibration's plan; `words` are the command-line options that repeat it."""
+class PreparedCalibration:
+    """A reopened run with a resolved calibration plan; `words` are the equivalent command-line options."""
 
     folder: pathlib.Path
     manifest: Manifest
@@ -158,20 +158,20 @@ class OpenCalibration:
     words: Sequence[str] = ()
 
     @property
-    def scratch(self) -> _Scratch:
-        """The folder of solved layers."""
-        return _Scratch(self.folder, self.plan.name)
+    def layer_store(self) -> _SolvedLayerStore:
+        """The folder of layers that are solved so far."""
+        return _SolvedLayerStore(self.folder, self.plan.name)
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """The inputs of the solution as plain values."""
-        return self.plan.identity(self.manifest, self.study)
+    def solution_inputs(self) -> dict[str, Any]:
+        """Everything that the solution depends on, as plain values."""
+        return self.plan.solution_inputs(self.manifest, self.study)
 
 
-def open_calibration(
-    folder: pathlib.Path, request: CalibrationRequest, context: Context = Context()
-) -> OpenCalibration:
-    """Open a run's models and samples and plan the requested calibration; nothing is written.
+def prepare_calibration(
+    folder: pathlib.Path, request: CalibrationRequest, context: JobContext = JobContext()
+) -> PreparedCalibration:
+    """Reopen a run and resolve the requested calibration; nothing is written.
 
     Args:
         folder: the run directory.
@@ -183,27 +183,29 @@ def open_calibration(
     if context.live is None:
         reopening.require_spec(folder, run.manifest)
     # Other calibrations are not needed to solve this one, and opening them takes time.
-    study, models = reopening.reopened(
+    study, models = reopening.reopen_study(
         folder, context, num_calibration=request.samples, with_calibrations=False
     )
-    models = all_in(models, request.out_dtype)
-    study = dataclasses.replace(study, out_dtype=models.out_dtype).viewing(request.views)
+    models = with_save_dtype(models, request.out_dtype)
+    study = dataclasses.replace(study, out_dtype=models.out_dtype).with_views(request.views)
     spec = load_spec(folder / SPEC) if context.live is None else None
     plan = plan_calibration(request, None if spec is None else spec.calibration, study)
     if spec is not None:
         require_task_id(spec.task_id, plan.method)
-    options = request.changed(resume=False, replace=False).words()
-    words = [*(word for word in options if not word.startswith("--name=")), *context.access.words]
-    return OpenCalibration(folder, run.manifest, study, models, plan, words)
+    options = request.with_changes(resume=False, replace=False).to_cli_args()
+    words = [*(word for word in options if not word.startswith("--name=")), *context.access.cli_options]
+    return PreparedCalibration(folder, run.manifest, study, models, plan, words)
 
 
-def _export_finished_calibration(folder: pathlib.Path, request: CalibrationRequest, context: Context) -> None:
+def _export_finished_calibration(
+    folder: pathlib.Path, request: CalibrationRequest, context: JobContext
+) -> None:
     """Save the model of a finished calibration if it has the requested settings."""
     manifest, access = read_manifest(folder), dataclasses.replace(context.access, team=ALONE)
     # A request with only a name needs no samples and no models other than the base.
-    if request.changed(save_weights=None, attribution=True) != CalibrationRequest(name=request.name):
-        opened = open_calibration(folder, request, dataclasses.replace(context, access=access))
-        _require_free_name(request.changed(resume=True), opened, manifest)
+    if request.with_changes(save_weights=None, attribution=True) != CalibrationRequest(name=request.name):
+        opened = prepare_calibration(folder, request, dataclasses.replace(context, access=access))
+        _require_free_name(request.with_changes(resume=True), opened, manifest)
         models = opened.models
     elif context.live is not None:
         _, models = context.live(None)
@@ -212,19 +214,19 @@ def _export_finished_calibration(folder: pathlib.Path, request: CalibrationReque
         models = open_models(load_spec(folder / SPEC), access)
     assert request.save_weights is not None
     info = manifest.calibrations[request.name]
-    models = all_in(models, info.out_dtype)
-    require_target(models.architecture, request.save_weights)
-    export = Export(folder, request.name, info.method, models, request.save_weights)
-    export.require_kept(manifest)
+    models = with_save_dtype(models, info.out_dtype)
+    check_save_path(models.architecture, request.save_weights)
+    export = CalibrationExport(folder, request.name, info.method, models, request.save_weights)
+    export.require_unchanged(manifest)
     export.save(info)
 
 
-def _require_free_name(request: CalibrationRequest, opened: OpenCalibration, manifest: Manifest) -> None:
-    """Refuse the name of a finished calibration, unless it is replaced or has equal settings."""
+def _require_free_name(request: CalibrationRequest, opened: PreparedCalibration, manifest: Manifest) -> None:
+    """Refuse the name of a finished calibration with other settings, unless it is to be replaced."""
     name, finished = opened.plan.name, manifest.calibrations.get(opened.plan.name)
     if finished is None or request.replace:
         return
-    hint = f"Choose another --name or add --replace; {how_to_save(opened.folder, name, manifest)}."
+    hint = f"Choose another --name or add --replace; {save_hint(opened.folder, name, manifest)}."
     if not request.resume:
         raise SpecError(f"the run has a calibration {name!r} already", hint=hint)
     if text := _difference_from_finished(opened.plan, finished, is_chosen=request.auto):
@@ -232,13 +234,13 @@ def _require_free_name(request: CalibrationRequest, opened: OpenCalibration, man
 
 
 def _difference_from_finished(plan: CalibrationPlan, finished: CalibrationInfo, *, is_chosen: bool) -> str:
-    """Return how a finished calibration differs from the plan; empty if it doesn't."""
+    """Describe how the settings of a finished calibration differ from the plan; empty if equal."""
     # The settings of an automatic choice are its result, so its starting point is compared instead.
     names = ["samples", "out_dtype", "sites", "sample_digests"]
     names += [] if is_chosen else ["method", "settings", "layers", "views"]
     before, now = (
         {name: getattr(info, name) for name in names} | {"shrink": info.shrink.get("asked")}
-        for info in (finished, plan.info)
+        for info in (finished, plan.manifest_entry)
     )
     before |= {"auto": finished.automatic, "layers": sorted(before.get("layers", ()))}
     now |= {"auto": is_chosen, "layers": now.get("layers", [])}
@@ -246,7 +248,7 @@ def _difference_from_finished(plan: CalibrationPlan, finished: CalibrationInfo, 
         now["asked"] = plan.starting_point
         before["asked"] = finished.selection.get("asked", now["asked"])
     # Through JSON, because one side was read from a file: its tuples are lists.
-    return reopening.difference(*(json.loads(json.dumps(side)) for side in (before, now)))
+    return reopening.first_difference(*(json.loads(json.dumps(side)) for side in (before, now)))
 
 
 def _require_held_out_samples(plan: CalibrationPlan) -> None:
@@ -256,18 +258,18 @@ def _require_held_out_samples(plan: CalibrationPlan) -> None:
             f"{plan.method} has no closed form, so --auto can't be used", hint="Leave out --auto."
         )
     for task, samples in plan.samples.items():
-        folds_of(len(samples), task)
+        fold_ranges(len(samples), task)
 
 
 def _solve_and_measure(
     request: CalibrationRequest,
-    opened: OpenCalibration,
+    opened: PreparedCalibration,
     writer: RunWriter,
-    phases: Phases,
-    reporter: Reporter,
+    phases: AnalysisPhases,
+    reporter: ProgressReporter,
 ) -> None:
-    """Solve, save, and measure drift and accuracy, after which the variant is visible to readers."""
-    study, scratch, name = opened.study, opened.scratch, opened.plan.name
+    """Solve the calibration, save the model, measure its drift and accuracy, then publish the variant."""
+    study, scratch, name = opened.study, opened.layer_store, opened.plan.name
     team, replaces = study.team, name in writer.manifest.calibrations
 
     def _remove_leftovers() -> None:
@@ -281,7 +283,7 @@ def _solve_and_measure(
     reopening.on_main_process(team, writer, _remove_leftovers)
     if request.auto:
         opened = _with_chosen_settings(request, opened, writer, reporter)
-    plan, identity = opened.plan, opened.identity
+    plan, identity = opened.plan, opened.solution_inputs
     begun = identity | {"selection": dict(plan.selection), COMMAND: list(opened.words)}
     team.run_on_main(lambda: scratch.write_settings(begun))
 
@@ -296,7 +298,7 @@ def _solve_and_measure(
         def _write_variants() -> None:
             notices = _calibration_notices(plan, study)
             info = dataclasses.replace(
-                plan.info, seconds=scratch.seconds or solution.seconds, notices=notices
+                plan.manifest_entry, seconds=scratch.seconds or solution.seconds, notices=notices
             )
             save_variants(writer, opened.models, study, plan, solution, info, identity)
 
@@ -305,11 +307,11 @@ def _solve_and_measure(
     # From here until `finish_variants`, readers ignore the rows of these variants.
     writer.begin_variants(plan.variants)
     reopening.run_phase(writer, plan.phase, _solve_and_save, study, sums=True)
-    reopening.add_calibration(study, opened.models, writer.folder, name, plan.method, plan.control)
-    phases.measure(plan.variants)
+    reopening.add_calibrated_models(study, opened.models, writer.folder, name, plan.method, plan.control)
+    phases.measure_variants(plan.variants)
     attached = attachment_tensors(study.pool.variant(plan.variant).attachments, len(study.pool.chain.layers))
     info = dataclasses.replace(
-        team.run_on_main(lambda: with_saved(plan.info, writer.folder, name)),
+        team.run_on_main(lambda: with_saved_results(plan.manifest_entry, writer.folder, name)),
         attached=sum(tensor.numel() for tensor in attached.values() if tensor.dim()),
     )
     notices = [f"{plan.variant}: {text}" for text in info.notices]
@@ -317,22 +319,22 @@ def _solve_and_measure(
 
 
 def _with_chosen_settings(
-    request: CalibrationRequest, opened: OpenCalibration, writer: RunWriter, reporter: Reporter
-) -> OpenCalibration:
-    """Return the calibration with chosen settings; an interrupted job may have chosen them already."""
-    from driftlens.pipelines.model_selection import choose_settings
+    request: CalibrationRequest, opened: PreparedCalibration, writer: RunWriter, reporter: ProgressReporter
+) -> PreparedCalibration:
+    """Return the calibration with settings chosen by cross-fitting; a stored choice is reused."""
+    from driftlens.pipelines.model_selection import choose_calibrator
 
-    plan, study, scratch, chosen = opened.plan, opened.study, opened.scratch, opened
+    plan, study, scratch, chosen = opened.plan, opened.study, opened.layer_store, opened
     begun = study.team.run_on_main(lambda: scratch.stored_settings if scratch.is_started else {})
 
     def _choose_or_resume() -> None:
         nonlocal chosen
         if begun:
             kind, selection = calibrators[begun["method"]], begun["selection"]
-            calibrator: Calibrator = kind(**resolve(kind, begun["settings"], begun["method"]))
+            calibrator: Calibrator = kind(**resolve_settings(kind, begun["settings"], begun["method"]))
         else:
-            calibrator, record = choose_settings(
-                study.blinded(plan.samples),
+            calibrator, record = choose_calibrator(
+                study.without_labels(plan.samples),
                 plan.calibrator,
                 plan.sites,
                 reporter,
@@ -340,18 +342,18 @@ def _with_chosen_settings(
                 share=request.shrink,
                 on_score=partial(writer.event, CANDIDATE, of=plan.name),
             )
-            selection = {**record, "preset": preset_of(plan.calibrator), "asked": plan.starting_point}
-        chosen = dataclasses.replace(opened, plan=plan.with_choice(calibrator, selection, study))
+            selection = {**record, "preset": matching_preset(plan.calibrator), "asked": plan.starting_point}
+        chosen = dataclasses.replace(opened, plan=plan.with_chosen_settings(calibrator, selection, study))
 
     reopening.run_phase(writer, f"{plan.phase}:choose", _choose_or_resume, study, again=True, sums=True)
     return chosen
 
 
 def _remove_replaced_calibration(
-    opened: OpenCalibration, writer: RunWriter, solved: Callable[[], object]
+    opened: PreparedCalibration, writer: RunWriter, solved: Callable[[], object]
 ) -> None:
     """Remove the old calibration of the same name once all layers of the new one are solved."""
-    plan, study, scratch = opened.plan, opened.study, opened.scratch
+    plan, study, scratch = opened.plan, opened.study, opened.layer_store
     try:
         reopening.run_phase(writer, f"{plan.phase}:solve", solved, study, again=True, sums=True)
     except DriftLensError as error:
@@ -369,20 +371,20 @@ def _remove_replaced_calibration(
 
 def _finish_calibration(
     request: CalibrationRequest,
-    opened: OpenCalibration,
+    opened: PreparedCalibration,
     writer: RunWriter,
-    phases: Phases,
-    export: Export | None,
+    phases: AnalysisPhases,
+    export: CalibrationExport | None,
 ) -> None:
-    """Add the parts that follow drift and accuracy: digests, task vectors, model card, export, attribution."""
+    """Run the phases after measurement: digests, task vectors, model card, export, attribution."""
     plan, study, folder = opened.plan, opened.study, writer.folder
-    study.team.run_on_main(opened.scratch.remove)
+    study.team.run_on_main(opened.layer_store.remove)
     info = writer.manifest.calibrations[plan.name]
     variants = [info.control, plan.variant] if info.control else [plan.variant]
     # The calibration was solved by an earlier job.
     if plan.variant not in study.pool:
-        reopening.add_calibration(study, opened.models, folder, plan.name, info.method, info.control)
-    phases.complete(variants)
+        reopening.add_calibrated_models(study, opened.models, folder, plan.name, info.method, info.control)
+    phases.add_weight_statistics(variants)
 
     def _write_model_card() -> None:
         from driftlens.experiment.model_card import model_card
@@ -394,15 +396,19 @@ def _finish_calibration(
     if export is not None:
         study.team.run_on_main(lambda: export.save(info))
     if request.attribution:
-        phases.explain(variants)
+        phases.attribute_drift(variants)
 
 
 @torch.no_grad()
 def _solve_layers(
-    writer: RunWriter, study: Study, plan: CalibrationPlan, scratch: _Scratch, reporter: Reporter
-) -> Solution:
-    """Solve or train the layers of a plan in forward order; each is stored at once, and resumed from."""
-    solution, started = Solution(scratch.layers()), time.monotonic() - scratch.seconds
+    writer: RunWriter,
+    study: Study,
+    plan: CalibrationPlan,
+    scratch: _SolvedLayerStore,
+    reporter: ProgressReporter,
+) -> CalibrationSolution:
+    """Calibrate the layers of a plan in forward order; each is stored at once, stored ones are skipped."""
+    solution, started = CalibrationSolution(scratch.layers()), time.monotonic() - scratch.seconds
     # Of the last finished layer, for the curve that is plotted meanwhile.
     metrics: dict[str, float] = {}
     tasks, reached = sorted(plan.samples) if plan.sites else [], 0
@@ -453,21 +459,23 @@ def _calibration_notices(plan: CalibrationPlan, study: Study) -> list[str]:
     notices += _training_overlap_notices(plan.samples, study) if plan.automatic else []
     if plan.sites:
         pool = study.pool
-        share, text = coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
+        share, text = parameter_coverage(
+            pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update
+        )
         notices += [f"only a part is calibrated: {text}"] if share < 1 else []
         if plan.control:
-            anchor = f"base + {plan.calibrator.anchor_reach:g} (merged - base)"
+            anchor = f"base + {plan.calibrator.anchor_rho:g} (merged - base)"
             notices.append(f"the anchor is {anchor}; {plan.control} measures it alone")
         return [*notices, *_uncalibrated_layer_notices(pool, plan.sites)]
     if plan.boundaries:
         return [*notices, "the weights are the merged model's; its adapters need the task of an input"]
-    return [*notices, f"this is {plan.unchanged}"]
+    return [*notices, f"this is {plan.unchanged_text}"]
 
 
 def _uncalibrated_layer_notices(pool: ModelPool, sites: Mapping[int, Collection[str]]) -> list[str]:
-    """Return notices on stem and head if they differ between the models but are not calibrated."""
+    """Return notices if stem or head differ between base and experts but are not calibrated."""
     # Exact comparison: weights that fine-tuning froze are stored bit-identical.
-    experts = [name for name in pool.names if task_of(name) is not None]
+    experts = [name for name in pool.names if task_of_expert(name) is not None]
     reference, *others = [*(["base"] if "base" in pool else []), *experts]
 
     def _is_different_in_experts(key: str) -> bool:
@@ -477,7 +485,7 @@ def _uncalibrated_layer_notices(pool: ModelPool, sites: Mapping[int, Collection[
     notices = []
     for layer in (pool.chain.layers[0], pool.chain.layers[-1]):
         solved = {f"{site}.{part}" for site in sites.get(layer.index, ()) for part in ("weight", "bias")}
-        keys = {slot.key for name, slot in pool.chain.owned(layer).items() if name not in solved}
+        keys = {slot.key for name, slot in pool.chain.own_parameters(layer).items() if name not in solved}
         if moved := ", ".join(filter(_is_different_in_experts, sorted(keys))):
             notices.append(
                 f"the {layer.role} ({moved}) differs between {'base and ' * (reference == 'base')}experts and was not "
@@ -502,7 +510,7 @@ def _sample_overlap_notices(samples: Mapping[str, SampleSet], study: Study) -> l
 
 @torch.no_grad()
 def _training_overlap_notices(samples: Mapping[str, SampleSet], study: Study) -> list[str]:
-    """Return a notice if the experts were probably trained on these samples: if they are more confident there.
+    """Return a notice if experts are more confident on these samples, as if trained on them.
 
     Confidences are compared with those on diagnosis samples by Welch's t test, one-sided at 1 %, over all tasks.
     """
@@ -510,9 +518,9 @@ def _training_overlap_notices(samples: Mapping[str, SampleSet], study: Study) ->
     # 0.6 to 1.6 % of other draws.
     means, groups = list[tuple[float, float]](), list[NDArray[np.float64]]()
     for task, drawn in samples.items():
-        model, head = expert_of(task), study.head(task, expert_of(task))
+        model, head = expert_name(task), study.head(task, expert_name(task))
         measured = study.tasks[task].diagnosis
-        diagnosed = part_of(measured, range(min(_MAX_CONFIDENCE_SAMPLES, len(measured))))
+        diagnosed = select_samples(measured, range(min(_MAX_CONFIDENCE_SAMPLES, len(measured))))
         if head is None or min(len(drawn), len(diagnosed)) < 2:
             continue
         confidences = []
@@ -528,7 +536,7 @@ def _training_overlap_notices(samples: Mapping[str, SampleSet], study: Study) ->
     error, freedom = standard_error([part / len(means) for part in groups])
     on_drawn, on_diagnosed = np.mean(means, axis=0)
     # The two-sided level 98 % leaves the 1 % above that a one-sided test needs.
-    if not on_drawn - on_diagnosed > student(freedom, 0.98) * error:
+    if not on_drawn - on_diagnosed > t_quantile(freedom, 0.98) * error:
         return []
     return [
         "experts were probably trained on the calibration samples: mean confidence "
@@ -537,11 +545,11 @@ def _training_overlap_notices(samples: Mapping[str, SampleSet], study: Study) ->
     ]
 
 
-class _Scratch:
+class _SolvedLayerStore:
     """The hidden folder of an unfinished calibration: its settings and the solved layers."""
 
     def __init__(self, run: pathlib.Path, name: str) -> None:
-        self._settings = run / begun_calibration(name)
+        self._settings = run / calibration_marker(name)
         self._folder = self._settings.parent
         self.spill = self._folder / "features"
 
@@ -552,7 +560,7 @@ class _Scratch:
     @property
     def stored_settings(self) -> dict[str, Any]:
         try:
-            return dict(from_json(self._settings.read_bytes()))
+            return dict(parse_json(self._settings.read_bytes()))
         except (OSError, ValueError, TypeError) as error:
             raise RunError(
                 f"{self._settings} can't be read: {error}", hint="Start again without --resume."
@@ -562,7 +570,7 @@ class _Scratch:
         remove_tree(self._folder)
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
-        """Write the settings, or require that they equal those already written."""
+        """Write the calibration settings, or refuse if others are already stored."""
         if self.is_started:
             self.require_same_settings(settings)
         else:
@@ -572,7 +580,7 @@ class _Scratch:
     def require_same_settings(
         self, settings: Mapping[str, Any], *, start: Mapping[str, Any] | None = None
     ) -> None:
-        """Refuse settings that differ from the stored ones; `start` is the starting point of an automatic choice."""
+        """Refuse settings that differ from the stored ones; `start` are those before an automatic choice."""
         if not self.is_started:
             return
         # The command's words may differ although the settings are equal.
@@ -580,7 +588,7 @@ class _Scratch:
         if start and (chosen := then.get("selection")):
             then, now, skip = then | chosen["asked"], {**now, **start}, {*skip, "sites", "views"}
         sides = ({name: side[name] for name in side if name not in skip} for side in (then, now))
-        if text := reopening.difference(*sides):
+        if text := reopening.first_difference(*sides):
             raise SpecError(
                 f"the interrupted calibration had {text}",
                 hint="Resume with the same settings, models and samples, or start again without --resume.",
@@ -588,7 +596,7 @@ class _Scratch:
 
     @contextmanager
     def hide_settings(self) -> Iterator[None]:
-        """Run a block that leaves nothing to resume if it is interrupted."""
+        """Hide the settings file inside a block, so that an interruption leaves nothing to resume."""
         settings = self.stored_settings
         self._settings.unlink()
         yield
@@ -596,7 +604,7 @@ class _Scratch:
 
     @property
     def seconds(self) -> float:
-        """The seconds that the stored layers took to solve, including interrupted jobs."""
+        """The seconds spent on solving the stored layers, including interrupted jobs."""
         files = sorted(self._folder.glob("*.safetensors"))
         return float(_safetensors_metadata(files[-1])["seconds"]) if files else 0.0
 
@@ -607,7 +615,7 @@ class _Scratch:
         }
 
     def store_layer(self, layer: CalibratedLayer, seconds: float) -> CalibratedLayer:
-        """Store one layer's solution atomically, and return it backed by the file."""
+        """Store one solved layer atomically and return it with values read from the file."""
         reports = json.dumps([vars(report) for report in layer.reports])
         file = self._folder / f"{layer.layer:03d}.safetensors"
         save_state_dict(file, layer.updates, {"reports": reports, "seconds": repr(seconds)})
@@ -615,9 +623,9 @@ class _Scratch:
 
 
 def _read_solved_layer(path: pathlib.Path) -> CalibratedLayer:
-    source, stored = open_checkpoint(path), from_json(_safetensors_metadata(path)["reports"])
+    source, stored = open_checkpoint(path), parse_json(_safetensors_metadata(path)["reports"])
     reports = tuple(SiteReport(**report) for report in stored)
-    return CalibratedLayer(int(path.stem), OnDemand(source.headers, source.read), reports)
+    return CalibratedLayer(int(path.stem), LazyTensors(source.headers, source.read), reports)
 
 
 def _safetensors_metadata(path: pathlib.Path) -> dict[str, str]:

@@ -18,51 +18,57 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from driftlens.calibration.calibrator import Calibrator, calibrators, over_preset
+from driftlens.calibration.calibrator import Calibrator, calibrators, preset_settings
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import (
-    Between,
-    InDtypes,
-    OnDemand,
+    CastSource,
+    InMemorySource,
+    InterpolatedSource,
+    LazyTensors,
     StateSource,
-    TensorsSource,
 )
 from driftlens.config.data import Views
 from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest
-from driftlens.data.altered import viewed
-from driftlens.data.samples import SampleSet, part_of
+from driftlens.data.altered import append_views
+from driftlens.data.samples import SampleSet, select_samples
 from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext, SiteReport
-from driftlens.engine.pool import Attachment, Attachments, attachment_tensors, final_module
-from driftlens.engine.sequential import Stepwise
-from driftlens.engine.sites import select_sites, updated_sites
+from driftlens.engine.pool import Attachment, Attachments, attachment_tensors, final_module_path
+from driftlens.engine.sequential import StepwiseCalibrator
+from driftlens.engine.sites import select_sites, sites_to_update
 from driftlens.experiment.loading import OpenModels, head_files
-from driftlens.experiment.merging import merged_within
+from driftlens.experiment.merging import merge_study
 from driftlens.experiment.resume import read_attachments
 from driftlens.experiment.study import Study, model_info
-from driftlens.merging.method import merge_called
-from driftlens.models.chain import LayerChain, ParameterKey, fused
+from driftlens.merging.method import merge_by_name
+from driftlens.models.chain import LayerChain, ParameterKey, updated_tensors
 from driftlens.models.saving import (
-    Patched,
+    PatchedSource,
     library_prefix,
     save_model,
     save_state_dict,
 )
 from driftlens.runs.manifest import (
     CalibrationInfo,
-    Chosen,
     Manifest,
-    calibration_attachments,
+    SelectionResult,
+    attachments_file,
+    calibrated_weights_file,
     calibration_folder,
-    calibration_weights,
-    ids_digest,
-    versions,
+    package_versions,
+    sample_ids_digest,
 )
 from driftlens.runs.run import open_run
 from driftlens.runs.schema import CALIBRATION
 from driftlens.runs.writer import RunWriter
-from driftlens.utils.errors import CheckpointError, DataError, SpecError, counted, some_of
-from driftlens.utils.registry import resolve
-from driftlens.utils.variants import ModelChange, calibrated, control_of, expert_of, saved_words
+from driftlens.utils.errors import CheckpointError, DataError, SpecError, pluralize, shorten_list
+from driftlens.utils.registry import resolve_settings
+from driftlens.utils.variants import (
+    ModelChange,
+    calibrated_variant,
+    control_variant,
+    expert_name,
+    saving_loss_text,
+)
 
 if TYPE_CHECKING:
     from driftlens.config.run import Calibration
@@ -90,8 +96,8 @@ def attach(model, task, file="{file}"):
 
 
 @dataclass(frozen=True)
-class CalibrationPlan(Chosen):
-    """A calibration with all settings resolved.
+class CalibrationPlan(SelectionResult):
+    """A calibration with all settings resolved, before anything is solved.
 
     Attributes:
         control: variant of the anchor alone; empty without anchor, or if it is the merged model.
@@ -116,10 +122,10 @@ class CalibrationPlan(Chosen):
     out_dtype: str = ""
     shrink: Mapping[str, Any] = field(default_factory=dict)
 
-    def with_choice(
+    def with_chosen_settings(
         self, calibrator: Calibrator, selection: Mapping[str, Any], study: Study
     ) -> CalibrationPlan:
-        """Return the plan with the choice of `choose_settings`; a chosen merge is added to the pool."""
+        """Return the plan with the settings that `calibrate --auto` chose."""
         calibrator.check(has_base=study.has_base)
         shrink = dict(self.shrink)
         if "share" in selection:
@@ -127,8 +133,8 @@ class CalibrationPlan(Chosen):
             shrink |= {"share": selection["share"]} | ({} if shrink else {"curve": selection["curve"]})
         plan = dataclasses.replace(self, automatic=True, selection=selection, shrink=shrink)
         if "merge" in selection:
-            merge = merge_called(selection["merge"]["method"], selection["merge"]["parameters"])
-            study.pool.add(plan.kept, merged_within(study.blinded(self.samples), merge))
+            merge = merge_by_name(selection["merge"]["method"], selection["merge"]["parameters"])
+            study.pool.add(plan.kept, merge_study(study.without_labels(self.samples), merge))
         # Nothing is solved, so there is no anchor to measure either.
         if plan.kept:
             return dataclasses.replace(plan, sites={}, control="")
@@ -137,30 +143,30 @@ class CalibrationPlan(Chosen):
             samples = {task: dataclasses.replace(drawn, views=views) for task, drawn in self.samples.items()}
             plan = dataclasses.replace(plan, samples=samples)
         if type(calibrator) is not type(self.calibrator):
-            sites = updated_sites(study.pool.chain, self.sites, calibrator.update)
-            plan = dataclasses.replace(plan, method=method_called(calibrator), sites=sites)
+            sites = sites_to_update(study.pool.chain, self.sites, calibrator.update)
+            plan = dataclasses.replace(plan, method=registered_method(calibrator), sites=sites)
         control = _control_variant(self.name, calibrator, study)
         return dataclasses.replace(plan, calibrator=calibrator, control=control)
 
     @property
     def starting_point(self) -> dict[str, Any]:
-        """The starting point of an automatic choice, by which a finished calibration is recognized."""
-        start = {"method": self.method, "settings": plain_settings(self.calibrator), "layers": self.layers}
+        """The settings before an automatic choice, by which a finished calibration is recognized."""
+        start = {"method": self.method, "settings": settings_as_json(self.calibrator), "layers": self.layers}
         return start | ({"views": self.views} if self.views else {})
 
     @property
     def phase(self) -> str:
-        """The prefix of the calibration's phases."""
+        """The prefix of the names of the calibration's phases."""
         return f"calibrate:{self.name}"
 
     @property
     def variant(self) -> str:
         """The variant of the calibrated model."""
-        return calibrated(self.name)
+        return calibrated_variant(self.name)
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """All variants of the calibration, the control first."""
+        """The variants that the calibration adds: the control, then the calibrated model."""
         return (self.control, self.variant) if self.control else (self.variant,)
 
     @property
@@ -170,22 +176,24 @@ class CalibrationPlan(Chosen):
 
     @property
     def views(self) -> dict[str, str]:
-        """The requested views of the samples, by task."""
+        """The requested augmentations of calibration samples, by task."""
         return {task: str(drawn.views) for task, drawn in self.samples.items() if drawn.views is not None}
 
     @property
-    def info(self) -> CalibrationInfo:
-        """The entry of the manifest before anything is measured."""
+    def manifest_entry(self) -> CalibrationInfo:
+        """The calibration's entry in the manifest before anything is measured."""
         return CalibrationInfo(
             method=self.method,
-            settings=plain_settings(self.calibrator),
+            settings=settings_as_json(self.calibrator),
             control=self.control,
             seconds=0.0,
             samples={task: len(samples) for task, samples in self.samples.items()},
-            sample_digests={task: ids_digest(samples.identities) for task, samples in self.samples.items()},
+            sample_digests={
+                task: sample_ids_digest(samples.unique_ids) for task, samples in self.samples.items()
+            },
             layers=self.layers,
             automatic=self.automatic,
-            preset=preset_of(self.calibrator),
+            preset=matching_preset(self.calibrator),
             sites=tuple(self.patterns),
             seed=self.seed,
             selection=self.selection,
@@ -194,11 +202,11 @@ class CalibrationPlan(Chosen):
             shrink=self.shrink,
         )
 
-    def identity(self, manifest: Manifest, study: Study) -> dict[str, Any]:
-        """Return the inputs of the solution as plain values."""
+    def solution_inputs(self, manifest: Manifest, study: Study) -> dict[str, Any]:
+        """Return everything that the solution depends on, as plain values."""
         # By digests, so that moved files with equal weights are accepted.
-        models = [*(["base"] if study.has_base else []), "merged", *map(expert_of, self.samples)]
-        info = self.info
+        models = [*(["base"] if study.has_base else []), "merged", *map(expert_name, self.samples)]
+        info = self.manifest_entry
         return {
             "method": self.method,
             "settings": info.settings,
@@ -217,14 +225,14 @@ class CalibrationPlan(Chosen):
 def plan_calibration(
     request: CalibrationRequest, section: Calibration | None, study: Study
 ) -> CalibrationPlan:
-    """Resolve a request to a plan; it overrides the `calibration` section of the run's spec.
+    """Resolve a calibration request to a plan; the request overrides the run's spec.
 
     Args:
         request: the requested calibration.
         section: the `calibration` section of the run's spec; None without one.
         study: the opened models and samples.
     """
-    calibrator = calibrator_of(request, section, has_views=study.has_views)
+    calibrator = resolve_calibrator(request, section, has_views=study.has_views)
     calibrator.check(has_base=study.has_base)
     method, is_trained = _method_name(request, section), not calibrator.takes_sites
     samples = {
@@ -233,9 +241,9 @@ def plan_calibration(
     for task, drawn in samples.items():
         if drawn.views is not None:
             # Raises if the samples have no such views.
-            viewed(drawn)
-        if isinstance(calibrator, Stepwise):
-            calibrator.require_samples(len(drawn), task)
+            append_views(drawn)
+        if isinstance(calibrator, StepwiseCalibrator):
+            calibrator.require_enough_samples(len(drawn), task)
     patterns, layers = request.sites, request.layers
     # A trained method has fixed layers, so the patterns of another method in the spec don't concern it.
     if patterns is None and section is not None and (section.method == method or not is_trained):
@@ -247,9 +255,9 @@ def plan_calibration(
         )
     chain, update = study.pool.chain, calibrator.update
     sites = {} if is_trained else select_sites(chain, layers=layers, sites=patterns, update=update)
-    if control_of(request.name) in study.variants:
+    if control_variant(request.name) in study.variants:
         raise SpecError(
-            f"the control of {request.name!r} would be {control_of(request.name)}, already a baseline of the run",
+            f"the control of {request.name!r} would be {control_variant(request.name)}, already a baseline of the run",
             hint="Choose another --name.",
         )
     shrink = request.shrink
@@ -278,37 +286,37 @@ def plan_calibration(
 def calibration_context(
     study: Study, samples: Mapping[str, SampleSet], sites: Mapping[int, Sequence[str]], **options: Any
 ) -> CalibrationContext:
-    """Return the context in which a study's merged model is calibrated; `options` are further fields of it."""
+    """Return the context for calibrating a study's merged model; `options` set further fields of it."""
     return CalibrationContext(
         study.pool,
-        {task: viewed(drawn) for task, drawn in samples.items()},
+        {task: append_views(drawn) for task, drawn in samples.items()},
         sites,
         base="base" if study.has_base else None,
         feature_budget=study.settings.feature_budget,
         pooling=study.settings.pool,
         team=study.team,
-        like=study.like,
+        like=study.dtype_template,
         **options,
     )
 
 
 def _control_variant(name: str, calibrator: Calibrator, study: Study) -> str:
-    """Return the variant of the anchor alone; empty where the anchor is the merged model."""
-    return control_of(name) if study.has_base and calibrator.anchor_reach != 1 else ""
+    """Return the name of the control, the anchor without calibration; empty if it is the merged model."""
+    return control_variant(name) if study.has_base and calibrator.anchor_rho != 1 else ""
 
 
 def _first_samples(samples: SampleSet | None, count: int | None, task: str) -> SampleSet:
-    """Return the first `count` samples, which equal a smaller draw, or all."""
+    """Return the first `count` samples, the same as if only `count` had been sampled."""
     if samples is None or len(samples) < (count or 1):
         available = 0 if samples is None else len(samples)
         raise DataError(f"task {task} has {available} calibration samples, {count or 'some'} are requested")
-    return samples if count is None else part_of(samples, range(count))
+    return samples if count is None else select_samples(samples, range(count))
 
 
-def calibrator_of(
+def resolve_calibrator(
     request: CalibrationRequest, section: Calibration | None, *, has_views: bool = False
 ) -> Calibrator:
-    """Return the calibrator with all settings resolved: parameters override preset, spec and defaults, in this order.
+    """Return the calibrator with all settings: arguments override preset, spec and defaults.
 
     Args:
         request: the requested calibration.
@@ -319,17 +327,17 @@ def calibrator_of(
     parameters = dict(calibrators[method].with_views) if has_views else {}
     # Another method has other settings.
     if section is not None and section.method == method:
-        parameters |= over_preset(method, section.preset, section.parameters)
-    parameters |= over_preset(method, request.preset, request.parameters)
-    return calibrators[method](**resolve(calibrators[method], parameters, method))
+        parameters |= preset_settings(method, section.preset, section.parameters)
+    parameters |= preset_settings(method, request.preset, request.parameters)
+    return calibrators[method](**resolve_settings(calibrators[method], parameters, method))
 
 
 def _method_name(request: CalibrationRequest, section: Calibration | None) -> str:
     return request.method or (DEFAULT_METHOD if section is None else section.method)
 
 
-def method_called(calibrator: Calibrator) -> str:
-    """Return the registered name of the calibrator's class or of its parent."""
+def registered_method(calibrator: Calibrator) -> str:
+    """Return the name under which a calibrator's class, or its parent, is registered."""
     for name, kind in sorted(calibrators.items(), key=lambda entry: entry[1] is not type(calibrator)):
         if isinstance(calibrator, kind):
             return name
@@ -339,30 +347,30 @@ def method_called(calibrator: Calibrator) -> str:
     )
 
 
-def plain_settings(calibrator: Calibrator) -> dict[str, Any]:
-    """Return all settings as JSON values."""
+def settings_as_json(calibrator: Calibrator) -> dict[str, Any]:
+    """Return all settings of a calibrator as JSON values."""
     settings = calibrator.get_params()
     return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
 
 
-def preset_of(calibrator: Calibrator) -> str:
-    """Return the name of the published preset that equals the settings; empty without one."""
+def matching_preset(calibrator: Calibrator) -> str:
+    """Return the name of the published preset with these settings; empty if none matches."""
     settings, kind = calibrator.get_params(), type(calibrator)
     # Settings that a preset leaves out must have their defaults.
     return next((name for name in kind.presets if kind(**kind.presets[name]).get_params() == settings), "")
 
 
 @dataclass
-class Solution:
-    """Solved layers by index, adapters by task, and the seconds of all jobs, also interrupted ones."""
+class CalibrationSolution:
+    """The solved layers by index, adapters by task, and the total solving time in seconds."""
 
     layers: dict[int, CalibratedLayer] = field(default_factory=dict)
     attachments: dict[str, Attachment] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
-    def reports(self) -> list[tuple[int, SiteReport]]:
-        """The reports of all sites, with their layers' indices."""
+    def site_reports(self) -> list[tuple[int, SiteReport]]:
+        """The solver reports of all calibrated modules, with their layer indices."""
         return [(index, report) for index, layer in self.layers.items() for report in layer.reports]
 
 
@@ -372,42 +380,42 @@ def save_variants(
     models: OpenModels,
     study: Study,
     plan: CalibrationPlan,
-    solution: Solution,
+    solution: CalibrationSolution,
     info: CalibrationInfo,
     identity: Mapping[str, Any],
 ) -> None:
-    """Write the calibrated model and its control, in the base's keys and dtypes, `config.yaml`, and site reports."""
+    """Save calibrated model, control, `config.yaml` and solver reports in the base's keys and dtypes."""
     import pandas as pd
 
     pool = study.pool
     merged = pool.source(plan.kept or "merged")
     keys = [(index, name) for index, layer in solution.layers.items() for name in layer.updates]
     # Read on demand: the solution of all layers together may exceed memory.
-    updates = OnDemand(dict.fromkeys(keys), lambda key: solution.layers[key[0]].updates[key[1]])
+    updates = LazyTensors(dict.fromkeys(keys), lambda key: solution.layers[key[0]].updates[key[1]])
     for variant in plan.variants:
         is_control = variant == plan.control
         parameters: Mapping[ParameterKey, Tensor] = updates
         if is_control:
-            reach = plan.calibrator.anchor_reach
+            reach = plan.calibrator.anchor_rho
             parameters = _anchor_parameters(pool.chain, merged, pool.source("base"), reach, updates)
-        source = with_parameters(pool.chain, merged, study.like, parameters)
+        source = replace_parameters(pool.chain, merged, study.dtype_template, parameters)
         # The control stays the anchor itself.
         if not is_control and plan.shrink:
-            source = Between(pool.source("base"), source, plan.shrink["share"])
+            source = InterpolatedSource(pool.source("base"), source, plan.shrink["share"])
         metadata = _weights_metadata(variant, info)
-        with writer.file(calibration_weights(plan.name, control=is_control)) as path:
-            save_model(models.architecture, models.own_form, source, path, metadata=metadata)
+        with writer.file(calibrated_weights_file(plan.name, control=is_control)) as path:
+            save_model(models.architecture, models.save_template, source, path, metadata=metadata)
     if solution.attachments:
-        with writer.file(calibration_attachments(plan.name)) as path:
+        with writer.file(attachments_file(plan.name)) as path:
             save_state_dict(path, attachment_tensors(solution.attachments, len(pool.chain.layers)))
     rows = [
         {"name": plan.name, "layer": layer}
         | {key: value for key, value in vars(report).items() if key in CALIBRATION.names}
-        for layer, report in solution.reports
+        for layer, report in solution.site_reports
     ]
     if rows:
         writer.append("calibration", pd.DataFrame(rows), replace=True)
-    changes = [ModelChange(**report.change) for _, report in solution.reports if report.change]
+    changes = [ModelChange(**report.change) for _, report in solution.site_reports if report.change]
     change = sum(changes, ModelChange("")) if changes else None
     config = {
         "name": plan.name,
@@ -420,10 +428,10 @@ def save_variants(
         "change": {} if change is None else vars(change),
         "notices": [
             *info.notices,
-            *([] if change is None else saved_words(change, "the calibration", "the merged model's")),
+            *([] if change is None else saving_loss_text(change, "the calibration", "the merged model's")),
             *_skipped_expert_notices(solution),
         ],
-        "versions": versions(),
+        "versions": package_versions(),
     }
     # Live modules are fitted without the library of yaml.
     from driftlens.config.types import to_yaml
@@ -432,12 +440,12 @@ def save_variants(
         path.write_text(to_yaml(config), encoding="utf-8")
 
 
-def with_saved(info: CalibrationInfo, run: pathlib.Path, name: str) -> CalibrationInfo:
-    """Return the manifest's entry of a calibration with seconds, notices and changes from its `config.yaml`."""
-    from driftlens.config.types import from_yaml
+def with_saved_results(info: CalibrationInfo, run: pathlib.Path, name: str) -> CalibrationInfo:
+    """Add seconds, notices and weight changes from `config.yaml` to a calibration's manifest entry."""
+    from driftlens.config.types import parse_yaml
 
     file = run / _calibration_config_file(name)
-    saved = from_yaml(file.read_text(encoding="utf-8"), file.name)
+    saved = parse_yaml(file.read_text(encoding="utf-8"), file.name)
     return dataclasses.replace(
         info, seconds=saved["seconds"], notices=tuple(saved["notices"]), change=saved["change"]
     )
@@ -447,19 +455,19 @@ def _calibration_config_file(name: str) -> str:
     return f"{calibration_folder(name)}/config.yaml"
 
 
-def _skipped_expert_notices(solution: Solution) -> list[str]:
+def _skipped_expert_notices(solution: CalibrationSolution) -> list[str]:
     """Return a notice on experts of mixtures that are not calibrated because they received too few tokens."""
-    kept = [report for _, report in solution.reports if report.kind == "kept"]
+    kept = [report for _, report in solution.site_reports if report.kind == "kept"]
     tokens = {report.site.rpartition(".")[0]: report.num_rows or 0 for report in kept}
     if not tokens:
         return []
-    named = some_of([f"{expert} ({counted(count, 'token')})" for expert, count in tokens.items()])
-    experts = counted(len(tokens), "expert")
+    named = shorten_list([f"{expert} ({pluralize(count, 'token')})" for expert, count in tokens.items()])
+    experts = pluralize(len(tokens), "expert")
     return [f"{experts} of mixtures received too few tokens and remain as merged: {named}. Use more samples"]
 
 
 def _weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:
-    """Return the header of a variant's weights: the settings that reproduce the calibration."""
+    """Return the metadata of a saved model: the settings that reproduce the calibration."""
     return {
         "variant": variant,
         "calibration_method": info.method,
@@ -473,7 +481,7 @@ def _weights_metadata(variant: str, info: CalibrationInfo) -> dict[str, str]:
     }
 
 
-def with_parameters(
+def replace_parameters(
     chain: LayerChain, merged: StateSource, like: StateSource, parameters: Mapping[ParameterKey, Tensor]
 ) -> StateSource:
     """Return the merged model with some parameters replaced, in the dtypes of `like`.
@@ -485,8 +493,8 @@ def with_parameters(
         parameters: by layer index and name in the layer, in the layer's layout.
     """
     # A merged model stored in fewer bits must not round the solution.
-    start = InDtypes(merged, {key: header.dtype for key, header in like.headers.items()})
-    return Patched(start, fused(chain, parameters, start))
+    start = CastSource(merged, {key: header.dtype for key, header in like.headers.items()})
+    return PatchedSource(start, updated_tensors(chain, parameters, start))
 
 
 def _anchor_parameters(
@@ -495,21 +503,21 @@ def _anchor_parameters(
     base: StateSource,
     reach: float,
     keys: Collection[ParameterKey],
-) -> OnDemand[ParameterKey]:
+) -> LazyTensors[ParameterKey]:
     """Return the anchor of Eq. 11, base + reach * (merged - base), for some parameters, in float64."""
 
     # In float64, as the solve computes it; the difference of close models loses digits in float32.
     def _read_anchor(key: ParameterKey) -> Tensor:
         slot = chain.layers[key[0] - 1].parameters[key[1]]
         start, end = (source.read(slot.key, slot.rows).double() for source in (base, merged))
-        return slot.own(reach * end + (1 - reach) * start)
+        return slot.to_layer_layout(reach * end + (1 - reach) * start)
 
-    return OnDemand(keys, _read_anchor)
+    return LazyTensors(keys, _read_anchor)
 
 
 @dataclass(frozen=True)
-class Export:
-    """A stored calibrated model, to be saved at `target` in the form of the base, with a model card."""
+class CalibrationExport:
+    """A stored calibrated model to be saved at `target` in the base's format, with a model card."""
 
     run: pathlib.Path
     name: str
@@ -517,11 +525,11 @@ class Export:
     models: OpenModels
     target: pathlib.Path
 
-    def require_kept(self, manifest: Manifest) -> None:
-        """Refuse weights that differ from the measured ones."""
+    def require_unchanged(self, manifest: Manifest) -> None:
+        """Refuse to export weights that differ from the measured ones."""
         from driftlens.experiment.model_card import calibration_command
 
-        info, measured = manifest.calibrations[self.name], manifest.models.get(calibrated(self.name))
+        info, measured = manifest.calibrations[self.name], manifest.models.get(calibrated_variant(self.name))
         stored = model_info(self.models.architecture.chain, self._stored_model, self._stored_attachments, "")
         if measured is not None and stored.digest != measured.digest:
             again = calibration_command(
@@ -532,26 +540,30 @@ class Export:
 
     @torch.no_grad()
     def save(self, info: CalibrationInfo) -> None:
-        """Write the model, its adapters and its card."""
+        """Write the model, its adapters and its model card."""
         from driftlens.experiment.model_card import model_card
 
-        architecture, form, heads = self.models.architecture, self.models.own_form, head_files(self.models)
+        architecture, form, heads = (
+            self.models.architecture,
+            self.models.save_template,
+            head_files(self.models),
+        )
         card = _card_with_loading_code(
             partial(model_card, open_run(self.run), self.name), self._stored_attachments
         )
-        metadata, prefix = _weights_metadata(calibrated(self.name), info), ""
+        metadata, prefix = _weights_metadata(calibrated_variant(self.name), info), ""
         is_file = self.target.suffix == ".safetensors"
         if self._stored_attachments:
             if not is_file:
                 first_key = next(iter(architecture.chain.blocks[0].parameters.values())).key
                 prefix = library_prefix(architecture, form, first_key)
             # By the paths of the library's modules.
-            path = f"{prefix}{final_module(architecture.chain)}".rstrip(".")
+            path = f"{prefix}{final_module_path(architecture.chain)}".rstrip(".")
             portable = attachment_tensors(self._stored_attachments, path)
             if is_file:
                 save_state_dict(self.target.with_suffix(f".{_ATTACHED_FILE}"), portable, metadata)
             else:
-                heads[_ATTACHED_FILE] = TensorsSource(_ATTACHED_FILE, portable)
+                heads[_ATTACHED_FILE] = InMemorySource(_ATTACHED_FILE, portable)
         # A copy of the stored weights in the form of the base: the model is not computed again.
         save_model(
             architecture, form, self._stored_model, self.target, metadata=metadata, card=card, heads=heads
@@ -563,7 +575,7 @@ class Export:
 
     @cached_property
     def _stored_model(self) -> StateSource:
-        stored = open_checkpoint(self.run / calibration_weights(self.name))
+        stored = open_checkpoint(self.run / calibrated_weights_file(self.name))
         return self.models.architecture.align(stored)
 
 

@@ -10,38 +10,38 @@ from typing import Any, NamedTuple
 
 import torch
 
-from driftlens.calibration.automatic import HeldOutScores, folds_of
+from driftlens.calibration.automatic import HeldOutScores, fold_ranges
 from driftlens.config.run import RunSpec
-from driftlens.data.samples import SampleSet, part_of
+from driftlens.data.samples import SampleSet, select_samples
 from driftlens.experiment.loading import open_study
-from driftlens.experiment.merging import merged_source
+from driftlens.experiment.merging import merge_to_files
 from driftlens.experiment.study import Study
-from driftlens.merging.method import merge_called, merge_methods
+from driftlens.merging.method import merge_by_name, merge_methods
 from driftlens.pipelines.model_selection import (
     CANDIDATE_MODEL,
     HeldOutScorer,
     NamedMethod,
     Values,
-    attempt,
-    named_methods,
-    over_samples,
-    require_any,
-    shown_settings,
-    unlabelled,
+    expand_methods,
+    mean_over_samples,
+    require_one_result,
+    result_or_error,
+    settings_for_name,
+    without_labels,
 )
-from driftlens.utils.devices import exact_products
-from driftlens.utils.distributed import Context
+from driftlens.utils.devices import full_precision_matmul
+from driftlens.utils.distributed import JobContext
 from driftlens.utils.errors import DriftLensError
 from driftlens.utils.files import temporary_folder
 from driftlens.utils.intervals import Interval, mean_over_tasks
-from driftlens.utils.progress import Reporter
+from driftlens.utils.progress import ProgressReporter
 
 _PHASE = "compare"
 _MEASURES = ("hellinger", "drift_rel")
 
 
-class _Compared(NamedTuple):
-    """A model, its scores or the error of its merge, and the seconds that the merge took; None without a merge."""
+class _ComparedMerge(NamedTuple):
+    """A merge candidate: its scores, or its error, and the seconds that the merge took."""
 
     model: NamedMethod
     result: Values | DriftLensError
@@ -49,20 +49,20 @@ class _Compared(NamedTuple):
 
 
 def resolve_merges(requested: Sequence[tuple[str, Mapping[str, object]]]) -> list[NamedMethod]:
-    """Return the requested merges; `all` means every method, see `named_methods`."""
+    """Parse requested merge methods with settings; `all` means every method."""
 
     def _named_merge(method: str, settings: Mapping[str, object]) -> NamedMethod:
-        shown = shown_settings(settings, merge_called(method, settings).settings)
+        shown = settings_for_name(settings, merge_by_name(method, settings).settings)
         name = " ".join([method, *(f"{key}={value}" for key, value in shown.items())])
         return NamedMethod(name, method, settings)
 
-    return named_methods(requested, merge_methods, _named_merge)
+    return expand_methods(requested, merge_methods, _named_merge)
 
 
-@exact_products()
+@full_precision_matmul()
 @torch.no_grad()
 def compare_merges(
-    spec: RunSpec, merges: Sequence[NamedMethod], context: Context = Context()
+    spec: RunSpec, merges: Sequence[NamedMethod], context: JobContext = JobContext()
 ) -> dict[str, Any]:
     """Rank merges by the distance of their final features and class probabilities from the experts'.
 
@@ -81,18 +81,20 @@ def compare_merges(
     """
     study, models = open_study(spec, access=context.access)
     merges, present = _with_spec_merge(spec, merges)
-    held_out = any(merge_methods[merge.method].runs_models for merge in merges)
+    held_out = any(merge_methods[merge.method].needs_samples for merge in merges)
     shown, samples = _method_and_scoring_samples(study, held_out=held_out)
-    reporter, scorer, compared = context.reporter(), HeldOutScorer(study, samples), list[_Compared]()
+    reporter, scorer, compared = context.reporter(), HeldOutScorer(study, samples), list[_ComparedMerge]()
     # The experts first, so that their time is not counted as that of the first model.
     for task in samples:
         reporter.step(_PHASE, 0, len(merges), f"expert of {task}")
-        scorer.expert(task)
+        scorer.expert_features(task)
     for name in ("base", "merged"):
         if name in study.pool:
             reporter.step(_PHASE, 0, len(merges), name)
-            compared.append(_Compared(NamedMethod(name, "", {}), attempt(partial(scorer.of, name))))
-    quiet, visible = Reporter(cancel=context.cancel), study.blinded(shown)
+            compared.append(
+                _ComparedMerge(NamedMethod(name, "", {}), result_or_error(partial(scorer.score_model, name)))
+            )
+    quiet, visible = ProgressReporter(cancel=context.cancel), study.without_labels(shown)
     with temporary_folder() as folder:
         for done, merge in enumerate(merges):
             started, seconds = time.perf_counter(), 0.0
@@ -100,50 +102,52 @@ def compare_merges(
 
             def _merge_and_score(merge: NamedMethod = merge, started: float = started) -> Values:
                 nonlocal seconds
-                method = merge_called(merge.method, merge.settings)
-                source = merged_source(models, method, visible, beside=folder / "merged", reporter=quiet)
+                method = merge_by_name(merge.method, merge.settings)
+                source = merge_to_files(models, method, visible, beside=folder / "merged", reporter=quiet)
                 seconds = round(time.perf_counter() - started, 3)
                 study.pool.add(CANDIDATE_MODEL, source)
-                return scorer.of(CANDIDATE_MODEL)
+                return scorer.score_model(CANDIDATE_MODEL)
 
-            compared.append(_Compared(merge, attempt(_merge_and_score), seconds))
-    require_any([entry.result for entry in compared if entry.model.method])
+            compared.append(_ComparedMerge(merge, result_or_error(_merge_and_score), seconds))
+    require_one_result([entry.result for entry in compared if entry.model.method])
     reporter.step(_PHASE, len(merges), len(merges))
     return {
         "name": spec.name,
-        "score": scorer.measure,
+        "score": scorer.score_name,
         "samples": {task: len(judged) for task, judged in samples.items()},
         "held_out": held_out,
         "present": present,
-        "merges": _ranking_rows(compared, scorer.measure, present),
+        "merges": _ranking_rows(compared, scorer.score_name, present),
     }
 
 
 def _method_and_scoring_samples(
     study: Study, *, held_out: bool
 ) -> tuple[dict[str, SampleSet], dict[str, SampleSet]]:
-    """Return the samples that methods may read and those to score on; texts are scored without their answers."""
+    """Return the samples that merge methods may read, and the samples to score merges on."""
     shown, judged = {}, {}
-    for task, samples in unlabelled(study).items():
+    for task, samples in without_labels(study).items():
         shown[task] = judged[task] = samples
         texts = samples.texts
         if texts is not None and texts.reader is not None and texts.shown != "none":
-            judged[task] = shown[task].answering([""] * len(shown[task]))
+            judged[task] = shown[task].with_answers([""] * len(shown[task]))
         if held_out:
             # The same split for all methods, so that their scores can be paired sample by sample.
-            *rest, last = folds_of(len(shown[task]), task, "judging on held-out samples")
-            shown[task] = part_of(shown[task], sorted(position for fold in rest for position in fold))
-            judged[task] = part_of(judged[task], last)
+            *rest, last = fold_ranges(len(shown[task]), task, "judging on held-out samples")
+            shown[task] = select_samples(shown[task], sorted(position for fold in rest for position in fold))
+            judged[task] = select_samples(judged[task], last)
     return shown, judged
 
 
 def _with_spec_merge(spec: RunSpec, merges: Sequence[NamedMethod]) -> tuple[Sequence[NamedMethod], str]:
-    """Return the merges with the spec's own among them, and the name of that one: "merged" where it is stored."""
+    """Add the spec's own merge to the candidates; return them and its name, "merged" if it is stored."""
     if spec.merge is None:
         return merges, "merged"
     present = spec.merge.method, spec.merge.parameters
     names = [
-        merge.name for merge in merges if merge_called(merge.method, merge.settings) == merge_called(*present)
+        merge.name
+        for merge in merges
+        if merge_by_name(merge.method, merge.settings) == merge_by_name(*present)
     ]
     if names:
         return merges, names[0]
@@ -151,7 +155,7 @@ def _with_spec_merge(spec: RunSpec, merges: Sequence[NamedMethod]) -> tuple[Sequ
     return [*merges, *added], added[0].name
 
 
-def _ranking_rows(compared: Sequence[_Compared], measure: str, present: str) -> list[dict[str, Any]]:
+def _ranking_rows(compared: Sequence[_ComparedMerge], measure: str, present: str) -> list[dict[str, Any]]:
     """Return a row per model, best first; models that failed come last."""
     ranking = {
         model.name: HeldOutScores({task: by_measure[measure] for task, by_measure in result.items()})
@@ -177,11 +181,11 @@ def _ranking_rows(compared: Sequence[_Compared], measure: str, present: str) -> 
         scores = ranking[model.name]
         row["place"] = order.index(model.name) + 1
         row |= _mean_score_columns(result)
-        behind = ranking[order[0]].compared_with(scores, among=pairs)
+        behind = ranking[order[0]].compare_to(scores, among=pairs)
         row |= _interval_columns("behind", Interval(behind.advantage, behind.low, behind.high))
         row["is_tied"] = row["place"] > 1 and not behind.is_clear
         if present in ranking and model.name != present:
-            gain = scores.compared_with(ranking[present], among=pairs)
+            gain = scores.compare_to(ranking[present], among=pairs)
             row |= _interval_columns("nearer", Interval(gain.advantage, gain.low, gain.high))
         row["n"] = sum(map(len, scores.by_task.values()))
     return sorted(rows, key=lambda row: row["place"] or math.inf)
@@ -191,7 +195,7 @@ def _mean_score_columns(scores: Values) -> dict[str, Any]:
     """Return means over tasks and the means of each task, with intervals."""
     row: dict[str, Any] = {}
     for name in _MEASURES:
-        by_task = {task: over_samples(values[name]) for task, values in scores.items() if name in values}
+        by_task = {task: mean_over_samples(values[name]) for task, values in scores.items() if name in values}
         row |= _interval_columns(name, mean_over_tasks([*by_task.values()]))
         row.setdefault("by_task", {})[name] = {
             task: _interval_columns("value", mean) for task, mean in by_task.items()

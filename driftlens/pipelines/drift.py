@@ -1,7 +1,7 @@
-"""Drift of one task and its attribution to layers, as rows of tables. Entry points: `diagnose`, `attribution_of`.
+"""Drift of one task and its attribution, as rows of tables. Entry points: `measure_task`, `compute_attribution`.
 
-`diagnose` compares the first samples with the models' own forward pass and with a float64 pass. `attribution_of` stores
-the features at every layer boundary in one forward pass; one backward pass serves all variants.
+`measure_task` compares the first samples with the models' own forward pass and with a float64 pass.
+`compute_attribution` stores the features at every layer boundary in one forward pass; one backward pass serves all variants.
 """
 
 from __future__ import annotations
@@ -23,20 +23,34 @@ from torch import Tensor
 from torch.func import vjp
 
 from driftlens.diagnostics import attribution
-from driftlens.diagnostics.drift import share_intervals
+from driftlens.diagnostics.drift import bootstrap_ratio_ci
 from driftlens.engine.pool import LayerMap
-from driftlens.engine.walk import FeatureStore, LayerView, LibraryDrift, tolerance, waiting_bytes, walk
+from driftlens.engine.walk import (
+    FeatureStore,
+    LayerView,
+    LibraryDrift,
+    closure_tolerance,
+    sample_cache_bytes,
+    walk,
+)
 from driftlens.experiment.study import Study
-from driftlens.linalg.state import State, inner, norm, stack_item, stacked, subtract
-from driftlens.models.chain import Pool, pooled
-from driftlens.models.heads import class_rows
-from driftlens.pipelines.evaluation import TaskRows
+from driftlens.linalg.state import (
+    State,
+    inner_products,
+    stack_states,
+    state_from_stack,
+    state_norms,
+    subtract_states,
+)
+from driftlens.models.chain import Pool, pool_features
+from driftlens.models.heads import class_indices
+from driftlens.pipelines.evaluation import TaskResults
 from driftlens.runs.schema import GROUP_CONTRIBUTIONS
 from driftlens.utils.devices import to_device
 from driftlens.utils.errors import NotDifferentiableError, NumericsError, SpecError
-from driftlens.utils.progress import Reporter, TaskMeter
-from driftlens.utils.registry import Diagnostic, Seen
-from driftlens.utils.variants import expert_of
+from driftlens.utils.progress import ProgressReporter, TaskProgress
+from driftlens.utils.registry import Diagnostic, DiagnosticInput
+from driftlens.utils.variants import expert_name
 
 Array = NDArray[np.float64]
 Row = dict[str, object]
@@ -49,9 +63,9 @@ BATCH = 8
 
 
 @torch.no_grad()
-def diagnose(
-    study: Study, task: str, reporter: Reporter, base: Mapping[int, Array] | None = None
-) -> TaskRows:
+def measure_task(
+    study: Study, task: str, reporter: ProgressReporter, base: Mapping[int, Array] | None = None
+) -> TaskResults:
     """Measure every diagnostic of every variant on the diagnosis samples of one task.
 
     Args:
@@ -63,7 +77,7 @@ def diagnose(
     Raises:
         NumericsError: the drift differs from that of the models' own library, or of float64.
     """
-    diagnosis, data = TaskRows(), study.tasks[task]
+    diagnosis, data = TaskResults(), study.tasks[task]
     samples, layers, stored = data.diagnosis, study.pool.chain.layers, study.settings.stored_layers
     budget = study.settings.feature_budget
     # The models run in their own library first, on one batch, to compare the drift of every layer with.
@@ -87,7 +101,7 @@ def diagnose(
         base = {index: all_columns["base", index]["drift_l2"] for index in stored}
     for variant in study.variants:
         for layer in (layer for layer in layers if layer.index in stored):
-            seen = Seen(
+            seen = DiagnosticInput(
                 diagnosis.features[variant, layer.index],
                 diagnosis.features["expert", layer.index],
                 all_columns[variant, layer.index],
@@ -113,15 +127,17 @@ def diagnose(
     return diagnosis
 
 
-def _record_drift(study: Study, task: str, library: LibraryDrift, reporter: Reporter) -> _Recorder:
-    """Run a task's samples through all layers; compare the first ones with the models' own library."""
+def _record_drift(
+    study: Study, task: str, library: LibraryDrift, reporter: ProgressReporter
+) -> _DriftRecorder:
+    """Run a task's samples through all layers; check the first batch against the library's own forward."""
     samples, num_layers = study.tasks[task].diagnosis, len(study.pool.chain.layers)
-    meter = TaskMeter(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
-    recorder = _Recorder(study.settings.pool, study.variants[0], study.settings.measured)
+    meter = TaskProgress(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
+    recorder = _DriftRecorder(study.settings.pool, study.variants[0], study.settings.active_diagnostics)
     # As many whole batches at a time as the feature budget holds at one layer boundary.
     models = 1 + len(study.variants)
-    per_sample = waiting_bytes(study.pool, expert_of(task), samples.load([0]), models)
-    length = samples.fitting(per_sample, study.settings.feature_budget)
+    per_sample = sample_cache_bytes(study.pool, expert_name(task), samples.load([0]), models)
+    length = samples.num_in_budget(per_sample, study.settings.feature_budget)
     for start in range(0, len(samples), length):
         chunk = samples.batches(start, min(start + length, len(samples)))
         for view in walk(study.pool, task, study.variants, chunk, ids=samples.ids):
@@ -136,7 +152,7 @@ def _record_drift(study: Study, task: str, library: LibraryDrift, reporter: Repo
     return recorder
 
 
-def _check_precision(study: Study, task: str, diagnosis: TaskRows) -> None:
+def _check_precision(study: Study, task: str, diagnosis: TaskResults) -> None:
     try:
         diagnosis.precision_error = precision_error(study, task, diagnosis.features)
     except RuntimeError as error:
@@ -150,8 +166,8 @@ def _check_precision(study: Study, task: str, diagnosis: TaskRows) -> None:
         diagnosis.warnings.append(f"{error.message}; in mixtures of experts, {tie}")
 
 
-class _Recorder:
-    """Collects per-sample columns and pooled features, in sample order, by variant and layer."""
+class _DriftRecorder:
+    """Collects per-sample values and pooled features by variant and layer, in sample order."""
 
     def __init__(self, pool: Pool, first_variant: str, measured: Sequence[Diagnostic]) -> None:
         self._pool = pool
@@ -177,13 +193,13 @@ class _Recorder:
             self._add_model_features(("expert", view.layer.index), view, view.expert_out, "expert")
 
     def _add_model_features(self, key: tuple[str, int], view: LayerView, state: State, model: str) -> None:
-        """Add pooled features and, of a mixture, the number of tokens per expert."""
-        vectors = view.layer.vectors(state, view.side, self._pool)
+        """Add pooled features of a model and, for a mixture of experts, the tokens per expert."""
+        vectors = view.layer.pool_state(state, view.side, self._pool)
         # A view of one token per sample would keep all tokens of every batch in memory, so copy.
         self._features[key].append(vectors.to("cpu", torch.float32, copy=True).numpy())
         if model in view.routes:
             mask = view.side.mask(view.layer.stream)
-            counts = view.routes[model].counts(view.layer.num_experts, mask)
+            counts = view.routes[model].expert_loads(view.layer.num_experts, mask)
             # In float64, so that the sums do not depend on the batch size.
             self.routing[key] = self.routing.get(key, np.zeros(())) + counts.cpu().double().numpy()
 
@@ -197,11 +213,11 @@ class _Recorder:
         return {key: np.concatenate(parts) for key, parts in self._features.items()}
 
 
-def _measure_table_columns(study: Study, table: str, seen: Seen) -> dict[str, Any]:
-    """Return the columns of one table from all diagnostics that fill it."""
+def _measure_table_columns(study: Study, table: str, seen: DiagnosticInput) -> dict[str, Any]:
+    """Return the columns of one table from all diagnostics that write to it."""
     columns: dict[str, Any] = {}
     shape = () if table == "layers" else (len(seen.variant),)
-    for entry in study.settings.measured:
+    for entry in study.settings.active_diagnostics:
         if entry.table == table:
             values = entry.measure(seen)
             names = {column.name for column in entry.columns} - columns.keys()
@@ -218,7 +234,7 @@ def _measure_table_columns(study: Study, table: str, seen: Seen) -> dict[str, An
 def precision_error(
     study: Study, task: str, features: Mapping[tuple[str, int], NDArray[np.float32]]
 ) -> float:
-    """Return the largest relative error of the first samples' pooled drift, compared with a float64 pass.
+    """Return the largest relative error of the drift of the first samples, against a float64 pass.
 
     Args:
         study: the opened models and samples.
@@ -243,7 +259,7 @@ def precision_error(
     )
     for view in views:
         exact_merged, exact_expert = (
-            view.layer.vectors(state, view.side, study.settings.pool).cpu().double()
+            view.layer.pool_state(state, view.side, study.settings.pool).cpu().double()
             for state in (view.merged_out, view.expert_out)
         )
         exact = (exact_merged - exact_expert).numpy()
@@ -256,7 +272,7 @@ def precision_error(
             continue
         error = float(np.linalg.norm(merged - expert - exact) / size)
         worst = error if math.isnan(worst) else max(worst, error)
-        limit = tolerance(dtype, float(size / scale))
+        limit = closure_tolerance(dtype, float(size / scale))
         if error > limit:
             raise NumericsError(
                 f"the drift of {view.variant} after layer {view.layer.index} ({view.layer.path}), task {task!r}, "
@@ -272,10 +288,10 @@ def precision_error(
 
 
 @torch.no_grad()
-def attribution_of(
-    study: Study, task: str, variants: Sequence[str], spill: Path, reporter: Reporter
-) -> TaskRows:
-    """Compute the attribution of variants' drift to layers.
+def compute_attribution(
+    study: Study, task: str, variants: Sequence[str], spill: Path, reporter: ProgressReporter
+) -> TaskResults:
+    """Attribute the final drift of variants to layers with averaged Jacobians.
 
     Args:
         study: models, samples and settings.
@@ -284,18 +300,18 @@ def attribution_of(
         spill: folder for features beyond the feature budget.
         reporter: receives progress.
     """
-    settings, samples, explanation = study.settings.jacobian, study.tasks[task].diagnosis, TaskRows()
+    settings, samples, explanation = study.settings.jacobian, study.tasks[task].diagnosis, TaskResults()
     assert settings is not None
     if not variants:
         return explanation
     samples = dataclasses.replace(samples, ids=samples.ids[: settings.samples], batch_size=BATCH)
     ids, num_layers = list(samples.ids), len(study.pool.chain.layers)
-    meter = TaskMeter(reporter, "explain", dict.fromkeys(study.tasks, 2 * num_layers), task)
+    meter = TaskProgress(reporter, "explain", dict.fromkeys(study.tasks, 2 * num_layers), task)
     with FeatureStore(study.settings.feature_budget, spill) as store:
         # All tasks, also those of other processes, share the spill folder, so file names begin with the task's
         # number.
         prefix = f"{list(study.tasks).index(task)}-"
-        pull_back = attribution.PullBack(study.pool, task, variants, settings, store, prefix)
+        pull_back = attribution.BackwardSweep(study.pool, task, variants, settings, store, prefix)
         swaps: dict[tuple[str, int], attribution.PrefixSwaps] = {}
         for view in walk(study.pool, task, variants, samples.batches(), ids=ids):
             meter.step(view.layer.index - 1, f"causes, layer {view.layer.index} of {num_layers}")
@@ -354,7 +370,7 @@ def _concatenate_to_numpy(parts: Iterable[Tensor]) -> NDArray[np.float64]:
 def _quadrature_warnings(
     settings: attribution.JacobianSettings, task: str, variant: str, rows: LayerRows
 ) -> Iterator[str]:
-    """Yield a warning if the quadrature misses its tolerance with all allowed nodes."""
+    """Yield a warning if the Jacobian quadrature misses its tolerance with all allowed nodes."""
     errors = {layer: row.get("jacobian_error", 0.0) for layer, row in rows.items()}
     missed = {layer: error for layer, error in errors.items() if error > settings.tolerance}
     if missed:
@@ -370,9 +386,9 @@ def _quadrature_warnings(
 def _add_share_columns(
     rows: LayerRows, column: str, shares: NDArray[np.float64], energy: NDArray[np.float64]
 ) -> None:
-    """Add ratios of sums over samples with their intervals; NaN without drift."""
+    """Add shares of final drift, ratios of sums over samples, with intervals; NaN without drift."""
     total = float(energy.sum())
-    low, high = share_intervals(shares, energy)
+    low, high = bootstrap_ratio_ci(shares, energy)
     for index, row in rows.items():
         row[column] = float(shares[index - 1].sum()) / total if total > 0 else np.nan
         row |= {f"{column}_low": low[index - 1], f"{column}_high": high[index - 1]}
@@ -393,15 +409,17 @@ def _sensitivity_columns(sensitivity: attribution.LayerSensitivity) -> dict[str,
 
 
 @dataclass(frozen=True)
-class _Targets:
-    """The targets of one batch of a variant: |e_L|^2 [n], the change of each target [n] by name, and covectors."""
+class _AttributionTargets:
+    """Scalar targets of one batch, such as squared drift, their changes [n], and their covectors."""
 
     energy: Tensor
     changes: dict[str, Tensor]
     covectors: State
 
 
-def _attribution_targets(study: Study, pull_back: attribution.PullBack, variant: str) -> list[_Targets]:
+def _attribution_targets(
+    study: Study, pull_back: attribution.BackwardSweep, variant: str
+) -> list[_AttributionTargets]:
     batches, stream = [*pull_back.batches.values()], study.pool.chain.layers[-1].stream
     ends = [pull_back.ends(batch, variant) for batch in batches]
     targets = []
@@ -409,8 +427,8 @@ def _attribution_targets(study: Study, pull_back: attribution.PullBack, variant:
         _margin_and_loss_targets(study, pull_back, variant) if "adjoint" in study.settings.options else {}
     )
     for number, (expert, merged) in enumerate(ends):
-        drift = subtract(merged, expert)
-        energy = inner(drift, drift)
+        drift = subtract_states(merged, expert)
+        energy = inner_products(drift, drift)
         # The final drift is reported as a share of itself: 1 for every sample, undefined without drift.
         changes, covectors = {"final_drift": torch.where(energy > 0, 1.0, torch.nan)}, [drift]
         for name, of_batches in of_scores.items():
@@ -418,14 +436,14 @@ def _attribution_targets(study: Study, pull_back: attribution.PullBack, variant:
             # Scores depend on one stream of the state; the gradients of the others are zero.
             rest = {leaf: torch.zeros_like(value) for leaf, value in drift.items()}
             covectors.append(rest | {stream: of_batches[number].covector})
-        targets.append(_Targets(energy, changes, stacked(covectors)))
+        targets.append(_AttributionTargets(energy, changes, stack_states(covectors)))
     return targets
 
 
 def _margin_and_loss_targets(
-    study: Study, pull_back: attribution.PullBack, variant: str
-) -> dict[str, list[attribution.Target]]:
-    """Return margin and loss by batch if the variant has a score map for the task."""
+    study: Study, pull_back: attribution.BackwardSweep, variant: str
+) -> dict[str, list[attribution.AttributionTarget]]:
+    """Return margin and loss targets by batch, if the task has a classification head."""
     task, stream = pull_back.task, study.pool.chain.layers[-1].stream
     head = study.head(task, variant)
     if head is None:
@@ -433,18 +451,20 @@ def _margin_and_loss_targets(
     batches = [*pull_back.batches.values()]
     ends = [[state[stream] for state in pull_back.ends(batch, variant)] for batch in batches]
     # Scores are functions of pooled features. Pooling is linear, so covectors are pulled back through it exactly.
-    pools = [partial(pooled, how=study.settings.pool, mask=batch.side.mask(stream)) for batch in batches]
+    pools = [
+        partial(pool_features, how=study.settings.pool, mask=batch.side.mask(stream)) for batch in batches
+    ]
     pulled = [vjp(pool, expert)[:2] for pool, (expert, _) in zip(pools, ends, strict=True)]
     experts = torch.cat([expert for expert, _ in pulled])
     variants = torch.cat([pool(merged) for pool, (_, merged) in zip(pools, ends, strict=True)])
     whole = {"margin": attribution.margin_target(head, experts, variants)}
     if (labels := study.tasks[task].diagnosis.labels) is not None:
-        rows = to_device(class_rows(head, labels[: len(experts)]), experts.device)
+        rows = to_device(class_indices(head, labels[: len(experts)]), experts.device)
         whole["loss"] = attribution.loss_target(head, experts, variants, rows)
     sizes = [len(expert) for expert, _ in pulled]
     return {
         name: [
-            attribution.Target(pull(covector)[0], change)
+            attribution.AttributionTarget(pull(covector)[0], change)
             for (_, pull), covector, change in zip(
                 pulled, torch.split(target.covector, sizes), torch.split(target.change, sizes), strict=True
             )
@@ -454,9 +474,12 @@ def _margin_and_loss_targets(
 
 
 def _pull_back_targets(
-    study: Study, pull_back: attribution.PullBack, targets: Mapping[str, Sequence[_Targets]], meter: TaskMeter
+    study: Study,
+    pull_back: attribution.BackwardSweep,
+    targets: Mapping[str, Sequence[_AttributionTargets]],
+    meter: TaskProgress,
 ) -> tuple[dict[str, NDArray[np.float64]], list[dict[str, Any]]]:
-    """Pull all targets back through all layers; return their parts by variant, [L, k, n], and rows of groups.
+    """Pull all targets back through all layers by vector-Jacobian products; return parts by layer, [L, k, n].
 
     The first target's parts, of the final drift, are in squared feature units.
     """
@@ -474,9 +497,9 @@ def _pull_back_targets(
         parts[step.variant][layer.index].append(step.parts())
         if "groups" in study.settings.options and layer.index in study.settings.stored_layers:
             if expert is None or expert.layer is not layer:
-                expert = study.pool.layer_map(expert_of(pull_back.task), layer, pull_back.task)
+                expert = study.pool.layer_map(expert_name(pull_back.task), layer, pull_back.task)
             drift = pull_back.final_drift(step.batch, step.variant)
-            for group, numbers in _group_share_terms(expert, step, inner(drift, drift)):
+            for group, numbers in _group_share_terms(expert, step, inner_products(drift, drift)):
                 groups[step.variant, layer.index, group].append(numbers)
     stacked_parts = {
         variant: np.stack([_concatenate_to_numpy(of_layers[index]) for index in sorted(of_layers)])
@@ -498,10 +521,10 @@ def _group_share_terms(
         parts["routing"] = step.jump
     whole = step.local_mismatch
     rest = {name: leaf - sum(part[name] for part in parts.values()) for name, leaf in whole.items()}
-    common = norm(rest), inner(whole, whole), energy, norm(whole)
-    pulled = stack_item(step.covectors, 0)
+    common = state_norms(rest), inner_products(whole, whole), energy, state_norms(whole)
+    pulled = state_from_stack(step.covectors, 0)
     for group, part in parts.items():
-        yield group, torch.stack([inner(part, whole), inner(part, pulled), *common])
+        yield group, torch.stack([inner_products(part, whole), inner_products(part, pulled), *common])
 
 
 def _group_contribution_row(
@@ -513,7 +536,10 @@ def _group_contribution_row(
 
 
 def _adjoint_columns(
-    key: Mapping[str, str], ids: Sequence[str], targets: Sequence[_Targets], parts: NDArray[np.float64]
+    key: Mapping[str, str],
+    ids: Sequence[str],
+    targets: Sequence[_AttributionTargets],
+    parts: NDArray[np.float64],
 ) -> Iterator[dict[str, Any]]:
     """Yield columns of the `adjoint` table of a variant, by target and layer."""
     energy = _concatenate_to_numpy(target.energy for target in targets)

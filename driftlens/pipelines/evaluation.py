@@ -1,4 +1,4 @@
-"""Scores of every variant on the test samples: accuracy by classes, and metrics of answers. Entry: `scores_of`."""
+"""Scores of every variant on the test samples: accuracy by classes, and metrics of answers. Entry: `score_variants`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from driftlens.data.samples import SampleSet
-from driftlens.data.task_data import number_of
+from driftlens.data.task_data import parse_number
 from driftlens.engine.pool import ModelPool, input_bytes
-from driftlens.engine.walk import forward, waiting_bytes
+from driftlens.engine.walk import iter_final_features, sample_cache_bytes
 from driftlens.experiment.study import Study
-from driftlens.linalg.state import DEEPEST, RANKINGS, expert_cosine, lengths, similarities
+from driftlens.linalg.state import DEEPEST, RANKINGS, embedding_similarity, expert_cosine, row_norms
 from driftlens.models.chain import Pool
-from driftlens.models.heads import gives_one_score, is_of_vocabulary
-from driftlens.models.texts import Text, TextReader, generate, log_likelihoods
-from driftlens.results.measures import interval_of
+from driftlens.models.heads import has_one_score, is_vocabulary_head
+from driftlens.models.texts import TextProcessor, TextSample, generate, log_likelihoods
+from driftlens.results.measures import metric_interval
 from driftlens.utils.devices import to_float64
 from driftlens.utils.errors import DataError
-from driftlens.utils.progress import Reporter, TaskMeter
-from driftlens.utils.variants import ACCURACY, METRICS, expert_of, metric_called
+from driftlens.utils.progress import ProgressReporter, TaskProgress
+from driftlens.utils.variants import ACCURACY, METRICS, expert_name, metric_by_name
 
 # Bytes of samples and features in memory while accuracy is measured.
 CHUNK_BYTES = 256 << 20
@@ -47,8 +47,8 @@ _Results = dict[tuple[str, str], _Rows]
 
 
 @dataclass
-class TaskRows:
-    """Results of one task: parts of tables by name, pooled features, warnings and notices.
+class TaskResults:
+    """Results of one task: table rows by table name, pooled features, warnings and notices.
 
     Features are [n, d] in float32 by (variant, layer), with `expert` as a variant.
     """
@@ -60,8 +60,10 @@ class TaskRows:
     notices: list[str] = field(default_factory=list)
 
 
-def scores_of(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> TaskRows:
-    """Score variants on a task's test samples by all its metrics.
+def score_variants(
+    study: Study, task: str, variants: Sequence[str], reporter: ProgressReporter
+) -> TaskResults:
+    """Score variants on a task's test samples by all metrics of the task.
 
     Args:
         study: the opened models and samples.
@@ -69,10 +71,10 @@ def scores_of(study: Study, task: str, variants: Sequence[str], reporter: Report
         variants: names in the study's pool; `expert` means the task's expert.
         reporter: receives progress.
     """
-    scores, samples = TaskRows(), study.tasks[task].test
+    scores, samples = TaskResults(), study.tasks[task].test
     if samples is None:
         return scores
-    results = accuracies(study, task, variants, reporter) | _score_answers(
+    results = correct_predictions(study, task, variants, reporter) | _score_answers(
         study, task, variants, reporter, scores.notices
     )
     for (variant, name), rows in results.items():
@@ -80,7 +82,7 @@ def scores_of(study: Study, task: str, variants: Sequence[str], reporter: Report
             np.array([row[column] if column < len(row) else None for row in rows], dtype=float)
             for column in (0, 1)
         )
-        score = interval_of(metric_called(name), values, references)
+        score = metric_interval(metric_by_name(name), values, references)
         key = {"task": task, "variant": variant, "metric": name}
         ends = {"ci_low": score.low, "ci_high": score.high}
         columns = ("value", "reference", "answer", "target")[: len(rows[0])]
@@ -95,11 +97,11 @@ def scores_of(study: Study, task: str, variants: Sequence[str], reporter: Report
 
 
 def _task_metrics(study: Study, task: str) -> tuple[str, ...]:
-    """Return a task's metrics: those of its data entry, else accuracy by classes, else by the kind of its answers."""
+    """Return the metrics of a task: those of its data entry, else chosen by the kind of answers."""
     data = study.tasks[task]
     if data.metrics or (test := data.test) is None:
         return data.metrics
-    if test.labels is not None and data.head is not None and not is_of_vocabulary(data.head):
+    if test.labels is not None and data.head is not None and not is_vocabulary_head(data.head):
         return (ACCURACY.name,)
     texts = test.texts
     if texts is not None and texts.compared is not None:
@@ -111,16 +113,18 @@ def _task_metrics(study: Study, task: str) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> _Results:
-    """Return for each variant whether its predictions on a task's labelled test samples are right."""
+def correct_predictions(
+    study: Study, task: str, variants: Sequence[str], reporter: ProgressReporter
+) -> _Results:
+    """Return per variant which predictions on the labelled test samples of a task are correct."""
     samples = study.tasks[task].test
     if samples is None or samples.labels is None or ACCURACY.name not in _task_metrics(study, task):
         return {}
     modality = study.pool.chain.modality
     results: _Results = {(variant, modality.metric): [] for variant in variants}
     sample = samples.load([0])
-    per_sample = input_bytes(sample) + waiting_bytes(study.pool, expert_of(task), sample)
-    length = samples.fitting(per_sample, CHUNK_BYTES)
+    per_sample = input_bytes(sample) + sample_cache_bytes(study.pool, expert_name(task), sample)
+    length = samples.num_in_budget(per_sample, CHUNK_BYTES)
     # Tasks without a test split or a head add nothing to the total.
     units = {
         name: len(variants) * len(data.test)
@@ -128,7 +132,7 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
         else 0
         for name, data in study.tasks.items()
     }
-    meter, done = TaskMeter(reporter, "evaluate", units, task), 0
+    meter, done = TaskProgress(reporter, "evaluate", units, task), 0
     # Chunks in the outer loop, so that samples are read once for all variants.
     for offset in range(0, len(samples), length):
         chunk = list(samples.batches(offset, min(offset + length, len(samples))))
@@ -138,7 +142,9 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
             model, head = _model_name_in_pool(variant, task), study.head(task, variant)
             assert head is not None
             # One vector per sample, as in the output table.
-            for start, features in forward(study.pool, model, chunk, task=task, pooling=study.settings.pool):
+            for start, features in iter_final_features(
+                study.pool, model, chunk, task=task, pooling=study.settings.pool
+            ):
                 labels = samples.labels[start : start + len(features)]
                 hits = modality.is_right(head, features, labels).cpu().double().tolist()
                 results[variant, modality.metric] += [(hit,) for hit in hits]
@@ -147,12 +153,12 @@ def accuracies(study: Study, task: str, variants: Sequence[str], reporter: Repor
 
 
 def _model_name_in_pool(variant: str, task: str) -> str:
-    return expert_of(task) if variant == "expert" else variant
+    return expert_name(task) if variant == "expert" else variant
 
 
 @torch.no_grad()
 def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, pooling: Pool) -> Tensor:
-    """Return the features of one model after the last layer, [n, d].
+    """Return the final features [n, d] of one model.
 
     Args:
         pool: the models.
@@ -161,16 +167,18 @@ def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, p
         samples: the samples to read.
         pooling: how tokens are pooled.
     """
-    length = samples.fitting(waiting_bytes(pool, model, samples.load([0])), CHUNK_BYTES)
+    length = samples.num_in_budget(sample_cache_bytes(pool, model, samples.load([0])), CHUNK_BYTES)
     parts = ((start, min(start + length, len(samples))) for start in range(0, len(samples), length))
-    chunks = (forward(pool, model, samples.batches(*part), task=task, pooling=pooling) for part in parts)
+    chunks = (
+        iter_final_features(pool, model, samples.batches(*part), task=task, pooling=pooling) for part in parts
+    )
     return torch.cat([features for chunk in chunks for _, features in chunk])
 
 
-def final_drift(features: Tensor, expert: Tensor) -> dict[str, float]:
-    """Return the drift of final features [n, d] from the expert's, as columns of the layer table's last row."""
-    drift = to_float64(lengths(features - expert))
-    size = float(to_float64(lengths(expert)).sum())
+def final_drift_columns(features: Tensor, expert: Tensor) -> dict[str, float]:
+    """Return mean drift, relative drift and cosine of final features [n, d], as table columns."""
+    drift = to_float64(row_norms(features - expert))
+    size = float(to_float64(row_norms(expert)).sum())
     relative = float(drift.sum()) / size if size else math.nan
     cosine = float(to_float64(expert_cosine(features, expert)).nanmean())
     return {"drift_l2_mean": float(drift.mean()), "drift_rel": relative, "cos_mean": cosine}
@@ -178,9 +186,9 @@ def final_drift(features: Tensor, expert: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def _score_answers(
-    study: Study, task: str, variants: Sequence[str], reporter: Reporter, notices: list[str]
+    study: Study, task: str, variants: Sequence[str], reporter: ProgressReporter, notices: list[str]
 ) -> _Results:
-    """Return rows of the metrics of answers, with a notice if a variant exceeds `compute.feature_budget`."""
+    """Score generated answers by each metric; add a notice if `compute.feature_budget` is exceeded."""
     results: _Results = {}
     samples = study.tasks[task].test
     metrics = [name for name in _task_metrics(study, task) if name != ACCURACY.name]
@@ -188,14 +196,14 @@ def _score_answers(
         return results
     if samples.texts is not None and samples.texts.compared is not None:
         return _score_embeddings(study, task, variants, reporter)
-    test = _TestTexts.of(samples, study.tasks[task].choices, metrics)
-    total, at_once = len(variants) * len(samples), samples.at_once
-    scored = gives_one_score(study.tasks[task].head)
+    test = _TestTexts.from_samples(samples, study.tasks[task].choices, metrics)
+    total, at_once = len(variants) * len(samples), samples.safe_batch_size
+    scored = has_one_score(study.tasks[task].head)
     for place, variant in enumerate(variants):
         model = _model_name_in_pool(variant, task)
         try:
             if not scored:
-                study.pool.require_room(model)
+                study.pool.require_memory(model)
         except DataError as error:
             reason = f"{error.message}. {error.hint}"
             notices.append(f"{task}: {', '.join(metrics)} of {variant} not measured: {reason}")
@@ -203,7 +211,7 @@ def _score_answers(
         rows: dict[str, _Rows] = {name: [] for name in metrics}
         one_score = partial(_scalar_head_scores, study, task, variant, samples, test.reader)
         # A model with one score runs layer by layer; generation needs the whole model in memory.
-        with nullcontext(one_score) if scored else study.pool.loaded(model, task) as module:
+        with nullcontext(one_score) if scored else study.pool.load_module(model, task) as module:
             for start in range(0, len(samples), at_once):
                 done = place * len(samples) + start
                 reporter.step("answer", done, total, f"task {task}: {variant}")
@@ -215,8 +223,10 @@ def _score_answers(
     return results
 
 
-def _score_embeddings(study: Study, task: str, variants: Sequence[str], reporter: Reporter) -> _Results:
-    """Score similarities of test samples to their pairs, or rankings of their passages, by each metric."""
+def _score_embeddings(
+    study: Study, task: str, variants: Sequence[str], reporter: ProgressReporter
+) -> _Results:
+    """Score text embeddings: similarity to pairs, or ranking of passages, by each metric."""
     results: _Results = {}
     samples, metrics = study.tasks[task].test, _task_metrics(study, task)
     assert samples is not None and samples.texts is not None and samples.texts.compared is not None
@@ -227,10 +237,10 @@ def _score_embeddings(study: Study, task: str, variants: Sequence[str], reporter
     for place, variant in enumerate(variants):
         reporter.step("answer", place * len(samples), len(variants) * len(samples), f"task {task}: {variant}")
         embed = partial(_text_features, study, _model_name_in_pool(variant, task), samples)
-        queries = embed(samples.texts.reader, [Text(text.input) for text in texts])
-        embedded = embed(comparison.reader, [Text(text) for text in others])
+        queries = embed(samples.texts.reader, [TextSample(text.input) for text in texts])
+        embedded = embed(comparison.reader, [TextSample(text) for text in others])
         if passages is None:
-            alike = similarities(queries, embedded, comparison.similarity, paired=True).tolist()
+            alike = embedding_similarity(queries, embedded, comparison.similarity, paired=True).tolist()
             results[variant, "spearman"] = [
                 (similarity, float(text.target), None, text.target.strip())
                 for similarity, text in zip(alike, texts, strict=True)
@@ -239,8 +249,8 @@ def _score_embeddings(study: Study, task: str, variants: Sequence[str], reporter
         for name in metrics:
             results[variant, name] = []
         for query, relation in zip(queries, relations, strict=True):
-            candidates, answers = passages.candidates(relation), passages.answers(relation)
-            scores = similarities(query[None], embedded, comparison.similarity)[0][candidates]
+            candidates, answers = passages.candidates(relation), passages.positives(relation)
+            scores = embedding_similarity(query[None], embedded, comparison.similarity)[0][candidates]
             # Stable, so that equal scores keep the order of the passages.
             order = scores.argsort(descending=True, stable=True)[:DEEPEST].tolist()
             ranked = [candidates[rank] for rank in order]
@@ -253,9 +263,9 @@ def _score_embeddings(study: Study, task: str, variants: Sequence[str], reporter
 
 
 def _text_features(
-    study: Study, model: str, samples: SampleSet, reader: TextReader | None, texts: Sequence[Text]
+    study: Study, model: str, samples: SampleSet, reader: TextProcessor | None, texts: Sequence[TextSample]
 ) -> Tensor:
-    """Return final features [n, d] of texts that belong to a task's samples."""
+    """Return final features [n, d] of texts attached to a task's samples."""
     assert reader is not None
     # By length, so that batches hold little padding.
     unique = sorted(dict.fromkeys(texts), key=lambda text: sum(map(len, text)))
@@ -273,17 +283,20 @@ def _text_features(
 
 @dataclass(frozen=True)
 class _TestTexts:
-    """Questions and targets of a task's test samples."""
+    """Prompts and target answers of a task's test samples."""
 
-    texts: list[Text]
+    texts: list[TextSample]
     labels: tuple[str, ...] | None
-    reader: TextReader
+    reader: TextProcessor
     choices: Mapping[str, str]
     new_tokens: int
     numbers: list[float]
 
     @classmethod
-    def of(cls, samples: SampleSet, choices: Mapping[str, str], metrics: Sequence[str]) -> _TestTexts:
+    def from_samples(
+        cls, samples: SampleSet, choices: Mapping[str, str], metrics: Sequence[str]
+    ) -> _TestTexts:
+        """Collect prompts and targets of test samples; refuse missing or non-numeric targets."""
         assert samples.texts is not None and samples.texts.reader is not None
         texts, reader = samples.all_texts, samples.texts.reader
         bare = [name for name, text in zip(samples.ids, texts, strict=True) if not text.target]
@@ -294,7 +307,7 @@ class _TestTexts:
             )
         numbers = []
         for name, text in zip(samples.ids, texts, strict=True) if "spearman" in metrics else ():
-            numbers.append(number_of(text.target))
+            numbers.append(parse_number(text.target))
             if math.isnan(numbers[-1]):
                 raise DataError(
                     f"task {samples.task}: the target of test sample {name}, {text.target!r}, is not a number",
@@ -304,8 +317,8 @@ class _TestTexts:
         return cls(texts, samples.labels, reader, choices, longest + SPARE_TOKENS, numbers)
 
     def _generate_answers(self, module: Any, part: range) -> list[str]:
-        """Return greedy answers, up to the first line break unless targets have line breaks."""
-        questions = [self.reader.asked(self.texts[position]) for position in part]
+        """Generate answers greedily, up to the first line break unless targets have line breaks."""
+        questions = [self.reader.question_of(self.texts[position]) for position in part]
         answers = generate(module, self.reader, questions, self.new_tokens, batch_size=len(questions))
         if any("\n" in text.target.strip() for text in self.texts):
             return answers
@@ -327,10 +340,10 @@ def _scalar_head_scores(
     task: str,
     variant: str,
     samples: SampleSet,
-    reader: TextReader | None,
-    texts: Sequence[Text],
+    reader: TextProcessor | None,
+    texts: Sequence[TextSample],
 ) -> list[float]:
-    """Return each text's score by a variant's head, with features computed layer by layer."""
+    """Return the scalar output of a variant's head for each text, such as a reward."""
     model, head = _model_name_in_pool(variant, task), study.head(task, variant)
     assert head is not None
     scores: list[float] = []
@@ -342,19 +355,19 @@ def _scalar_head_scores(
 
 def _preference_rows(test: _TestTexts, one_score: Any, part: range) -> Iterator[tuple[Any, ...]]:
     texts = [test.texts[position] for position in part]
-    preferred, rejected = (one_score([Text(text[side]) for text in texts]) for side in (0, 1))
+    preferred, rejected = (one_score([TextSample(text[side]) for text in texts]) for side in (0, 1))
     for text, better, worse in zip(texts, preferred, rejected, strict=True):
         yield float(better > worse), None, f"{better:.6g} against {worse:.6g}", text.target.strip()
 
 
 def _spearman_rows(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
     if not isinstance(module, nn.Module):
-        scores = module([Text(test.texts[position].input) for position in part])
+        scores = module([TextSample(test.texts[position].input) for position in part])
         for position, score in zip(part, scores, strict=True):
             yield score, test.numbers[position], f"{score:.6g}", test.texts[position].target.strip()
         return
     for position, answer in zip(part, test._generate_answers(module, part), strict=True):
-        number = number_of(answer)
+        number = parse_number(answer)
         score = 0.0 if math.isnan(number) else number
         yield score, test.numbers[position], answer, test.texts[position].target.strip()
 
@@ -362,7 +375,7 @@ def _spearman_rows(test: _TestTexts, module: Any, part: range) -> Iterator[tuple
 def _multiple_choice_rows(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
     assert test.labels is not None
     names, answers = [*test.choices], [*test.choices.values()]
-    questions = [test.reader.asked(test.texts[position]) for position in part]
+    questions = [test.reader.question_of(test.texts[position]) for position in part]
     sums, _ = log_likelihoods(module, test.reader, questions, [answers] * len(questions))
     for position, best in zip(part, sums.argmax(dim=1).tolist(), strict=True):
         yield float(names[best] == test.labels[position]), None, names[best], test.labels[position]
@@ -370,7 +383,7 @@ def _multiple_choice_rows(test: _TestTexts, module: Any, part: range) -> Iterato
 
 def _perplexity_rows(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
     texts = [test.texts[position] for position in part]
-    questions, answers = map(test.reader.asked, texts), [[text.target] for text in texts]
+    questions, answers = map(test.reader.question_of, texts), [[text.target] for text in texts]
     sums, counts = log_likelihoods(module, test.reader, [*questions], answers)
     for text, total, count in zip(texts, sums[:, 0].tolist(), counts[:, 0].tolist(), strict=True):
         yield -total, count, None, text.target.strip()

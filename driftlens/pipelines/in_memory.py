@@ -1,6 +1,6 @@
-"""Analysis of live modules and in-memory data. Entry points: `live_study`, then `analyze_study`.
+"""Analysis of live modules and in-memory data. Entry points: `study_of_modules`, then `analyze_study`.
 
-`live_again` reopens a run with the modules passed in again.
+`reopen_live_study` reopens a run with the modules passed in again.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 
-from driftlens.config.requests import AnalysisRequest, LiveSettings, Modules, refuse_unknown
+from driftlens.config.requests import AnalysisRequest, LiveSettings, Modules, check_keywords
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.sites import select_layers
 from driftlens.experiment import resume as reopening
-from driftlens.experiment.live import open_live
+from driftlens.experiment.live import open_modules
 from driftlens.experiment.loading import OpenModels
 from driftlens.experiment.study import AnalysisSettings, Study
 from driftlens.models.architecture import Architecture
-from driftlens.pipelines.analyze import Phases, describe
-from driftlens.runs.manifest import MANIFEST, ids_digest, read_manifest
+from driftlens.pipelines.analyze import AnalysisPhases, record_inputs
+from driftlens.runs.manifest import MANIFEST, read_manifest, sample_ids_digest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
-from driftlens.utils.distributed import Context
+from driftlens.utils.distributed import JobContext
 from driftlens.utils.errors import DataError, SpecError
-from driftlens.utils.variants import task_of
+from driftlens.utils.variants import task_of_expert
 
 # The loader in the manifest for modules built by the caller.
 _LOADER = "live"
@@ -38,15 +38,15 @@ _CHANGEABLE = ("n_calibration", "batch_size")
 _HEAD_TOLERANCE = 1e-4
 
 
-def live_study(built: Modules, settings: LiveSettings) -> Study:
-    """Return a study of modules built by the caller; they run in eval mode and are not changed."""
-    live, kind = open_live(built, settings), type(built.merged).__name__
+def study_of_modules(built: Modules, settings: LiveSettings) -> Study:
+    """Build a study of modules in memory; they run in eval mode and are not changed."""
+    live, kind = open_modules(built, settings), type(built.merged).__name__
     names, jacobian = live.pool.names, settings.jacobian
     paths = [layer.path for layer in live.pool.chain.layers]
     return Study(
         name=settings.name,
         pool=live.pool,
-        variants=tuple(name for name in names if task_of(name) is None),
+        variants=tuple(name for name in names if task_of_expert(name) is None),
         tasks=live.tasks,
         settings=AnalysisSettings(
             pool=live.pooling,
@@ -64,13 +64,13 @@ def live_study(built: Modules, settings: LiveSettings) -> Study:
     )
 
 
-def live_again(
+def reopen_live_study(
     folder: pathlib.Path,
     passed: Mapping[str, Any],
     calibration: Mapping[str, Any] | None,
     num_calibration: int | None,
 ) -> tuple[Study, OpenModels]:
-    """Reopen a run of live modules; refuse settings, samples and heads that differ. The caller compares weights.
+    """Reopen a run of modules in memory; refuse other settings, samples or heads.
 
     Args:
         folder: the run directory.
@@ -79,19 +79,19 @@ def live_again(
         num_calibration: calibration samples per task; None takes the run's.
     """
     of_modules = {field.name: None for field in dataclasses.fields(Modules)}
-    refuse_unknown("modules", passed, {**of_modules, **LiveSettings.keywords()})
+    check_keywords("modules", passed, {**of_modules, **LiveSettings.field_defaults()})
     fields = {name: value for name, value in passed.items() if name in of_modules and value is not None}
     changes = {name: value for name, value in passed.items() if name not in of_modules}
     changes |= {} if num_calibration is None else {"n_calibration": num_calibration}
     recorded = read_manifest(folder).live or {}
     before = LiveSettings(**recorded.get("settings", {}))
     _require_same_settings(before, LiveSettings(**changes))
-    settings = before.changed(**changes)
+    settings = before.with_changes(**changes)
     if calibration is not None:
         fields = {"data": calibration, **fields, "calibration": calibration}
     modules = Modules(**fields)
     _require_original_inputs(folder, modules, settings, recorded.get("contents", {}))
-    study = live_study(modules, settings)
+    study = study_of_modules(modules, settings)
     _require_same_data(recorded.get("contents", {}), study)
     # Without separate calibration samples, the diagnosis samples serve both; a notice says so.
     tasks = {
@@ -107,8 +107,8 @@ def live_again(
 def _require_original_inputs(
     folder: pathlib.Path, modules: Modules, settings: LiveSettings, contents: Mapping[str, Any]
 ) -> None:
-    """Refuse to add to a run without the modules, data, functions and heads that it was made with."""
-    missing = modules.missing
+    """Refuse to add to a run unless the modules, data, functions and heads that made it are passed."""
+    missing = modules.missing_fields
     missing += [name for name in ("mask", "tokenizer") if getattr(settings, name) is True]
     manifest = read_manifest(folder)
     # The heads of language models are part of the modules, so the manifest records none.
@@ -124,12 +124,12 @@ def _require_original_inputs(
 
 
 def analyze_study(
-    study: Study, request: AnalysisRequest, settings: LiveSettings, context: Context = Context()
+    study: Study, request: AnalysisRequest, settings: LiveSettings, context: JobContext = JobContext()
 ) -> DriftRun:
-    """Measure the drift of a study of live modules and write a run directory, which stores the settings.
+    """Measure the drift of modules in memory and write a run directory.
 
     Args:
-        study: the modules and samples, see `live_study`.
+        study: the modules and samples, see `study_of_modules`.
         request: output folder, and whether to resume or replace a run.
         settings: stored in the run.
         context: device, progress and cancellation.
@@ -155,9 +155,9 @@ def analyze_study(
     about: dict[str, Any] = {"spec_yaml": text, "spec_digest": digest, "name": study.name, "live": live}
     with RunWriter.resume(out) if resumes else RunWriter.create(out, **about, force=request.force) as writer:
         reporter = context.reporter(writer.progress)
-        describe(writer, study, synthetic=False)
+        record_inputs(writer, study, synthetic=False)
         with reopening.deterministic_algorithms(study.settings.deterministic):
-            Phases(writer, study, reporter).analyze()
+            AnalysisPhases(writer, study, reporter).measure_all()
     return open_run(out)
 
 
@@ -179,9 +179,11 @@ def _require_same_settings(before: LiveSettings, now: LiveSettings) -> None:
 def _sample_and_head_digests(study: Study) -> dict[str, dict[str, Any]]:
     return {
         task: {
-            "samples": ids_digest(data.diagnosis.digests),
-            "labels": ids_digest(data.diagnosis.labels or [text.target for text in data.diagnosis.all_texts]),
-            "classes": ids_digest(data.head.classes if data.head is not None else ()),
+            "samples": sample_ids_digest(data.diagnosis.digests),
+            "labels": sample_ids_digest(
+                data.diagnosis.labels or [text.target for text in data.diagnosis.all_texts]
+            ),
+            "classes": sample_ids_digest(data.head.classes if data.head is not None else ()),
             "head": list(study.head_marks.get(task, ())),
         }
         for task, data in study.tasks.items()

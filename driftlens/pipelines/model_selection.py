@@ -1,4 +1,4 @@
-"""Model selection on held-out samples, for `calibrate --auto` (`choose_settings`), sweeps and comparisons of merges."""
+"""Model selection on held-out samples, for `calibrate --auto` (`choose_calibrator`), sweeps and merge comparisons."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftlens.calibration.automatic import LEVEL, Decision, HeldOutScores, decide, folds_of
+from driftlens.calibration.automatic import LEVEL, HeldOutScores, ModelChoice, choose_model, fold_ranges
 from driftlens.calibration.calibrator import Calibrator, calibrators
-from driftlens.checkpoints.tensor_sources import Between, StateSource, TensorsSource
+from driftlens.checkpoints.tensor_sources import InMemorySource, InterpolatedSource, StateSource
 from driftlens.config.data import Views
-from driftlens.data.samples import SampleSet, part_of
-from driftlens.engine.calibrating import CalibrationProgress, ExpertFeatures
+from driftlens.data.samples import SampleSet, select_samples
+from driftlens.engine.calibrating import CalibrationProgress, ExpertFeatureCache
 from driftlens.engine.pool import Attachment
-from driftlens.engine.sites import updated_sites
-from driftlens.experiment.merging import merged_within
+from driftlens.engine.sites import sites_to_update
+from driftlens.experiment.merging import merge_study
 from driftlens.experiment.study import Study
-from driftlens.linalg.state import lengths
-from driftlens.merging.method import Merge, merge_called
+from driftlens.linalg.state import row_norms
+from driftlens.merging.method import MergeConfig, merge_by_name
 from driftlens.models.chain import ParameterKey
 from driftlens.models.heads import ScoreMap
 from driftlens.pipelines.calibration_plan import (
     calibration_context,
-    method_called,
-    plain_settings,
-    preset_of,
-    with_parameters,
+    matching_preset,
+    registered_method,
+    replace_parameters,
+    settings_as_json,
 )
 from driftlens.pipelines.evaluation import final_features
-from driftlens.utils.devices import memory, to_float64
-from driftlens.utils.distributed import ALONE, Team
+from driftlens.utils.devices import device_memory, to_float64
+from driftlens.utils.distributed import ALONE, ProcessGroup
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.utils.files import temporary_folder
 from driftlens.utils.intervals import Interval, mean_interval, mean_over_tasks
-from driftlens.utils.progress import Reporter
-from driftlens.utils.variants import expert_of
+from driftlens.utils.progress import ProgressReporter
+from driftlens.utils.variants import expert_name
 
 T = TypeVar("T")
 
@@ -69,19 +69,19 @@ _UNCHANGED = {"merged": "the unchanged merged model", "base": "the base"}
 
 
 class NamedMethod(NamedTuple):
-    """A method with its settings, and the name of its results."""
+    """A merge or calibration method with its settings, and the name of its results."""
 
     name: str
     method: str
     settings: Mapping[str, object]
 
 
-def named_methods(
+def expand_methods(
     requested: Sequence[tuple[str, Mapping[str, object]]],
     every: Iterable[str],
     named: Callable[[str, Mapping[str, object]], NamedMethod],
 ) -> list[NamedMethod]:
-    """Return the requested methods without repetition; `all` without settings means every method.
+    """Return the requested methods without duplicates; `all` expands to every method.
 
     Args:
         requested: methods and settings.
@@ -96,24 +96,24 @@ def named_methods(
     return list({method.name: method for method in methods}.values())
 
 
-def shown_settings(settings: Mapping[str, object], resolved: Mapping[str, object]) -> dict[str, object]:
-    """Return settings as names show them: YAML parses `off` as false, the name has the value a method receives."""
+def settings_for_name(settings: Mapping[str, object], resolved: Mapping[str, object]) -> dict[str, object]:
+    """Return settings as used in a method's name; booleans show the value that the method receives."""
     return {key: resolved[key] if isinstance(value, bool) else value for key, value in settings.items()}
 
 
-def attempt(work: Callable[[], T], team: Team = ALONE) -> T | DriftLensError:
-    """Return the result of `work`, or the error that excludes one candidate; raise errors that concern all of them."""
+def result_or_error(work: Callable[[], T], team: ProcessGroup = ALONE) -> T | DriftLensError:
+    """Return the result of `work`, or its error if only this candidate failed; other errors are raised."""
     try:
         return work()
     except (Cancelled, RunError):
         raise
     except DriftLensError as error:
-        if not team.raised_on_all(error):
+        if not team.is_raised_on_all(error):
             raise
         return error
 
 
-def require_any(results: Collection[object]) -> None:
+def require_one_result(results: Collection[object]) -> None:
     """Raise the first error if every candidate failed."""
     errors = [result for result in results if isinstance(result, DriftLensError)]
     if errors and len(errors) == len(results):
@@ -122,7 +122,7 @@ def require_any(results: Collection[object]) -> None:
 
 @dataclass(frozen=True)
 class HeldOutScorer:
-    """Scores of models of a study's pool by their distance from the experts; lower is better, no label is read.
+    """Scores models of a pool by distance from the experts without labels; lower is better.
 
     The score is the Hellinger distance of the model's class probabilities from the expert's. If any task has no score
     map, relative final drift is the score of all tasks.
@@ -133,39 +133,39 @@ class HeldOutScorer:
     _experts: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def without_head(self) -> list[str]:
-        """The tasks without a score map."""
+    def tasks_without_head(self) -> list[str]:
+        """The tasks without a classification head."""
         return [task for task, data in self.study.tasks.items() if data.head is None]
 
     @property
-    def measure(self) -> Literal["hellinger", "drift_rel"]:
-        """The measure by which models are compared."""
+    def score_name(self) -> Literal["hellinger", "drift_rel"]:
+        """The score that models are compared by: Hellinger distance, or relative drift without heads."""
         # The Hellinger distance ranks models as the KL divergence does (docs/benchmarks.md) but is bounded by 1, so
         # that a few samples can't dominate mean and variance. Over 27 settings of four real tasks, Spearman's
         # correlation with test accuracy was -0.91 for the divergence and -0.52 for relative drift, which favours
         # targets with more of the expert (alpha 0.6). One measure serves all tasks, because the two have no common
         # mean.
-        return "drift_rel" if self.without_head else "hellinger"
+        return "drift_rel" if self.tasks_without_head else "hellinger"
 
-    def of(self, model: str, positions: Mapping[str, Sequence[int]] | None = None) -> Values:
-        """Return both measures of a model by task, on all samples or on those at `positions`."""
+    def score_model(self, model: str, positions: Mapping[str, Sequence[int]] | None = None) -> Values:
+        """Return Hellinger distance and relative drift of a model by task, per sample."""
 
         def _task_measures(task: str, features: Tensor, expert: Tensor) -> dict[str, NDArray[np.float64]]:
-            values = {"drift_rel": drift_scores(features, expert)}
-            if not self.without_head:
-                values["hellinger"] = self.by_class(distances, model, task, features, expert)
+            values = {"drift_rel": relative_drift(features, expert)}
+            if not self.tasks_without_head:
+                values["hellinger"] = self.class_distances(hellinger_distances, model, task, features, expert)
             return {name: value.cpu().numpy() for name, value in values.items()}
 
-        return self.measured(model, _task_measures, positions)
+        return self.map_final_features(model, _task_measures, positions)
 
     @torch.no_grad()
-    def measured(
+    def map_final_features(
         self,
         model: str,
         measure: Callable[[str, Tensor, Tensor], T],
         positions: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, T]:
-        """Return the result of `measure` by task.
+        """Apply a function to the final features of model and expert of every task; return results by task.
 
         Args:
             model: name in the study's pool.
@@ -174,14 +174,14 @@ class HeldOutScorer:
         """
 
         def _measure_task(task: str) -> T:
-            expert, samples = self.expert(task), self.samples[task]
+            expert, samples = self.expert_features(task), self.samples[task]
             if positions is not None:
-                expert, samples = expert[list(positions[task])], part_of(samples, positions[task])
+                expert, samples = expert[list(positions[task])], select_samples(samples, positions[task])
             return measure(task, self._final_features(model, samples), expert)
 
         return self.study.team.map(list(self.samples), _measure_task)
 
-    def by_class(
+    def class_distances(
         self,
         measure: Callable[[Tensor, ScoreMap, Tensor, ScoreMap], Tensor],
         model: str,
@@ -189,42 +189,42 @@ class HeldOutScorer:
         features: Tensor,
         expert: Tensor,
     ) -> Tensor:
-        """Return a measure of class probabilities [n], `distances` or `divergences`, of final features [n, d].
+        """Return `hellinger_distances` or `kl_divergences` of class probabilities [n] between model and expert.
 
         Args:
-            measure: `distances` or `divergences`.
+            measure: `hellinger_distances` or `kl_divergences`.
             model: the model whose score map is applied.
             task: a task with a score map.
             features: final features of the model, [n, d].
             expert: final features of the expert, [n, d].
         """
-        score_map, expert_map = self.study.head(task, model), self.study.head(task, expert_of(task))
+        score_map, expert_map = self.study.head(task, model), self.study.head(task, expert_name(task))
         assert score_map is not None and expert_map is not None
         return measure(features, score_map, expert, expert_map)
 
-    def expert(self, task: str) -> Tensor:
-        """Return the expert's final features [n, d], computed once."""
+    def expert_features(self, task: str) -> Tensor:
+        """Return the expert's final features [n, d], computed once per task."""
         if task not in self._experts:
-            self._experts[task] = self._final_features(expert_of(task), self.samples[task])
+            self._experts[task] = self._final_features(expert_name(task), self.samples[task])
         return self._experts[task]
 
     def _final_features(self, model: str, samples: SampleSet) -> Tensor:
         return final_features(self.study.pool, model, samples.task, samples, self.study.settings.pool)
 
 
-def drift_scores(features: Tensor, expert: Tensor) -> Tensor:
-    """Return norms of final drift [n] over the mean norm of the expert's features; their mean is `drift_rel`."""
-    return to_float64(lengths(features - expert)) / to_float64(lengths(expert)).mean()
+def relative_drift(features: Tensor, expert: Tensor) -> Tensor:
+    """Return the final drift norms [n] divided by the mean norm of the expert's features."""
+    return to_float64(row_norms(features - expert)) / to_float64(row_norms(expert)).mean()
 
 
-def divergences(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
-    """Return KL(expert || model) of each sample's class probabilities in nats, [n], from final features [n, d]."""
+def kl_divergences(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
+    """Return KL(expert || model) of each sample's class probabilities in nats, [n]."""
     expert_log, model_log = _log_probabilities(expert_head, expert), _log_probabilities(head, features)
     return (expert_log.exp() * (expert_log - model_log)).sum(dim=1)
 
 
-def distances(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
-    """Return the Hellinger distance, 0 to 1, between model and expert of each sample's class probabilities, [n]."""
+def hellinger_distances(features: Tensor, head: ScoreMap, expert: Tensor, expert_head: ScoreMap) -> Tensor:
+    """Return the Hellinger distance [n] between class probabilities of model and expert."""
     expert_log, model_log = _log_probabilities(expert_head, expert), _log_probabilities(head, features)
     return (((expert_log / 2).exp() - (model_log / 2).exp()).square().sum(dim=1) / 2).sqrt()
 
@@ -233,57 +233,60 @@ def _log_probabilities(head: ScoreMap, features: Tensor) -> Tensor:
     return F.log_softmax(to_float64(head.scores(features)), dim=1)
 
 
-def over_samples(values: NDArray[np.float64]) -> Interval:
-    """Return the mean of one value per sample, [n], with its interval."""
+def mean_over_samples(values: NDArray[np.float64]) -> Interval:
+    """Return the mean of per-sample values [n] with its interval."""
     return mean_interval(float(values.mean()), float(values.std()), len(values))
 
 
-def unlabelled(study: Study) -> dict[str, SampleSet]:
-    """Return the calibration samples by task without labels, which no choice may use."""
+def without_labels(study: Study) -> dict[str, SampleSet]:
+    """Return the calibration samples by task with labels removed."""
     return {task: replace(samples, labels=None) for task, samples in study.calibration_sets.items()}
 
 
-class CombinedProgress(Reporter):
-    """Progress of many calibrations as one bar; `total` is the sum of their efforts."""
+class CombinedProgress(ProgressReporter):
+    """One progress bar over several calibrations; `total` is the sum of their estimated costs."""
 
-    def __init__(self, reporter: Reporter, total: float) -> None:
+    def __init__(self, reporter: ProgressReporter, total: float) -> None:
         self._reporter, self._total = reporter, total
         self._reached = self._effort = 0.0
         self._name = ""
 
-    def begin(self, effort: float, name: str) -> None:
-        """Finish the current part and begin the next one with its effort."""
+    def begin_part(self, effort: float, name: str) -> None:
+        """Finish the current calibration on the bar and begin the next one with its cost."""
         self._reached, self._effort = self._reached + self._effort, effort
         self._name = name
 
     def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
-        """Report a step of the current part, see `Reporter.step`."""
+        """Report a step of the current calibration, see `Reporter.step`."""
         # In hundredths, because a bar counts whole steps and efforts are fractions.
         reached = self._reached + self._effort * done / (total or 1)
         named = f"{self._name}, {label}" if label else self._name
         self._reporter.step(phase, round(100 * reached), round(100 * self._total), named, **metrics)
 
     def finish(self, phase: str) -> None:
-        """Report the end, also where some parts failed."""
+        """Complete the bar, also if some calibrations failed."""
         total = round(100 * self._total)
         self._reporter.step(phase, total, total)
 
 
 @dataclass(frozen=True)
-class Fitter:
+class CandidateFitter:
     """Calibrates a study's merged model repeatedly; each result replaces the last one in the pool."""
 
     study: Study
     sites: Callable[[Collection[str]], Mapping[int, Sequence[str]]]
-    reporter: Reporter
+    reporter: ProgressReporter
     phase: str
     spill: Path
     seed: int = 0
 
     def fit(
-        self, calibrator: Calibrator, samples: Mapping[str, SampleSet], cache: ExpertFeatures | None = None
+        self,
+        calibrator: Calibrator,
+        samples: Mapping[str, SampleSet],
+        cache: ExpertFeatureCache | None = None,
     ) -> float:
-        """Calibrate, add the model to the pool as `CANDIDATE_MODEL`, and return the seconds that the fit took.
+        """Calibrate, add the model to the pool as `CANDIDATE_MODEL`, and return the seconds it took.
 
         Args:
             calibrator: the calibrator with its settings.
@@ -304,7 +307,7 @@ class Fitter:
             spill=self.spill,
             seed=self.seed,
             on_step=_report_progress,
-            expert_features=cache or ExpertFeatures(),
+            expert_features=cache or ExpertFeatureCache(),
         )
         # Without the final write: comparisons of methods report the time of the fit alone.
         started = time.perf_counter()
@@ -313,19 +316,19 @@ class Fitter:
             attached |= layer.attachments
         seconds, source = time.perf_counter() - started, pool.source("merged")
         if updates:
-            source = with_parameters(pool.chain, source, self.study.like, updates)
+            source = replace_parameters(pool.chain, source, self.study.dtype_template, updates)
         pool.add(CANDIDATE_MODEL, source, attached)
         return seconds
 
-    def cache(self, among: int = 1) -> ExpertFeatures:
-        """Return an empty cache with its share of the feature budget among this many caches."""
+    def feature_cache(self, among: int = 1) -> ExpertFeatureCache:
+        """Return an empty cache of expert features with its share of the feature budget."""
         # At most a quarter of the free memory: the models and one layer's statistics need the rest.
-        budget, free = self.study.settings.feature_budget, memory(self.study.pool.device)
-        return ExpertFeatures((budget if free is None else min(budget, free[0] // 4)) // among)
+        budget, free = self.study.settings.feature_budget, device_memory(self.study.pool.device)
+        return ExpertFeatureCache((budget if free is None else min(budget, free[0] // 4)) // among)
 
 
 class _Candidate(NamedTuple):
-    """A model to be made by a calibrator, on samples with these views, or by a merge.
+    """A candidate model: made by a calibrator, on samples with these augmentations, or by a merge.
 
     `cost` is in FeatCal calibrations of all samples.
     """
@@ -335,7 +338,7 @@ class _Candidate(NamedTuple):
     calibrator: Calibrator | None
     cost: float
     views: Views | None = None
-    merge: Merge | None = None
+    merge: MergeConfig | None = None
 
     @property
     def cost_per_fold(self) -> float:
@@ -343,17 +346,17 @@ class _Candidate(NamedTuple):
 
 
 @torch.no_grad()
-def choose_settings(
+def choose_calibrator(
     study: Study,
     start: Calibrator,
     sites: Mapping[int, Sequence[str]],
-    reporter: Reporter,
+    reporter: ProgressReporter,
     *,
     others: bool = False,
     share: float | None = None,
     on_score: Callable[..., object] = lambda **_: None,
 ) -> tuple[Calibrator, dict[str, Any]]:
-    """Select a calibrator by cross-fitting on the calibration samples; no label is read.
+    """Select calibrator settings by cross-fitting on the calibration samples, without labels.
 
     Two halves of the samples take turns: every model is made from one and scored on the other. The merged model, or
     else the base, is kept unless something is clearly better. Otherwise the most expensive candidate is taken whose
@@ -383,9 +386,9 @@ def choose_settings(
     measured, failures = dict[str, Mapping[float, Values]](), dict[str, str]()
     with temporary_folder() as folder:
         trials = _CrossFitting(study, sites, shares, progress, folder)
-        measure = trials.scorer.measure
+        measure = trials.scorer.score_name
         for candidate in candidates:
-            result = attempt(partial(trials.measure, candidate), study.team)
+            result = result_or_error(partial(trials.cross_fit, candidate), study.team)
             if isinstance(result, DriftLensError):
                 if candidate.name == "start":
                     raise result
@@ -400,13 +403,13 @@ def choose_settings(
     choice = next((candidate for candidate in candidates if candidate.name == record["choice"]), None)
     chosen = start if choice is None or choice.calibrator is None else choice.calibrator
     score = "Hellinger distance of class probabilities from the expert's"
-    if without := trials.scorer.without_head:
+    if without := trials.scorer.tasks_without_head:
         score = f"relative final drift of all tasks, because {', '.join(without)} has no head"
     return chosen, record | {
         "score": score,
         "judged_by": measure,
-        "start": plain_settings(start),
-        "chosen": None if record["kept"] else plain_settings(chosen),
+        "start": settings_as_json(start),
+        "chosen": None if record["kept"] else settings_as_json(chosen),
         "num_held_out": {task: len(samples) for task, samples in trials.samples.items()},
         "num_calibrations": _NUM_PARTS * len(candidates),
         "seconds": round(time.perf_counter() - started, 3),
@@ -421,7 +424,7 @@ def _candidate_models(
     has_base: bool,
     has_views: bool = False,
 ) -> list[_Candidate]:
-    """Return the start, other candidates that calibrators declare and, with `others`, other merges.
+    """Return all candidates: the start, those that calibrators declare and, with `others`, other merges.
 
     Unless views were requested, the most expensive calibrator with settings for views is also tried with them.
     """
@@ -445,7 +448,7 @@ def _candidate_models(
         costly = costly.changed(**costly.with_views)
         is_few = min(counts.values(), default=_MANY_SAMPLES) < _MANY_SAMPLES
         views = Views(copies=7 if is_few else 3)
-        name = f"{method_called(costly)} views={views.copies}"
+        name = f"{registered_method(costly)} views={views.copies}"
         title = f"{_candidate_title(name, costly, start)} and {views.copies} views of every sample"
         viewed = [_Candidate(name, title, costly, costly.effort * (1 + views.copies), views)]
         # The same settings were better without views on no suite of docs/benchmarks.md.
@@ -464,7 +467,7 @@ def _candidate_models(
     shrunk = [_Candidate("shrunk", title, None, 0.0)] if has_base else []
     merged = [
         _Candidate(f"merge {merge.method.name}", f"a merge by {merge.method.title}", None, 1.0, merge=merge)
-        for merge in map(merge_called, _MERGES)
+        for merge in map(merge_by_name, _MERGES)
     ]
     return [*shrunk, *merged, *candidates]
 
@@ -474,7 +477,7 @@ def _is_different_calibrator(one: Calibrator, other: Calibrator) -> bool:
 
 
 def _candidate_title(name: str, calibrator: Calibrator, start: Calibrator) -> str:
-    kind, method, preset = type(calibrator), method_called(calibrator), preset_of(calibrator)
+    kind, method, preset = type(calibrator), registered_method(calibrator), matching_preset(calibrator)
     if preset:
         return f"{method} ({preset})"
     reference = (start if kind is type(start) and name != "start" else kind()).get_params()
@@ -483,7 +486,7 @@ def _candidate_title(name: str, calibrator: Calibrator, start: Calibrator) -> st
 
 
 class _CrossFitting:
-    """Makes candidates from one half of the samples and scores them on the other."""
+    """Two-fold cross-fitting: makes candidates from one half of the samples and scores them on the other."""
 
     def __init__(
         self,
@@ -493,58 +496,60 @@ class _CrossFitting:
         progress: CombinedProgress,
         folder: Path,
     ) -> None:
-        self.study, self.samples = study, unlabelled(study)
+        self.study, self.samples = study, without_labels(study)
         self.scorer = HeldOutScorer(study, self.samples)
-        folds = {task: folds_of(len(data), task, parts=_NUM_PARTS) for task, data in self.samples.items()}
+        folds = {task: fold_ranges(len(data), task, parts=_NUM_PARTS) for task, data in self.samples.items()}
         self._positions = [
             {task: of_task[part] for task, of_task in folds.items()} for part in range(_NUM_PARTS)
         ]
         self._shares, self._progress = shares, progress
-        self._fitter = Fitter(
+        self._fitter = CandidateFitter(
             study,
-            lambda update: updated_sites(study.pool.chain, sites, update),
+            lambda update: sites_to_update(study.pool.chain, sites, update),
             progress,
             _PHASE,
             folder / "features",
         )
-        self._caches = [self._fitter.cache(_NUM_PARTS) for _ in range(_NUM_PARTS)]
+        self._caches = [self._fitter.feature_cache(_NUM_PARTS) for _ in range(_NUM_PARTS)]
 
-    def measure(self, candidate: _Candidate) -> dict[float, Values]:
-        """Return scores by interpolation factor on both halves, each by the model made from the other half."""
+    def cross_fit(self, candidate: _Candidate) -> dict[float, Values]:
+        """Return held-out scores of a candidate on both halves, by interpolation factor."""
         pool, scores = self.study.pool, dict[float, list[Values]]()
         for part, positions in enumerate(self._positions):
-            self._progress.begin(candidate.cost_per_fold, candidate.title)
+            self._progress.begin_part(candidate.cost_per_fold, candidate.title)
             self._make_candidate_model(candidate, part)
             model = pool.source(CANDIDATE_MODEL)
             for share in self._shares:
                 mixed = (
                     model
                     if share == 1
-                    else self._load_if_within_budget(Between(pool.source("base"), model, share))
+                    else self._load_if_within_budget(InterpolatedSource(pool.source("base"), model, share))
                 )
                 pool.add(CANDIDATE_MODEL, mixed)
-                scores.setdefault(share, []).append(self.scorer.of(CANDIDATE_MODEL, positions))
+                scores.setdefault(share, []).append(self.scorer.score_model(CANDIDATE_MODEL, positions))
         return {share: _concatenate_folds(parts) for share, parts in scores.items()}
 
     def unchanged_model_scores(self) -> dict[str, Values]:
         names = [name for name in _UNCHANGED if name == "merged" or self.study.has_base]
         return {
-            name: _concatenate_folds([self.scorer.of(name, positions) for positions in self._positions])
+            name: _concatenate_folds(
+                [self.scorer.score_model(name, positions) for positions in self._positions]
+            )
             for name in names
         }
 
     def _make_candidate_model(self, candidate: _Candidate, part: int) -> None:
-        """Add the model that a candidate makes without one part of the samples to the pool."""
+        """Make a candidate from all samples except one fold and add it to the pool."""
         pool, others = self.study.pool, self._positions[1 - part]
         shown = {
-            task: replace(part_of(drawn, [*others[task]]), views=candidate.views or drawn.views)
+            task: replace(select_samples(drawn, [*others[task]]), views=candidate.views or drawn.views)
             for task, drawn in self.samples.items()
         }
         if candidate.calibrator is None:
             source = pool.source("merged")
             if candidate.merge is not None:
-                source = merged_within(self.study.blinded(shown), candidate.merge)
-            pool.add(CANDIDATE_MODEL, with_parameters(pool.chain, source, self.study.like, {}))
+                source = merge_study(self.study.without_labels(shown), candidate.merge)
+            pool.add(CANDIDATE_MODEL, replace_parameters(pool.chain, source, self.study.dtype_template, {}))
             return
         cache = self._caches[part] if candidate.views is None else None
         self._fitter.fit(candidate.calibrator, shown, cache)
@@ -554,7 +559,7 @@ class _CrossFitting:
         size = sum(math.prod(header.shape) * header.dtype.itemsize for header in source.headers.values())
         if size > self.study.settings.feature_budget:
             return source
-        return TensorsSource(source.name, {key: source.read(key) for key in source.headers})
+        return InMemorySource(source.name, {key: source.read(key) for key in source.headers})
 
 
 def _concatenate_folds(parts: Sequence[Values]) -> Values:
@@ -569,7 +574,7 @@ def _held_out_scores(values: Values, measure: str) -> HeldOutScores:
 
 
 def _best_interpolation(by_share: Mapping[float, Values], measure: str) -> tuple[float, HeldOutScores]:
-    """Return the interpolation factor with the lowest mean score, the largest of equals, and its scores."""
+    """Return the interpolation factor with the lowest mean score (largest if tied) and its scores."""
     scores = {share: _held_out_scores(by_share[share], measure) for share in sorted(by_share, reverse=True)}
     # `min` takes the first of equals: the largest factor, as they are sorted in reverse.
     best = min(scores, key=lambda share: scores[share].mean)
@@ -582,7 +587,7 @@ def _selection_record(
     measured: Mapping[str, Mapping[float, Values]],
     failures: Mapping[str, str],
 ) -> dict[str, Any]:
-    measure, unchanged = trials.scorer.measure, trials.unchanged_model_scores()
+    measure, unchanged = trials.scorer.score_name, trials.unchanged_model_scores()
     # `decide` takes the last of equally good ones, so the most expensive comes last.
     by_cost = sorted(candidates, key=lambda candidate: candidate.cost)
     best = {
@@ -592,7 +597,7 @@ def _selection_record(
     }
     scores = {name: _held_out_scores(values, measure) for name, values in unchanged.items()}
     scores |= {name: at_best for name, (_, at_best) in best.items()}
-    decision = decide(scores, [[*best]], among=len(unchanged) + len(candidates) - 1)
+    decision = choose_model(scores, [[*best]], among=len(unchanged) + len(candidates) - 1)
     compared = [
         {"name": name, "title": _UNCHANGED[name]} | _score_entry(name, scores[name], decision)
         for name in unchanged
@@ -600,8 +605,8 @@ def _selection_record(
     for candidate in candidates:
         entry: dict[str, Any] = {"name": candidate.name, "title": candidate.title}
         if candidate.calibrator is not None:
-            settings = plain_settings(candidate.calibrator)
-            entry |= {"method": method_called(candidate.calibrator), "settings": settings}
+            settings = settings_as_json(candidate.calibrator)
+            entry |= {"method": registered_method(candidate.calibrator), "settings": settings}
         if candidate.name in best:
             share, at_best = best[candidate.name]
             entry |= {"share": share} | _score_entry(candidate.name, at_best, decision)
@@ -631,7 +636,7 @@ def _selection_record(
     return record | ({} if chosen.views is None else {"views": chosen.views.model_dump()})
 
 
-def _score_entry(name: str, scores: HeldOutScores, decision: Decision) -> dict[str, Any]:
+def _score_entry(name: str, scores: HeldOutScores, decision: ModelChoice) -> dict[str, Any]:
     """Return the score of a candidate, and by how much it is lower than the merged model's."""
     numbers = {"score": _finite_or_none(scores.mean), "n": sum(map(len, scores.by_task.values()))}
     if name == "merged":
@@ -646,15 +651,15 @@ def _finite_or_none(value: float) -> float | None:
 
 
 def _interpolation_entry(share: float, by_task: Values, measure: str) -> dict[str, Any]:
-    """Return means over tasks with intervals; tasks are strata of the samples."""
+    """Return mean scores over tasks with intervals, by interpolation factor."""
     entry: dict[str, Any] = {"share": share, "judged_by": measure}
     for name, values in (("score", measure), ("drift", "drift_rel")):
-        mean = mean_over_tasks([over_samples(by_measure[values]) for by_measure in by_task.values()])
+        mean = mean_over_tasks([mean_over_samples(by_measure[values]) for by_measure in by_task.values()])
         entry |= {name: mean.value, f"{name}_low": mean.low, f"{name}_high": mean.high}
     return entry | {"n": sum(len(by_measure[measure]) for by_measure in by_task.values())}
 
 
-def titles(start: Calibrator) -> list[str]:
-    """Return the titles of all candidates that `--auto` compares with a calibrator."""
+def candidate_titles(start: Calibrator) -> list[str]:
+    """Return the titles of all candidates that `calibrate --auto` compares."""
     candidates = _candidate_models(start, {}, others=True, has_base=True)
     return [*_UNCHANGED.values(), *(candidate.title for candidate in candidates)]

@@ -16,25 +16,32 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from driftlens.checkpoints.loading import (
-    fetched,
-    files_beside_weights,
+    fetch_config_folder,
+    fetch_if_hub_id,
+    find_config_folder,
     is_hub_id,
     is_lora_folder,
-    library_folder,
     open_checkpoint,
     read_config,
     read_json,
 )
-from driftlens.checkpoints.unsupported import family_of_keys, loader_of, reads_images, route
-from driftlens.config.run import Recipe, RunSpec, is_recipe, load_spec, override, recipe_of
-from driftlens.config.types import read_mapping, to_yaml
-from driftlens.data.entries import data_entry
+from driftlens.checkpoints.unsupported import detect_family, detect_loader, has_image_processor, loader_hint
+from driftlens.config.run import (
+    MergekitRecipe,
+    RunSpec,
+    is_mergekit_recipe,
+    load_spec,
+    parse_recipe,
+    set_spec_value,
+)
+from driftlens.config.types import read_yaml_mapping, to_yaml
+from driftlens.data.entries import infer_data_entry
 from driftlens.data.sources import SplitView, open_split
 from driftlens.demo import PROBES
-from driftlens.runs.writer import refuse_occupied
-from driftlens.utils.distributed import Access
-from driftlens.utils.errors import DataError, SpecError, counted
-from driftlens.utils.files import expanded
+from driftlens.runs.writer import refuse_occupied_folder
+from driftlens.utils.distributed import Permissions
+from driftlens.utils.errors import DataError, SpecError, pluralize
+from driftlens.utils.files import expand_home
 
 # Samples per task at most: enough for an interval, few enough for minutes.
 CALIBRATION, DIAGNOSIS, TEST = 32, 32, 128
@@ -57,7 +64,7 @@ _CONFIGS = ("open_clip_config.json", "config.json")
 
 
 class ModelRoles(NamedTuple):
-    """The models of an analysis, experts by task, and notices on choices made for the user.
+    """Base, experts by task and merged model of an analysis, and notices on automatic choices.
 
     `base` is None if a recipe has none; `merged` may be the settings of a merge.
     """
@@ -68,36 +75,36 @@ class ModelRoles(NamedTuple):
     chosen: tuple[str, ...] = ()
 
 
-class Draft(NamedTuple):
-    """A spec, its text, and notices on choices made for the user."""
+class DraftSpec(NamedTuple):
+    """A generated spec, its YAML text, and notices on automatic choices."""
 
     spec: RunSpec
     text: str
     chosen: tuple[str, ...]
 
 
-def _read_recipe(models: Sequence[str]) -> Recipe | None:
+def _read_recipe(models: Sequence[str]) -> MergekitRecipe | None:
     """Read a mergekit recipe given instead of base and experts; None if the first path is no YAML file."""
     if not models or Path(models[0]).suffix.lower() not in (".yaml", ".yml"):
         return None
-    content = read_mapping(expanded(models[0]), "recipe", "Give a recipe of mergekit, or models.")
-    if not is_recipe(content):
+    content = read_yaml_mapping(expand_home(models[0]), "recipe", "Give a recipe of mergekit, or models.")
+    if not is_mergekit_recipe(content):
         raise SpecError(
             f"{models[0]} is not a mergekit recipe",
             hint=f"For a spec, run `driftlens analyze {shlex.quote(models[0])}`; else give BASE EXPERT... MERGED.",
         )
-    return recipe_of(content)
+    return parse_recipe(content)
 
 
-def merge_recipe(models: Sequence[str], out: Path, *, force: bool, offline: bool) -> list[str]:
-    """Return the models; of a mergekit recipe alone, the recipe and its merge, which `mergekit-yaml` writes to `out`.
+def run_recipe(models: Sequence[str], out: Path, *, force: bool, offline: bool) -> list[str]:
+    """Run a lone mergekit recipe with `mergekit-yaml`; return the models with the merged one added.
 
     Raises:
         SpecError: mergekit is not installed, or its run failed.
     """
     if len(models) > 1 or _read_recipe(models) is None:
         return [*models]
-    refuse_occupied(out, force=force)
+    refuse_occupied_folder(out, force=force)
     recipe, file = models[0], shlex.quote(models[0])
     program = shutil.which("mergekit-yaml")
     if program is None:
@@ -119,7 +126,7 @@ def merge_recipe(models: Sequence[str], out: Path, *, force: bool, offline: bool
 
 
 def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRoles:
-    """Return base, experts and merged model, given in this order, or as a mergekit recipe and the merged model.
+    """Assign base, experts and merged model from a list in this order, or from a mergekit recipe.
 
     `is_merged` is False if there is no merged model yet.
     """
@@ -139,7 +146,7 @@ def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRol
         if len(models) < 3:
             raise SpecError(
                 f"expected a base, one or more experts{', and the merged model' * is_merged}, in this order; got "
-                f"{counted(len([*filter(None, models)]), 'model')}",
+                f"{pluralize(len([*filter(None, models)]), 'model')}",
                 hint=f"Give BASE EXPERT EXPERT{' MERGED' * is_merged}, each a folder, a file of weights or a Hub "
                 f"id; or a mergekit recipe{' and its merged model' * is_merged}.",
             )
@@ -147,7 +154,7 @@ def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRol
         for expert in models[1:-1]:
             # TASK=MODEL, unless it is a path.
             task, sign, place = expert.partition("=")
-            is_named = bool(sign) and not expanded(expert).exists()
+            is_named = bool(sign) and not expand_home(expert).exists()
             experts.append(place if is_named else expert)
             names |= {place: task} if is_named and task else {}
     every = [name for name in (base, *experts, merged) if name]
@@ -155,11 +162,11 @@ def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRol
     if twice is not None:
         raise SpecError(f"{twice} is given twice", hint="The order is BASE EXPERT... MERGED.")
     for name in every:
-        part = name if expanded(name).exists() else name.partition("+")[0]
-        if not expanded(part).exists() and not is_hub_id(part):
+        part = name if expand_home(name).exists() else name.partition("+")[0]
+        if not expand_home(part).exists() and not is_hub_id(part):
             raise SpecError(f"there is no file or folder {name}", hint="Check the path.")
     for role, whole in (("base", base), ("merged model", merged)):
-        if whole and is_lora_folder(expanded(whole)):
+        if whole and is_lora_folder(expand_home(whole)):
             raise SpecError(
                 f"{whole}, the {role}, holds LoRA adapters, not a whole model",
                 hint="Only experts may be adapters; the order is BASE EXPERT... MERGED.",
@@ -186,9 +193,9 @@ def _task_names(experts: Sequence[str]) -> list[str]:
     return names
 
 
-def draft(
-    roles: ModelRoles, data: Sequence[str], overrides: Sequence[str], access: Access = Access()
-) -> Draft:
+def draft_spec(
+    roles: ModelRoles, data: Sequence[str], overrides: Sequence[str], access: Permissions = Permissions()
+) -> DraftSpec:
     """Build the spec of a small analysis; without data, built-in samples are used.
 
     Args:
@@ -204,7 +211,7 @@ def draft(
     loader = architecture.get("loader") or _override_value(overrides, "architecture.loader")
     source = architecture.get("source") or _override_value(overrides, "architecture.source")
     config = read_config(source, "config.json", offline=access.offline) if loader == "hf-auto" else None
-    reads = "image" if loader in _IMAGE_LOADERS or reads_images(config or {}) else "text"
+    reads = "image" if loader in _IMAGE_LOADERS or has_image_processor(config or {}) else "text"
     entries, chosen = _data_entries([*roles.experts], data, reads)
     chosen += roles.chosen
     content: dict[str, Any] = {
@@ -243,12 +250,12 @@ def draft(
         content["heads"] = heads
         chosen.append(f"no prompts found; using {_PROMPT!r}. Accuracy may be lower than published")
     for text in overrides:
-        override(content, text)
-    return Draft(load_spec(content), to_yaml(content), tuple(chosen))
+        set_spec_value(content, text)
+    return DraftSpec(load_spec(content), to_yaml(content), tuple(chosen))
 
 
-def _has_text_tower(place: str, access: Access) -> bool:
-    keys = open_checkpoint(fetched(place, offline=access.offline), offline=access.offline).headers
+def _has_text_tower(place: str, access: Permissions) -> bool:
+    keys = open_checkpoint(fetch_if_hub_id(place, offline=access.offline), offline=access.offline).headers
     return any(key.endswith("token_embedding.weight") for key in keys)
 
 
@@ -258,28 +265,30 @@ def _override_value(overrides: Sequence[str], key: str) -> str:
 
 def _absolute_model_path(place: str) -> str:
     """Make paths absolute, also in MODEL+ADAPTER; keep Hub ids."""
-    parts = [place] if expanded(place).exists() else place.split("+")
-    return "+".join(str(expanded(part).resolve()) if expanded(part).exists() else part for part in parts)
+    parts = [place] if expand_home(place).exists() else place.split("+")
+    return "+".join(
+        str(expand_home(part).resolve()) if expand_home(part).exists() else part for part in parts
+    )
 
 
-def _detect_architecture(place: str, access: Access) -> dict[str, str]:
+def _detect_architecture(place: str, access: Permissions) -> dict[str, str]:
     """Detect the loader of a model from the configuration in its folder or next to its file."""
-    whole = place if expanded(place).exists() else place.partition("+")[0]
-    folder = library_folder(whole) or files_beside_weights(whole, offline=access.offline)
+    whole = place if expand_home(place).exists() else place.partition("+")[0]
+    folder = find_config_folder(whole) or fetch_config_folder(whole, offline=access.offline)
     for name in _CONFIGS if folder is not None else ():
         assert folder is not None
         if not (folder / name).is_file():
             continue
         source = str(folder / name) if name != "config.json" else _absolute_model_path(whole)
-        if expanded(source).is_file() and name == "config.json":
+        if expand_home(source).is_file() and name == "config.json":
             source = str(folder.resolve())
-        if loader := loader_of(read_json(folder / name)):
+        if loader := detect_loader(read_json(folder / name)):
             return {"loader": loader, "source": source}
     # No configuration: the names of tensors reveal the family at least, for the message.
-    keys = open_checkpoint(fetched(whole, offline=access.offline), offline=access.offline).headers
-    family = family_of_keys(keys)
+    keys = open_checkpoint(fetch_if_hub_id(whole, offline=access.offline), offline=access.offline).headers
+    family = detect_family(keys)
     by_keys = f" (its keys suggest {family.what})" if family else ""
-    configuration = expanded(whole).parent / _OPEN_CLIP
+    configuration = expand_home(whole).parent / _OPEN_CLIP
     if family and family.loader == "open-clip" and configuration.is_file():
         return {"loader": family.loader, "source": str(configuration.resolve())}
     loader = family.loader if family and family.loader not in ("", "adapters") else "LOADER"
@@ -288,7 +297,7 @@ def _detect_architecture(place: str, access: Access) -> dict[str, str]:
         hint=f"Give the folder that its library saved, or add --set architecture.loader={loader} --set "
         "architecture.source=SOURCE: a Hub id, a folder or an open_clip name."
         if loader != "LOADER" or not family
-        else route(""),
+        else loader_hint(""),
     )
 
 
@@ -300,7 +309,7 @@ def _data_entries(
         notice = f"no --data: using {samples} that belong to no task. Pass your own for reliable results"
         return {task: dict(entry) for task in tasks}, [notice]
     named = {name: path for name, sign, path in (text.partition("=") for text in data) if sign}
-    named = {name: path for name, path in named.items() if not expanded(f"{name}={path}").exists()}
+    named = {name: path for name, path in named.items() if not expand_home(f"{name}={path}").exists()}
     # Not strict: a wrong number of paths is reported below, with the tasks' names.
     places = named or dict(zip(tasks, data if len(data) > 1 else [*data] * len(tasks), strict=False))
     if {*places} != {*tasks} or len(data) not in (1, len(tasks)):
@@ -308,12 +317,12 @@ def _data_entries(
             f"--data is given for {', '.join(places)}; the tasks are {', '.join(tasks)}",
             hint=f"Give one path for all, or one per task: {' '.join(f'--data {task}=PATH' for task in tasks[:3])}.",
         )
-    entries = {task: data_entry(expanded(path), reads=reads) for task, path in places.items()}
+    entries = {task: infer_data_entry(expand_home(path), reads=reads) for task, path in places.items()}
     return {task: dict(entry) for task, entry in entries.items()}, []
 
 
 def _sample_counts(calibration: SplitView, test: SplitView, task: str) -> dict[str, int]:
-    """Return the numbers of samples; if all splits share one source, most are used for measurements."""
+    """Return the numbers of samples per split; if all share one source, most are used for measurements."""
     is_one = calibration.origin == test.origin
     drawn = min(CALIBRATION, len(calibration) // 4 if is_one else len(calibration))
     num_left = len(test) - drawn * is_one
@@ -326,7 +335,7 @@ def _sample_counts(calibration: SplitView, test: SplitView, task: str) -> dict[s
 
 
 def _answer_scoring_settings(view: SplitView, loader: str) -> dict[str, Any]:
-    """Return how answers are scored: as classes if they are few, else by perplexity."""
+    """Return how to score answers: as classes if there are few distinct ones, else by perplexity."""
     answers = [view.read(position).target for position in range(min(len(view), 10 * TEST))]
     if not all(answers):
         return {}

@@ -1,6 +1,6 @@
 """Sweeps: many calibrations of one run over methods, settings and samples, measured as rows of one table.
 
-Entry points: `sweep` for settings; `resolve_methods`, then `compare_methods`, for methods.
+Entry points: `sweep` for settings; `resolve_calibrators`, then `compare_methods`, for methods.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from torch import Tensor
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.config.requests import CalibrationRequest, SweepRequest
 from driftlens.config.run import load_spec
-from driftlens.data.altered import CLEAN, corrupted, written
-from driftlens.data.samples import SampleSet, part_of, shuffled
-from driftlens.engine.calibrating import ExpertFeatures
+from driftlens.data.altered import CLEAN, corrupt_samples, format_corruption
+from driftlens.data.samples import SampleSet, random_order, select_samples
+from driftlens.engine.calibrating import ExpertFeatureCache
 from driftlens.engine.sites import select_sites
 from driftlens.experiment import resume as reopening
-from driftlens.experiment.loading import open_data, with_own_answers
+from driftlens.experiment.loading import open_data, with_expert_answers
 from driftlens.experiment.study import Study, TaskSamples
-from driftlens.pipelines.calibrate import OpenCalibration, calibrate, open_calibration
-from driftlens.pipelines.calibration_plan import calibrator_of, method_called
-from driftlens.pipelines.evaluation import final_drift, scores_of
+from driftlens.pipelines.calibrate import PreparedCalibration, calibrate, prepare_calibration
+from driftlens.pipelines.calibration_plan import registered_method, resolve_calibrator
+from driftlens.pipelines.evaluation import final_drift_columns, score_variants
 from driftlens.pipelines.model_selection import (
     CANDIDATE_MODEL,
+    CandidateFitter,
     CombinedProgress,
-    Fitter,
     HeldOutScorer,
     NamedMethod,
-    attempt,
-    divergences,
-    named_methods,
-    require_any,
-    shown_settings,
+    expand_methods,
+    kl_divergences,
+    require_one_result,
+    result_or_error,
+    settings_for_name,
 )
-from driftlens.results.sweep_results import ABLATION, settings_of, sweep_named
+from driftlens.results.sweep_results import ABLATION, one_factor_sweep_name, sweep_row_settings
 from driftlens.runs.manifest import SCRATCH, SPEC
-from driftlens.runs.run import DriftRun, is_live, open_run
+from driftlens.runs.run import DriftRun, has_live_modules, open_run
 from driftlens.runs.schema import SWEEPS
-from driftlens.utils.distributed import Access, Context
+from driftlens.utils.distributed import JobContext, Permissions
 from driftlens.utils.errors import Cancelled, DataError, DriftLensError, SpecError
 from driftlens.utils.files import PathLike
-from driftlens.utils.progress import Reporter
-from driftlens.utils.registry import resolve
+from driftlens.utils.progress import ProgressReporter
+from driftlens.utils.registry import resolve_settings
 from driftlens.utils.variants import METRICS
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ _PHASE = "sweep"
 
 
 @dataclass(frozen=True)
-class _Setting:
-    """One calibration: method, all settings as JSON, samples per task, corruption of the images."""
+class _SweepSetting:
+    """One calibration of a sweep: method, settings as JSON, samples per task, image corruption."""
 
     method: str
     settings: str
@@ -71,31 +71,32 @@ class _Setting:
     @classmethod
     def from_settings(
         cls, method: str, settings: Mapping[str, Any], n: int, corruption: str = CLEAN
-    ) -> _Setting:
-        resolved = resolve(calibrators[method], settings, method)
-        return cls(method, json.dumps(resolved), n, written(corruption))
+    ) -> _SweepSetting:
+        resolved = resolve_settings(calibrators[method], settings, method)
+        return cls(method, json.dumps(resolved), n, format_corruption(corruption))
 
     @property
     def values(self) -> dict[str, Any]:
+        """All settings, with sample count and corruption, by name."""
         return {**json.loads(self.settings), "n": self.n, "corruption": self.corruption}
 
     @property
     def calibrator(self) -> Calibrator:
         return calibrators[self.method](**json.loads(self.settings))
 
-    def changed(self, values: Mapping[str, Any]) -> _Setting:
-        """Return the setting with some values changed; raise as `from_settings` does."""
+    def with_values(self, values: Mapping[str, Any]) -> _SweepSetting:
+        """Return a copy with some values changed; raises as `from_settings` does."""
         updated = self.values | dict(values)
         count, corruption = int(updated.pop("n")), updated.pop("corruption")
-        return _Setting.from_settings(self.method, updated, count, corruption)
+        return _SweepSetting.from_settings(self.method, updated, count, corruption)
 
-    def with_row_values(self, row: Mapping[Any, Any]) -> _Setting:
-        """Return the setting of a row of the sweep table; this one provides missing values."""
+    def with_row_values(self, row: Mapping[Any, Any]) -> _SweepSetting:
+        """Return the setting that a row of the sweep table describes; missing values are kept."""
         corruption = row["corruption"] if isinstance(row["corruption"], str) else CLEAN
-        return self.changed(settings_of(row) | {"n": int(row["n"]), "corruption": corruption})
+        return self.with_values(sweep_row_settings(row) | {"n": int(row["n"]), "corruption": corruption})
 
     def __str__(self) -> str:
-        defaults = _Setting.from_settings(self.method, {}, 0).values | {"n": self.n}
+        defaults = _SweepSetting.from_settings(self.method, {}, 0).values | {"n": self.n}
         named = [
             f" {name} {_format_value(value)},"
             for name, value in self.values.items()
@@ -108,8 +109,8 @@ class _Setting:
 _Point = tuple[str, int]
 
 
-def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -> DriftRun:
-    """Add the rows of sweeps to a run: final drift on the diagnosis samples, accuracy on the test samples.
+def sweep(path: PathLike, request: SweepRequest, context: JobContext = JobContext()) -> DriftRun:
+    """Calibrate with varied settings and add final drift and accuracy of each to a run.
 
     Each point is the calibration that `calibrate` makes of its settings; the weights are not kept. A setting that a
     sweep of the run already has is measured again and keeps its number.
@@ -138,11 +139,11 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
     samples, tasks = _samples_by_seed(opened, seeds, context.access)
     for clean in samples[study.seed].values():
         for corruption in dict.fromkeys(setting.corruption for setting in settings):
-            corrupted(clean, corruption, study.seed)
+            corrupt_samples(clean, corruption, study.seed)
     reopening.require_same_inputs(opened.manifest, study, context.reporter())
     study = dataclasses.replace(study, tasks=tasks)
-    unsolved = dict[_Setting, DriftLensError]()
-    with reopening.extending(folder, study, context) as (writer, reporter):
+    unsolved = dict[_SweepSetting, DriftLensError]()
+    with reopening.open_finished_run(folder, study, context) as (writer, reporter):
         rows = team.run_on_main(lambda: open_run(folder).sweeps())
         # Again under the lock: another process may have written points meanwhile.
         points = _points_by_setting(rows, sweeps, outdated)
@@ -157,22 +158,22 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
         def _measure_seed(seed: int) -> None:
             missing = _missing_points(points, rows[rows["seed"] == seed], study)
             progress = CombinedProgress(reporter, len(missing))
-            fitter = Fitter(study, _selected_sites, progress, _PHASE, spill, seed)
+            fitter = CandidateFitter(study, _selected_sites, progress, _PHASE, spill, seed)
             # Settings that read the same samples follow each other and share the experts' features.
             for (corruption, n), group in itertools.groupby(
                 sorted(missing, key=_sample_group_key), key=_sample_group_key
             ):
                 drawn = {
-                    task: part_of(corrupted(clean, corruption, seed), range(n))
+                    task: select_samples(corrupt_samples(clean, corruption, seed), range(n))
                     for task, clean in samples[seed].items()
                 }
-                cache = fitter.cache()
+                cache = fitter.feature_cache()
                 for setting in group:
-                    progress.begin(1, str(setting))
+                    progress.begin_part(1, str(setting))
                     work = functools.partial(
                         _fit_and_measure, scorer, fitter, setting.calibrator, drawn, cache
                     )
-                    result = attempt(work, team)
+                    result = result_or_error(work, team)
                     if isinstance(result, DriftLensError):
                         unsolved.setdefault(setting, result)
                         continue
@@ -201,9 +202,9 @@ def sweep(path: PathLike, request: SweepRequest, context: Context = Context()) -
 
 
 def _open_run_to_sweep(
-    folder: pathlib.Path, request: SweepRequest, context: Context
-) -> tuple[OpenCalibration, list[_Setting]]:
-    """Open the run with the most samples that a point needs; return it and each method's setting to vary."""
+    folder: pathlib.Path, request: SweepRequest, context: JobContext
+) -> tuple[PreparedCalibration, list[_SweepSetting]]:
+    """Open the run with enough samples for all points; return it and the start setting of each method."""
     count = request.samples
     section = None
     if context.live is None:
@@ -213,7 +214,7 @@ def _open_run_to_sweep(
         count = count or min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
     largest = int(max(request.param.get("n", ()), default=0))
     requests = _starting_requests(request, None if count is None else max(count, largest, 1))
-    opened = open_calibration(folder, requests[0], context)
+    opened = prepare_calibration(folder, requests[0], context)
     fewest = min(map(len, opened.plan.samples.values()))
     # Of in-memory samples, a run keeps as many as `samples` says.
     if largest > fewest:
@@ -221,14 +222,15 @@ def _open_run_to_sweep(
             f"n is {largest}, but there are {fewest} calibration samples",
             hint="Pass more samples and set `samples`.",
         )
-    starts = [calibrator_of(start, section, has_views=opened.study.has_views) for start in requests]
+    starts = [resolve_calibrator(start, section, has_views=opened.study.has_views) for start in requests]
     return opened, [
-        _Setting.from_settings(method_called(start), start.get_params(), count or fewest) for start in starts
+        _SweepSetting.from_settings(registered_method(start), start.get_params(), count or fewest)
+        for start in starts
     ]
 
 
 def _starting_requests(request: SweepRequest, samples: int | None) -> list[CalibrationRequest]:
-    starts = {method.method: dict(method.settings) for method in resolve_methods(request.methods or ())}
+    starts = {method.method: dict(method.settings) for method in resolve_calibrators(request.methods or ())}
     # A preset belongs to one method; if no method has it, all get it, and the error names them.
     has_preset = [name for name in starts if request.preset in calibrators[name].presets] or [*starts]
     if not starts:
@@ -246,7 +248,7 @@ def _starting_requests(request: SweepRequest, samples: int | None) -> list[Calib
 
 
 def _require_separate_samples(request: SweepRequest, study: Study) -> None:
-    """Refuse in-memory samples that would have to be drawn again, or serve calibration and measurement."""
+    """Refuse in-memory samples that would be resampled, or used for calibration and measurement."""
     if request.seeds > 1:
         raise SpecError(
             f"a sweep of live modules can't draw samples for {request.seeds} seeds",
@@ -260,19 +262,24 @@ def _require_separate_samples(request: SweepRequest, study: Study) -> None:
             )
 
 
-def _settings_by_sweep(request: SweepRequest, starts: Sequence[_Setting]) -> dict[str, list[_Setting]]:
-    """Return the settings to measure, by sweep, in the order of the values and without repetition."""
+def _settings_by_sweep(
+    request: SweepRequest, starts: Sequence[_SweepSetting]
+) -> dict[str, list[_SweepSetting]]:
+    """Return the settings to measure, by sweep, in the order of their values, without duplicates."""
     values = request.param
     groups = [tuple(values)] if request.grid and values else [(name,) for name in values]
     sweeps = {}
     for start in starts:
         for names in groups:
             combinations = itertools.product(*(values[name] for name in names))
-            settings = (start.changed(dict(zip(names, chosen, strict=True))) for chosen in combinations)
-            sweeps[sweep_named("+".join(names), start.method)] = list(dict.fromkeys(settings))
+            settings = (start.with_values(dict(zip(names, chosen, strict=True))) for chosen in combinations)
+            sweeps[one_factor_sweep_name("+".join(names), start.method)] = list(dict.fromkeys(settings))
         ablations = calibrators[start.method].ablations if request.ablate else ()
         if ablations:
-            sweeps[sweep_named(ABLATION, start.method)] = [start, *map(start.changed, ablations)]
+            sweeps[one_factor_sweep_name(ABLATION, start.method)] = [
+                start,
+                *map(start.with_values, ablations),
+            ]
     if not any(sweeps.values()):
         raise SpecError(
             "a sweep needs something to vary",
@@ -282,10 +289,10 @@ def _settings_by_sweep(request: SweepRequest, starts: Sequence[_Setting]) -> dic
 
 
 def _points_by_setting(
-    rows: pd.DataFrame, sweeps: Mapping[str, Sequence[_Setting]], outdated: Collection[str]
-) -> dict[_Setting, list[_Point]]:
-    """Return the points of every setting; those of the run keep their numbers unless their sweep is outdated."""
-    points: dict[_Setting, list[_Point]] = {}
+    rows: pd.DataFrame, sweeps: Mapping[str, Sequence[_SweepSetting]], outdated: Collection[str]
+) -> dict[_SweepSetting, list[_Point]]:
+    """Return the numbered points of every setting; stored points keep their numbers."""
+    points: dict[_SweepSetting, list[_Point]] = {}
     for name, settings in sweeps.items():
         present = rows[rows["sweep"] == name].to_dict("records") if name not in outdated else []
         numbers = {settings[0].with_row_values(row): int(row["point"]) for row in present}
@@ -298,7 +305,7 @@ def _points_by_setting(
 
 
 def _require_same_fixed_settings(
-    sweep: str, settings: Sequence[_Setting], earlier: Collection[_Setting]
+    sweep: str, settings: Sequence[_SweepSetting], earlier: Collection[_SweepSetting]
 ) -> None:
     varied, values = sweep.rpartition(":")[2].split("+"), settings[0].values
     # An ablation varies what its parts change.
@@ -314,7 +321,7 @@ def _require_same_fixed_settings(
             )
 
 
-def _sample_group_key(setting: _Setting) -> tuple[str, int]:
+def _sample_group_key(setting: _SweepSetting) -> tuple[str, int]:
     return setting.corruption, setting.n
 
 
@@ -323,29 +330,31 @@ def _format_value(value: Any) -> str:
 
 
 def _samples_by_seed(
-    opened: OpenCalibration, seeds: Sequence[int], access: Access
+    opened: PreparedCalibration, seeds: Sequence[int], access: Permissions
 ) -> tuple[dict[int, dict[str, SampleSet]], dict[str, TaskSamples]]:
-    """Return calibration samples by seed and task, and the tasks without the samples that some seed calibrates on."""
+    """Return calibration samples by seed and task, and the tasks without all samples used by any seed."""
     planned, architecture = dict(opened.plan.samples), opened.models.architecture
-    for task, samples in planned.items() if is_live(opened.manifest) else ():
+    for task, samples in planned.items() if has_live_modules(opened.manifest) else ():
         # The first n of in-memory samples are drawn like those of a file; all of them keep their order.
         if samples.ids == tuple(map(str, range(len(samples)))):
-            order = shuffled(len(samples), opened.study.seed, task=task, split="calibration")
-            planned[task] = part_of(samples, order)
+            order = random_order(len(samples), opened.study.seed, task=task, split="calibration")
+            planned[task] = select_samples(samples, order)
     by_seed, tasks, sources = {seeds[0]: planned}, dict(opened.study.tasks), {}
     for seed in seeds[1:]:
         spec = load_spec(opened.folder / SPEC)
-        drawn = reopening.redrawn(spec, {task: len(samples) for task, samples in planned.items()}, seed)
+        drawn = reopening.with_sample_counts(
+            spec, {task: len(samples) for task, samples in planned.items()}, seed
+        )
         sources = {task: open_data(drawn, task, architecture, access=access) for task in planned}
         by_seed[seed] = {
-            task: with_own_answers(data.calibration, opened.study.pool) for task, data in sources.items()
+            task: with_expert_answers(data.calibration, opened.study.pool) for task, data in sources.items()
         }
     for task, data in sources.items():
         # Only where splits share a source can the calibration samples of a seed be among the others.
         used = {name for samples in by_seed.values() for name in samples[task].ids}
         diagnosis, test = tasks[task].diagnosis, tasks[task].test
-        diagnosis = _exclude_samples(diagnosis, used) if data.shares("diagnosis") else diagnosis
-        test = _exclude_samples(test, used) if data.shares("test") and test is not None else test
+        diagnosis = _exclude_samples(diagnosis, used) if data.has_shared_source("diagnosis") else diagnosis
+        test = _exclude_samples(test, used) if data.has_shared_source("test") and test is not None else test
         if not len(diagnosis) or (test is not None and not len(test)):
             raise DataError(
                 f"task {task}: {len(seeds)} seeds use every sample for calibration; none is left to measure with",
@@ -357,13 +366,13 @@ def _samples_by_seed(
 
 def _exclude_samples(samples: SampleSet, ids: Collection[str]) -> SampleSet:
     positions = [position for position, sample in enumerate(samples.ids) if sample not in ids]
-    return samples if len(positions) == len(samples) else part_of(samples, positions)
+    return samples if len(positions) == len(samples) else select_samples(samples, positions)
 
 
 def _missing_points(
-    points: Mapping[_Setting, Sequence[_Point]], rows: pd.DataFrame, study: Study
-) -> dict[_Setting, list[_Point]]:
-    """Return by setting the points without a row for every task."""
+    points: Mapping[_SweepSetting, Sequence[_Point]], rows: pd.DataFrame, study: Study
+) -> dict[_SweepSetting, list[_Point]]:
+    """Return, by setting, the points that lack a row for some task."""
     present = {*zip(rows["sweep"], rows["point"], rows["task"], strict=True)}
     missing = {
         setting: [point for point in named if any((*point, task) not in present for task in study.tasks)]
@@ -373,7 +382,7 @@ def _missing_points(
 
 
 def _sweep_rows(
-    setting: _Setting,
+    setting: _SweepSetting,
     points: Sequence[_Point],
     seed: int,
     columns: Mapping[str, Mapping[str, Any]],
@@ -395,24 +404,29 @@ def _sweep_rows(
 
 def _fit_and_measure(
     scorer: HeldOutScorer,
-    fitter: Fitter,
+    fitter: CandidateFitter,
     calibrator: Calibrator,
     samples: Mapping[str, SampleSet],
-    cache: ExpertFeatures,
+    cache: ExpertFeatureCache,
 ) -> tuple[dict[str, dict[str, Any]], float]:
     seconds = fitter.fit(calibrator, samples, cache)
-    return scorer.measured(CANDIDATE_MODEL, functools.partial(_task_result_columns, scorer)), seconds
+    return scorer.map_final_features(
+        CANDIDATE_MODEL, functools.partial(_task_result_columns, scorer)
+    ), seconds
 
 
 def _task_result_columns(
     scorer: HeldOutScorer, task: str, features: Tensor, expert: Tensor
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {"task": task, **final_drift(features, expert)}
-    if not scorer.without_head:
+    row: dict[str, Any] = {"task": task, **final_drift_columns(features, expert)}
+    if not scorer.tasks_without_head:
         row["kl"] = float(
-            scorer.by_class(divergences, CANDIDATE_MODEL, task, features, expert).cpu().numpy().mean()
+            scorer.class_distances(kl_divergences, CANDIDATE_MODEL, task, features, expert)
+            .cpu()
+            .numpy()
+            .mean()
         )
-    for score in scores_of(scorer.study, task, [CANDIDATE_MODEL], Reporter()).tables["accuracy"]:
+    for score in score_variants(scorer.study, task, [CANDIDATE_MODEL], ProgressReporter()).tables["accuracy"]:
         name = score["metric"] if score["metric"] in METRICS else "accuracy"
         row |= {name: score["value"], "n_test": score["n"]}
     return row
@@ -422,19 +436,19 @@ def _task_result_columns(
 _SHARED_SETTINGS = ("views", "shrink")
 
 
-def resolve_methods(requested: Sequence[tuple[str, Mapping[str, object]]]) -> list[NamedMethod]:
-    """Return calibrators with settings, under names that are valid for calibrations; see `named_methods`."""
+def resolve_calibrators(requested: Sequence[tuple[str, Mapping[str, object]]]) -> list[NamedMethod]:
+    """Parse requested calibrators with settings and give each a valid calibration name."""
 
     def _named_calibrator(method: str, settings: Mapping[str, object]) -> NamedMethod:
         own = {key: value for key, value in settings.items() if key not in _SHARED_SETTINGS}
-        resolved = {**settings, **resolve(calibrators[method], own, method)}
-        parts = [method, *(f"{key}-{value}" for key, value in shown_settings(settings, resolved).items())]
+        resolved = {**settings, **resolve_settings(calibrators[method], own, method)}
+        parts = [method, *(f"{key}-{value}" for key, value in settings_for_name(settings, resolved).items())]
         name = re.sub(r"[^A-Za-z0-9_.]+", "-", "-".join(parts)).strip("-")
         candidate = NamedMethod(name, method, settings)
         _calibration_request(candidate)
         return candidate
 
-    return named_methods(requested, calibrators, _named_calibrator)
+    return expand_methods(requested, calibrators, _named_calibrator)
 
 
 def _calibration_request(candidate: NamedMethod, **more: Any) -> CalibrationRequest:
@@ -447,7 +461,11 @@ def _calibration_request(candidate: NamedMethod, **more: Any) -> CalibrationRequ
 
 
 def compare_methods(
-    run: PathLike, methods: Sequence[NamedMethod], context: Context = Context(), *, samples: int | None = None
+    run: PathLike,
+    methods: Sequence[NamedMethod],
+    context: JobContext = JobContext(),
+    *,
+    samples: int | None = None,
 ) -> dict[str, str]:
     """Calibrate a run by every method on the same samples; finished calibrations are kept.
 
@@ -456,7 +474,7 @@ def compare_methods(
 
     Args:
         run: gains one calibration per method.
-        methods: see `resolve_methods`.
+        methods: see `resolve_calibrators`.
         context: an interrupted calibration is resumed.
         samples: calibration samples per task; None takes the spec's.
 
@@ -481,10 +499,11 @@ def compare_methods(
     team = context.access.team
     try:
         results = {
-            method.name: attempt(functools.partial(_calibrate_by_method, method), team) for method in methods
+            method.name: result_or_error(functools.partial(_calibrate_by_method, method), team)
+            for method in methods
         }
     except Cancelled as error:
         error.hint = "Finished calibrations are kept; the same command resumes."
         raise
-    require_any(results.values())
+    require_one_result(results.values())
     return {name: result.message for name, result in results.items() if isinstance(result, DriftLensError)}

@@ -20,32 +20,38 @@ from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.tensor_sources import KEPT_OPEN, StateSource
 from driftlens.config.requests import CalibrationRequest, PreflightRequest
 from driftlens.config.run import RunSpec, TextHead
-from driftlens.data.samples import few_of
+from driftlens.data.samples import random_subset
 from driftlens.data.task_data import TaskData
 from driftlens.engine.pool import require_same_parameters
-from driftlens.engine.sites import coverage, select_layers, select_sites
-from driftlens.engine.walk import waiting_bytes
+from driftlens.engine.sites import parameter_coverage, select_layers, select_sites
+from driftlens.engine.walk import sample_cache_bytes
 from driftlens.experiment import loading as opening
 from driftlens.experiment.loading import OpenModels
-from driftlens.experiment.merging import PIECE, merge_of, no_scores
-from driftlens.experiment.sanity_checks import CheckResult, companions, label, problem, suspicions
+from driftlens.experiment.merging import PIECE, missing_heads_error, validated_merge
+from driftlens.experiment.sanity_checks import (
+    Finding,
+    check_model_files,
+    check_weights,
+    error_finding,
+    model_label,
+)
 from driftlens.experiment.study import Study
 from driftlens.linalg.gram import solve_bytes
-from driftlens.merging.method import READS, Merge, MergeMethod, merge_methods
+from driftlens.merging.method import READS, MergeConfig, MergeMethod, merge_methods
 from driftlens.models.architecture import Architecture
 from driftlens.models.chain import Layer, LayerChain
 from driftlens.models.heads import Head, LinearHead, ScoreMap
-from driftlens.models.readouts import OwnHead
-from driftlens.pipelines.calibration_plan import calibrator_of
-from driftlens.pipelines.evaluation import scores_of
-from driftlens.results.formatting import estimate as with_interval
-from driftlens.results.formatting import size
+from driftlens.models.readouts import ExpertHead
+from driftlens.pipelines.calibration_plan import resolve_calibrator
+from driftlens.pipelines.evaluation import score_variants
+from driftlens.results.formatting import format_bytes
+from driftlens.results.formatting import format_estimate as with_interval
 from driftlens.utils.devices import resolve_device
-from driftlens.utils.distributed import Access
-from driftlens.utils.errors import DataError, DriftLensError, from_library
+from driftlens.utils.distributed import Permissions
+from driftlens.utils.errors import DataError, DriftLensError, wrap_library_error
 from driftlens.utils.intervals import Interval
-from driftlens.utils.progress import Reporter
-from driftlens.utils.variants import Metric, expert_of, metric_called
+from driftlens.utils.progress import ProgressReporter
+from driftlens.utils.variants import Metric, expert_name, metric_by_name
 
 T = TypeVar("T")
 # Bytes of numbers.
@@ -53,28 +59,28 @@ _FLOAT16, _FLOAT32, _FLOAT64 = 2, 4, 8
 
 
 @dataclass
-class Preflight:
-    """The results of all checks of one spec; `needs` is memory and disk by job, empty if there are problems."""
+class PreflightReport:
+    """The results of all checks of one spec; `needs` estimates memory and disk by job."""
 
-    findings: list[CheckResult] = field(default_factory=list)
-    needs: Mapping[str, Needs] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    needs: Mapping[str, ResourceNeeds] = field(default_factory=dict)
 
-    def ok(self, subject: str, text: str, hint: str = "") -> None:
+    def add_passed(self, subject: str, text: str, hint: str = "") -> None:
         """Record a passed check."""
-        self.findings.append(CheckResult("ok", subject, text, hint))
+        self.findings.append(Finding("ok", subject, text, hint))
 
-    def notice(self, subject: str, *texts: str, hint: str = "") -> None:
-        """Record something for the user to judge."""
-        self.findings += [CheckResult("notice", subject, text, hint) for text in texts]
+    def add_notice(self, subject: str, *texts: str, hint: str = "") -> None:
+        """Record a notice for the user to judge."""
+        self.findings += [Finding("notice", subject, text, hint) for text in texts]
 
-    def problem(self, subject: str, error: DriftLensError) -> None:
-        """Record an error that must be fixed first."""
-        self.findings.append(problem(subject, error))
+    def add_problem(self, subject: str, error: DriftLensError) -> None:
+        """Record an error that must be fixed before a run."""
+        self.findings.append(error_finding(subject, error))
 
-    def attempt(
+    def run_check(
         self, subject: str, work: Callable[[], T], describe: Callable[[T], str] | None = None
     ) -> T | None:
-        """Return the result of `work`, recorded as `describe` returns it; or None after recording its error.
+        """Run a check and record its outcome; return its result, or None after an error.
 
         Args:
             subject: name of the check.
@@ -84,16 +90,16 @@ class Preflight:
         try:
             result = work()
         except Exception as error:
-            if (converted := from_library(error)) is None:
+            if (converted := wrap_library_error(error)) is None:
                 raise
-            self.problem(subject, converted)
+            self.add_problem(subject, converted)
             return None
         if describe is not None:
-            self.ok(subject, describe(result))
+            self.add_passed(subject, describe(result))
         return result
 
     @property
-    def problems(self) -> list[CheckResult]:
+    def problems(self) -> list[Finding]:
         """The errors that must be fixed first."""
         return [finding for finding in self.findings if finding.level == "problem"]
 
@@ -112,7 +118,7 @@ class Preflight:
         }
 
     def text(self) -> str:
-        """Return the results as aligned lines, the needs of each job, and `ready` or the number of problems."""
+        """Return the results as aligned lines, with memory and disk needs and a final status."""
         width = max((len(finding.subject) for finding in self.findings), default=0)
         lines = [line for finding in self.findings for line in _finding_lines(finding, width)]
         if self.needs:
@@ -121,7 +127,7 @@ class Preflight:
         return "\n".join([*lines, f"{count} problem{'s' if count > 1 else ''}" if count else "ready"])
 
 
-def _finding_lines(finding: CheckResult, width: int) -> list[str]:
+def _finding_lines(finding: Finding, width: int) -> list[str]:
     level = "PROBLEM" if finding.level == "problem" else finding.level
     headline, *others = [*finding.text.splitlines(), *finding.hint.splitlines()]
     start = f"{level:<7}  {finding.subject:<{width}}  "
@@ -129,9 +135,9 @@ def _finding_lines(finding: CheckResult, width: int) -> list[str]:
 
 
 def preflight(
-    spec: RunSpec, request: PreflightRequest = PreflightRequest(), access: Access = Access()
-) -> Preflight:
-    """Check a spec, its checkpoints and its data, and estimate memory and disk; errors become findings.
+    spec: RunSpec, request: PreflightRequest = PreflightRequest(), access: Permissions = Permissions()
+) -> PreflightReport:
+    """Check a spec, its checkpoints and its data, and estimate memory and disk; errors are collected.
 
     Only headers and a few matrices of checkpoints are read, unless experts are scored.
 
@@ -140,8 +146,8 @@ def preflight(
         request: whether to score experts, too (`deep`).
         access: device, network access and trust in code.
     """
-    checks = Preflight()
-    checks.attempt(
+    checks = PreflightReport()
+    checks.run_check(
         "device",
         lambda: resolve_device(access.device or spec.compute.device),
         lambda device: f"{device}, {spec.compute.dtype}",
@@ -152,14 +158,14 @@ def preflight(
     heads: dict[str, ScoreMap] = {}
     if models is not None:
         heads = _check_heads(spec, models, data, checks)
-        checks.findings += suspicions(models.architecture.chain, models.sources)
-        checks.findings += companions(models)
+        checks.findings += check_weights(models.architecture.chain, models.sources)
+        checks.findings += check_model_files(models)
     # After heads and data, because some methods read calibration samples or scores.
     merge = _check_merge(spec, models, data, checks)
     calibration, calibrator = spec.calibration, None
     settings: Mapping[str, Any] | None = {}
     if calibration is not None:
-        settings = checks.attempt(
+        settings = checks.run_check(
             "calibration",
             lambda: opening.calibration_settings(spec) or {},
             lambda resolved: (
@@ -170,9 +176,11 @@ def preflight(
     if models is not None and models.sources and settings is not None:
         weights = next(iter(models.sources.values()))
         calibrator = _check_sites(spec, models.architecture.chain, weights, checks)
-    checks.ok("metrics", ", ".join(sorted({"drift", *spec.metrics.options})))
+    checks.add_passed("metrics", ", ".join(sorted({"drift", *spec.metrics.enabled})))
     if models is not None and not checks.problems:
-        study = checks.attempt("study", lambda: opening.study_of(spec, models, data, heads, access=access))
+        study = checks.run_check(
+            "study", lambda: opening.build_study(spec, models, data, heads, access=access)
+        )
         if study is not None:
             method = None if merge is None else merge.method
             patterns = None if calibration is None else calibration.sites
@@ -180,17 +188,19 @@ def preflight(
                 study, models, merge=method, calibrator=calibrator, patterns=patterns
             )
     if request.deep and checks.problems:
-        checks.notice("experts", "not scored because of the problems above")
+        checks.add_notice("experts", "not scored because of the problems above")
     elif request.deep:
-        study = checks.attempt("experts", lambda: opening.open_study(spec, access=access)[0])
+        study = checks.run_check("experts", lambda: opening.open_study(spec, access=access)[0])
         if study is not None:
             _score_experts(study, checks)
     return checks
 
 
-def _check_models(spec: RunSpec, architecture: Architecture, checks: Preflight, access: Access) -> OpenModels:
-    """Return the models that can be opened and fit the architecture; errors become findings."""
-    origins = opening.origins_of(spec)
+def _check_models(
+    spec: RunSpec, architecture: Architecture, checks: PreflightReport, access: Permissions
+) -> OpenModels:
+    """Open the models and return those that fit the architecture; errors are recorded."""
+    origins = opening.weight_paths(spec)
 
     def _check_model(name: str, opened: Callable[[], StateSource]) -> StateSource | None:
         def _open_and_compare() -> StateSource:
@@ -204,26 +214,26 @@ def _check_models(spec: RunSpec, architecture: Architecture, checks: Preflight, 
             dtypes = " and ".join(sorted({str(header.dtype).removeprefix("torch.") for header in headers}))
             return f"{count:,} parameters in {len(headers)} tensors, {dtypes}, from {origins[name]}"
 
-        return checks.attempt(label(name), _open_and_compare, _describe_weights)
+        return checks.run_check(model_label(name), _open_and_compare, _describe_weights)
 
     models = opening.open_models(spec, access, architecture=architecture, attempt=_check_model)
-    checks.notice("models", *models.notices)
-    checks.notice("dtypes", *opening.dtype_notices(models))
+    checks.add_notice("models", *models.notices)
+    checks.add_notice("dtypes", *opening.dtype_notices(models))
     return models
 
 
-def _check_architecture(spec: RunSpec, checks: Preflight, access: Access) -> Architecture | None:
-    opened = checks.attempt("architecture", lambda: opening.open_architecture(spec, access))
+def _check_architecture(spec: RunSpec, checks: PreflightReport, access: Permissions) -> Architecture | None:
+    opened = checks.run_check("architecture", lambda: opening.open_architecture(spec, access))
     if opened is None:
         return None
     paths = [layer.path for layer in opened.chain.layers]
     settings = ", ".join(f"{name} {value}" for name, value in opened.chain.settings.items())
-    checks.ok(
+    checks.add_passed(
         "architecture", f"{opened.adapter} with {len(paths)} layers: {settings}", _quick_gelu_hint(opened)
     )
-    checks.notice("architecture", *opened.notices)
+    checks.add_notice("architecture", *opened.notices)
     _check_tied_weights(opened.chain, checks)
-    checks.attempt(
+    checks.run_check(
         "layers",
         lambda: select_layers(paths, spec.layers.select),
         lambda stored: f"{len(stored)} of {len(paths)} are stored; all are measured",
@@ -232,7 +242,7 @@ def _check_architecture(spec: RunSpec, checks: Preflight, access: Access) -> Arc
 
 
 def _quick_gelu_hint(architecture: Architecture) -> str:
-    """Return a hint on the activation, which weights don't reveal: OpenAI's models use another one."""
+    """Return a hint on QuickGELU, which OpenAI's CLIP models use and weights do not reveal."""
     if architecture.loader != "open-clip" or architecture.chain.settings.get("activation") != "gelu":
         return ""
     import open_clip
@@ -247,41 +257,44 @@ def _check_merge(
     spec: RunSpec,
     models: OpenModels | None,
     data: Mapping[str, TaskData],
-    checks: Preflight,
-) -> Merge | None:
+    checks: PreflightReport,
+) -> MergeConfig | None:
     section = spec.merge
     if section is None:
         return None
-    merge = checks.attempt("merge", lambda: merge_of(spec, section.method, section.parameters))
+    merge = checks.run_check("merge", lambda: validated_merge(spec, section.method, section.parameters))
     if merge is None:
         return None
     entry, settings = merge
     if models is not None and models.sources and entry.scores:
-        scored = spec.tasks if models.architecture.lm is not None else opening.heads_of(spec, models)
+        scored = spec.tasks if models.architecture.lm is not None else opening.head_specs(spec, models)
         without = [task for task in spec.tasks if task not in scored]
         if without:
-            checks.problem("merge", no_scores(entry, without))
+            checks.add_problem("merge", missing_heads_error(entry, without))
             return None
         lm, headers = models.architecture.lm, next(iter(models.sources.values())).headers
         rows = 1 if lm is None else headers[lm.key].shape[0]
         for task in data.values():
-            classes = len(task.class_names or task.answers()) or rows
-            if checks.attempt("merge", partial(entry.runs, settings, len(task.calibration), classes)) is None:
+            classes = len(task.class_names or task.class_answers()) or rows
+            if (
+                checks.run_check("merge", partial(entry.runs, settings, len(task.calibration), classes))
+                is None
+            ):
                 return None
     parts = [f"{entry.title} ({entry.source})", *(f"{name} {value}" for name, value in settings.items())]
     text = f"{', '.join(parts)}; it reads {READS[entry.reads]}"
-    if entry.reads_sites and entry.others != entry.name:
+    if entry.is_per_module and entry.others != entry.name:
         text += f", and merges all other parameters by {merge_methods[entry.others].title}"
-    checks.ok("merge", text)
+    checks.add_passed("merge", text)
     return merge
 
 
 def _check_sites(
-    spec: RunSpec, chain: LayerChain, weights: StateSource, checks: Preflight
+    spec: RunSpec, chain: LayerChain, weights: StateSource, checks: PreflightReport
 ) -> Calibrator | None:
-    """Report the share of parameters that the calibration would solve; return its calibrator."""
+    """Report the share of parameters that the calibration would update; return its calibrator."""
     try:
-        calibrator = calibrator_of(CalibrationRequest(name="preflight"), spec.calibration)
+        calibrator = resolve_calibrator(CalibrationRequest(name="preflight"), spec.calibration)
         # It is trained.
         if not calibrator.takes_sites:
             return calibrator
@@ -289,21 +302,21 @@ def _check_sites(
         sites = select_sites(chain, sites=patterns, update=calibrator.update)
     except DriftLensError as error:
         if spec.calibration is not None:
-            checks.problem("sites", error)
+            checks.add_problem("sites", error)
         else:
             # An analysis needs none.
-            checks.notice("sites", error.message, hint=error.hint)
+            checks.add_notice("sites", error.message, hint=error.hint)
         return None
-    share, text = coverage(chain, weights, sites, calibrator.update)
-    file = checks.ok if share == 1 or patterns is not None else checks.notice
+    share, text = parameter_coverage(chain, weights, sites, calibrator.update)
+    file = checks.add_passed if share == 1 or patterns is not None else checks.add_notice
     file("sites", text)
     return calibrator
 
 
 def _check_data(
-    spec: RunSpec, architecture: Architecture | None, checks: Preflight, access: Access
+    spec: RunSpec, architecture: Architecture | None, checks: PreflightReport, access: Permissions
 ) -> dict[str, TaskData]:
-    """Return the data of the tasks that can be opened; without an architecture no sample is read."""
+    """Open the data of every task and return what could be opened; errors are recorded."""
     opened = {}
     for task in spec.tasks:
 
@@ -314,10 +327,10 @@ def _check_data(
                 data.diagnosis.load([0])
             return data
 
-        data = checks.attempt(f"data of {task}", _open_and_read_sample, _describe_task_data)
+        data = checks.run_check(f"data of {task}", _open_and_read_sample, _describe_task_data)
         if data is not None:
             opened[task] = data
-            checks.notice(f"data of {task}", *data.notices)
+            checks.add_notice(f"data of {task}", *data.notices)
     # Test sets differ in size by nature.
     splits = {
         "calibration": {task: len(data.calibration) for task, data in opened.items()},
@@ -326,13 +339,13 @@ def _check_data(
     for split, counts in splits.items():
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{task} {count}" for task, count in counts.items())
-            checks.notice("data", f"tasks have different numbers of {split} samples: {listed}")
+            checks.add_notice("data", f"tasks have different numbers of {split} samples: {listed}")
     return opened
 
 
 def _describe_task_data(data: TaskData) -> str:
     counts = f"{len(data.calibration)} calibration, {len(data.diagnosis)} diagnosis, {len(data.test)} test"
-    classes = len(data.class_names or data.answers())
+    classes = len(data.class_names or data.class_answers())
     labels = f"{classes} classes" if classes else "no labels" if data.test.texts is None else "no classes"
     return f"{counts} samples, {labels}"
 
@@ -341,36 +354,36 @@ def _check_heads(
     spec: RunSpec,
     models: OpenModels,
     data: Mapping[str, TaskData],
-    checks: Preflight,
+    checks: PreflightReport,
 ) -> dict[str, ScoreMap]:
-    """Check the heads and return the valid ones; heads made from prompts hold random numbers, because that is fast."""
+    """Check the heads and return the valid ones; heads from prompts get random weights to save time."""
     valid: dict[str, ScoreMap] = {}
     width = _final_feature_width(models)
     named = {task: opened.class_names for task, opened in data.items()}
     base = models.base
     if base is not None and any(isinstance(entry, TextHead) for entry in spec.heads.values()):
-        checks.attempt("text tower", lambda: models.architecture.text_tower(base))
-    entries = opening.heads_of(spec, models)
+        checks.run_check("text tower", lambda: models.architecture.text_tower(base))
+    entries = opening.head_specs(spec, models)
     for task in spec.tasks:
         entry, subject = entries.get(task), f"head of {task}"
         if entry is None and models.architecture.lm is not None:
-            checks.ok(subject, "the language model's own")
+            checks.add_passed(subject, "the language model's own")
         elif entry is None and task in data and (texts := data[task].test.texts) and texts.compared:
-            checks.ok(subject, "none: similarities of embeddings are scored")
+            checks.add_passed(subject, "none: similarities of embeddings are scored")
         elif entry is None:
-            checks.ok(subject, "none: no scores and no accuracy")
+            checks.add_passed(subject, "none: no scores and no accuracy")
         elif entry.classes is None and task not in data:
             # The data would name the classes, and its problem is recorded already.
             continue
         elif isinstance(entry, TextHead) and spec.base is not None:
-            names = checks.attempt(subject, partial(opening.classes_of, task, entry, named.get(task)))
+            names = checks.run_check(subject, partial(opening.head_classes, task, entry, named.get(task)))
             if names is not None:
-                checks.ok(subject, f"{len(names)} class names in {len(entry.templates)} templates")
+                checks.add_passed(subject, f"{len(names)} class names in {len(entry.templates)} templates")
                 # Only shapes matter to the estimate of memory, so prompts need not be encoded.
                 valid[task] = Head(tuple(names), torch.randn(len(names), width or 1), 1.0)
         else:
             alone = spec.model_copy(update={"heads": {task: entry}})
-            heads = checks.attempt(subject, partial(opening.open_heads, alone, models, named))
+            heads = checks.run_check(subject, partial(opening.open_heads, alone, models, named))
             if heads is not None:
                 _check_head_width(task, heads[task], width, checks)
                 valid |= heads
@@ -378,17 +391,17 @@ def _check_heads(
 
 
 def _final_feature_width(models: OpenModels) -> int | None:
-    """Return the width of the final features, the outputs of the head's last module; None if it has no weight."""
+    """Return the width of the final features; None if the last module has no weight."""
     head, source = models.architecture.chain.layers[-1], next(iter(models.sources.values()), None)
     slots = [head.parameters.get(f"{site.name}.weight") for site in head.sites]
     if source is None or not slots or slots[-1] is None:
         return None
-    return slots[-1].shape(source.headers[slots[-1].key].shape)[0]
+    return slots[-1].layer_shape(source.headers[slots[-1].key].shape)[0]
 
 
-def _check_head_width(task: str, head: Any, width: int | None, checks: Preflight) -> None:
-    if isinstance(head, OwnHead):
-        checks.ok(
+def _check_head_width(task: str, head: Any, width: int | None, checks: PreflightReport) -> None:
+    if isinstance(head, ExpertHead):
+        checks.add_passed(
             f"head of {task}",
             f"the expert's own, of {len(head.weights)} tensors and {len(head.classes)} classes",
         )
@@ -396,37 +409,37 @@ def _check_head_width(task: str, head: Any, width: int | None, checks: Preflight
     noun = "classifier rows" if isinstance(head, LinearHead) else "class embeddings"
     rows, columns = (head.weight if isinstance(head, LinearHead) else head.embeddings).shape
     if width is None or columns == width:
-        checks.ok(f"head of {task}", f"{rows} {noun} of {columns} entries")
+        checks.add_passed(f"head of {task}", f"{rows} {noun} of {columns} entries")
         return
     error = DataError(
         f"the {noun} of {task} have {columns} entries, the models' features have {width}",
         hint=f"heads.{task} is of another model. Use the head of these models.",
     )
-    checks.problem(f"head of {task}", error)
+    checks.add_problem(f"head of {task}", error)
 
 
-def _score_experts(study: Study, checks: Preflight) -> None:
+def _score_experts(study: Study, checks: PreflightReport) -> None:
     """Score every expert and the base on as many test samples as there are diagnosis samples."""
     # Few samples, because a validation should take seconds; the interval shows the uncertainty.
     scored = {
-        task: dataclasses.replace(data, test=data.test and few_of(data.test, len(data.diagnosis)))
+        task: dataclasses.replace(data, test=data.test and random_subset(data.test, len(data.diagnosis)))
         for task, data in study.tasks.items()
     }
     study = dataclasses.replace(study, tasks=scored)
     variants = ["expert", *(["base"] if study.has_base else [])]
     for task in study.tasks:
         subject = f"expert of {task}"
-        work = partial(scores_of, study, task, variants, Reporter())
-        scores = checks.attempt(subject, partial(study.of_task, task, work))
+        work = partial(score_variants, study, task, variants, ProgressReporter())
+        scores = checks.run_check(subject, partial(study.run_on_task_owner, task, work))
         if scores is None:
             continue
         scored_rows = scores.tables["accuracy"]
         rows = [row for row in scored_rows if row["metric"] == scored_rows[0]["metric"]]
         if not rows:
             reason = "; ".join(scores.notices) or f"{task} has no head, or no labels"
-            checks.notice(subject, f"the {subject} is not scored: {reason}")
+            checks.add_notice(subject, f"the {subject} is not scored: {reason}")
             continue
-        metric, data = metric_called(str(rows[0]["metric"])), study.tasks[task]
+        metric, data = metric_by_name(str(rows[0]["metric"])), study.tasks[task]
         classes: dict[str, Any] = {"choices": data.choices, "head": data.head.classes if data.head else ()}
         _check_expert_score(
             checks,
@@ -438,7 +451,7 @@ def _score_experts(study: Study, checks: Preflight) -> None:
 
 
 def _check_expert_score(
-    checks: Preflight,
+    checks: PreflightReport,
     subject: str,
     rows: Mapping[str, Mapping[str, Any]],
     metric: Metric,
@@ -453,18 +466,18 @@ def _check_expert_score(
             f"{text}, not clearly above chance for {num_classes} classes ({100 * chance:.1f} %)",
             hint="Check its file, the order of the head's rows, and the activation; or raise n_diagnosis.",
         )
-        checks.problem(subject, error)
+        checks.add_problem(subject, error)
     elif base is None:
-        checks.ok(subject, text)
+        checks.add_passed(subject, text)
     elif (expert.value - base.value) * (-1 if metric.worse == "higher" else 1) > 0:
-        checks.ok(subject, f"{text}, the base {shown['base']}")
+        checks.add_passed(subject, f"{text}, the base {shown['base']}")
     else:
-        checks.notice(
+        checks.add_notice(
             subject, f"{text}, the base {shown['base']}: no better", hint="Was it fine-tuned on this task?"
         )
 
 
-def _check_tied_weights(chain: LayerChain, checks: Preflight) -> None:
+def _check_tied_weights(chain: LayerChain, checks: PreflightReport) -> None:
     """Report tied weights that a calibration would solve: solving one of them changes the others."""
     sites = {(layer.index, site.name) for layer in chain.layers for site in layer.sites}
     places: defaultdict[tuple[str, tuple[int, int] | None], list[str]] = defaultdict(list)
@@ -476,45 +489,45 @@ def _check_tied_weights(chain: LayerChain, checks: Preflight) -> None:
                 solved.add((slot.key, slot.rows))
     tied = {slot[0]: names for slot, names in places.items() if len(names) > 1 and slot in solved}
     for key, names in tied.items():
-        checks.notice("ties", f"{key} is {' and '.join(names)}", hint="Calibrating one changes all.")
+        checks.add_notice("ties", f"{key} is {' and '.join(names)}", hint="Calibrating one changes all.")
     if not tied:
-        checks.ok("ties", "none: no weight is used in two places")
+        checks.add_passed("ties", "none: no weight is used in two places")
 
 
 @dataclass(frozen=True)
-class Needs:
-    """The bytes of a job by purpose: `memory` at its peak, and `disk` added to the run directory."""
+class ResourceNeeds:
+    """Estimated bytes of a job by purpose: peak `memory`, and `disk` added to the run."""
 
     memory: Mapping[str, int]
     disk: Mapping[str, int]
 
     @property
     def memory_bytes(self) -> int:
-        """The peak of memory."""
+        """The peak memory in bytes."""
         return sum(self.memory.values())
 
     @property
     def disk_bytes(self) -> int:
-        """The growth of the run directory."""
+        """The bytes added to the run directory."""
         return sum(self.disk.values())
 
     def as_dict(self) -> dict[str, object]:
-        """Return the sums and their parts as JSON values."""
+        """Return totals and parts as JSON values."""
         totals = {"memory_bytes": self.memory_bytes, "disk_bytes": self.disk_bytes}
         return {**totals, "memory": dict(self.memory), "disk": dict(self.disk)}
 
     def text(self) -> str:
-        """Return the sums and their parts in one line."""
+        """Return totals and parts in one line."""
         return f"{_format_byte_counts(self.memory)} in memory; {_format_byte_counts(self.disk)} on disk"
 
 
 def _format_byte_counts(parts: Mapping[str, int]) -> str:
-    listed = ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
-    return f"about {size(sum(parts.values()))} ({listed})"
+    listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
+    return f"about {format_bytes(sum(parts.values()))} ({listed})"
 
 
-class _Sizes(NamedTuple):
-    """Sizes of a study from which all needs are computed.
+class _StudySizes(NamedTuple):
+    """Sizes of models and data from which memory and disk needs are estimated.
 
     Attributes:
         source: a model, for its headers.
@@ -541,8 +554,8 @@ def _estimate_needs(
     merge: MergeMethod | None = None,
     calibrator: Calibrator | None = None,
     patterns: Collection[str] | None = None,
-) -> dict[str, Needs]:
-    """Estimate the needs of `analyze`, with a merge if there is one, and of `calibrate` if there is a calibrator."""
+) -> dict[str, ResourceNeeds]:
+    """Estimate memory and disk of `analyze` and, if there is a calibrator, of `calibrate`."""
     sizes, pool = _study_sizes(study), study.pool
     # Larger files are memory-mapped only while a tensor is read.
     files = [
@@ -554,7 +567,7 @@ def _estimate_needs(
         "libraries": psutil.Process().memory_info().rss,
         "small files": sum(count for count in files if count <= KEPT_OPEN),
     }
-    model_bytes = sum(header.nbytes for header in models.own_form.headers.values())
+    model_bytes = sum(header.nbytes for header in models.save_template.headers.values())
     measuring = _drift_memory_bytes(study, sizes, len(study.variants))
     disk = {"features": _stored_feature_bytes(study, sizes, 1 + len(study.variants)), "weights": 0}
     merging = {}
@@ -562,7 +575,7 @@ def _estimate_needs(
         merging = {"merging": model_bytes + _merge_memory_bytes(study, sizes, merge)}
         resident["small files"] += model_bytes if model_bytes <= KEPT_OPEN else 0
         disk["weights"] = model_bytes
-    needs = {"analyze": Needs(resident | _larger_phase(merging, measuring), disk)}
+    needs = {"analyze": ResourceNeeds(resident | _larger_phase(merging, measuring), disk)}
     if calibrator is None or len(study.calibration_sets) < len(study.tasks):
         return needs
     sites: Mapping[int, Collection[str]] = {}
@@ -570,7 +583,7 @@ def _estimate_needs(
         chosen = None if patterns is None else [*patterns]
         sites = select_sites(pool.chain, sites=chosen, update=calibrator.update)
     budget = study.settings.feature_budget
-    features = sizes.calibration_features + len(study.tasks) * calibrator.waiting_bytes(pool, sites)
+    features = sizes.calibration_features + len(study.tasks) * calibrator.extra_cache_bytes(pool, sites)
     solving = {
         # The layer of the expert, the merged model, the base and the result.
         "layers": 4 * sizes.largest_layer,
@@ -579,8 +592,8 @@ def _estimate_needs(
         "activations": sizes.activations,
     }
     # The control of an anchor is a second variant with its own weights and features.
-    made = 1 if calibrator.anchor_reach == 1 or not study.has_base else 2
-    needs["calibrate"] = Needs(
+    made = 1 if calibrator.anchor_rho == 1 or not study.has_base else 2
+    needs["calibrate"] = ResourceNeeds(
         resident | _larger_phase(solving, _drift_memory_bytes(study, sizes, len(study.variants) + made)),
         {
             "features": _stored_feature_bytes(study, sizes, made),
@@ -591,17 +604,17 @@ def _estimate_needs(
     return needs
 
 
-def _study_sizes(study: Study) -> _Sizes:
+def _study_sizes(study: Study) -> _StudySizes:
     pool, (task, data) = study.pool, next(iter(study.tasks.items()))
     chain, source = pool.chain, pool.source(pool.names[0])
-    expert, sample = expert_of(task), data.diagnosis.load([0])
-    boundary = waiting_bytes(pool, expert, sample)
+    expert, sample = expert_name(task), data.diagnosis.load([0])
+    boundary = sample_cache_bytes(pool, expert, sample)
     state, side = pool.initial_state(sample)
     out = pool.layer_map(expert, chain.layers[0], "")(state, side)
-    width = chain.layers[0].vectors(out, side, study.settings.pool).shape[-1]
+    width = chain.layers[0].pool_state(out, side, study.settings.pool).shape[-1]
     numbers = [
         sum(
-            torch.Size(slot.shape(source.headers[slot.key].shape)).numel()
+            torch.Size(slot.layer_shape(source.headers[slot.key].shape)).numel()
             for slot in layer.parameters.values()
         )
         # A batch reads few rows of the stem's table.
@@ -613,8 +626,8 @@ def _study_sizes(study: Study) -> _Sizes:
         # A token passes few experts of a mixture, so only the first counts.
         sites = [site for site in block.sites if site.name in shapes and site.expert in (None, 0)]
         outputs.append(sum(shapes[site.name][0] for site in sites))
-    read = sum(samples.num_read for samples in study.calibration_sets.values())
-    return _Sizes(
+    read = sum(samples.num_with_views for samples in study.calibration_sets.values())
+    return _StudySizes(
         source,
         boundary,
         width,
@@ -624,7 +637,7 @@ def _study_sizes(study: Study) -> _Sizes:
     )
 
 
-def _drift_memory_bytes(study: Study, sizes: _Sizes, num_variants: int) -> dict[str, int]:
+def _drift_memory_bytes(study: Study, sizes: _StudySizes, num_variants: int) -> dict[str, int]:
     """Return the bytes in memory while the drift of some variants of a task is measured."""
     models, layers = 1 + num_variants, len(study.pool.chain.layers)
     samples = max(len(data.diagnosis) for data in study.tasks.values())
@@ -640,7 +653,7 @@ def _drift_memory_bytes(study: Study, sizes: _Sizes, num_variants: int) -> dict[
     }
 
 
-def _stored_feature_bytes(study: Study, sizes: _Sizes, num_models: int) -> int:
+def _stored_feature_bytes(study: Study, sizes: _StudySizes, num_models: int) -> int:
     """Return the bytes of the pooled float16 features that a run stores for some models."""
     samples = sum(len(data.diagnosis) for data in study.tasks.values())
     stored = len(study.settings.stored_layers | {1, len(study.pool.chain.layers)})
@@ -652,12 +665,14 @@ def _linear_weight_shapes(layer: Layer, source: StateSource) -> dict[str, tuple[
     for site in layer.sites:
         slot = layer.parameters.get(f"{site.name}.weight")
         if site.kind == "linear" and slot is not None:
-            rows, columns = slot.shape(source.headers[slot.key].shape)
+            rows, columns = slot.layer_shape(source.headers[slot.key].shape)
             shapes[site.name] = rows, columns
     return shapes
 
 
-def _calibration_statistics_bytes(study: Study, sizes: _Sizes, sites: Mapping[int, Collection[str]]) -> int:
+def _calibration_statistics_bytes(
+    study: Study, sizes: _StudySizes, sites: Mapping[int, Collection[str]]
+) -> int:
     """Return the largest number of bytes of Gram matrices, cross moments and factors in one layer."""
     largest = 0
     for layer in study.pool.chain.layers:
@@ -677,14 +692,14 @@ def _calibration_statistics_bytes(study: Study, sizes: _Sizes, sites: Mapping[in
     return largest
 
 
-def _merge_memory_bytes(study: Study, sizes: _Sizes, method: MergeMethod) -> int:
-    """Return the bytes of tensors, models and moments of a merge method, without the merged model."""
+def _merge_memory_bytes(study: Study, sizes: _StudySizes, method: MergeMethod) -> int:
+    """Return the bytes that a merge method needs, without the merged model."""
     headers, num_tasks = sizes.source.headers, len(study.tasks)
     numbers = [torch.Size(header.shape).numel() for header in headers.values()]
     # Float32 tensors at the same time: base, experts, result, and one temporary.
     largest = min(max(numbers), PIECE) if method.reads == "entry" else max(numbers)
     needed = _FLOAT32 * ((num_tasks + 3) * largest + method.held(num_tasks) * sum(numbers))
-    if method.reads_moments:
+    if method.needs_moments:
         squares = []
         for layer in study.pool.chain.layers:
             shapes = _linear_weight_shapes(layer, sizes.source)
@@ -695,5 +710,5 @@ def _merge_memory_bytes(study: Study, sizes: _Sizes, method: MergeMethod) -> int
 
 
 def _larger_phase(phase: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Return the phase with more bytes, because phases run one after the other."""
+    """Return the phase that needs more bytes; phases run one after the other."""
     return dict(phase if sum(phase.values()) > sum(other.values()) else other)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.results.formatting import Kind, Table, brief, is_measured, signed
+from driftlens.results.formatting import Kind, Table, format_short, format_signed, is_measured
 from driftlens.results.measures import (
     COSINE,
     DRIFT,
@@ -21,32 +21,39 @@ from driftlens.results.measures import (
     SCORE,
     Measure,
     MeasuredValue,
-    change,
-    common,
-    level,
-    mean,
+    change_on_task,
+    common_measures,
     mean_change,
-    paired_by_task,
-    pairing,
-    score_of,
+    mean_on_tasks,
+    pairing_by_task,
+    pairing_note,
+    value_on_task,
+    variant_score,
 )
-from driftlens.runs.run import DriftRun, remembered
-from driftlens.runs.tables import plain
-from driftlens.utils.errors import counted
-from driftlens.utils.intervals import Interval, mean_over_tasks, p_of
-from driftlens.utils.variants import ACCURACY, calibrated, descriptions_of, metric_called, title, title_of
+from driftlens.runs.run import DriftRun, cache_on_run
+from driftlens.runs.tables import json_value
+from driftlens.utils.errors import pluralize
+from driftlens.utils.intervals import Interval, interval_p_value, mean_over_tasks
+from driftlens.utils.variants import (
+    ACCURACY,
+    calibrated_variant,
+    describe_metrics,
+    display_name,
+    metric_by_name,
+    metrics_title,
+)
 
 _MOST_MOVES = 5
 
 
-def compared_variants(run: DriftRun, name: str) -> tuple[str, ...]:
-    """Return the variants of a calibration's table: merged, control if there is one, calibrated, expert."""
+def variants_in_table(run: DriftRun, name: str) -> tuple[str, ...]:
+    """Return the variants that a calibration's table compares: merged, control, calibrated, expert."""
     control = run.calibration_info(name).control
-    return ("merged", *([control] if control else []), calibrated(name), "expert")
+    return ("merged", *([control] if control else []), calibrated_variant(name), "expert")
 
 
-def before_after(run: DriftRun, name: str) -> pd.DataFrame:
-    """Return the numbers of a calibration's table, one row per task and model.
+def before_after_rows(run: DriftRun, name: str) -> pd.DataFrame:
+    """Return drift, cosine and score of every model of a calibration, one row per task and model.
 
     Columns: task, variant, model (its title), drift (mean norm of the final drift), relative and cosine, each with
     its `_error` (half its 95 % interval), metric (the task's main metric), score, low, high, n, and accuracy (the
@@ -55,13 +62,13 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
     """
     rows = []
     for task in run.tasks:
-        for variant in compared_variants(run, name):
-            row: dict[str, Any] = {"task": task, "variant": variant, "model": title(variant)}
+        for variant in variants_in_table(run, name):
+            row: dict[str, Any] = {"task": task, "variant": variant, "model": display_name(variant)}
             for about in (DRIFT, RELATIVE, COSINE):
-                finding = level(run, about, task, variant)
+                finding = value_on_task(run, about, task, variant)
                 # Intervals of means are symmetric (Student), so half of one is enough.
                 row |= {about.name: finding.value, f"{about.name}_error": finding.high - finding.value}
-            score = level(run, SCORE, task, variant)
+            score = value_on_task(run, SCORE, task, variant)
             # Other metrics must not appear as accuracy in a column of that name.
             row["accuracy"] = score.value if score.about.name == ACCURACY.name else math.nan
             row |= {"low": score.low, "high": score.high, "n": score.n}
@@ -72,19 +79,21 @@ def before_after(run: DriftRun, name: str) -> pd.DataFrame:
 
 
 def _changes_from_merged(run: DriftRun, name: str, about: Measure) -> list[MeasuredValue]:
-    """Return changes from the merged to the calibrated model by task; none if the run lacks one of them."""
-    pair = ("merged", compared_variants(run, name)[-2])
+    """Return the changes from merged to calibrated model by task; empty if either was not measured."""
+    pair = ("merged", variants_in_table(run, name)[-2])
     # Without a merged model there is nothing to compare with.
-    return [change(run, about, task, pair) for task in run.tasks] if {*pair} <= {*run.variants} else []
+    return (
+        [change_on_task(run, about, task, pair) for task in run.tasks] if {*pair} <= {*run.variants} else []
+    )
 
 
 def score_changes(run: DriftRun, name: str) -> list[MeasuredValue]:
-    """Return the change on each task that was scored before and after, or whose answers are stored."""
+    """Return the score change of each task that was scored before and after, or whose answers are stored."""
     return [row for row in _changes_from_merged(run, name, SCORE) if row.n or row.answers is not None]
 
 
 def final_drift_changes(run: DriftRun, name: str) -> list[tuple[MeasuredValue, MeasuredValue]]:
-    """Return the change of mean final drift on each task with stored samples, absolute and relative."""
+    """Return the absolute and relative change of the mean final drift of each task with stored samples."""
     # A run that stopped early lists no layers, and asking for "final" would raise.
     if not run.manifest.layers:
         return []
@@ -92,14 +101,14 @@ def final_drift_changes(run: DriftRun, name: str) -> list[tuple[MeasuredValue, M
     return [(drift, relative) for drift, relative in zip(*both, strict=True) if relative.n]
 
 
-def calibration_document(run: DriftRun, name: str) -> dict[str, Any]:
+def calibration_json(run: DriftRun, name: str) -> dict[str, Any]:
     """Return the content of `driftlens calibrate --json` about the effect of a calibration."""
-    pair = ("merged", compared_variants(run, name)[-2])
-    variants = [variant for variant in compared_variants(run, name) if variant in run.variants]
+    pair = ("merged", variants_in_table(run, name)[-2])
+    variants = [variant for variant in variants_in_table(run, name) if variant in run.variants]
     scores = []
     for row in score_changes(run, name):
-        metric = metric_called(row.about.name)
-        before, after = (score_of(run, row.task, variant, metric) for variant in pair)
+        metric = metric_by_name(row.about.name)
+        before, after = (variant_score(run, row.task, variant, metric) for variant in pair)
         scores.append(
             {"task": row.task, "metric": metric.name, "change": row.value, "low": row.low, "high": row.high}
             | {"n": row.n, "is_paired": row.paired, "paired": row.answers, "split": row.answered}
@@ -110,30 +119,30 @@ def calibration_document(run: DriftRun, name: str) -> dict[str, Any]:
         for drift, relative in final_drift_changes(run, name)
     ]
     means = []
-    for about, tasks in common(run, variants):
+    for about, tasks in common_measures(run, variants):
         ends = (variants[0], variants[-1])
-        by_variant = {variant: mean(run, about, tasks, variant).interval for variant in variants}
+        by_variant = {variant: mean_on_tasks(run, about, tasks, variant).interval for variant in variants}
         change = mean_change(run, about, tasks, ends).interval if len(variants) > 1 else Interval(math.nan)
         means.append(
             {"measure": about.name, "tasks": tasks, "means": by_variant, "change": change, "about": about}
         )
     return {
-        **{"before_after": before_after(run, name), "accuracy_changes": scores},
+        **{"before_after": before_after_rows(run, name), "accuracy_changes": scores},
         **{"drift_changes": drifts, "means": means},
     }
 
 
 def score_change_note(rows: Sequence[MeasuredValue]) -> str:
-    """Return the note on the intervals of these changes."""
+    """Return a sentence on how the confidence intervals of these score changes were computed."""
     is_counted = any(row.answered == "diagnosis" for row in rows)
     counted = "Answers that changed are counted on the diagnosis samples." if is_counted else ""
-    return " ".join(filter(None, [pairing(paired_by_task(rows)), counted]))
+    return " ".join(filter(None, [pairing_note(pairing_by_task(rows)), counted]))
 
 
-def calibration_sheets(run: DriftRun, name: str) -> list[Table]:
+def calibration_effect_tables(run: DriftRun, name: str) -> list[Table]:
     """Return the tables of a calibration that have rows."""
     changes = score_changes(run, name)
-    rows = before_after(run, name)
+    rows = before_after_rows(run, name)
     sheets = (
         *(_final_feature_table(rows, name), _score_table(rows, name), _drift_change_table(run, name)),
         *(
@@ -151,7 +160,7 @@ def _final_feature_table(rows: pd.DataFrame, name: str) -> Table:
     shown = rows[rows["variant"] != "expert"].drop(columns=["variant", *scored])
     return Table.of(
         f"before-after-{name}",
-        f"{title(calibrated(name))}: final feature of every model on every task",
+        f"{display_name(calibrated_variant(name))}: final feature of every model on every task",
         {
             **{"task": "text", "model": "text", "L2 drift": "number", "L2 drift +-": "number"},
             **{"relative drift": "share", "relative drift +-": "share"},
@@ -163,10 +172,10 @@ def _final_feature_table(rows: pd.DataFrame, name: str) -> Table:
 
 
 def _describe_metrics(metrics: Iterable[str]) -> tuple[str, bool, list[str]]:
-    """Return the scores' title, True if all metrics are shares, and explanations of the metrics."""
-    measures = [metric_called(name) for name in dict.fromkeys(metrics)] or [ACCURACY]
-    says = [] if measures == [ACCURACY] else descriptions_of(measures)
-    return title_of(measures), all(metric.kind == "share" for metric in measures), says
+    """Return the title of the scores, True if all metrics are fractions, and explanations of the metrics."""
+    measures = [metric_by_name(name) for name in dict.fromkeys(metrics)] or [ACCURACY]
+    says = [] if measures == [ACCURACY] else describe_metrics(measures)
+    return metrics_title(measures), all(metric.kind == "share" for metric in measures), says
 
 
 def _score_table(rows: pd.DataFrame, name: str) -> Table:
@@ -180,7 +189,7 @@ def _score_table(rows: pd.DataFrame, name: str) -> Table:
     interval = "Wilson's interval" if is_share else "95 % intervals"
     return Table.of(
         f"{'scores' if says else 'accuracies'}-{name}",
-        f"{title(calibrated(name))}: {score} of every model on every task",
+        f"{display_name(calibrated_variant(name))}: {score} of every model on every task",
         kinds,
         scored[columns].to_numpy(dtype=object).tolist(),
         " ".join([f"On test samples, with {interval}. Each expert is scored on its own task.", *says]),
@@ -192,7 +201,7 @@ def _drift_change_table(run: DriftRun, name: str) -> Table:
     paired = ", paired by sample" if all(drift.paired for drift, _ in changes) else ""
     return Table.of(
         f"drift-change-{name}",
-        f"{title(calibrated(name))}: change of the final L2 drift against the merged model",
+        f"{display_name(calibrated_variant(name))}: change of the final L2 drift against the merged model",
         {
             **{"task": "text", "change": "number", "95 % low": "number", "95 % high": "number"},
             **{"relative": "share", "relative low": "share", "relative high": "share", "samples": "count"},
@@ -207,9 +216,10 @@ def _score_change_table(name: str, changes: Sequence[MeasuredValue]) -> Table:
     score, is_share, says = _describe_metrics(row.about.name for row in measured)
     kind: Kind = "points" if is_share else "number"
     kinds: dict[str, Kind] = {"task": "text", **({"metric": "text"} if says else {}), "change": kind}
+    unit = ", in points" if is_share else ""
     return Table.of(
         f"{'score' if says else 'accuracy'}-change-{name}",
-        f"{title(calibrated(name))}: change of {score} against the merged model{', in points' if is_share else ''}",
+        f"{display_name(calibrated_variant(name))}: change of {score} against the merged model{unit}",
         {**kinds, "95 % low": kind, "95 % high": kind, "test samples": "count"},
         [(row.task, *([row.about.name] if says else []), *row.ends, row.n) for row in measured],
         score_change_note(changes),
@@ -229,10 +239,10 @@ def _changed_answers_table(name: str, changes: Sequence[MeasuredValue]) -> Table
     if len(rows) > 1 and len({row[1] for row in rows}) == 1:
         mean = mean_over_tasks([Interval(*row[5:8]) for row in rows])
         sums = [sum(row[column] for row in rows) for column in (2, 3, 4)]
-        rows.append((f"mean of {len(rows)}", rows[0][1], *sums, *mean.ends, p_of(mean)))
+        rows.append((f"mean of {len(rows)}", rows[0][1], *sums, *mean.ends, interval_p_value(mean)))
     return Table.of(
         f"answers-changed-{name}",
-        f"{title(calibrated(name))}: changed answers on samples with stored answers",
+        f"{display_name(calibrated_variant(name))}: changed answers on samples with stored answers",
         {
             **{"task": "text", "split": "text", "samples": "count", "to right": "count", "to wrong": "count"},
             **{"change": "points", "95 % low": "points", "95 % high": "points", "p": "p"},
@@ -253,7 +263,7 @@ def _weight_change_table(run: DriftRun, name: str) -> Table:
     rows = rows.assign(left=rows["objective_after"].astype(float) / before.where(before > 0))
     return Table.of(
         f"weight-moves-{name}",
-        f"{title(calibrated(name))}: largest weight moves",
+        f"{display_name(calibrated_variant(name))}: largest weight moves",
         {"module": "text", "layer": "count", "weight change": "share", "objective left": "share"},
         rows[["site", "layer", "weight_change", "left"]].head(_MOST_MOVES).to_numpy(dtype=object).tolist(),
         "Change relative to the norm of the weights; objective relative to before, on calibration samples (100 %: "
@@ -261,8 +271,8 @@ def _weight_change_table(run: DriftRun, name: str) -> Table:
     )
 
 
-def selection_sentences(run: DriftRun, name: str) -> list[str]:
-    """Return sentences on the choice of settings: its held-out advantage and cost; none without a choice."""
+def auto_choice_sentences(run: DriftRun, name: str) -> list[str]:
+    """Return sentences on settings that `calibrate --auto` chose: held-out advantage and cost; else empty."""
     info, sentences = run.calibration_info(name), list[str]()
     if info.automatic and "compared" in info.selection:
         sentences += _model_selection_sentences(info.selection)
@@ -293,7 +303,7 @@ def _interpolation_table(run: DriftRun, name: str) -> Table:
     columns = [f"{measure}{end}" for measure in ("score", "drift") for end in ("", "_low", "_high")]
     return Table.of(
         f"shares-{name}",
-        f"{title(calibrated(name))}: held-out {criterion} and drift by interpolation factor",
+        f"{display_name(calibrated_variant(name))}: held-out {criterion} and drift by interpolation factor",
         {
             **dict.fromkeys(("share", criterion, f"{criterion} low", f"{criterion} high"), "number"),
             **{"drift": "number", "drift low": "number", "drift high": "number", "samples": "count"},
@@ -305,7 +315,7 @@ def _interpolation_table(run: DriftRun, name: str) -> Table:
 
 
 def _model_selection_sentences(record: Mapping[str, Any]) -> list[str]:
-    """Return sentences on the chosen model and its advantage, on using the base instead, and on every candidate."""
+    """Return sentences on the chosen model, its advantage, a return to the base, and every candidate."""
     candidates = {entry["name"]: entry for entry in record["compared"]}
     # `best` is empty in a record where no candidate could be solved for.
     choice, best = candidates[record["choice"]], candidates.get(record["best"], {})
@@ -325,10 +335,10 @@ def _model_selection_sentences(record: Mapping[str, Any]) -> list[str]:
     numbers = [f"{entry['title']} {_format_candidate_score(entry)}" for entry in candidates.values()]
     advice = "Advice: don't use the merge; the base is as near to the experts."
     return [
-        f"On held-out calibration samples {text}; {counted(record['num_calibrations'], 'calibration')} tried in "
+        f"On held-out calibration samples {text}; {pluralize(record['num_calibrations'], 'calibration')} tried in "
         f"{record['seconds']:.0f} s.",
         *([advice] if record["base_stands"] else []),
-        f"Held-out {criterion} ({counted(choice['n'], 'sample')}; difference to the merged model): "
+        f"Held-out {criterion} ({pluralize(choice['n'], 'sample')}; difference to the merged model): "
         f"{'; '.join(numbers)}.",
     ]
 
@@ -344,25 +354,27 @@ def _describe_advantage(entry: Mapping[str, Any], criterion: str, interval: str)
         way, gap = "higher", -gap
         low, high = (None, None) if low is None else (-high, -low)
     unit = " nat" if criterion == "KL" else ""
-    ends = "" if low is None else f" ({interval}: {brief(low)} to {brief(high)})"
-    return f"has a held-out {criterion} {way} than the merged model's by {brief(gap)}{unit}{ends}"
+    ends = "" if low is None else f" ({interval}: {format_short(low)} to {format_short(high)})"
+    return f"has a held-out {criterion} {way} than the merged model's by {format_short(gap)}{unit}{ends}"
 
 
 def _format_candidate_score(entry: Mapping[str, Any]) -> str:
     if entry.get("score") is None:
         return entry.get("error") or "could not be solved for"
     if entry.get("advantage") is None:
-        return brief(entry["score"])
+        return format_short(entry["score"])
     # Minus: records store the advantage, readers expect candidate minus merged.
-    ends = "" if entry["low"] is None else f", {signed(-entry['high'])} to {signed(-entry['low'])}"
-    return f"{brief(entry['score'])} ({signed(-entry['advantage'])}{ends})"
+    ends = (
+        "" if entry["low"] is None else f", {format_signed(-entry['high'])} to {format_signed(-entry['low'])}"
+    )
+    return f"{format_short(entry['score'])} ({format_signed(-entry['advantage'])}{ends})"
 
 
 _MIB = 2**20
 
 
-def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return a row per calibration, best score first, after base and merged model and before the experts.
+def leaderboard_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Return one row per calibration, best score first, after base and merged model and before the experts.
 
     Keys: model, method, score with `low` and `high`; `change` over the merged model and `behind` (difference to the
     first calibration), each with its ends, paired by sample; relative and cosine (of the final feature), seconds of
@@ -375,7 +387,7 @@ def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[s
     for name in chosen:
         run.calibration_info(name)
     rows = [
-        _variant_means_and_change(run, calibrated(name), name) | _calibration_cost(run, name)
+        _variant_means_and_change(run, calibrated_variant(name), name) | _calibration_cost(run, name)
         for name in chosen
     ]
     # Repairs without a score come last.
@@ -384,24 +396,24 @@ def arena_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[dict[s
     leader = next((row["model"] for row in scored), "")
     for row in scored:
         if row["model"] != leader:
-            row |= _gap_to_best_calibration(run, calibrated(leader), calibrated(row["model"]))
+            row |= _gap_to_best_calibration(run, calibrated_variant(leader), calibrated_variant(row["model"]))
     starts = [
         _variant_means_and_change(run, name, name) for name in ("base", "merged") if name in run.variants
     ]
     return [*starts, *rows, _variant_means_and_change(run, "expert", "experts")]
 
 
-def arena_sheet(
+def leaderboard_table(
     run: DriftRun, names: Sequence[str] | None = None, failed: Mapping[str, str] | None = None
 ) -> Table:
-    """Return the rows of `arena_rows` as a table without empty columns.
+    """Return the rows of `leaderboard_rows` as a table without empty columns.
 
     Args:
         run: the run.
         names: names of calibrations; None takes all.
         failed: reasons for missing repairs, by name.
     """
-    rows = arena_rows(run, names)
+    rows = leaderboard_rows(run, names)
     leader = "against the first"
     columns: dict[str, tuple[Kind, str]] = {
         "model": ("text", "model"),
@@ -429,8 +441,8 @@ def arena_sheet(
         if is_measured(row.get("change_low")) or is_measured(row.get("behind_low"))
     }
     notes = [
-        f"Means over {counted(len(run.tasks), 'task')}" + (f", {n} test samples" if n else "") + ".",
-        pairing(paired),
+        f"Means over {pluralize(len(run.tasks), 'task')}" + (f", {n} test samples" if n else "") + ".",
+        pairing_note(paired),
         "Ranking on the same samples slightly favours the first repair. One draw of calibration samples. Seconds: "
         "calibration only; memory: peak of the process so far; energy: all programs.",
     ]
@@ -439,12 +451,12 @@ def arena_sheet(
     return Table.from_rows("arena", title, columns, rows, note)
 
 
-@remembered
+@cache_on_run
 def _calibration_cost(run: DriftRun, name: str) -> dict[str, Any]:
-    """Return method and cost of a calibration; None for values that were not measured."""
+    """Return the method of a calibration and its cost: seconds, energy, memory; None where not measured."""
     info, used = run.calibration_info(name), run.resources()
     phase = used.loc[used["phase"] == f"calibrate:{name}", ["peak_rss_bytes", "energy_wh"]]
-    peak, energy = (plain(value) for value in phase.iloc[0]) if len(phase) else (None, None)
+    peak, energy = (json_value(value) for value in phase.iloc[0]) if len(phase) else (None, None)
     row = {"method": info.method, "seconds": info.seconds, "energy_wh": energy}
     # The peak is that of the process up to this phase: it can only grow from one calibration to the next.
     row |= {"peak_mib": None if peak is None else round(peak / _MIB)}
@@ -452,29 +464,32 @@ def _calibration_cost(run: DriftRun, name: str) -> dict[str, Any]:
     return row | {"added": info.attached, "task_id": info.attached > 0, "found_out": found_out}
 
 
-@remembered
+@cache_on_run
 def _gap_to_best_calibration(run: DriftRun, leader: str, variant: str) -> dict[str, Any]:
-    """Return the change of the mean score between calibrated variants, paired by sample; empty without scores."""
-    scored = [(about, tasks) for about, tasks in common(run, [leader, variant]) if about.role == SCORE.role]
-    return _change_columns("behind", mean_change(run, *scored[0], (leader, variant))) if scored else {}
+    """Return the difference in mean score from the best calibration, paired by sample; empty without scores."""
+    scored = [
+        (about, tasks) for about, tasks in common_measures(run, [leader, variant]) if about.role == SCORE.role
+    ]
+    return _flatten_change("behind", mean_change(run, *scored[0], (leader, variant))) if scored else {}
 
 
-def _change_columns(name: str, change: MeasuredValue) -> dict[str, Any]:
+def _flatten_change(name: str, change: MeasuredValue) -> dict[str, Any]:
+    """Return a change, its interval ends and its `paired` flag as columns with the prefix `name`."""
     ends = {f"{name}_{end}": getattr(change, end) for end in ("low", "high", "paired")}
     return {name: change.value, **ends}
 
 
-@remembered
+@cache_on_run
 def _variant_means_and_change(run: DriftRun, variant: str, name: str) -> dict[str, Any]:
     """Return means of one variant, and the change from the merged model to it."""
     is_after = variant not in ("base", "merged") and "merged" in run.variants
     row: dict[str, Any] = {"model": name, "score": math.nan, "n": 0}
-    for about, tasks in common(run, ["merged", variant] if is_after else [variant]):
-        average = mean(run, about, tasks, variant)
+    for about, tasks in common_measures(run, ["merged", variant] if is_after else [variant]):
+        average = mean_on_tasks(run, about, tasks, variant)
         if about.role == SCORE.role:
             row |= {"score": average.value, "low": average.low, "high": average.high, "n": average.n}
             if is_after:
-                row |= _change_columns("change", mean_change(run, about, tasks, ("merged", variant)))
+                row |= _flatten_change("change", mean_change(run, about, tasks, ("merged", variant)))
         elif about in (RELATIVE, COSINE):
             row[about.name] = average.value
     return row

@@ -1,7 +1,7 @@
 """Checks of a run's numbers against bounds, for continuous integration, and self-checks. Entry point: `check`.
 
-A check passes only on measured numbers; otherwise it is skipped with a reason. `self_checks` verifies claims that are
-exact in theory. Users write checks as a YAML file:
+A check passes only on measured numbers; otherwise it is skipped with a reason. `run_self_checks` verifies claims that
+are exact in theory. Users write checks as a YAML file:
 
 checks:
   - {metric: accuracy, change: {points: [merged, "calibrated:featcal"]}, per: task, gte: -0.01}
@@ -26,15 +26,29 @@ import pandas as pd
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, model_validator
 
-from driftlens.config.types import Name, Number, SpecSection, Text, checked, problem, read_mapping
-from driftlens.results.formatting import Kind, Table, number
-from driftlens.results.measures import changed_score, drift_changes, score_of
-from driftlens.runs.run import DriftRun, open_run, remembered
+from driftlens.config.types import (
+    Name,
+    Number,
+    SpecSection,
+    Text,
+    field_error,
+    read_yaml_mapping,
+    validate_section,
+)
+from driftlens.results.formatting import Kind, Table, format_number
+from driftlens.results.measures import drift_changes, score_change, variant_score
+from driftlens.runs.run import DriftRun, cache_on_run, open_run
 from driftlens.runs.schema import TABLES
-from driftlens.utils.errors import ChecksFailedError, DataError, LayerNotFoundError, did_you_mean, harmless
+from driftlens.utils.errors import (
+    ChecksFailedError,
+    DataError,
+    LayerNotFoundError,
+    did_you_mean,
+    sanitize_text,
+)
 from driftlens.utils.files import PathLike
 from driftlens.utils.intervals import Interval
-from driftlens.utils.variants import ATTACHED, METRICS, calibrated, metric_called
+from driftlens.utils.variants import ATTACHED, METRICS, calibrated_variant, metric_by_name
 
 _Relation = Literal[">=", "<=", ">", "<"]
 CHECKED_TABLES = ("layers", "outputs", "accuracy", "params", "calibration")
@@ -52,18 +66,18 @@ def _require_name_or_layer(value: Any) -> Any:
     # `type`, because bool is a subclass of int and `layer: true` would select layer 1.
     if isinstance(value, str) or type(value) is int:
         return value
-    raise problem(f"expected a name or a layer number, got {value!r}")
+    raise field_error(f"expected a name or a layer number, got {value!r}")
 
 
 def _parse_change(value: Any) -> Any:
-    """Return kind and two variants of `{points: [a, b]}`, `{relative: [a, b]}` or `{from: a, to: b}`."""
+    """Return the kind (`points`, `relative`, `from`) and the two variants of a change to be checked."""
     if isinstance(value, dict) and set(value) == {"from", "to"}:
         value = {"relative": [value["from"], value["to"]]}
     if not isinstance(value, dict) or len(value) != 1 or not set(value) <= {"points", "relative"}:
-        raise problem("expected two variants", 'For example {points: [merged, "calibrated:featcal"]}.')
+        raise field_error("expected two variants", 'For example {points: [merged, "calibrated:featcal"]}.')
     [(kind, ends)] = value.items()
     if not isinstance(ends, (list, tuple)) or len(ends) != 2:
-        raise problem(f"{kind}: expected two variants", f"For example {{{kind}: [base, merged]}}.")
+        raise field_error(f"{kind}: expected two variants", f"For example {{{kind}: [base, merged]}}.")
     return {kind: tuple(ends)}
 
 
@@ -72,7 +86,7 @@ _Change = Annotated[dict[Literal["points", "relative"], tuple[Name, Name]], Befo
 
 
 class Check(SpecSection):
-    """One entry of `checks`: bounds on some rows of a table.
+    """One entry of a checks file: a metric of a table, the rows to select, and bounds on their values.
 
     `metric` is a numeric column of the table `home`. `where` selects rows (`layer` may be "final"); `per` splits them
     into groups that are checked separately. `agg` reduces a group to one value: "worst" is the row nearest to breaking
@@ -109,7 +123,7 @@ class Check(SpecSection):
     @model_validator(mode="after")
     def _require_valid_fields(self) -> Self:
         if not self.bounds:
-            raise problem("no bound", "Give at least one of gte, lte, gt, lt.")
+            raise field_error("no bound", "Give at least one of gte, lte, gt, lt.")
         table = _find_table_of_metric(self.metric, self.table)
         columns = _selectable_columns(table)
         # The calibration table names calibrations; `variant` is derived from the name when rows are read.
@@ -118,36 +132,36 @@ class Check(SpecSection):
             for column in names:
                 if column not in allowed:
                     hint = did_you_mean(column, allowed)
-                    raise problem(
+                    raise field_error(
                         f"{option}: no {column!r} in the table {table!r}; it has {', '.join(allowed)}", hint
                     )
         # A change already fixes both variants; choosing one more would leave no rows.
         for column in ("variant", "name"):
             if self.change is not None and (column in self.where or column in self.per):
-                raise problem(
+                raise field_error(
                     f"change compares two variants, so {column!r} can't choose one", "Leave it out."
                 )
         return self
 
     @property
     def bounds(self) -> dict[_Relation, float]:
-        """The bounds that are given."""
+        """The bounds that the entry sets."""
         limits = {relation: getattr(self, key) for key, relation in _RELATIONS.items()}
         return {relation: bound for relation, bound in limits.items() if bound is not None}
 
     @property
-    def home(self) -> str:
+    def metric_table(self) -> str:
         """The table that holds the metric."""
         return _find_table_of_metric(self.metric, self.table)
 
     @property
-    def relative(self) -> bool:
-        """True if a change is (to - from) / |from|; otherwise it is to - from in the metric's unit."""
+    def is_relative(self) -> bool:
+        """True if a change is (to - from) / |from|, False if it is to - from in the metric's unit."""
         return not self.change or "relative" in self.change
 
     @property
     def title(self) -> str:
-        """The name in messages."""
+        """The name of the check in messages."""
         if self.name:
             return self.name
         where = dict(self.where)
@@ -160,29 +174,31 @@ class Check(SpecSection):
         return " ".join(words) + (f" where {rows}" if rows else "")
 
 
-class _Checks(SpecSection):
-    """The whole file."""
+class _ChecksFile(SpecSection):
+    """A file of checks."""
 
     checks: Annotated[tuple[Check, ...], Field(min_length=1)]
 
 
 def load_checks(source: PathLike | Mapping[str, Any]) -> list[Check]:
-    """Return the checks that a file, or the mapping in it, describes."""
+    """Load checks from a YAML file or a mapping."""
     if isinstance(source, Mapping):
-        return [*checked(_Checks, dict(source), "checks").checks]
-    raw = read_mapping(Path(source), "checks", "Begin with a line `checks:`.")
-    return [*checked(_Checks, raw, str(source)).checks]
+        return [*validate_section(_ChecksFile, dict(source), "checks").checks]
+    raw = read_yaml_mapping(Path(source), "checks", "Begin with a line `checks:`.")
+    return [*validate_section(_ChecksFile, raw, str(source)).checks]
 
 
 def _find_table_of_metric(metric: str, table: str | None) -> str:
-    """Return the table that holds `metric`: the one named, or the only one that has such a column."""
+    """Return the table that has the metric as a column: the named one, or the only one."""
     columns = sorted(set().union(*_NUMBERS.values()) if table is None else _NUMBERS[table])
     if metric not in columns:
         text = "no table has a number" if table is None else f"the table {table!r} has no number"
-        raise problem(f"metric: {text} called {metric!r}", did_you_mean(metric, columns))
+        raise field_error(f"metric: {text} called {metric!r}", did_you_mean(metric, columns))
     homes = [name for name in CHECKED_TABLES if metric in _NUMBERS[name]] if table is None else [table]
     if len(homes) > 1:
-        raise problem(f"metric: {metric!r} is a column of {', '.join(homes)}", f"Add `table: {homes[0]}`.")
+        raise field_error(
+            f"metric: {metric!r} is a column of {', '.join(homes)}", f"Add `table: {homes[0]}`."
+        )
     return homes[0]
 
 
@@ -239,7 +255,7 @@ class CheckResult:
 
     @property
     def claim(self) -> str:
-        """The name without the metric: for a self-check, the claim that is exact in theory."""
+        """The check's name without the metric; for a self-check, the identity that holds exactly in theory."""
         return self.name.removeprefix(f"{self.metric}: ")
 
     @property
@@ -257,12 +273,12 @@ class CheckReport:
     results: tuple[CheckResult, ...]
 
     def count(self, status: Status) -> int:
-        """Return how many checks ended so."""
+        """Return the number of results with this status."""
         return sum(result.status == status for result in self.results)
 
     @property
     def executed(self) -> int:
-        """The number of checks whose numbers were complete."""
+        """The number of checks that were not skipped for missing values."""
         return len(self.results) - self.count("skip")
 
     @property
@@ -300,7 +316,7 @@ class CheckReport:
 
 
 def check(run: DriftRun | PathLike, tests: PathLike | Mapping[str, Any] | None = None) -> CheckReport:
-    """Return the results of checks on a run; `check(...).raise_if_failed()` stops a script on the first bad one.
+    """Run checks on a run and return the report; `check(...).raise_if_failed()` stops a script.
 
     Args:
         run: a run, or its folder.
@@ -312,7 +328,7 @@ def check(run: DriftRun | PathLike, tests: PathLike | Mapping[str, Any] | None =
     """
     opened = run if isinstance(run, DriftRun) else open_run(run)
     if tests is None:
-        return self_checks(opened)
+        return run_self_checks(opened)
     return CheckReport(
         opened, tuple(result for entry in load_checks(tests) for result in _evaluate_check(opened, entry))
     )
@@ -342,7 +358,7 @@ def _evaluate_row_group(
     shown: Sequence[str],
     absent_tasks: Sequence[str],
 ) -> CheckResult:
-    """Return the result for one group of rows; `shown` are the columns that tell them apart."""
+    """Evaluate a check on one group of rows; `shown` are the columns that identify the group."""
     lacking = _describe_missing_rows(rows, shown, absent_tasks)
     rows = rows[rows["value"].notna()]
     values = rows["value"].to_numpy(dtype=float)
@@ -372,7 +388,9 @@ def _evaluate_row_group(
     bound, place = check.bounds[relation], "" if judged is None else _row_name(row, shown)
     size, at = f" (n = {count})" if count else "", f" at {place}" if place else ""
     reason = (
-        "" if holds else f"{number(value, _DIGITS)}{size}{at}, wanted {relation} {_format_all_digits(bound)}"
+        ""
+        if holds
+        else f"{format_number(value, _DIGITS)}{size}{at}, wanted {relation} {_format_all_digits(bound)}"
     )
     status: Status = "pass" if holds else "warn" if check.severity == "warn" else "fail"
     return CheckResult(
@@ -388,7 +406,7 @@ def _format_all_digits(value: float) -> str:
 
 
 def _margin_to_bound(relation: _Relation, bound: float, value: Any) -> Any:
-    """Return how far a number or an array is on the right side of a bound."""
+    """Return the distance of values from a bound, positive where the bound holds."""
     return value - bound if relation in (">=", ">") else bound - value
 
 
@@ -400,7 +418,7 @@ def _skipped_result(check: Check, group: Mapping[str, str | int], reason: str) -
 
 
 class _NoRowsError(DataError):
-    """A check has no rows to judge."""
+    """Raised if a check selects no rows."""
 
 
 def _select_rows(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[str]]:
@@ -410,7 +428,7 @@ def _select_rows(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], 
     """
     rows = _rows_with_metric_value(run, check)
     selected = dict(check.where)
-    if check.home == "params" and not {"scope", "path"} & set(selected):
+    if check.metric_table == "params" and not {"scope", "path"} & set(selected):
         selected["scope"] = "backbone"  # otherwise modules, layers and backbone would be mixed
     if "layer" in selected:
         selected["layer"] = run.layer_index(selected["layer"])
@@ -418,17 +436,17 @@ def _select_rows(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], 
         rows = rows[(rows[column] == value).fillna(False).to_numpy(dtype=bool)]
         if rows.empty:
             raise _missing_row_error(run, check, column, value)
-    key = [column for column in TABLES[check.home].key if column in rows]
+    key = [column for column in TABLES[check.metric_table].key if column in rows]
     if check.change is not None:
         ends = next(iter(check.change.values()))
         for variant in ends:
             if not (rows["variant"] == variant).any():
                 raise _missing_row_error(run, check, "variant", variant)
         key = [column for column in key if column not in ("variant", "name")]
-        rows = _changes_between_variants(rows, key, *ends, relative=check.relative)
-        if check.home == "accuracy" or check.metric == "drift_l2_mean":
+        rows = _changes_between_variants(rows, key, *ends, relative=check.is_relative)
+        if check.metric_table == "accuracy" or check.metric == "drift_l2_mean":
             rows = _add_change_intervals(rows, run, check, ends)
-    elif check.home == "accuracy" and check.metric == "value":
+    elif check.metric_table == "accuracy" and check.metric == "value":
         rows = rows.rename(columns={"ci_low": "low", "ci_high": "high"})
     shown = [column for column in key if column not in selected and column not in check.per]
     tasks = [task for task in run.tasks if selected.get("task", task) == task] if "task" in key else []
@@ -436,20 +454,20 @@ def _select_rows(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], 
 
 
 def _rows_with_metric_value(run: DriftRun, check: Check) -> pd.DataFrame:
-    """Return the table's rows with the metric as `value`."""
-    rows: pd.DataFrame = getattr(run, check.home)()  # a run's tables are its methods
+    """Return the rows of a table with the checked metric in a column `value`."""
+    rows: pd.DataFrame = getattr(run, check.metric_table)()  # a run's tables are its methods
     if rows.empty:
-        raise _NoRowsError(f"the run has no rows in its table {check.home!r}")
-    if check.home == "calibration":
-        rows = rows.assign(variant=rows["name"].map(calibrated))
+        raise _NoRowsError(f"the run has no rows in its table {check.metric_table!r}")
+    if check.metric_table == "calibration":
+        rows = rows.assign(variant=rows["name"].map(calibrated_variant))
     rows = rows.assign(value=rows[check.metric].astype("Float64").astype("float64"))
     # A metric that was never measured is skipped; it must not pass.
     if rows["value"].isna().all():
         raise _NoRowsError(f"{check.metric} was not measured")
-    if check.home not in _GAPS_BY:
+    if check.metric_table not in _GAPS_BY:
         return rows
     # A layer or kind without any value is undefined there, not missing.
-    return rows[rows["value"].groupby(rows[_GAPS_BY[check.home]]).transform("count") > 0]
+    return rows[rows["value"].groupby(rows[_GAPS_BY[check.metric_table]]).transform("count") > 0]
 
 
 def _missing_row_error(run: DriftRun, check: Check, column: str, value: object) -> _NoRowsError:
@@ -462,7 +480,7 @@ def _missing_row_error(run: DriftRun, check: Check, column: str, value: object) 
 def _changes_between_variants(
     rows: pd.DataFrame, key: list[str], start: str, end: str, *, relative: bool
 ) -> pd.DataFrame:
-    """Return the change of each row between variants; NaN if one lacks it, or a relative one starts from 0."""
+    """Return the change of each row between two variants; NaN if a value is missing or the start is 0."""
     sides = [rows[rows["variant"] == variant].set_index(key)["value"] for variant in (start, end)]
     both = pd.concat(sides, axis=1, keys=["start", "end"])
     size = both["start"].abs()
@@ -475,16 +493,16 @@ def _add_change_intervals(
     rows: pd.DataFrame, run: DriftRun, check: Check, change: tuple[str, str]
 ) -> pd.DataFrame:
     ends: list[Interval] = []
-    if check.home == "accuracy":
+    if check.metric_table == "accuracy":
         for task, name in zip(rows["task"], rows["metric"], strict=True):
-            metric = metric_called(name)
-            score = changed_score(run, run, task, change, metric)
+            metric = metric_by_name(name)
+            score = score_change(run, run, task, change, metric)
             # Intervals of scores are absolute, so a relative change has none.
-            interval = Interval(math.nan) if check.relative else score.interval
-            ends.append(replace(interval, n=score_of(run, task, change[1], metric).n))
+            interval = Interval(math.nan) if check.is_relative else score.interval
+            ends.append(replace(interval, n=variant_score(run, task, change[1], metric).n))
     else:
         by_task = {task: drift_changes(run, run, task, change) for task in rows["task"].unique()}
-        kind = "relative" if check.relative else "difference"
+        kind = "relative" if check.is_relative else "difference"
         places = zip(rows["task"], rows["layer"], strict=True)
         changes = [by_task[task].get(layer) for task, layer in places]
         ends = [Interval(math.nan) if one is None else getattr(one, kind) for one in changes]
@@ -527,15 +545,15 @@ _PLACE = {
 }
 
 
-def measured_by(claim: str) -> str:
-    """Return the command that adds the numbers for this self-check to a run."""
+def self_check_command(claim: str) -> str:
+    """Return the command that adds the measurements for a self-check to a run."""
     _, table, column, _ = _CLAIMS[claim]
     return TABLES[table].command_to_fill([column])
 
 
-@remembered
-def self_checks(run: DriftRun) -> CheckReport:
-    """Return the largest error of each claim that a run checks; `metric` is the claim's short name."""
+@cache_on_run
+def run_self_checks(run: DriftRun) -> CheckReport:
+    """Return a report of the largest error of each exact identity, such as e = m + p, that a run tests."""
     return CheckReport(run, tuple(_run_self_check(run, name) for name in _CLAIMS))
 
 
@@ -553,7 +571,7 @@ def _run_self_check(run: DriftRun, name: str) -> CheckResult:
         place |= {"layer": run.layer_name(place["layer"])} if "layer" in place else {}
         where = ", ".join(f"{_PLACE[key]}{value}" for key, value in place.items())
         status = "pass" if largest <= limit else "fail"
-        found = f"{number(largest, _DIGITS)} at {where}, wanted <= {_format_all_digits(limit)}"
+        found = f"{format_number(largest, _DIGITS)} at {where}, wanted <= {_format_all_digits(limit)}"
         reason = "" if status == "pass" else found
     title, margin, n = f"{name}: {claim}", limit - largest, len(errors)
     return CheckResult(title, name, {}, status, largest, "<=", limit, margin, n, where, reason)
@@ -564,7 +582,7 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit_xml(report: CheckReport) -> str:
-    """Return one test suite, named like the run, with a test case per result; a warning passes and says so."""
+    """Return a check report as JUnit XML, one test case per result; warnings pass with a message."""
     counts = {"tests": len(report.results), "failures": report.count("fail"), "errors": 0}
     attributes = {name: str(count) for name, count in (counts | {"skipped": report.count("skip")}).items()}
     root = ElementTree.Element("testsuites", attributes)
@@ -603,4 +621,4 @@ def junit_xml(report: CheckReport) -> str:
 
 
 def _xml_safe_text(text: str) -> str:
-    return _NOT_XML.sub("\ufffd", harmless(text))
+    return _NOT_XML.sub("\ufffd", sanitize_text(text))

@@ -9,31 +9,31 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.results.formatting import Kind, Table, with_ends
+from driftlens.results.formatting import Kind, Table, with_interval_ends
 from driftlens.results.measures import (
     COSINE,
     DRIFT,
     DRIFT_CHANGE,
     FLIPS,
-    changed_score,
     drift_changes,
     feature_changes,
-    level,
+    has_same_samples,
     main_metrics,
-    pairing,
-    same_samples,
-    score_of,
+    pairing_note,
+    score_change,
+    value_on_task,
+    variant_score,
 )
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError
 from driftlens.utils.files import PathLike
-from driftlens.utils.intervals import Interval, MeanChange, Paired, mean_over_tasks
-from driftlens.utils.variants import ACCURACY, expert_of, metric_called, part_of, title_of
+from driftlens.utils.intervals import Interval, MeanChange, PairedChange, mean_over_tasks
+from driftlens.utils.variants import ACCURACY, expert_name, metric_by_name, metrics_title, variant_kind
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The changes from `before` to `after`; a change is after minus before, NaN if either was not measured.
+    """The changes of all measures from `before` to `after` (after minus before); NaN if not measured.
 
     Attributes:
         before: the run of the first variant of each pair.
@@ -100,7 +100,7 @@ def compare(
     if not tasks:
         raise DataError("the runs have no task in common", hint="Compare runs of the same tasks.")
     places = [(task, pair) for task in tasks for pair in pairs]
-    unknown = [task for task in tasks if same_samples(run_before, run_after, task) is None]
+    unknown = [task for task in tasks if has_same_samples(run_before, run_after, task) is None]
     notes = (
         f"an older run does not identify its samples of {', '.join(unknown)}; intervals assume different samples",
     ) * bool(unknown)
@@ -118,9 +118,9 @@ def compare(
 
 
 def comparison_table(rows: pd.DataFrame) -> Table:
-    """Return the rows of one pair of `Comparison.tasks` as a table; scores are in percent if all are shares."""
-    metrics = [metric_called(name) for name in dict.fromkeys(rows["metric"])]
-    score_title = title_of(metrics) if len(metrics) == 1 else "score"
+    """Return the task rows of one pair of variants as a table; scores are in percent if all are fractions."""
+    metrics = [metric_by_name(name) for name in dict.fromkeys(rows["metric"])]
+    score_title = metrics_title(metrics) if len(metrics) == 1 else "score"
     is_share = all(metric.kind == "share" for metric in metrics)
     score: Kind = "share" if is_share else "number"
     change: Kind = "points" if is_share else "signed"
@@ -128,7 +128,7 @@ def comparison_table(rows: pd.DataFrame) -> Table:
         "task": ("text", "task"),
         **({"metric": ("text", "metric")} if len(metrics) > 1 else {}),
         **_before_after_columns("L2 drift", "number", "drift"),
-        **with_ends(
+        **with_interval_ends(
             *("change of drift", "relative"),
             ("drift_relative", "drift_relative_ci_low", "drift_relative_ci_high"),
         ),
@@ -137,11 +137,13 @@ def comparison_table(rows: pd.DataFrame) -> Table:
         "change of cosine": ("signed", "cos_change"),
         **_before_after_columns("flips", "share", "flips"),
         **_before_after_columns(score_title, score, "score"),
-        **with_ends(f"change of {score_title}", change, ("score_change", "score_ci_low", "score_ci_high")),
+        **with_interval_ends(
+            f"change of {score_title}", change, ("score_change", "score_ci_low", "score_ci_high")
+        ),
         "test samples": ("count", "n_test_after"),
     }
     scored = rows[rows["score_ci_low"].notna()]
-    note = pairing(dict(zip(scored["task"], scored["score_paired"], strict=True)))
+    note = pairing_note(dict(zip(scored["task"], scored["score_paired"], strict=True)))
     return Table.from_rows("changes", "Change by task", columns, rows.to_dict("records"), note)
 
 
@@ -150,7 +152,7 @@ def _before_after_columns(head: str, kind: Kind, name: str) -> dict[str, tuple[K
 
 
 def mean_score_change(rows: pd.DataFrame) -> Interval:
-    """Return the mean over the tasks of one pair with its interval; NaN if metrics differ or one is missing."""
+    """Return the mean score change over the tasks of one pair with its interval; NaN without a common metric."""
     ends = rows[["score_change", "score_ci_low", "score_ci_high"]].astype(float).to_numpy()
     return mean_over_tasks([Interval(*row) for row in ends] if rows["metric"].nunique() == 1 else [])
 
@@ -160,7 +162,7 @@ def _choose_variant_pairs(
 ) -> tuple[tuple[str, str], ...]:
     if within:
         before = before or "merged"
-        repairs = [variant for variant in run_before.variants if part_of(variant) == "calibrated"]
+        repairs = [variant for variant in run_before.variants if variant_kind(variant) == "calibrated"]
         if not after and not repairs:
             raise DataError(
                 f"the run {run_before.name!r} has no calibrated variant to compare with",
@@ -208,7 +210,7 @@ def _task_changes(
     row: dict[str, Any] = {"task": task, "before": pair[0], "after": pair[1]}
     sides = ((run_before, pair[0]), (run_after, pair[1]))
     for name, about in (("drift", DRIFT), ("cos", COSINE), ("flips", FLIPS)):
-        start, end = (level(run, about, task, variant).value for run, variant in sides)
+        start, end = (value_on_task(run, about, task, variant).value for run, variant in sides)
         row |= {f"{name}_before": start, f"{name}_after": end, f"{name}_change": end - start}
     row["drift_relative"] = row["drift_change"] / row["drift_before"] if row["drift_before"] else math.nan
     changes = feature_changes(run_before, run_after, task, pair)
@@ -218,13 +220,13 @@ def _task_changes(
     )
     # One metric for both runs, so that a change never mixes two.
     metric = main_metrics(run_before).get(task, ACCURACY)
-    scores = [score_of(run, task, variant, metric) for run, variant in sides]
+    scores = [variant_score(run, task, variant, metric) for run, variant in sides]
     # Both counts are kept, because the runs may have different test sets.
     row |= {"metric": metric.name, "n_test_before": scores[0].n, "n_test_after": scores[1].n}
-    change = changed_score(run_before, run_after, task, pair, metric)
+    change = score_change(run_before, run_after, task, pair, metric)
     row |= {"score_before": scores[0].value, "score_after": scores[1].value, "score_change": change.value}
     row |= {"score_ci_low": change.low, "score_ci_high": change.high, "score_paired": change.paired}
-    answers = change.answers or Paired(math.nan, math.nan, math.nan, math.nan, gained=0, lost=0, n=0)
+    answers = change.answers or PairedChange(math.nan, math.nan, math.nan, math.nan, gained=0, lost=0, n=0)
     row |= {
         "paired_change": answers.difference,
         "paired_n": answers.n,
@@ -258,7 +260,9 @@ def _describe_mismatches(a: DriftRun, b: DriftRun) -> Iterator[str]:
     for split in ("diagnosis", "test"):
         own, other = (run.manifest.sample_id_digests.get(split, {}) for run in (a, b))
         # None means that an older run recorded no origin; then ids alone decide.
-        unlike = [task for task in a.tasks if task in b.tasks and same_samples(a, b, task, split) is False]
+        unlike = [
+            task for task in a.tasks if task in b.tasks and has_same_samples(a, b, task, split) is False
+        ]
         yield from _describe_unequal_tasks(f"{split} samples", own, other, unlike)
     yield from _describe_unequal_tasks("class names", a.manifest.classes, b.manifest.classes)
     yield from _describe_unequal_tasks("experts", _expert_weight_digests(a), _expert_weight_digests(b))
@@ -267,13 +271,13 @@ def _describe_mismatches(a: DriftRun, b: DriftRun) -> Iterator[str]:
 def _expert_weight_digests(run: DriftRun) -> Mapping[str, str]:
     # By digest of the weights, as the same expert may have another path.
     models = run.manifest.models
-    return {task: models[expert_of(task)].digest for task in run.tasks if expert_of(task) in models}
+    return {task: models[expert_name(task)].digest for task in run.tasks if expert_name(task) in models}
 
 
 def _describe_unequal_tasks(
     field_name: str, a: Mapping[str, Any], b: Mapping[str, Any], unlike: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yield a text with the tasks on which the two runs have different values, if there are any."""
+    """Yield a message that names the tasks on which two runs have different values, if there are any."""
     unequal = dict.fromkeys([*unlike, *(task for task in a if task in b and a[task] != b[task])])
     if unequal:
         yield f"{field_name} of {', '.join(unequal)}"

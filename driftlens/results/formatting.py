@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field
 
-from driftlens.runs.tables import plain
+from driftlens.runs.tables import json_value
 from driftlens.utils.intervals import Interval
 
 # Formats of values: text, integers, three digits, percent, changes in percentage points, exponents, p
@@ -28,11 +28,11 @@ NO_VALUE = "–"
 
 
 def is_measured(value: Any) -> bool:
-    """Return True if there is a value; a null of a table is NaN or None here."""
+    """Return True unless the value is None or NaN."""
     return value is not None and not (isinstance(value, float) and math.isnan(value))
 
 
-def written(value: Any, kind: Kind, gap: str = NO_VALUE) -> str:
+def format_value(value: Any, kind: Kind, gap: str = NO_VALUE) -> str:
     """Format a number, text, boolean or None.
 
     Args:
@@ -47,13 +47,19 @@ def written(value: Any, kind: Kind, gap: str = NO_VALUE) -> str:
     if isinstance(value, str) or kind in ("text", "count"):
         return str(value)
     if kind == "relative":
-        return f"{points(value)} %"
-    writers = {"number": number, "share": percent, "points": points, "error": error, "p": p_value}
-    return {**writers, "signed": signed}[kind](value)
+        return f"{format_points(value)} %"
+    writers = {
+        "number": format_number,
+        "share": format_percent,
+        "points": format_points,
+        "error": format_error,
+        "p": format_p_value,
+    }
+    return {**writers, "signed": format_signed}[kind](value)
 
 
-def number(value: float, digits: int = 3) -> str:
-    """Format a number with that many significant digits and no exponent before 15 digits."""
+def format_number(value: float, digits: int = 3) -> str:
+    """Format a number with `digits` significant digits; no exponent below 15 digits."""
     if not is_measured(value):
         return NOT_MEASURED
     # `#` keeps trailing zeros, which are significant digits.
@@ -64,7 +70,7 @@ def number(value: float, digits: int = 3) -> str:
     return format(Decimal(f"{value:.{digits - 1}e}" if abs(value) < 1 else f"{value:.0f}"), "f")
 
 
-def brief(value: float, sign: str = "") -> str:
+def format_short(value: float, sign: str = "") -> str:
     """Format a number with three significant digits without trailing zeros or exponent; `sign` as in a format."""
     value += 0.0  # takes the sign off a zero
     text = f"{value:{sign}.3g}"
@@ -72,39 +78,39 @@ def brief(value: float, sign: str = "") -> str:
     return f"{value:{sign}.0f}" if "e+" in text and abs(value) < 1e15 else text
 
 
-def signed(value: float) -> str:
-    """Format a change as `brief` does, with its sign."""
-    return brief(value, "+")
+def format_signed(value: float) -> str:
+    """Format a change with its sign and three significant digits."""
+    return format_short(value, "+")
 
 
-def p_value(value: float) -> str:
-    """Format a p value, never as 0."""
+def format_p_value(value: float) -> str:
+    """Format a p value with three decimals, "< .001" below that."""
     # A p of 0.000 would claim certainty.
     return "< .001" if value < 0.001 else f"{value:.3f}"
 
 
-def error(value: float) -> str:
-    """Format an error that should be tiny: two significant digits with an exponent."""
+def format_error(value: float) -> str:
+    """Format an error that should be near 0: two significant digits with an exponent."""
     return f"{value:.1e}" if is_measured(value) else NOT_MEASURED
 
 
-def percent(value: float) -> str:
+def format_percent(value: float) -> str:
     """Format a fraction as a percentage with one decimal."""
     # Adding zero takes the sign off a zero that was rounded from below.
     return f"{round(100 * value, 1) + 0.0:.1f} %" if is_measured(value) else NOT_MEASURED
 
 
-def points(value: float) -> str:
+def format_points(value: float) -> str:
     """Format a change of a fraction in percentage points, signed; empty if it was not measured."""
     return f"{round(100 * value, 1) + 0.0:+.1f}" if is_measured(value) else ""
 
 
-def points_interval(low: float, high: float) -> str:
+def format_interval(low: float, high: float) -> str:
     """Format both ends of an interval in percentage points; empty if it was not measured."""
-    return f"{points(low)} to {points(high)}" if is_measured(low) else ""
+    return f"{format_points(low)} to {format_points(high)}" if is_measured(low) else ""
 
 
-def estimate(interval: Interval, kind: Kind, *, counted: bool = False) -> str:
+def format_estimate(interval: Interval, kind: Kind, *, counted: bool = False) -> str:
     """Format a number with its 95 % interval, "79.1 % (77.4 to 80.7 %)".
 
     Args:
@@ -114,11 +120,11 @@ def estimate(interval: Interval, kind: Kind, *, counted: bool = False) -> str:
     """
     parts = []
     if is_measured(interval.low):
-        low, high = (written(end, kind) for end in (interval.low, interval.high))
+        low, high = (format_value(end, kind) for end in (interval.low, interval.high))
         parts.append(f"{low.removesuffix(' %')} to {high}")
     if counted and interval.n:
         parts.append(f"n = {interval.n}")
-    text = written(interval.value, kind, NOT_MEASURED)
+    text = format_value(interval.value, kind, NOT_MEASURED)
     return f"{text} ({', '.join(parts)})" if parts else text
 
 
@@ -129,34 +135,34 @@ _GLUE = re.compile(
 )
 
 
-def signs(text: str) -> str:
-    """Return a sentence with the signs ± and −; code between backticks stays."""
-    return with_code(text, lambda part: _MINUS.sub("−", part.replace("+-", "±")), "`{}`".format)
+def typeset_signs(text: str) -> str:
+    """Replace +- by ± and hyphens before numbers by minus signs, except in code between backticks."""
+    return map_code_spans(text, lambda part: _MINUS.sub("−", part.replace("+-", "±")), "`{}`".format)
 
 
-def unbroken(text: str) -> str:
-    """Return a sentence without line breaks between a number, its sign, its unit and its interval."""
-    return with_code(text, lambda part: _GLUE.sub("\N{NO-BREAK SPACE}", part), "`{}`".format)
+def keep_units_together(text: str) -> str:
+    """Insert no-break spaces between a number, its sign, its unit and its interval."""
+    return map_code_spans(text, lambda part: _GLUE.sub("\N{NO-BREAK SPACE}", part), "`{}`".format)
 
 
-def setting_text(value: object) -> str:
+def format_setting(value: object) -> str:
     """Format a setting's value: lists without brackets, "none" for None."""
     if value is None:
         return "none"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def size(num_bytes: int) -> str:
-    """Format an amount of bytes with three digits: "1.18 GB", "46 MB", "300 kB", "12 bytes"."""
+def format_bytes(num_bytes: int) -> str:
+    """Format a number of bytes with three digits: "1.18 GB", "46 MB", "300 kB", "12 bytes"."""
     for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         # 0.9995 is where three digits round up to the next unit.
         if num_bytes >= 0.9995 * step:
-            return f"{brief(num_bytes / step)} {unit}"
+            return f"{format_short(num_bytes / step)} {unit}"
     return f"{num_bytes} bytes"
 
 
-def with_code(text: str, plain: Callable[[str], str], code: Callable[[str], str]) -> str:
-    """Map text between backticks by `code` and all other text by `plain`; an unpaired backtick is text."""
+def map_code_spans(text: str, plain: Callable[[str], str], code: Callable[[str], str]) -> str:
+    """Apply `code` to text between backticks and `plain` to all other text."""
     parts = text.split("`")
     # An odd number of backticks: there is no pair to rely on.
     if len(parts) % 2 == 0:
@@ -164,8 +170,8 @@ def with_code(text: str, plain: Callable[[str], str], code: Callable[[str], str]
     return "".join(code(part) if place % 2 else plain(part) for place, part in enumerate(parts))
 
 
-def printable(text: str) -> str:
-    """Return `text` on one line, without control characters: a name in a run must not steer the terminal.
+def strip_control_chars(text: str) -> str:
+    """Return text on one line, with control characters replaced, so that it is safe to print.
 
     Narrow and unbreakable spaces, which Python takes for unprintable and many fonts lack, are plain ones.
     """
@@ -181,13 +187,13 @@ _GAPS = "A dash: not measured."
 _DTYPES = {"text": "object", "count": "Int64"}
 
 
-class Part(BaseModel):
-    """One part of a report: never changed, and without fields that its version does not know."""
+class ReportPart(BaseModel):
+    """Base class of report elements: immutable, unknown fields are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", from_attributes=True)
 
 
-class Column(Part):
+class Column(ReportPart):
     """One column of a table."""
 
     name: str = Field(description="Heading, unique within the table.")
@@ -206,8 +212,8 @@ _TOGETHER: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
 
 
 @dataclass(frozen=True)
-class _MergedColumns:
-    """Columns that are shown as one: heading, format, positions, and the text that follows each number."""
+class _CellColumns:
+    """Table columns printed in one cell: heading, format, positions, and the text after each number."""
 
     head: str
     kind: Kind
@@ -215,8 +221,8 @@ class _MergedColumns:
     joints: tuple[str, ...] = ("",)
 
 
-class Table(Part):
-    """Rows of unrounded values.
+class Table(ReportPart):
+    """A table of unrounded values with a format per column.
 
     Headings connect the columns of one cell: `X +-` has half of the interval of `X`, `X low` and `X high` its ends,
     `X before` and `X after` a change.
@@ -237,7 +243,7 @@ class Table(Part):
         rows: Sequence[Sequence[object]],
         note: str = "",
     ) -> Table:
-        """Return a table of rows; missing values and numbers that are not finite become None.
+        """Build a table from lists of values; missing and non-finite values become None.
 
         Args:
             name: unique name, used for files, anchors and labels.
@@ -250,7 +256,7 @@ class Table(Part):
             Column(name=head, kind=kind, unit="1" if kind in ("share", "points") else _UNITS.get(head, ""))
             for head, kind in kinds.items()
         )
-        cells = tuple(tuple(map(plain, row)) for row in rows)
+        cells = tuple(tuple(map(json_value, row)) for row in rows)
         return cls(name=name, title=title, note=note, columns=columns, rows=cells)
 
     @classmethod
@@ -262,7 +268,7 @@ class Table(Part):
         rows: Sequence[Mapping[Any, object]],
         note: str = "",
     ) -> Table:
-        """Return a table of rows given as mappings.
+        """Build a table from rows given as mappings.
 
         Args:
             name: unique name, used for files, anchors and labels.
@@ -276,80 +282,82 @@ class Table(Part):
         return cls.of(name, title, kinds, cells, note)
 
     @property
-    def kinds(self) -> dict[str, Kind]:
-        """The formats of the columns, by heading."""
+    def column_formats(self) -> dict[str, Kind]:
+        """The number format of each column, by heading."""
         return {column.name: column.kind for column in self.columns}
 
     def frame(self) -> pd.DataFrame:
-        """Return the rows under their headings."""
+        """Return the table as a pandas data frame."""
         frame = {}
         for place, column in enumerate(self.columns):
             dtype = _DTYPES.get(column.kind, "float64")
             frame[column.name] = pd.Series([row[place] for row in self.rows], dtype=dtype)
         return pd.DataFrame(frame)
 
-    def shown(self) -> Iterator[_MergedColumns]:
-        """Yield the columns as a reader sees them: a number with its interval, ends alone, before and after."""
+    def display_columns(self) -> Iterator[_CellColumns]:
+        """Yield the printed columns, each joining the table's columns for a number and its interval."""
         places, taken = {column.name: place for place, column in enumerate(self.columns)}, set[int]()
         for name, place in places.items():
             if place not in taken:
                 head, group, joints = _find_columns_of_cell(name, places)
                 taken |= {*group}
-                yield _MergedColumns(head, self.columns[place].kind, group, joints)
+                yield _CellColumns(head, self.columns[place].kind, group, joints)
 
     def format_cell(
-        self, row: Sequence[Cell], shown: _MergedColumns, gap: str = NO_VALUE
+        self, row: Sequence[Cell], shown: _CellColumns, gap: str = NO_VALUE
     ) -> list[tuple[str, str]]:
-        """Return the texts of one cell with their joints: only the first if others are missing or the same."""
+        """Format the numbers of one cell, each with its separator; a value without interval is alone."""
         values = [row[place] for place in shown.at]
-        texts = [written(value, shown.kind, gap) for value in values]
+        texts = [format_value(value, shown.kind, gap) for value in values]
         # A value without interval, or without visible change, is shown alone.
         if None in values or (shown.joints == _CHANGE and len({*texts}) == 1):
             return [(texts[0], "")]
         if shown.joints == _HALF and isinstance(values[1], int | float):
-            texts[1] = percent(values[1]) if shown.kind == "share" else f"{values[1]:#.2g}".removesuffix(".")
+            texts[1] = (
+                format_percent(values[1]) if shown.kind == "share" else f"{values[1]:#.2g}".removesuffix(".")
+            )
         return [
             (text.removesuffix(" %") if joint == " to " else text, joint)
             for text, joint in zip(texts, shown.joints, strict=True)
         ]
 
-    def texts(self, *, ascii_only: bool = False, gap: str = NO_VALUE) -> list[list[str]]:
-        """Return the headings, then the rows as a reader sees them."""
-        columns, lines = [*self.shown()], list[list[str]]()
+    def formatted_rows(self, *, ascii_only: bool = False, gap: str = NO_VALUE) -> list[list[str]]:
+        """Return the headings, then all rows with their values formatted as text."""
+        columns, lines = [*self.display_columns()], list[list[str]]()
         for row in self.rows:
             cells = ["".join(map("".join, self.format_cell(row, shown, gap))) for shown in columns]
             lines.append([_replace_non_ascii_signs(cell) for cell in cells] if ascii_only else cells)
         return [[shown.head for shown in columns], *lines]
 
     def notes(self) -> str:
-        """Return the note, and the meaning of a dash if there is one."""
+        """Return the note below the table; it explains the dash if a value is missing."""
         has_gaps = any(cell is None for row in self.rows for cell in row)
         return " ".join(filter(None, (self.note, _GAPS if has_gaps else "")))
 
     def __repr__(self) -> str:
-        heads, *rows = self.texts()
+        heads, *rows = self.formatted_rows()
         table = pd.DataFrame(rows, columns=heads).to_string(index=False)
-        return "\n".join(map(printable, [self.title, *table.split("\n"), self.notes()]))
+        return "\n".join(map(strip_control_chars, [self.title, *table.split("\n"), self.notes()]))
 
     def __str__(self) -> str:
         return repr(self)
 
     def _repr_html_(self) -> str:
         """Return the table as HTML without line breaks in numbers, for notebooks."""
-        heads, *rows = ([unbroken(cell) for cell in row] for row in self.texts())
+        heads, *rows = ([keep_units_together(cell) for cell in row] for row in self.formatted_rows())
         table = pd.DataFrame(rows, columns=heads).to_html(index=False)
-        return f"<b>{escape(self.title)}</b>{table}<p>{escape(printable(self.notes()))}</p>"
+        return f"<b>{escape(self.title)}</b>{table}<p>{escape(strip_control_chars(self.notes()))}</p>"
 
 
-def with_ends(head: str, kind: Kind, keys: Sequence[str]) -> dict[str, tuple[Kind, str]]:
-    """Return the columns of a number and of both ends of its interval, for `Table.from_rows`; `keys` are in rows."""
+def with_interval_ends(head: str, kind: Kind, keys: Sequence[str]) -> dict[str, tuple[Kind, str]]:
+    """Return the column definitions of a number and the ends of its interval, for `Table.from_rows`."""
     return {f"{head}{end}": (kind, key) for end, key in zip(("", " low", " high"), keys, strict=True)}
 
 
 def _find_columns_of_cell(
     name: str, places: Mapping[str, int]
 ) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
-    """Return heading, positions and joints of the cell that starts with the column `name`."""
+    """Return heading, column positions and separators of the cell that begins with the column `name`."""
     for ends, joints in _TOGETHER:
         stem = name.removesuffix(ends[0])
         shown = tuple(places[stem + end] for end in ends if stem + end in places)

@@ -8,17 +8,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from driftlens.results.measures import DRIFT, RELATIVE, SCORE, common, level, main_metrics, mean
+from driftlens.results.measures import (
+    DRIFT,
+    RELATIVE,
+    SCORE,
+    common_measures,
+    main_metrics,
+    mean_on_tasks,
+    value_on_task,
+)
 from driftlens.runs.manifest import LOCK, MANIFEST, STATUS, Manifest
-from driftlens.runs.run import DriftRun, current_state, is_live, left_undone, open_run
+from driftlens.runs.run import DriftRun, current_state, has_live_modules, open_run, unfinished_work
 from driftlens.utils.errors import DriftLensError, RunError
 from driftlens.utils.files import PathLike
-from driftlens.utils.variants import part_of
+from driftlens.utils.variants import variant_kind
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run as a list shows it; one that can't be read has its folder's name, a `problem` and often a `hint`.
+    """One entry of a list of runs; of an unreadable run only the folder's name, `problem` and `hint`.
 
     Attributes:
         state: see `current_state`; "unreadable" with a `problem`.
@@ -27,7 +35,7 @@ class RunSummary:
         scores: means of base, merged model, last calibration and experts, by variant; empty if metrics differ in kind.
         relative: mean relative final drift of the last calibration, else of the merged model; NaN if not measured.
         bytes: size of the files that the manifest lists.
-        left: see `left_undone`.
+        left: see `unfinished_work`.
     """
 
     path: pathlib.Path
@@ -49,7 +57,7 @@ class RunSummary:
 
 
 def find_runs(root: PathLike) -> list[RunSummary]:
-    """Return the run in `root`, if it is one, or else the runs directly inside it, by name of folder.
+    """Return `root` if it is a run directory, else the run directories directly inside it, sorted by name.
 
     Raises:
         RunError: there is no such folder.
@@ -82,8 +90,8 @@ def _run_summary(folder: pathlib.Path) -> RunSummary:
             merge=_merge_title_with_scaling(run.manifest),
             **_drift_and_score_fields(run),
             bytes=sum(file.bytes for file in run.manifest.files.values()),
-            left=left_undone(run),
-            is_live=is_live(run.manifest),
+            left=unfinished_work(run),
+            is_live=has_live_modules(run.manifest),
         )
     except DriftLensError as error:
         # One damaged run must not hide the others.
@@ -96,14 +104,16 @@ def _merge_title_with_scaling(manifest: Manifest) -> str:
 
 
 def _drift_and_score_fields(run: DriftRun) -> dict[str, Any]:
-    """Return `final_drift`, `scores` and `relative` of a summary."""
+    """Return final drift, mean scores and relative drift for the summary of a run."""
     if not run.manifest.layers:
         return {}
-    repairs = [name for name in run.variants if part_of(name) == "calibrated"][-1:]
+    repairs = [name for name in run.variants if variant_kind(name) == "calibrated"][-1:]
     shown = [*(name for name in ("base", "merged") if name in run.variants), *repairs]
     try:
-        last = [level(run, RELATIVE, task, variant).value for variant in shown[-1:] for task in run.tasks]
-        drifts = {task: level(run, DRIFT, task, "merged") for task in run.tasks if "merged" in shown}
+        last = [
+            value_on_task(run, RELATIVE, task, variant).value for variant in shown[-1:] for task in run.tasks
+        ]
+        drifts = {task: value_on_task(run, DRIFT, task, "merged") for task in run.tasks if "merged" in shown}
         scores = _mean_score_by_variant(run, [*shown, "expert"])
     except RunError:
         run.layers(layer="final")  # without these a run can't be read; its pages say what else is damaged
@@ -116,12 +126,14 @@ def _drift_and_score_fields(run: DriftRun) -> dict[str, Any]:
 
 
 def _mean_score_by_variant(run: DriftRun, variants: Sequence[str]) -> dict[str, float]:
-    """Return means by variant over the tasks on which every scored one has a score; none without a common mean."""
+    """Return mean scores by variant over tasks scored for every variant; empty without a common metric."""
     # A mean of accuracies and perplexities would be meaningless.
     if not all(metric.is_averaged for metric in main_metrics(run).values()):
         return {}
     scored = [
-        name for name in variants if any(level(run, SCORE, task, name).is_measured for task in run.tasks)
+        name
+        for name in variants
+        if any(value_on_task(run, SCORE, task, name).is_measured for task in run.tasks)
     ]
-    groups = [(about, tasks) for about, tasks in common(run, scored) if about.role == SCORE.role]
-    return {name: mean(run, about, tasks, name).value for about, tasks in groups for name in scored}
+    groups = [(about, tasks) for about, tasks in common_measures(run, scored) if about.role == SCORE.role]
+    return {name: mean_on_tasks(run, about, tasks, name).value for about, tasks in groups for name in scored}

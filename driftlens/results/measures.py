@@ -1,6 +1,6 @@
 """Scores and drift of the variants of a run by task, their changes between variants, and means over tasks.
 
-Entry points: `level`, `change`, `mean`, `mean_change`, `findings`.
+Entry points: `value_on_task`, `change_on_task`, `mean_on_tasks`, `mean_change`, `findings_frame`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,23 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from driftlens.results.formatting import Kind, is_measured, points, points_interval, signed
-from driftlens.runs.run import DriftRun, remembered
+from driftlens.results.formatting import Kind, format_interval, format_points, format_signed, is_measured
+from driftlens.runs.run import DriftRun, cache_on_run
 from driftlens.utils import intervals
-from driftlens.utils.intervals import Array, Interval, MeanChange, Paired, mean_over_tasks, share_of_samples
-from driftlens.utils.variants import ACCURACY, METRICS, Metric, metric_called, part_of, title_of
+from driftlens.utils.intervals import (
+    Array,
+    Interval,
+    MeanChange,
+    PairedChange,
+    mean_over_tasks,
+    share_interval,
+)
+from driftlens.utils.variants import ACCURACY, METRICS, Metric, metric_by_name, metrics_title, variant_kind
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A quantity that variants are measured by, and the split of its samples.
+    """A quantity that models are compared by, such as drift or accuracy, and the data split it uses.
 
     `name` is drift, relative, cosine, flips or the name of a metric; "score" for a mean over several metrics.
     """
@@ -37,18 +44,18 @@ class Measure:
 
     @property
     def role(self) -> str:
-        """The name, or "score" for all main metrics of tasks."""
+        """The lookup key of the measure: its name, or "score" for the main metric of any task."""
         return "score" if self.split == "test" else self.name
 
     @property
     def sign(self) -> int:
-        """1 where a higher value is better, else -1."""
+        """+1 if higher values are better, else -1."""
         return 1 if self.worse == "lower" else -1
 
 
 @dataclass(frozen=True)
 class MeasuredValue(Interval):
-    """The value of a `variant`, or its change `against` another one; NaN if it was not measured.
+    """The value of a variant, or its change against another one, with its interval; NaN if not measured.
 
     Attributes:
         task: empty for a mean over `tasks`.
@@ -63,7 +70,7 @@ class MeasuredValue(Interval):
     against: str = field(default="", kw_only=True)
     paired: bool | None = field(default=None, kw_only=True)
     tasks: tuple[str, ...] = field(default=(), kw_only=True)
-    answers: Paired | None = field(default=None, kw_only=True)
+    answers: PairedChange | None = field(default=None, kw_only=True)
     answered: str = field(default="", kw_only=True)
 
     @property
@@ -73,12 +80,12 @@ class MeasuredValue(Interval):
 
     @property
     def interval(self) -> Interval:
-        """The number and its ends alone."""
+        """The value and its interval without the description of what was measured."""
         return Interval(self.value, self.low, self.high, self.n)
 
     @property
     def side(self) -> int:
-        """The direction of a change: 1 if the whole interval is better, -1 if worse, 0 if undecided."""
+        """1 if the whole interval of a change is an improvement, -1 if a loss, 0 if it contains 0."""
         return self.about.sign * ((self.low > 0) - (self.high < 0))
 
 
@@ -99,8 +106,8 @@ def _measured_value(
 _FRAME = ("measure", "task", "variant", "against", "value", "low", "high", "n", "paired", "kind", "worse")
 
 
-def pairing(paired: Mapping[str, bool | None]) -> str:
-    """Return a note on the intervals of changes, by name: paired by sample, or of independent samples."""
+def pairing_note(paired: Mapping[str, bool | None]) -> str:
+    """Return a sentence on whether the intervals of changes are paired by sample."""
     apart = [name for name, is_paired in paired.items() if not is_paired]
     if not paired:
         return ""
@@ -113,13 +120,13 @@ def pairing(paired: Mapping[str, bool | None]) -> str:
     )
 
 
-def paired_by_task(rows: Sequence[MeasuredValue]) -> dict[str, bool]:
-    """Return by task whether all changes on it that have an interval are paired."""
+def pairing_by_task(rows: Sequence[MeasuredValue]) -> dict[str, bool]:
+    """Return by task True if all intervals of changes on it are paired by sample."""
     measured = [row for row in rows if is_measured(row.low)]
     return {row.task: all(other.paired for other in measured if other.task == row.task) for row in measured}
 
 
-def change_in_words(measure: Measure, before: float, change: Interval) -> str:
+def describe_change(measure: Measure, before: float, change: Interval) -> str:
     """Format a change with its interval: points for shares, percent for lengths, else the measure's own unit.
 
     If the interval contains 0, no change is claimed. Empty without a change.
@@ -132,14 +139,16 @@ def change_in_words(measure: Measure, before: float, change: Interval) -> str:
     if not is_measured(change.value):
         return ""
     if measure.kind == "share":
-        text, ends = f"{points(change.value)} points", points_interval(change.low, change.high)
+        text, ends = f"{format_points(change.value)} points", format_interval(change.low, change.high)
     elif measure.worse == "higher" and before:
         relative = change.scaled(1 / before)
-        text, ends = f"{points(relative.value)} %", points_interval(relative.low, relative.high)
+        text, ends = f"{format_points(relative.value)} %", format_interval(relative.low, relative.high)
         ends = f"{ends} %" if ends else ""
     else:
-        text = signed(change.value)
-        ends = f"{signed(change.low)} to {signed(change.high)}" if is_measured(change.low) else ""
+        text = format_signed(change.value)
+        ends = (
+            f"{format_signed(change.low)} to {format_signed(change.high)}" if is_measured(change.low) else ""
+        )
     # An interval that contains 0 leaves the direction open.
     claimed = "no clear change, " if change.low <= 0 <= change.high else ""
     return f"{claimed}{text}{f' ({ends})' if ends else ''}"
@@ -158,9 +167,9 @@ FLIPS = Measure("flipped decisions", "share", "higher", name="flips")
 SCORE = Measure("score", "share", "lower", "test", "score")
 
 
-@remembered
+@cache_on_run
 def _drift_and_cosine_values(run: DriftRun) -> _Levels:
-    """Return means over diagnosis samples, with Student's interval; the expert's norm is taken as known."""
+    """Return mean drift, relative drift and cosine with Student intervals, by measure, task and variant."""
     rows, levels = run.layers(layer="final") if run.manifest.layers else run.layers(), []
     numbers = rows[_COLUMNS[2:]].astype(float).to_numpy().tolist()
     for task, variant, values in zip(rows["task"], rows["variant"], numbers, strict=True):
@@ -184,14 +193,16 @@ def _index_by_task_and_variant(rows: Iterable[MeasuredValue]) -> _Levels:
 def feature_changes(
     before: DriftRun, after: DriftRun, task: str, pair: tuple[str, str]
 ) -> dict[str, MeasuredValue]:
-    """Return changes between two variants by role, by Student's t; none if the samples of one are not stored."""
+    """Return the changes of drift and cosine between two variants by measure; empty without stored samples."""
     rows: list[MeasuredValue] = []
     for about, column in ((DRIFT, "drift_l2"), (COSINE, "cos")) if after.manifest.layers else ():
         changes = drift_changes(before, after, task, pair, column=column, layer="final")
         for change in changes.values():
             numbers = {about: change.difference}
             if about is DRIFT:
-                drift, relative = (level(before, other, task, pair[0]).value for other in (DRIFT, RELATIVE))
+                drift, relative = (
+                    value_on_task(before, other, task, pair[0]).value for other in (DRIFT, RELATIVE)
+                )
                 # Relative drift by drift: the expert's norm, taken as known.
                 scale = relative / drift if drift else math.nan
                 numbers |= {RELATIVE: change.difference.scaled(scale), DRIFT_CHANGE: change.relative}
@@ -202,8 +213,8 @@ def feature_changes(
     return {row.about.role: row for row in rows}
 
 
-def same_samples(a: DriftRun, b: DriftRun, task: str, split: str = "diagnosis") -> bool | None:
-    """Return True if equal sample ids of two runs mean the same samples of a task; None if a run doesn't record it.
+def has_same_samples(a: DriftRun, b: DriftRun, task: str, split: str = "diagnosis") -> bool | None:
+    """Return True if two runs used the same samples of a task, by the data's origin; None if unknown.
 
     Ids alone are not enough, because two data sets may both count from 0.
 
@@ -228,7 +239,7 @@ def drift_changes(
     column: str = "drift_l2",
     layer: int | str | None = None,
 ) -> dict[int, MeanChange]:
-    """Return changes of the mean of a column of the sample table, by index of the layers that both runs stored.
+    """Return per layer the mean change of a column of the sample table; only layers that both runs stored.
 
     They are paired if both runs measured exactly the same samples.
 
@@ -247,7 +258,7 @@ def drift_changes(
             for run, variant in zip((before, after), variants, strict=True)
         )
     ]
-    is_same = same_samples(before, after, task)
+    is_same = has_same_samples(before, after, task)
     changes: dict[Any, MeanChange] = {}
     for index in sides[0].keys() & sides[1].keys():
         start, end = (side[index] for side in sides)
@@ -264,9 +275,9 @@ def _measure_of_metric(metric: Metric) -> Measure:
     return Measure(metric.title, metric.kind, metric.worse, "test", metric.name)
 
 
-@remembered
+@cache_on_run
 def _main_metric_scores(run: DriftRun) -> _Levels:
-    """Return every variant's score by the task's main metric, with the table's interval."""
+    """Return the score of every variant by each task's main metric, with its interval."""
     metrics, rows = main_metrics(run), run.accuracy()
     rows = rows[rows["metric"] == rows["task"].map({task: metric.name for task, metric in metrics.items()})]
     numbers = rows[["value", "ci_low", "ci_high", "n"]].astype(float).to_numpy().tolist()
@@ -277,10 +288,10 @@ def _main_metric_scores(run: DriftRun) -> _Levels:
     return _index_by_task_and_variant(levels)
 
 
-def changed_score(
+def score_change(
     before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str], metric: Metric
 ) -> MeasuredValue:
-    """Return the change of a score, paired by test sample if single results are stored, else from counts.
+    """Return the change of a score between two variants, paired by test sample if results are stored.
 
     Without single results the interval of a share assumes independent samples and is too wide.
 
@@ -292,8 +303,8 @@ def changed_score(
         metric: the metric of both scores.
     """
     sides = list(zip((before, after), variants, strict=True))
-    start, end = (score_of(run, task, variant, metric) for run, variant in sides)
-    answers, split = paired_answers(before, after, task, variants, metric) or (None, "")
+    start, end = (variant_score(run, task, variant, metric) for run, variant in sides)
+    answers, split = paired_correctness(before, after, task, variants, metric) or (None, "")
     change, is_paired = Interval(end.value - start.value), False
     # Paired results count only if they cover every test sample of both scores.
     if answers is not None and split == "test" and answers.n == start.n == end.n:
@@ -302,11 +313,11 @@ def changed_score(
         counts = (round(start.value * start.n), start.n, round(end.value * end.n), end.n)
         # Rounding recovers the count of right answers from the stored share.
         change = Interval(change.value, *intervals.unpaired_difference(*counts))
-    elif start.n and end.n and same_samples(before, after, task, "test"):
-        rows, partner = (single_results(run, task, variant, metric) for run, variant in sides)
+    elif start.n and end.n and has_same_samples(before, after, task, "test"):
+        rows, partner = (per_sample_scores(run, task, variant, metric) for run, variant in sides)
         if len(rows) and set(rows.index) == set(partner.index):
             columns = rows["value"], partner["value"].reindex(rows.index), rows["reference"]
-            change = change_of(metric, *(column.to_numpy(dtype=float) for column in columns))
+            change = bootstrap_change(metric, *(column.to_numpy(dtype=float) for column in columns))
             is_paired = is_measured(change.low)
     change = replace(change, n=end.n if is_measured(change.value) else 0)
     row = _measured_value(
@@ -315,10 +326,10 @@ def changed_score(
     return replace(row, answers=answers, answered=split)
 
 
-def paired_answers(
+def paired_correctness(
     before: DriftRun, after: DriftRun, task: str, variants: tuple[str, str], metric: Metric = ACCURACY
-) -> tuple[Paired, str] | None:
-    """Return the change of the share of right answers on samples answered by both, and their split.
+) -> tuple[PairedChange, str] | None:
+    """Return the paired comparison of right answers on samples that both variants answered, and their split.
 
     None if the metric is no share, no sample has both answers, or the runs may have different samples. The split is
     "test" if single results of test samples are stored or, in older runs, if the labelled diagnosis samples are
@@ -334,7 +345,7 @@ def paired_answers(
     splits = ("test", "diagnosis") if metric == ACCURACY else ("test",)
     # Single results of test samples are preferred; older runs stored answers of diagnosis samples only.
     for split in splits if metric.kind == "share" else ():
-        if not same_samples(before, after, task, split):
+        if not has_same_samples(before, after, task, split):
             continue
         sides = zip((before, after), variants, strict=True)
         start, end = (_correctness_by_sample(run, task, variant, metric, split) for run, variant in sides)
@@ -345,18 +356,18 @@ def paired_answers(
             ]
             tested = set(before.manifest.sample_ids.get("test", {}).get(task, ()))
             is_test = origins[0] == origins[1] and tested == set(answers.index)
-            both = intervals.mcnemar(*(answers[side].to_numpy(dtype=bool) for side in answers))
+            both = intervals.mcnemar_test(*(answers[side].to_numpy(dtype=bool) for side in answers))
             return both, "test" if is_test else split
     return None
 
 
-@remembered
+@cache_on_run
 def _correctness_by_sample(
     run: DriftRun, task: str, variant: str, metric: Metric, split: str
 ) -> pd.Series[Any]:
-    """Return by sample id whether each test, or each labelled diagnosis sample, was answered rightly."""
+    """Return by sample id True if the variant predicted the label; test or labelled diagnosis samples."""
     if split == "test":
-        return single_results(run, task, variant, metric)["value"] == 1
+        return per_sample_scores(run, task, variant, metric)["value"] == 1
     rows = run.outputs(task=task, variant=None if variant == "expert" else variant)
     answer = "expert_pred" if variant == "expert" else "pred"
     # The expert's answer is repeated on the row of every variant.
@@ -364,9 +375,9 @@ def _correctness_by_sample(
     return pd.Series((rows["label"] == rows[answer]).to_numpy(dtype=bool), index=rows["sample_id"])
 
 
-@remembered
-def score_of(run: DriftRun, task: str, variant: str, metric: Metric) -> Interval:
-    """Return a variant's score on test samples with its interval and their number; NaN and 0 without a score.
+@cache_on_run
+def variant_score(run: DriftRun, task: str, variant: str, metric: Metric) -> Interval:
+    """Return the test score of a variant with its interval and sample count; NaN without a score.
 
     Args:
         run: the run.
@@ -382,36 +393,36 @@ def score_of(run: DriftRun, task: str, variant: str, metric: Metric) -> Interval
     return Interval(value, low, high, int(n))
 
 
-@remembered
+@cache_on_run
 def main_metrics(run: DriftRun) -> Mapping[str, Metric]:
     """Return the main metric of each scored task: accuracy if it was measured, else the first of the list."""
     rows, order = run.accuracy(), [*METRICS]
     rows = rows[rows["value"].notna() & rows["task"].isin(run.tasks)]
     mains: dict[str, Metric] = {}
     for task, names in rows.groupby("task", sort=False)["metric"].unique().items():
-        metrics = [metric for metric in map(metric_called, names) if not metric.is_attached]
+        metrics = [metric for metric in map(metric_by_name, names) if not metric.is_external]
         # Metrics that are not built in come last.
         metrics.sort(key=lambda metric: order.index(metric.name) if metric.name in order else len(order))
         mains |= {str(task): metrics[0]} if metrics else {}
     return mains
 
 
-@remembered
+@cache_on_run
 def _flip_rates(run: DriftRun) -> _Levels:
     """Return the share of diagnosis samples whose decision differs from the expert's, with Wilson's interval."""
     rows = run.outputs()
     rows = rows[rows["flipped"].notna()]
     groups = rows.groupby(["task", "variant"], sort=False)["flipped"]
     return _index_by_task_and_variant(
-        _measured_value(FLIPS, share_true(flipped), str(task), str(variant))
+        _measured_value(FLIPS, share_of_true(flipped), str(task), str(variant))
         for (task, variant), flipped in groups
     )
 
 
-def share_true(column: pd.Series[Any]) -> Interval:
+def share_of_true(column: pd.Series[Any]) -> Interval:
     """Return the share of samples for which the column is true, with Wilson's interval."""
     n = int(column.count())
-    return share_of_samples(int(column.sum()) / n if n else math.nan, n)
+    return share_interval(int(column.sum()) / n if n else math.nan, n)
 
 
 _LEVELS: Mapping[str, Callable[[DriftRun], _Levels]] = {
@@ -420,8 +431,8 @@ _LEVELS: Mapping[str, Callable[[DriftRun], _Levels]] = {
 }
 
 
-def level(run: DriftRun, measure: Measure, task: str, variant: str) -> MeasuredValue:
-    """Return the value of a variant on a task; NaN if it was not measured.
+def value_on_task(run: DriftRun, measure: Measure, task: str, variant: str) -> MeasuredValue:
+    """Return the value of a measure for one variant and task; NaN if it was not measured.
 
     Args:
         run: the run.
@@ -436,20 +447,20 @@ def level(run: DriftRun, measure: Measure, task: str, variant: str) -> MeasuredV
     )
 
 
-@remembered
+@cache_on_run
 def _changes_by_measure(
     run: DriftRun, role: str, task: str, pair: tuple[str, str]
 ) -> Mapping[str, MeasuredValue]:
-    """Return changes by role of the measure: of the score, or of all measures of features; flips have none."""
+    """Return the changes between two variants on a task, by measure; flips have none."""
     if role == FLIPS.role:
         return {}
     if role == SCORE.role:
-        return {role: changed_score(run, run, task, pair, main_metrics(run).get(task, ACCURACY))}
+        return {role: score_change(run, run, task, pair, main_metrics(run).get(task, ACCURACY))}
     return feature_changes(run, run, task, pair)
 
 
-def change(run: DriftRun, measure: Measure, task: str, pair: tuple[str, str]) -> MeasuredValue:
-    """Return the change of a measure on a task.
+def change_on_task(run: DriftRun, measure: Measure, task: str, pair: tuple[str, str]) -> MeasuredValue:
+    """Return the change of a measure between two variants on one task.
 
     Args:
         run: the run.
@@ -462,12 +473,12 @@ def change(run: DriftRun, measure: Measure, task: str, pair: tuple[str, str]) ->
     # A paired change has a narrower interval than the difference of two means.
     if row := _changes_by_measure(run, role, task, pair).get(measure.role):
         return row
-    start, end = (level(run, measure, task, variant) for variant in pair)
+    start, end = (value_on_task(run, measure, task, variant) for variant in pair)
     return _measured_value(end.about, Interval(end.value - start.value), task, pair[1], pair[0], paired=False)
 
 
-def mean(run: DriftRun, measure: Measure, tasks: Sequence[str], variant: str) -> MeasuredValue:
-    """Return the mean of a variant over tasks.
+def mean_on_tasks(run: DriftRun, measure: Measure, tasks: Sequence[str], variant: str) -> MeasuredValue:
+    """Return the mean of a measure over tasks for one variant.
 
     Args:
         run: the run.
@@ -475,14 +486,14 @@ def mean(run: DriftRun, measure: Measure, tasks: Sequence[str], variant: str) ->
         tasks: tasks on which the variant was measured.
         variant: the variant.
     """
-    over = mean_over_tasks([level(run, measure, task, variant) for task in tasks])
+    over = mean_over_tasks([value_on_task(run, measure, task, variant) for task in tasks])
     return replace(_measured_value(measure, over, "", variant), tasks=tuple(tasks))
 
 
 def mean_change(
     run: DriftRun, measure: Measure, tasks: Sequence[str], pair: tuple[str, str]
 ) -> MeasuredValue:
-    """Return the change of the mean over tasks: the difference of both means, with the error of changes by task.
+    """Return the change between two variants of the mean over tasks, with its interval.
 
     Args:
         run: the run.
@@ -490,16 +501,16 @@ def mean_change(
         tasks: tasks on which both variants were measured.
         pair: variant before and after.
     """
-    by_task = [change(run, measure, task, pair) for task in tasks]
-    start, end = (mean(run, measure, tasks, variant).value for variant in pair)
+    by_task = [change_on_task(run, measure, task, pair) for task in tasks]
+    start, end = (mean_on_tasks(run, measure, tasks, variant).value for variant in pair)
     # The printed change must equal the difference of the printed means.
     over = replace(mean_over_tasks(by_task), value=end - start)
     row = _measured_value(measure, over, "", pair[1], pair[0], paired=all(row.paired for row in by_task))
     return replace(row, tasks=tuple(tasks))
 
 
-def common(run: DriftRun, variants: Sequence[str]) -> list[tuple[Measure, tuple[str, ...]]]:
-    """Return every measure that all these variants have on at least one task, and those tasks."""
+def common_measures(run: DriftRun, variants: Sequence[str]) -> list[tuple[Measure, tuple[str, ...]]]:
+    """Return each measure that all these variants have, with the tasks on which all were measured."""
     groups = [(about, run.tasks) for about in (DRIFT, RELATIVE, COSINE)]
     by_kind: dict[str, dict[str, Metric]] = {}
     # Scores have a mean only if their metrics are of one kind.
@@ -510,32 +521,34 @@ def common(run: DriftRun, variants: Sequence[str]) -> list[tuple[Measure, tuple[
         name = main.name if len(set(like.values())) == 1 else SCORE.name
         # A mean with correlations in it is no share of samples, yet reads as the paper's tables do.
         kind: Kind = "number" if kinds == {"number"} else "share"
-        groups.append((Measure(title_of(like.values()), kind, main.worse, "test", name), tuple(like)))
+        groups.append((Measure(metrics_title(like.values()), kind, main.worse, "test", name), tuple(like)))
     measured = []
     for about, tasks in groups:
         shared = [
-            task for task in tasks if all(level(run, about, task, name).is_measured for name in variants)
+            task
+            for task in tasks
+            if all(value_on_task(run, about, task, name).is_measured for name in variants)
         ]
         measured += [(about, tuple(shared))] if shared and variants else []
     return measured
 
 
-def findings(run: DriftRun) -> pd.DataFrame:
-    """Return all rows as a tidy frame with the columns of `_FRAME`: by task, then means over tasks.
+def findings_frame(run: DriftRun) -> pd.DataFrame:
+    """Return all values and changes as a tidy data frame: by task, then means over tasks.
 
     Means are over the tasks on which all variants were measured. Changes are from base to merged model, and from that
     to every calibrated one. An empty task is the mean, an empty `against` no change.
     """
     variants = [*dict.fromkeys(("expert", *run.variants))]
     starts = {"merged": "base", "calibrated": "merged"}
-    ends = [(starts.get(part_of(name), ""), name) for name in variants]
+    ends = [(starts.get(variant_kind(name), ""), name) for name in variants]
     pairs = [(start, end) for start, end in ends if start in variants]
     levels = (_drift_and_cosine_values, _main_metric_scores, _flip_rates)
     rows = [row for source in levels for row in source(run).values() if row.variant in variants]
     for task, pair, role in itertools.product(run.tasks, pairs, (DRIFT.role, SCORE.role)):
         rows += _changes_by_measure(run, role, task, pair).values()
-    for about, tasks in common(run, [name for name in variants if name != "expert"]):
-        rows += [mean(run, about, tasks, variant) for variant in variants]
+    for about, tasks in common_measures(run, [name for name in variants if name != "expert"]):
+        rows += [mean_on_tasks(run, about, tasks, variant) for variant in variants]
         rows += [mean_change(run, about, tasks, pair) for pair in pairs]
     cells = [
         (
@@ -548,14 +561,14 @@ def findings(run: DriftRun) -> pd.DataFrame:
     return pd.DataFrame(cells, columns=[*_FRAME]).astype({"paired": "boolean"})
 
 
-def single_results(run: DriftRun, task: str, variant: str, metric: Metric) -> pd.DataFrame:
-    """Return the single results of a task's test samples by sample id; empty if none are stored."""
+def per_sample_scores(run: DriftRun, task: str, variant: str, metric: Metric) -> pd.DataFrame:
+    """Return one metric of every test sample of a task, by sample id; empty if none are stored."""
     rows = run.scores(task, variant)
     return rows[rows["metric"] == metric.name].dropna(subset="value").set_index("sample_id")
 
 
-def interval_of(metric: Metric, values: Array, references: Array) -> Interval:
-    """Return a metric of single results with its 95 % interval.
+def metric_interval(metric: Metric, values: Array, references: Array) -> Interval:
+    """Compute a metric from per-sample results with its 95 % interval.
 
     Args:
         metric: the metric.
@@ -564,17 +577,17 @@ def interval_of(metric: Metric, values: Array, references: Array) -> Interval:
     """
     n = len(values)
     if metric.kind == "share":
-        return share_of_samples(round(float(values.sum())) / n, n)
+        return share_interval(round(float(values.sum())) / n, n)
     # The first row of draws has each sample once: the value itself.
     value, *drawn = _metric_per_resample(metric, values, references, _bootstrap_counts(n))
     # Numbers that are all alike are correlated with nothing.
     return Interval(float(np.nan_to_num(value)), *_percentile_interval(np.array(drawn)), n)
 
 
-def change_of(metric: Metric, before: Array, after: Array, references: Array) -> Interval:
-    """Return the change of a metric on the same samples, with a paired bootstrap interval.
+def bootstrap_change(metric: Metric, before: Array, after: Array, references: Array) -> Interval:
+    """Compute the change of a metric on the same samples with a paired bootstrap interval.
 
-    Not for shares, for which `mcnemar` is exact.
+    Not for shares, for which `mcnemar_test` is exact.
 
     Args:
         metric: the metric.
@@ -592,7 +605,7 @@ def change_of(metric: Metric, before: Array, after: Array, references: Array) ->
 
 
 def _bootstrap_counts(n: int) -> Array:
-    """Return how often each of n samples counts: first once each, then as resampled, the same for the same n."""
+    """Return how often each sample is drawn, one row per resample; the first row is the original sample."""
     size = intervals.RESAMPLES if n > 1 else 0
     # A fixed seed, so that both sides of a change use the same resamples.
     drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=size)
@@ -608,8 +621,8 @@ def _percentile_interval(drawn: Array) -> tuple[float, float]:
 
 
 def _metric_per_resample(metric: Metric, values: Array, references: Array, counts: Array) -> Array:
-    """Return the metric for every row of counts, [r]; NaN if it has no value."""
-    # A resample of equal numbers has no correlation; NaN is dropped by `_ends`.
+    """Compute the metric of every bootstrap resample, [r]; NaN where it is undefined."""
+    # A resample of equal numbers has no correlation; NaN is dropped by `_interval_columns`.
     with np.errstate(all="ignore"):
         if metric.name == "spearman":
             return _weighted_correlations(
@@ -626,7 +639,7 @@ def _metric_per_resample(metric: Metric, values: Array, references: Array, count
 
 
 def _resampled_ranks(values: Array, counts: Array) -> Array:
-    """Return ranks of the resampled values, [r, n], ties sharing their mean, without sorting again."""
+    """Return the ranks of the values within each bootstrap resample, [r, n]; ties share their mean."""
     # Sorting once instead of once per resample.
     _, place, sizes = np.unique(values, return_inverse=True, return_counts=True)
     ordered = counts[:, np.argsort(place, kind="stable")]
@@ -658,9 +671,9 @@ OUTCOMES: Mapping[str, str] = MappingProxyType(
 )
 
 
-@remembered
-def outcomes(run: DriftRun, task: str, merged: str = "merged", repaired: str = "") -> pd.DataFrame:
-    """Return a row per sample that was answered by expert, `merged` and, if named, `repaired`.
+@cache_on_run
+def sample_outcomes(run: DriftRun, task: str, merged: str = "merged", repaired: str = "") -> pd.DataFrame:
+    """Return a row per sample: whether expert, merged and repaired model are right, and the outcome.
 
     Indexed by sample_id; columns: expert, merged, repaired (True if the answer is right) and outcome, one of
     `OUTCOMES`. Empty if right answers are unknown.

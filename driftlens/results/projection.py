@@ -21,14 +21,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from driftlens.config.requests import ProjectionRequest
-from driftlens.runs.manifest import feature_file, version_of
-from driftlens.runs.run import DriftRun, open_run, remembered
+from driftlens.runs.manifest import feature_file, package_version
+from driftlens.runs.run import DriftRun, cache_on_run, open_run
 from driftlens.runs.schema import LABEL, SAMPLE_ID, TASK, VARIANT, ColumnSchema, TableSchema
-from driftlens.runs.tables import DAMAGED, append_rows, conform, plain_rows, read_table
-from driftlens.runs.writer import attach
+from driftlens.runs.tables import DAMAGED, append_rows, conform_to_schema, json_rows, read_table
+from driftlens.runs.writer import attach_file
 from driftlens.utils.errors import NumericsError, RunError, SpecError
-from driftlens.utils.files import PathLike, from_json, plain_file, sha256_of, write_json_atomic
-from driftlens.utils.progress import CancelToken, ProgressSink, Reporter
+from driftlens.utils.files import PathLike, file_sha256, parse_json, regular_file, write_json_atomic
+from driftlens.utils.progress import CancelToken, ProgressReporter, ProgressSink
 
 Array = NDArray[np.float64]
 Method = Literal["pca", "umap", "tsne"]
@@ -51,7 +51,7 @@ PARAMETERS: Mapping[Method, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class ProjectionSettings:
-    """The resolved settings of one projection; the layer is an index."""
+    """The resolved settings of a 2-D projection of features; the layer is an index."""
 
     task: str
     layer: int
@@ -62,7 +62,7 @@ class ProjectionSettings:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The expert and the shown variants."""
+        """The models whose features are projected: the expert and the requested variants."""
         return ("expert", *self.variants)
 
 
@@ -79,8 +79,8 @@ def _resolve_settings(run: DriftRun, task: str, request: ProjectionRequest) -> P
 
 
 @dataclass(frozen=True)
-class Points:
-    """Matched rows of the expert and of every variant: `directions` by role, [n_shown, d], of norm 1.
+class MatchedFeatures:
+    """Features of the same samples in the expert and every variant, scaled to norm 1, [n_shown, d].
 
     `cosine` and `drift` are mean cosine to the expert and mean distance from it over all `n` samples, by role.
     """
@@ -94,8 +94,8 @@ class Points:
     notes: tuple[str, ...]
 
 
-def load_points(run: DriftRun, settings: ProjectionSettings) -> Points:
-    """Return the rows that `settings` ask for, thinned evenly over classes if there are too many."""
+def load_features(run: DriftRun, settings: ProjectionSettings) -> MatchedFeatures:
+    """Load the features to project, subsampled evenly over classes if there are too many."""
     ids = run.sample_ids(settings.task)
     arrays = {role: run.features(settings.task, role, settings.layer) for role in settings.roles}
     shape = arrays["expert"].shape
@@ -106,11 +106,11 @@ def load_points(run: DriftRun, settings: ProjectionSettings) -> Points:
                 f"expert's {list(shape)}, for {len(ids)} samples",
                 hint=DAMAGED,
             )
-    label_of = labels_of(run, settings.task).to_dict()
+    label_of = labels_by_sample(run, settings.task).to_dict()
     labels = [label_of.get(sample) for sample in ids]
     # The same samples for all models, as points are matched.
     samples = pd.DataFrame({"sample_id": [*ids], "label": labels})
-    shown = thinned(samples, settings.max_points // len(arrays), ["label"]).index.to_numpy()
+    shown = stratified_subset(samples, settings.max_points // len(arrays), ["label"]).index.to_numpy()
     directions, cosines, drifts = {}, {}, {}
     notes = [f"{len(shown):,} of {len(ids):,} samples are shown, evenly over classes"] * (
         len(shown) < len(ids)
@@ -135,11 +135,11 @@ def load_points(run: DriftRun, settings: ProjectionSettings) -> Points:
         if num_zero := int((lengths[shown] == 0).sum()):
             notes.append(f"{num_zero} features of {role} are zero and plotted at the origin")
     kept = [ids[row] for row in shown], [labels[row] for row in shown]
-    return Points(*kept, directions, cosines, drifts, len(ids), tuple(notes))
+    return MatchedFeatures(*kept, directions, cosines, drifts, len(ids), tuple(notes))
 
 
-def thinned(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
-    """Return at most `limit` rows, stratified and in order; the choice depends on their sample ids only.
+def stratified_subset(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
+    """Return at most `limit` rows, stratified, in order; the choice depends on sample ids only.
 
     Args:
         rows: rows with a column sample_id.
@@ -158,15 +158,15 @@ def thinned(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
     return rows.iloc[kept]
 
 
-@remembered
-def labels_of(run: DriftRun, task: str) -> pd.Series[Any]:
-    """Return the label of every diagnosis sample of a task that has one, by sample id."""
+@cache_on_run
+def labels_by_sample(run: DriftRun, task: str) -> pd.Series[Any]:
+    """Return the labels of a task's diagnosis samples, by sample id; unlabelled samples are left out."""
     rows = pd.concat([frame[["sample_id", "label"]] for frame in (run.outputs(task), run.samples(task))])
     return rows.dropna().drop_duplicates("sample_id").set_index("sample_id")["label"]
 
 
-def lay_out(rows: Array, method: Method, seed: int) -> tuple[Array, dict[str, Any]]:
-    """Return two coordinates `[r, 2]` per row, and the fields of a `Projection` that describe the layout.
+def compute_layout(rows: Array, method: Method, seed: int) -> tuple[Array, dict[str, Any]]:
+    """Compute 2-D coordinates [r, 2] by PCA, UMAP or t-SNE, and a description of the layout.
 
     Args:
         rows: finite features `[r, d]`, of norm 1.
@@ -210,7 +210,7 @@ def lay_out(rows: Array, method: Method, seed: int) -> tuple[Array, dict[str, An
 
 
 def _umap_or_tsne_layout(rows: Array, method: Method, seed: int, parameters: dict[str, Any]) -> Array:
-    """Lay out rows by UMAP or t-SNE; parameters that don't fit the number of rows are replaced."""
+    """Compute a UMAP or t-SNE layout, with parameters adjusted if there are few rows."""
     settings = {name: value for name, value in parameters.items() if name != "pca_dims"}
     if method == "umap":
         from umap import UMAP
@@ -230,8 +230,8 @@ def _umap_or_tsne_layout(rows: Array, method: Method, seed: int, parameters: dic
     return plane
 
 
-def _layout_quality(points: Points, coordinates: Mapping[str, Array]) -> pd.DataFrame:
-    """Return one row per role; columns as in `Projection.quality`."""
+def _layout_quality(points: MatchedFeatures, coordinates: Mapping[str, Array]) -> pd.DataFrame:
+    """Return one row of layout quality measures per model; columns as in `Projection.quality`."""
     from sklearn.manifold import trustworthiness
     from sklearn.neighbors import NearestNeighbors
 
@@ -279,7 +279,7 @@ _QUALITY = {
 
 @dataclass(frozen=True)
 class Projection:
-    """One layout of a task's features at one layer.
+    """A 2-D layout (PCA, UMAP or t-SNE) of a task's features at one layer.
 
     Attributes:
         settings: the requested settings.
@@ -315,7 +315,7 @@ def project(
     on_progress: ProgressSink | None = None,
     cancel: CancelToken | None = None,
 ) -> Projection:
-    """Return one joint layout of the expert's and the variants' features; read it if it is stored.
+    """Project the features of expert and variants jointly to 2-D; a stored layout is reused.
 
     Features are scaled to norm 1; for UMAP and t-SNE, PCA reduces them to 50 dimensions. Equal features share their
     place. With fewer than 15 distinct points, or without umap-learn, the method is PCA, and a note says so.
@@ -337,13 +337,13 @@ def project(
     record = {"settings": asdict(settings), "features": _feature_digests(opened, settings)}
     key = json.dumps({**record, "parameters": PARAMETERS[settings.method]}, sort_keys=True)
     digest = hashlib.sha256(key.encode()).hexdigest()[:32]
-    reporter, label = Reporter(on_progress, cancel), f"{settings.method} of {task}"
+    reporter, label = ProgressReporter(on_progress, cancel), f"{settings.method} of {task}"
     reporter.step("layout", 0, 1, label)
     projection = _find_stored_layout(opened.path / _FOLDER, settings, record)
     if projection is None:
-        points = load_points(opened, settings)
+        points = load_features(opened, settings)
         rows = np.concatenate([points.directions[role] for role in settings.roles])
-        plane, how = lay_out(rows, settings.method, settings.seed)
+        plane, how = compute_layout(rows, settings.method, settings.seed)
         reporter.step("layout", 0, 1, f"{label}: comparing neighbours")
         places = dict(zip(settings.roles, np.split(plane, len(settings.roles)), strict=True))
         how["notes"] = (*points.notes, *how["notes"])
@@ -354,7 +354,7 @@ def project(
             "label": [*points.labels] * len(settings.roles),
             **{"x": plane[:, 0], "y": plane[:, 1]},
         }
-        frame, quality = conform(pd.DataFrame(columns), _POINTS), _layout_quality(points, places)
+        frame, quality = conform_to_schema(pd.DataFrame(columns), _POINTS), _layout_quality(points, places)
         projection = Projection(settings, frame=frame, quality=quality, digest=digest, **how)
         if store_it:
             _write_projection(opened, projection, record)
@@ -363,30 +363,30 @@ def project(
 
 
 def _feature_digests(run: DriftRun, settings: ProjectionSettings) -> dict[str, str]:
-    """Return the SHA-256 digest of the stored features of every role."""
+    """Return the SHA-256 digest of the stored features of every model."""
     digests = {}
     for role in settings.roles:
         run.features(settings.task, role, settings.layer)  # raises if they are not stored
         relative = feature_file(settings.task, role, settings.layer)
         # The manifest lists most digests, so features need not be hashed again.
         listed = run.manifest.files.get(relative)
-        digests[role] = listed.sha256 if listed else sha256_of(run.path / relative)
+        digests[role] = listed.sha256 if listed else file_sha256(run.path / relative)
     return digests
 
 
 def _find_stored_layout(
     folder: pathlib.Path, settings: ProjectionSettings, wanted: Mapping[str, Any]
 ) -> Projection | None:
-    """Return the file of a stored layout of these settings and features, also if an older version named it."""
-    wanted = from_json(json.dumps(wanted))
+    """Return the file of a stored layout with these settings and features, if there is one."""
+    wanted = parse_json(json.dumps(wanted))
     for path in sorted(folder.glob("*.json")):
         try:
-            record = from_json(plain_file(path).read_text(encoding="utf-8"))
+            record = parse_json(regular_file(path).read_text(encoding="utf-8"))
             # `fit_on` was a setting of earlier versions.
             stored = {key: value for key, value in record["settings"].items() if key != "fit_on"}
             if {"settings": stored, "features": record["features"]} != wanted:
                 continue
-            values = _parsed(record)
+            values = _parse_description(record)
         except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             hint = "Delete the file to recompute the projection. `driftlens check` lists damaged files."
             raise RunError(f"{path} can't be read: {error}", hint=hint) from error
@@ -397,21 +397,21 @@ def _find_stored_layout(
 
 def _write_projection(run: DriftRun, projection: Projection, record: Mapping[str, Any]) -> None:
     base = f"{_FOLDER}/{projection.digest}"
-    versions = {name: version_of(name) for name in ("scikit-learn", "umap-learn")}
+    versions = {name: package_version(name) for name in ("scikit-learn", "umap-learn")}
     record = {
         **{"format": _FORMAT, **record, "versions": versions},
         **{name: getattr(projection, name) for name in _AS_THEY_ARE},
-        "quality": plain_rows(projection.quality),
+        "quality": json_rows(projection.quality),
     }
-    with attach(run.path, f"{base}.parquet") as path:
+    with attach_file(run.path, f"{base}.parquet") as path:
         append_rows(path, _POINTS, projection.frame)
     # Last: what describes the coordinates is there only when they are.
-    with attach(run.path, f"{base}.json") as path:
+    with attach_file(run.path, f"{base}.json") as path:
         write_json_atomic(path, record)
 
 
-def _parsed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Projection` that its description holds."""
+def _parse_description(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Projection` from the JSON description of a stored layout."""
     if record["format"] != _FORMAT:
         raise ValueError(f"format {record['format']} instead of {_FORMAT}")
     values = {name: record[name] for name in _AS_THEY_ARE} | {"notes": tuple(record["notes"])}

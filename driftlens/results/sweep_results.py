@@ -8,14 +8,14 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.results.formatting import Kind, Table, setting_text
+from driftlens.results.formatting import Kind, Table, format_setting
 from driftlens.results.measures import main_metrics
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import SWEEPS
-from driftlens.utils.errors import counted
-from driftlens.utils.files import from_json
-from driftlens.utils.intervals import mean_over_tasks, over_draws, share_of_samples
-from driftlens.utils.variants import METRICS, title
+from driftlens.utils.errors import pluralize
+from driftlens.utils.files import parse_json
+from driftlens.utils.intervals import mean_over_draws, mean_over_tasks, share_interval
+from driftlens.utils.variants import METRICS, display_name
 
 # Name of the sweep that removes one part of a method at a time; its first point is the whole method.
 ABLATION = "ablation"
@@ -31,37 +31,37 @@ MEASURES: dict[str, tuple[str, Kind, Kind]] = {
 }
 
 
-def settings_of(row: Any) -> dict[str, Any]:
-    """Return all settings of a row of the sweep table, by name; runs before schema 1.4 record three."""
+def sweep_row_settings(row: Any) -> dict[str, Any]:
+    """Return the calibration settings of a row of the sweep table, by name."""
     if isinstance(row["settings"], str):
-        settings: dict[str, Any] = from_json(row["settings"])
+        settings: dict[str, Any] = parse_json(row["settings"])
         return settings
     return {name: row[name] for name in FACTORS[:-1]}
 
 
-def sweep_named(factor: str, method: str) -> str:
-    """Return the name of the sweep of one factor; methods other than FeatCal are a prefix."""
+def one_factor_sweep_name(factor: str, method: str) -> str:
+    """Return the name of the sweep over one factor; prefixed by the method unless it is FeatCal."""
     return factor if method == "featcal" else f"{method}:{factor}"
 
 
 def swept_methods(run: DriftRun, factor: str) -> list[str]:
-    """Return the methods with sweeps of one factor, in the order of the sweeps."""
+    """Return the calibration methods for which a factor was swept, in the order of the sweeps."""
     names = map(str, run.sweeps()["sweep"].unique())
     return [
         head or "featcal" for head, _, varied in (name.rpartition(":") for name in names) if varied == factor
     ]
 
 
-def with_scores(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return rows of the sweep table that have a score that can be averaged, with it as `score`."""
+def add_mean_scores(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the sweep table that have an averageable score, as a column `score`."""
     metrics = {task: metric.name for task, metric in main_metrics(run).items() if metric.is_averaged}
     scores = [row[metrics[row["task"]]] if row["task"] in metrics else math.nan for _, row in rows.iterrows()]
     rows = rows.assign(score=pd.Series(scores, rows.index, dtype=float))
     return rows[rows["score"].notna()]
 
 
-def level(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) -> float:
-    """Return a model's mean over these or all tasks, to compare a sweep with; NaN if a task lacks it.
+def reference_mean(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) -> float:
+    """Return the mean of a model without sweep, as a reference line; NaN if a task is missing.
 
     Args:
         run: the run.
@@ -85,8 +85,8 @@ def level(run: DriftRun, variant: str, measure: str, tasks: Sequence[str] = ()) 
     return float(values.reindex([*(tasks or run.tasks)]).mean(skipna=False))
 
 
-def over_seeds(rows: pd.DataFrame, by: str, measure: str, tasks: int = 1) -> pd.DataFrame:
-    """Return results of a sweep for every value of `by`: means over tasks for each seed, then over seeds.
+def mean_over_seeds(rows: pd.DataFrame, by: str, measure: str, tasks: int = 1) -> pd.DataFrame:
+    """Return sweep results for every value of `by`: means over tasks, then over seeds.
 
     A seed that lacks one of the tasks is left out. `low` and `high` are over seeds. `tested_low` and `tested_high` of
     accuracies are over test samples: seeds share these, so their ends are averaged.
@@ -103,13 +103,13 @@ def over_seeds(rows: pd.DataFrame, by: str, measure: str, tasks: int = 1) -> pd.
     is_whole = by_seed[measure].count() == tasks
     seeds = by_seed[measure].mean().where(is_whole).groupby(level=0)
     points = pd.DataFrame({"mean": seeds.mean(), "std over seeds": seeds.std(), "seeds": seeds.count()})
-    ends = [over_draws(values.to_numpy()).ends[1:] for _, values in seeds]
+    ends = [mean_over_draws(values.to_numpy()).ends[1:] for _, values in seeds]
     points = points.join(pd.DataFrame(ends, points.index, columns=["low", "high"]))
     points["n_test"] = by_seed["n_test"].min().where(is_whole).groupby(level=0).min()
     points = points.assign(tested_low=math.nan, tested_high=math.nan)
     if measure in ("accuracy", "score") and rows["accuracy"].notna().all():
         shares = [
-            share_of_samples(share, int(n)) for share, n in zip(rows[measure], rows["n_test"], strict=True)
+            share_interval(share, int(n)) for share, n in zip(rows[measure], rows["n_test"], strict=True)
         ]
         means = pd.Series(shares, rows.index).groupby([rows[by], rows["seed"]]).agg(list).map(mean_over_tasks)
         for end in ("low", "high"):
@@ -118,16 +118,16 @@ def over_seeds(rows: pd.DataFrame, by: str, measure: str, tasks: int = 1) -> pd.
     return points.reset_index()
 
 
-def ablation_sheets(run: DriftRun, name: str) -> list[Table]:
+def ablation_tables(run: DriftRun, name: str) -> list[Table]:
     """Return a table per measure: the run's models, the method, and the method without each of its parts."""
     rows = run.sweeps()
     rows = rows[rows["sweep"] == name]
     method, settings = str(rows["method"].iloc[0]), rows.drop_duplicates("point").set_index("point")
-    its: dict[Any, dict[str, Any]] = {point: settings_of(row) for point, row in settings.iterrows()}
+    its: dict[Any, dict[str, Any]] = {point: sweep_row_settings(row) for point, row in settings.iterrows()}
     # The first point is the method with all of its parts.
     start = min(its)
     drawn = rows.groupby(["point", "seed"])[[*MEASURES, "seconds"]].mean()
-    draws = counted(rows["seed"].nunique(), "draw")
+    draws = pluralize(rows["seed"].nunique(), "draw")
     note = f"{draws}; intervals over draws (Student's t), against {method} draw by draw."
     sheets = []
     for measure, (heading, kind, change) in MEASURES.items():
@@ -136,18 +136,20 @@ def ablation_sheets(run: DriftRun, name: str) -> list[Table]:
             kinds |= {head: how, f"{head} low": how, f"{head} high": how}
         # Models without calibration have no draws, so no intervals and no seconds.
         table: list[list[Any]] = [
-            [title(variant), level(run, variant, measure), *[math.nan] * 6] for variant in _LEVELS
+            [display_name(variant), reference_mean(run, variant, measure), *[math.nan] * 6]
+            for variant in _LEVELS
         ]
         for point, settings_here in its.items():
             changed = [
-                f"{key}={setting_text(value)}"
+                f"{key}={format_setting(value)}"
                 for key, value in settings_here.items()
                 if value != its[start][key]
             ]
             # Draw by draw: both points share their samples, which narrows the interval.
             reached, gaps = drawn.loc[point], drawn.loc[point] - drawn.loc[start]
             both = [
-                over_draws(values[measure].to_numpy()) for values in (reached, gaps if changed else gaps[:0])
+                mean_over_draws(values[measure].to_numpy())
+                for values in (reached, gaps if changed else gaps[:0])
             ]
             ends = [end for one in both for end in one.ends]
             table.append([", ".join(changed) or method, *ends, reached["seconds"].mean()])

@@ -1,6 +1,6 @@
 """The verdict on a run: the problem, its certainty and source, the next command, and its tables.
 
-Entry points: `verdict`, `headline`, `task_sheet`, `summary_sheet`.
+Entry points: `verdict`, `headline`, `task_table`, `summary_table`.
 
 Terminal, model card, report and dashboard show the same words. Words such as "worse" appear only if the 95 % interval
 of the difference excludes 0.
@@ -16,31 +16,39 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from driftlens.results.checks import self_checks
-from driftlens.results.formatting import Kind, Table, brief, estimate, is_measured, written
+from driftlens.results.checks import run_self_checks
+from driftlens.results.formatting import Kind, Table, format_estimate, format_short, format_value, is_measured
 from driftlens.results.measures import (
     COSINE,
     DRIFT,
     RELATIVE,
     SCORE,
     Measure,
-    change,
-    common,
-    level,
+    change_on_task,
+    common_measures,
     main_metrics,
-    mean,
     mean_change,
-    paired_by_task,
-    pairing,
-    share_true,
+    mean_on_tasks,
+    pairing_by_task,
+    pairing_note,
+    share_of_true,
+    value_on_task,
 )
 from driftlens.runs.manifest import COMPARISON, MERGES
-from driftlens.runs.run import DriftRun, command_to_resume, is_live, last_work, remembered
-from driftlens.runs.tables import plain
-from driftlens.utils.errors import counted, some_of
-from driftlens.utils.files import from_json
-from driftlens.utils.intervals import Interval, mean_over_tasks, ratio, share_of_samples
-from driftlens.utils.variants import ACCURACY, COARSE, calibrated, calibration_of, is_control, part_of, title
+from driftlens.runs.run import DriftRun, cache_on_run, has_live_modules, last_job_state, resume_command
+from driftlens.runs.tables import json_value
+from driftlens.utils.errors import pluralize, shorten_list
+from driftlens.utils.files import parse_json
+from driftlens.utils.intervals import Interval, interval_ratio, mean_over_tasks, share_interval
+from driftlens.utils.variants import (
+    ACCURACY,
+    COARSE,
+    calibrated_variant,
+    calibration_name,
+    display_name,
+    is_control,
+    variant_kind,
+)
 
 # Merges to compare, with and without a base.
 CONTENDERS = {True: "average,ties,iso_c,tsv_m", False: "average,regmean"}
@@ -51,8 +59,8 @@ _LOWER = {
 }
 
 
-def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
-    """Return the command that most likely helps; empty for live modules, which no command can open.
+def recommend_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
+    """Return the command to run next, given the verdict; empty for models in memory.
 
     Args:
         run: the run.
@@ -61,16 +69,16 @@ def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
     """
     path = shlex.quote(str(run.path))
     # Modules in memory have no path that a command could name.
-    if is_live(run.manifest):
+    if has_live_modules(run.manifest):
         return ""
     if not run.manifest.finished:
-        return command_to_resume(run.path)
+        return resume_command(run.path)
     # A bad expert limits every merge and repair, so it comes first.
     if bad:
         return f"driftlens validate {path}/spec.yaml --deep"
     if side >= 0:
         return f"driftlens report {path}"
-    compared = comparison(run)
+    compared = load_merge_ranking(run)
     if (better := _nearest_better_merge(compared)) is not None:
         merge = json.dumps({"method": better["method"], **better["settings"]})
         sets = f"--set {shlex.quote(f'merge={merge}')} --set merged=null"
@@ -84,18 +92,18 @@ def next_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
 
 
 def _nearer_merge_sentence(compared: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the sentence that another merge is clearly nearer to the experts, if a comparison says so."""
+    """Yield a sentence if a comparison of merges found one clearly nearer to the experts."""
     if (row := _nearest_better_merge(compared)) is not None:
-        value, low, high = (brief(row[f"nearer{end}"]) for end in ("", "_low", "_high"))
+        value, low, high = (format_short(row[f"nearer{end}"]) for end in ("", "_low", "_high"))
         lower = _LOWER[compared["score"]].format(value)
         yield f"{row['merge']} is nearer to the experts than this merge: {lower} ({low} to {high})."
 
 
-@remembered
-def comparison(run: DriftRun) -> Mapping[str, Any]:
-    """Return the comparison of the run's merge with others, as stored in the run; empty without one."""
+@cache_on_run
+def load_merge_ranking(run: DriftRun) -> Mapping[str, Any]:
+    """Load the stored comparison of the run's merge with other merge methods; empty without one."""
     try:
-        ranking = dict(from_json((run.path / MERGES / COMPARISON).read_text(encoding="utf-8")))
+        ranking = dict(parse_json((run.path / MERGES / COMPARISON).read_text(encoding="utf-8")))
         [*_nearer_merge_sentence(ranking)]  # fails on a file that is no comparison
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
@@ -103,7 +111,7 @@ def comparison(run: DriftRun) -> Mapping[str, Any]:
 
 
 def _nearest_better_merge(compared: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the best of the merges whose whole interval says that they are nearer than the present one."""
+    """Return the best of the merges that are clearly nearer to the experts than the present one, or None."""
     nearer = [row for row in compared.get("merges", ()) if row["method"] and (row.get("nearer_low") or 0) > 0]
     return min(nearer, key=lambda row: row["place"], default=None)
 
@@ -127,7 +135,7 @@ class ModelGap:
 
 @dataclass(frozen=True)
 class _DriftSource:
-    """The layer with the largest mean share of a variant's final drift; `rivals` may have a larger one."""
+    """The layer that contributes most to a variant's final drift; `rivals` are not clearly smaller."""
 
     layer: int
     name: str
@@ -162,19 +170,19 @@ class Verdict:
     command: str
     sentences: tuple[str, ...]
 
-    def gap(self, variant: str, against: str) -> ModelGap | None:
-        """Return how `variant` differs from `against`; None if that was not measured."""
+    def gap_between(self, variant: str, against: str) -> ModelGap | None:
+        """Return the difference of `variant` from `against`; None if it was not measured."""
         return next((gap for gap in self.gaps if (gap.variant, gap.against) == (variant, against)), None)
 
 
-@remembered
+@cache_on_run
 def verdict(run: DriftRun, name: str = "") -> Verdict:
-    """Return the verdict on the merged model and on one calibration: `name`, or the one added last."""
+    """Return the verdict on a run: gaps of merged and calibrated model, drift source, next command."""
     # A baseline takes the place of a missing merged model.
-    uncalibrated = [variant for variant in run.variants if part_of(variant) in ("merged", "baseline")]
+    uncalibrated = [variant for variant in run.variants if variant_kind(variant) in ("merged", "baseline")]
     merged = "merged" if "merged" in uncalibrated else next(iter(uncalibrated), "")
-    repairs = [variant for variant in run.variants if part_of(variant) == "calibrated"]
-    after = calibrated(name) if name else next(reversed(repairs), "")
+    repairs = [variant for variant in run.variants if variant_kind(variant) == "calibrated"]
+    after = calibrated_variant(name) if name else next(reversed(repairs), "")
     judged = _choose_verdict_measure(run, merged, after)
     source = _main_drift_source(run, merged)
     if judged is None:
@@ -189,7 +197,7 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
         if {*pair} <= {*compared}
     }
     last = after if after in compared else merged
-    behind = {task: level(run, RELATIVE, task, last).value for task in tasks}
+    behind = {task: value_on_task(run, RELATIVE, task, last).value for task in tasks}
     if about.role == SCORE.role:
         gap = gaps.get((last, "expert"))
         # Only tasks whose own interval is below the expert: others may be last by chance.
@@ -198,9 +206,9 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
     bad = gaps["expert", "base"].worse if ("expert", "base") in gaps else ()
     # Without a gap to the experts, assume that the model is worse: the next command then looks for a repair.
     to_experts = gaps.get((after or merged, "expert"))
-    command = next_command(run, to_experts.side if to_experts else -1, bad)
+    command = recommend_command(run, to_experts.side if to_experts else -1, bad)
     shown = tuple(gaps[pair] for pair in pairs if pair in gaps)
-    means = {variant: mean(run, about, tasks, variant).interval for variant in compared}
+    means = {variant: mean_on_tasks(run, about, tasks, variant).interval for variant in compared}
     judgement = Verdict(about, tasks, merged, after, means, shown, worst, bad, source, command, ())
     return replace(judgement, sentences=tuple(_verdict_sentences(run, judgement)))
 
@@ -208,13 +216,15 @@ def verdict(run: DriftRun, name: str = "") -> Verdict:
 def _choose_verdict_measure(
     run: DriftRun, merged: str, after: str
 ) -> tuple[Measure, tuple[str, ...], tuple[str, ...]] | None:
-    """Return the measure that compares models, the tasks on which all were measured, and the models."""
+    """Return the measure for comparing models, the tasks on which all were measured, and the models."""
     names = [name for name in ("base", "expert", merged, after) if name in (*run.variants, "expert")]
     # Scores are compared if the merged or repaired model has any; otherwise relative drift is.
-    scored = [name for name in names if any(level(run, SCORE, task, name).is_measured for task in run.tasks)]
+    scored = [
+        name for name in names if any(value_on_task(run, SCORE, task, name).is_measured for task in run.tasks)
+    ]
     is_scored = bool({merged, after} & {*scored})
     compared = scored if is_scored else [name for name in names if name != "expert"]
-    groups = common(run, compared) if {merged, after} & {*compared} else []
+    groups = common_measures(run, compared) if {merged, after} & {*compared} else []
     role = SCORE.role if is_scored else RELATIVE.role
     groups = [(about, tasks) for about, tasks in groups if about.role == role]
     # Tasks with metrics of different kinds have no common mean: the larger group is judged.
@@ -229,22 +239,22 @@ def _verdict_sentences(run: DriftRun, judgement: Verdict) -> Iterator[str]:
     counts = [f"{len(tasks)} tasks"] * (len(tasks) > 1) + [f"n = {n}"] * bool(n)
     behind = f" ({', '.join(counts)})" if counts else ""
     yield f"{name[:1].upper()}{name[1:]}{over}{behind}: {_format_variant_values(judgement.means, kind)}."
-    calibration = calibration_of(after) or ""
+    calibration = calibration_name(after) or ""
     info = run.calibration_info(calibration) if after else None
-    if info is not None and info.unchanged:
-        yield f"The calibrated model is {info.unchanged}."
-    elif info is not None and info.is_what:
+    if info is not None and info.unchanged_text:
+        yield f"The calibrated model is {info.unchanged_text}."
+    elif info is not None and info.model_description:
         percent = 100 * info.shrink["share"]
         yield f"`{calibration}` keeps {percent:.3g} % of the repair and {100 - percent:.3g} % of the base weights."
-    repairs = [variant for variant in run.variants if part_of(variant) == "calibrated"]
+    repairs = [variant for variant in run.variants if variant_kind(variant) == "calibrated"]
     for variant, gaps in itertools.groupby(judgement.gaps, lambda gap: gap.variant):
         which = " (newest calibration)" if len(repairs) > 1 and variant == repairs[-1] else ""
-        yield f"{title(variant)}{which}: {'; '.join(_describe_gap(gap, judgement) for gap in gaps)}."
+        yield f"{display_name(variant)}{which}: {'; '.join(_describe_gap(gap, judgement) for gap in gaps)}."
     if judgement.bad_experts:
-        yield f"Experts worse than base: {some_of(judgement.bad_experts, 2)}."
+        yield f"Experts worse than base: {shorten_list(judgement.bad_experts, 2)}."
     is_merged = judgement.merged == "merged"
     if is_merged:
-        yield from _nearer_merge_sentence(comparison(run))
+        yield from _nearer_merge_sentence(load_merge_ranking(run))
     of_merge = (run.manifest.merge or {}).get("change") if is_merged else None
     for model, record in {"the merge": of_merge, "the calibration": info and info.change}.items():
         # `max`: a merge that changes no entry loses none, and has no percentage.
@@ -252,26 +262,29 @@ def _verdict_sentences(run: DriftRun, judgement: Verdict) -> Iterator[str]:
             lost = 100 * record["lost"] / record["changed"]
             yield f"{record['dtype']} loses about {lost:.0f} % of the entries that {model} changes."
     if len(tasks) > 1 and judgement.worst and not judgement.bad_experts:
-        worst = {name: level(run, judgement.measure, judgement.worst, name) for name in judgement.means}
+        worst = {
+            name: value_on_task(run, judgement.measure, judgement.worst, name) for name in judgement.means
+        }
         yield f"Worst: {judgement.worst} ({_format_variant_values(worst, kind)})."
     yield from _drift_source_sentence(judgement.source, judgement.merged)
-    if failed := self_checks(run).count("fail"):
+    if failed := run_self_checks(run).count("fail"):
         yield f"Self-checks failed: {failed}."
     if judgement.command:
         yield f"Next: `{judgement.command}`."
 
 
-def shareable(run: DriftRun, text: str) -> str:
-    """Return a sentence or command without the path of the run, for a file that others read."""
+def hide_run_path(run: DriftRun, text: str) -> str:
+    """Replace the path of the run in a text by its folder name, for files that others read."""
     return text.replace(shlex.quote(str(run.path)), shlex.quote(run.path.absolute().name))
 
 
 def _gap_between_models(
     run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str, str]
 ) -> ModelGap:
+    """Return the difference between two models: mean over tasks, and the tasks on which it is clear."""
     # `change` goes from the first to the second, a gap from `against` to `variant`.
     backwards = (pair[1], pair[0])
-    by_task = {task: change(run, about, task, backwards) for task in tasks}
+    by_task = {task: change_on_task(run, about, task, backwards) for task in tasks}
     over = mean_change(run, about, tasks, backwards)
     better, worse = (tuple(task for task, row in by_task.items() if row.side == way) for way in (1, -1))
     intervals = {task: row.interval for task, row in by_task.items()}
@@ -280,12 +293,12 @@ def _gap_between_models(
 
 def _format_variant_values(judgement: Mapping[str, Interval], kind: Kind) -> str:
     return ", ".join(
-        f"{_variant_title(variant)} {written(mean.value, kind)}" for variant, mean in judgement.items()
+        f"{_variant_title(variant)} {format_value(mean.value, kind)}" for variant, mean in judgement.items()
     )
 
 
 def _variant_title(variant: str) -> str:
-    return "experts" if variant == "expert" else title(variant)
+    return "experts" if variant == "expert" else display_name(variant)
 
 
 def _describe_gap(gap: ModelGap, judgement: Verdict) -> str:
@@ -300,7 +313,7 @@ def _describe_gap(gap: ModelGap, judgement: Verdict) -> str:
 
 
 def format_gap(gap: ModelGap, kind: Kind) -> str:
-    """Format a change with the longer half of its interval, signed if its direction is undecided.
+    """Format a difference as value ± half its interval, signed if the interval contains 0.
 
     Both ends replace that half if it would reach 0 although the interval doesn't.
     """
@@ -317,7 +330,7 @@ def format_gap(gap: ModelGap, kind: Kind) -> str:
 
 
 def _describe_clear_tasks(gap: ModelGap, num_tasks: int) -> str:
-    """Return on how many tasks the change is clear, first those that agree with the mean."""
+    """Describe on how many tasks the interval of a change excludes 0, by direction."""
     sides = {"better": len(gap.better), "worse": len(gap.worse)}
     if not gap.side:
         return ", ".join(f"{way} on {count}" for way, count in sides.items() if count)
@@ -328,7 +341,7 @@ def _describe_clear_tasks(gap: ModelGap, num_tasks: int) -> str:
 
 def _main_drift_source(run: DriftRun, variant: str) -> _DriftSource | None:
     """Return the layer with the largest share of a variant's final drift; None if no share was measured."""
-    by_layer = shares(run, variant)
+    by_layer = layer_drift_shares(run, variant)
     if not by_layer:
         return None
     (layer, share), *others = by_layer.items()
@@ -337,23 +350,23 @@ def _main_drift_source(run: DriftRun, variant: str) -> _DriftSource | None:
     return _DriftSource(layer, run.layer_name(layer), share, rivals)
 
 
-@remembered
-def shares(run: DriftRun, variant: str) -> dict[int, Interval]:
-    """Return every layer's share of the final drift, the largest first: means over tasks."""
+@cache_on_run
+def layer_drift_shares(run: DriftRun, variant: str) -> dict[int, Interval]:
+    """Return every layer's share of the final drift, mean over tasks, largest first."""
     rows = run.layers(variant=variant) if variant else run.layers().head(0)
     rows = rows[rows["final_share"].notna()].filter(regex="^(layer|final_share.*|jacobian_samples)$")
     by_layer: dict[Any, Interval] = {
-        layer: mean_over_tasks([share_of(row) for row in part.to_dict("records")])
+        layer: mean_over_tasks([row_drift_share(row) for row in part.to_dict("records")])
         for layer, part in rows.groupby("layer")
     }
     return dict(sorted(by_layer.items(), key=lambda item: -item[1].value))
 
 
-def share_of(row: Mapping[Any, Any]) -> Interval:
-    """Return a layer's share of the final drift from its row, with its interval, which older runs lack."""
-    values = [plain(row.get(f"final_share{end}")) for end in ("", "_low", "_high")]
+def row_drift_share(row: Mapping[Any, Any]) -> Interval:
+    """Return the share of final drift and its interval from a row of the layer table."""
+    values = [json_value(row.get(f"final_share{end}")) for end in ("", "_low", "_high")]
     share, low, high = (math.nan if value is None else float(value) for value in values)
-    return Interval(share, low, high, plain(row["jacobian_samples"]) or 0)
+    return Interval(share, low, high, json_value(row["jacobian_samples"]) or 0)
 
 
 def _drift_source_sentence(source: _DriftSource | None, variant: str) -> Iterator[str]:
@@ -362,8 +375,8 @@ def _drift_source_sentence(source: _DriftSource | None, variant: str) -> Iterato
     share, n = source.share, f" (n = {source.share.n})" if source.share.n else ""
     is_known = is_measured(share.low)
     ends = f"{100 * share.low:.0f} to {100 * share.high:.0f} %" if is_known else f"{100 * share.value:.0f} %"
-    rivals = f", or {some_of(source.rivals, 1)} (too close to call)" * bool(source.rivals)
-    yield f"Main source of {title(variant)}'s drift: {source.name}, {ends}{n}{rivals}."
+    rivals = f", or {shorten_list(source.rivals, 1)} (too close to call)" * bool(source.rivals)
+    yield f"Main source of {display_name(variant)}'s drift: {source.name}, {ends}{n}{rivals}."
 
 
 _Tone = Literal["good", "mixed", "bad", "none"]
@@ -373,7 +386,7 @@ ORDER = ("base", "merged", "baseline", "calibrated", "expert")
 
 @dataclass(frozen=True)
 class Headline:
-    """One sentence, and the numbers shown next to it.
+    """One sentence that sums up a run, and the numbers shown next to it.
 
     Attributes:
         text: the sentence, without a full stop.
@@ -395,14 +408,14 @@ class Headline:
     closed: Interval
 
 
-@remembered
+@cache_on_run
 def headline(run: DriftRun, name: str = "") -> Headline:
     """Return the headline of a run and of one calibration: `name`, or the one added last."""
     judged = verdict(run, name)
-    ordered = sorted(judged.means, key=lambda variant: ORDER.index(part_of(variant)))
+    ordered = sorted(judged.means, key=lambda variant: ORDER.index(variant_kind(variant)))
     num_tasks = len(judged.tasks)
     so_far = (
-        f"{num_tasks} of {counted(len(run.tasks), 'task')} measured" if num_tasks < len(run.tasks) else ""
+        f"{num_tasks} of {pluralize(len(run.tasks), 'task')} measured" if num_tasks < len(run.tasks) else ""
     )
     closed = _closed_share_of_gap(judged)
     text, tone = (
@@ -413,15 +426,18 @@ def headline(run: DriftRun, name: str = "") -> Headline:
 
 
 def _closed_share_of_gap(judged: Verdict) -> Interval:
-    """Return the repair's share of the gap to the experts; of drift, the share that it takes away."""
-    repair, behind = judged.gap(judged.after, judged.merged), judged.gap(judged.merged, "expert")
+    """Return the share of the gap between merged model and experts that the calibration closes."""
+    repair, behind = (
+        judged.gap_between(judged.after, judged.merged),
+        judged.gap_between(judged.merged, "expert"),
+    )
     if repair is None:
         return Interval(math.nan)
     if judged.measure.role == RELATIVE.role:
-        return ratio(_negated_interval(repair.change), judged.means[judged.merged])
+        return interval_ratio(_negated_interval(repair.change), judged.means[judged.merged])
     # Without a clear gap the denominator may be 0, and the share anything.
     return (
-        ratio(repair.change, _negated_interval(behind.change))
+        interval_ratio(repair.change, _negated_interval(behind.change))
         if behind and behind.side < 0
         else Interval(math.nan)
     )
@@ -432,10 +448,10 @@ def _negated_interval(change: Interval) -> Interval:
 
 
 def _headline_text_and_tone(run: DriftRun, judged: Verdict, closed: Interval) -> tuple[str, _Tone]:
-    """Return sentence and tone: first whether the last model is worth using, then the effect of the repair."""
+    """Return the headline's sentence and tone (good, mixed, bad) from the gaps of the last model."""
     last = judged.after if judged.after in judged.means else judged.merged
-    over_base, behind = judged.gap(last, "base"), judged.gap(judged.merged, "expert")
-    repair = judged.gap(judged.after, judged.merged)
+    over_base, behind = judged.gap_between(last, "base"), judged.gap_between(judged.merged, "expert")
+    repair = judged.gap_between(judged.after, judged.merged)
     of_drift = judged.measure.role == RELATIVE.role
     if over_base is not None and over_base.side < 0:
         return _worse_than_base_text(judged, over_base, "Repaired, and still" if repair else ""), "bad"
@@ -443,7 +459,7 @@ def _headline_text_and_tone(run: DriftRun, judged: Verdict, closed: Interval) ->
         return _unrepaired_merge_headline(run, judged, over_base, behind)
     if repair.side < 0:
         return (
-            f"The repair {title(last)} makes it worse, by {format_gap(repair, judged.measure.kind)}",
+            f"The repair {display_name(last)} makes it worse, by {format_gap(repair, judged.measure.kind)}",
             "bad",
         )
     target = "drift" if of_drift else "gap to the experts"
@@ -474,7 +490,7 @@ def _worse_than_base_text(judged: Verdict, gap: ModelGap, still: str) -> str:
 def _unrepaired_merge_headline(
     run: DriftRun, judged: Verdict, over_base: ModelGap | None, behind: ModelGap | None
 ) -> tuple[str, _Tone]:
-    """Return sentence and tone for a merge without a repair that isn't clearly worse than its base."""
+    """Return sentence and tone for a merge without calibration that is not clearly worse than its base."""
     if not judged.merged:
         return "No merged model to compare with base and experts", "none"
     if behind is not None and not behind.side:
@@ -482,7 +498,7 @@ def _unrepaired_merge_headline(
     if over_base is None:
         if behind is None:
             return (
-                f"Nothing to compare {title(judged.merged)} with: neither base nor experts measured",
+                f"Nothing to compare {display_name(judged.merged)} with: neither base nor experts measured",
                 "none",
             )
         unit = " points" * (judged.measure.kind == "share")
@@ -494,7 +510,7 @@ def _unrepaired_merge_headline(
     if judged.measure.role == RELATIVE.role:
         return "Nearer to the experts than the base", "good"
     gain = mean_change(run, judged.measure, judged.tasks, ("base", "expert")) if behind else None
-    kept = ratio(over_base.change, gain.interval) if gain and gain.side > 0 else Interval(math.nan)
+    kept = interval_ratio(over_base.change, gain.interval) if gain and gain.side > 0 else Interval(math.nan)
     text = (
         f"Merging keeps {_format_share(kept)} of the experts' gain over the base"
         if _format_share(kept)
@@ -511,8 +527,8 @@ def _format_share(share: Interval) -> str:
     return f"{100 * share.value:.0f} %{ends}"
 
 
-def sentence(shown: Headline) -> str:
-    """Return the headline as plain text."""
+def headline_sentence(shown: Headline) -> str:
+    """Return the headline as one plain sentence."""
     return f"{shown.text}{f' ({shown.so_far})' if shown.so_far else ''}."
 
 
@@ -522,10 +538,10 @@ _SYNTHETIC = (
 )
 
 
-def stamps(run: DriftRun) -> list[str]:
-    """Return sentences that a reader must know before any number."""
+def caveat_sentences(run: DriftRun) -> list[str]:
+    """Return caveats to show before any number: synthetic data, unfinished run, warnings."""
     notes = [_SYNTHETIC] if run.manifest.synthetic else []
-    state, damage = last_work(run)
+    state, damage = last_job_state(run)
     if damage:
         notes.append(damage)
     # Without a finish time tables may be missing, however the last job ended.
@@ -537,19 +553,19 @@ def stamps(run: DriftRun) -> list[str]:
     return notes + [f"Warning: {text}" for text in run.manifest.warnings]
 
 
-def agreement(run: DriftRun) -> Iterator[str]:
-    """Yield a sentence on how often models decide as the experts do, which needs no labels."""
+def agreement_sentence(run: DriftRun) -> Iterator[str]:
+    """Yield a sentence on how often each model predicts the same as the expert; no labels needed."""
     shares = []
     for variant in run.variants:
-        flipped = share_true(run.outputs(variant=variant)["flipped"])
+        flipped = share_of_true(run.outputs(variant=variant)["flipped"])
         if flipped.n:
-            same = share_of_samples(1 - flipped.value, flipped.n)
-            shares.append(f"{title(variant)} {estimate(same, 'share')}")
+            same = share_interval(1 - flipped.value, flipped.n)
+            shares.append(f"{display_name(variant)} {format_estimate(same, 'share')}")
     if shares:
         yield f"Same answer as the expert (n = {flipped.n}, without labels): {', '.join(shares)}."
 
 
-def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
+def task_table(run: DriftRun, judgement: Verdict) -> Table:
     """Return a row per task and one for their mean: every model, a change with its interval, the remaining drift."""
     if not judgement.means:
         return Table.of("tasks", "Task by task", {"task": "text"}, [])
@@ -568,27 +584,31 @@ def task_sheet(run: DriftRun, judgement: Verdict) -> Table:
     for task in run.tasks:
         # On other tasks scores may be of another metric.
         is_common = task in judgement.tasks
-        values = [level(run, about, task, variant).value if is_common else math.nan for variant in heads]
+        values = [
+            value_on_task(run, about, task, variant).value if is_common else math.nan for variant in heads
+        ]
         ends = [end for gap in gaps for end in gap.by_task.get(task, unknown).ends]
-        drift = [] if is_drift else [level(run, RELATIVE, task, last).value]
+        drift = [] if is_drift else [value_on_task(run, RELATIVE, task, last).value]
         rows.append([task, *values, *ends, *drift])
     if len(judgement.tasks) > 1:
         values = [mean.value for mean in judgement.means.values()]
         ends = [end for gap in gaps for end in gap.change.ends]
         rows.append([f"mean of {len(judgement.tasks)}", *values, *ends, *([] if is_drift else [math.nan])])
-    note = f"Relative drift is that of {title(last)} (pooled feature)."
-    changes = [change(run, about, task, (gap.against, gap.variant)) for gap in gaps for task in gap.by_task]
-    by_task = paired_by_task(changes)
+    note = f"Relative drift is that of {display_name(last)} (pooled feature)."
+    changes = [
+        change_on_task(run, about, task, (gap.against, gap.variant)) for gap in gaps for task in gap.by_task
+    ]
+    by_task = pairing_by_task(changes)
     # No stored answers would pair drifts of different samples.
     if not is_drift or all(by_task.values()):
-        note = f"{note} {pairing(by_task)}".rstrip()
+        note = f"{note} {pairing_note(by_task)}".rstrip()
     return Table.of("tasks", f"Task by task: {about.title}", kinds, rows, note)
 
 
-def others_sheet(
+def other_models_table(
     run: DriftRun, judgement: Verdict, *, controls: bool = True, everyone: bool = False
 ) -> Table:
-    """Return means over tasks of models that the verdict leaves out: other calibrations and baselines.
+    """Return means over tasks of models that the verdict omits: other calibrations, baselines.
 
     Args:
         run: the run.
@@ -601,11 +621,14 @@ def others_sheet(
     names = [name for name in run.variants if everyone or name not in judgement.means]
     names += ["expert"] * (everyone and "expert" in judgement.means)
     for variant in (name for name in names if controls or not is_control(name)):
-        means = {about.title: mean(run, about, tasks, variant) for about, tasks in common(run, [variant])}
+        means = {
+            about.title: mean_on_tasks(run, about, tasks, variant)
+            for about, tasks in common_measures(run, [variant])
+        }
         average, drift = (
             means.get(name, Interval(math.nan)) for name in (judgement.measure.title, RELATIVE.title)
         )
-        rows.append((title(variant), *average.ends, drift.value))
+        rows.append((display_name(variant), *average.ends, drift.value))
     heading = "mean" if is_drift else f"mean {judgement.measure.title}"
     kind = judgement.measure.kind
     kinds = {"model": "text", heading: kind, "95 % low": kind, "95 % high": kind, "relative drift": "share"}
@@ -613,13 +636,13 @@ def others_sheet(
     return Table.of("others", f"{which} models, means over tasks", kinds, rows)
 
 
-def summary_sheet(run: DriftRun) -> Table:
+def summary_table(run: DriftRun) -> Table:
     """Return a row per task, then their mean: scores of all models with 95 % intervals, and their final drift.
 
     A model that was not measured has no columns.
     """
     variants = [
-        name for name in dict.fromkeys(("base", "expert", *run.variants)) if part_of(name) != "baseline"
+        name for name in dict.fromkeys(("base", "expert", *run.variants)) if variant_kind(name) != "baseline"
     ]
     heads = _unique_variant_titles(variants)
     metrics = [main_metrics(run).get(task, ACCURACY) for task in run.tasks]
@@ -627,7 +650,10 @@ def summary_sheet(run: DriftRun) -> Table:
     mean = [f"mean of {len(run.tasks)}"] if len(run.tasks) > 1 and len(set(metrics)) == 1 else []
 
     def values_by_heading(measure: Measure) -> dict[str, list[Interval]]:
-        levels = {variant: [level(run, measure, task, variant) for task in run.tasks] for variant in variants}
+        levels = {
+            variant: [value_on_task(run, measure, task, variant) for task in run.tasks]
+            for variant in variants
+        }
         return {
             heads[variant]: [*cells, *(mean_over_tasks(cells) for _ in mean)]
             for variant, cells in levels.items()
@@ -656,29 +682,29 @@ def summary_sheet(run: DriftRun) -> Table:
 
 
 def _unique_variant_titles(variants: Sequence[str]) -> dict[str, str]:
-    """Return titles of variants; two that share one are called by their names, as headings must be unique."""
-    titles = {variant: title(variant) for variant in variants}
+    """Return display titles of variants; variants with the same title keep their names."""
+    titles = {variant: display_name(variant) for variant in variants}
     return {name: name if [*titles.values()].count(head) > 1 else head for name, head in titles.items()}
 
 
-def final_sheet(run: DriftRun) -> Table:
-    """Return how far each variant's final features are from each task's expert, with intervals."""
+def final_drift_table(run: DriftRun) -> Table:
+    """Return a table of final drift, relative drift and cosine per task and variant, with intervals."""
     final = run.layers(layer="final") if run.manifest.layers else run.layers()
     to_base = final.set_index(["task", "variant"])["drift_vs_base"].to_dict()
     rows = []
     for task in run.tasks:
         for variant in (variant for variant in run.variants if (task, variant) in to_base):
             drift, relative, cosine = (
-                level(run, about, task, variant) for about in (DRIFT, RELATIVE, COSINE)
+                value_on_task(run, about, task, variant) for about in (DRIFT, RELATIVE, COSINE)
             )
-            distance = plain(to_base[task, variant])
+            distance = json_value(to_base[task, variant])
             halves = [
                 *_value_and_half_interval(drift),
                 *_value_and_half_interval(relative),
                 distance,
                 *_value_and_half_interval(cosine),
             ]
-            rows.append((task, title(variant), *halves, drift.n))
+            rows.append((task, display_name(variant), *halves, drift.n))
     return Table.of(
         "final-drift",
         "Final feature against each task's expert",
@@ -693,12 +719,12 @@ def final_sheet(run: DriftRun) -> Table:
     )
 
 
-def routing_sheet(run: DriftRun) -> Table:
-    """Return how many tokens go to other experts of a mixture than in the expert model, and what that changes."""
+def moe_routing_table(run: DriftRun) -> Table:
+    """Return a table of tokens routed to other MoE experts than in the expert model, by layer."""
     layers = run.layers()
     rows = []
     for row in layers[layers["rerouted"].notna()].to_dict("records"):
-        place = (row["task"], title(row["variant"]), run.layer_name(row["layer"]))
+        place = (row["task"], display_name(row["variant"]), run.layer_name(row["layer"]))
         rows.append((*place, row["rerouted"], row["rerouted_share"], row["n"]))
     return Table.of(
         "routing",

@@ -1,6 +1,6 @@
 """Import of scores that other tools measured: lm-evaluation-harness, bigcode-evaluation-harness, safety-eval.
 
-Entry point: `attach`.
+Entry point: `attach_scores`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import pandas as pd
 from pydantic import TypeAdapter
 
 from driftlens.runs.manifest import read_manifest, utc_now
-from driftlens.runs.run import DriftRun, command_to_resume, is_analyzed, open_run
+from driftlens.runs.run import DriftRun, is_analyzed, open_run, resume_command
 from driftlens.runs.writer import RunWriter
-from driftlens.utils.errors import DataError, RunError, concerning, did_you_mean, some_of
-from driftlens.utils.files import PathLike, from_json, plain_file
-from driftlens.utils.intervals import share_of_samples
-from driftlens.utils.variants import ATTACHED, expert_of, metric_called
+from driftlens.utils.errors import DataError, RunError, add_error_context, did_you_mean, shorten_list
+from driftlens.utils.files import PathLike, parse_json, regular_file
+from driftlens.utils.intervals import share_interval
+from driftlens.utils.variants import ATTACHED, expert_name, metric_by_name
 
 _HARNESS, _BIGCODE, _SAFETY = "lm-evaluation-harness", "bigcode-evaluation-harness", "safety-eval"
 _Z = NormalDist().inv_cdf(0.975)
@@ -37,8 +37,8 @@ _WHOLE = ("overall", "micro", "macro")
 
 
 @dataclass(frozen=True)
-class _Results:
-    """The content of a results file: score and standard error (NaN without) by task and metric; samples by task."""
+class _ExternalResults:
+    """Parsed results of another tool: score and standard error by task and metric, and sample counts."""
 
     tool: str
     scores: Mapping[str, Mapping[str, tuple[float, float]]]
@@ -49,8 +49,8 @@ class _Results:
 log = logging.getLogger("driftlens")
 
 
-def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
-    """Add the results of another tool to a run, as scores of one of its models.
+def attach_scores(run: PathLike, variant: str, results: PathLike) -> DriftRun:
+    """Add scores measured by another tool, such as lm-evaluation-harness, to a variant of a run.
 
     The tool is lm-evaluation-harness (0.3 or 0.4), bigcode-evaluation-harness or safety-eval. Scores go into the
     accuracy table under the tool's names, `harness:acc` for example. Intervals come from standard errors or counts in
@@ -68,23 +68,23 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
     """
     folder, file = pathlib.Path(run), pathlib.Path(results)
     manifest = read_manifest(folder)
-    models = [*manifest.variants, *map(expert_of, manifest.tasks)]
+    models = [*manifest.variants, *map(expert_name, manifest.tasks)]
     if variant not in models:
         raise DataError(
             f"the run has no variant {variant!r}; it has {', '.join(models) or 'none'}",
             hint=did_you_mean(variant, models),
         )
     if not is_analyzed(manifest):
-        raise RunError(f"{folder} is unfinished", hint=f"`{command_to_resume(folder, manifest)}` resumes it.")
-    with concerning(file):
-        content = plain_file(file).read_bytes()
-        document = TypeAdapter(dict[str, Any]).validate_python(from_json(content))
+        raise RunError(f"{folder} is unfinished", hint=f"`{resume_command(folder, manifest)}` resumes it.")
+    with add_error_context(file):
+        content = regular_file(file).read_bytes()
+        document = TypeAdapter(dict[str, Any]).validate_python(parse_json(content))
         measured = _parse_results(document)
         rows = [{"variant": variant, **row} for row in _accuracy_rows(measured)]
     # The tool's settings may be NaN or None, too; only scores are reported as left out.
     document.pop("config", None)
     if lost := [*_non_finite_scores(document.get("results", document))]:
-        log.warning("notice: %s: left out, no finite number: %s", file, some_of(lost, 5))
+        log.warning("notice: %s: left out, no finite number: %s", file, shorten_list(lost, 5))
     about = {
         **{"variant": variant, "file": file.name, "sha256": hashlib.sha256(content).hexdigest()},
         **{"tool": measured.tool, **measured.about, "left_out": lost},
@@ -92,11 +92,11 @@ def attach(run: PathLike, variant: str, results: PathLike) -> DriftRun:
     }
     with RunWriter.resume(folder) as writer:
         writer.append("accuracy", pd.DataFrame(rows), replace=True)
-        writer.describe(attached={f"{variant} {file.name}": about})
+        writer.update_manifest(attached={f"{variant} {file.name}": about})
     return open_run(folder)
 
 
-def _parse_results(document: dict[str, Any]) -> _Results:
+def _parse_results(document: dict[str, Any]) -> _ExternalResults:
     if "results" in document:
         _validated_scores(document["results"])
         return _parse_harness_results(document)
@@ -110,19 +110,19 @@ def _parse_results(document: dict[str, Any]) -> _Results:
     if isinstance(document.get("config"), dict):
         # The file repeats all options of the command; these decide the numbers.
         kept = {name: document["config"].get(name) for name in ("model", "limit", "n_samples", "temperature")}
-        return _Results(_BIGCODE, by_task, about=kept)
+        return _ExternalResults(_BIGCODE, by_task, about=kept)
     names = [f"{ATTACHED}{name}" for by_metric in by_task.values() for name in by_metric]
     # safety-eval's files have no marker, so a metric with a known direction has to identify them.
-    if names and not any(metric_called(name).is_directed for name in names):
+    if names and not any(metric_by_name(name).is_directed for name in names):
         raise DataError(f"{names[0].removeprefix(ATTACHED)!r} is no metric of these tools", hint=_HINT)
-    return _Results(_SAFETY, by_task)
+    return _ExternalResults(_SAFETY, by_task)
 
 
 def _validated_scores(scores: object) -> dict[str, dict[str, Any]]:
     return TypeAdapter(dict[str, dict[str, Any]]).validate_python(scores)
 
 
-def _parse_harness_results(document: Mapping[str, Any]) -> _Results:
+def _parse_harness_results(document: Mapping[str, Any]) -> _ExternalResults:
     # Version 0.4 writes "acc,none" and "acc_stderr,none", 0.3 without the filter; 0.4.3 and later count samples.
     scores: dict[str, dict[str, tuple[float, float]]] = {}
     for task, by_metric in document["results"].items():
@@ -142,13 +142,13 @@ def _parse_harness_results(document: Mapping[str, Any]) -> _Results:
     settings = _section_or_empty(document, "config")
     about = {"version": document.get("lm_eval_version"), "date": document.get("date")}
     about |= {name: settings.get(name) for name in ("model", "model_args", "limit")}
-    return _Results(_HARNESS, scores, counts, about)
+    return _ExternalResults(_HARNESS, scores, counts, about)
 
 
 def _flatten_scores(
     scores: Mapping[str, Any], task: str, before: str = ""
 ) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Yield every number of one task by metric; parts of a task's samples follow the metric after a comma."""
+    """Yield (metric, score) pairs of one task; metrics of a subset of its samples are named "METRIC,SUBSET"."""
     for key, value in scores.items():
         name = f"{before}{key}"
         if isinstance(value, dict) and not before:
@@ -158,12 +158,12 @@ def _flatten_scores(
             yield f"{name},benign" if "benign" in task and "," not in name else name, (float(value), math.nan)
 
 
-def _accuracy_rows(measured: _Results) -> list[dict[str, Any]]:
+def _accuracy_rows(measured: _ExternalResults) -> list[dict[str, Any]]:
     rows = []
     for task, scores in measured.scores.items():
         n = measured.counts.get(task)
         for name, (value, error) in scores.items():
-            metric = metric_called(f"{ATTACHED}{name}")
+            metric = metric_by_name(f"{ATTACHED}{name}")
             low, high = (
                 sign * math.inf if end is None else end
                 for end, sign in zip(metric.range, (-1, 1), strict=True)
@@ -180,7 +180,7 @@ def _accuracy_rows(measured: _Results) -> list[dict[str, Any]]:
             # Only a whole number of right answers is a share with Wilson's interval; means of partial scores are
             # not.
             elif n is not None and metric.kind == "share" and math.isclose(value * n, round(value * n)):
-                ends = share_of_samples(value, n).ends[1:]
+                ends = share_interval(value, n).ends[1:]
             row = {"task": task, "metric": metric.name, "value": value, "n": n}
             rows.append(row | dict(zip(("ci_low", "ci_high"), ends, strict=True)))
     if not rows:
@@ -189,7 +189,7 @@ def _accuracy_rows(measured: _Results) -> list[dict[str, Any]]:
 
 
 def _non_finite_scores(scores: Mapping[str, Any], before: str = "") -> Iterator[str]:
-    """Yield the places of scores that are NaN or infinite; standard errors don't count."""
+    """Yield the names of scores that are NaN or infinite, standard errors excluded."""
     for key, value in scores.items():
         if isinstance(value, dict):
             yield from _non_finite_scores(value, f"{before}{key} ")

@@ -23,10 +23,10 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from pydantic_core import to_json
 
 import driftlens
-from driftlens.runs.schema import SCHEMA_VERSION, refuse_newer
-from driftlens.utils.errors import RunError, RunLockedError, from_library
-from driftlens.utils.files import escape, from_json, plain_file, write_text_atomic
-from driftlens.utils.registry import installed, origin
+from driftlens.runs.schema import SCHEMA_VERSION, refuse_newer_schema
+from driftlens.utils.errors import RunError, RunLockedError, wrap_library_error
+from driftlens.utils.files import parse_json, regular_file, safe_file_name, write_text_atomic
+from driftlens.utils.registry import installed_plugins, package_and_version
 
 MANIFEST = "manifest.json"
 SPEC = "spec.yaml"
@@ -68,7 +68,7 @@ PhaseState = Literal["running", "done", "failed", "cancelled"]
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One layer of the chain: index 1 is the stem, the last one the head."""
+    """Index, role and module path of one layer; layer 1 is the stem (embedding), the last one the head."""
 
     index: int
     role: str
@@ -77,7 +77,7 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """One set of weights."""
+    """Digest, number of parameters and source of one model's weights."""
 
     digest: str
     parameters: int
@@ -86,7 +86,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class PhaseInfo:
-    """One phase of the work; `started` is UTC."""
+    """State, duration and start time (UTC) of one phase of a run."""
 
     state: PhaseState
     seconds: float
@@ -95,26 +95,26 @@ class PhaseInfo:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """One file of the run."""
+    """SHA-256 digest and size of one file of a run."""
 
     sha256: str
     bytes: int
 
 
-class Chosen:
-    """The outcome of a choice among repairs and unchanged models."""
+class SelectionResult:
+    """The result of selecting among calibrations and unchanged models by held-out score."""
 
     selection: Mapping[str, Any]
     shrink: Mapping[str, Any]
 
     @property
     def kept(self) -> str:
-        """The model that was kept as it is: `merged`, `base`, or `merge` (another one); empty after a calibration."""
+        """The model that was kept unchanged (`merged`, `base` or `merge`, another merge); "" for a calibration."""
         return str(self.selection.get("kept") or "")
 
     @property
-    def unchanged(self) -> str:
-        """Words for the model that was kept because no repair was better; empty after a calibration."""
+    def unchanged_text(self) -> str:
+        """A description of the model that was kept because no calibration was better; "" for a calibration."""
         share = self.shrink.get("share", 1)
         way = "" if share == 1 else f", at {share:g} of its way from the base"
         none = "no repair was clearly better" if not way else "no repair was nearer to the experts"
@@ -126,15 +126,17 @@ class Chosen:
         }.get(self.kept, "")
 
     @property
-    def is_what(self) -> str:
-        """A description of the model: base, merge or repair, with its interpolation factor."""
+    def model_description(self) -> str:
+        """A description of the selected model: base, merge or calibration, with its interpolation factor."""
         share = self.shrink.get("share", 1)
-        return self.unchanged or (f"a repair, at {share:g} of its way from the base" if share != 1 else "")
+        return self.unchanged_text or (
+            f"a repair, at {share:g} of its way from the base" if share != 1 else ""
+        )
 
 
 @dataclass(frozen=True)
-class CalibrationInfo(Chosen):
-    """One calibration, as readers without torch need it; its folder holds `config.yaml` with the details.
+class CalibrationInfo(SelectionResult):
+    """The manifest entry of one calibration: method, settings, samples, duration and selection.
 
     Attributes:
         control: variant of the anchor alone; empty if the anchor is the merged model, or there is none.
@@ -178,7 +180,7 @@ class CalibrationInfo(Chosen):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a run; times are UTC.
+    """The manifest of a run: inputs, settings, models, phases and files. Times are UTC.
 
     Attributes:
         id: the run's name and eight random hexadecimal digits.
@@ -261,16 +263,21 @@ _VARIABLES = (
 )
 
 
-def versions() -> dict[str, str]:
-    """Return versions of Python and of packages that compute, write or extend DriftLens, without importing them."""
-    packages = {package: version for package in _PACKAGES if (version := version_of(package))}
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python, of numerical packages and of plug-ins, without importing them."""
+    packages = {package: version for package in _PACKAGES if (version := package_version(package))}
     own = {"driftlens": driftlens.__version__}
-    return {"python": platform.python_version(), **own, **packages, **dict(map(origin, installed()))}
+    return {
+        "python": platform.python_version(),
+        **own,
+        **packages,
+        **dict(map(package_and_version, installed_plugins())),
+    }
 
 
 # It reads all metadata of a package.
 @functools.cache
-def version_of(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     """Return the version of an installed package, without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
@@ -279,7 +286,7 @@ def version_of(package: str) -> str | None:
 
 
 def new_manifest(name: str, spec_digest: str, live: Mapping[str, Any] | None = None) -> Manifest:
-    """Return the manifest of a run that begins now on this machine.
+    """Create the manifest of a new run on this machine.
 
     Args:
         name: the run's name.
@@ -295,30 +302,30 @@ def new_manifest(name: str, spec_digest: str, live: Mapping[str, Any] | None = N
         created=utc_now(),
         spec_digest=spec_digest,
         live=live or {},
-        versions=versions(),
+        versions=package_versions(),
         platform={**machine, "processors": os.cpu_count() or 0},
         environment={name: os.environ[name] for name in _VARIABLES if name in os.environ},
     )
 
 
 def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
-    """Replace the run's manifest atomically; it ends with a digest of itself."""
-    record = as_plain(manifest)
+    """Write the manifest of a run atomically, with a digest of its content."""
+    record = to_json_dict(manifest)
     # Written hundreds of times per run: Python's own encoder takes five times as long with indentation.
     text = to_json({**record, "digest": _record_digest(record)}, indent=2).decode()
     write_text_atomic(folder / MANIFEST, f"{text}\n")
 
 
 def read_manifest(folder: pathlib.Path) -> Manifest:
-    """Return the manifest of the run in `folder`; errors as for `open_run`."""
+    """Read the manifest of the run in `folder`; raise a `RunError` if it is missing or damaged."""
     path = folder / MANIFEST
     try:
         manifest = _parse_dataclass(Manifest, _read_run_file(path))
     except ValueError as error:
         # A newer schema explains the error better: it may use other types.
-        refuse_newer(str(_read_json_object(path).get("schema_version", "")), path)
+        refuse_newer_schema(str(_read_json_object(path).get("schema_version", "")), path)
         raise _damaged_file_error(path, str(error)) from error
-    refuse_newer(manifest.schema_version, path)
+    refuse_newer_schema(manifest.schema_version, path)
     return manifest
 
 
@@ -332,8 +339,8 @@ def manifest_is_intact(folder: pathlib.Path) -> bool:
         return False
 
 
-def ids_digest(ids: Sequence[str]) -> str:
-    """Return the digest of ordered sample ids, in hexadecimal."""
+def sample_ids_digest(ids: Sequence[str]) -> str:
+    """Return the SHA-256 digest of an ordered list of sample ids."""
     return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()
 
 
@@ -344,7 +351,7 @@ def _record_digest(record: Mapping[str, Any]) -> str:
 
 def _read_run_file(path: pathlib.Path) -> bytes:
     try:
-        return plain_file(path).read_bytes()
+        return regular_file(path).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         folder = path.parent
         lacks = f"it has no {path.name}" if folder.is_dir() else "there is no such folder"
@@ -358,7 +365,7 @@ def _read_run_file(path: pathlib.Path) -> bytes:
 
 def _read_json_object(path: pathlib.Path) -> dict[str, Any]:
     try:
-        record = from_json(_read_run_file(path))
+        record = parse_json(_read_run_file(path))
     except ValueError as error:
         raise _damaged_file_error(path, str(error)) from error
     if not isinstance(record, dict):
@@ -375,7 +382,7 @@ _adapter_of: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 def _parse_dataclass(kind: type[T], text: bytes) -> T:
-    """Return the dataclass that JSON text describes, without conversions between types; a ValueError if it doesn't.
+    """Parse JSON strictly into a dataclass; raise a ValueError if it does not match.
 
     Unknown keys are ignored.
     """
@@ -390,24 +397,24 @@ def _parse_dataclass(kind: type[T], text: bytes) -> T:
         raise ValueError(": ".join([*filter(None, [".".join(map(str, details["loc"]))]), problem])) from None
 
 
-def as_plain(record: object) -> dict[str, Any]:
-    """Return a dataclass as JSON values."""
+def to_json_dict(record: object) -> dict[str, Any]:
+    """Convert a dataclass into a dict of JSON values."""
     return dict(_adapter_of(type(record)).dump_python(record, mode="json"))
 
 
 def utc_now() -> str:
-    """Return the time in UTC as ISO 8601 with milliseconds."""
+    """Return the current UTC time in ISO 8601 format with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 # Paths relative to the run directory.
 def table_file(name: str) -> str:
-    """Return the path of a table."""
+    """Return the path of a table, relative to the run directory."""
     return f"tables/{name}.parquet"
 
 
 def feature_file(task: str, variant: str, layer: int) -> str:
-    """Return the path of the features of one task, variant and layer, relative to the run directory.
+    """Return the path of the stored features of one task, variant and layer, relative to the run directory.
 
     Args:
         task: name of the task.
@@ -418,43 +425,43 @@ def feature_file(task: str, variant: str, layer: int) -> str:
 
 
 def feature_folder(task: str, variant: str) -> str:
-    """Return the folder of the features of one task and variant."""
-    return f"features/{escape(task)}/{escape(variant)}"
+    """Return the folder of the stored features of one task and variant, relative to the run directory."""
+    return f"features/{safe_file_name(task)}/{safe_file_name(variant)}"
 
 
 def thumbs_file(task: str) -> str:
-    """Return the path of the pictures of a task's diagnosis samples."""
-    return f"thumbs/{escape(task)}.npz"
+    """Return the path of the thumbnails of a task's diagnosis samples, relative to the run directory."""
+    return f"thumbs/{safe_file_name(task)}.npz"
 
 
 def texts_file(task: str) -> str:
-    """Return the path of the texts of a task's diagnosis samples."""
-    return f"thumbs/{escape(task)}.json"
+    """Return the path of the texts of a task's diagnosis samples, relative to the run directory."""
+    return f"thumbs/{safe_file_name(task)}.json"
 
 
 def calibration_folder(name: str) -> str:
-    """Return the folder of a calibration."""
-    return f"calibrations/{escape(name)}"
+    """Return the folder of a calibration, relative to the run directory."""
+    return f"calibrations/{safe_file_name(name)}"
 
 
-def calibration_weights(name: str, *, control: bool = False) -> str:
-    """Return the path of a calibrated model's weights, or of its control's."""
+def calibrated_weights_file(name: str, *, control: bool = False) -> str:
+    """Return the path of the calibrated weights, or of the control's weights, relative to the run directory."""
     return f"{calibration_folder(name)}/{'anchor' if control else 'weights'}.safetensors"
 
 
-def calibration_attachments(name: str) -> str:
-    """Return the path of the modules that a trained calibration adds."""
+def attachments_file(name: str) -> str:
+    """Return the path of the correction modules that a calibration adds, relative to the run directory."""
     return f"{calibration_folder(name)}/attachments.safetensors"
 
 
-def begun_calibration(name: str) -> str:
-    """Return the path of a file that exists while a calibration runs or is interrupted, next to its state."""
-    return f"{SCRATCH}/calibrate-{escape(name)}/settings.json"
+def calibration_marker(name: str) -> str:
+    """Return the path of the settings file that exists while a calibration is unfinished."""
+    return f"{SCRATCH}/calibrate-{safe_file_name(name)}/settings.json"
 
 
 def sample_ids_file(task: str) -> str:
-    """Return the path of the sample ids that name the rows of a task's features."""
-    return f"features/{escape(task)}/sample_ids.json"
+    """Return the path of the sample ids of a task's features, one id per row, relative to the run directory."""
+    return f"features/{safe_file_name(task)}/sample_ids.json"
 
 
 _FRESH_SECONDS = 60.0
@@ -476,8 +483,8 @@ _Whole = Annotated[int, Field(lt=2**63)]
 
 
 @dataclass(frozen=True)
-class Owner:
-    """The process that writes to a run, with its last sign of life (UTC)."""
+class LockOwner:
+    """The process that writes to a run (id, start time, host), with its last heartbeat (UTC)."""
 
     pid: Annotated[int, Field(gt=0, lt=2**31)]
     process_started: float | None
@@ -485,9 +492,9 @@ class Owner:
     heartbeat: Annotated[_Moment, Field(min_length=1)]
 
     @classmethod
-    def this_process(cls) -> Owner:
-        """Return the current process, alive now."""
-        return cls(os.getpid(), process_started(os.getpid()), platform.node(), utc_now())
+    def this_process(cls) -> LockOwner:
+        """Describe the current process, with a fresh heartbeat."""
+        return cls(os.getpid(), process_start_time(os.getpid()), platform.node(), utc_now())
 
     @property
     def is_alive(self) -> bool:
@@ -497,7 +504,7 @@ class Owner:
             silence = datetime.now(UTC) - datetime.fromisoformat(self.heartbeat)
             return silence.total_seconds() < _FRESH_SECONDS
         # The id alone does not identify a process: the system reuses ids.
-        started = process_started(self.pid)
+        started = process_start_time(self.pid)
         if started is None or self.process_started is None:
             return False
         return abs(started - self.process_started) < _CLOCK_TOLERANCE
@@ -507,29 +514,29 @@ class Owner:
         return f"process {self.pid}{where}"
 
 
-def owner_of(folder: pathlib.Path) -> Owner | None:
-    """Return the owner in the lock's note, dead or alive; None without a valid note."""
+def read_lock_owner(folder: pathlib.Path) -> LockOwner | None:
+    """Read from the lock file which process writes to the run, dead or alive; None if the file is not valid."""
     try:
-        return _parse_dataclass(Owner, plain_file(folder / LOCK).read_bytes())
+        return _parse_dataclass(LockOwner, regular_file(folder / LOCK).read_bytes())
     except (OSError, ValueError):
         return None
 
 
-def living_owner_of(folder: pathlib.Path) -> Owner | None:
-    """Return the live process that holds the run's lock; None if there is none."""
-    owner = owner_of(folder)
+def live_lock_owner(folder: pathlib.Path) -> LockOwner | None:
+    """Return the live process that writes to the run; None if there is none."""
+    owner = read_lock_owner(folder)
     return owner if owner is not None and owner.is_alive else None
 
 
 def require_unlocked(folder: pathlib.Path) -> None:
-    """Raise a RunLockedError if a live process writes to the run."""
-    owner = living_owner_of(folder)
+    """Raise a `RunLockedError` if a live process is writing to the run."""
+    owner = live_lock_owner(folder)
     if owner is not None:
-        raise locked_error(folder, owner)
+        raise run_locked_error(folder, owner)
 
 
-def locked_error(folder: pathlib.Path, owner: Owner | None) -> RunLockedError:
-    """Return the error that a process, by its note or unknown, writes to the run."""
+def run_locked_error(folder: pathlib.Path, owner: LockOwner | None) -> RunLockedError:
+    """Build the error that another process is writing to the run."""
     hint = "Try again when it has finished, or stop it."
     # The state of a process on another machine is unknown, and its clock may differ.
     if owner is not None and owner.host != platform.node():
@@ -544,8 +551,8 @@ def locked_error(folder: pathlib.Path, owner: Owner | None) -> RunLockedError:
     )
 
 
-def process_started(pid: int) -> float | None:
-    """Return the start time of a process in seconds; None if there is no such process."""
+def process_start_time(pid: int) -> float | None:
+    """Return the start time of a process in seconds; None if the process does not exist."""
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
@@ -564,8 +571,8 @@ State = Literal["queued", "running", "cancelling", "cancelled", "failed", "done"
 
 
 @dataclass(frozen=True)
-class Failure:
-    """The reason why a run ended early: the error's type, its message, and a hint."""
+class RunFailure:
+    """The error that ended a run: type, message and hint."""
 
     __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
 
@@ -574,16 +581,16 @@ class Failure:
     hint: str = ""
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """Return the failure that describes `error`."""
-        described = from_library(error)
+    def of(cls, error: BaseException) -> RunFailure:
+        """Build the record of an exception."""
+        described = wrap_library_error(error)
         message, hint = (described.message, described.hint) if described is not None else (str(error), "")
         return cls(type(error).__name__, message, hint)
 
 
 @dataclass(frozen=True)
-class Status:
-    """The state of a run: units of the phase `done` of `total` (None: unknown) after `seconds`.
+class RunStatus:
+    """The state of a run and the progress of its phase: `done` of `total` units (None: unknown) after `seconds`.
 
     It was written at `heartbeat` (UTC) by the process `pid`. Of `metrics`, those that are not finite are None.
     """
@@ -600,14 +607,14 @@ class Status:
     heartbeat: _Moment = ""
     pid: _Whole = 0
     process_started: float | None = None
-    error: Failure | None = None
+    error: RunFailure | None = None
 
 
-def read_status(folder: pathlib.Path) -> Status | None:
-    """Return the run's status; None without a status.json."""
+def read_status(folder: pathlib.Path) -> RunStatus | None:
+    """Read the status.json of a run; return None if there is none."""
     path = folder / STATUS
     try:
-        return _parse_dataclass(Status, plain_file(path).read_bytes())
+        return _parse_dataclass(RunStatus, regular_file(path).read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

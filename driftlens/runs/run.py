@@ -19,28 +19,35 @@ from driftlens.runs.manifest import (
     THUMB_SIDE,
     CalibrationInfo,
     Manifest,
-    Status,
-    begun_calibration,
+    RunStatus,
+    calibration_marker,
     feature_file,
-    living_owner_of,
+    live_lock_owner,
     read_manifest,
     read_status,
     table_file,
     texts_file,
     thumbs_file,
 )
-from driftlens.runs.tables import DAMAGED, empty, read_table, stored_columns
-from driftlens.utils.errors import DataError, LayerNotFoundError, RunError, concerning, did_you_mean, some_of
-from driftlens.utils.files import PathLike, from_json, plain_file
+from driftlens.runs.tables import DAMAGED, empty_frame, read_table, stored_columns
+from driftlens.utils.errors import (
+    DataError,
+    LayerNotFoundError,
+    RunError,
+    add_error_context,
+    did_you_mean,
+    shorten_list,
+)
+from driftlens.utils.files import PathLike, parse_json, regular_file
 from driftlens.utils.registry import ColumnSchema
-from driftlens.utils.variants import calibrated, calibration_of
+from driftlens.utils.variants import calibrated_variant, calibration_name
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def remembered(work: Callable[Concatenate[DriftRun, P], T]) -> Callable[Concatenate[DriftRun, P], T]:
-    """Cache the function's answers on the run; arguments must be hashable, and answers must not be modified."""
+def cache_on_run(work: Callable[Concatenate[DriftRun, P], T]) -> Callable[Concatenate[DriftRun, P], T]:
+    """Cache the results of a function on the run that is its first argument; arguments must be hashable."""
 
     @functools.wraps(work)
     def _cached_result(run: DriftRun, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -53,7 +60,7 @@ def remembered(work: Callable[Concatenate[DriftRun, P], T]) -> Callable[Concaten
 
 
 def open_run(path: PathLike) -> DriftRun:
-    """Return the run in the directory `path`; only its manifest is read at once.
+    """Open the run in the directory `path`, read-only; tables are loaded on first use.
 
     Raises:
         RunError: there is no run, or its manifest is damaged.
@@ -62,15 +69,15 @@ def open_run(path: PathLike) -> DriftRun:
     return DriftRun.at(path)
 
 
-class _Units(dict[str, str]):
-    """Units by column; immutable, because pandas deep-copies a frame's attributes with every slice."""
+class _ColumnUnits(dict[str, str]):
+    """Units by column; not copied, because pandas deep-copies the attributes of a frame with every slice."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
 
 class DriftRun:
-    """One run directory, read-only. Tables are read once, on first use; frames are copies.
+    """A saved run, read-only. Tables are loaded on first use; returned frames are copies.
 
     Attributes:
         path: the run directory.
@@ -86,7 +93,7 @@ class DriftRun:
 
     @classmethod
     def at(cls, path: PathLike) -> Self:
-        """Return the run in a directory; errors as for `open_run`."""
+        """Open the run in a directory; raise the errors of `open_run`."""
         folder = pathlib.Path(path)
         return cls(folder, read_manifest(folder))
 
@@ -97,28 +104,28 @@ class DriftRun:
 
     @property
     def name(self) -> str:
-        """The name that the user gave the run."""
+        """The name of the run, given by the user."""
         return self.manifest.name
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The tasks, in the order of the run."""
+        """The tasks of the run, in order."""
         return tuple(self.manifest.tasks)
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """The variants, in the order in which they were added."""
+        """The variants of the run, in the order in which they were added."""
         return tuple(self.manifest.variants)
 
     @property
-    def status(self) -> Status | None:
-        """The present status of the run, None without one; a RunError if status.json is damaged."""
+    def status(self) -> RunStatus | None:
+        """The current status of the run, from status.json; None if there is no such file."""
         return read_status(self.path)
 
     def layers(
         self, task: str | None = None, variant: str | None = None, layer: int | str | None = None
     ) -> pd.DataFrame:
-        """Return rows of the layer table: drift after each layer, and the layer's own part in it.
+        """Return rows of the layer table: drift, local mismatch and propagation after each layer.
 
         Args:
             task: only this task.
@@ -135,7 +142,7 @@ class DriftRun:
     def samples(
         self, task: str | None = None, variant: str | None = None, layer: int | str | None = None
     ) -> pd.DataFrame:
-        """Return rows of the sample table: one sample's drift at one layer.
+        """Return rows of the sample table: drift of single samples by layer.
 
         Args:
             task: only this task.
@@ -145,26 +152,26 @@ class DriftRun:
         return self._select_rows(schema.SAMPLES, task=task, variant=variant, layer=layer)
 
     def outputs(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
-        """Return rows of the output table: one sample's scores and decision. Arguments as for `layers`."""
+        """Return rows of the output table: scores and prediction of single samples. Arguments as for `layers`."""
         return self._select_rows(schema.OUTPUTS, task=task, variant=variant)
 
     def adjoint(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
-        """Return rows of the adjoint table: each layer's part in a sample's change of loss, margin or feature.
+        """Return rows of the adjoint table: each layer's share of a sample's change of loss, margin or feature.
 
         Empty unless the run measured them (`metrics.adjoint`). Arguments and errors as for `layers`.
         """
         return self._select_rows(schema.ADJOINT, task=task, variant=variant)
 
     def group_contributions(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
-        """Return rows of the table of module groups' shares of mismatch and drift (`metrics.groups`), as `layers`."""
+        """Return rows of the module-group table: shares of mismatch and drift by group. Arguments as for `layers`."""
         return self._select_rows(schema.GROUP_CONTRIBUTIONS, task=task, variant=variant)
 
     def routing(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
-        """Return rows of the routing table: the number of tokens per expert of a mixture. Arguments as for `layers`."""
+        """Return rows of the routing table: tokens per expert of a mixture of experts. Arguments as for `layers`."""
         return self._select_rows(schema.ROUTING, task=task, variant=variant)
 
     def params(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
-        """Return rows of the parameter table: comparisons of task vectors. Arguments as for `layers`."""
+        """Return rows of the parameter table: similarity of task vectors. Arguments as for `layers`."""
         return self._select_rows(schema.PARAMS, task=task, variant=variant)
 
     def accuracy(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
@@ -172,11 +179,11 @@ class DriftRun:
         return self._select_rows(schema.ACCURACY, task=task, variant=variant)
 
     def scores(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
-        """Return rows of the table of single results: one test sample's, by metric. Arguments as for `layers`."""
+        """Return rows of the score table: the score of each test sample, by metric. Arguments as for `layers`."""
         return self._select_rows(schema.SCORES, task=task, variant=variant)
 
     def calibration(self, name: str | None = None) -> pd.DataFrame:
-        """Return rows of the calibration log, one per calibrated site, of all calibrations or of `name`."""
+        """Return the calibration log, one row per calibrated module, of all calibrations or of `name`."""
         rows = self._select_rows(schema.CALIBRATION)
         if name is None:
             return rows
@@ -184,20 +191,20 @@ class DriftRun:
         return rows[rows["name"] == name].reset_index(drop=True)
 
     def calibration_info(self, name: str) -> CalibrationInfo:
-        """Return the manifest's entry of a finished calibration; a DataError without one of that name."""
+        """Return the manifest entry of a finished calibration; raise a `DataError` if there is none of that name."""
         self._require_known_name("calibration", name, self.manifest.calibrations)
         return self.manifest.calibrations[name]
 
     def sweeps(self) -> pd.DataFrame:
-        """Return rows of the sweep table: one calibration per point and seed, one row per task."""
+        """Return the sweep table: one row per setting, seed and task."""
         return self._select_rows(schema.SWEEPS)
 
     def resources(self) -> pd.DataFrame:
-        """Return time, memory and energy by phase. Errors as for `layers`."""
+        """Return time, memory and energy of each phase of the run."""
         return self._select_rows(schema.RESOURCES)
 
     def value(self, column: str, *, task: str, variant: str = "merged", layer: int | str = "final") -> float:
-        """Return one number of the layer table; NaN if it was not measured.
+        """Return one number of the layer table by column, task, variant and layer; NaN if it was not measured.
 
         Args:
             column: name of a numeric column.
@@ -246,31 +253,31 @@ class DriftRun:
             )
         try:
             # Without pickle: unpickling an array of an untrusted run could execute code.
-            return cast("NDArray[Any]", np.load(plain_file(path), mmap_mode="r", allow_pickle=False))
+            return cast("NDArray[Any]", np.load(regular_file(path), mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError, EOFError) as error:
             raise RunError(f"{path} can't be read: {error}", hint=DAMAGED) from error
 
     def thumbs(self, task: str) -> NDArray[np.uint8] | None:
-        """Return pictures `[n, side, side, 3]` of a task's first diagnosis samples, in order; None without pictures."""
+        """Return thumbnails `[n, side, side, 3]` of a task's diagnosis samples; None if the inputs are no images."""
         path = self.path / thumbs_file(task)
         if not path.is_file():
             return None
         side = THUMB_SIDE
-        with concerning(path), np.load(path, allow_pickle=False) as stored:
+        with add_error_context(path), np.load(path, allow_pickle=False) as stored:
             pictures: NDArray[np.uint8] = stored["pictures"].reshape(-1, side, side, 3)
         return pictures
 
     def texts(self, task: str) -> dict[str, str]:
-        """Return the input texts of a task's first diagnosis samples, by sample id; empty if they are no texts."""
+        """Return the input texts of a task's diagnosis samples by sample id; empty if the inputs are no texts."""
         path = self.path / texts_file(task)
         if not path.is_file():
             return {}
-        with concerning(path):
-            content = from_json(path.read_text(encoding="utf-8"))
+        with add_error_context(path):
+            content = parse_json(path.read_text(encoding="utf-8"))
             return {str(name): str(text) for name, text in content.items()}
 
     def sample_ids(self, task: str, split: str = "diagnosis") -> tuple[str, ...]:
-        """Return the ids of a task's samples in a split (calibration, diagnosis or test), in the order of the rows."""
+        """Return the ids of a task's samples in a split (calibration, diagnosis or test), in stored order."""
         self._require_known_name("task", task)
         splits = [name for name, tasks in self.manifest.sample_ids.items() if task in tasks]
         if split not in splits:
@@ -279,7 +286,7 @@ class DriftRun:
         return tuple(self.manifest.sample_ids[split][task])
 
     def layer_index(self, layer: int | str) -> int:
-        """Return the index of a layer given by index, "final", or module path."""
+        """Return the index of a layer given as index, "final" or module path."""
         indices = {entry.path: entry.index for entry in self.manifest.layers}
         last = max(indices.values(), default=0)
         if layer == "final" and last:
@@ -295,9 +302,9 @@ class DriftRun:
             hint=f"Nearest module paths: {', '.join(near)}." if near else "It lists no layers yet.",
         )
 
-    @remembered
+    @cache_on_run
     def layer_name(self, layer: int) -> str:
-        """Return a layer's name for readers: `block 5 (layer 7 of 8)`, with its path unless it is a numbered block."""
+        """Return the display name of a layer, such as "block 5 (layer 7 of 8)"."""
         paths = {entry.index: entry.path for entry in self.manifest.layers}
         blocks = [entry.path for entry in self.manifest.layers if entry.role == "block"]
         path = paths.get(layer, "")
@@ -306,7 +313,7 @@ class DriftRun:
         return f"{path} (layer {layer} of {len(paths)})"
 
     def frame(self, table: str) -> pd.DataFrame:
-        """Return a whole table, by its name in `driftlens.runs.schema.TABLES`, for plotting.
+        """Return a whole table by name, with ordered categories for tasks, variants and paths, for plotting.
 
         Tasks, variants and paths are categories in the order of the run. `attrs["units"]` has every column's unit, as
         in all frames of a run.
@@ -323,14 +330,14 @@ class DriftRun:
 
     def __repr__(self) -> str:
         tasks, variants = (
-            some_of([f"{name!r:.24}" for name in names]) for names in (self.tasks, self.variants)
+            shorten_list([f"{name!r:.24}" for name in names]) for names in (self.tasks, self.variants)
         )
         return f"<DriftRun {str(self.path)!r}:\n  tasks {tasks};\n  variants {variants}>"
 
     def columns(self, table: str) -> tuple[ColumnSchema, ...]:
-        """Return the columns of a table: those of the schema, then those that diagnostics added to this run."""
+        """Return the column schemas of a table, including columns that diagnostics added to this run."""
         declared = schema.TABLES[table]
-        return declared.extended(stored_columns(self.path / table_file(table), declared)).columns
+        return declared.with_columns(stored_columns(self.path / table_file(table), declared)).columns
 
     def _select_rows(self, table: schema.TableSchema, **filters: Any) -> pd.DataFrame:
         frame = self._load_table(table)
@@ -358,7 +365,7 @@ class DriftRun:
             relative = table_file(table.name)
             # Written tables are listed, so one that is neither listed nor present was never computed.
             is_absent = relative not in self.manifest.files and not (self.path / relative).exists()
-            rows = empty(table) if is_absent else read_table(self.path / relative, table)
+            rows = empty_frame(table) if is_absent else read_table(self.path / relative, table)
             # A copy stores columns of one type in one block, which halves the time of taking rows.
             rows = rows.copy()
             # Variants that are still being written or removed.
@@ -366,8 +373,10 @@ class DriftRun:
             if "variant" in rows:
                 rows = rows[~rows["variant"].isin(hidden)].reset_index(drop=True)
             elif table is schema.CALIBRATION:
-                rows = rows[~rows["name"].map(calibrated).isin(hidden)].reset_index(drop=True)
-            rows.attrs["units"] = _Units({column.name: column.unit for column in self.columns(table.name)})
+                rows = rows[~rows["name"].map(calibrated_variant).isin(hidden)].reset_index(drop=True)
+            rows.attrs["units"] = _ColumnUnits(
+                {column.name: column.unit for column in self.columns(table.name)}
+            )
             self._frames[table.name] = rows
         return self._frames[table.name]
 
@@ -385,22 +394,22 @@ COMMAND = "command"
 
 
 def current_state(run: DriftRun) -> str:
-    """Return the state of the run itself: "done" once its analysis is, "running" while a process works on it."""
-    state, _ = last_work(run)
+    """Return the state of a run: "done" if its analysis is finished, "running" while a process works on it."""
+    state, _ = last_job_state(run)
     ended_early = state in ("cancelled", "failed", "stopped", "unknown")
     return "done" if ended_early and is_analyzed(run.manifest) else state
 
 
-def last_work(run: DriftRun) -> tuple[str, str]:
-    """Return the state of the last job, and a description of a damaged status.json, without the folder's path, or "".
+def last_job_state(run: DriftRun) -> tuple[str, str]:
+    """Return the state of the last job on the run, and the reason if its status.json is damaged, else "".
 
     The state is "stopped" if the job is unfinished and its process is gone, "unknown" without status and process.
     """
     return _status_and_state(run)[1:]
 
 
-def left_undone(run: DriftRun) -> tuple[str, ...]:
-    """Return sentences about later work on a finished run that ended early, and how to resume it."""
+def unfinished_work(run: DriftRun) -> tuple[str, ...]:
+    """Describe jobs on a finished run that ended early, and how to resume them, one sentence each."""
     status, state, damage = _status_and_state(run)
     if damage:
         return (damage,)
@@ -408,7 +417,7 @@ def left_undone(run: DriftRun) -> tuple[str, ...]:
         return ()
     begun = _unfinished_calibrations(run)
     if begun or state in ("done", "unknown"):
-        ways = {name: how_to_resume(run.path, name, run.manifest) for name in begun}
+        ways = {name: resume_hint(run.path, name, run.manifest) for name in begun}
         return tuple(f"calibration {name!r} is unfinished; {way}" for name, way in ways.items())
     failure = status.error if status is not None else None
     reason = f": {failure.message}" if failure is not None and failure.message != state else ""
@@ -420,40 +429,40 @@ _LATER = ("calibrate:", "sweep:", "explain:")
 
 
 def is_analyzed(manifest: Manifest) -> bool:
-    """Return True if the analysis of the run is finished, apart from the attribution, which may be added later."""
+    """Return True if the analysis of the run is finished; attribution may be missing."""
     phases = [phase for name, phase in manifest.phases.items() if not name.startswith(_LATER)]
     return bool(manifest.finished) and all(phase.state == "done" for phase in phases)
 
 
-def unanalyzed(manifest: Manifest, *, scored: bool = False) -> list[str]:
-    """Return unfinished phases of the analysis; with `scored` of evaluation too, unless the run was finished once."""
+def unfinished_phases(manifest: Manifest, *, scored: bool = False) -> list[str]:
+    """List the unfinished phases of the analysis; with `scored`, also those of the evaluation."""
     kinds = ("analyze", "evaluate") if scored and not manifest.finished else ("analyze",)
     phases = [f"{kind}:{task}" for kind in kinds for task in manifest.tasks]
     return [name for name in phases if name not in manifest.phases or manifest.phases[name].state != "done"]
 
 
 def require_analyzed(folder: pathlib.Path, *, scored: bool = False) -> None:
-    """Raise a RunError if the analysis was interrupted: finishing here would mark it as done. See `unanalyzed`."""
+    """Raise a `RunError` if the analysis of the run is unfinished."""
     manifest = read_manifest(folder)
-    missing = unanalyzed(manifest, scored=scored)
+    missing = unfinished_phases(manifest, scored=scored)
     # Else taking the lock reports the owner.
-    if missing and living_owner_of(folder) is None:
+    if missing and live_lock_owner(folder) is None:
         raise RunError(
             f"{folder} is unfinished; missing: {', '.join(missing)}",
-            hint=f"`{command_to_resume(folder, manifest)}` resumes it, including accuracy.",
+            hint=f"`{resume_command(folder, manifest)}` resumes it, including accuracy.",
         )
 
 
 def _unfinished_calibrations(run: DriftRun) -> list[str]:
-    """Return calibrations that were begun and not finished, including those whose settings were still being chosen."""
-    unfinished = [*filter(None, map(calibration_of, run.manifest.unfinished))]
+    """List the calibrations that were started but not finished."""
+    unfinished = [*filter(None, map(calibration_name, run.manifest.unfinished))]
     started = [name.split(":")[1] for name in run.manifest.phases if name.startswith("calibrate:")]
-    chosen = [name for name in started if (run.path / begun_calibration(name)).is_file()]
+    chosen = [name for name in started if (run.path / calibration_marker(name)).is_file()]
     return [*dict.fromkeys([*unfinished, *chosen])]
 
 
-def how_to_resume(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
-    """Return a sentence on how to resume a calibration that was begun and not finished.
+def resume_hint(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
+    """Return a sentence that says how to resume an unfinished calibration.
 
     Args:
         folder: the run's folder.
@@ -461,18 +470,18 @@ def how_to_resume(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
         manifest: the run's manifest.
     """
     is_replacing = name in manifest.calibrations
-    if is_live(manifest):
+    if has_live_modules(manifest):
         both = f"name={name!r}, {'replace=True, ' if is_replacing else ''}resume=True"
         return f"`run.calibrate(..., {both})` with the same modules and settings resumes it"
-    words = _recorded_options(folder / begun_calibration(name))
+    words = _recorded_options(folder / calibration_marker(name))
     flags = [*(words or ()), *["--replace"] * is_replacing, "--resume"]
     command = shlex.join(["driftlens", "calibrate", str(folder), "--name", name, *flags])
     same = " with the same settings" if words is None else ""
     return f"`{command}`{same} resumes it, without --resume it starts again"
 
 
-def how_to_save(folder: pathlib.Path, name: str, manifest: Manifest, *words: str) -> str:
-    """Return a sentence on how to save a finished calibration in the format of its base.
+def save_hint(folder: pathlib.Path, name: str, manifest: Manifest, *words: str) -> str:
+    """Return a sentence that says how to save a calibrated model as a checkpoint in the format of its base.
 
     Args:
         folder: the run's folder.
@@ -480,35 +489,35 @@ def how_to_save(folder: pathlib.Path, name: str, manifest: Manifest, *words: str
         manifest: the run's manifest.
         words: further options of the command.
     """
-    if is_live(manifest):
+    if has_live_modules(manifest):
         return f"`run.calibrate(..., name={name!r}, save_weights=...)` with the same settings saves it"
     command = shlex.join(["driftlens", "calibrate", str(folder), "--name", name, *words, "--save-weights"])
     return f"`{command} FOLDER` saves it for its own library"
 
 
 def _recorded_options(begun: pathlib.Path) -> list[str] | None:
-    """Return the options with which a calibration was begun; None if they are not recorded."""
+    """Return the command-line options of an unfinished calibration; None if they were not recorded."""
     try:
-        return [str(word) for word in from_json(begun.read_bytes())[COMMAND]]
+        return [str(word) for word in parse_json(begun.read_bytes())[COMMAND]]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def is_live(manifest: Manifest) -> bool:
-    """Return True if the run was made from live modules, whose models no command can open again."""
+def has_live_modules(manifest: Manifest) -> bool:
+    """Return True if the run was made from modules in memory, which no command can load again."""
     return bool(manifest.architecture.get("loader") == "live")
 
 
-def command_to_resume(folder: pathlib.Path, manifest: Manifest | None = None) -> str:
-    """Return the command that resumes an analysis; for live modules, as the manifest says, the call."""
-    if manifest is not None and is_live(manifest):
+def resume_command(folder: pathlib.Path, manifest: Manifest | None = None) -> str:
+    """Return the command, or for modules in memory the call, that resumes an unfinished analysis."""
+    if manifest is not None and has_live_modules(manifest):
         return "dl.analyze(..., resume=True)"
     folder_name = shlex.quote(str(folder))
     return f"driftlens analyze {folder_name}/spec.yaml --out {folder_name} --resume"
 
 
-def _status_and_state(run: DriftRun) -> tuple[Status | None, str, str]:
-    """Return the run's status, None if unreadable or absent; then the answers of `last_work`."""
+def _status_and_state(run: DriftRun) -> tuple[RunStatus | None, str, str]:
+    """Return the status of a run, its state, and a description of damage to status.json."""
     status, damage = None, ""
     try:
         status = run.status
@@ -516,7 +525,7 @@ def _status_and_state(run: DriftRun) -> tuple[Status | None, str, str]:
         damage = f"{error.message.replace(str(run.path / STATUS), STATUS)}. {error.hint}"
     if status is not None and status.state not in ("running", "cancelling"):
         return status, status.state, damage
-    is_alive = living_owner_of(run.path) is not None
+    is_alive = live_lock_owner(run.path) is not None
     if status is None:
         return None, "running" if is_alive else "unknown", damage
     return status, status.state if is_alive else "stopped", damage

@@ -33,7 +33,7 @@ ATTRIBUTED = ("jacobian", "contributions", "prefix")
 
 @dataclass(frozen=True)
 class TableSchema:
-    """One table: `key` columns come first and are never null. `command` fills it in a run that lacks it."""
+    """The schema of one table: `key` columns first, never null; `command` computes a table that a run lacks."""
 
     name: str
     key: tuple[str, ...]
@@ -46,21 +46,21 @@ class TableSchema:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The column names in the order of the file."""
+        """The column names, in stored order."""
         return tuple(column.name for column in self.columns)
 
     def column(self, name: str) -> ColumnSchema:
-        """Return the column called `name`."""
+        """Return the schema of the column called `name`."""
         return {column.name: column for column in self.columns}[name]
 
-    def only(self, *names: str) -> tuple[ColumnSchema, ...]:
-        """Return the columns of these names."""
+    def select_columns(self, *names: str) -> tuple[ColumnSchema, ...]:
+        """Return the schemas of the columns with these names."""
         return tuple(self.column(name) for name in names)
 
     def command_to_fill(self, names: Iterable[str], *, is_explained: bool = False) -> str:
-        """Return the command that fills these columns in a run that lacks them; unknown names belong to a diagnostic.
+        """Return the command that computes these columns for a run that lacks them.
 
-        If the attribution is measured already (`is_explained`), a missing part of it has to be named.
+        If the attribution is measured already (`has_attribution`), a missing part of it has to be named.
         """
         columns = set(names)
         options = dict.fromkeys(
@@ -71,8 +71,8 @@ class TableSchema:
         named = [name for name in options if is_explained or name not in ATTRIBUTED]
         return f"{EXPLAIN} --add {','.join(named)}" if named else EXPLAIN
 
-    def extended(self, columns: Iterable[ColumnSchema]) -> TableSchema:
-        """Return the schema with those of `columns` appended that it lacks."""
+    def with_columns(self, columns: Iterable[ColumnSchema]) -> TableSchema:
+        """Return the table schema with additional columns appended."""
         new = {column.name: column for column in columns if column.name not in self.names}
         return replace(self, columns=(*self.columns, *new.values())) if new else self
 
@@ -444,7 +444,7 @@ SWEEPS = TableSchema(
         _number_column("drift_rel", "Final drift norm against the expert's feature norm.", "higher"),
         _number_column("cos_mean", "Mean cosine of the final feature to the expert's.", "lower", COSINE),
         *(
-            _number_column(metric.name, metric.described, metric.worse, metric.range)
+            _number_column(metric.name, metric.full_description, metric.worse, metric.range)
             for metric in METRICS.values()
         ),
         _count_column("n_test", "samples", "Test samples of the scores."),
@@ -482,8 +482,8 @@ TABLES = {
 }
 
 
-def refuse_newer(version: str, path: pathlib.Path, *, minor: bool = False) -> None:
-    """Raise unless a file of schema `version` ("major.minor") can be read.
+def refuse_newer_schema(version: str, path: pathlib.Path, *, minor: bool = False) -> None:
+    """Raise a `SchemaTooNewError` if a file of this schema version ("major.minor") cannot be read.
 
     Args:
         version: the file's schema version.

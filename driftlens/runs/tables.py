@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from driftlens.runs.schema import SCHEMA_VERSION, TABLES, TableSchema, refuse_newer
+from driftlens.runs.schema import SCHEMA_VERSION, TABLES, TableSchema, refuse_newer_schema
 from driftlens.utils.errors import RunError
-from driftlens.utils.files import atomic_path, plain_file
+from driftlens.utils.files import atomic_path, regular_file
 from driftlens.utils.registry import ColumnSchema
 
 _FILE_TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
@@ -31,13 +31,13 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 DAMAGED = "`driftlens check` on the run lists every file that is damaged."
 
 
-def empty(table: TableSchema) -> pd.DataFrame:
-    """Return a frame without rows that has every column of `table` in its type."""
+def empty_frame(table: TableSchema) -> pd.DataFrame:
+    """Return a frame without rows that has all columns of the table schema."""
     return _arrow_to_frame(_parquet_schema(table).empty_table(), table)
 
 
-def conform(frame: pd.DataFrame, table: TableSchema) -> pd.DataFrame:
-    """Return the rows of `frame` with all columns of `table`, in order and in their types; gaps are NaN or NA.
+def conform_to_schema(frame: pd.DataFrame, table: TableSchema) -> pd.DataFrame:
+    """Return the rows with all columns of the table schema, in its order and types; gaps are NaN or NA.
 
     Raises:
         ValueError: the rows don't fit the table, a mistake of the calling code.
@@ -46,32 +46,32 @@ def conform(frame: pd.DataFrame, table: TableSchema) -> pd.DataFrame:
 
 
 def stored_columns(path: pathlib.Path, table: TableSchema) -> list[ColumnSchema]:
-    """Return the columns in the file of a table, those that diagnostics added last; none without a file."""
+    """Read the column schemas from the Parquet file of a table; empty without a file."""
     if not path.exists():
         return []
     with _open_parquet(path) as file:
-        known = table.extended(_diagnostic_columns(file.schema_arrow))
+        known = table.with_columns(_diagnostic_columns(file.schema_arrow))
         return [column for column in known.columns if column.name in file.schema_arrow.names]
 
 
 def read_table(path: pathlib.Path, table: TableSchema) -> pd.DataFrame:
-    """Return a Parquet file as a frame; columns that an older schema lacks are null, those of diagnostics come last."""
+    """Read the Parquet file of a table as a frame; columns that an older schema lacks are null."""
     return _arrow_to_frame(_read_parquet(path, table), table)
 
 
 def append_rows(
     path: pathlib.Path, table: TableSchema, frame: pd.DataFrame, *, replace: bool = False
 ) -> None:
-    """Replace a Parquet file by the rows of `appended`, atomically."""
-    rows = appended(path, table, frame, replace=replace)
+    """Append rows to the Parquet file of a table, atomically."""
+    rows = appended_table(path, table, frame, replace=replace)
     with atomic_path(path) as written:
         pq.write_table(rows, written)
 
 
-def appended(
+def appended_table(
     path: pathlib.Path, table: TableSchema, frame: pd.DataFrame, *, replace: bool = False
 ) -> pa.Table:
-    """Return the rows of a Parquet file, if it exists, and those of a frame; earlier rows stay bit-identical.
+    """Return the rows of a Parquet file followed by those of a frame; stored rows stay bit-identical.
 
     Args:
         path: the file.
@@ -83,7 +83,7 @@ def appended(
         return _frame_to_arrow(frame, table)
     # Earlier rows never pass through pandas, which might round or retype them.
     earlier = _read_parquet(path, table)
-    table = table.extended(_diagnostic_columns(earlier.schema))
+    table = table.with_columns(_diagnostic_columns(earlier.schema))
     rows = _frame_to_arrow(frame, table)
     for name in (name for name in frame.columns if name not in earlier.schema.names):
         field = rows.schema.field(name)
@@ -99,8 +99,8 @@ def appended(
     return pa.concat_tables([earlier.filter(~clash), rows])
 
 
-def filled(path: pathlib.Path, table: TableSchema, frame: pd.DataFrame) -> pa.Table:
-    """Return the rows of a Parquet file with new values in some cells; all others stay bit-identical.
+def updated_table(path: pathlib.Path, table: TableSchema, frame: pd.DataFrame) -> pa.Table:
+    """Return the rows of a Parquet file with some cells set to new values; other cells stay bit-identical.
 
     Args:
         path: the file.
@@ -108,7 +108,7 @@ def filled(path: pathlib.Path, table: TableSchema, frame: pd.DataFrame) -> pa.Ta
         frame: key columns and the columns to set; a missing value changes nothing.
     """
     earlier = _read_parquet(path, table)
-    table = table.extended(_diagnostic_columns(earlier.schema))
+    table = table.with_columns(_diagnostic_columns(earlier.schema))
     rows = _frame_to_arrow(frame, table)
     places = _key_index(rows, table).get_indexer(_key_index(earlier, table))
     if (places >= 0).sum() != rows.num_rows:
@@ -121,8 +121,10 @@ def filled(path: pathlib.Path, table: TableSchema, frame: pd.DataFrame) -> pa.Ta
     return earlier
 
 
-def without(path: pathlib.Path, table: TableSchema, column: str, values: Collection[str]) -> pa.Table | None:
-    """Return the rows of a Parquet file whose text `column` has none of `values`; None if that is all of them."""
+def table_without_rows(
+    path: pathlib.Path, table: TableSchema, column: str, values: Collection[str]
+) -> pa.Table | None:
+    """Return a Parquet table without the rows whose `column` is in `values`; None if no row is removed."""
     if not path.exists():
         return None
     rows = _read_parquet(path, table)
@@ -137,7 +139,7 @@ def _arrow_to_frame(stored: pa.Table, table: TableSchema) -> pd.DataFrame:
 
 
 def _frame_to_arrow(frame: pd.DataFrame, table: TableSchema) -> pa.Table:
-    """Return the rows in the types of the file; a ValueError if they don't fit the table."""
+    """Convert a frame to an Arrow table of the schema; raise a ValueError if it does not fit."""
     unknown = [name for name in frame.columns if name not in table.names]
     if unknown:
         raise ValueError(f"table {table.name!r} has no column {unknown[0]!r}")
@@ -189,9 +191,9 @@ def _diagnostic_columns(schema: pa.Schema) -> list[ColumnSchema]:
 
 @contextlib.contextmanager
 def _open_parquet(path: pathlib.Path) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file; raise a RunError if it can't be read."""
+    """Open a Parquet file; raise a `RunError` if it cannot be read."""
     try:
-        with pq.ParquetFile(plain_file(path)) as file:
+        with pq.ParquetFile(regular_file(path)) as file:
             yield file
     except FileNotFoundError as error:
         raise RunError(f"{path} is missing", hint="Run the analysis again to write it.") from error
@@ -206,12 +208,12 @@ def _read_parquet(path: pathlib.Path, table: TableSchema) -> pa.Table:
         # Reading doesn't decode text, so invalid text would fail much later.
         stored.validate(full=True)
     version = (stored.schema.metadata or {}).get(_VERSION_KEY, b"")
-    refuse_newer(version.decode(errors="replace"), path)
-    return _convert_to_schema(stored, table.extended(_diagnostic_columns(stored.schema)), path)
+    refuse_newer_schema(version.decode(errors="replace"), path)
+    return _convert_to_schema(stored, table.with_columns(_diagnostic_columns(stored.schema)), path)
 
 
 def _convert_to_schema(stored: pa.Table, table: TableSchema, path: pathlib.Path) -> pa.Table:
-    """Return the columns of `table`; those that `stored` lacks are null, those of a newer minor version are dropped."""
+    """Convert a stored table to the current schema: missing columns become null, unknown ones are dropped."""
     schema, names = _parquet_schema(table), {*stored.column_names}
     try:
         columns = [
@@ -233,14 +235,14 @@ def _describe_first_key(rows: pd.DataFrame, table: TableSchema) -> str:
     return ", ".join(f"{name}={rows[name].tolist()[0]!r}" for name in table.key)
 
 
-def plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return one dict per row with numbers, text, booleans and None; missing values are None, never NaN."""
-    columns = {str(name): [plain(value) for value in frame[name]] for name in frame.columns}
+def json_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Convert a frame to one dict of JSON values per row; missing values become None."""
+    columns = {str(name): [json_value(value) for value in frame[name]] for name in frame.columns}
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def plain(value: Any) -> Any:
-    """Return a value as JSON represents it; missing values and numbers that are not finite are None."""
+def json_value(value: Any) -> Any:
+    """Convert a cell to a JSON value; missing values, NaN and infinity become None."""
     if value is None or value is pd.NA:
         return None
     if isinstance(value, np.generic):
@@ -250,7 +252,7 @@ def plain(value: Any) -> Any:
 
 
 def csv_text(data: pd.DataFrame) -> str:
-    """Return the rows as CSV with every digit; text that a spreadsheet would run as a formula is quoted."""
+    """Convert a frame to CSV with full precision; text that a spreadsheet would run as a formula is escaped."""
     shown = data.copy()
     for name in shown.columns:
         if not pd.api.types.is_numeric_dtype(shown[name]):

@@ -1,4 +1,4 @@
-"""Integrity of a run's files (`verify`) and equality of the tables of two runs (`equality`)."""
+"""Integrity of a run's files (`verify_files`) and equality of the tables of two runs (`compare_tables`)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from driftlens.runs.manifest import ENTRIES, MANIFEST, manifest_is_intact, read_
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES, ColumnSchema
 from driftlens.runs.tables import stored_columns
-from driftlens.runs.writer import is_as_described, run_files, settled
-from driftlens.utils.errors import counted
+from driftlens.runs.writer import is_unchanged_file, recover_manifest, run_files
+from driftlens.utils.errors import pluralize
 
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The number of files compared with the manifest, and those that differ; unlisted ones may be another program's."""
+    """The files of a run that are missing, changed or unlisted compared with its manifest."""
 
     checked: int
     missing: tuple[str, ...]
@@ -29,19 +29,19 @@ class VerifyResult:
 
     @property
     def ok(self) -> bool:
-        """True if every listed file exists, unchanged."""
+        """True if all listed files exist and are unchanged."""
         return not self.missing and not self.changed
 
 
-def verify(path: str | pathlib.Path) -> VerifyResult:
-    """Compare the digests of a run's files with its manifest, except status, events, lock and logs."""
+def verify_files(path: str | pathlib.Path) -> VerifyResult:
+    """Compare the SHA-256 digests of a run's files with its manifest; logs and status are not checked."""
     folder = pathlib.Path(path)
     manifest = read_manifest(folder)
     # A writer that died while replacing a file leaves either the old or the new one, complete.
-    listed = settled(folder, manifest).files
+    listed = recover_manifest(folder, manifest).files
     files = set(run_files(folder))
     present = sorted(files.intersection(listed))
-    changed = [name for name in present if not is_as_described(folder / name, listed[name])]
+    changed = [name for name in present if not is_unchanged_file(folder / name, listed[name])]
     if not manifest_is_intact(folder):
         changed.append(MANIFEST)
     # New files are listed when a run is finished; until then its own are expected.
@@ -67,8 +67,8 @@ _AROUND_ONE = ("1", "nat", "of the target")
 
 
 @dataclass
-class Equality:
-    """The difference between the tables of two runs.
+class TableDifference:
+    """The differences between the tables of two runs.
 
     Attributes:
         tables: tables that were compared; those without rows in both runs are left out.
@@ -87,14 +87,14 @@ class Equality:
     unequal: list[str] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)
 
-    def within(self, tolerance: float = TOLERANCE) -> bool:
-        """Return True if the runs are equal, numbers up to `tolerance`."""
+    def is_within(self, tolerance: float = TOLERANCE) -> bool:
+        """Return True if the tables are equal up to a relative tolerance of numbers."""
         return not self.unequal and self.largest <= tolerance
 
 
-def equality(a: DriftRun, b: DriftRun) -> Equality:
-    """Compare the tables of two runs; rows are matched by key, in any order."""
-    result = Equality()
+def compare_tables(a: DriftRun, b: DriftRun) -> TableDifference:
+    """Compare the tables of two runs; rows are matched by key."""
+    result = TableDifference()
     for table in TABLES.values():
         if table.name in _SKIPPED_TABLES:
             continue
@@ -108,9 +108,7 @@ def equality(a: DriftRun, b: DriftRun) -> Equality:
             for frame, other, which in ((first, second, "first"), (second, first, "second")):
                 alone = frame.index.difference(other.index)
                 if len(alone):
-                    rows = (
-                        f"{counted(len(alone), 'row')} only in the {which} run ({_format_row_key(alone[0])})"
-                    )
+                    rows = f"{pluralize(len(alone), 'row')} only in the {which} run ({_format_row_key(alone[0])})"
                     result.unequal.append(f"{table.name}: {rows}")
             shared = first.index.intersection(second.index)
             first, second = first.reindex(shared), second.reindex(shared)
@@ -127,9 +125,9 @@ def equality(a: DriftRun, b: DriftRun) -> Equality:
 
 
 def _compare_columns(
-    equality: Equality, label: str, column: ColumnSchema, a: pd.Series[Any], b: pd.Series[Any]
+    equality: TableDifference, label: str, column: ColumnSchema, a: pd.Series[Any], b: pd.Series[Any]
 ) -> None:
-    """Add the comparison of one column, in rows of the same keys, to `equality`."""
+    """Compare one column of two tables, and add the result to the difference."""
     equality.num_values += len(a)
     unequal = (a.isna() != b.isna()).to_numpy(dtype=bool, copy=True)
     both = (a.notna() & b.notna()).to_numpy(dtype=bool)
@@ -139,7 +137,7 @@ def _compare_columns(
         place = _format_row_key(a.index[int(unequal.argmax())])
         num_unequal = int(unequal.sum())
         verb = "differs" if num_unequal == 1 else "differ"
-        equality.unequal.append(f"{label}: {counted(num_unequal, 'row')} {verb} ({place})")
+        equality.unequal.append(f"{label}: {pluralize(num_unequal, 'row')} {verb} ({place})")
     if column.dtype != "float":
         return
     values_a, values_b = a[both].to_numpy(dtype=float), b[both].to_numpy(dtype=float)

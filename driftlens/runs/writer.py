@@ -29,83 +29,83 @@ from driftlens.runs.manifest import (
     SPEC,
     STATUS,
     VOLATILE,
-    Failure,
     FileInfo,
+    LockOwner,
     Manifest,
-    Owner,
     PhaseInfo,
+    RunFailure,
+    RunStatus,
     State,
-    Status,
-    as_plain,
     calibration_folder,
     feature_file,
     feature_folder,
-    ids_digest,
-    locked_error,
     new_manifest,
-    owner_of,
+    package_versions,
+    read_lock_owner,
     read_manifest,
+    run_locked_error,
+    sample_ids_digest,
     sample_ids_file,
     table_file,
+    to_json_dict,
     utc_now,
-    versions,
     write_manifest,
 )
-from driftlens.runs.schema import SCHEMA_VERSION, TABLES, refuse_newer
-from driftlens.runs.tables import appended, filled, plain, without
+from driftlens.runs.schema import SCHEMA_VERSION, TABLES, refuse_newer_schema
+from driftlens.runs.tables import appended_table, json_value, table_without_rows, updated_table
 from driftlens.utils.errors import Cancelled, RunError, SpecError
 from driftlens.utils.files import (
     PARTIAL,
-    Guard,
+    LockFile,
     PathLike,
     atomic_path,
-    forget_undo,
+    file_sha256,
     free_bytes,
-    sha256_of,
-    sweep,
-    undo_if_stopped,
+    register_undo,
+    remove_stale_scratch,
+    unregister_undo,
     write_json_atomic,
     write_text_atomic,
 )
 from driftlens.utils.progress import ProgressEvent
 from driftlens.utils.registry import ColumnSchema
-from driftlens.utils.variants import calibrated, control_of
+from driftlens.utils.variants import calibrated_variant, control_variant
 
 
 class RunLock:
-    """The right to write to a run directory. The operating system releases it when the process dies.
+    """The exclusive lock on a run directory; the operating system releases it when the process dies.
 
     On a disk without locks the note in `run.lock` decides.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
-        self._guard = Guard(folder / GUARD)
+        self._guard = LockFile(folder / GUARD)
         self._held: os.stat_result | None = None
         self._has_note = False
 
-    def acquire(self) -> Owner | None:
-        """Take the lock; return the owner that died holding it, if any, and remove its scratch folders."""
+    def acquire(self) -> LockOwner | None:
+        """Acquire the lock; return the dead process that held it, if any, and remove its scratch folders."""
         _refuse_links_out_of_run(self._folder)
-        undo_if_stopped(self, self.release)
+        register_undo(self, self.release)
         try:
             self._guard.acquire()
             self._held = (self._folder / GUARD).stat()
-            previous = owner_of(self._folder)
+            previous = read_lock_owner(self._folder)
             # The guard is reliable except after removal by hand, on a disk without locks, or in a network folder.
             # There the note decides.
             if previous is not None and previous.pid != os.getpid() and previous.is_alive:
-                raise locked_error(self._folder, previous)
-            sweep(self._folder.glob(PARTIAL), others=True)
+                raise run_locked_error(self._folder, previous)
+            remove_stale_scratch(self._folder.glob(PARTIAL), others=True)
             # Files of other programs may be large; they are not searched.
             for entry in ENTRIES:
-                sweep((self._folder / entry).rglob(PARTIAL), others=True)
+                remove_stale_scratch((self._folder / entry).rglob(PARTIAL), others=True)
             self.write_heartbeat()
         except TimeoutError:
-            forget_undo(self)
+            unregister_undo(self)
             if not (self._folder / GUARD).exists():
                 self.require_own_folder()
-            raise locked_error(self._folder, owner_of(self._folder)) from None
+            raise run_locked_error(self._folder, read_lock_owner(self._folder)) from None
         except BaseException as error:
             is_guarded = self._guard.is_held
             self.release()
@@ -125,18 +125,18 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def write_heartbeat(self) -> Owner:
-        """Write the note, with a new heartbeat, and return it."""
+    def write_heartbeat(self) -> LockOwner:
+        """Write this process and a new heartbeat to the lock file; return what was written."""
         self.require_own_folder()
         self._has_note = True
-        owner = Owner.this_process()
+        owner = LockOwner.this_process()
         # Only the guard must survive a power cut.
         write_json_atomic(self._folder / LOCK, asdict(owner), is_lasting=False)
         return owner
 
     @property
-    def is_own(self) -> bool:
-        """True if the folder is still the one that was locked."""
+    def is_own_folder(self) -> bool:
+        """True if the run directory is still the one that was locked, not removed or replaced since."""
         try:
             guard = (self._folder / GUARD).stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -145,25 +145,25 @@ class RunLock:
         return self._held is not None and os.path.samestat(guard, self._held)
 
     def require_own_folder(self) -> None:
-        """Raise a RunError if the folder was removed, moved or replaced since it was locked."""
-        if not self.is_own:
+        """Raise a `RunError` if the run directory was removed, moved or replaced since it was locked."""
+        if not self.is_own_folder:
             raise RunError(
                 f"{self._folder} was removed, moved or replaced while it was being written to",
                 hint="Writing has stopped. Restore the folder, or start again.",
             )
 
     def release(self) -> None:
-        """Release the lock and remove the note; do nothing if the lock is not held."""
+        """Release the lock and clear the lock file; do nothing if the lock is not held."""
         if self._guard.is_held:
             with suppress(OSError):
-                if self._has_note and self.is_own:
+                if self._has_note and self.is_own_folder:
                     (self._folder / LOCK).unlink()
             self._guard.release()
-        forget_undo(self)
+        unregister_undo(self)
 
 
 def _refuse_links_out_of_run(folder: pathlib.Path) -> None:
-    """Refuse a run with links that lead out of it; the run itself may be a link."""
+    """Raise an error if a run contains symbolic links that lead out of it."""
     home = os.path.realpath(folder)
     places = [folder / EVENTS, folder / GUARD]
     for entry in filter(pathlib.Path.is_dir, (folder / name for name in ENTRIES)):
@@ -176,12 +176,12 @@ def _refuse_links_out_of_run(folder: pathlib.Path) -> None:
             )
 
 
-def write_status(folder: pathlib.Path, status: Status) -> None:
-    """Replace the run's status.json atomically."""
-    metrics = {name: plain(value) for name, value in status.metrics.items()}
+def write_status(folder: pathlib.Path, status: RunStatus) -> None:
+    """Write the status.json of a run atomically."""
+    metrics = {name: json_value(value) for name, value in status.metrics.items()}
     # A running job writes hundreds of them; after a power cut it doesn't run any more, so none needs a disk flush.
     is_lasting = status.state != "running"
-    write_json_atomic(folder / STATUS, as_plain(replace(status, metrics=metrics)), is_lasting=is_lasting)
+    write_json_atomic(folder / STATUS, to_json_dict(replace(status, metrics=metrics)), is_lasting=is_lasting)
 
 
 def _state_after_error(error: BaseException) -> Literal["cancelled", "failed"]:
@@ -189,7 +189,7 @@ def _state_after_error(error: BaseException) -> Literal["cancelled", "failed"]:
 
 
 def append_event(folder: pathlib.Path, event: str, **details: object) -> None:
-    """Append one line to the run's events.jsonl."""
+    """Append one line to the events.jsonl of a run."""
     path = folder / EVENTS
     line = json.dumps({"time": utc_now(), "event": event, **details}, ensure_ascii=False).encode() + b"\n"
     try:
@@ -208,7 +208,7 @@ _STATUS_SECONDS = 0.5
 
 
 class RunWriter:
-    """The one process that writes to a run directory; every file is complete or absent. Use it as a context manager.
+    """Context manager that writes to a run directory; one process at a time, all files atomically.
 
     Leaving the block lists every file with its digest, sets the state to "done" and releases the lock. After an
     exception the state is "failed" or "cancelled", and finished files stay.
@@ -219,7 +219,7 @@ class RunWriter:
         self.manifest = manifest
         self.clock: Callable[[], float] = time.monotonic
         self._lock = lock
-        self._status = Status("running")
+        self._status = RunStatus("running")
         self._posted = float("-inf")
 
     @classmethod
@@ -233,7 +233,7 @@ class RunWriter:
         live: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> RunWriter:
-        """Return a writer for a new run.
+        """Create a run directory and return its writer.
 
         Args:
             path: a folder that is new or empty; files that DriftLens did not write stay.
@@ -246,11 +246,11 @@ class RunWriter:
         folder = pathlib.Path(path)
         if not (folder / GUARD).exists():
             # Before the lock, which leaves a file behind.
-            refuse_occupied(folder, force=force)
+            refuse_occupied_folder(folder, force=force)
 
         def _clear_and_make_manifest() -> Manifest:
             # Again under the lock: another process may have started a run in the folder meanwhile.
-            refuse_occupied(folder, force=force)
+            refuse_occupied_folder(folder, force=force)
             for entry in ENTRIES:
                 if entry not in (LOCK, GUARD):
                     remove_tree(folder / entry)
@@ -261,21 +261,21 @@ class RunWriter:
 
     @classmethod
     def resume(cls, path: PathLike) -> RunWriter:
-        """Return a writer for an existing run, to complete it or to add to it."""
+        """Return a writer for an existing run."""
         folder = pathlib.Path(path)
         # Before the lock, which would leave a file in a folder that is no run.
         read_manifest(folder)
 
         def _read_manifest_to_resume() -> Manifest:
             manifest = read_manifest(folder)
-            refuse_newer(manifest.schema_version, folder / MANIFEST, minor=True)
-            return replace(settled(folder, manifest), schema_version=SCHEMA_VERSION)
+            refuse_newer_schema(manifest.schema_version, folder / MANIFEST, minor=True)
+            return replace(recover_manifest(folder, manifest), schema_version=SCHEMA_VERSION)
 
         return cls._lock_and_start(folder, "resumed", _read_manifest_to_resume)
 
     @classmethod
     def _lock_and_start(cls, folder: pathlib.Path, event: str, manifest: Callable[[], Manifest]) -> RunWriter:
-        """Take the lock, read or make the manifest under it, and record the beginning; an error ends the run."""
+        """Acquire the lock, read or create the manifest, and record the start of the job."""
         lock = RunLock(folder)
         previous = lock.acquire()
         try:
@@ -283,14 +283,14 @@ class RunWriter:
         except BaseException:
             lock.release()
             raise
-        undo_if_stopped(writer, lambda: writer._record_error_and_release(KeyboardInterrupt()))
+        register_undo(writer, lambda: writer._record_error_and_release(KeyboardInterrupt()))
         try:
             writer._save()
             writer.status("running")
             append_event(folder, event)
             if previous is not None:
                 writer.notice(f"took over from {previous}, which ended without releasing the run")
-            now, before = versions(), writer.manifest.versions
+            now, before = package_versions(), writer.manifest.versions
             changed = [name for name in before if name in now and now[name] != before[name]]
             if changed:
                 listed = ", ".join(f"{name} {now[name]} (before: {before[name]})" for name in changed)
@@ -319,17 +319,17 @@ class RunWriter:
             self._release_lock()
 
     def status(self, state: State, **fields: Any) -> None:
-        """Write the state of the run to its status.json; see `Status` for the fields."""
+        """Write the state of the run to its status.json; `fields` are those of the status."""
         owner = self._lock.write_heartbeat()
         times = {"heartbeat": owner.heartbeat, "process_started": owner.process_started}
-        self._status = Status(state, **fields, pid=owner.pid, **times)  # type: ignore[arg-type]
+        self._status = RunStatus(state, **fields, pid=owner.pid, **times)  # type: ignore[arg-type]
         # The folder may have been removed while the heartbeat was written.
         self._lock.require_own_folder()
         write_status(self.folder, self._status)
         self._posted = self.clock()
 
     def progress(self, event: ProgressEvent) -> None:
-        """Write an event to status.json, at most twice a second within a phase. This is a progress sink."""
+        """Write a progress event to status.json, at most twice a second within a phase."""
         self._lock.require_own_folder()
         is_news = event.phase != self._status.phase or event.done == event.total
         if is_news or self.clock() - self._posted >= _STATUS_SECONDS:
@@ -337,12 +337,12 @@ class RunWriter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[dict[str, Any]]:
-        """Record state, time and memory of the block as one phase; check `done` first.
+        """Record state, duration and memory of the block as one phase of the run.
 
         Yields a dict for further columns of the table `resources`.
         """
         used: dict[str, Any] = {}
-        started, clock, energy = utc_now(), self.clock(), energy_wh()
+        started, clock, energy = utc_now(), self.clock(), cpu_energy_wh()
         self._record_phase(name, PhaseInfo("running", 0.0, started))
         self.status("running", phase=name)
         try:
@@ -356,13 +356,13 @@ class RunWriter:
         seconds = self.clock() - clock
         row = {"phase": name, "seconds": seconds, "peak_rss_bytes": peak_rss_bytes(), **used}
         # A counter may start again.
-        if energy is not None and (spent := (energy_wh() or 0.0) - energy) >= 0:
+        if energy is not None and (spent := (cpu_energy_wh() or 0.0) - energy) >= 0:
             row["energy_wh"] = spent
         self.append("resources", pd.DataFrame([row]), replace=True)
         self._record_phase(name, PhaseInfo("done", seconds, started))
 
     def done(self, phase: str) -> bool:
-        """Return True if the phase was finished, now or before the run was interrupted."""
+        """Return True if the phase is finished, now or in the run that is resumed."""
         return phase in self.manifest.phases and self.manifest.phases[phase].state == "done"
 
     def _list_files_and_finish(self) -> None:
@@ -380,13 +380,13 @@ class RunWriter:
 
     def _release_lock(self) -> None:
         self._lock.release()
-        forget_undo(self)
+        unregister_undo(self)
 
     def _record_final_error(self, error: BaseException) -> None:
         """Record the error that ended the run, as failed or cancelled."""
         # A full disk must not hide the error.
         with suppress(OSError):
-            failure, last = Failure.of(error), self._status
+            failure, last = RunFailure.of(error), self._status
             self.status(
                 _state_after_error(error), phase=last.phase, done=last.done, total=last.total, error=failure
             )
@@ -394,11 +394,11 @@ class RunWriter:
             self._save()
 
     def _record_phase(self, name: str, phase: PhaseInfo) -> None:
-        self.describe(phases={name: phase})
+        self.update_manifest(phases={name: phase})
         self.event("phase", name=name, state=phase.state, seconds=phase.seconds)
 
-    def describe(self, **entries: Any) -> None:
-        """Add entries to the manifest, by the names of its attributes.
+    def update_manifest(self, **entries: Any) -> None:
+        """Update manifest fields: mappings are merged, sequences extended, other values replaced.
 
         Mappings are merged, sequences extended by what is new, everything else is set.
         """
@@ -407,13 +407,13 @@ class RunWriter:
         )
 
     def warn(self, text: str) -> None:
-        """Record a warning: something that may invalidate the numbers."""
-        self.describe(warnings=[text])
+        """Record a warning in the manifest: something that may invalidate the numbers."""
+        self.update_manifest(warnings=[text])
         self.event("warning", text=text)
 
     def notice(self, text: str) -> None:
-        """Record a notice: something a reader should know."""
-        self.describe(notices=[text])
+        """Record a notice in the manifest: something a reader of the run should know."""
+        self.update_manifest(notices=[text])
         self.event("notice", text=text)
 
     def append(
@@ -424,7 +424,7 @@ class RunWriter:
         replace: bool = False,
         columns: Sequence[ColumnSchema] = (),
     ) -> None:
-        """Add rows to a table; existing rows keep their exact values.
+        """Append rows to a table; existing rows keep their exact values.
 
         Args:
             table: the table's name.
@@ -433,10 +433,12 @@ class RunWriter:
             columns: columns that a diagnostic adds to the schema; the file keeps their declaration.
         """
         path = self.folder / table_file(table)
-        self._write_table(path, appended(path, TABLES[table].extended(columns), frame, replace=replace))
+        self._write_table(
+            path, appended_table(path, TABLES[table].with_columns(columns), frame, replace=replace)
+        )
 
     def fill(self, table: str, frame: pd.DataFrame, columns: Sequence[ColumnSchema] = ()) -> None:
-        """Set values in columns of existing rows, by key; all other values stay exact.
+        """Set columns of existing rows of a table, matched by key; other values stay exact.
 
         Args:
             table: the table's name.
@@ -444,17 +446,17 @@ class RunWriter:
             columns: columns that a diagnostic adds to the schema.
         """
         path = self.folder / table_file(table)
-        self._write_table(path, filled(path, TABLES[table].extended(columns), frame))
+        self._write_table(path, updated_table(path, TABLES[table].with_columns(columns), frame))
 
     def drop(self, table: str, column: str, values: Collection[str]) -> None:
-        """Remove the rows of a table whose text `column` has one of `values`."""
+        """Delete the rows of a table whose text `column` has one of `values`."""
         path = self.folder / table_file(table)
-        rows = without(path, TABLES[table], column, values)
+        rows = table_without_rows(path, TABLES[table], column, values)
         if rows is not None:
             self._write_table(path, rows)
 
     def write_features(self, task: str, variant: str, layer: int, array: NDArray[np.floating[Any]]) -> None:
-        """Store features as float16, or with a notice as float32 if they exceed float16.
+        """Save features as float16, or as float32 with a notice if they exceed the range of float16.
 
         Args:
             task: the samples' task.
@@ -473,7 +475,7 @@ class RunWriter:
             np.save(file, stored, allow_pickle=False)
 
     def write_sample_ids(self, task: str, split: str, ids: Sequence[str], origin: str = "") -> None:
-        """Record the samples of a split.
+        """Record the ids of a task's samples in a split.
 
         Args:
             task: the samples' task.
@@ -481,18 +483,20 @@ class RunWriter:
             ids: sample ids, in order.
             origin: digest of the data; without it the samples of two runs can't be matched.
         """
-        entries: dict[str, Any] = {"sample_ids": list(ids), "sample_id_digests": ids_digest(ids)}
+        entries: dict[str, Any] = {"sample_ids": list(ids), "sample_id_digests": sample_ids_digest(ids)}
         if origin:
             entries["sample_origins"] = origin
         before = {name: getattr(self.manifest, name).get(split, {}) for name in entries}
-        self.describe(**{name: {split: {**before[name], task: value}} for name, value in entries.items()})
+        self.update_manifest(
+            **{name: {split: {**before[name], task: value}} for name, value in entries.items()}
+        )
         if split == "diagnosis":
             with self.file(sample_ids_file(task)) as path:
                 write_json_atomic(path, list(ids))
 
     @contextmanager
     def file(self, relative: str) -> Iterator[pathlib.Path]:
-        """Yield a path to write to; the complete file replaces `relative` inside the run.
+        """Yield a temporary path to write to; it replaces the run's file `relative` on success.
 
         A listed file stays listed. File and manifest can't be replaced in one step, so in between the manifest
         describes both the old and the new file.
@@ -511,14 +515,14 @@ class RunWriter:
             self.manifest = replace(self.manifest, files=files, rewriting={})
 
     def begin_variants(self, variants: Sequence[str]) -> None:
-        """Hide these variants from readers until `finish_variants`, so that their rows can be written."""
+        """Hide variants from readers of the run until `finish_variants`, while their rows are written."""
         self._save(
             variants=[name for name in self.manifest.variants if name not in variants],
             unfinished=_merge_entries(self.manifest.unfinished, variants),
         )
 
     def finish_variants(self, variants: Sequence[str], **entries: Any) -> None:
-        """Show these variants to readers, and update `entries` of the manifest in the same step."""
+        """Make variants visible to readers of the run, and update other manifest fields in the same step."""
         self._save(
             variants=_merge_entries(self.manifest.variants, variants),
             unfinished=[name for name in self.manifest.unfinished if name not in variants],
@@ -526,8 +530,8 @@ class RunWriter:
         )
 
     def remove_calibration(self, name: str) -> None:
-        """Remove a calibration and its control; the next removal completes an interrupted one."""
-        gone = (control_of(name), calibrated(name))
+        """Remove a calibration and its control from the run: rows, files and manifest entries."""
+        gone = (control_variant(name), calibrated_variant(name))
         phases = [phase for phase in self.manifest.phases if f"{phase}:".startswith(f"calibrate:{name}:")]
         self.begin_variants(gone)
         self._save(
@@ -555,9 +559,9 @@ class RunWriter:
         )
 
     def event(self, event: str, **details: object) -> None:
-        """Append one line to the run's events; numbers that are not finite become null."""
+        """Append one line to the run's events.jsonl; NaN and infinity become null."""
         self._lock.require_own_folder()
-        append_event(self.folder, event, **{name: plain(value) for name, value in details.items()})
+        append_event(self.folder, event, **{name: json_value(value) for name, value in details.items()})
 
     def _write_table(self, path: pathlib.Path, rows: pa.Table) -> None:
         with self.file(path.relative_to(self.folder).as_posix()) as written:
@@ -587,13 +591,13 @@ def _merge_entries(old: Any, new: Any) -> Any:
 
 
 @contextmanager
-def attach(run: str | pathlib.Path, relative: str) -> Iterator[pathlib.Path]:
-    """Yield a path to write to; the complete file becomes `relative` ("reports/report.html") in the run, listed."""
+def attach_file(run: str | pathlib.Path, relative: str) -> Iterator[pathlib.Path]:
+    """Yield a path to write to; on success the file is added to the run as `relative` and listed in the manifest."""
     folder = pathlib.Path(run)
     # Before the lock, which would leave a file in a folder that is no run.
     read_manifest(folder)
     with RunLock(folder) as lock:
-        writer = RunWriter(folder, settled(folder, read_manifest(folder)), lock)
+        writer = RunWriter(folder, recover_manifest(folder, read_manifest(folder)), lock)
         with writer.file(relative) as written:
             yield written
             lock.require_own_folder()
@@ -602,7 +606,7 @@ def attach(run: str | pathlib.Path, relative: str) -> Iterator[pathlib.Path]:
 
 
 def remove_tree(entry: pathlib.Path) -> None:
-    """Remove a file or folder if it exists; of a link, only the link."""
+    """Remove a file or folder if it exists; symbolic links are not followed."""
     try:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -614,7 +618,7 @@ def remove_tree(entry: pathlib.Path) -> None:
 
 
 def peak_rss_bytes() -> int | None:
-    """Return the peak resident memory of this process; None where the system does not report it."""
+    """Return the peak resident memory of this process in bytes; None if the system does not report it."""
     try:
         import resource
     except ImportError:
@@ -625,8 +629,8 @@ def peak_rss_bytes() -> int | None:
     return peak if platform.system() == "Darwin" else peak * 1024
 
 
-def energy_wh(counters: pathlib.Path = pathlib.Path("/sys/class/powercap")) -> float | None:
-    """Return the energy that the processors have used for all programs, in Wh; None without readable counters."""
+def cpu_energy_wh(counters: pathlib.Path = pathlib.Path("/sys/class/powercap")) -> float | None:
+    """Return the energy used by the CPUs of this machine, in Wh; None without readable RAPL counters."""
     files = counters.glob("intel-rapl:[0-9]*/energy_uj")
     try:
         # `intel-rapl:0:0` is a part of `intel-rapl:0`, whose counter includes it.
@@ -636,8 +640,8 @@ def energy_wh(counters: pathlib.Path = pathlib.Path("/sys/class/powercap")) -> f
     return sum(readings) / 3.6e9 if readings else None
 
 
-def refuse_occupied(folder: pathlib.Path, *, force: bool) -> None:
-    """Raise a SpecError unless a new run may begin in `folder`; `force` allows to replace a run."""
+def refuse_occupied_folder(folder: pathlib.Path, *, force: bool) -> None:
+    """Raise a `SpecError` if `folder` is not empty; with `force`, unless it holds a run to replace."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -666,7 +670,7 @@ def refuse_occupied(folder: pathlib.Path, *, force: bool) -> None:
 
 
 def run_files(folder: pathlib.Path) -> Iterator[str]:
-    """Yield the paths, relative to the run and with forward slashes, of all files that a manifest lists."""
+    """Yield the relative paths of all files of a run that its manifest should list."""
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
         if relative.parts[0] not in VOLATILE and path.is_file():
@@ -674,25 +678,25 @@ def run_files(folder: pathlib.Path) -> Iterator[str]:
 
 
 def _describe_file(path: pathlib.Path) -> FileInfo:
-    return FileInfo(sha256_of(path), path.stat().st_size)
+    return FileInfo(file_sha256(path), path.stat().st_size)
 
 
-def is_as_described(path: pathlib.Path, described: FileInfo) -> bool:
-    """Return True if a file has the size and digest in its entry of the manifest."""
+def is_unchanged_file(path: pathlib.Path, described: FileInfo) -> bool:
+    """Return True if a file has the size and SHA-256 digest of its manifest entry."""
     try:
-        return path.stat().st_size == described.bytes and sha256_of(path) == described.sha256
+        return path.stat().st_size == described.bytes and file_sha256(path) == described.sha256
     except OSError as error:
         raise RunError(f"{path} can't be read: {error.strerror}", hint="Check its permissions.") from error
 
 
-def settled(folder: pathlib.Path, manifest: Manifest) -> Manifest:
-    """Return the manifest with the right entries for files that a writer was replacing when it died.
+def recover_manifest(folder: pathlib.Path, manifest: Manifest) -> Manifest:
+    """Correct manifest entries of files that were being replaced when the writer died.
 
     A file that is neither the old nor the new one keeps its old entry, so that `verify` reports it.
     """
     replaced = {
         name: new
         for name, new in manifest.rewriting.items()
-        if (folder / name).is_file() and is_as_described(folder / name, new)
+        if (folder / name).is_file() and is_unchanged_file(folder / name, new)
     }
     return replace(manifest, files={**manifest.files, **replaced}, rewriting={})

@@ -29,8 +29,8 @@ def accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
-def names() -> list[str]:
-    """List the device names that are available, the host first. Several devices of a kind are numbered."""
+def available_devices() -> list[str]:
+    """List the names of the available devices, `cpu` first; several GPUs are numbered, as in `cuda:1`."""
     kind, number = accelerator(), torch.accelerator.device_count()
     if kind is None:
         return ["cpu"]
@@ -38,13 +38,13 @@ def names() -> list[str]:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the device of a name after a trial computation; `auto` is the accelerator if there is one."""
+    """Parse a device name (`auto` picks the accelerator) and check the device with a trial computation."""
     try:
         resolved = (accelerator() or HOST) if device == "auto" else torch.device(device)
         # Torch accepts names of devices that are missing, such as a second GPU or another build's kind.
         torch.zeros(1, device=resolved).cpu()
     except (RuntimeError, AssertionError, ValueError, TypeError, ImportError) as error:
-        there = ", ".join(f"`{name}`" for name in names())
+        there = ", ".join(f"`{name}`" for name in available_devices())
         raise SpecError(
             f"device {str(device)!r} is not available: {_first_error_line(error)}",
             hint=f"Use `auto` or {there}.",
@@ -53,14 +53,14 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the vendor's name of a device, or torch's."""
+    """Return the hardware name of a device, for example "NVIDIA H200", or torch's name for it."""
     vendor_name = None if device.type == "cpu" else _call_device_module("get_device_name", device)
     return str(vendor_name or device)
 
 
 @functools.cache
 def has_float64(device: torch.device) -> bool:
-    """Return True if a trial computation in float64 succeeds."""
+    """Return True if the device supports float64, found by a trial computation."""
     try:
         torch.ones(1, dtype=torch.float64, device=device).sum()
     # It is a RuntimeError, too, and would be cached as a lack of float64.
@@ -71,8 +71,8 @@ def has_float64(device: torch.device) -> bool:
     return True
 
 
-def device_of(dtype: torch.dtype, device: torch.device) -> torch.device:
-    """Return where numbers of this dtype are summed and solved: the device, or the host if it has no float64."""
+def device_for_dtype(dtype: torch.dtype, device: torch.device) -> torch.device:
+    """Return the device for arithmetic in this dtype: the CPU for float64 if the device does not support it."""
     return device if dtype != torch.float64 or has_float64(device) else HOST
 
 
@@ -86,7 +86,7 @@ _FACTORS: Mapping[str, Callable[[Tensor], object]] = {
 
 @functools.cache
 def missing_factorizations(device: torch.device) -> tuple[str, ...]:
-    """Return the matrix factorizations that a device does not support. Each is tried on one number."""
+    """List the matrix factorizations that the device does not support, each tried on a 1 x 1 matrix."""
     one, lacks = torch.ones(1, 1, device=device), []
     for name, factor in _FACTORS.items():
         try:
@@ -96,41 +96,41 @@ def missing_factorizations(device: torch.device) -> tuple[str, ...]:
     return tuple(lacks)
 
 
-def near_factors(tensor: Tensor) -> Tensor:
-    """Return the tensor on a device that can factor it: its own, or the host."""
+def to_factorizing_device(tensor: Tensor) -> Tensor:
+    """Move a tensor to the CPU if its device lacks a matrix factorization; else return it unchanged."""
     return tensor.to(HOST) if missing_factorizations(tensor.device) else tensor
 
 
-class SumsTooLarge(torch.OutOfMemoryError):
-    """Raised if statistics, or the solution of a linear system, do not fit on their device."""
+class MomentsOutOfMemory(torch.OutOfMemoryError):
+    """Raised if moments, or the solution of a linear system, do not fit into the memory of their device."""
 
 
 _crowded: ContextVar[bool] = ContextVar("crowded", default=False)
 
 
-def place_of_sums(dtype: torch.dtype, device: torch.device) -> torch.device:
-    """Return the device for moments of this dtype and their solves: the host if it lacks memory or a factorization."""
-    return HOST if _crowded.get() or missing_factorizations(device) else device_of(dtype, device)
+def moments_device(dtype: torch.dtype, device: torch.device) -> torch.device:
+    """Return the device for moments of this dtype and their solves: the CPU if the device cannot hold or solve them."""
+    return HOST if _crowded.get() or missing_factorizations(device) else device_for_dtype(dtype, device)
 
 
-def room_for_sums(device: torch.device, budget: int) -> int:
-    """Return how many bytes moments in float64 may take: the budget, or a quarter of an accelerator's free memory."""
-    free = memory(place_of_sums(torch.float64, device))
+def moments_budget(device: torch.device, budget: int) -> int:
+    """Return the bytes available for float64 moments: the budget or, if larger, a quarter of the free GPU memory."""
+    free = device_memory(moments_device(torch.float64, device))
     return budget if free is None else max(budget, free[0] // 4)
 
 
 @contextmanager
-def summing() -> Iterator[None]:
-    """Raise `SumsTooLarge` if memory runs out inside the block."""
+def convert_moments_oom() -> Iterator[None]:
+    """Convert an out-of-memory error inside the block into `MomentsOutOfMemory`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise SumsTooLarge(str(error)) from error
+        raise MomentsOutOfMemory(str(error)) from error
 
 
 @contextmanager
-def sums_moving() -> Iterator[Callable[[], bool]]:
-    """Yield a function that moves statistics to the host until the block ends; True if they were elsewhere."""
+def offload_moments() -> Iterator[Callable[[], bool]]:
+    """Yield a function that moves moments to the CPU until the block ends; it returns False on later calls."""
     # Set to its own value, only for a token that restores it later.
     token = _crowded.set(_crowded.get())
 
@@ -145,8 +145,8 @@ def sums_moving() -> Iterator[Callable[[], bool]]:
         _crowded.reset(token)
 
 
-def host_work(device: torch.device) -> list[str]:
-    """Describe, in sentences, the computations that run on the host because the device cannot do them."""
+def host_fallbacks(device: torch.device) -> list[str]:
+    """Describe the computations that run on the CPU because the device does not support them, one sentence each."""
     name, lacks, sentences = device_name(device), missing_factorizations(device), []
     if not has_float64(device):
         sentences.append(f"{name} has no float64: such sums and solves run on the host")
@@ -156,26 +156,26 @@ def host_work(device: torch.device) -> list[str]:
 
 
 def require_dtype(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise a SpecError if the device does not support the dtype."""
-    if device_of(dtype, device) != device:
+    """Raise a `SpecError` if the device does not support the dtype."""
+    if device_for_dtype(dtype, device) != device:
         raise SpecError(
             f"compute.dtype is float64, which {device_name(device)} does not support",
             hint="Set compute.dtype: float32 (sums and solves run in float64 on the host), or use `cpu`.",
         )
 
 
-def near_float64(tensor: Tensor) -> Tensor:
-    """Return the tensor on a device that has float64: its own, or the host."""
-    return tensor.to(device_of(torch.float64, tensor.device))
+def to_float64_device(tensor: Tensor) -> Tensor:
+    """Move a tensor to the CPU if its device lacks float64; else return it unchanged."""
+    return tensor.to(device_for_dtype(torch.float64, tensor.device))
 
 
 def to_float64(tensor: Tensor) -> Tensor:
-    """Return the tensor in float64, on the host if its device has no float64."""
-    return near_float64(tensor).double()
+    """Convert a tensor to float64, on the CPU if its device lacks float64."""
+    return to_float64_device(tensor).double()
 
 
-def memory(device: torch.device) -> tuple[int, int] | None:
-    """Return free memory (including torch's cache) and total memory of the device, in bytes."""
+def device_memory(device: torch.device) -> tuple[int, int] | None:
+    """Return the free memory (including torch's cache) and the total memory of a device, in bytes."""
     free_and_total: tuple[int, int] | None = _query_memory("get_memory_info", "mem_get_info", device)
     if free_and_total is None:
         return None
@@ -187,12 +187,12 @@ def memory(device: torch.device) -> tuple[int, int] | None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the largest number of bytes that tensors took on the device since `reset_peak_memory`."""
+    """Return the peak memory of all tensors on the device since `reset_peak_memory`, in bytes."""
     return _query_memory("max_memory_allocated", "max_memory_allocated", device)
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak that `peak_memory` reports."""
+    """Reset the peak memory that `peak_memory` returns."""
     _query_memory("reset_peak_memory_stats", "reset_peak_memory_stats", device)
 
 
@@ -214,8 +214,8 @@ def _has_streams(device: torch.device) -> bool:
     return True
 
 
-def use_device(number: int) -> None:
-    """Make one of the accelerators, by a number that may be larger than there are, this process's own."""
+def set_process_device(number: int) -> None:
+    """Select the accelerator of this process by its local rank, modulo the number of accelerators."""
     if accelerator() is not None:
         # Older torch has it under the name `set_device_idx` only.
         choose = getattr(torch.accelerator, "set_device_index", None) or torch.accelerator.set_device_idx
@@ -223,7 +223,7 @@ def use_device(number: int) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Move a tensor to a device, and to `dtype` if one is given. Copies to a GPU are asynchronous, from pinned memory.
+    """Move a tensor to a device and optionally to `dtype`; copies to a GPU use pinned memory, asynchronously.
 
     Args:
         tensor: the tensor to move.
@@ -241,13 +241,13 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
     return tensor.to(device, dtype)
 
 
-def to_match(features: Tensor, tensor: Tensor) -> Tensor:
-    """Move a tensor to the device and dtype of features."""
+def match_device_dtype(features: Tensor, tensor: Tensor) -> Tensor:
+    """Move a tensor to the device and dtype of the features."""
     return to_device(tensor, features.device, features.dtype)
 
 
-def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors of one device and dtype to the host, with one synchronization."""
+def copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors of one device and dtype to the CPU with a single synchronization."""
     if not tensors or tensors[0].device == HOST:
         return [*tensors]
     # One copy instead of one per tensor: each would synchronize with the device.
@@ -256,16 +256,16 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def free_cached() -> None:
-    """Release torch's memory cache; before torch 2.9, torch does so itself when memory runs out."""
+def empty_cache() -> None:
+    """Release torch's cache of device memory; do nothing before torch 2.9."""
     empty: Callable[[], None] | None = getattr(torch.accelerator, "empty_cache", None)
     if empty is not None and accelerator() is not None:
         empty()
 
 
 @contextmanager
-def answering(device: torch.device, action: str) -> Iterator[None]:
-    """Raise a `RunError` if the device runs out of memory or is lost inside the block."""
+def convert_device_errors(device: torch.device, action: str) -> Iterator[None]:
+    """Convert an out-of-memory error or the loss of the device inside the block into a `RunError`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -294,7 +294,7 @@ def _first_error_line(error: BaseException) -> str:
 
 
 def _query_memory(general: str, of_module: str, device: torch.device) -> Any:
-    """Call a memory function of `torch.accelerator`, or of the device's own module."""
+    """Call a memory function of `torch.accelerator`, or of `torch.cuda` and the like in older versions of torch."""
     if device.type == "cpu":
         return None
     try:
@@ -310,21 +310,21 @@ def _call_device_module(name: str, device: torch.device) -> Any:
 
 
 @contextmanager
-def using_threads(number: int | None) -> Iterator[None]:
-    """Compute with `number` threads inside the block, at most OMP_NUM_THREADS; None keeps torch's own number."""
+def use_num_threads(number: int | None) -> Iterator[None]:
+    """Limit torch to `number` CPU threads inside the block, at most OMP_NUM_THREADS; None changes nothing."""
     if number is None:
         yield
         return
     # OpenMP allows a list of numbers, one per level of nested regions; the first one counts here.
     limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     most = int(limit) if limit.isdecimal() and int(limit) else number
-    with computing_with(min(number, most)):
+    with override_num_threads(min(number, most)):
         yield
 
 
 @contextmanager
-def computing_with(number: int) -> Iterator[int]:
-    """Set torch's number of threads inside the block and restore it afterwards."""
+def override_num_threads(number: int) -> Iterator[int]:
+    """Set torch's number of CPU threads inside the block and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -334,8 +334,8 @@ def computing_with(number: int) -> Iterator[int]:
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
-    """Compute float32 products in full precision inside the block: no TF32, no bfloat16, no autocast.
+def full_precision_matmul() -> Iterator[None]:
+    """Compute float32 matrix products in full precision inside the block: no TF32, no bfloat16, no autocast.
 
     This overrides `set_float32_matmul_precision`, the flags of cuDNN and, since torch 2.9, `fp32_precision` of all
     backends and operations. Previous settings are restored.
@@ -346,16 +346,14 @@ def exact_products() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(
-            _full_precision_switches()
-            if hasattr(torch.backends, "fp32_precision")
-            else _full_precision_flags()
+            _disable_tf32() if hasattr(torch.backends, "fp32_precision") else _disable_tf32_legacy()
         )
         yield
 
 
 @contextmanager
-def _full_precision_switches() -> Iterator[None]:
-    """Set the switches of torch 2.9, where operations override backends, and backends the general switch."""
+def _disable_tf32() -> Iterator[None]:
+    """Disable TF32 and bfloat16 through the `fp32_precision` settings of torch 2.9 and later."""
     backends: Any = torch.backends
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
     finer = [cudnn, mkldnn, cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
@@ -387,8 +385,8 @@ def _full_precision_switches() -> Iterator[None]:
 
 
 @contextmanager
-def _full_precision_flags() -> Iterator[None]:
-    """Set the flags of torch before 2.9."""
+def _disable_tf32_legacy() -> Iterator[None]:
+    """Disable TF32 and bfloat16 through the flags of torch before 2.9."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -1,8 +1,8 @@
-"""Processes of one job under `torchrun`, and the permissions, progress sink and cancel token of a job (`Context`).
+"""Processes of one job under `torchrun`, and the permissions, progress sink and cancel token of a job (`JobContext`).
 
 Every process runs the same program on the same files. Each task belongs to one rank; the main rank collects results in
-the order of the tasks, so that they are those of one process, and it alone writes. Entry point: `joined`. A `Team` of
-one process answers every call at once.
+the order of the tasks, so that they are those of one process, and it alone writes. Entry point:
+`join_process_group`. A `ProcessGroup` of one process answers every call at once.
 
 An error in any process ends the job: its connections close, and every other process raises the posted error.
 """
@@ -21,8 +21,15 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError, concerning, from_library
-from driftlens.utils.progress import CancelToken, ProgressSink, Reporter, all_of
+from driftlens.utils.errors import (
+    Cancelled,
+    DriftLensError,
+    RunError,
+    SpecError,
+    add_error_context,
+    wrap_library_error,
+)
+from driftlens.utils.progress import CancelToken, ProgressReporter, ProgressSink, combine_sinks
 
 log = logging.getLogger("driftlens")
 T = TypeVar("T")
@@ -35,8 +42,8 @@ _READ = 1.0
 _WAIT = timedelta(days=1)
 
 
-class Team:
-    """This process among those of a job; rank 0 is the main one."""
+class ProcessGroup:
+    """This process within a distributed job of `size` processes; rank 0 is the main process."""
 
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
         """Describe a process of `torch.distributed`'s default group; `store` is shared by all of them."""
@@ -48,22 +55,22 @@ class Team:
         """True for the process that writes and prints."""
         return self.rank == 0
 
-    def owners(self, items: Sequence[str]) -> dict[str, int]:
-        """Return the rank that each item belongs to, in turn."""
+    def owner_ranks(self, items: Sequence[str]) -> dict[str, int]:
+        """Assign items to ranks round-robin; return the rank of each item."""
         return {item: place % self.size for place, item in enumerate(items)}
 
     def own_items(self, items: Sequence[str]) -> list[str]:
-        """Return the items of this process; none if there are more processes than items."""
-        return [item for item, owner in self.owners(items).items() if owner == self.rank]
+        """Return the items assigned to this process; empty if there are more processes than items."""
+        return [item for item, owner in self.owner_ranks(items).items() if owner == self.rank]
 
     def warn_idle(self, items: Sequence[str]) -> None:
-        """Log how many processes have no task."""
+        """Log a warning if there are more processes than tasks, with the number of idle processes."""
         if self.size > len(items):
             idle = self.size - len(items)
             log.warning("%d of %d processes are idle: there are only %d tasks", idle, self.size, len(items))
 
-    def run_on(self, owner: int, work: Callable[[], T]) -> T | None:
-        """Run work on one rank and return its result on the main rank; None elsewhere.
+    def run_on_rank(self, owner: int, work: Callable[[], T]) -> T | None:
+        """Run `work` on one rank and return its result on the main rank; None on all others.
 
         The owner blocks until the main rank asks for the result, so the order must be the same on all ranks.
         """
@@ -75,7 +82,7 @@ class Team:
         return cast("T", self._receive_object(owner)) if self.is_main_process else None
 
     def run_on_main(self, work: Callable[[], T]) -> T:
-        """Run work on the main rank and return its result on all; a `DriftLensError` is raised on all."""
+        """Run `work` on the main rank and return its result on all ranks; a `DriftLensError` is raised on all."""
         if self.size == 1:
             return work()
         if self.is_main_process:
@@ -89,7 +96,7 @@ class Team:
         return cast("T", value)
 
     def gather(self, value: T) -> list[T]:
-        """Return the value of every process, by rank; tensors in it are on the host."""
+        """Gather a value from every process and return the list, by rank, on all; tensors are moved to the CPU."""
         if self.size == 1:
             return [value]
         import torch
@@ -100,11 +107,11 @@ class Team:
         return values
 
     def barrier(self) -> None:
-        """Wait until all processes have arrived."""
+        """Wait until all processes have reached this call."""
         self.gather(None)
 
     def map(self, items: Sequence[str], work: Callable[[str], T]) -> dict[str, T]:
-        """Compute every item on one rank and return all results on all; a `DriftLensError` is raised on all."""
+        """Apply `work` to the items, distributed over the ranks, and return all results on every rank."""
         if self.size == 1:
             return {item: work(item) for item in items}
         parts: dict[str, T] = {}
@@ -116,18 +123,20 @@ class Team:
             parts |= part or {}
         return {item: parts[item] for item in items}
 
-    def raised_on_all(self, error: BaseException) -> bool:
+    def is_raised_on_all(self, error: BaseException) -> bool:
         """Return True if all processes have raised this error at the same place, so that they may continue."""
         return self.size == 1 or error in self._common
 
-    def fail(self, error: BaseException) -> bool:
+    def broadcast_error(self, error: BaseException) -> bool:
         """Send the error that ends this process to the others; return True if it was the first, to be printed."""
         if self.size == 1:
             return True
         if isinstance(error, KeyboardInterrupt):
             error = Cancelled("cancelled")
         if not isinstance(error, DriftLensError):
-            error = from_library(error) or RunError(f"process {self.rank}: {type(error).__name__}: {error}")
+            error = wrap_library_error(error) or RunError(
+                f"process {self.rank}: {type(error).__name__}: {error}"
+            )
         # In hexadecimal, because the store compares text.
         ours = pickle.dumps((type(error), error.message, error.hint, self.rank)).hex()
         try:
@@ -169,7 +178,7 @@ class Team:
         import torch
 
         file = io.BytesIO()
-        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+        _TensorPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
         with self._report_broken_connection():
             torch.distributed.send_object_list([file.getvalue()], dst=to, device=torch.device("cpu"))
 
@@ -182,20 +191,20 @@ class Team:
         return pickle.loads(data[0])
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles tensors of an accelerator so that they arrive on the receiving process's own one."""
+class _TensorPickler(pickle.Pickler):
+    """Pickle GPU tensors so that they are unpickled on the GPU of the receiving process."""
 
     def reducer_override(self, value: Any) -> Any:
         import torch
 
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            # Without an index, a device is the one that `use_device` chose.
+            # Without an index, a device is the one that `set_process_device` chose.
             return torch.Tensor.to, (value.detach().cpu(), value.device.type)
         return NotImplemented
 
 
 # A job of one process.
-ALONE = Team()
+ALONE = ProcessGroup()
 
 
 def _result_or_error(work: Callable[[], T]) -> tuple[T | None, DriftLensError | None]:
@@ -206,20 +215,20 @@ def _result_or_error(work: Callable[[], T]) -> tuple[T | None, DriftLensError | 
 
 
 @contextmanager
-def joined() -> Iterator[Team]:
-    """Join the processes that the environment describes, as torchrun sets it; without any, a team of one."""
+def join_process_group() -> Iterator[ProcessGroup]:
+    """Join the processes that torchrun has started; without torchrun, yield a group of one process."""
     if world_size() == 1:
         yield ALONE
         return
     import torch
 
-    from driftlens.utils.devices import use_device
+    from driftlens.utils.devices import set_process_device
 
     dist: Any = torch.distributed
     number = int(os.environ.get("LOCAL_RANK", "0"))
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=_JOIN))
-        use_device(number)
+        set_process_device(number)
         group = dist.PrefixStore("group", store)
         # Only whole results of tasks are exchanged, so a faster backend would save no time.
         dist.init_process_group("gloo", store=group, rank=rank, world_size=size, timeout=_WAIT)
@@ -229,7 +238,7 @@ def joined() -> Iterator[Team]:
             hint="Start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in every process.",
         ) from error
     # A prefix of its own, so that keys of the process group can't collide with these.
-    team = Team(rank, size, dist.PrefixStore("team", store))
+    team = ProcessGroup(rank, size, dist.PrefixStore("team", store))
     yield team
     # A process that leaves early breaks the connections of those that still send results.
     team.barrier()
@@ -237,55 +246,55 @@ def joined() -> Iterator[Team]:
 
 
 def world_size() -> int:
-    """Return the number of processes that the environment states; 1 if it has no rank for this one."""
+    """Return WORLD_SIZE from the environment; 1 if it is not set, or if RANK is not."""
     size = os.environ.get("WORLD_SIZE", "1")
     return int(size) if size.isdecimal() and int(size) > 1 and "RANK" in os.environ else 1
 
 
 @dataclass(frozen=True)
-class Access:
-    """Permissions that the caller grants: no network (`offline`), code that a spec names (`trust`), another device."""
+class Permissions:
+    """Device, network access (`offline`) and permission to run code named in the spec (`trust`) of a job."""
 
     device: str | None = None
     offline: bool = False
     trust: bool = False
-    team: Team = ALONE
+    team: ProcessGroup = ALONE
 
     @property
-    def words(self) -> list[str]:
-        """Options of the command line that allow the same."""
+    def cli_options(self) -> list[str]:
+        """The command-line options that grant the same permissions."""
         device = [] if self.device is None else ["--device", self.device]
         return [*device, *["--offline"] * self.offline, *["--trust-code"] * self.trust]
 
-    def function(self, target: str, role: str) -> Callable[..., Any]:
-        """Import and return the function `package.module:function`; a SpecError if code is not trusted."""
+    def import_function(self, target: str, role: str) -> Callable[..., Any]:
+        """Import the function `package.module:function`; raise a `SpecError` if running code is not permitted."""
         if not self.trust:
             raise SpecError(
                 f"the {role} {target} is Python code, which needs permission to run",
                 hint="If you trust it, repeat the command with --trust-code.",
             )
         module, _, name = target.partition(":")
-        with concerning(f"the {role} {target}"):
+        with add_error_context(f"the {role} {target}"):
             function: Callable[..., Any] = getattr(importlib.import_module(module), name)
         return function
 
 
 @dataclass(frozen=True)
-class Context:
-    """The environment of a job; `live` opens the experiment of live modules with a number of calibration samples."""
+class JobContext:
+    """Permissions, progress sink and cancel token of a job; `live` opens modules that are already in memory."""
 
-    access: Access = Access()
+    access: Permissions = Permissions()
     on_progress: ProgressSink | None = None
     cancel: CancelToken | None = None
     live: Callable[[int | None], Any] | None = None
 
-    def about(self, prefix: str) -> Context:
-        """Return the context of one of several jobs, whose phases are reported with this prefix."""
+    def with_phase_prefix(self, prefix: str) -> JobContext:
+        """Return a copy of the context whose progress phases are prefixed with `prefix`."""
         sink = self.on_progress
         if sink is None:
             return self
         return replace(self, on_progress=lambda event: sink(replace(event, phase=f"{prefix}: {event.phase}")))
 
-    def reporter(self, *sinks: ProgressSink) -> Reporter:
-        """Return a reporter that sends events to these sinks and to the progress sink, and polls the cancel token."""
-        return Reporter(all_of(*sinks, self.on_progress), self.cancel)
+    def reporter(self, *sinks: ProgressSink) -> ProgressReporter:
+        """Return a progress reporter for these sinks and the job's own; it also polls the cancel token."""
+        return ProgressReporter(combine_sinks(*sinks, self.on_progress), self.cancel)

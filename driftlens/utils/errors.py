@@ -18,7 +18,7 @@
 Each has `message` (the problem), `hint` (the remedy) and `context` (names and numbers for programs). The command line,
 reports and the dashboard show the same text.
 
-Errors that libraries raise about their input pass through; `from_library` converts them for display.
+Errors that libraries raise about their input pass through; `wrap_library_error` converts them for display.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 
 
 class DriftLensError(Exception):
-    """Root of the tree; catch it to catch everything DriftLens raises on purpose."""
+    """Base class of all errors that DriftLens raises on purpose."""
 
     exit_code: ClassVar[int] = 1
 
@@ -53,70 +53,70 @@ class DriftLensError(Exception):
 
 
 class SpecError(DriftLensError, ValueError, exit_code=2):
-    """The spec, a command's arguments or a hyperparameter is wrong."""
+    """Raised for an invalid spec, command-line argument or hyperparameter."""
 
 
 class LayerNotFoundError(DriftLensError, LookupError, exit_code=2):
-    """A layer or site pattern matches nothing; the nearest names are in the message."""
+    """Raised if a layer or site pattern matches nothing; the message lists the most similar names."""
 
 
 class ChecksFailedError(DriftLensError, AssertionError, exit_code=3):
-    """A run's numbers violate its checks; the checks that failed are in the message."""
+    """Raised if numbers of a run violate its checks; the message lists the failed checks."""
 
 
 class CheckpointError(DriftLensError, ValueError, exit_code=4):
-    """A file of weights is missing, truncated, of an unsupported kind, or unsafe to read."""
+    """Raised if a checkpoint is missing, truncated, of an unsupported format, or unsafe to load."""
 
 
 class IncompatibleModelsError(DriftLensError, ValueError, exit_code=4):
-    """The models differ in architecture, parameter names, shapes or kinds of number."""
+    """Raised if models differ in architecture, parameter names, shapes or kinds of dtype."""
 
 
 class NotDifferentiableError(IncompatibleModelsError, exit_code=4):
-    """A layer has no derivative that torch can compute."""
+    """Raised if torch cannot differentiate a layer."""
 
 
 class DataError(DriftLensError, ValueError, exit_code=4):
-    """Images, labels or class names are missing, unreadable or contradict each other."""
+    """Raised if images, labels or class names are missing, unreadable or contradict each other."""
 
 
 class ShapeError(DriftLensError, ValueError, exit_code=4):
-    """Tensors handed to a public function have shapes that disagree."""
+    """Raised if tensors passed to a public function have inconsistent shapes."""
 
 
 class NumericsError(DriftLensError, ArithmeticError, exit_code=4):
-    """NaN or Inf turned up in weights or features."""
+    """Raised for NaN or infinity in weights or features."""
 
 
 class SingularGramError(NumericsError):
-    """A Gram matrix can't be factored as asked; nothing was damped or pseudo-inverted instead."""
+    """Raised if a Gram matrix is singular; no damping or pseudo-inverse is applied instead."""
 
 
 class RunError(DriftLensError, OSError, exit_code=4):
-    """A run directory is missing, damaged or can't be written."""
+    """Raised if a run directory is missing, damaged or not writable."""
 
 
 class SchemaTooNewError(RunError):
-    """The run was written by a newer DriftLens than this one."""
+    """Raised if a run was written by a newer version of DriftLens."""
 
 
 class RunLockedError(RunError, exit_code=5):
-    """Another live process holds the run's lock."""
+    """Raised if another live process is writing to the run."""
 
 
 class Cancelled(DriftLensError, InterruptedError, exit_code=130):
-    """Raised if the user asked to stop. No partial results remain."""
+    """Raised if the user cancelled the job. No partial results remain."""
 
 
-# Prefix of notes that `concerning` adds.
+# Prefix of notes that `add_error_context` adds.
 _IN = "in "
 # Number of lines kept of a library's message.
 _MOST_LINES = 8
 
 
 @contextmanager
-def concerning(subject: object) -> Iterator[None]:
-    """Add to a library's error, raised in this block, which file or setting it is about."""
+def add_error_context(subject: object) -> Iterator[None]:
+    """Add a note to any library error raised in this block: the file or setting that was being read."""
     try:
         yield
     except Exception as error:
@@ -125,10 +125,11 @@ def concerning(subject: object) -> Iterator[None]:
         raise
 
 
-def from_library(error: BaseException) -> DriftLensError | None:
-    """Convert a library's error about its input into a `DriftLensError`; return None for a defect of the code.
+def wrap_library_error(error: BaseException) -> DriftLensError | None:
+    """Convert a library's error about its input into a `DriftLensError`; return None for a bug in the code.
 
-    An error is about the input if a library's code or C extension raised it, or if `concerning` names its subject.
+    An error is about the input if a library's code or C extension raised it, or if `add_error_context` names
+    its subject.
     """
     if isinstance(error, DriftLensError):
         return error
@@ -154,7 +155,7 @@ _DATA_MODULES = {"json", "pickle", "_pickle", "zipfile", "tarfile", "zlib", "str
 
 
 def _library_that_raised(error: BaseException) -> str:
-    """Return the package that raised an error about its input; "" for DriftLens itself."""
+    """Return the name of the package that raised an error about its input; "" for DriftLens itself."""
     package = type(error).__module__.partition(".")[0]
     if package in _DATA_MODULES:
         return package
@@ -179,7 +180,7 @@ def _format_validation_error(details: Any) -> str:
 
 
 def did_you_mean(name: object, choices: Collection[object]) -> str:
-    """Return the hint `Did you mean 'x'?`, or "" if no choice is similar; `x` is similar to `calibrated:x`."""
+    """Return the hint "Did you mean 'x'?" for a misspelt name, or "" if no choice is similar."""
     others = [str(other) for other in choices]
     near = [other for other in others if other.endswith(f":{name}")] or difflib.get_close_matches(
         str(name), others
@@ -193,22 +194,22 @@ _STEERING = re.compile(
 )
 
 
-def harmless(text: str, *, is_json: bool = False) -> str:
-    """Replace control characters, in JSON by escapes, because names from files must not control the terminal."""
+def sanitize_text(text: str, *, is_json: bool = False) -> str:
+    """Replace control characters in a text, so that names from untrusted files cannot control the terminal."""
     return _STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}" if is_json else "\ufffd", text)
 
 
-def counted(n: int, noun: str) -> str:
+def pluralize(n: int, noun: str) -> str:
     """Format a count with its noun: "1 task", "2 tasks"."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def listed(names: Iterable[str]) -> str:
-    """Join names: "lam, rho and alpha"."""
+def join_names(names: Iterable[str]) -> str:
+    """Join names as in "lam, rho and alpha"."""
     return " and ".join(filter(None, ", ".join(names).rsplit(", ", 1)))
 
 
-def some_of(names: Sequence[str], most: int = 3) -> str:
-    """List the first names and how many more there are: "a, b, c and 2 more"."""
+def shorten_list(names: Sequence[str], most: int = 3) -> str:
+    """Join the first names and the number of the others: "a, b, c and 2 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"

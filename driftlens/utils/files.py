@@ -47,8 +47,8 @@ _swept: set[tuple[int, pathlib.Path]] = set()
 _unfinished: dict[tuple[int, object], Callable[[], None]] = {}
 
 
-def escape(name: str) -> str:
-    """Return a file name for a task or variant name: `:` becomes `__`, unsafe characters are percent-escaped."""
+def safe_file_name(name: str) -> str:
+    """Convert a task or variant name into a file name: `:` becomes `__`, unsafe characters are percent-escaped."""
     if not name:
         raise ValueError("an empty name can't be a file name")
 
@@ -62,7 +62,7 @@ def escape(name: str) -> str:
 def atomic_path(
     path: PathLike, *, need: int | None = None, is_lasting: bool = True
 ) -> Iterator[pathlib.Path]:
-    """Yield a path to write to. On success the file appears at `path`; on failure the old file (or none) stays.
+    """Yield a temporary path to write to; it is renamed to `path` on success and discarded on failure.
 
     Args:
         path: the final place.
@@ -70,7 +70,7 @@ def atomic_path(
         is_lasting: True to flush to disk, so that the file survives a power failure.
     """
     target = pathlib.Path(path)
-    with scratch_beside(target, need) as scratch:
+    with scratch_folder(target, need) as scratch:
         written = scratch / target.name
         yield written
         if is_lasting:
@@ -81,11 +81,11 @@ def atomic_path(
 
 @contextlib.contextmanager
 def atomic_folder(path: PathLike, *, replace: bool = False) -> Iterator[pathlib.Path]:
-    """Yield an empty folder to fill. On success it becomes `path`; on failure nothing changes."""
+    """Yield a temporary folder to fill; it is renamed to `path` on success and discarded on failure."""
     target = pathlib.Path(path)
     if not (replace and target.is_dir()):
-        require_free(target)
-    with scratch_beside(target, None) as scratch:
+        require_unused_path(target)
+    with scratch_folder(target, None) as scratch:
         filled = scratch / target.name
         filled.mkdir()
         yield filled
@@ -95,8 +95,8 @@ def atomic_folder(path: PathLike, *, replace: bool = False) -> Iterator[pathlib.
         _replace_folder(filled, target, aside=scratch / _ASIDE)
 
 
-def require_free(path: PathLike) -> None:
-    """Raise a RunError unless the path is free: nothing, or an empty folder if a folder is to be written."""
+def require_unused_path(path: PathLike) -> None:
+    """Raise a `RunError` if the path already holds a file or a folder that is not empty."""
     target = pathlib.Path(path)
     if target.is_dir() and target.suffix == ".safetensors":
         raise RunError(f"{target} is a folder", hint="Give the path of a file, or omit the suffix.")
@@ -105,7 +105,7 @@ def require_free(path: PathLike) -> None:
 
 
 def write_text_atomic(path: PathLike, text: str, *, is_lasting: bool = True) -> None:
-    """Write text as UTF-8 with Unix line ends, completely or not at all.
+    """Write a UTF-8 text file atomically, with Unix line ends.
 
     Args:
         path: the file.
@@ -120,7 +120,7 @@ def write_text_atomic(path: PathLike, text: str, *, is_lasting: bool = True) -> 
 def write_json_atomic(
     path: PathLike, value: object, *, allow_nan: bool = False, is_lasting: bool = True
 ) -> None:
-    """Write indented JSON, keys in the given order, completely or not at all.
+    """Write a value as indented JSON atomically; keys keep their order.
 
     Args:
         path: the file.
@@ -132,7 +132,7 @@ def write_json_atomic(
     write_text_atomic(path, f"{text}\n", is_lasting=is_lasting)
 
 
-def from_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Parse JSON from an untrusted source."""
     try:
         return json.loads(text)
@@ -141,31 +141,31 @@ def from_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def plain_file(path: PathLike) -> pathlib.Path:
-    """Return the path of an untrusted file; refuse devices and pipes, which may not end."""
+def regular_file(path: PathLike) -> pathlib.Path:
+    """Return the path of an untrusted file; raise an OSError for a device, pipe or socket."""
     file = pathlib.Path(path)
     if file.exists() and not (file.is_file() or file.is_dir()):
         raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, not a file", str(file))
     return file
 
 
-def json_object(folder: PathLike | None, file: str) -> dict[str, Any]:
-    """Return the object in an untrusted JSON file; empty if the file is missing or damaged."""
+def read_json_object(folder: PathLike | None, file: str) -> dict[str, Any]:
+    """Read a JSON object from an untrusted file; return an empty dict if it is missing or damaged."""
     try:
-        value = {} if folder is None else from_json(plain_file(pathlib.Path(folder, file)).read_bytes())
+        value = {} if folder is None else parse_json(regular_file(pathlib.Path(folder, file)).read_bytes())
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def sha256_of(path: PathLike) -> str:
+def file_sha256(path: PathLike) -> str:
     """Return the SHA-256 digest of a file in hexadecimal."""
-    with plain_file(path).open("rb") as file:
+    with regular_file(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def expanded(path: PathLike) -> pathlib.Path:
-    """Return the path with `~` replaced by the home folder."""
+def expand_home(path: PathLike) -> pathlib.Path:
+    """Replace `~` in a path by the home folder."""
     try:
         return pathlib.Path(path).expanduser()
     except RuntimeError:
@@ -176,7 +176,7 @@ def expanded(path: PathLike) -> pathlib.Path:
 
 
 def free_bytes(path: PathLike) -> int:
-    """Return the free bytes of the file system that contains `path`, which need not exist."""
+    """Return the free disk space at `path`, in bytes; the path need not exist."""
     folder = pathlib.Path(path).absolute()
     while not folder.exists():
         folder = folder.parent
@@ -184,8 +184,8 @@ def free_bytes(path: PathLike) -> int:
 
 
 @contextlib.contextmanager
-def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.Path]:
-    """Yield a folder next to `target` that is removed afterwards; a full disk inside the block raises a `RunError`."""
+def scratch_folder(target: pathlib.Path, need: int | None) -> Iterator[pathlib.Path]:
+    """Yield a temporary folder next to `target` and remove it afterwards; a full disk raises a `RunError`."""
     folder = target.parent / f".partial-{_HERE}-{os.getpid()}-{secrets.token_hex(4)}"
     missing = [parent for parent in (target.parent, *target.parent.parents) if not parent.exists()]
     try:
@@ -194,12 +194,12 @@ def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.P
             parent.mkdir(exist_ok=True)
         if (os.getpid(), target.parent) not in _swept:
             _swept.add((os.getpid(), target.parent))
-            sweep(target.parent.glob(PARTIAL))
-        undo_if_stopped(folder, lambda: _remove_scratch_folder(folder))
+            remove_stale_scratch(target.parent.glob(PARTIAL))
+        register_undo(folder, lambda: _remove_scratch_folder(folder))
         folder.mkdir(mode=0o700)
     except OSError as error:
         _remove_scratch_folder(folder)
-        raise _write_failure(target, error, need) from error
+        raise _write_error(target, error, need) from error
     try:
         yield folder
     except BaseException as error:
@@ -208,19 +208,19 @@ def scratch_beside(target: pathlib.Path, need: int | None) -> Iterator[pathlib.P
             with contextlib.suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError) and error.errno in _DISK_FULL:
-            raise _write_failure(target, error, need) from error
+            raise _write_error(target, error, need) from error
         raise
     finally:
         _remove_scratch_folder(folder)
 
 
 def temporary_folder() -> contextlib.AbstractContextManager[pathlib.Path]:
-    """Yield a folder of this process in the system's temporary folder; errors as for `scratch_beside`."""
-    return scratch_beside(pathlib.Path(tempfile.gettempdir(), "driftlens"), None)
+    """Yield a folder in the system's temporary directory and remove it afterwards."""
+    return scratch_folder(pathlib.Path(tempfile.gettempdir(), "driftlens"), None)
 
 
-def sweep(scratch: Iterable[pathlib.Path], *, others: bool = False) -> None:
-    """Remove scratch folders whose process on this machine has ended.
+def remove_stale_scratch(scratch: Iterable[pathlib.Path], *, others: bool = False) -> None:
+    """Remove the scratch folders of processes on this machine that have ended.
 
     With `others`, also remove those of other machines and of unknown origin. The holder of a run's lock may do this.
     """
@@ -238,18 +238,18 @@ def sweep(scratch: Iterable[pathlib.Path], *, others: bool = False) -> None:
             _remove_scratch_folder(folder)
 
 
-def undo_if_stopped(key: object, undo: Callable[[], None]) -> None:
-    """Register `undo`, which is called if the process is stopped before `forget_undo(key)`."""
+def register_undo(key: object, undo: Callable[[], None]) -> None:
+    """Register a function that `undo_unfinished_steps` calls if the process is interrupted in this step."""
     _unfinished[os.getpid(), key] = undo
 
 
-def forget_undo(key: object) -> None:
-    """Unregister the undo function of a step that is complete or undone."""
+def unregister_undo(key: object) -> None:
+    """Unregister the undo function of a step that has ended."""
     _unfinished.pop((os.getpid(), key), None)
 
 
-def undo_unfinished() -> None:
-    """Undo all steps that this process began and did not end, the last one first; failures to undo are ignored."""
+def undo_unfinished_steps() -> None:
+    """Call the registered undo functions of this process, the latest first, and ignore their errors."""
     for key in reversed([key for key in _unfinished if key[0] == os.getpid()]):
         undo = _unfinished.pop(key, None)
         if undo is not None:
@@ -257,8 +257,8 @@ def undo_unfinished() -> None:
                 undo()
 
 
-class Guard:
-    """A file lock that one process holds at a time; on file systems without locks the file is open but not locked."""
+class LockFile:
+    """A file lock that one process holds at a time; without effect on file systems that have no locks."""
 
     def __init__(self, file: PathLike, timeout: float = 0.0) -> None:
         from filelock import FileLock
@@ -275,7 +275,7 @@ class Guard:
         return self._lock.is_locked or self._open is not None
 
     def acquire(self) -> None:
-        """Acquire the lock within the timeout; raise a TimeoutError if another process holds it."""
+        """Acquire the lock; raise a TimeoutError if another process still holds it after the timeout."""
         try:
             self._lock.acquire()
         except OSError as error:
@@ -298,8 +298,8 @@ class Guard:
         self.release()
 
 
-def entries(folder: pathlib.Path) -> list[pathlib.Path]:
-    """List a folder; return nothing if it cannot be read."""
+def list_folder(folder: pathlib.Path) -> list[pathlib.Path]:
+    """List the entries of a folder; return an empty list if it cannot be read."""
     try:
         return [*folder.iterdir()]
     except OSError:
@@ -313,10 +313,10 @@ def _remove_scratch_folder(folder: pathlib.Path) -> None:
         folder.rmdir()
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
-    forget_undo(folder)
+    unregister_undo(folder)
 
 
-def _write_failure(target: pathlib.Path, error: OSError, need: int | None) -> RunError:
+def _write_error(target: pathlib.Path, error: OSError, need: int | None) -> RunError:
     reason = error.strerror or str(error)
     if error.errno not in _DISK_FULL:
         return RunError(f"can't write {target}: {reason}", hint="Choose a folder with write permission.")
@@ -332,13 +332,13 @@ def _format_bytes(count: int) -> str:
 
 
 def _flush_to_disk(path: pathlib.Path) -> None:
-    """Flush a file to disk; otherwise the following move could expose an empty file after a crash."""
+    """Flush a file to disk, so that a crash after the following rename cannot leave it empty."""
     with path.open("r+b") as file:
         os.fsync(file.fileno())
 
 
 def _replace_folder(filled: pathlib.Path, target: pathlib.Path, aside: pathlib.Path) -> None:
-    """Move `filled` to `target`; restore an existing target from `aside` if the move fails."""
+    """Move `filled` to `target`; restore the existing `target` if the move fails."""
     try:
         if target.exists():
             # A folder can't be renamed over one that has content.
@@ -351,7 +351,7 @@ def _replace_folder(filled: pathlib.Path, target: pathlib.Path, aside: pathlib.P
 
 
 def _finish_replacing_folder(scratch: pathlib.Path) -> None:
-    """Complete the swap of a process that was killed between the two moves."""
+    """Complete a folder replacement that was interrupted because its process was killed."""
     if (scratch / _ASIDE).exists():
         for filled in scratch.iterdir():
             if filled.name != _ASIDE and not (target := scratch.parent / filled.name).exists():

@@ -25,7 +25,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Interval:
-    """A number of `n` samples with its 95 % interval; NaN if unknown, for example the ends for a single sample."""
+    """An estimate from `n` samples with its 95 % confidence interval; unknown numbers are NaN."""
 
     value: float
     low: float = math.nan
@@ -34,17 +34,17 @@ class Interval:
 
     @property
     def ends(self) -> tuple[float, float, float]:
-        """The number, then both ends."""
+        """The estimate, its lower end and its upper end."""
         return self.value, self.low, self.high
 
     def scaled(self, factor: float) -> Interval:
-        """Return the interval of the number times a positive constant."""
+        """Return the estimate and its interval multiplied by a positive factor."""
         return Interval(self.value * factor, self.low * factor, self.high * factor, self.n)
 
 
 @dataclass(frozen=True)
 class MeanChange:
-    """The change of a mean over samples, absolute and relative to the mean before."""
+    """The change of a mean over samples, absolute and relative to the mean before, with 95 % intervals."""
 
     difference: Interval
     relative: Interval
@@ -52,8 +52,8 @@ class MeanChange:
 
 
 @dataclass(frozen=True)
-class Paired:
-    """Paired answers before and after a change, counted over samples.
+class PairedChange:
+    """The change of accuracy on the same samples: paired difference, 95 % interval, p-value and counts.
 
     The ends are Tango's 95 % score interval for paired proportions, extended to 0 if McNemar's two-sided mid-p does
     not reject it.
@@ -68,8 +68,8 @@ class Paired:
     n: int
 
 
-def ratio(change: Interval, whole: Interval) -> Interval:
-    """Divide `change` by `whole`, by Fieller's theorem with the halves of both intervals (MOVER).
+def interval_ratio(change: Interval, whole: Interval) -> Interval:
+    """Compute the confidence interval of a ratio of two estimates by Fieller's theorem (MOVER).
 
     Both are assumed independent. A model's change and the gap it starts from share that model's error, so the interval
     may be too wide, never too narrow. NaN if `whole` is not clearly above 0.
@@ -89,8 +89,8 @@ def ratio(change: Interval, whole: Interval) -> Interval:
     return Interval(value, (product - down) / rest, (product + up) / rest, change.n)
 
 
-def wilson(k: int, n: int) -> tuple[float, float]:
-    """Compute the 95 % Wilson interval of the proportion `k` of `n`."""
+def wilson_interval(k: int, n: int) -> tuple[float, float]:
+    """Compute the 95 % Wilson confidence interval of the proportion `k` of `n`."""
     if not 0 <= k <= n or n == 0:
         raise ValueError(f"expected 0 <= k <= n and n >= 1, got k = {k}, n = {n}")
     share, weight = k / n, _Z**2 / n
@@ -100,16 +100,16 @@ def wilson(k: int, n: int) -> tuple[float, float]:
     return (0.0 if k == 0 else middle - half), (1.0 if k == n else middle + half)
 
 
-def share_of_samples(share: float, n: int) -> Interval:
-    """Return a share of `n` samples with Wilson's interval; NaN without samples or share."""
-    ends = wilson(round(share * n), n) if n and share == share else (math.nan, math.nan)
+def share_interval(share: float, n: int) -> Interval:
+    """Return a share of `n` samples as an `Interval` with Wilson's ends; NaN without samples."""
+    ends = wilson_interval(round(share * n), n) if n and share == share else (math.nan, math.nan)
     return Interval(share if n else math.nan, *ends, n)
 
 
-def mcnemar(
+def mcnemar_test(
     before_right: Sequence[bool] | NDArray[Any], after_right: Sequence[bool] | NDArray[Any]
-) -> Paired:
-    """Compute the change of accuracy on samples that were answered twice, with interval and mid-p test."""
+) -> PairedChange:
+    """Compute the paired change of accuracy with Tango's 95 % interval and McNemar's mid-p test."""
     before, after = np.asarray(before_right, dtype=bool), np.asarray(after_right, dtype=bool)
     if before.shape != after.shape or before.ndim != 1 or not len(before):
         raise ValueError(f"expected equally many answers, got {before.shape} and {after.shape}")
@@ -118,11 +118,11 @@ def mcnemar(
     # Interval and test disagree at a few counts, for example 4 against 0.
     if p >= 0.05:
         low, high = min(low, 0.0), max(high, 0.0)
-    return Paired((gained - lost) / n, low, high, p, gained, lost, n)
+    return PairedChange((gained - lost) / n, low, high, p, gained, lost, n)
 
 
 def unpaired_difference(k_before: int, n_before: int, k_after: int, n_after: int) -> tuple[float, float]:
-    """Compute the 95 % interval of accuracy after minus accuracy before from counts alone.
+    """Compute the 95 % interval of a difference of two accuracies from counts of right answers.
 
     Newcombe's hybrid score interval (method 10, 1998, independent proportions). For counts from the same samples, whose
     errors are correlated, it may be too wide.
@@ -134,14 +134,17 @@ def unpaired_difference(k_before: int, n_before: int, k_after: int, n_after: int
         n_after: samples after.
     """
     before, after = k_before / n_before if n_before else 0.0, k_after / n_after if n_after else 0.0
-    (low_before, high_before), (low_after, high_after) = wilson(k_before, n_before), wilson(k_after, n_after)
+    (low_before, high_before), (low_after, high_after) = (
+        wilson_interval(k_before, n_before),
+        wilson_interval(k_after, n_after),
+    )
     difference = after - before
     down = math.hypot(after - low_after, high_before - before)
     return difference - down, difference + math.hypot(high_after - after, before - low_before)
 
 
 def mean_interval(mean: float, std: float, n: int) -> Interval:
-    """Return a mean over samples with Student's interval.
+    """Return a mean over samples with its 95 % interval by Student's t.
 
     Args:
         mean: mean over samples.
@@ -153,7 +156,7 @@ def mean_interval(mean: float, std: float, n: int) -> Interval:
 
 
 def mean_change(before: Array, after: Array, *, is_paired: bool) -> MeanChange:
-    """Return the change of a mean over samples, by Student's t, or by Welch's for different samples.
+    """Compute the change of a mean over samples with its 95 % interval: Student's t, or Welch's if unpaired.
 
     The interval of the relative change linearizes the ratio of the two means (Cochran, Sampling Techniques, sec. 6).
 
@@ -179,7 +182,7 @@ def mean_change(before: Array, after: Array, *, is_paired: bool) -> MeanChange:
 
 
 def standard_error(groups: Sequence[Array]) -> tuple[float, float]:
-    """Compute the standard error of a sum of means of independent groups, and its degrees of freedom.
+    """Compute the standard error of a sum of independent group means, and its degrees of freedom (Welch).
 
     Welch-Satterthwaite. A group of one sample makes the error infinite.
     """
@@ -191,8 +194,8 @@ def standard_error(groups: Sequence[Array]) -> tuple[float, float]:
     return math.sqrt(total), total**2 / weights
 
 
-def over_draws(values: Sequence[float] | NDArray[Any]) -> Interval:
-    """Return the mean of one number per draw with Student's interval, without missing numbers."""
+def mean_over_draws(values: Sequence[float] | NDArray[Any]) -> Interval:
+    """Return the mean over random draws with its 95 % interval by Student's t; missing values are left out."""
     numbers = np.asarray(values, dtype=np.float64)
     numbers = numbers[np.isfinite(numbers)]
     if len(numbers) < 2:
@@ -201,7 +204,7 @@ def over_draws(values: Sequence[float] | NDArray[Any]) -> Interval:
 
 
 def mean_over_tasks(intervals: Sequence[Interval]) -> Interval:
-    """Compute the mean over tasks of numbers with intervals; NaN if one has no interval.
+    """Average estimates over tasks and combine their 95 % intervals; the interval is NaN if one is missing.
 
     Tasks are fixed and their samples are independent strata, so squared errors add. Upper and lower errors are combined
     separately, which keeps the skew of a share near 1 (MOVER; Zou and Donner 2008). The interval does not cover other
@@ -215,21 +218,21 @@ def mean_over_tasks(intervals: Sequence[Interval]) -> Interval:
     return Interval(value, value - down, value + up, sum(entry.n for entry in intervals))
 
 
-def p_of(interval: Interval) -> float:
-    """Compute the two-sided p-value of a zero change from the half of its interval towards 0."""
+def interval_p_value(interval: Interval) -> float:
+    """Compute the two-sided p-value of the hypothesis of no change from a 95 % interval."""
     half = interval.value - interval.low if interval.value > 0 else interval.high - interval.value
     return math.erfc(_Z * abs(interval.value) / half / math.sqrt(2)) if half else float(interval.value == 0)
 
 
-def student(freedom: float, level: float = 0.95) -> float:
-    """Return Student's t quantile for a two-sided interval at `level`; NaN without degrees of freedom."""
+def t_quantile(freedom: float, level: float = 0.95) -> float:
+    """Return the quantile of Student's t for a two-sided interval at `level`; NaN without degrees of freedom."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, (1 + level) / 2)) if freedom > 0 else math.nan
 
 
 def _student_interval(value: float, error: float, freedom: float) -> Interval:
-    half = student(freedom) * error
+    half = t_quantile(freedom) * error
     return Interval(value, value - half, value + half) if math.isfinite(half) else Interval(value)
 
 
@@ -245,7 +248,7 @@ def _sign_test_p_value(gained: int, lost: int) -> float:
 
 
 def _tango_interval(gained: int, lost: int, n: int) -> tuple[float, float]:
-    """Return the interval of differences that the score test of paired proportions accepts (Tango, 1998)."""
+    """Compute Tango's (1998) 95 % score interval for a difference of paired proportions."""
 
     def _is_rejected(difference: float) -> bool:
         # The likeliest share of lost samples if `difference` were the truth solves 2 n q^2 + b q + c = 0.
@@ -262,7 +265,7 @@ def _tango_interval(gained: int, lost: int, n: int) -> tuple[float, float]:
 
 
 def _bisect_rejection_boundary(is_rejected: Callable[[float], bool], inside: float, outside: float) -> float:
-    """Find by bisection the difference at which rejection begins."""
+    """Find by bisection the difference at which the test starts to reject."""
     for _ in range(_HALVINGS):
         middle = (inside + outside) / 2
         if is_rejected(middle):

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal, TextIO, TypeVar
 
-from driftlens.utils.errors import Cancelled, SpecError, harmless
+from driftlens.utils.errors import Cancelled, SpecError, sanitize_text
 
 T = TypeVar("T")
 Mode = Literal["auto", "rich", "jsonl", "none"]
@@ -24,7 +24,7 @@ _LINE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """The progress of one phase: `done` of `total` units (None: unknown) after `seconds`.
+    """The progress of one phase of a job: `done` of `total` units (None: unknown) after `seconds`.
 
     `label` is the current item, for example "task cars, layer 7 of 14"; `metrics` are numbers to show meanwhile.
     """
@@ -47,8 +47,8 @@ class ProgressEvent:
 ProgressSink = Callable[[ProgressEvent], None]
 
 
-def all_of(*sinks: ProgressSink | None) -> ProgressSink:
-    """Return one sink that sends every event to all given sinks."""
+def combine_sinks(*sinks: ProgressSink | None) -> ProgressSink:
+    """Combine progress sinks into one that sends every event to all of them."""
     there = [sink for sink in sinks if sink is not None]
 
     def _send_to_all(event: ProgressEvent) -> None:
@@ -59,7 +59,7 @@ def all_of(*sinks: ProgressSink | None) -> ProgressSink:
 
 
 class CancelToken:
-    """A flag polled once per batch; `cancel` may be called from another thread or a signal handler."""
+    """A flag to cancel a job; long loops poll it once per batch, and any thread may set it."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -67,11 +67,11 @@ class CancelToken:
         self.is_heard = False
 
     def cancel(self) -> None:
-        """Request to stop at the next batch."""
+        """Request cancellation at the next batch."""
         self.is_set = True
 
     def check(self) -> None:
-        """Raise `Cancelled` if a stop was requested."""
+        """Raise `Cancelled` if cancellation was requested."""
         if self.is_set:
             self.is_heard = True
             raise Cancelled(
@@ -80,8 +80,8 @@ class CancelToken:
             )
 
 
-class Reporter:
-    """Hands events to a sink and polls the cancel token; every long loop goes through `track` or `step`."""
+class ProgressReporter:
+    """Sends the progress of long loops to a sink, and raises `Cancelled` if the cancel token is set."""
 
     def __init__(self, sink: ProgressSink | None = None, cancel: CancelToken | None = None) -> None:
         self._sink = sink
@@ -91,7 +91,7 @@ class Reporter:
         self._started = time.monotonic()
 
     def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
-        """Report that `done` of `total` units are finished, after checking for cancellation.
+        """Report that `done` of `total` units of a phase are finished, after checking for cancellation.
 
         Args:
             phase: name of the phase.
@@ -110,7 +110,7 @@ class Reporter:
             self._sink(ProgressEvent(phase, done, total, label, time.monotonic() - self._started, metrics))
 
     def track(self, items: Iterable[T], phase: str, label: Callable[[T], str] = str) -> Iterator[T]:
-        """Yield `items`; report before each and once at the end.
+        """Iterate over `items` and report progress before each of them and at the end.
 
         Args:
             items: the units of the phase.
@@ -126,10 +126,10 @@ class Reporter:
         self.step(phase, done, total)
 
 
-class TaskMeter:
-    """Progress of one task in a phase that goes through all tasks."""
+class TaskProgress:
+    """Progress of one task within a phase that goes through all tasks."""
 
-    def __init__(self, reporter: Reporter, phase: str, units: Mapping[str, int], task: str) -> None:
+    def __init__(self, reporter: ProgressReporter, phase: str, units: Mapping[str, int], task: str) -> None:
         self._reporter, self._phase, self._task = reporter, phase, task
         self._before = sum(list(units.values())[: list(units).index(task)])
         self._all, self._total = units[task], sum(units.values())
@@ -144,10 +144,10 @@ class TaskMeter:
 
 
 @contextmanager
-def sink_for(
+def open_progress_sink(
     mode: Mode = "auto", stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[ProgressSink]:
-    """Open a sink for progress events for the length of the block.
+    """Open the progress display of a mode (`auto`, `rich`, `jsonl`, `none`) for the length of the block.
 
     Args:
         mode: "auto" is a progress bar on a terminal and lines elsewhere.
@@ -173,7 +173,7 @@ def sink_for(
 
 
 class _PlainLines:
-    """One line per finished phase, and in between at most one line in ten seconds; nothing is redrawn."""
+    """Progress as plain log lines: one per finished phase, and at most one every ten seconds in between."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -195,13 +195,13 @@ class _PlainLines:
         # A phase that has just begun gets no line, however old the last line is.
         elif self._is_open and self._clock() - max(self._written, self._began) >= _LINE_SECONDS:
             count = f"{event.done}" if event.total is None else f"{event.done} of {event.total}"
-            label = f", {harmless(event.label)}" if event.label else ""
+            label = f", {sanitize_text(event.label)}" if event.label else ""
             self._write_line(f"{event.phase}: {count}{label}; {_format_elapsed_and_left(event)}")
 
     def close(self) -> None:
-        """Print that the current phase is over."""
+        """Print that the current phase is finished."""
         if self._is_open:
-            self._write_line(f"{self._phase}: done in {duration(self._clock() - self._began)}")
+            self._write_line(f"{self._phase}: done in {format_duration(self._clock() - self._began)}")
         self._is_open = False
 
     def _write_line(self, line: str) -> None:
@@ -210,7 +210,7 @@ class _PlainLines:
 
 
 def _write_json_line(stream: TextIO, event: ProgressEvent) -> None:
-    """Write an event as one line of JSON; numbers that JSON lacks become null."""
+    """Write a progress event as one line of JSON; NaN and infinity become null."""
     record = {
         "event": "progress",
         "phase": event.phase,
@@ -224,8 +224,8 @@ def _write_json_line(stream: TextIO, event: ProgressEvent) -> None:
     print(json.dumps(record, ensure_ascii=False, allow_nan=False), file=stream, flush=True)
 
 
-def duration(seconds: float) -> str:
-    """Format a time for readers: "4.2 s", "53 s", "2 min 05 s", "1 h 02 min"."""
+def format_duration(seconds: float) -> str:
+    """Format seconds as text: "4.2 s", "53 s", "2 min 05 s", "1 h 02 min"."""
     # From 9.95 on, one decimal would read 10.0 s.
     if seconds < 9.95:
         return f"{seconds:.1f} s"
@@ -238,8 +238,8 @@ def duration(seconds: float) -> str:
 
 
 def _format_elapsed_and_left(event: ProgressEvent) -> str:
-    left = "" if event.remaining is None else f", about {duration(event.remaining)} left"
-    return f"{duration(event.seconds)} so far{left}"
+    left = "" if event.remaining is None else f", about {format_duration(event.remaining)} left"
+    return f"{format_duration(event.seconds)} so far{left}"
 
 
 @contextmanager
@@ -276,10 +276,10 @@ def _progress_bars(stream: TextIO) -> Iterator[ProgressSink]:
                     bars[event.phase],
                     completed=event.done,
                     total=event.total,
-                    times=f"done in {duration(event.seconds)}"
+                    times=f"done in {format_duration(event.seconds)}"
                     if is_complete
                     else _format_elapsed_and_left(event),
-                    label="" if is_complete else harmless(event.label),
+                    label="" if is_complete else sanitize_text(event.label),
                 )
 
         yield _update_bar

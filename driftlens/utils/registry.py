@@ -10,8 +10,8 @@ The settings of an entry are the parameters of its function or class, read off t
 
     def ties(base, experts, *, density: Annotated[float, Bounds(0, 1, low_open=True), "share kept"] = 0.2): ...
 
-    settings_of(ties)                               # a pydantic model; forms and help texts use its JSON schema
-    resolve(ties, {"density": 1}, "method 'ties'")  # {"density": 1.0}; refuses unknown names and bad values
+    settings_model(ties)                            # a pydantic model; forms and help texts use its JSON schema
+    resolve_settings(ties, {"density": 1}, "method 'ties'")  # {"density": 1.0}; refuses unknown names and bad values
 
 No second list of names, types, defaults or bounds is kept. Supported types are `float`, `int`, `bool`, `str`,
 `Literal`, a `Sequence` of these, and each of them or `None`. In `Annotated`, `Bounds` limit a number, a string
@@ -20,7 +20,7 @@ describes the setting, and a `Label` names it in forms.
 Diagnostics declare columns of tables; one file of `driftlens.diagnostics` adds one, without a second list:
 
     @diagnostic("norm_gap", columns=(ColumnSchema("norm_gap", "float", "feature", "Difference of the mean norms."),))
-    def norm_gap(seen: Seen) -> dict[str, float]:
+    def norm_gap(seen: DiagnosticInput) -> dict[str, float]:
         return {"norm_gap": float(norms(seen.variant).mean() - norms(seen.expert).mean())}
 """
 
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def installed(group: str = "") -> list[EntryPoint]:
-    """List the installed entry points of a group, or of all groups `driftlens.*`, by name. No module is imported.
+def installed_plugins(group: str = "") -> list[EntryPoint]:
+    """List the installed plug-in entry points of a group, or of all groups `driftlens.*`, without importing them.
 
     The current folder does not count as an installation, although `python -m` looks for modules there.
     """
@@ -90,8 +90,8 @@ def _is_current_folder(folder: str) -> bool:
         return False
 
 
-def origin(entry: EntryPoint) -> tuple[str, str]:
-    """Return name and version of the distribution of an entry point."""
+def package_and_version(entry: EntryPoint) -> tuple[str, str]:
+    """Return name and version of the package that provides a plug-in entry point."""
     return (entry.dist.name, entry.dist.version) if entry.dist else ("", "")
 
 
@@ -100,7 +100,7 @@ def _module_and_qualified_name(entry: object) -> tuple[str, str]:
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Names to entries. Adding an entry means adding one file to `package`; no second file is edited.
+    """A mapping of names to registered entries; it imports all modules of `package` and plug-ins on first use.
 
     Where one of the files can't be imported, every lookup says so: a list without its entries would pass for whole.
     Other distributions add entries under the entry point `group`, if there is one; `kind` is what messages say.
@@ -135,8 +135,8 @@ class Registry(Mapping[str, T], Generic[T]):
         return _add_entry
 
     @contextmanager
-    def temporary(self) -> Iterator[None]:
-        """Remove the entries that were registered inside the block at its end, for tests."""
+    def temporary_entries(self) -> Iterator[None]:
+        """Unregister, at the end of the block, all entries registered inside it; for tests."""
         before = dict(self)
         try:
             yield
@@ -184,8 +184,8 @@ class Registry(Mapping[str, T], Generic[T]):
             for module in pkgutil.iter_modules(importlib.import_module(name).__path__):
                 name = f"{self.package}.{module.name}"
                 importlib.import_module(name)
-            for entry in installed(self.group) if self.group else ():
-                distribution, version = origin(entry)
+            for entry in installed_plugins(self.group) if self.group else ():
+                distribution, version = package_and_version(entry)
                 name = f"{entry.value} of {distribution} {version}"
                 hint = (
                     f"Install another version of {distribution}, or remove it: pip uninstall {distribution}"
@@ -217,7 +217,7 @@ _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, str_min_l
 
 @dataclass(frozen=True)
 class Bounds(annotated_types.GroupedMetadata):
-    """Metadata of `Annotated`: limits of a number (the lower one excluded if `low_open`) and its unit."""
+    """Annotation of a setting: lower and upper limit of a number (`low_open` excludes the lower one) and unit."""
 
     low: float | None = None
     high: float | None = None
@@ -233,11 +233,11 @@ class Bounds(annotated_types.GroupedMetadata):
 
 
 class Label(str):
-    """Metadata of `Annotated`: the name of the setting in forms."""
+    """Annotation of a setting: its name in forms."""
 
 
-def settings_of(owner: Callable[..., object]) -> type[BaseModel]:
-    """Build the settings model of a function (keyword-only parameters) or class (constructor parameters).
+def settings_model(owner: Callable[..., object]) -> type[BaseModel]:
+    """Build a pydantic model of the settings of a function or class from its signature.
 
     A parameter without annotation has the type of its default.
 
@@ -283,7 +283,7 @@ def _build_settings_model(owner: Callable[..., object]) -> type[BaseModel]:
 
 
 def _type_with_checks(annotation: Any, name: str, least: int = 1) -> Any:
-    """Return the type of a setting with checks that pydantic lacks; lists have `least` entries or more."""
+    """Return the annotated type of a setting with extra validators; lists need `least` entries or more."""
     notes = getattr(annotation, "__metadata__", ())
     kind = annotation.__origin__ if notes else annotation
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -305,13 +305,13 @@ def _type_with_checks(annotation: Any, name: str, least: int = 1) -> Any:
     return Annotated[(kind, *notes)] if notes else kind
 
 
-def schemas_of(model: type[BaseModel]) -> dict[str, Schema]:
-    """Return the JSON schema of every setting by name."""
+def setting_schemas(model: type[BaseModel]) -> dict[str, Schema]:
+    """Return the JSON schema of every setting of a settings model, by name."""
     return dict(model.model_json_schema().get("properties", {}))
 
 
-def choices_of(schema: Schema) -> tuple[Any, ...]:
-    """List the allowed values of a setting or of its entries, if they are enumerated."""
+def setting_choices(schema: Schema) -> tuple[Any, ...]:
+    """List the allowed values of an enumerated setting; empty if its values are not enumerated."""
     return tuple(schema.get("enum") or [schema["const"]] if "const" in schema or "enum" in schema else ())
 
 
@@ -334,16 +334,16 @@ def _validate_64_bit_integer(value: int) -> int:
     return value
 
 
-def entry_of(schema: Schema) -> tuple[Schema, bool]:
-    """Return the schema of a setting's value without None, or of its list entries, and True if it is a list."""
+def value_schema(schema: Schema) -> tuple[Schema, bool]:
+    """Return the JSON schema of a setting's value or list entries, and True if the setting is a list."""
     value = schema.get("anyOf", [schema])[0]
     return value.get("items", value), value.get("type") == "array"
 
 
-def expected(schema: Schema) -> str:
-    """Describe the allowed values."""
-    entry, is_list = entry_of(schema)
-    choices = choices_of(entry)
+def allowed_values_text(schema: Schema) -> str:
+    """Describe the allowed values of a setting in words, from its JSON schema."""
+    entry, is_list = value_schema(schema)
+    choices = setting_choices(entry)
     words = f"one of {', '.join(map(str, choices))}" if choices else _TYPES[entry["type"]]
     bounds = [f"{bound} {entry[key]:g}" for key, bound in _BOUNDS.items() if key in entry]
     words = f"{words} {' and '.join(bounds)}" if bounds else words
@@ -351,10 +351,10 @@ def expected(schema: Schema) -> str:
     return f"{words}, or nothing" if "anyOf" in schema else words
 
 
-def resolve(
+def resolve_settings(
     owner: Callable[..., object], values: Mapping[str, object], owner_name: str = ""
 ) -> dict[str, Any]:
-    """Validate settings and merge them over the defaults; numbers become floats, lists tuples.
+    """Validate settings of a function or class and merge them over its defaults.
 
     Args:
         owner: the function or class.
@@ -364,7 +364,7 @@ def resolve(
     Raises:
         SpecError: an unknown name, a value that is not allowed, or a missing value without default.
     """
-    settings = settings_of(owner)
+    settings = settings_model(owner)
     before = f"{owner_name}: " if owner_name else ""
     try:
         return dict(settings.model_validate(dict(values)))
@@ -378,11 +378,11 @@ def resolve(
             message = f"{owner_name} has no parameter {name!r}; it takes {', '.join(fields) or 'none'}"
             raise SpecError(message, hint=did_you_mean(name, fields), setting=name)
     name = next(field for field in fields if field in problems)
-    schema = schemas_of(settings)[name]
+    schema = setting_schemas(settings)[name]
     if problems[name] == "missing":
-        raise SpecError(f"{owner_name} needs {name}: {expected(schema)}", setting=name)
-    message = f"{before}{name} is {values[name]!r}; expected {expected(schema)}"
-    hint = did_you_mean(values[name], choices_of(entry_of(schema)[0]))
+        raise SpecError(f"{owner_name} needs {name}: {allowed_values_text(schema)}", setting=name)
+    message = f"{before}{name} is {values[name]!r}; expected {allowed_values_text(schema)}"
+    hint = did_you_mean(values[name], setting_choices(value_schema(schema)[0]))
     raise SpecError(message, hint=hint, setting=name)
 
 
@@ -397,7 +397,7 @@ ANY: Range = (None, None)
 
 @dataclass(frozen=True)
 class ColumnSchema:
-    """One column of a table.
+    """One column of a table: name, dtype, unit, meaning and range.
 
     Attributes:
         dtype: kind of value; a float that was not measured is null in the file and NaN in a frame.
@@ -419,8 +419,8 @@ class ColumnSchema:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """The input of a diagnostic: one variant after one layer, on all diagnosis samples of one task.
+class DiagnosticInput:
+    """The input of a diagnostic: features of one variant after one layer, for all diagnosis samples of a task.
 
     Attributes:
         variant: the variant's pooled features, [n, d] in float32.
@@ -443,7 +443,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One family of quantities.
+    """A registered diagnostic: its function, the table columns it fills, and the setting that enables it.
 
     Attributes:
         table: the table that it adds columns to. `layers` and `samples` are measured after every stored layer,
@@ -451,9 +451,10 @@ class Diagnostic:
         needs: "view" and "features" are measured during the walk, "jacobian" by the attribution, "weights" without
             samples.
         option: key of the spec's `metrics` that enables it; empty if it is always measured.
-        measure: for "view" and "features", `Seen` -> columns: one number each for `layers`, else one per sample.
-        per_view: (layer view, pooling) -> named tensors [n], which reach `measure` as `Seen.columns`, joined over
-            batches. Several diagnostics may share one.
+        measure: for "view" and "features", `DiagnosticInput` -> columns: one number each for `layers`, else one per
+            sample.
+        per_view: (layer view, pooling) -> named tensors [n], which reach `measure` as `DiagnosticInput.columns`, joined
+            over batches. Several diagnostics may share one.
     """
 
     name: str
@@ -477,7 +478,7 @@ def diagnostic(
     option: str | None = None,
     per_view: Callable[[Any, Any], Mapping[str, Any]] | None = None,
 ) -> Callable[[F], F]:
-    """Register a function as the diagnostic `name`. Without `option`, its name enables it.
+    """Return a decorator that registers a function as the diagnostic `name`, enabled by the setting `option`.
 
     Args:
         name: the registered name.
@@ -496,8 +497,8 @@ def diagnostic(
     return _register_diagnostic
 
 
-def chosen(options: Collection[str], *needs: Needs) -> list[Diagnostic]:
-    """List the diagnostics that are always measured or enabled, by name; those of the walk unless `needs` is given."""
+def enabled_diagnostics(options: Collection[str], *needs: Needs) -> list[Diagnostic]:
+    """List the enabled diagnostics by name: by default those measured during the forward walk, else of `needs`."""
     passes = needs or ("view", "features")
     there = (entry for entry in diagnostics.values() if entry.needs in passes)
     return [entry for entry in there if not entry.option or entry.option in options]

@@ -16,57 +16,57 @@ Part = Literal["base", "expert", "merged", "calibrated", "baseline"]
 _ANCHOR = "-anchor"
 
 
-def part_of(variant: str) -> Part:
-    """Return the part of a variant."""
+def variant_kind(variant: str) -> Part:
+    """Return the kind of a variant: base, expert, merged, calibrated or baseline."""
     part = variant.partition(":")[0]
     assert part in ("base", "expert", "merged", "calibrated", "baseline"), variant
     return part  # type: ignore[return-value]
 
 
-def expert_of(task: str) -> str:
-    """Return the pool's name of the model fine-tuned on `task`; tables call each task's own expert `expert`."""
+def expert_name(task: str) -> str:
+    """Return the name of a task's expert in the model pool, `expert:TASK`."""
     return f"expert:{task}"
 
 
-def baseline(name: str) -> str:
-    """Return the variant of an additional checkpoint."""
+def baseline_variant(name: str) -> str:
+    """Return the variant name of an additional checkpoint, `baseline:NAME`."""
     return f"baseline:{name}"
 
 
-def task_of(model: str) -> str | None:
-    """Return the task whose expert a model of a pool is; None for other models."""
+def task_of_expert(model: str) -> str | None:
+    """Return the task of an expert by the model's name in the pool; None for other models."""
     part, _, task = model.partition(":")
     return task if part == "expert" else None
 
 
-def calibrated(name: str) -> str:
-    """Return the variant of the calibration `name`."""
+def calibrated_variant(name: str) -> str:
+    """Return the variant name of a calibration, `calibrated:NAME`."""
     return f"calibrated:{name}"
 
 
-def calibration_of(variant: str) -> str | None:
-    """Return the calibration of a calibrated variant, or None. A control does not count as calibrated."""
+def calibration_name(variant: str) -> str | None:
+    """Return the calibration name in `calibrated:NAME`; None for other variants and for controls."""
     part, _, name = variant.partition(":")
     return name if part == "calibrated" else None
 
 
-def control_of(name: str) -> str:
-    """Return the variant that measures the anchor of the calibration `name` alone."""
-    return baseline(f"{name}{_ANCHOR}")
+def control_variant(name: str) -> str:
+    """Return the variant name of a calibration's control, which is its anchor without calibration."""
+    return baseline_variant(f"{name}{_ANCHOR}")
 
 
 def is_control(variant: str) -> bool:
-    """Return True if the variant is the anchor-only control of a calibration."""
-    return part_of(variant) == "baseline" and variant.endswith(_ANCHOR)
+    """Return True if the variant is the control of a calibration: its anchor without calibration."""
+    return variant_kind(variant) == "baseline" and variant.endswith(_ANCHOR)
 
 
-def is_explained(variant: str) -> bool:
+def has_attribution(variant: str) -> bool:
     """Return True if the variant's drift is attributed to layers: all but the base and controls."""
     return variant != "base" and not is_control(variant)
 
 
-def title(variant: str) -> str:
-    """Return the name for readers: "merged", "featcal", "featcal, anchor only" for its control."""
+def display_name(variant: str) -> str:
+    """Return a variant's display name: "merged", "featcal", or "featcal, anchor only" for a control."""
     if is_control(variant):
         return f"{variant.partition(':')[2].removesuffix(_ANCHOR)}, anchor only"
     return variant.partition(":")[2] or variant
@@ -78,7 +78,7 @@ ATTACHED = "harness:"
 
 @dataclass(frozen=True)
 class Metric:
-    """One way to score a variant on a task.
+    """A metric that scores a variant on a task, such as accuracy or perplexity.
 
     A `share` of correctly answered samples has Wilson's interval and paired changes; a `number` has bootstrap
     intervals. `needs` names the required input. `is_directed` is False if `worse` is a guess.
@@ -100,8 +100,8 @@ class Metric:
         return self.worse == "lower" and low is not None and low >= -1 and high is not None and high <= 1
 
     @property
-    def described(self) -> str:
-        """A description for readers, with range and direction."""
+    def full_description(self) -> str:
+        """The description of the metric for users, with range and direction."""
         low, high = self.range
         ends = [] if low is None else [f"at least {low:g}" if high is None else f"{low:g} to {high:g}"]
         better = f"{'lower' if self.worse == 'higher' else 'higher'} is better"
@@ -109,8 +109,8 @@ class Metric:
         return f"{self.description or 'Measured by another tool.'} {', '.join(ends).capitalize()}."
 
     @property
-    def is_attached(self) -> bool:
-        """True if another tool has measured the metric."""
+    def is_external(self) -> bool:
+        """True if the metric was measured by another tool, such as lm-evaluation-harness."""
         return self.name.startswith(ATTACHED)
 
 
@@ -183,8 +183,8 @@ _BY_NAME: tuple[tuple[str, _Way], ...] = (
 )
 
 
-def metric_called(name: str) -> Metric:
-    """Return the metric of a name. For an unknown name, infer range and direction from the name.
+def metric_by_name(name: str) -> Metric:
+    """Return the metric with this name; infer range and direction of an unknown one from its name.
 
     Names of `driftlens attach` (`harness:acc`, `harness:exact_match,strict-match`) are matched without the filter.
     """
@@ -202,19 +202,19 @@ def metric_called(name: str) -> Metric:
     return Metric(name, title, "", ends, worse, kind, is_directed=way is not None)
 
 
-def title_of(metrics: Iterable[Metric]) -> str:
-    """Return the common title of several metrics: the name of a single one, else `score` with their names."""
+def metrics_title(metrics: Iterable[Metric]) -> str:
+    """Return a common title of several metrics: the name if there is one, else "score (NAMES)"."""
     titles = list(dict.fromkeys(metric.title for metric in metrics))
     return titles[0] if len(titles) == 1 else f"score ({', '.join(titles)})"
 
 
-def descriptions_of(metrics: Iterable[Metric]) -> list[str]:
-    """Describe metrics with range and direction; metrics with one description share a line."""
+def describe_metrics(metrics: Iterable[Metric]) -> list[str]:
+    """Describe metrics with range and direction, one line each; those with the same description share a line."""
     names: dict[str, dict[str, None]] = {}
     for metric in metrics:
-        name = metric.title.partition(",")[0] if metric.is_attached else metric.title
+        name = metric.title.partition(",")[0] if metric.is_external else metric.title
         name = f"{name[:1].upper()}{name[1:]}" if metric.description else name
-        names.setdefault(metric.described, {})[name] = None
+        names.setdefault(metric.full_description, {})[name] = None
     return [f"{', '.join(named)}: {text}" for text, named in names.items()]
 
 
@@ -226,7 +226,7 @@ COARSE = 0.5
 
 @dataclass(frozen=True)
 class ModelChange:
-    """Counts of entries in which one model differs from another, before and after rounding to `dtype`.
+    """Counts of weights that differ between two models, before and after rounding to `dtype`.
 
     Attributes:
         entries: number of entries of the tensors that differ.
@@ -252,17 +252,17 @@ class ModelChange:
 
     @property
     def norm(self) -> float:
-        """Length of the difference."""
+        """The norm of the weight difference."""
         return math.sqrt(self.energy)
 
     @property
     def relative_norm(self) -> float:
-        """The length of the difference, relative to the unchanged model."""
+        """The norm of the weight difference relative to the norm of the unchanged model."""
         return math.sqrt(self.energy / self.start) if self.start else 0.0
 
 
-def lost_words(change: ModelChange, subject: str, whose: str = "the base's") -> str:
-    """Describe what rounding loses of a change; empty if that is negligible.
+def rounding_loss_text(change: ModelChange, subject: str, whose: str = "the base's") -> str:
+    """Describe the share of changed weights that rounding reverts; "" if it is negligible.
 
     Args:
         change: counts of the change.
@@ -275,20 +275,20 @@ def lost_words(change: ModelChange, subject: str, whose: str = "the base's") -> 
     return f"about {100 * share:.1f} % of the entries that {subject} changes equal {whose} again in {change.dtype}"
 
 
-def saved_words(change: ModelChange, subject: str, whose: str = "the base's") -> list[str]:
-    """Describe what saving in a narrower type loses of a change, and the option that keeps it; empty if negligible.
+def saving_loss_text(change: ModelChange, subject: str, whose: str = "the base's") -> list[str]:
+    """Warn that saving in a narrower dtype reverts some changed weights; empty if that is negligible.
 
     Args:
         change: counts of the change.
         subject: the subject that changes entries.
         whose: the owner of the unchanged entries.
     """
-    text = lost_words(change, subject, whose)
+    text = rounding_loss_text(change, subject, whose)
     return [f"{text}, the dtype of the output; `--out-dtype float32` keeps them"] if text else []
 
 
-def coarse_words(change: ModelChange, subject: str) -> str:
-    """Describe a change about as large as the steps of the number type both models are stored in, or return ""."""
+def coarse_change_text(change: ModelChange, subject: str) -> str:
+    """Warn that most weight changes are one rounding step of the stored dtype; "" if they are larger."""
     if not change.changed or change.steps / change.changed < COARSE:
         return ""
     steps, kept = change.steps / change.changed, 1 - change.changed / change.entries

@@ -10,22 +10,29 @@ from typing import Any, TypeAlias
 
 import driftlens
 from driftlens.results.checks import CheckReport, check
-from driftlens.results.verdict import stamps
+from driftlens.results.verdict import caveat_sentences
 from driftlens.runs.run import DriftRun, current_state, open_run
 from driftlens.utils.files import PathLike
 from driftlens_reports.charts.chart import Chart, ChartOptions, Drawn, charts
-from driftlens_reports.charts.words import overlap_notes
-from driftlens_reports.content import Figure, ReportContent, RunInfo, Section, frame_table
+from driftlens_reports.charts.words import split_overlap_notes
+from driftlens_reports.content import Figure, ReportContent, RunInfo, Section, table_from_frame
 from driftlens_reports.formats import save_files
-from driftlens_reports.formats.page import interactive_page, light_page, pictures_of
-from driftlens_reports.formats.texts import fragments, json_document, markdown, spreadsheets
-from driftlens_reports.sections import PRESETS, TITLES, charts_of, check_known, section_parts, verdict_of
+from driftlens_reports.formats.page import interactive_page, light_page, static_figures
+from driftlens_reports.formats.texts import csv_files, latex_tables_by_file, report_json, report_markdown
+from driftlens_reports.sections import (
+    PRESETS,
+    TITLES,
+    report_verdict,
+    require_known_names,
+    section_charts,
+    section_content,
+)
 
 Checks: TypeAlias = CheckReport | PathLike | Mapping[str, Any]
 
 
 class Report:
-    """A report on a run. Tables are read on demand.
+    """A report on a saved run in HTML, JSON, Markdown, CSV or LaTeX. Tables are read on demand.
 
     Args:
         run: a run, or its folder.
@@ -47,9 +54,9 @@ class Report:
         checks: Checks | None = None,
     ) -> None:
         self.run = run if isinstance(run, DriftRun) else open_run(run)
-        check_known("preset", [preset], PRESETS)
+        require_known_names("preset", [preset], PRESETS)
         chosen = PRESETS[preset] if sections is None else sections
-        check_known("section", chosen, TITLES)
+        require_known_names("section", chosen, TITLES)
         # In reading order, whatever the order of the request.
         self._preset, self._sections = preset, [name for name in TITLES if name in chosen]
         self._checks = (
@@ -58,25 +65,25 @@ class Report:
 
     @property
     def content(self) -> ReportContent:
-        """Everything the report says, as a pydantic model."""
+        """The sections, tables, figures and verdict of the report, as a pydantic model."""
         return self._content_and_charts[0]
 
     @functools.cached_property
     def _content_and_charts(self) -> tuple[ReportContent, Mapping[str, Drawn]]:
-        """The content, and the drawn charts of the figures that are not missing, by name."""
+        """The report content, and the drawn charts by name, without charts whose data is missing."""
         run, names = self.run, self._sections
         figures: dict[str, list[Figure]] = {}
         drawn: dict[str, Drawn] = {}
         for name in names:
-            pairs = [_draw_figure(run, chart) for chart in charts_of(name, self._preset)]
+            pairs = [_draw_report_figure(run, chart) for chart in section_charts(name, self._preset)]
             figures[name] = [figure for figure, _ in pairs]
             drawn |= {figure.name: picture for figure, picture in pairs if picture is not None}
         # Caveats list the missing figures of all sections, so all charts are drawn first.
         everything = [figure for group in figures.values() for figure in group]
-        judged = verdict_of(run)
+        judged = report_verdict(run)
         sections = []
         for name in names:
-            sentences, tables = section_parts(name, run, judged, self._checks, everything)
+            sentences, tables = section_content(name, run, judged, self._checks, everything)
             shown = tuple(table for table in tables if table.rows)
             parts = {"sentences": tuple(sentences), "tables": shown, "figures": tuple(figures[name])}
             sections.append(Section(name=name, title=TITLES[name], **parts))
@@ -87,22 +94,22 @@ class Report:
             driftlens=driftlens.__version__,
             preset=self._preset,
             run=RunInfo(**info, tasks=run.tasks, variants=run.variants),
-            stamps=(*stamps(run), *overlap_notes(run)),
+            stamps=(*caveat_sentences(run), *split_overlap_notes(run)),
             verdict=judged,
             sections=tuple(sections),
         )
         return content, drawn
 
     def _repr_html_(self) -> str:
-        """Return the light page in an iframe, for notebooks."""
+        """Return the static HTML page in an iframe, for notebooks."""
         # The light page: a notebook file stores every output.
         page = html.escape(self.files(["html-light"])["report-light.html"].decode())
         return f'<iframe srcdoc="{page}" title="Drift report" width="100%" height="640"></iframe>'
 
     def files(self, formats: Iterable[str] = ("html", "json", "md")) -> dict[str, bytes]:
-        """Return the report's files by path relative to its folder."""
+        """Return the bytes of the report's files, keyed by path relative to the report folder."""
         chosen = [formats] if isinstance(formats, str) else list(formats)
-        check_known("format", chosen, FORMATS)
+        require_known_names("format", chosen, FORMATS)
         return {
             file: data
             for name in chosen
@@ -112,7 +119,7 @@ class Report:
     def save(
         self, folder: PathLike | None = None, formats: Iterable[str] = ("html", "json", "md")
     ) -> list[pathlib.Path]:
-        """Write the report into `folder`, every file whole or not at all, and return their paths.
+        """Write the report into `folder`, each file atomically, and return the paths.
 
         Without a folder the files go into the run's own `reports`, where the run lists them.
 
@@ -124,8 +131,8 @@ class Report:
         return save_files(self.run, self.files(formats), None if folder is None else pathlib.Path(folder))
 
 
-def _draw_figure(run: DriftRun, chart: Chart) -> tuple[Figure, Drawn | None]:
-    drawn, lacking = chart.attempt(run, ChartOptions())
+def _draw_report_figure(run: DriftRun, chart: Chart) -> tuple[Figure, Drawn | None]:
+    drawn, lacking = chart.try_draw(run, ChartOptions())
     figure = Figure(
         name=chart.name,
         title=chart.title,
@@ -134,12 +141,12 @@ def _draw_figure(run: DriftRun, chart: Chart) -> tuple[Figure, Drawn | None]:
         alt=drawn.alt if drawn else "",
         notes=drawn.notes if drawn else (),
         missing=lacking,
-        data=frame_table(f"figure-{chart.name}", chart.title, drawn.data) if drawn else None,
+        data=table_from_frame(f"figure-{chart.name}", chart.title, drawn.data) if drawn else None,
     )
     return figure, drawn
 
 
-def _interactive_html(run: DriftRun, content: ReportContent, drawn: Mapping[str, Drawn]) -> bytes:
+def _interactive_report_html(run: DriftRun, content: ReportContent, drawn: Mapping[str, Drawn]) -> bytes:
     # `render`, not `draw`: drawing the light chart has checked that nothing is missing.
     dark = {name: charts[name].render(run, ChartOptions(dark=True)).figure for name in drawn}
     return interactive_page(content, drawn, dark)
@@ -147,12 +154,12 @@ def _interactive_html(run: DriftRun, content: ReportContent, drawn: Mapping[str,
 
 # The files of each format, by path.
 FORMATS: Mapping[str, Callable[[DriftRun, ReportContent, Mapping[str, Drawn]], dict[str, bytes]]] = {
-    "html": lambda run, content, drawn: {"report.html": _interactive_html(run, content, drawn)},
+    "html": lambda run, content, drawn: {"report.html": _interactive_report_html(run, content, drawn)},
     "html-light": lambda run, content, drawn: {
-        "report-light.html": light_page(content, pictures_of(run, drawn))
+        "report-light.html": light_page(content, static_figures(run, drawn))
     },
-    "json": lambda run, content, drawn: {"report.json": json_document(content)},
-    "md": lambda run, content, drawn: {"report.md": markdown(content)},
-    "csv": lambda run, content, drawn: spreadsheets(run, content),
-    "latex": lambda run, content, drawn: fragments(content),
+    "json": lambda run, content, drawn: {"report.json": report_json(content)},
+    "md": lambda run, content, drawn: {"report.md": report_markdown(content)},
+    "csv": lambda run, content, drawn: csv_files(run, content),
+    "latex": lambda run, content, drawn: latex_tables_by_file(content),
 }

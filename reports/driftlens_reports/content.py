@@ -8,16 +8,16 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import BeforeValidator, Field
 
-from driftlens.results.formatting import Kind, Part, Table
-from driftlens.runs.tables import plain
+from driftlens.results.formatting import Kind, ReportPart, Table
+from driftlens.runs.tables import json_value
 from driftlens.utils.intervals import Interval
 
 # Of the JSON format. Within a major version fields are only ever added.
 VERSION = "3.0"
 
 
-class Figure(Part):
-    """One chart: the words that belong to it, and every number it plots."""
+class Figure(ReportPart):
+    """One chart of a report: title, caption, hint, alt text, notes and every plotted number."""
 
     name: str
     title: str
@@ -33,11 +33,11 @@ class Figure(Part):
 
 
 # JSON has no NaN, so an unknown end is null.
-_End = Annotated[float | None, BeforeValidator(plain)]
+_End = Annotated[float | None, BeforeValidator(json_value)]
 
 
-class Section(Part):
-    """One section, in the order in which a reader meets them."""
+class Section(ReportPart):
+    """One section of a report: sentences, tables and figures."""
 
     name: str
     title: str
@@ -46,8 +46,8 @@ class Section(Part):
     figures: tuple[Figure, ...] = ()
 
 
-class Estimate(Part):
-    """A number with its 95 % interval over samples, the tasks being as they are; null ends where it is not known."""
+class Estimate(ReportPart):
+    """A number with its 95 % interval over samples (tasks fixed); null ends where it is unknown."""
 
     value: float
     low: _End
@@ -59,8 +59,8 @@ def _none_if_nan(value: Any) -> Any:
     return None if isinstance(value, Interval) and math.isnan(value.value) else value
 
 
-class Change(Part):
-    """The change of a measure's mean over tasks from before to after; null where it was not measured."""
+class MeasureChange(ReportPart):
+    """The change of a measure's mean over tasks by a calibration; null where it was not measured."""
 
     measure: str
     kind: Kind
@@ -74,8 +74,8 @@ class Change(Part):
     words: str = Field(default="", description="The change in words, with its interval.")
 
 
-class Outcome(Part):
-    """The number of checks by result."""
+class CheckCounts(ReportPart):
+    """The number of passed, warned, failed and skipped checks."""
 
     passed: int
     warned: int
@@ -83,8 +83,8 @@ class Outcome(Part):
     skipped: int
 
 
-class Gap(Part):
-    """The difference between two models."""
+class ScoreGap(ReportPart):
+    """The difference in mean score between two models, with significance by task."""
 
     variant: str
     against: str
@@ -96,8 +96,8 @@ class Gap(Part):
     worse: tuple[str, ...]
 
 
-class Headline(Part):
-    """The first thing that a reader sees."""
+class Headline(ReportPart):
+    """The headline of a run: verdict sentence, mean score of every model, share of the gap closed."""
 
     text: str
     tone: Literal["good", "mixed", "bad", "none"]
@@ -110,13 +110,13 @@ class Headline(Part):
     )
 
 
-class Verdict(Part):
-    """The verdict on a run."""
+class Verdict(ReportPart):
+    """The verdict on a run: means, gaps to the experts, changes by calibration, recommended command."""
 
     measure: str = Field(description="The main measure.")
     tasks: tuple[str, ...] = Field(description="Tasks with every compared model.")
     means: dict[str, Estimate]
-    gaps: tuple[Gap, ...]
+    gaps: tuple[ScoreGap, ...]
     worst: str = Field(description="Task with the largest gap to its expert; empty if no gap is significant.")
     bad_experts: tuple[str, ...] = Field(description="Tasks whose expert is clearly worse than the base.")
     source: str = Field(
@@ -128,16 +128,16 @@ class Verdict(Part):
     before: str | None = Field(description="Variant compared with, usually `merged`.")
     control: str | None = Field(description="Variant of the anchor alone; null without.")
     after: str | None = Field(description="Calibrated variant; null where the run has none.")
-    changes: tuple[Change, ...]
+    changes: tuple[MeasureChange, ...]
     worst_task: str | None = Field(description="Task with the largest relative final drift.")
     worst_drift: float | None = Field(description="Its drift, relative to the norm of the expert's feature.")
-    self_checks: Outcome
+    self_checks: CheckCounts
     sentences: tuple[str, ...]
     headline: Headline
 
 
-class RunInfo(Part):
-    """The run that the report is about."""
+class RunInfo(ReportPart):
+    """Identity of the reported run: id, name, state, date, spec digest, tasks and variants."""
 
     id: str
     name: str
@@ -150,8 +150,8 @@ class RunInfo(Part):
     variants: tuple[str, ...]
 
 
-class ReportContent(Part):
-    """A whole report."""
+class ReportContent(ReportPart):
+    """The content of a report: run, verdict and sections, the same for every output format."""
 
     format: Literal["driftlens-report"] = "driftlens-report"
     version: str = Field(default=VERSION, description="Format version; major versions only add fields.")
@@ -164,17 +164,17 @@ class ReportContent(Part):
 
     @property
     def tables(self) -> list[Table]:
-        """The tables of all sections, without those of figures."""
+        """All tables of the report, without the data tables of figures."""
         return [table for section in self.sections for table in section.tables]
 
     @property
     def figures(self) -> list[Figure]:
-        """The figures of all sections."""
+        """All figures of the report, in order of sections."""
         return [figure for section in self.sections for figure in section.figures]
 
 
-def frame_table(name: str, title: str, frame: pd.DataFrame) -> Table:
-    """Convert a data frame to a table; the kind of each column follows from its type."""
+def table_from_frame(name: str, title: str, frame: pd.DataFrame) -> Table:
+    """Convert a data frame to a report table; the kind of each column follows from its dtype."""
     kinds = {str(head): _column_kind(frame[head]) for head in frame.columns}
     columns = (frame[head].tolist() for head in frame.columns)
     return Table.of(name, title, kinds, [*zip(*columns, strict=True)])

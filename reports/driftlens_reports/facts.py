@@ -14,20 +14,20 @@ from driftlens.results.formatting import (
     NOT_MEASURED,
     Kind,
     Table,
-    error,
-    estimate,
+    format_error,
+    format_estimate,
+    format_number,
+    format_percent,
     is_measured,
-    number,
-    percent,
-    printable,
+    strip_control_chars,
 )
-from driftlens.results.measures import share_true
-from driftlens.results.verdict import share_of
-from driftlens.results.verdict import shares as shares_of
-from driftlens.runs.run import DriftRun, remembered
-from driftlens.utils.errors import counted
+from driftlens.results.measures import share_of_true
+from driftlens.results.verdict import layer_drift_shares as shares_of
+from driftlens.results.verdict import row_drift_share
+from driftlens.runs.run import DriftRun, cache_on_run
+from driftlens.utils.errors import pluralize
 from driftlens.utils.intervals import Interval
-from driftlens.utils.variants import ACCURACY, descriptions_of, metric_called, title
+from driftlens.utils.variants import ACCURACY, describe_metrics, display_name, metric_by_name
 
 # Columns that explain the final drift, the better one first, with their meaning.
 _ORIGINS: tuple[tuple[str, str, Kind], ...] = (
@@ -36,73 +36,75 @@ _ORIGINS: tuple[tuple[str, str, Kind], ...] = (
 )
 
 
-def origin_variant(run: DriftRun) -> str:
-    """Return the model whose drift is explained: merged, else the last variant; empty without any."""
+def explained_variant(run: DriftRun) -> str:
+    """Return the model whose drift is attributed to layers: merged, else the last variant; empty without any."""
     variants = [variant for variant in run.variants if variant not in ("base", "expert")]
     return "merged" if "merged" in variants else "".join(variants[-1:])
 
 
-@remembered
-def origins(run: DriftRun) -> dict[str, str]:
-    """Return the largest sources of each task's final drift in words."""
-    variant = origin_variant(run)
+@cache_on_run
+def drift_sources(run: DriftRun) -> dict[str, str]:
+    """Describe the layers with the largest shares of the final drift, one sentence per task."""
+    variant = explained_variant(run)
     return {
-        task: _drift_origin_sentence(run, task, variant)
+        task: _drift_source_sentence(run, task, variant)
         for task in run.tasks
         if variant and run.manifest.layers
     }
 
 
-def _drift_origin_sentence(run: DriftRun, task: str, variant: str) -> str:
+def _drift_source_sentence(run: DriftRun, task: str, variant: str) -> str:
     rows = run.layers(task, variant)
     for column, meaning, kind in _ORIGINS:
         largest = rows[rows[column].notna()].sort_values(column, ascending=False, kind="stable").head(3)
         layers = []
         for row in largest.to_dict("records"):
             is_share = column == "final_share"
-            amount = share_of(row) if is_share else Interval(float(row[column]), n=int(row["n"]))
-            layers.append(f"{run.layer_name(int(row['layer']))} {estimate(amount, kind)}")
+            amount = row_drift_share(row) if is_share else Interval(float(row[column]), n=int(row["n"]))
+            layers.append(f"{run.layer_name(int(row['layer']))} {format_estimate(amount, kind)}")
         if layers:
             return f"{task}: {meaning}: {', '.join(layers)}{f'; n = {amount.n}' if amount.n else ''}"
     return f"{task}: {NOT_MEASURED}"
 
 
-def check_sentence(check: CheckResult) -> str:
-    """Describe the largest error of a self-check and where it is."""
+def self_check_sentence(check: CheckResult) -> str:
+    """Describe the largest error of a self-check, its limit and where it occurs."""
     if not is_measured(check.value):
         return f"{check.metric} ({check.claim}): {NOT_MEASURED}"
-    verdict = "holds" if check.status == "pass" else f"DOES NOT HOLD (limit {error(check.threshold)})"
-    return f"{check.metric} ({check.claim}): {verdict}, error at most {error(check.value)} ({check.where})"
+    verdict = "holds" if check.status == "pass" else f"DOES NOT HOLD (limit {format_error(check.threshold)})"
+    return f"{check.metric} ({check.claim}): {verdict}, error at most {format_error(check.value)} ({check.where})"
 
 
 def decision_sentences(run: DriftRun) -> Iterator[str]:
-    """Yield the flipped and certified decisions of each variant in words."""
+    """Yield a sentence per variant on the share of flipped and of certified decisions."""
     for variant in (variant for variant in run.variants if variant != "base"):
-        yield from decisions(run.outputs(variant=variant), title(variant))
+        yield from decision_sentence(run.outputs(variant=variant), display_name(variant))
 
 
-def decisions(outputs: pd.DataFrame, variant: str) -> Iterator[str]:
-    """Yield the flipped and certified decisions of one variant in words; nothing without scores."""
+def decision_sentence(outputs: pd.DataFrame, variant: str) -> Iterator[str]:
+    """Yield the sentence on flipped and certified decisions of one variant; nothing without scores."""
     if not outputs["flipped"].notna().any():
         return
-    flipped, certified = (share_true(outputs[name]) for name in ("flipped", "certified"))
-    text = f"{variant}: {estimate(flipped, 'share')} of {counted(flipped.n, 'decision')} differ from the expert's"
+    flipped, certified = (share_of_true(outputs[name]) for name in ("flipped", "certified"))
+    decisions = pluralize(flipped.n, "decision")
+    text = f"{variant}: {format_estimate(flipped, 'share')} of {decisions} differ from the expert's"
     if is_measured(certified.value):
-        kept = percent(1 - flipped.value - certified.value)
-        text += f"; {estimate(certified, 'share')} are certified by their margin, {kept} kept without a certificate"
+        kept = format_percent(1 - flipped.value - certified.value)
+        text += f"; {format_estimate(certified, 'share')} are certified by their margin, "
+        text += f"{kept} kept without a certificate"
     # The median, since a few bounds near 0 would dominate a mean.
     used = (outputs["score_drift_l2"] / outputs["score_bound"]).median()
     if not math.isnan(used):
-        text += f". The score drift is {percent(float(used))} of its bound (median)"
+        text += f". The score drift is {format_percent(float(used))} of its bound (median)"
     yield f"{text}."
 
 
 def accuracy_table(run: DriftRun) -> Table:
-    """Return the scores of every variant on every task, with intervals; below them those attached from other tools."""
+    """Return the scores of every variant on every task with intervals, then scores imported from other tools."""
     names = ("task", "variant", "metric", "value", "ci_low", "ci_high", "n")
     columns = run.accuracy()[[*names]]
-    metrics = {name: metric_called(name) for name in columns["metric"].unique()}
-    is_attached = [metrics[name].is_attached for name in columns["metric"]]
+    metrics = {name: metric_by_name(name) for name in columns["metric"].unique()}
+    is_attached = [metrics[name].is_external for name in columns["metric"]]
     # Stable, so that both groups keep their order.
     columns = columns.iloc[np.argsort(is_attached, kind="stable")]
     kind: Kind = "share" if all(metric.kind == "share" for metric in metrics.values()) else "number"
@@ -111,17 +113,17 @@ def accuracy_table(run: DriftRun) -> Table:
         **dict.fromkeys(("value", "95 % low", "95 % high"), kind),
         "samples": "count",
     }
-    rows = [columns[name] if name != "variant" else columns[name].map(title) for name in names]
+    rows = [columns[name] if name != "variant" else columns[name].map(display_name) for name in names]
     others = {name: metric for name, metric in metrics.items() if metric != ACCURACY}
     intervals = "95 % intervals" if others else "Wilson intervals"
     notes = [f"{intervals}. Each expert is scored on its own task."]
-    notes += descriptions_of(others.values())
+    notes += describe_metrics(others.values())
     heading = f"{'Scores' if others else 'Accuracy'} on test samples"
     return Table.of("accuracy", heading, kinds, [*zip(*rows, strict=True)], " ".join(notes))
 
 
-def advice(run: DriftRun) -> dict[str, Any]:
-    """Return shares of the final drift by layer, and cosines of task vectors by layer."""
+def layer_advice(run: DriftRun) -> dict[str, Any]:
+    """Return the share of the final drift and the cosine between task vectors, by layer."""
     rows, params = run.layers(variant="merged"), run.params(variant="merged")
     places, shares, conflicts = dict(zip(rows["path"], rows["layer"], strict=True)), [], []
     paths = {layer: path for path, layer in places.items()}
@@ -148,17 +150,20 @@ def advice(run: DriftRun) -> dict[str, Any]:
     }
 
 
-def advice_text(numbers: Mapping[str, Any], run: str = "RUN") -> str:
-    """Return the advice in sentences; `run` is the run's path in commands."""
+def layer_advice_text(numbers: Mapping[str, Any], run: str = "RUN") -> str:
+    """Describe the layers with the largest drift shares and task-vector conflicts in sentences."""
     sentences = [*_drift_share_sentences(numbers), *_weight_conflict_sentences(numbers)]
-    return "\n".join(printable(text.replace(" RUN", f" {run}")) for text in sentences)
+    return "\n".join(strip_control_chars(text.replace(" RUN", f" {run}")) for text in sentences)
 
 
 def _drift_share_sentences(numbers: Mapping[str, Any]) -> list[str]:
     if not numbers["shares"]:
         return ["The source of the final drift was not measured; `driftlens analyze RUN` adds it."]
     top, *others = numbers["shares"]
-    share, tasks = estimate(_share_interval(top), "share", counted=True), counted(len(numbers["tasks"]), "task")
+    share, tasks = (
+        format_estimate(_share_interval(top), "share", counted=True),
+        pluralize(len(numbers["tasks"]), "task"),
+    )
     text = f"{top['name']} has the largest share of the final drift, {share}, mean over {tasks}."
     if not is_measured(top["share_low"]):
         return [f"{text} Without intervals, another layer may contribute as much."]
@@ -166,7 +171,7 @@ def _drift_share_sentences(numbers: Mapping[str, Any]) -> list[str]:
     near = [row for row in others if not row["share_high"] < top["share_low"]]
     if not near:
         return [f"{text} All other intervals are lower."]
-    listed = "; ".join(f"{row['name']} {estimate(_share_interval(row), 'share')}" for row in near[:3])
+    listed = "; ".join(f"{row['name']} {format_estimate(_share_interval(row), 'share')}" for row in near[:3])
     more = f" and {len(near) - 3} more" if len(near) > 3 else ""
     return [f"{text} Intervals overlap, so these may contribute as much: {listed}{more}."]
 
@@ -180,12 +185,14 @@ def _weight_conflict_sentences(numbers: Mapping[str, Any]) -> list[str]:
     for row in numbers["conflicts"][:3]:
         side = "conflict" if row["cos"] < row["orthogonal"] else "do not conflict"
         sentences.append(
-            f"{row['name']}: task vectors {side} (mean cosine {number(row['cos'])}; "
-            f"{number(row['orthogonal'])} expected for unrelated task vectors); lowest for {row['worst_task']} "
-            f"({number(row['worst_cos'])}); {percent(row['sign_agreement'])} of the signs agree."
+            f"{row['name']}: task vectors {side} (mean cosine {format_number(row['cos'])}; "
+            f"{format_number(row['orthogonal'])} expected for unrelated task vectors); lowest for {row['worst_task']} "
+            f"({format_number(row['worst_cos'])}); {format_percent(row['sign_agreement'])} of the signs agree."
         )
     count = sum(row["cos"] < row["orthogonal"] for row in numbers["conflicts"])
-    layers = f"{count or 'none'} of {counted(len(numbers['conflicts']), 'layer')}; they agree least in these"
+    layers = (
+        f"{count or 'none'} of {pluralize(len(numbers['conflicts']), 'layer')}; they agree least in these"
+    )
     return [
         f"Task vectors conflict in {layers} (mean over experts; of weights, so without intervals):",
         *sentences,

@@ -5,21 +5,47 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from driftlens.results.calibration_summary import arena_sheet, calibration_sheets, selection_sentences
-from driftlens.results.checks import CheckReport, Status, self_checks
-from driftlens.results.formatting import Kind, Table, brief, estimate, percent, setting_text
-from driftlens.results.measures import COSINE, RELATIVE, change_in_words, common, level, mean, mean_change
-from driftlens.results.sweep_results import ABLATION, ablation_sheets
-from driftlens.results.verdict import final_sheet, headline, routing_sheet, shareable, task_sheet, verdict
+from driftlens.results.calibration_summary import (
+    auto_choice_sentences,
+    calibration_effect_tables,
+    leaderboard_table,
+)
+from driftlens.results.checks import CheckReport, Status, run_self_checks
+from driftlens.results.formatting import (
+    Kind,
+    Table,
+    format_estimate,
+    format_percent,
+    format_setting,
+    format_short,
+)
+from driftlens.results.measures import (
+    COSINE,
+    RELATIVE,
+    common_measures,
+    describe_change,
+    mean_change,
+    mean_on_tasks,
+    value_on_task,
+)
+from driftlens.results.sweep_results import ABLATION, ablation_tables
+from driftlens.results.verdict import (
+    final_drift_table,
+    headline,
+    hide_run_path,
+    moe_routing_table,
+    task_table,
+    verdict,
+)
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
-from driftlens.runs.tables import plain
-from driftlens.utils.errors import SpecError, counted, did_you_mean
+from driftlens.runs.tables import json_value
+from driftlens.utils.errors import SpecError, did_you_mean, pluralize
 from driftlens.utils.intervals import mean_over_tasks
-from driftlens.utils.variants import control_of, part_of, title
+from driftlens.utils.variants import control_variant, display_name, variant_kind
 from driftlens_reports import facts
-from driftlens_reports.charts.chart import Chart, by_rank, charts
-from driftlens_reports.content import Change, Figure, Headline, Outcome, Verdict
+from driftlens_reports.charts.chart import Chart, charts, sort_by_rank
+from driftlens_reports.content import CheckCounts, Figure, Headline, MeasureChange, Verdict
 
 # Every section in reading order.
 TITLES = MappingProxyType(
@@ -89,14 +115,14 @@ flipped |  | A decision that differs from the expert's.
 """
 
 
-def charts_of(section: str, preset: str) -> list[Chart]:
-    """Return the charts of a section of a report, by rank."""
+def section_charts(section: str, preset: str) -> list[Chart]:
+    """Return the charts of a report section under a preset, in display order."""
     shown = (chart for chart in charts.values() if preset in ("full", *chart.presets))
-    return by_rank(chart for chart in shown if chart.place.report == section)
+    return sort_by_rank(chart for chart in shown if chart.place.report == section)
 
 
-def check_known(kind: str, names: Sequence[str], valid: Mapping[str, object]) -> None:
-    """Raise SpecError if a name is unknown or none is given."""
+def require_known_names(kind: str, names: Sequence[str], valid: Mapping[str, object]) -> None:
+    """Raise SpecError if a name is unknown, or if no name is given."""
     unknown = [name for name in names if name not in valid]
     if unknown or not names:
         problem = f"a report has no {kind} {unknown[0]!r}" if unknown else f"no {kind} is chosen"
@@ -105,18 +131,18 @@ def check_known(kind: str, names: Sequence[str], valid: Mapping[str, object]) ->
         )
 
 
-def section_parts(
+def section_content(
     name: str, run: DriftRun, judged: Verdict, checks: CheckReport | None, figures: Sequence[Figure]
 ) -> tuple[Iterable[str], Iterable[Table]]:
-    """Return the sentences and tables of a section."""
+    """Return the sentences and tables of a report section."""
     parts: dict[str, Callable[[], tuple[Iterable[str], Iterable[Table]]]] = {
         "verdict": lambda: (judged.sentences, _verdict_tables(run, judged)),
         "setup": lambda: (_setup_sentences(run), _setup_tables(run)),
-        "origins": lambda: ([f"{text}." for text in facts.origins(run).values()], ()),
+        "origins": lambda: ([f"{text}." for text in facts.drift_sources(run).values()], ()),
         "cosine": lambda: (_cosine_sentences(run), ()),
         "outputs": lambda: (facts.decision_sentences(run), [facts.accuracy_table(run)]),
         "calibration": lambda: (_calibration_sentences(run), calibration_tables(run)),
-        "checks": lambda: _check_sentences_and_tables(self_checks(run), checks),
+        "checks": lambda: _check_sentences_and_tables(run_self_checks(run), checks),
         "caveats": lambda: (
             _caveat_sentences(run, [figure.title for figure in figures if figure.missing]),
             (),
@@ -128,7 +154,12 @@ def section_parts(
 
 
 def _verdict_tables(run: DriftRun, judged: Verdict) -> list[Table]:
-    return [task_sheet(run, verdict(run)), _measure_means_table(judged), final_sheet(run), routing_sheet(run)]
+    return [
+        task_table(run, verdict(run)),
+        _measure_means_table(judged),
+        final_drift_table(run),
+        moe_routing_table(run),
+    ]
 
 
 def _setup_sentences(run: DriftRun) -> Iterator[str]:
@@ -148,7 +179,7 @@ def _setup_sentences(run: DriftRun) -> Iterator[str]:
 def _setup_tables(run: DriftRun) -> Iterator[Table]:
     manifest = run.manifest
     models = [
-        (title(name), name, info.parameters, info.digest[:16], info.source)
+        (display_name(name), name, info.parameters, info.digest[:16], info.source)
         for name, info in manifest.models.items()
     ]
     kinds: dict[str, Kind] = {"model": "text", "variant": "text", "parameters": "count"}
@@ -190,49 +221,49 @@ def _glossary_table() -> Table:
 
 def _cosine_sentences(run: DriftRun) -> Iterator[str]:
     for variant in run.variants:
-        rows = [row for task in run.tasks if (row := level(run, COSINE, task, variant)).is_measured]
+        rows = [row for task in run.tasks if (row := value_on_task(run, COSINE, task, variant)).is_measured]
         if rows:
             over, lowest = mean_over_tasks(rows), min(rows, key=lambda row: row.value)
             yield (
-                f"{title(variant)}: mean cosine {estimate(over, 'number', counted=True)} over "
-                f"{counted(len(rows), 'task')}, lowest on {lowest.task}, {estimate(lowest, 'number')}."
+                f"{display_name(variant)}: mean cosine {format_estimate(over, 'number', counted=True)} over "
+                f"{pluralize(len(rows), 'task')}, lowest on {lowest.task}, {format_estimate(lowest, 'number')}."
             )
 
 
 def _calibration_sentences(run: DriftRun) -> Iterator[str]:
-    if not run.manifest.calibrations and not any(part_of(name) == "calibrated" for name in run.variants):
+    if not run.manifest.calibrations and not any(variant_kind(name) == "calibrated" for name in run.variants):
         yield f"The run has no calibrated variant; `{CALIBRATE}` adds one."
     for name, info in run.manifest.calibrations.items():
         yield (
-            f"{name}: {info.method} on {counted(sum(info.samples.values()), 'sample')} of "
-            f"{counted(len(info.samples), 'task')}, {counted(len(info.layers), 'layer')} calibrated in "
-            f"{brief(info.seconds)} s."
+            f"{name}: {info.method} on {pluralize(sum(info.samples.values()), 'sample')} of "
+            f"{pluralize(len(info.samples), 'task')}, {pluralize(len(info.layers), 'layer')} calibrated in "
+            f"{format_short(info.seconds)} s."
         )
-        yield from (f"{name}: {sentence}" for sentence in selection_sentences(run, name))
+        yield from (f"{name}: {sentence}" for sentence in auto_choice_sentences(run, name))
         yield from (f"{name}: {notice}." for notice in info.notices)
 
 
 def calibration_tables(run: DriftRun) -> Iterator[Table]:
-    """Yield the settings of every calibration, its tables, and ablations."""
+    """Yield tables of every calibration: its settings, results and ablations."""
     calibrations = run.manifest.calibrations
     rows = [
-        (name, key, setting_text(value))
+        (name, key, format_setting(value))
         for name, info in calibrations.items()
         for key, value in info.settings.items()
     ]
     kinds: dict[str, Kind] = dict.fromkeys(("calibration", "setting", "value"), "text")
     yield Table.of("calibration-settings", "Settings", kinds, rows)
     if len(calibrations) > 1:
-        yield arena_sheet(run)
+        yield leaderboard_table(run)
     for name in calibrations:
-        yield from calibration_sheets(run, name)
+        yield from calibration_effect_tables(run, name)
     for sweep in run.sweeps()["sweep"].unique():
         # Other sweeps have a chart instead of a table.
-        yield from ablation_sheets(run, sweep) if sweep.endswith(ABLATION) else ()
+        yield from ablation_tables(run, sweep) if sweep.endswith(ABLATION) else ()
 
 
 def _caveat_sentences(run: DriftRun, missing: Sequence[str]) -> list[str]:
-    """Return warnings and notices of the run, limits of its numbers, and missing figures."""
+    """Return warnings, notices, statistical limitations and missing figures of a run."""
     warnings = [f"Warning: {text}" for text in run.manifest.warnings]
     warnings += [f"Notice: {text}" for text in run.manifest.notices]
     unmeasured = [f"Not measured, so not shown: {'; '.join(missing)}"] if missing else []
@@ -245,17 +276,17 @@ def _limitation_sentences(run: DriftRun) -> Iterator[str]:
     rows = run.layers()
     counts = rows["n"].dropna()
     if len(counts) and counts.min() < _FEW:
-        yield f"Some rows rest on {counted(int(counts.min()), 'sample')} only"
+        yield f"Some rows rest on {pluralize(int(counts.min()), 'sample')} only"
     jacobian = rows[rows["jacobian_samples"].notna() & rows["n"].notna()]
     if len(jacobian) and (jacobian["jacobian_samples"] < jacobian["n"]).any():
         low, high = int(jacobian["jacobian_samples"].min()), int(jacobian["n"].max())
-        yield f"Jacobians use as few as {low} of up to {counted(high, 'sample')}"
+        yield f"Jacobians use as few as {low} of up to {pluralize(high, 'sample')}"
     remainder = rows["remainder_share"].astype(float).abs()
     if remainder.notna().any():
         # With NaN, argmax would return the first gap.
         worst = rows.iloc[int(remainder.fillna(0).to_numpy().argmax())]
         yield (
-            f"Up to {percent(float(remainder.max()))} of a final drift belongs to no layer "
+            f"Up to {format_percent(float(remainder.max()))} of a final drift belongs to no layer "
             f"({worst['task']}, {worst['variant']}): quadrature error"
         )
     references = rows["reference"].dropna().unique()
@@ -270,32 +301,32 @@ def _limitation_sentences(run: DriftRun) -> Iterator[str]:
         yield "One task says nothing about others"
 
 
-def _measure_changes(run: DriftRun, compared: Sequence[str | None]) -> Iterator[Change]:
-    """Yield the change of every measure that all compared variants have."""
+def _measure_changes(run: DriftRun, compared: Sequence[str | None]) -> Iterator[MeasureChange]:
+    """Yield the change by calibration of each measure that all compared variants have."""
     there = [name for name in compared if name is not None]
-    for about, tasks in common(run, there):
-        means = {name: mean(run, about, tasks, name) for name in there}
+    for about, tasks in common_measures(run, there):
+        means = {name: mean_on_tasks(run, about, tasks, name) for name in there}
         before, control, after = (means.get(name or "") for name in compared)
         # From first to last: the control in between is the anchor, not a result.
         change = mean_change(run, about, tasks, (there[0], there[-1])) if len(there) > 1 else None
         is_compared = change is not None and before is not None
-        yield Change(
+        yield MeasureChange(
             measure=about.title,
             kind=about.kind,
             worse=about.worse,
             num_tasks=len(tasks),
             **{"before": before, "control": control, "after": after, "change": change},
-            words=change_in_words(about, before.value, change) if is_compared else "",
-            relative_change=plain(change.value / before.value) if is_compared and before.value else None,
+            words=describe_change(about, before.value, change) if is_compared else "",
+            relative_change=json_value(change.value / before.value) if is_compared and before.value else None,
         )
 
 
-def verdict_of(run: DriftRun) -> Verdict:
-    """Return the verdict on a run's merged model and its newest calibration."""
+def report_verdict(run: DriftRun) -> Verdict:
+    """Return the verdict on the merged model and the newest calibration of a run."""
     judged = verdict(run)
-    control = control_of(judged.after.partition(":")[2]) if judged.after else None
+    control = control_variant(judged.after.partition(":")[2]) if judged.after else None
     compared = judged.merged or None, control if control in run.variants else None, judged.after or None
-    drifts = {task: level(run, RELATIVE, task, judged.after or judged.merged) for task in run.tasks}
+    drifts = {task: value_on_task(run, RELATIVE, task, judged.after or judged.merged) for task in run.tasks}
     drifts = {task: drift for task, drift in drifts.items() if drift.is_measured}
     furthest = max(drifts, key=lambda task: drifts[task].value, default=None)
     ends: dict[str, Status] = {"passed": "pass", "warned": "warn", "failed": "fail", "skipped": "skip"}
@@ -308,20 +339,22 @@ def verdict_of(run: DriftRun) -> Verdict:
         bad_experts=judged.bad_experts,
         source=judged.source.name if judged.source else "",
         source_share=judged.source.share if judged.source else None,
-        command=shareable(run, judged.command),
+        command=hide_run_path(run, judged.command),
         **dict(zip(("before", "control", "after"), compared, strict=True)),
         changes=tuple(_measure_changes(run, compared)),
         worst_task=furthest,
         worst_drift=drifts[furthest].value if furthest else None,
-        self_checks=Outcome(**{name: self_checks(run).count(status) for name, status in ends.items()}),
-        sentences=tuple(shareable(run, text) for text in judged.sentences),
+        self_checks=CheckCounts(
+            **{name: run_self_checks(run).count(status) for name, status in ends.items()}
+        ),
+        sentences=tuple(hide_run_path(run, text) for text in judged.sentences),
         headline=Headline.model_validate(headline(run)),
     )
 
 
 def _measure_means_table(verdict: Verdict) -> Table:
-    """Return a row per measure and variant, the anchor-only control among them, and one for the change."""
-    names = [title(name) if name else "" for name in (verdict.before, verdict.control, verdict.after)]
+    """Return a table of measure means: one row per variant, the anchor-only control, and the change."""
+    names = [display_name(name) if name else "" for name in (verdict.before, verdict.control, verdict.after)]
     rows = [
         (change.measure, model, mean.value, mean.low, mean.high, change.num_tasks, mean.n)
         for change in verdict.changes

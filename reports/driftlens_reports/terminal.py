@@ -1,4 +1,4 @@
-"""Runs and results of commands as plain text for the terminal. Entry point: `summary`."""
+"""Runs and results of commands as plain text for the terminal. Entry point: `run_summary_text`."""
 
 from __future__ import annotations
 
@@ -10,36 +10,44 @@ from collections.abc import Iterator, Sequence
 import pandas as pd
 
 from driftlens.results import formatting as reading
-from driftlens.results.calibration_summary import calibration_sheets, selection_sentences
-from driftlens.results.checks import CheckReport, self_checks
+from driftlens.results.calibration_summary import auto_choice_sentences, calibration_effect_tables
+from driftlens.results.checks import CheckReport, run_self_checks
 from driftlens.results.compare import Comparison, comparison_table, mean_score_change
-from driftlens.results.formatting import NOT_MEASURED, Kind, Table, estimate, is_measured, number, printable
+from driftlens.results.formatting import (
+    NOT_MEASURED,
+    Kind,
+    Table,
+    format_estimate,
+    format_number,
+    is_measured,
+    strip_control_chars,
+)
 from driftlens.results.listing import RunSummary
 from driftlens.results.measures import SCORE
 from driftlens.results.sweep_results import (
     ABLATION,
     CONTROL,
     FACTORS,
-    ablation_sheets,
-    over_seeds,
-    settings_of,
+    ablation_tables,
+    mean_over_seeds,
+    sweep_row_settings,
 )
 from driftlens.results.verdict import (
-    agreement,
-    final_sheet,
+    agreement_sentence,
+    caveat_sentences,
+    final_drift_table,
     headline,
-    others_sheet,
-    routing_sheet,
-    sentence,
-    stamps,
-    task_sheet,
+    headline_sentence,
+    moe_routing_table,
+    other_models_table,
+    task_table,
     verdict,
 )
 from driftlens.runs.run import DriftRun
-from driftlens.runs.verify import TOLERANCE, Equality, VerifyResult
-from driftlens.utils.errors import counted, listed
-from driftlens.utils.intervals import p_of
-from driftlens.utils.variants import ACCURACY, METRICS, metric_called, title
+from driftlens.runs.verify import TOLERANCE, TableDifference, VerifyResult
+from driftlens.utils.errors import join_names, pluralize
+from driftlens.utils.intervals import interval_p_value
+from driftlens.utils.variants import ACCURACY, METRICS, display_name, metric_by_name
 from driftlens_reports import facts
 
 # How many of the differences between two runs are listed.
@@ -49,11 +57,11 @@ _INDICATIVE = "Distances on the plane are approximate; these numbers come from t
 
 
 def _align_columns(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
-    """Align the first `num_names` columns to the left and the others to the right, by width in a terminal."""
+    """Align the first `num_names` table columns to the left and the others to the right, by display width."""
     # Cells instead of characters: CJK letters take two.
     from rich.cells import cell_len
 
-    clean = [[printable(cell) for cell in row] for row in rows]
+    clean = [[strip_control_chars(cell) for cell in row] for row in rows]
     columns = []
     for index, cells in enumerate(zip(*clean, strict=True)):
         widths = [*map(cell_len, cells)]
@@ -63,15 +71,15 @@ def _align_columns(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
     return ["  ".join(row) for row in zip(*columns, strict=True)]
 
 
-def shows_signs() -> bool:
-    """Return True if stdout is a terminal that shows Unicode."""
+def has_unicode_terminal() -> bool:
+    """Return True if stdout is a terminal that can show Unicode."""
     # A replaced stdout may have no encoding.
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     return sys.stdout.isatty() and encoding == "utf8" and os.environ.get("TERM") != "dumb"
 
 
-def summary(run: DriftRun, *, verbose: bool = False, everyone: bool = False) -> str:
-    """Return the verdict on a run and a row per task.
+def run_summary_text(run: DriftRun, *, verbose: bool = False, everyone: bool = False) -> str:
+    """Return the verdict on a run and one row per task, as text.
 
     Args:
         run: the run.
@@ -79,92 +87,99 @@ def summary(run: DriftRun, *, verbose: bool = False, everyone: bool = False) -> 
         everyone: True to list all other models.
     """
     parts = [
-        [f"{run.name} ({run.id})", *stamps(run)],
+        [f"{run.name} ({run.id})", *caveat_sentences(run)],
         *_verdict_paragraphs(run, verbose=verbose, everyone=everyone),
     ]
     path = shlex.quote(str(run.path))
     if verbose:
-        final, routing, scores = final_sheet(run), routing_sheet(run), facts.accuracy_table(run)
+        final, routing, scores = final_drift_table(run), moe_routing_table(run), facts.accuracy_table(run)
         parts += [
             _indented_section(final.title, _table_lines(final)[1:] if final.rows else []),
             *([_indented_section(routing.title, _table_lines(routing)[1:])] if routing.rows else []),
             _indented_section(scores.title, _table_lines(scores)[1:] if scores.rows else []),
-            _indented_section("Where the final drift comes from", [*facts.origins(run).values()]),
+            _indented_section("Where the final drift comes from", [*facts.drift_sources(run).values()]),
             _indented_section("Decisions", [*facts.decision_sentences(run)]),
             _indented_section(
-                "Self-checks", [facts.check_sentence(check) for check in self_checks(run).results]
+                "Self-checks", [facts.self_check_sentence(check) for check in run_self_checks(run).results]
             ),
         ]
         if "merged" in run.variants:
             parts.insert(
                 -2,
                 _indented_section(
-                    "Layers to look at", facts.advice_text(facts.advice(run), path).splitlines()
+                    "Layers to look at", facts.layer_advice_text(facts.layer_advice(run), path).splitlines()
                 ),
             )
         parts += [_indented_section("Notices", run.manifest.notices)] if run.manifest.notices else []
     else:
         parts.append([f"Full details (all tables, self-checks, notices): `driftlens -v show {path}`"])
-    return "\n\n".join("\n".join(printable(line) for line in part) for part in parts)
+    return "\n\n".join("\n".join(strip_control_chars(line) for line in part) for part in parts)
 
 
 def _verdict_paragraphs(
     run: DriftRun, name: str = "", *, verbose: bool, everyone: bool = False
 ) -> Iterator[list[str]]:
-    """Yield the verdict, a row per task, and the other models."""
+    """Yield paragraphs of the run summary: verdict, rows by task, other models."""
     judgement = verdict(run, name)
-    unscored = agreement(run) if judgement.measure.role != SCORE.role else ()
+    unscored = agreement_sentence(run) if judgement.measure.role != SCORE.role else ()
     # The last sentence is the next command, which stays last.
-    yield [sentence(headline(run, name)), *judgement.sentences[:-1], *unscored, *judgement.sentences[-1:]]
-    others = others_sheet(run, judgement, controls=verbose, everyone=everyone)
-    for sheet in (task_sheet(run, judgement), others):
+    yield [
+        headline_sentence(headline(run, name)),
+        *judgement.sentences[:-1],
+        *unscored,
+        *judgement.sentences[-1:],
+    ]
+    others = other_models_table(run, judgement, controls=verbose, everyone=everyone)
+    for sheet in (task_table(run, judgement), others):
         if sheet.rows:
             yield _table_lines(sheet)
 
 
-def listing_text(runs: Sequence[RunSummary]) -> str:
-    """Return a line per run, and the problems of runs below."""
+def run_list_text(runs: Sequence[RunSummary]) -> str:
+    """Return a list of runs as text, one line each, followed by problems of unreadable runs."""
     header = ["folder", "name", "state", "tasks", "variants", "size", "largest final drift of merged"]
     rows = []
     for run in runs:
         counts = [
             str(len(run.tasks)),
             str(len(run.variants)),
-            reading.size(run.bytes) if run.bytes else NOT_MEASURED,
+            reading.format_bytes(run.bytes) if run.bytes else NOT_MEASURED,
         ]
         worst = max(run.final_drift, key=lambda task: run.final_drift[task], default="")
-        largest = f"{number(run.final_drift[worst])} ({worst})" if worst else NOT_MEASURED
+        largest = f"{format_number(run.final_drift[worst])} ({worst})" if worst else NOT_MEASURED
         rows.append([run.path.name, run.name, run.state, *counts, largest])
-    problems = [printable(f"{run.path.name}: {run.problem}") for run in runs if run.problem]
-    left = [printable(f"{run.path.name}: {text}") for run in runs for text in run.left]
+    problems = [strip_control_chars(f"{run.path.name}: {run.problem}") for run in runs if run.problem]
+    left = [strip_control_chars(f"{run.path.name}: {text}") for run in runs for text in run.left]
     return "\n".join([*_align_columns([header, *rows], num_names=3), *problems, *left])
 
 
 def verification_text(result: VerifyResult) -> str:
-    """Return the result of `verify`, and the files that differ."""
+    """Return the result of `driftlens verify` as text: files that differ from their recorded hashes."""
     verdict = "unchanged" if result.ok else "not as they were written"
     by_kind = (("missing", result.missing), ("changed", result.changed), ("not listed", result.unlisted))
-    files = [printable(f"{how}: {name}") for how, names in by_kind for name in names]
-    return "\n".join([f"{counted(result.checked, 'file')} checked: {verdict}", *files])
+    files = [strip_control_chars(f"{how}: {name}") for how, names in by_kind for name in names]
+    return "\n".join([f"{pluralize(result.checked, 'file')} checked: {verdict}", *files])
 
 
 def _indented_section(heading: str, lines: Sequence[str]) -> list[str]:
     return [heading, *(f"  {line}" for line in lines or [NOT_MEASURED])]
 
 
-def sheet_text(sheet: Table) -> str:
-    """Return a table below its title, with its notes."""
-    return "\n".join(map(printable, _table_lines(sheet)))
+def table_text(sheet: Table) -> str:
+    """Return a table as text with its title above and its notes below."""
+    return "\n".join(map(strip_control_chars, _table_lines(sheet)))
 
 
 def _table_lines(sheet: Table) -> list[str]:
-    names = [shown for shown in sheet.shown() if shown.kind == "text"]
-    rows = _align_columns(sheet.texts(ascii_only=not shows_signs(), gap="-"), num_names=len(names))
+    names = [shown for shown in sheet.display_columns() if shown.kind == "text"]
+    rows = _align_columns(
+        sheet.formatted_rows(ascii_only=not has_unicode_terminal(), gap="-"), num_names=len(names)
+    )
     return [*filter(None, [sheet.title, *rows, sheet.notes()])]
 
 
 def checks_text(report: CheckReport) -> str:
-    """Return a line per check, the reasons of failures, and a count."""
+    """Return check results as text: one line per check, reasons of failures, and counts."""
     columns: dict[str, tuple[Kind, str]] = {
         **{"": ("text", "status"), "check": ("text", "title"), "value": ("number", "value")},
         **{"margin": ("number", "margin"), "rows": ("count", "n"), "samples": ("count", "samples")},
@@ -172,18 +187,18 @@ def checks_text(report: CheckReport) -> str:
     rows = [
         {**vars(check), "title": check.title, "samples": check.samples or None} for check in report.results
     ]
-    lines = _align_columns(Table.from_rows("checks", "", columns, rows).texts(gap=""), num_names=2)
+    lines = _align_columns(Table.from_rows("checks", "", columns, rows).formatted_rows(gap=""), num_names=2)
     lines += [f"{check.status}: {check.title}: {check.reason}" for check in report.results if check.reason]
     counts = [f"{report.count('pass')} passed", f"{report.count('fail')} failed"]
     counts += [f"{report.count(status)} {words}" for status, words in _OTHER_ENDS if report.count(status)]
     counts += [] if report.executed else ["no check was executed"]
-    return "\n".join(printable(line) for line in [*lines, ", ".join(counts)])
+    return "\n".join(strip_control_chars(line) for line in [*lines, ", ".join(counts)])
 
 
-def comparison_text(
-    comparison: Comparison, equal: Equality | None = None, tolerance: float = TOLERANCE
+def run_comparison_text(
+    comparison: Comparison, equal: TableDifference | None = None, tolerance: float = TOLERANCE
 ) -> str:
-    """Return the changes from one run to another.
+    """Return the changes of scores and drift between two runs as text.
 
     Args:
         comparison: the compared runs.
@@ -195,7 +210,7 @@ def comparison_text(
         for run in (comparison.before, comparison.after)
     )
     parts = [[before] if comparison.before is comparison.after else [f"before: {before}", f"after: {after}"]]
-    parts += [] if equal is None else [equality_text(equal, tolerance).split("\n")]
+    parts += [] if equal is None else [run_equality_text(equal, tolerance).split("\n")]
     parts += (
         [[f"Differs between runs: {text}" for text in comparison.mismatches]] if comparison.mismatches else []
     )
@@ -206,7 +221,7 @@ def comparison_text(
         for pair, rows in comparison.tasks.groupby(["before", "after"], sort=False)
         if not is_equal or pair[0] != pair[1]
     ]
-    heads = {pair: " -> ".join(map(title, pair)) for pair, _ in pairs}
+    heads = {pair: " -> ".join(map(display_name, pair)) for pair, _ in pairs}
     if len(pairs) > 1:
         parts.append(
             [f"{heads[pair]}: {text}" for pair, rows in pairs for text in _mean_score_change_lines(rows)]
@@ -218,17 +233,17 @@ def comparison_text(
         )
     if comparison.notes and pairs:
         parts.append([f"{note[:1].upper()}{note[1:]}." for note in comparison.notes])
-    return "\n\n".join("\n".join(printable(line) for line in part) for part in parts if part)
+    return "\n\n".join("\n".join(strip_control_chars(line) for line in part) for part in parts if part)
 
 
-def equality_text(compared: Equality, tolerance: float) -> str:
-    """Return whether two runs are bit-identical, equal within a tolerance, or where they differ."""
-    error = reading.error(compared.largest)
+def run_equality_text(compared: TableDifference, tolerance: float) -> str:
+    """Report as text whether two runs are bit-identical, equal within a tolerance, or where they differ."""
+    error = reading.format_error(compared.largest)
     largest = f"largest difference {error} of its column ({compared.where})"
     if compared.bit_equal:
-        values, tables = counted(compared.num_values, "value"), counted(len(compared.tables), "table")
+        values, tables = pluralize(compared.num_values, "value"), pluralize(len(compared.tables), "table")
         lines = [f"Bit-identical: {values} in {tables}."]
-    elif compared.within(tolerance):
+    elif compared.is_within(tolerance):
         lines = [f"Equal within {tolerance:g}: {largest}."]
     else:
         lines = [f"Not equal within {tolerance:g}" + (f": {largest}." if compared.where else ".")]
@@ -236,19 +251,19 @@ def equality_text(compared: Equality, tolerance: float) -> str:
         if len(compared.unequal) > _SHOWN:
             lines.append(f"and {len(compared.unequal) - _SHOWN} more (--json lists all)")
     if compared.lacking:
-        names = listed(compared.lacking)
+        names = join_names(compared.lacking)
         lines.append(f"Not compared, missing in an older run: {names}.")
-    return "\n".join(printable(line) for line in lines)
+    return "\n".join(strip_control_chars(line) for line in lines)
 
 
 def _sample_change_sentences(rows: pd.DataFrame) -> Iterator[str]:
-    """Yield gained and lost samples of each task with McNemar's p."""
+    """Yield a sentence per task on samples gained and lost, with the p-value of McNemar's test."""
     for row in rows[rows["paired_n"] > 0].to_dict("records"):
-        ends = reading.points_interval(row["paired_ci_low"], row["paired_ci_high"])
+        ends = reading.format_interval(row["paired_ci_low"], row["paired_ci_high"])
         yield (
             f"{row['task']}: of {row['paired_n']} {row['paired_split']} samples answered by both, {row['gained']} "
-            f"gained and {row['lost']} lost: {reading.points(row['paired_change'])} points ({ends}), McNemar p "
-            f"{reading.p_value(row['p_value'])}"
+            f"gained and {row['lost']} lost: {reading.format_points(row['paired_change'])} points ({ends}), McNemar p "
+            f"{reading.format_p_value(row['p_value'])}"
         )
 
 
@@ -256,48 +271,48 @@ def _mean_score_change_lines(rows: pd.DataFrame) -> list[str]:
     change = mean_score_change(rows)
     if len(rows) < 2 or not is_measured(change.low):
         return []
-    metric = metric_called(rows["metric"].iloc[0])
-    text = estimate(change, "points" if metric.kind == "share" else "signed")
-    p = reading.p_value(p_of(change))
-    return [f"mean change of {metric.title} over {counted(len(rows), 'task')}: {text}, p {p}"]
+    metric = metric_by_name(rows["metric"].iloc[0])
+    text = format_estimate(change, "points" if metric.kind == "share" else "signed")
+    p = reading.format_p_value(interval_p_value(change))
+    return [f"mean change of {metric.title} over {pluralize(len(rows), 'task')}: {text}, p {p}"]
 
 
-def first_numbers_text(run: DriftRun, name: str) -> str:
-    """Return a calibration's scores and drift by task, before its attribution has run."""
-    return sheet_text(task_sheet(run, verdict(run, name)))
+def early_results_text(run: DriftRun, name: str) -> str:
+    """Return a calibration's scores and drift by task as text, before its attribution has run."""
+    return table_text(task_table(run, verdict(run, name)))
 
 
-def before_after_text(run: DriftRun, name: str, *, verbose: bool = False) -> str:
-    """Return the verdict on a calibration, a row per task, its notices and how its settings were chosen.
+def calibration_text(run: DriftRun, name: str, *, verbose: bool = False) -> str:
+    """Return the verdict on a calibration as text: scores by task, notices, and how settings were chosen.
 
     Args:
         run: the run.
         name: the calibration.
         verbose: True to add its tables.
     """
-    sheets = calibration_sheets(run, name)  # raises DataError with the names of all calibrations
+    sheets = calibration_effect_tables(run, name)  # raises DataError with the names of all calibrations
     notices = [f"Notice: {text}." for text in run.manifest.calibrations[name].notices]
-    parts = [*_verdict_paragraphs(run, name, verbose=verbose), [*notices, *selection_sentences(run, name)]]
+    parts = [*_verdict_paragraphs(run, name, verbose=verbose), [*notices, *auto_choice_sentences(run, name)]]
     parts += [_table_lines(sheet) for sheet in sheets] if verbose else []
-    return "\n\n".join("\n".join(map(printable, part)) for part in parts if part)
+    return "\n\n".join("\n".join(map(strip_control_chars, part)) for part in parts if part)
 
 
 def sweep_text(run: DriftRun, name: str) -> str:
-    """Return the points of a sweep in the order of the varied setting."""
+    """Return the results of a sweep as text, in the order of the varied setting."""
     if name.endswith(ABLATION):
-        return "\n\n".join(map(sheet_text, ablation_sheets(run, name)))
+        return "\n\n".join(map(table_text, ablation_tables(run, name)))
     rows = run.sweeps()
     rows = rows[rows["sweep"] == name]
     varied = [] if name.endswith(CONTROL) else name.rpartition(":")[2].split("+")
     # Settings without a column are stored as JSON in `settings`.
     for factor in set(varied) - {*rows}:
-        values = [settings_of(row)[factor] for _, row in rows.iterrows()]
-        rows = rows.assign(**{factor: [*map(reading.setting_text, values)]})
+        values = [sweep_row_settings(row)[factor] for _, row in rows.iterrows()]
+        rows = rows.assign(**{factor: [*map(reading.format_setting, values)]})
     factors = [factor for factor in dict.fromkeys([*FACTORS, *varied]) if rows[factor].notna().any()]
     tasks = rows["task"].nunique()
     swept = rows.drop_duplicates("point")[["point", *factors]].set_index("point")
     for measure in ("drift_l2_mean", "drift_rel", "cos_mean", "kl", *METRICS, "seconds"):
-        points = over_seeds(rows, "point", measure, tasks).set_index("point")
+        points = mean_over_seeds(rows, "point", measure, tasks).set_index("point")
         swept[measure] = points["mean"]
         if measure == ACCURACY.name:
             swept[["std", "low", "high"]] = points[["std over seeds", "tested_low", "tested_high"]]
@@ -316,8 +331,8 @@ def sweep_text(run: DriftRun, name: str) -> str:
     columns |= {metric.title: (metric.kind, metric.name) for metric in metrics}
     columns["s"] = ("number", "seconds")
     swept[factors] = swept[factors].map(lambda value: value if isinstance(value, str) else f"{value:g}")
-    lines = Table.from_rows("sweep", name, columns, swept.to_dict("records")).texts(gap=NOT_MEASURED)
-    means = f"{name}: means of {counted(tasks, 'task')}, {counted(rows['seed'].nunique(), 'seed')}"
+    lines = Table.from_rows("sweep", name, columns, swept.to_dict("records")).formatted_rows(gap=NOT_MEASURED)
+    means = f"{name}: means of {pluralize(tasks, 'task')}, {pluralize(rows['seed'].nunique(), 'seed')}"
     notes = [means, *_sweep_notes(run, rows, has_accuracy=has_accuracy)]
     return "\n".join([*_align_columns(lines, num_names=0), "", "; ".join(notes)])
 
@@ -326,7 +341,7 @@ def _sweep_notes(run: DriftRun, rows: pd.DataFrame, *, has_accuracy: bool) -> It
     if has_accuracy:
         # Seeds share the test samples, so these count once.
         tested = int(rows.groupby("task")["n_test"].max().sum())
-        yield f"interval: over {counted(tested, 'test sample')} of these tasks"
+        yield f"interval: over {pluralize(tested, 'test sample')} of these tasks"
         if rows["seed"].nunique() > 1:
             yield "std: between seeds"
     rhos = set(rows["rho"].dropna())

@@ -31,10 +31,14 @@ def test_pinned_memory_that_is_used_again_before_a_wait_is_sent_as_it_became(sim
 
 
 def test_it_is_found_and_may_vanish(sim: torch.device) -> None:
-    assert devices.resolve_device("auto").type == NAME and devices.names() == ["cpu", "sim:0", "sim:1"]
+    assert devices.resolve_device("auto").type == NAME and devices.available_devices() == [
+        "cpu",
+        "sim:0",
+        "sim:1",
+    ]
     assert devices.device_name(sim) == "pretended accelerator"
     told = pytest.raises(RunError, match="sim no longer responds: to explain here failed")
-    with told as caught, devices.answering(sim, "explain here"):
+    with told as caught, devices.convert_device_errors(sim, "explain here"):
         turn(is_gone=True)
         torch.ones(3, device=sim)
     assert "\n" not in caught.value.message

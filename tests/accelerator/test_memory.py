@@ -18,7 +18,7 @@ import driftlens as dl
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
-from driftlens.data.samples import halving_batches
+from driftlens.data.samples import halve_batch_on_oom
 from driftlens.engine import walk
 from driftlens.runs.run import open_run
 from driftlens.utils import devices
@@ -76,7 +76,7 @@ def solved(
         on = context(models(), method.update, pool=pool_on(models(), sim), parts=models().samples(1))
         updates.update({name: value.cpu() for name, value in updates_of(method.calibrate(on)).items()})
 
-    with halving_batches(1, told.append, sums=True) as done:
+    with halve_batch_on_oom(1, told.append, sums=True) as done:
         done(work)
     return updates, told, devices.peak_memory(sim) or 0
 
@@ -88,7 +88,7 @@ METHODS: dict[str, Calibrator] = {"featcal": FeatCal(), "residual": ResidualCal(
 def test_moments_that_have_no_room_are_kept_on_the_host(sim: torch.device, method: Calibrator) -> None:
     expected, told, high = solved(method, sim)
     assert not told
-    with devices.sums_moving() as move:
+    with devices.offload_moments() as move:
         move()
         _, _, low = solved(method, sim)
     assert low < high
@@ -114,7 +114,7 @@ def test_features_that_have_no_room_wait_on_the_host(
 
     expected, high = peak()
     with monkeypatch.context() as patch:
-        patch.setattr(walk, "memory", lambda device: (0, 0))
+        patch.setattr(walk, "device_memory", lambda device: (0, 0))
         low = peak()[1]
     assert low < 0.8 * high
     found, most = peak((low + high) // 2)  # an error would tell of halved batches

@@ -24,12 +24,12 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool, attachment_tensors
-from driftlens.engine.walk import forward
+from driftlens.engine.walk import iter_final_features
 from driftlens.merging.method import merge_methods
 from driftlens.models.architectures.language import causal_chain
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import LayerChain, adapters
-from driftlens.models.tracing.block_call import settle
+from driftlens.models.tracing.block_call import move_to_device
 from driftlens.utils.registry import diagnostics
 from tests.accelerator import LACKED, turn
 from tests.accelerator.subjects import models, pool_on, same, small, tables
@@ -138,7 +138,7 @@ def test_a_calibration_of_narrow_features(sim: torch.device, name: str, dtype: t
     assert not [key for key in expected if not same(found[key], expected[key])]
 
 
-@pytest.mark.parametrize("name", [name for name in merge_methods if merge_methods[name].runs_models])
+@pytest.mark.parametrize("name", [name for name in merge_methods if merge_methods[name].needs_samples])
 def test_a_merge_that_runs_models(sim: torch.device, world: World, tmp_path: Path, name: str) -> None:
     settings = {"steps": 2} if name == "adamerging" else {}
 
@@ -202,10 +202,10 @@ def test_a_model(sim: torch.device, name: str) -> None:
     batches, source = [Batch(0, 3, inputs)], module_source(model, "merged")
     finals, libraries = [], []
     for device in (CPU, sim):
-        settle(model, device)
+        move_to_device(model, device)
         pool = ModelPool(chain, model, {"merged": source}, device=device, dtype=torch.float32)
         with torch.no_grad():
-            [(_, final)] = forward(pool, "merged", batches)
+            [(_, final)] = iter_final_features(pool, "merged", batches)
             finals.append(final)
             libraries.append(pool.library_states("merged", _on(inputs, device))[-1][chain.layers[-1].stream])
     assert finals[1].device.type == sim.type and same(finals[1], finals[0].cpu())

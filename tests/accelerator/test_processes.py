@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 def test_a_process_takes_the_device_of_its_number(sim: torch.device) -> None:
     for rank, wanted in enumerate((1, 0, 1, 0), start=1):
-        devices.use_device(rank)
+        devices.set_process_device(rank)
         assert torch.ones(1, device=NAME).device.index == wanted
 
 

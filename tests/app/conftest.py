@@ -49,7 +49,7 @@ def catalogue() -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every server asks which calibrators there are; the command loads torch, and its answer stays the same."""
-    monkeypatch.setattr(calibration, "ask", lambda *_: catalogue())
+    monkeypatch.setattr(calibration, "run_json_command", lambda *_: catalogue())
 
 
 @pytest.fixture

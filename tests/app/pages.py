@@ -9,7 +9,7 @@ from streamlit.testing.v1 import AppTest
 
 from driftlens.config.requests import CalibrationRequest
 from driftlens.runs.run import open_run
-from driftlens_app.processes import Job, Kind, job_of, log_text, start, watch, write_job
+from driftlens_app.processes import Job, Kind, log_tail, newest_job, poll_job, start_job, write_job_record
 from driftlens_app.requests import calibrate_request
 from driftlens_app.show import pages
 from tests.app.conftest import until
@@ -31,18 +31,18 @@ def errors(app: AppTest) -> str:
 
 
 def begin(run: Path, name: str) -> Job:
-    return start(calibrate_request(open_run(run), CalibrationRequest(name=name)))
+    return start_job(calibrate_request(open_run(run), CalibrationRequest(name=name)))
 
 
 def state(run: Path) -> str:
-    view = watch(run)
+    view = poll_job(run)
     assert view is not None
     return view.state
 
 
 def newest(run: Path) -> Job:
     """The run's newest job."""
-    job = job_of(run)
+    job = newest_job(run)
     assert job is not None
     return job
 
@@ -50,7 +50,7 @@ def newest(run: Path) -> Job:
 def called(run: Path) -> list[str]:
     """The arguments that a page has started the command with."""
     until(lambda: state(run) in ("running", "failed", "done"), "it has begun")
-    return log_text(newest(run).log).splitlines()[0].split()[2:]
+    return log_tail(newest(run).log).splitlines()[0].split()[2:]
 
 
 def record_job(folder: Path, run: Path, kind: Kind = "calibrate", **values: Any) -> Job:
@@ -59,7 +59,7 @@ def record_job(folder: Path, run: Path, kind: Kind = "calibrate", **values: Any)
     log, name = folder / f"{kind}-1.log", run.name if kind == "analyze" else "featcal"
     given = {"host": "elsewhere", "started": "2026-01-02T03:04:05.678Z", "code": 1, **values}
     job = Job(kind, name, run, log, 4_000_000, 1.0, **given)
-    write_job(job)
+    write_job_record(job)
     return job
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from driftlens.runs.run import open_run
 from driftlens_app import processes
-from driftlens_app.processes import watch
+from driftlens_app.processes import poll_job
 from tests.app.conftest import Open, until
 from tests.app.pages import called, errors, finish, press, said, state, step
 from tests.quick import few
@@ -63,7 +63,7 @@ def test_the_button_starts_the_command_whose_progress_is_shown_until_the_columns
     app = press(open_app(root, view, layers="Sources"), BUTTON)
     assert called(run) == ["analyze", str(run), "--progress", "jsonl"]
     step(run, 0)
-    until(lambda: (view := watch(run)) is not None and view.progress.done == 1, "one layer is done")  # type: ignore[union-attr]
+    until(lambda: (view := poll_job(run)) is not None and view.progress.done == 1, "one layer is done")  # type: ignore[union-attr]
     app.run()
     assert "Attribution of a *full* run" in said(app) and "layer 3 of 6" in said(app)
     assert BUTTON not in [button.label for button in app.button]

@@ -10,14 +10,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from driftlens.results.calibration_summary import calibration_sheets
-from driftlens.results.formatting import signs
+from driftlens.results.calibration_summary import calibration_effect_tables
+from driftlens.results.formatting import typeset_signs
 from driftlens.results.verdict import verdict
 from driftlens.runs.manifest import CANDIDATE
 from driftlens.runs.run import open_run
 from driftlens.runs.writer import append_event
 from driftlens.utils.errors import RunError
-from driftlens_app.processes import log_text, watch
+from driftlens_app.processes import log_tail, poll_job
 from driftlens_app.requests import sweep_request
 from tests.app.conftest import Open, opened_drawers, until
 from tests.app.pages import (
@@ -101,7 +101,7 @@ def test_a_cancel_that_leaves_no_record_is_told_and_stops_the_job(
         raise RunError("can't write the record: No space left on device", hint="Free some space.")
 
     sent: list[int] = []
-    monkeypatch.setattr("driftlens_app.processes.write_job", full)
+    monkeypatch.setattr("driftlens_app.processes.write_job_record", full)
     monkeypatch.setattr(
         "driftlens_app.processes._signal_process_group", lambda _job, number: sent.append(number)
     )
@@ -127,7 +127,7 @@ def test_going_on_after_a_cancel_writes_no_folder_beside_a_single_run(
     press(open_app(run, "repair"), "Continue where it stopped")
     until(lambda: state(run) == "running", "it runs again")
     job = newest(run)
-    assert "--resume" in log_text(job.log) and "--save-weights" not in log_text(job.log)
+    assert "--resume" in log_tail(job.log) and "--save-weights" not in log_tail(job.log)
 
 
 @pytest.mark.slow
@@ -142,21 +142,21 @@ def test_the_tables_of_a_finished_calibration_are_those_of_card_and_report(
     for model in ("base", "expert"):  # no line ends before the sign
         assert f"{model} {100 * found.means[model].value:.1f}\N{NO-BREAK SPACE}%" in said(app)
     assert {"base", "merged", "featcal", "expert"} <= {*app.dataframe[0].proto.column_order}
-    sheets = calibration_sheets(open_run(run), "featcal")
+    sheets = calibration_effect_tables(open_run(run), "featcal")
     assert len(app.dataframe) == 1  # the others are made once they are opened
     (numbers,) = opened_drawers(app, "All numbers")
     frames = [frame.value for frame in numbers.dataframe]
     for sheet in sheets:
-        names = [sheet.columns[column.at[0]].name for column in sheet.shown()]
-        _, *rows = sheet.texts()
+        names = [sheet.columns[column.at[0]].name for column in sheet.display_columns()]
+        _, *rows = sheet.formatted_rows()
         (shown,) = [frame for frame in frames if list(frame) == names]
         for head, *texts in zip(names, *rows, strict=True):
             if pd.api.types.is_numeric_dtype(shown[head]):
                 exact = sheet.frame()[head].astype(float)
-                is_percent = sheet.kinds[head] in ("share", "points")
+                is_percent = sheet.column_formats[head] in ("share", "points")
                 assert shown[head].equals((100 * exact).round(1) if is_percent else exact), head
             else:
-                assert shown[head].tolist() in (texts, [*map(signs, texts)]), head
+                assert shown[head].tolist() in (texts, [*map(typeset_signs, texts)]), head
         assert all(clause in said(app) for clause in re.split("[.;] ", sheet.notes()))
     assert len(sheets) == 6 and any("featcal, anchor only" in [*frame.get("model", [])] for frame in frames)
     assert app.get("plotly_chart")
@@ -171,7 +171,7 @@ def test_the_first_numbers_are_shown_while_the_attribution_still_runs(
     manifest = (run / "manifest.json").read_text()
     (run / "manifest.json").write_text(json.dumps({**json.loads(manifest), "calibrations": {}}))
     app = calibrate_as(open_app(root, "repair"), "featcal")
-    until(lambda: (view := watch(run)) is not None and view.state == "running", "it runs")
+    until(lambda: (view := poll_job(run)) is not None and view.state == "running", "it runs")
     app.run()
     assert not [frame for frame in app.dataframe if "task" in frame.value]
     (run / "manifest.json").write_text(manifest)

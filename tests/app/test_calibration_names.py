@@ -10,12 +10,12 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from driftlens.config.requests import CalibrationRequest
-from driftlens.runs.manifest import begun_calibration
+from driftlens.runs.manifest import calibration_marker
 from driftlens.runs.run import open_run
 from driftlens.utils.errors import SpecError
 from driftlens_app import processes
-from driftlens_app.calibration import free_name
-from driftlens_app.processes import job_of, start
+from driftlens_app.calibration import next_free_name
+from driftlens_app.processes import newest_job, start_job
 from driftlens_app.requests import calibrate_request
 from tests.app.conftest import Open, until
 from tests.app.pages import calibrate_as, errors, finish, press, said, state
@@ -65,7 +65,7 @@ def chosen(app: AppTest) -> str:
     ],
 )
 def test_the_first_free_name_follows_its_stem(name: str, taken: list[str], free: str) -> None:
-    assert free_name(name, taken) == free
+    assert next_free_name(name, taken) == free
 
 
 def test_a_taken_name_is_refused_unless_it_is_to_be_replaced_or_gone_on_with(run: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_taken_name_starts_no_process(open_app: Open, run: Path) -> None:
     press(app, "FeatCal calibrate")
     assert "has a calibration 'featcal' already" in errors(app)
     assert app.checkbox(key="replace").label in errors(app)
-    assert job_of(run) is None and not processes._CHILDREN
+    assert newest_job(run) is None and not processes._CHILDREN
     assert app.text_input(key="name").value == "featcal"
 
 
@@ -98,7 +98,7 @@ def test_a_name_that_somebody_took_meanwhile_is_refused_and_not_changed(open_app
     app = open_app(run.parent, "repair")
     with_calibrations(run, ["featcal", "featcal-2"])
     press(app, "FeatCal calibrate")
-    assert "has a calibration 'featcal-2' already" in errors(app) and job_of(run) is None
+    assert "has a calibration 'featcal-2' already" in errors(app) and newest_job(run) is None
     assert app.text_input(key="name").value == "featcal-2"
     assert app.run().text_input(key="name").value == "featcal-3"
 
@@ -128,7 +128,7 @@ def test_a_finished_calibration_is_shown_in_every_tab_whatever_was_chosen_there(
 def test_one_that_is_replaced_is_shown_again(open_app: Open, run: Path) -> None:
     with_calibrations(run, ["steady", "featcal"])
     app = open_app(run.parent, "repair")
-    start(calibrate_request(open_run(run), CalibrationRequest(name="steady", replace=True)))
+    start_job(calibrate_request(open_run(run), CalibrationRequest(name="steady", replace=True)))
     end(run, ["featcal", "steady"])
     assert chosen(app.run()) == "steady" and "Calibration steady is done." in said(app)
 
@@ -139,5 +139,5 @@ def test_going_on_is_offered_only_where_something_was_begun(open_app: Open, run:
     (run.parent / "step-0").touch()
     until(lambda: state(run) == "failed", "it has failed")
     assert "Continue where it stopped" in [button.label for button in app.run().button]
-    (run / begun_calibration("failing")).unlink()
+    (run / calibration_marker("failing")).unlink()
     assert "Continue where it stopped" not in [button.label for button in app.run().button]

@@ -10,7 +10,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from driftlens.runs.run import open_run
-from driftlens_reports.charts.chart import SECTIONS, ChartOptions, charts, parts_of
+from driftlens_reports.charts.chart import SECTIONS, ChartOptions, chart_names_by_heading, charts
 from tests.app.conftest import Open
 from tests.app.pages import said
 from tests.quick import few
@@ -22,7 +22,7 @@ PARTS = [
         ("layers", "layers"),
         ("samples", "part"),
     )
-    for part, names in parts_of(view).items()
+    for part, names in chart_names_by_heading(view).items()
     if (view, part) != ("samples", "Explore")  # which draws none
 ]
 TITLES = {entry.title for entry in charts.values()}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from driftlens_app.show import drawn_once
+from driftlens_app.show import without_redraw
 from driftlens_reports.charts.theme import palette, themed_figure
 
 
@@ -25,7 +25,7 @@ def _shown(figure: go.Figure) -> dict[str, Any]:
 
 def test_the_theme_of_the_axes_stands_in_every_axis_below_what_the_axis_says_itself() -> None:
     theme = themed_figure(dark=False, height=300).layout.template.layout
-    layout = _shown(drawn_once(_figure()))["layout"]
+    layout = _shown(without_redraw(_figure()))["layout"]
     assert "template" not in layout
     assert layout["xaxis"]["gridcolor"] == theme.xaxis.gridcolor == palette(False).grid
     assert layout["xaxis"]["title"]["text"] == "layer (index)"
@@ -35,11 +35,11 @@ def test_the_theme_of_the_axes_stands_in_every_axis_below_what_the_axis_says_its
 
 
 def test_numbers_stay_what_they_are_in_lists() -> None:
-    (trace,) = _shown(drawn_once(_figure()))["data"]
+    (trace,) = _shown(without_redraw(_figure()))["data"]
     assert (trace["x"], trace["y"], trace["marker"]["size"]) == ([1.0, 2.0], [2.0, 3.0], [4, 5])
 
 
 def test_a_revision_is_that_of_the_data() -> None:
-    shown = (_shown(drawn_once(_figure(last=last)))["layout"] for last in (3.0, 3.0, 4.0))
+    shown = (_shown(without_redraw(_figure(last=last)))["layout"] for last in (3.0, 3.0, 4.0))
     first, again, other = (layout["datarevision"] for layout in shown)
     assert first == again != other

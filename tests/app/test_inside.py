@@ -13,9 +13,9 @@ from driftlens.config.requests import CalibrationRequest
 from driftlens.runs.run import open_run
 from driftlens.utils.errors import RunError
 from driftlens_app import processes, runs, samples, settings
-from driftlens_app.processes import job_of, jobs_beside, log_text, start, watch
+from driftlens_app.processes import log_tail, new_run_jobs, newest_job, poll_job, start_job
 from driftlens_app.requests import analyze_request, calibrate_request
-from driftlens_app.runs import listed_runs, opened
+from driftlens_app.runs import list_runs, open_cached_run
 from driftlens_app.settings import Settings, is_inside, require_links_inside
 from tests.app.conftest import Open, opened_drawers
 from tests.app.pages import errors, record_job, said
@@ -48,13 +48,13 @@ def test_a_log_that_is_a_link_is_not_printed(
     app = open_app(root, "repair", read_only=read_only)
     assert SECRET not in said(app) + errors(app)
     assert not app.get("download_button")
-    assert log_text(job.log) == ""
+    assert log_tail(job.log) == ""
 
 
 def test_a_mark_of_cancelling_that_is_a_link_out_of_the_folder_says_nothing(run: Path, outside: Path) -> None:
     job = record_job(run / "logs", run)
     job.log.with_suffix(".cancelled").symlink_to(outside / "secret.log")
-    found = job_of(run)
+    found = newest_job(run)
     assert found is not None and found.cancelled == ""
 
 
@@ -106,7 +106,7 @@ def test_a_link_that_appears_while_the_run_is_open_is_noticed(
     app.run()
     assert "its tables is a link" in errors(app) and not app.get("plotly_chart")
     with pytest.raises(RunError, match="its tables is a link"):
-        opened(run)
+        open_cached_run(run)
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_links_that_stay_inside_are_followed(open_app: Open, root: Path, run: Pa
     job = record_job(run / "logs", run)
     job.log.symlink_to(root / "store" / "words.log")
     (run / "again").symlink_to(run)  # in a circle
-    assert [(listed.name, listed.problem) for listed in listed_runs(Settings(root))] == [("a *full* run", "")]
+    assert [(listed.name, listed.problem) for listed in list_runs(Settings(root))] == [("a *full* run", "")]
     (log,) = opened_drawers(open_app(root, "repair"), "Log")
     assert log.code[0].value == "its own words"
 
@@ -139,11 +139,11 @@ def test_a_run_is_searched_for_links_once_until_it_changes(
     monkeypatch.setattr(runs, "require_links_inside", lambda run, root: searched.append(run))
     runs._cached_link_check.clear()
     for _ in range(3):
-        listed_runs(Settings(root))
-        opened(run)
+        list_runs(Settings(root))
+        open_cached_run(run)
     assert searched == [run]
     (run / "new").symlink_to(root)
-    opened(run)
+    open_cached_run(run)
     assert searched == [run, run]
 
 
@@ -172,16 +172,16 @@ def test_a_folder_that_cannot_be_searched_is_not_taken_for_one_without_links(
 @pytest.mark.parametrize("entry", ["logs", "logs/calibrate-job.json"])
 def test_a_job_record_behind_a_link_counts_as_none(run: Path, outside: Path, entry: str) -> None:
     record_job(run / "logs", run)
-    assert job_of(run) is not None
+    assert newest_job(run) is not None
     replaced_by_link(run / entry, outside)
-    assert job_of(run) is None and watch(run) is None
+    assert newest_job(run) is None and poll_job(run) is None
 
 
 def test_records_beside_the_runs_are_not_read_through_a_link(root: Path, outside: Path) -> None:
     record_job(root / ".driftlens" / "new", root / "new", "analyze")
-    assert len(jobs_beside(root)) == 1
+    assert len(new_run_jobs(root)) == 1
     replaced_by_link(root / ".driftlens", outside)
-    assert jobs_beside(root) == []
+    assert new_run_jobs(root) == []
 
 
 @pytest.mark.usefixtures("worker")
@@ -197,7 +197,7 @@ def test_no_job_is_started_that_would_write_through_a_link(run: Path, outside: P
         target.mkdir()
     (run / entry).symlink_to(target)
     with pytest.raises(RunError, match="a link"):
-        start(request)
+        start_job(request)
     assert not processes._CHILDREN
     assert target.read_text() == "as it was" if target.is_file() else not [*target.iterdir()]
 
@@ -207,7 +207,7 @@ def test_a_new_run_is_not_written_through_a_link(root: Path, outside: Path) -> N
     (root / "my.yaml").write_text("version: 1\n")
     (root / ".driftlens").symlink_to(outside)
     with pytest.raises(RunError, match="a link"):
-        start(analyze_request(Settings(root), "my.yaml", "new"))
+        start_job(analyze_request(Settings(root), "my.yaml", "new"))
     assert [path.name for path in outside.iterdir()] == ["secret.log"] and not processes._CHILDREN
 
 
@@ -225,13 +225,13 @@ def test_only_a_name_that_jobs_give_their_logs_is_taken_from_a_record(run: Path)
     file = run / "logs" / "calibrate-job.json"
     for name in ("private.txt", "../../spec.yaml", "..", "", "a\0b.log"):
         file.write_text(json.dumps({**json.loads(file.read_text()), "log": name}))
-        assert job_of(run) is None
+        assert newest_job(run) is None
 
 
 def test_a_pipe_in_place_of_a_record_is_not_waited_for(run: Path) -> None:
     (run / "logs").mkdir(exist_ok=True)
     os.mkfifo(run / "logs" / "calibrate-job.json")
-    assert job_of(run) is None
+    assert newest_job(run) is None
 
 
 def test_a_single_run_is_all_that_may_be_looked_at(open_app: Open, root: Path, run: Path) -> None:

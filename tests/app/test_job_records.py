@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from driftlens.config.requests import CalibrationRequest
-from driftlens.runs.manifest import Status
+from driftlens.runs.manifest import RunStatus
 from driftlens.runs.writer import write_status
 from driftlens_app import processes
-from driftlens_app.processes import job_of, watch
+from driftlens_app.processes import newest_job, poll_job
 from tests.app.conftest import Open
 from tests.app.pages import errors, record_job
 
@@ -46,11 +46,11 @@ def test_a_job_that_was_cancelled_before_it_could_say_so_is_no_failure(
     root: Path, record: Path, log: str, state: str
 ) -> None:
     """It was interrupted among its imports; what tells an error has failed by itself."""
-    job = job_of(root / "full")
+    job = newest_job(root / "full")
     assert job is not None
     job.log.write_text(log)
     with_values(record, code=1, cancelled="2026-01-02T03:04:05+00:00")
-    view = watch(root / "full")
+    view = poll_job(root / "full")
     assert view is not None and view.state == state
 
 
@@ -83,9 +83,9 @@ def test_a_job_that_was_cancelled_before_it_could_say_so_is_no_failure(
 def test_a_record_that_makes_no_sense_counts_as_none(
     root: Path, record: Path, values: dict[str, Any]
 ) -> None:
-    assert job_of(root / "full") is not None
+    assert newest_job(root / "full") is not None
     with_values(record, **values)
-    assert job_of(root / "full") is None and watch(root / "full") is None
+    assert newest_job(root / "full") is None and poll_job(root / "full") is None
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_a_page_is_drawn_beside_such_records(open_app: Open, root: Path, record:
 )
 def test_a_record_that_is_no_object_counts_as_none(root: Path, record: Path, text: str) -> None:
     record.write_bytes(text.encode("latin-1"))
-    assert job_of(root / "full") is None
+    assert newest_job(root / "full") is None
 
 
 def test_an_older_record_without_what_has_a_default_is_read(root: Path, record: Path) -> None:
@@ -113,15 +113,15 @@ def test_an_older_record_without_what_has_a_default_is_read(root: Path, record: 
     for name in ("settings", "cancelled", "code"):
         del values[name]
     record.write_text(json.dumps(values))
-    job = job_of(root / "full")
+    job = newest_job(root / "full")
     assert job is not None and (dict(job.settings), job.cancelled, job.code) == ({}, "", None)
 
 
 def test_a_job_out_of_sight_whose_status_has_no_heartbeat_is_stopped(root: Path, record: Path) -> None:
     with_values(record, code=None)
     (record.parent / "calibrate-1.log").write_text("no more than this\n")
-    write_status(root / "full", Status("running", pid=4_000_000, process_started=1.0))
-    view = watch(root / "full")
+    write_status(root / "full", RunStatus("running", pid=4_000_000, process_started=1.0))
+    view = poll_job(root / "full")
     assert view is not None and view.state == "stopped"
 
 
@@ -134,4 +134,4 @@ def test_remarks_beside_progress_are_read_as_text(tmp_path: Path, monkeypatch: p
         "end",
     ]
     log.write_text("\n".join(lines) + "\n")
-    assert processes.log_text(log) == "computes with 1 thread\nend"
+    assert processes.log_tail(log) == "computes with 1 thread\nend"

@@ -18,8 +18,8 @@ from driftlens.runs.run import open_run
 from driftlens.runs.writer import RunLock
 from driftlens.utils.errors import RunError, RunLockedError, SpecError
 from driftlens_app import processes
-from driftlens_app.processes import cancel, job_of, log_text, running_drift, start, watch
-from driftlens_app.requests import analyze_request, demo_request, explain_request
+from driftlens_app.processes import cancel_job, drift_so_far, log_tail, newest_job, poll_job, start_job
+from driftlens_app.requests import analyze_request, attribution_request, demo_request
 from driftlens_app.settings import Settings
 from tests.app.conftest import until
 from tests.app.pages import begin, finish, state, step
@@ -31,13 +31,13 @@ pytestmark = pytest.mark.usefixtures("worker")
 def test_a_job_goes_from_starting_to_done_and_its_curve_grows(run: Path) -> None:
     job = begin(run, "steady")
     assert state(run) in ("starting", "running")
-    until(lambda: (view := watch(run)) is not None and view.progress is not None, "it has said something")
+    until(lambda: (view := poll_job(run)) is not None and view.progress is not None, "it has said something")
     step(run, 0)
-    until(lambda: (view := watch(run)) is not None and view.progress.done == 1, "the first layer is done")  # type: ignore[union-attr]
-    assert state(run) == "running" and running_drift(job) == {2: 1.5}
+    until(lambda: (view := poll_job(run)) is not None and view.progress.done == 1, "the first layer is done")  # type: ignore[union-attr]
+    assert state(run) == "running" and drift_so_far(job) == {2: 1.5}
     finish(run)
     until(lambda: state(run) == "done", "it is done")
-    assert running_drift(job) == {2: 1.5, 3: 0.75, 4: 0.5}
+    assert drift_so_far(job) == {2: 1.5, 3: 0.75, 4: 0.5}
 
 
 @pytest.mark.slow
@@ -45,13 +45,13 @@ def test_a_job_of_another_kind_leaves_the_record_of_the_last_one(run: Path) -> N
     calibration = begin(run, "steady")
     finish(run)
     until(lambda: state(run) == "done", "it is done")
-    traced = start(explain_request(open_run(run)))
+    traced = start_job(attribution_request(open_run(run)))
     until(lambda: state(run) == "done", "the samples are traced")
-    newest, earlier = watch(run), watch(run, "calibrate")
+    newest, earlier = poll_job(run), poll_job(run, "calibrate")
     assert newest is not None and newest.job.pid == traced.pid
     assert earlier is not None and (earlier.job.pid, earlier.state) == (calibration.pid, "done")
     assert earlier.job.settings["name"] == "steady"
-    assert watch(run, "analyze") is None
+    assert poll_job(run, "analyze") is None
 
 
 @pytest.mark.slow
@@ -81,12 +81,12 @@ def test_a_run_that_another_program_writes_to_is_left_alone(
 def test_cancelling_asks_and_the_job_says_that_it_stopped(run: Path) -> None:
     job = begin(run, "steady")
     until(lambda: state(run) == "running", "it runs")
-    cancel(job)
+    cancel_job(job)
     assert state(run) in ("cancelling", "cancelled")
     until(lambda: state(run) == "cancelled", "it has stopped")
     # Its process ends a moment after it has said so.
-    until(lambda: (seen := watch(run)) is not None and seen.job.code is not None, "its process has ended")
-    view = watch(run)
+    until(lambda: (seen := poll_job(run)) is not None and seen.job.code is not None, "its process has ended")
+    view = poll_job(run)
     assert view is not None and view.job.code == 130
 
 
@@ -108,7 +108,7 @@ def test_a_cancel_that_can_not_be_noted_is_told_and_stops_the_job(
     until(lambda: state(run) == "running", "it runs")
     fill_disk()
     with pytest.raises(RunError, match="No space left on device"):
-        cancel(job)
+        cancel_job(job)
     until(lambda: state(run) == "cancelled", "it has stopped")
 
 
@@ -117,8 +117,8 @@ def test_a_full_disk_does_not_hide_how_a_job_ended(run: Path, fill_disk: Callabl
     fill_disk()
     until(lambda: state(run) == "failed", "it is refused")
     # Its process ends a moment after it has said so.
-    until(lambda: (seen := watch(run)) is not None and seen.job.code is not None, "its process has ended")
-    view, written = watch(run), job_of(run)
+    until(lambda: (seen := poll_job(run)) is not None and seen.job.code is not None, "its process has ended")
+    view, written = poll_job(run), newest_job(run)
     assert view is not None and written is not None
     assert (view.job.code, written.code) == (2, None)
 
@@ -129,7 +129,7 @@ def test_a_job_that_does_not_stop_is_ended_after_the_grace_period(
 ) -> None:
     job = begin(run, "deaf")
     until(lambda: state(run) == "running", "it runs")
-    cancel(job)
+    cancel_job(job)
     assert state(run) == "cancelling"
     assert processes._child_exit_code(job.pid) is None  # it was asked, not ended
     monkeypatch.setattr("driftlens_app.processes.GRACE_SECONDS", 0.0)
@@ -150,10 +150,10 @@ def test_a_failure_tells_cause_and_hint(run: Path, name: str, kind: str, message
     job = begin(run, name)
     step(run, 0)
     until(lambda: state(run) == "failed", "it has failed")
-    view = watch(run)
+    view = poll_job(run)
     assert view is not None and view.failure is not None
     assert (view.failure.type, view.failure.message, view.failure.hint) == (kind, message, hint)
-    assert f"error: {message}" in log_text(job.log)
+    assert f"error: {message}" in log_tail(job.log)
 
 
 @pytest.mark.slow
@@ -200,15 +200,15 @@ def test_the_status_of_an_earlier_process_is_not_taken_for_the_jobs(run: Path) -
 
 
 def test_a_recycled_process_id_is_not_signalled(run: Path) -> None:
-    from driftlens_app.processes import write_job
+    from driftlens_app.processes import write_job_record
 
     job = begin(run, "steady")
     until(lambda: state(run) == "running", "it runs")
     stranger = replace(job, process_started=(job.process_started or 0.0) - 1000)
-    write_job(stranger)
-    cancel(stranger)
-    assert processes._child_exit_code(job.pid) is None and job_of(run) == stranger
-    write_job(job)
+    write_job_record(stranger)
+    cancel_job(stranger)
+    assert processes._child_exit_code(job.pid) is None and newest_job(run) == stranger
+    write_job_record(job)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_demo_is_only_forced_over_what_a_job_left(root: Path) -> None:
     assert "--force" not in demo_request(settings).arguments
     assert demo_request(settings, "text").arguments[:3] == ("demo", "--suite", "text")
     finish(root / "driftlens-demo")
-    start(demo_request(settings))
+    start_job(demo_request(settings))
     until(lambda: state(root / "driftlens-demo") == "done", "it is done")
     (root / "driftlens-demo" / "manifest.json").write_text((root / "full" / "manifest.json").read_text())
     assert "--force" in demo_request(settings).arguments
@@ -256,6 +256,6 @@ def test_at_most_two_commands_are_waited_for_at_a_time(
     monkeypatch.setattr(processes, "COMMAND", (sys.executable, str(script)))
     with ThreadPoolExecutor(5) as visitors:
         asked = [[str(tmp_path / f"busy-{at}")] for at in range(5)]
-        found = [*visitors.map(lambda arguments: processes.answer(arguments, tmp_path), asked)]
+        found = [*visitors.map(lambda arguments: processes.run_command(arguments, tmp_path), asked)]
     assert all(done.returncode == 0 for done in found)
     assert max(int(done.stdout) for done in found) <= 2

@@ -21,7 +21,7 @@ import pytest
 
 from driftlens.cli import main
 from driftlens_app import processes
-from driftlens_app.settings import Settings, allowed_hosts, in_url, is_local, server_command
+from driftlens_app.settings import Settings, allowed_hosts, host_in_url, is_local_host, server_command
 from driftlens_app.show import pages
 from tests.app.conftest import MAIN
 from tests.browser.server import free_port, serving
@@ -170,7 +170,7 @@ def test_the_server_lets_its_own_visitors_in_over_ipv6(tmp_path: Path) -> None:
     ],
 )
 def test_a_host_is_allowed_as_browsers_spell_it(host: str, name: str, written: str) -> None:
-    assert name in allowed_hosts(host) and in_url(host) == written
+    assert name in allowed_hosts(host) and host_in_url(host) == written
 
 
 def test_the_apps_own_files_are_not_served(url: str) -> None:
@@ -230,7 +230,7 @@ def test_every_option_is_one_that_streamlit_knows() -> None:
     ],
 )
 def test_only_loopback_is_local(host: str, expected: bool) -> None:
-    assert is_local(host) is expected
+    assert is_local_host(host) is expected
 
 
 @pytest.mark.parametrize(
@@ -303,5 +303,5 @@ def test_every_page_works_where_torch_cannot_be_imported(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_modules_that_lie_among_the_runs_are_not_imported(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise SystemExit('code from the folder of the runs')")
-    done = processes.answer(["--help"], tmp_path)
+    done = processes.run_command(["--help"], tmp_path)
     assert done.returncode == 0 and not done.stderr

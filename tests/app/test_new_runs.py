@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.config.types import from_yaml
-from driftlens.runs.manifest import Status
+from driftlens.config.types import parse_yaml
+from driftlens.runs.manifest import RunStatus
 from driftlens.runs.writer import write_status
 from driftlens.utils.errors import RunError
 from driftlens_app import processes
-from driftlens_app.processes import Job, ask, dismiss, job_of, start
+from driftlens_app.processes import Job, dismiss_job, newest_job, run_json_command, start_job
 from driftlens_app.requests import MAX_SPEC_BYTES, analyze_request, spec_files
 from driftlens_app.settings import Settings
-from driftlens_app.views.new_run import data_options
+from driftlens_app.views.new_run import data_option_values
 from tests.app.conftest import Open, until
 from tests.app.pages import PROBLEMS, errors, failed, newest, said, state
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("worker")
 def analyse(root: Path, name: str) -> Job:
     """The job of an analysis, at work."""
     (root / "mine.yaml").write_text("version: 1\n")
-    job = start(analyze_request(Settings(root), "mine.yaml", name))
+    job = start_job(analyze_request(Settings(root), "mine.yaml", name))
     until(lambda: state(root / name) == "running", "it runs")
     return job
 
@@ -79,9 +79,9 @@ def test_a_read_only_dashboard_dismisses_nothing(open_app: Open, root: Path) -> 
 def test_a_run_that_was_finished_later_has_no_bad_end(open_app: Open, root: Path) -> None:
     job = failed(root, "one")
     job.run.mkdir()
-    write_status(job.run, Status("done", heartbeat="2026-01-01T00:00:00.000Z"))  # before the job
+    write_status(job.run, RunStatus("done", heartbeat="2026-01-01T00:00:00.000Z"))  # before the job
     assert titles(open_app(root, "new_run")) == ["**Analysis one**"]
-    write_status(job.run, Status("done", heartbeat="2026-01-03T00:00:00.000Z"))
+    write_status(job.run, RunStatus("done", heartbeat="2026-01-03T00:00:00.000Z"))
     assert titles(open_app(root, "new_run")) == []
 
 
@@ -89,8 +89,8 @@ def test_a_run_that_was_finished_later_has_no_bad_end(open_app: Open, root: Path
 def test_dismissing_leaves_the_record_of_a_newer_job_alone(root: Path) -> None:
     old = failed(root, "one")
     new = analyse(root, "one")
-    dismiss(old)
-    assert job_of(root / "one") == new
+    dismiss_job(old)
+    assert newest_job(root / "one") == new
 
 
 def test_further_lines_of_a_message_are_a_list(open_app: Open, root: Path) -> None:
@@ -107,9 +107,9 @@ def test_further_lines_of_a_message_are_a_list(open_app: Open, root: Path) -> No
 
 def test_an_error_of_the_command_is_told_with_its_hint(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.CompletedProcess([], 2, "", f"Some notice\nerror: {PROBLEMS}\nhint: Correct it.\n")
-    monkeypatch.setattr(processes, "answer", lambda *_: done)
+    monkeypatch.setattr(processes, "run_command", lambda *_: done)
     with pytest.raises(RunError) as refusal:
-        ask(("validate", "run.yaml", "--json"), root)
+        run_json_command(("validate", "run.yaml", "--json"), root)
     assert (refusal.value.message, refusal.value.hint) == (PROBLEMS, "Correct it.")
 
 
@@ -163,7 +163,7 @@ def test_models_and_data_become_a_spec_whose_analysis_is_started(open_app: Open,
     laid_out(root)
     app = filled(open_app(root, "new_run"))
     assert not app.error, errors(app)
-    made = dict(from_yaml((root / "mine.yaml").read_text(), "spec"))
+    made = dict(parse_yaml((root / "mine.yaml").read_text(), "spec"))
     assert (made["base"], made["experts"]) == ("zoo/base", ["zoo/cars.safetensors", "signs=owner/model"])
     data = ["--data=cars=sets/cars", "--data=signs=sets/signs.npz"]
     assert made["options"] == [*data, '--set=merge={"method": "task_arithmetic"}', "--json"]
@@ -177,7 +177,7 @@ def test_models_and_data_become_a_spec_whose_analysis_is_started(open_app: Open,
 def test_a_model_that_is_merged_already_takes_the_place_of_a_method(open_app: Open, root: Path) -> None:
     laid_out(root)
     filled(open_app(root, "new_run"), merged="zoo/merged.safetensors", data="")
-    made = dict(from_yaml((root / "mine.yaml").read_text(), "spec"))
+    made = dict(parse_yaml((root / "mine.yaml").read_text(), "spec"))
     weights = '--set=merged.weights="zoo/merged.safetensors"'
     assert made["options"] == ["--set=merge=null", weights, "--json"]
 
@@ -194,8 +194,8 @@ def test_what_no_spec_can_be_made_of_starts_nothing(open_app: Open, root: Path) 
 
 def test_the_data_of_all_tasks_are_one_folder_where_not_each_has_an_entry(root: Path) -> None:
     laid_out(root)
-    assert data_options(root, "sets", ["zoo/cars.safetensors", "birds=owner/x"]) == ["sets"]
-    assert data_options(root, "", ["zoo/cars.safetensors"]) == []
+    assert data_option_values(root, "sets", ["zoo/cars.safetensors", "birds=owner/x"]) == ["sets"]
+    assert data_option_values(root, "", ["zoo/cars.safetensors"]) == []
 
 
 def test_a_read_only_dashboard_has_no_form(open_app: Open, root: Path) -> None:

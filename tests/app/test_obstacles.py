@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from driftlens.runs.run import DriftRun, command_to_resume, open_run
+from driftlens.runs.run import DriftRun, open_run, resume_command
 from driftlens.runs.schema import ANALYZE
 from driftlens.runs.writer import RunLock, RunWriter
-from driftlens_app.show import of_folder
-from driftlens_app.views.repair import obstacle
+from driftlens_app.show import insert_run_path
+from driftlens_app.views.repair import calibration_obstacle
 from tests.app.conftest import Open
 from tests.app.pages import is_disabled, said
 
@@ -53,31 +53,31 @@ def test_an_unfinished_run_says_what_is_still_to_be_done(run: Path, state: str |
     (run / "manifest.json").write_text(json.dumps(manifest | {"finished": ""}))
     unfinished = open_run(run)
     text = "the run is unfinished; still to be done: analyze:mnist. Resume its analysis first"
-    assert obstacle(unfinished) == text
+    assert calibration_obstacle(unfinished) == text
 
 
 def test_what_a_chart_lacks_is_told_with_the_folder_of_its_run(run: Path) -> None:
     lacking, at = f"needs drift; `{ANALYZE}` adds it.", shlex.quote(str(run))
     assert (
-        of_folder(open_run(run), lacking)
+        insert_run_path(open_run(run), lacking)
         == f"needs drift; `driftlens analyze {at}/spec.yaml --out NEW` adds it."
     )
     manifest = json.loads((run / "manifest.json").read_text())
     (run / "manifest.json").write_text(json.dumps(manifest | {"finished": ""}))
-    assert of_folder(open_run(run), lacking) == f"needs drift; `{command_to_resume(run)}` adds it."
+    assert insert_run_path(open_run(run), lacking) == f"needs drift; `{resume_command(run)}` adds it."
 
 
 @pytest.mark.slow
 def test_obstacles_are_named(open_app: Open, root: Path, run: Path) -> None:
     opened = open_run(run)
-    assert obstacle(opened) == ""
+    assert calibration_obstacle(opened) == ""
     lock = RunLock(run)
     lock.acquire()
-    text = obstacle(opened)
+    text = calibration_obstacle(opened)
     assert "is being written to by" in text and str(os.getpid()) in text
     app = open_app(root, "repair")
     assert f"{START}{run} is being written to" in said(app) and is_disabled(app, BEST)
     lock.release()
     assert not is_disabled(open_app(root, "repair"), BEST)
     live = "the run's live modules are not here; `run.calibrate(...)` in Python takes them"
-    assert obstacle(edit(run, "architecture", loader="live")) == live
+    assert calibration_obstacle(edit(run, "architecture", loader="live")) == live

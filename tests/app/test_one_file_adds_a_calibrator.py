@@ -68,7 +68,7 @@ def toys(worker: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tests = Path(__file__).parents[2]
     asked.write_text(ASKED.format(folders=[str(tmp_path), str(tests)]), encoding="utf-8")
     monkeypatch.setattr(processes, "COMMAND", (sys.executable, str(asked)))
-    monkeypatch.setattr(calibration, "ask", processes.ask)
+    monkeypatch.setattr(calibration, "run_json_command", processes.run_json_command)
 
 
 def opened(open_app: Open, root: Path, method: str) -> AppTest:
@@ -191,10 +191,10 @@ def test_a_command_that_does_not_answer_is_told_and_asked_again(
         "import sys\nprint('error: torch is not *there*\\nhint: Install it.', file=sys.stderr)\nsys.exit(1)"
     )
     monkeypatch.setattr(processes, "COMMAND", (sys.executable, str(broken)))
-    monkeypatch.setattr(calibration, "ask", processes.ask)
+    monkeypatch.setattr(calibration, "run_json_command", processes.run_json_command)
     app = open_app(root, "repair")
     assert not app.exception and "torch is not *there*" in errors(app) and "Install it." in errors(app)
     assert "Before and after the repair featcal" in [element.value for element in app.header]
-    monkeypatch.setattr(calibration, "ask", lambda *_: catalogue())
+    monkeypatch.setattr(calibration, "run_json_command", lambda *_: catalogue())
     assert app.run().number_input(key="featcal.lam").value is None and not app.error
     st.cache_resource.clear()

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import streamlit as st
 
-from driftlens.results.formatting import signs
-from driftlens.results.verdict import headline, shareable, verdict
+from driftlens.results.formatting import typeset_signs
+from driftlens.results.verdict import headline, hide_run_path, verdict
 from driftlens.runs.manifest import read_manifest, write_manifest
 from driftlens.runs.run import open_run
 from driftlens_app import selection
@@ -109,7 +109,7 @@ def test_what_is_chosen_goes_along_where_the_page_is_left_before_it_is_drawn(
 ) -> None:
     app = open_app(root, "layers", task="cars")
     with monkeypatch.context() as left:  # as Streamlit ends a script as soon as another page is asked for
-        left.setattr(selection, "choose_view", lambda _run: st.stop())
+        left.setattr(selection, "restore_selection", lambda _run: st.stop())
         app.selectbox(key="task").set_value("mnist")
         app.multiselect(key="variants").set_value(["merged"]).run()
     app.query_params.clear()
@@ -210,10 +210,10 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
     assert "\N{NO-BREAK SPACE}%" in shown  # no line ends before it
     shown = shown.replace("\N{NO-BREAK SPACE}", " ")
     judged = verdict(run)
-    *others, last = [signs(shareable(run, text)) for text in judged.sentences]
+    *others, last = [typeset_signs(hide_run_path(run, text)) for text in judged.sentences]
     # A badge stands for the checks; the command is there to be copied.
     assert re.fullmatch(r"Self-checks failed: \d+\.", others.pop())
-    assert shown == "\n\n".join([*others, last]) and last == f"Next: `{shareable(run, judged.command)}`."
+    assert shown == "\n\n".join([*others, last]) and last == f"Next: `{hide_run_path(run, judged.command)}`."
     assert str(run.path) not in said(app)
     (head,) = [entry.proto.body for entry in app.get("html") if "headline" in entry.proto.body]
     assert headline(run).text in head.replace("\N{NO-BREAK SPACE}", " ") and "tile" in head

@@ -13,8 +13,8 @@ from streamlit.testing.v1 import AppTest
 from driftlens.results.compare import compare
 from driftlens.runs.run import open_run
 from driftlens.utils.errors import DataError, RunError
-from driftlens_app.views.compare import of_task
-from driftlens_app.views.export import zipped
+from driftlens_app.views.compare import comparison_of_task
+from driftlens_app.views.export import zip_files
 from driftlens_reports import build
 from tests.app.conftest import Open, shown_data
 from tests.app.pages import said
@@ -64,7 +64,7 @@ def test_one_task_of_a_comparison_can_be_chosen(open_app: Open, root: Path) -> N
     assert app.dataframe[0].value["task"].tolist() == ["dtd"]
     assert set(shown_data(app)[0]["task"]) == {"dtd"}
     with pytest.raises(DataError, match="only one of the runs has the task 'none'"):
-        of_task(compare(root / "full", before="merged", after="base"), "none")
+        comparison_of_task(compare(root / "full", before="merged", after="base"), "none")
 
 
 @pytest.mark.slow
@@ -145,6 +145,6 @@ def test_what_was_built_of_a_run_is_not_offered_once_the_run_has_changed(open_ap
 
 def test_several_files_are_one_archive_of_the_same_bytes() -> None:
     files = {"csv/layers.csv": b"task\n"}
-    with zipfile.ZipFile(io.BytesIO(zipped(files))) as archive:
+    with zipfile.ZipFile(io.BytesIO(zip_files(files))) as archive:
         assert archive.read("csv/layers.csv") == b"task\n"
-    assert zipped(files) == zipped(files)
+    assert zip_files(files) == zip_files(files)

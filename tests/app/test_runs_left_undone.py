@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from driftlens.runs.manifest import Status, read_manifest, write_manifest
+from driftlens.runs.manifest import RunStatus, read_manifest, write_manifest
 from driftlens.runs.run import open_run
 from driftlens.runs.writer import RunWriter, write_status
 from driftlens.utils.errors import Cancelled
 from driftlens_app import processes
-from driftlens_app.processes import watch
+from driftlens_app.processes import poll_job
 from tests.app.conftest import Open, until
 from tests.app.pages import OF_A_RUN, begin, finish, said, state, step
 
@@ -27,7 +27,9 @@ def test_a_cancelled_calibration_is_told_beside_a_run_that_is_done(open_app: Ope
     app = open_app(root)
     assert app.dataframe[0].value["state"].tolist() == ["done"]
     (told,) = [
-        entry.value for entry in app.info if "calibration 'x' is unfinished" in entry.value.replace("\\", "")
+        entry.value
+        for entry in app.info
+        if "calibration 'x' is unfinished" in entry.value.replace("\\", "")
     ]
     assert told.startswith("**full**") and "resume" in told
 
@@ -56,9 +58,10 @@ def test_the_row_of_a_run_tells_how_far_its_job_is(open_app: Open, root: Path) -
     begin(root / "full", "steady")
     step(root / "full", 0)
     until(
-        lambda: (view := watch(root / "full")) is not None and view.progress is not None, "it says something"
+        lambda: (view := poll_job(root / "full")) is not None and view.progress is not None,
+        "it says something",
     )
-    until(lambda: (view := watch(root / "full")) is not None and view.progress.done == 1, "it goes on")  # type: ignore[union-attr]
+    until(lambda: (view := poll_job(root / "full")) is not None and view.progress.done == 1, "it goes on")  # type: ignore[union-attr]
     app = open_app(root)
     assert shown_state(app) == "solving 33 %"
     finish(root / "full")
@@ -73,7 +76,7 @@ def test_a_run_that_is_restarted_is_not_called_cancelled(
     """While its new process still loads its libraries, what the old one wrote last is all that the run holds."""
     run = root / "full"
     write_manifest(run, dataclasses.replace(read_manifest(run), finished=""))
-    write_status(run, Status("cancelled"))
+    write_status(run, RunStatus("cancelled"))
     app = open_app(root)
     assert shown_state(app) == "cancelled"
     monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))

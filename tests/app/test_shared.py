@@ -12,10 +12,10 @@ import pytest
 from driftlens.runs.run import open_run
 from driftlens.utils.errors import RunLockedError
 from driftlens_app import processes
-from driftlens_app.processes import watch
-from driftlens_app.runs import listed_runs
+from driftlens_app.processes import poll_job
+from driftlens_app.runs import list_runs
 from driftlens_app.settings import Settings
-from driftlens_app.show import plain
+from driftlens_app.show import escape_markdown
 from tests.app.conftest import Open, until
 from tests.app.pages import begin, errors, finish, record_job, said, state
 from tests.refusing import refusing
@@ -43,7 +43,7 @@ def test_a_viewed_run_that_vanishes_never_becomes_another(open_app: Open, root: 
 def test_a_link_inside_the_folder_does_not_hide_the_run(root: Path, name: str) -> None:
     (root / name).symlink_to(root / "full")
     (root / f"{name} too").symlink_to(root / name)
-    assert [(run.path.name, run.problem) for run in listed_runs(Settings(root))] == [("full", "")]
+    assert [(run.path.name, run.problem) for run in list_runs(Settings(root))] == [("full", "")]
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_another_users_job_is_refused_in_words_and_the_same_one_is_shared(run: P
     assert len(processes._CHILDREN) == 1
     finish(run)
     until(lambda: state(run) == "done", "it is done")
-    assert watch(run).job.name == "steady"  # type: ignore[union-attr]
+    assert poll_job(run).job.name == "steady"  # type: ignore[union-attr]
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_a_job_that_failed_while_the_server_was_down_shows_its_own_error(
     job = record_job(run / "logs", run, code=None, host=platform.node())
     assert "stopped unexpectedly" in errors(open_app(root, "repair"))
     job.log.write_text("loading\nerror: the disk is full\nhint: Make room on it.\n")
-    assert watch(run).state == "failed"  # type: ignore[union-attr]
+    assert poll_job(run).state == "failed"  # type: ignore[union-attr]
     app = open_app(root, "repair")
     assert "the disk is full" in errors(app) and "stopped unexpectedly" not in errors(app)
 
@@ -96,6 +96,6 @@ def test_the_best_is_not_offered_where_too_few_samples_could_be_held_out(open_ap
 )
 def test_an_address_in_a_name_is_text(name: str) -> None:
     """GitHub's Markdown looks for these in text whose escapes are already read (spec, section 6.9)."""
-    shown = plain(f"see {name} there").replace("\\", "")
+    shown = escape_markdown(f"see {name} there").replace("\\", "")
     assert not re.search(r"(https?://|www(?=\.))[-.\w]+|[-.\w+]+@[-\w]+(\.[-\w]+)+", shown, re.IGNORECASE)
     assert shown.replace("\N{WORD JOINER}", "") == f"see {name} there"

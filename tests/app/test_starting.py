@@ -15,7 +15,7 @@ from driftlens.config.requests import CalibrationRequest
 from driftlens.runs.run import open_run
 from driftlens.utils.errors import RunError
 from driftlens_app import processes
-from driftlens_app.processes import JobRequest, job_of, start
+from driftlens_app.processes import JobRequest, newest_job, start_job
 from driftlens_app.requests import calibrate_request, demo_request
 from driftlens_app.settings import Settings
 
@@ -36,11 +36,11 @@ def test_a_job_whose_record_cannot_be_written_is_ended(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(RunError, match="No space left on device") as refusal:
-        start(request_)
+        start_job(request_)
     assert "bytes needed" in refusal.value.hint
     (process,) = processes._CHILDREN.values()
     assert process.returncode == -signal.SIGKILL  # ended, and waited for
-    assert job_of(request_.run) is None
+    assert newest_job(request_.run) is None
 
 
 def test_a_log_that_cannot_be_written_is_an_error_with_a_hint(
@@ -51,7 +51,7 @@ def test_a_log_that_cannot_be_written_is_an_error_with_a_hint(
 
     monkeypatch.setattr(processes.Path, "open", refuse)
     with pytest.raises(RunError, match=r"can't start a job .* Permission denied") as refusal:
-        start(request_)
+        start_job(request_)
     assert "permissions" in refusal.value.hint and not processes._CHILDREN
 
 
@@ -64,7 +64,7 @@ def test_a_start_that_takes_too_long_elsewhere_is_refused(
     other.acquire()
     try:
         with pytest.raises(RunError, match="can't start a job"):
-            start(request_)
+            start_job(request_)
     finally:
         other.release()
     assert not processes._CHILDREN
@@ -74,5 +74,5 @@ def test_a_folder_that_is_gone_is_not_made_again(root: Path) -> None:
     request = demo_request(Settings(root))
     shutil.rmtree(root)
     with pytest.raises(RunError, match="is gone"):
-        start(request)
+        start_job(request)
     assert not root.exists()

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from driftlens.runs.manifest import Failure, Owner, Status, begun_calibration
+from driftlens.runs.manifest import LockOwner, RunFailure, RunStatus, calibration_marker
 from driftlens.runs.writer import RunLock, append_event, write_status
 
 STEPS = 3
@@ -55,7 +55,7 @@ def work(run: Path, name: str) -> int:
     run.mkdir(exist_ok=True)
     lock = RunLock(run)
     lock.acquire()
-    begun = run / begun_calibration(name)
+    begun = run / calibration_marker(name)
     begun.parent.mkdir(parents=True, exist_ok=True)
     begun.touch()
     try:
@@ -66,7 +66,7 @@ def work(run: Path, name: str) -> int:
                     run,
                     "failed",
                     step,
-                    Failure("SingularGramError", "the Gram matrix is *singular*", "Raise lam."),
+                    RunFailure("SingularGramError", "the Gram matrix is *singular*", "Raise lam."),
                 )
                 print("error: the Gram matrix is *singular*\nhint: Raise lam.", file=sys.stderr)
                 return 4
@@ -82,10 +82,10 @@ def work(run: Path, name: str) -> int:
         lock.release()
 
 
-def say(run: Path, state: str, done: int, error: Failure | None = None) -> None:
+def say(run: Path, state: str, done: int, error: RunFailure | None = None) -> None:
     """Write status.json as the command does."""
-    owner = Owner.this_process()
-    status = Status(
+    owner = LockOwner.this_process()
+    status = RunStatus(
         state=state,  # type: ignore[arg-type]
         phase="calibrate",
         done=done,

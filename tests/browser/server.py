@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from driftlens_app.settings import in_url
+from driftlens_app.settings import host_in_url
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def serving(
             start_new_session=True,
         )
     try:
-        address = f"http://{in_url(host)}:{port}"
+        address = f"http://{host_in_url(host)}:{port}"
         _wait(server, address, log)
         yield address
     finally:

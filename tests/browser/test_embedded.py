@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.results.measures import OUTCOMES, outcomes
+from driftlens.results.measures import OUTCOMES, sample_outcomes
 from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import choose, drawn, eventually, settled
 from tests.runs.full_run import Size, write_full_run
@@ -72,7 +72,7 @@ def test_a_link_brings_back_what_was_chosen_and_choosing_asks_no_server(
     ]
     settled(page)
     before = len(sent)
-    became = outcomes(full, "cars", "merged", "calibrated:featcal")["outcome"]
+    became = sample_outcomes(full, "cars", "merged", "calibrated:featcal")["outcome"]
     name = str(became.value_counts().index[0])
     frame.locator(f"[data-outcome='{name}']").click()
     frame.locator("#colour").select_option("class")
@@ -202,7 +202,7 @@ def test_the_repair_stands_beside_what_the_merge_broke(
 ) -> None:
     frame = opened("repair")
     task = full.tasks[frame.evaluate("explorer.state.task")]
-    became = outcomes(full, task, "merged", "calibrated:featcal")["outcome"]
+    became = sample_outcomes(full, task, "merged", "calibrated:featcal")["outcome"]
     groups = frame.locator(".groups section")
     names = {meaning.rstrip("."): name for name, meaning in OUTCOMES.items()}
     for group in groups.all():
@@ -249,7 +249,9 @@ def test_hostile_names_run_nothing_in_the_dashboard(
     frame = opened("samples", address=address, run=run)
     frame.locator(".card").first.click()
     expect(frame.locator("#detail h2")).to_contain_text("Sample")
-    assert page.title() != "ran" and page.evaluate("name") != "ran" and frame.locator("img").count() == 0
+    assert (
+        page.title() != "ran" and page.evaluate("name") != "ran" and frame.locator("img").count() == 0
+    )
     # Nothing in the frame can reach the page around it.
     with pytest.raises(Exception, match="cross-origin"):
         frame.evaluate("parent.document.title")

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.results.measures import OUTCOMES, outcomes
+from driftlens.results.measures import OUTCOMES, sample_outcomes
 from driftlens.runs.manifest import THUMB_SIDE, texts_file, thumbs_file
 from driftlens.runs.run import DriftRun, open_run
-from driftlens_reports.explorer import Explorer, gathered
-from driftlens_reports.explorer import page as explorer_page
+from driftlens_reports.explorer import Explorer, explorer_data
+from driftlens_reports.explorer import render_page as explorer_page
 from tests.browser.reading import Opened, eventually
 from tests.runs.full_run import Size, write_full_run
 
@@ -154,7 +154,7 @@ def test_numbers_of_a_selection_are_those_of_the_tables(opened: Open, saved: Dri
 
 def test_chips_search_and_histograms_filter_and_all_pages_are_reached(opened: Open, saved: DriftRun) -> None:
     page, task = opened("task=1").page, saved.tasks[1]
-    became = outcomes(saved, task, "merged", "calibrated:featcal")["outcome"]
+    became = sample_outcomes(saved, task, "merged", "calibrated:featcal")["outcome"]
     name = str(became.value_counts().index[0])
     page.locator(f"[data-outcome='{name}']").click()
     assert sorted(selected(page)) == sorted(became.index[became == name])
@@ -240,7 +240,7 @@ def test_a_box_is_drawn_by_keys_and_adds_and_takes_away(opened: Open) -> None:
 def test_what_merge_and_repair_changed_stands_side_by_side(opened: Open, saved: DriftRun) -> None:
     page = opened("as=groups").page
     task = saved.tasks[page.evaluate("explorer.state.task")]
-    became = outcomes(saved, task, "merged", "calibrated:featcal")["outcome"]
+    became = sample_outcomes(saved, task, "merged", "calibrated:featcal")["outcome"]
     counts = {
         name: count
         for name, count in became.value_counts().items()
@@ -295,7 +295,7 @@ def test_hostile_names_run_nothing(opened: Open, page: Any, tmp_path: Path, as_f
         shown = Opened(page, path)
         frame = page.frames[1]
     else:
-        told = gathered(run)
+        told = explorer_data(run)
         told["ids"] = [EVIL[at % 3] + str(at) for at in range(len(told["ids"]))]
         told["layers"] = told["sentences"] = told["notes"] = [*EVIL]
         told["stages"] = [stage | {"title": "".join(EVIL)} for stage in told["stages"]]
@@ -313,7 +313,10 @@ def test_hostile_names_run_nothing(opened: Open, page: Any, tmp_path: Path, as_f
         cells = Path(waiting.value.path()).read_text(encoding="utf-8").split(",")
         assert any(EVIL[2] in cell for cell in cells)
         assert not [cell for cell in cells if cell.strip('"').startswith(("=", "+", "@"))]
-    assert "ran" not in (page.title(), frame.evaluate("document.title")) and frame.locator("img").count() == 0
+    assert (
+        "ran" not in (page.title(), frame.evaluate("document.title"))
+        and frame.locator("img").count() == 0
+    )
     assert shown.said == [] and not [name for name in shown.asked if name.startswith("http")]
 
 

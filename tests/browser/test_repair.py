@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import TimeoutError, expect
 
 import driftlens as dl
-from driftlens.results.formatting import signs
+from driftlens.results.formatting import typeset_signs
 from driftlens.results.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from tests.browser.reading import PATIENCE, choose, drawn, open_drawer, settled
@@ -138,7 +138,7 @@ def test_calibrating_shows_progress_survives_a_reload_and_ends_with_the_tables_n
     assert list(calibrated.manifest.calibrations) == ["featcal"]
     *said, following = verdict(calibrated, "featcal").sentences
     for sentence in said:
-        expect(page.get_by_text(signs(sentence))).to_be_visible()
+        expect(page.get_by_text(typeset_signs(sentence))).to_be_visible()
     assert following.startswith("Next: `driftlens report ")
     # A link stands for the command.
     expect(page.get_by_text("driftlens report light")).to_have_count(0)

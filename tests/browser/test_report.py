@@ -9,7 +9,7 @@ import pytest
 
 from driftlens.utils.variants import is_control
 from driftlens_reports.build import Report
-from driftlens_reports.charts.theme import look
+from driftlens_reports.charts.theme import variant_style
 from tests.browser.reading import Opened, eventually
 from tests.runs.full_run import Size, write_full_run
 
@@ -42,7 +42,9 @@ def drawn(report: Report, context: Any) -> Opened:
     opened = Opened(context.new_page(), report.run.path.parent / "report.html")
     opened.page.locator("body[data-drawn=all]").wait_for(timeout=60_000)
     assert opened.page.locator(".plot .main-svg").count() < opened.page.locator(".plot").count()
-    opened.page.evaluate("for (const part of document.querySelectorAll('details.part')) part.open = true")
+    opened.page.evaluate(
+        "for (const part of document.querySelectorAll('details.part')) part.open = true"
+    )
     eventually(
         opened.page, "[...document.querySelectorAll('.plot')].every(plot => plot.querySelector('.main-svg'))"
     )
@@ -83,7 +85,7 @@ def test_the_pages_style_leaves_the_charts_colours_alone(report: Report, context
              .map(part => getComputedStyle(part).fill)"""
     )
     is_dark = page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
-    colour = look(report.run.variants, "merged", dark=is_dark).colour.removeprefix("#")
+    colour = variant_style(report.run.variants, "merged", dark=is_dark).colour.removeprefix("#")
     merged = f"rgb{tuple(bytes.fromhex(colour))}"
     assert merged in fills and "rgb(0, 0, 0)" not in fills
 
@@ -95,7 +97,9 @@ def test_charts_scroll_in_a_narrow_window_and_fit_a_sheet_of_paper(report: Repor
     page = drawn(report, context).page
     page.set_viewport_size({"width": 420, "height": 900})
     eventually(page, narrow)
-    assert page.evaluate("[...document.querySelectorAll('.scroll')].every(frame => frame.clientWidth <= 420)")
+    assert page.evaluate(
+        "[...document.querySelectorAll('.scroll')].every(frame => frame.clientWidth <= 420)"
+    )
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     widths = page.evaluate(

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from playwright.sync_api import expect
 
-from driftlens.results.formatting import signs
-from driftlens.results.measures import findings
+from driftlens.results.formatting import typeset_signs
+from driftlens.results.measures import findings_frame
 from driftlens.results.verdict import verdict
 from driftlens.runs.manifest import texts_file
 from driftlens.runs.run import DriftRun, open_run
@@ -310,7 +310,7 @@ def told(page: Any, words: str) -> str:
 def test_the_first_screen_answers_the_questions(screen: tuple[Any, DriftRun]) -> None:
     """The ten of tests/runs/questions.md, by the findings; tasks stand in a table, whose worst are on the screen."""
     page, run = screen
-    judged, rows = verdict(run), findings(run)
+    judged, rows = verdict(run), findings_frame(run)
     means = rows[(rows["measure"] == "accuracy") & (rows["task"] == "")].set_index(["variant", "against"])
     value = means["value"]
     first, merged = told(page, "Accuracy ("), told(page, "merged: ")
@@ -379,4 +379,4 @@ def test_the_first_screen_answers_what_how_sure_where_and_what_to_do(screen: tup
 
 def plain_words(sentence: str) -> str:
     """A sentence as a page shows it, with blanks for those that hold a line together."""
-    return signs(sentence).replace("\N{NO-BREAK SPACE}", " ")
+    return typeset_signs(sentence).replace("\N{NO-BREAK SPACE}", " ")

@@ -10,8 +10,8 @@ from scipy import stats
 
 from driftlens.calibration.automatic import (
     HeldOutScores,
-    decide,
-    folds_of,
+    choose_model,
+    fold_ranges,
 )
 from driftlens.calibration.featcal import FeatCal
 from driftlens.utils.errors import DataError
@@ -30,7 +30,7 @@ def scored(score: float, noise: float = 0.0) -> HeldOutScores:
 
 def test_too_few_samples_are_refused_with_the_number_it_takes() -> None:
     with pytest.raises(DataError, match=r"task cars has 7 calibration samples; .* at least 8"):
-        folds_of(7, "cars")
+        fold_ranges(7, "cars")
 
 
 def test_the_advantage_is_that_of_paired_samples() -> None:
@@ -38,7 +38,7 @@ def test_the_advantage_is_that_of_paired_samples() -> None:
     before = {task: rng.normal(size=count) for task, count in (("cars", 12), ("signs", 30))}
     gaps = {task: 0.3 + 0.01 * rng.normal(size=len(values)) for task, values in before.items()}
     after = HeldOutScores({task: values - gaps[task] for task, values in before.items()})
-    found = after.compared_with(HeldOutScores(before))
+    found = after.compare_to(HeldOutScores(before))
     assert found.advantage == pytest.approx(np.mean([gap.mean() for gap in gaps.values()]))
     expected = math.sqrt(sum(gap.var(ddof=1) / len(gap) for gap in gaps.values())) / 2
     assert found.standard_error == pytest.approx(expected)
@@ -46,7 +46,7 @@ def test_the_advantage_is_that_of_paired_samples() -> None:
 
 
 def is_clear(one: HeldOutScores, other: HeldOutScores, among: int = 1) -> bool:
-    return one.compared_with(other, among=among).is_clear
+    return one.compare_to(other, among=among).is_clear
 
 
 def test_few_samples_need_students_quantile_and_several_comparisons_more() -> None:
@@ -64,7 +64,7 @@ def test_few_samples_need_students_quantile_and_several_comparisons_more() -> No
 def test_tasks_of_unequal_spread_have_satterthwaites_freedom() -> None:
     rng = np.random.default_rng(0)
     gaps = {"cars": rng.normal(0, 1, 8), "signs": rng.normal(0, 0.1, 30)}
-    found = HeldOutScores({task: -values for task, values in gaps.items()}).compared_with(
+    found = HeldOutScores({task: -values for task, values in gaps.items()}).compare_to(
         HeldOutScores({task: np.zeros(len(values)) for task, values in gaps.items()})
     )
     welch = stats.ttest_ind(gaps["cars"], gaps["signs"], equal_var=False)
@@ -73,14 +73,14 @@ def test_tasks_of_unequal_spread_have_satterthwaites_freedom() -> None:
 
 def test_the_merged_model_stays_where_nothing_is_clearly_better() -> None:
     for start in (scored(1.0), scored(0.99, noise=1.0)):
-        decision = decide({"merged": scored(1.0), "start": start})
+        decision = choose_model({"merged": scored(1.0), "start": start})
         assert decision.name == "merged" and not decision.over_merged["start"].is_clear
     assert decision.over_merged["start"].advantage > 0
 
 
 def test_the_base_is_chosen_and_the_merge_advised_against_where_nothing_beats_the_base() -> None:
     def found(base: HeldOutScores, start: float) -> tuple[str, bool]:
-        decision = decide({"merged": scored(1.0), "base": base, "start": scored(start)})
+        decision = choose_model({"merged": scored(1.0), "base": base, "start": scored(start)})
         assert decision.among == 2
         return decision.name, decision.base_stands
 
@@ -96,7 +96,7 @@ def test_the_base_is_chosen_and_the_merge_advised_against_where_nothing_beats_th
 def test_comparisons_with_what_was_left_behind_count() -> None:
     gaps = np.random.default_rng(4).normal(0.8, 1, 20)
     scores = {"merged": HeldOutScores({"cars": gaps}), "start": HeldOutScores({"cars": 0 * gaps})}
-    few, many = decide(scores), decide(scores, among=1000)
+    few, many = choose_model(scores), choose_model(scores, among=1000)
     assert (few.name, many.name) == ("start", "merged")
     assert many.over_merged["start"].low < few.over_merged["start"].low
 
@@ -111,13 +111,13 @@ def test_of_equally_simple_candidates_the_last_within_a_standard_error_is_taken_
         name: HeldOutScores({task: mean + (noisy if name == "other" else flat)[task] for task in flat})
         for name, mean in by.items()
     }
-    assert not scores["other"].compared_with(scores["one"], among=2).is_clear
-    assert decide(scores).name == "one"
-    assert decide(scores, [["one", "other"]]).name == "other"
-    error = scores["other"].compared_with(scores["one"]).standard_error
+    assert not scores["other"].compare_to(scores["one"], among=2).is_clear
+    assert choose_model(scores).name == "one"
+    assert choose_model(scores, [["one", "other"]]).name == "other"
+    error = scores["other"].compare_to(scores["one"]).standard_error
     for behind, name in ((0.9, "other"), (1.1, "one")):  # in standard errors, after .01 ahead
         later = {task: values + 0.01 + behind * error for task, values in scores["other"].by_task.items()}
-        assert decide(scores | {"other": HeldOutScores(later)}, [["one", "other"]]).name == name
+        assert choose_model(scores | {"other": HeldOutScores(later)}, [["one", "other"]]).name == name
 
 
 def test_what_is_chosen_is_never_worse_than_anything_beyond_its_interval() -> None:
@@ -132,17 +132,17 @@ def test_what_is_chosen_is_never_worse_than_anything_beyond_its_interval() -> No
             if name != "merged" and rng.random() < 0.1:
                 drawn["cars"] = np.full(len(drawn["cars"]), np.inf)
             scores[name] = HeldOutScores(drawn)
-        chosen = scores[decide(scores).name]
+        chosen = scores[choose_model(scores).name]
         assert math.isfinite(chosen.mean)
         assert not any(is_clear(other, chosen, among=4) for other in scores.values())
 
 
 def test_what_can_not_be_solved_for_is_never_chosen() -> None:
     unsolved, as_is = HeldOutScores({"cars": np.full(9, np.inf)}), HeldOutScores({"cars": np.full(9, 5.0)})
-    decision = decide({"merged": as_is, "start": unsolved})
+    decision = choose_model({"merged": as_is, "start": unsolved})
     assert decision.name == "merged" and not math.isfinite(decision.over_merged["start"].advantage)
     other = HeldOutScores({"cars": np.zeros(9)})
-    assert decide({"merged": as_is, "start": unsolved, "other": other}).name == "other"
+    assert choose_model({"merged": as_is, "start": unsolved, "other": other}).name == "other"
 
 
 def test_chance_alone_moves_away_from_the_merged_model_seldom() -> None:
@@ -153,5 +153,5 @@ def test_chance_alone_moves_away_from_the_merged_model_seldom() -> None:
         drawn = {
             name: HeldOutScores({"cars": rng.normal(size=8), "signs": rng.normal(size=8)}) for name in names
         }
-        moved += decide(drawn).name != "merged"
+        moved += choose_model(drawn).name != "merged"
     assert moved / 400 < 0.05

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from driftlens.calibration.calibrator import over_preset
+from driftlens.calibration.calibrator import preset_settings
 from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.utils.errors import SpecError
 from tests.refusing import refusing
@@ -75,7 +75,7 @@ def test_presets_are_the_published_settings() -> None:
         FeatCal(**PRESETS[name]).check()
     assert FeatCal(**PRESETS["paper-clip"]).get_params() == FeatCal().get_params()
     with refusing(SpecError, match="paper-clipp", hint="paper-clip"):
-        over_preset("featcal", "paper-clipp", {})
+        preset_settings("featcal", "paper-clipp", {})
 
 
 def test_a_task_counts_the_inverse_of_its_gram_norm() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.featcal import FeatCal
-from driftlens.checkpoints.tensor_sources import TensorsSource
+from driftlens.checkpoints.tensor_sources import InMemorySource
 from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import CalibrationProgress
 from driftlens.engine.pool import ModelPool
@@ -102,7 +102,7 @@ def recast(models: Subject, dtype: torch.dtype, stored: torch.dtype) -> ModelPoo
         models.pool.chain,
         models.modules["base"],
         {
-            name: TensorsSource(name, {k: v.to(stored) for k, v in module.state_dict().items()})
+            name: InMemorySource(name, {k: v.to(stored) for k, v in module.state_dict().items()})
             for name, module in models.modules.items()
         },
         device=models.pool.device,

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from driftlens.calibration.featcal import FeatCal
-from driftlens.checkpoints.tensor_sources import TensorsSource
+from driftlens.checkpoints.tensor_sources import InMemorySource
 from driftlens.engine.calibrating import LinearProblem, NormProblem, Problem, SiteUpdate
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import walk
 from driftlens.linalg.ridge import solve_ridge
-from driftlens.linalg.state import norm, subtract
-from driftlens.models.chain import fused
+from driftlens.linalg.state import state_norms, subtract_states
+from driftlens.models.chain import updated_tensors
 from tests.calibration.helpers import Subject, batched, calibrated, given, layers_of, subject, updates_of
 from tests.quick import few
 from tests.zoo.cases import perturbed, pool_of
@@ -56,7 +56,7 @@ def test_every_weight_is_stationary_and_no_objective_rises(name: str) -> None:
     layers = layers_of(subject(name), spy)
     assert len(spy.problems) >= len(layers) > 0
     for problem in spy.problems:
-        anchor = spy.anchor_of(problem.merged, problem.base)
+        anchor = spy.anchor_parameters(problem.merged, problem.base)
         new = solved(spy, problem)
         if isinstance(problem, LinearProblem):
             moments, pull = problem.moments, weight(anchor, problem)
@@ -104,7 +104,7 @@ def test_reported_objectives_are_those_of_the_moments() -> None:
     spy = Spy()
     reports = {r.site: r for layer in layers_of(subject("hf_clip_vit"), spy) for r in layer.reports}
     problem = next(p for p in spy.problems if isinstance(p, LinearProblem) and len(p.sites) == 3)
-    anchor, new = spy.anchor_of(problem.merged, problem.base), solved(spy, problem)
+    anchor, new = spy.anchor_parameters(problem.merged, problem.base), solved(spy, problem)
     for at, site in enumerate(problem.sites):
         report = reports[f"vision_model.encoder.layers.0.{site.name}"]
         rows, stacked = slice(32 * at, 32 * at + 32), problem.moments
@@ -175,7 +175,7 @@ def with_calibrated(models: Subject, found: dict[tuple[int, str], Tensor], name:
     pool = pool_of(models.world.case, models.modules)
     merged = pool.source("merged")
     tensors = {key: merged.read(key) for key in merged.headers}
-    pool.add(name, TensorsSource(name, {**tensors, **fused(pool.chain, found, merged)}))
+    pool.add(name, InMemorySource(name, {**tensors, **updated_tensors(pool.chain, found, merged)}))
     return pool
 
 
@@ -192,8 +192,8 @@ def test_features_met_on_the_way_are_those_of_the_finished_model(name: str) -> N
             for view in walk(pool, task, ["calibrated"], models.batches()):
                 if view.layer.index in met:
                     stream = view.layer.stream
-                    drift = norm(
-                        subtract({"x": view.merged_out[stream]}, {"x": view.expert_out[stream]})
+                    drift = state_norms(
+                        subtract_states({"x": view.merged_out[stream]}, {"x": view.expert_out[stream]})
                     ).mean()
                     assert met[view.layer.index][task] == pytest.approx(float(drift), rel=1e-12)
 
@@ -214,7 +214,9 @@ def final_drift(models: Subject, found: dict[tuple[int, str], Tensor], inputs: A
             for view in walk(pool, task, ["calibrated"], batched(inputs, 64))
             if view.layer.role == "head"
         ]
-    return float(torch.stack([norm(subtract(v.merged_out, v.expert_out)).mean() for v in views]).mean())
+    return float(
+        torch.stack([state_norms(subtract_states(v.merged_out, v.expert_out)).mean() for v in views]).mean()
+    )
 
 
 def test_a_source_that_is_not_deployed_costs_exactly_the_excess_of_its_minimiser() -> None:
@@ -228,7 +230,7 @@ def test_a_source_that_is_not_deployed_costs_exactly_the_excess_of_its_minimiser
         return [p for p in spy.problems if isinstance(p, LinearProblem)][-4:]
 
     for dep, src in zip(last_linear(deployed), last_linear(stale), strict=True):
-        anchor = weight(deployed.anchor_of(dep.merged, dep.base), dep)
+        anchor = weight(deployed.anchor_parameters(dep.merged, dep.base), dep)
         solutions = [solve_ridge(p.moments, anchor, lam=deployed.lam) for p in (dep, src)]
         ours, theirs = (s.weight for s in solutions)
 

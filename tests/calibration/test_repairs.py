@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.calibration.calibrator import Course, FinalFeatures
+from driftlens.calibration.calibrator import FinalFeatures, TrainingContext
 from driftlens.calibration.surgery import ProbSurgery, Surgery, _prob_surgery_loss
 from driftlens.models.chain import Layer
 from driftlens.utils.errors import IncompatibleModelsError
@@ -22,8 +22,8 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def course(seed: int = 0) -> Course:
-    return Course(seeded(seed), quiet)
+def course(seed: int = 0) -> TrainingContext:
+    return TrainingContext(seeded(seed), quiet)
 
 
 def features(

@@ -14,16 +14,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from driftlens.calibration.residual import ResidualCal
-from driftlens.checkpoints.tensor_sources import TensorsSource
+from driftlens.checkpoints.tensor_sources import InMemorySource
 from driftlens.config.data import Views
-from driftlens.data.altered import viewed
+from driftlens.data.altered import append_views
 from driftlens.data.samples import Batch, SampleSet
 from driftlens.engine import sequential as steps
 from driftlens.engine.calibrating import CalibrationProgress
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import InMemoryBatches
-from driftlens.linalg.gram import JointMoments
-from driftlens.linalg.ridge import WIDEST, Ridges, choose_ridges, solve_joint, total
+from driftlens.linalg.gram import ResidualMoments
+from driftlens.linalg.ridge import WIDEST, RidgeChoice, choose_ridges, solve_residual, sum_moments
 from driftlens.utils.errors import DataError
 from tests.calibration.helpers import TASKS, calibrated, layers_of, part, subject, updates_of
 from tests.quick import few
@@ -35,27 +35,29 @@ SMALL = ResidualCal(folds=2)
 
 def moments(
     generator: torch.Generator, *, folds: int, k: int = 5, o: int = 3, rows: int = 7, decay: int = 0
-) -> list[JointMoments]:
+) -> list[ResidualMoments]:
     found, sizes = [], torch.linspace(1, 0, k, dtype=torch.float64) ** decay
     for _ in range(folds):
         x = sizes * torch.randn(rows, k, generator=generator, dtype=torch.float64)
         local, upstream = torch.randn(2, rows, o, generator=generator, dtype=torch.float64)
         local = local + x[:, :o]  # something to learn
-        found.append(JointMoments(x.mT @ x, local.mT @ x, upstream.mT @ x, (local + upstream).square().sum()))
+        found.append(
+            ResidualMoments(x.mT @ x, local.mT @ x, upstream.mT @ x, (local + upstream).square().sum())
+        )
     return found
 
 
-def misfit(change: Tensor, fold: JointMoments) -> Tensor:
+def misfit(change: Tensor, fold: ResidualMoments) -> Tensor:
     cross = fold.local + fold.upstream
     return (change @ fold.gram * change).sum() - 2 * (change * cross).sum() + fold.energy
 
 
-def refitted(folds: list[JointMoments], ridges: Ridges) -> float:
+def refitted(folds: list[ResidualMoments], ridges: RidgeChoice) -> float:
     """What maps miss of a fold, each fitted without it."""
     found = 0.0
     for fold in folds:
-        rest = total([other for other in folds if other is not fold])
-        found += float(misfit(solve_joint(rest, ridges).change, fold))
+        rest = sum_moments([other for other in folds if other is not fold])
+        found += float(misfit(solve_residual(rest, ridges).change, fold))
     return found
 
 
@@ -72,7 +74,7 @@ def test_ridges_are_those_of_refits_without_each_fold(
     found = choose_ridges(folds, grid=grid)
     assert found.held_out == pytest.approx(refitted(folds, found), rel=tolerance)
     shares = [step / steps for step in range(steps + 1)]
-    others = [refitted(folds, Ridges(one, other, t)) for one in grid for other in grid for t in shares]
+    others = [refitted(folds, RidgeChoice(one, other, t)) for one in grid for other in grid for t in shares]
     assert found.held_out <= min(others) * (1 + tolerance)
     assert choose_ridges(folds, grid=grid, most=0.0).share == 0
 
@@ -99,7 +101,7 @@ def test_any_folds_are_scored_as_by_refits_and_what_can_not_be_learned_is_left(
     found = choose_ridges(folds, grid=grid)
     assert found.held_out == pytest.approx(refitted(folds, found), rel=1e-7)
     assert choose_ridges(folds[::-1], grid=grid).held_out == pytest.approx(found.held_out, rel=1e-9)
-    change, error = solve_joint(total(folds), found)
+    change, error = solve_residual(sum_moments(folds), found)
     assert bool(torch.isfinite(change).all()) and not bool(change[:, dead].any())
     assert error is not None and error < 1e-9
 
@@ -107,12 +109,12 @@ def test_any_folds_are_scored_as_by_refits_and_what_can_not_be_learned_is_left(
 @pytest.mark.parametrize("with_metric", [False, True])
 def test_the_joint_solve_is_stationary(generator: torch.Generator, with_metric: bool) -> None:
     tasks = moments(generator, folds=2, k=2, o=2)
-    whole, ridges = total(tasks), Ridges(0.3, 0.3, 1.0)
+    whole, ridges = sum_moments(tasks), RidgeChoice(0.3, 0.3, 1.0)
     metrics = [torch.eye(2, dtype=torch.float64)] * 2
     if with_metric:
         roots = torch.randn(2, 2, 2, generator=generator, dtype=torch.float64)
         metrics = [torch.eye(2, dtype=torch.float64) + 0.3 * root @ root.mT for root in roots]
-    change, error = solve_joint(
+    change, error = solve_residual(
         whole, ridges, tasks=list(zip(metrics, tasks, strict=True)) if with_metric else ()
     )
     assert error is None if with_metric else error is not None and error < 1e-12
@@ -180,9 +182,9 @@ def test_output_metrics_beyond_the_budget_wait_on_disk_and_change_no_weight(tmp_
     written = calibrated(models, settings, feature_budget=0, spill=spill, on_step=look)
     assert all(torch.equal(value, held[key]) for key, value in written.items()) and not spill.exists()
     sites = select_sites(models.pool.chain, update=settings.update)
-    told = len(TASKS) * settings.waiting_bytes(models.pool, sites)
+    told = len(TASKS) * settings.extra_cache_bytes(models.pool, sites)
     assert entries and 4 * sum(entries.values()) == told and solved and not left
-    assert SMALL.waiting_bytes(models.pool, sites) == 0
+    assert SMALL.extra_cache_bytes(models.pool, sites) == 0
 
 
 def test_resuming_gives_the_same_weights() -> None:
@@ -206,7 +208,7 @@ def test_fewer_samples_than_folds_are_refused_before_any_pass(
         assert calibrated(models, settings)
         return
     passes: list[str] = []
-    monkeypatch.setattr(steps._StepWalk, "_accumulate_gradient_sums", lambda _, task: passes.append(task))
+    monkeypatch.setattr(steps._StepwiseLoop, "_accumulate_gradient_sums", lambda _, task: passes.append(task))
     with pytest.raises(DataError, match=says):
         calibrated(models, settings)
     assert not passes
@@ -242,7 +244,7 @@ def test_solves_agree_with_the_slow_reference(name: str, of: str, copies: int) -
     load: Any = lambda positions: models.inputs[list(positions)]  # noqa: E731
     given_samples = SampleSet("a", "calibration", tuple(map(str, range(n))), None, load, views=views)
     world, modules, samples = models.world, models.modules, range(n * (1 + copies))
-    inputs = viewed(given_samples).load(samples)
+    inputs = append_views(given_samples).load(samples)
     features = {
         task: {
             role: [world.enter(modules[model], inputs, sample) for sample in samples]
@@ -277,7 +279,7 @@ def test_solves_agree_with_the_slow_reference(name: str, of: str, copies: int) -
             leave={task: lambda hidden, head=head: head(hidden[None])[0] for task, head in heads.items()},
         ),
     )
-    found = calibrated(models, product, parts=dict.fromkeys(TASKS, viewed(given_samples)))
+    found = calibrated(models, product, parts=dict.fromkeys(TASKS, append_views(given_samples)))
     assert len(found) == sum(map(len, want))
     for (layer, parameter), value in found.items():
         site, _, part = parameter.rpartition(".")
@@ -304,7 +306,7 @@ def test_sites_that_never_vary_and_gradients_that_never_arrive_leave_finite_weig
     for name in ("merged", "expert:a", "expert:b"):
         source = models.pool.source(name)
         weights = {key: silent[key] if "ln_" in key else source.read(key) for key in source.headers}
-        models.pool.add(name, TensorsSource(name, weights))
+        models.pool.add(name, InMemorySource(name, weights))
     found = calibrated(models, SMALL)
     assert found and all(bool(torch.isfinite(value).all()) for value in found.values())
 

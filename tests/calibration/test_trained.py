@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from driftlens.calibration.calibrator import Trained, calibrators
-from driftlens.calibration.surgery import ProbSurgery, Surgery, uniform
+from driftlens.calibration.calibrator import TrainedCalibrator, calibrators
+from driftlens.calibration.surgery import ProbSurgery, Surgery, linear_init
 from driftlens.data.samples import Batch
 from tests.calibration.helpers import (
     TASKS,
@@ -23,7 +23,7 @@ from tests.calibration.helpers import (
     trained,
 )
 
-TRAINED = [name for name, kind in calibrators.items() if issubclass(kind, Trained)]
+TRAINED = [name for name, kind in calibrators.items() if issubclass(kind, TrainedCalibrator)]
 
 
 @pytest.mark.parametrize("name", ["open_clip_vit", "llama"])
@@ -38,7 +38,7 @@ def test_what_is_trained_is_what_surgery_makes_of_the_librarys_own_final_feature
         )
     width, last = own.shape[-1], len(models.pool.chain.layers)
     seed = torch.Generator().manual_seed(zlib.crc32(f"{last} {task}".encode()))
-    down = uniform(2, width, seed).requires_grad_()
+    down = linear_init(2, width, seed).requires_grad_()
     up = torch.zeros(width, 2, requires_grad=True)
     optimiser = torch.optim.Adam([down, up], lr=1e-3)
     for _ in range(steps):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from driftlens.runs.run import DriftRun
-from driftlens_reports.facts import advice, advice_text
+from driftlens_reports.facts import layer_advice, layer_advice_text
 from tests.cli.conftest import Cli
 from tests.zoo.world import World
 
@@ -37,7 +37,7 @@ def test_a_conflict_is_a_cosine_below_that_of_right_angles_at_these_lengths(
     finished: DriftRun, world: World
 ) -> None:
     """Of task vectors of unlike lengths right angles make less than those of one length: that alone is no conflict."""
-    found = advice(finished)
+    found = layer_advice(finished)
     name = "visual.transformer.resblocks.1."
     lengths = [
         torch.cat(
@@ -55,21 +55,23 @@ def test_a_conflict_is_a_cosine_below_that_of_right_angles_at_these_lengths(
     for at, row in enumerate(found["conflicts"]):
         row |= {"cos": 0.6, "orthogonal": 0.7 if at == 0 else 0.5}
     total = len(found["conflicts"])
-    text = advice_text(found)
+    text = layer_advice_text(found)
     assert (
         f"conflict in 1 of {total} layers" in text and text.count("task vectors conflict (mean cosine") == 1
     )
     found["conflicts"][0]["orthogonal"] = 0.6
-    assert f"conflict in none of {total} layers" in advice_text(found)
+    assert f"conflict in none of {total} layers" in layer_advice_text(found)
 
 
 def test_no_layer_is_said_to_stand_out_whose_interval_overlaps(finished: DriftRun) -> None:
-    found = advice(finished)
+    found = layer_advice(finished)
     first, *others = found["shares"]
     for row in found["shares"]:
         row |= {"share_low": row["share"] - 1, "share_high": row["share"] + 1}
-    assert "overlap" in advice_text(found) and finished.layer_name(others[0]["layer"]) in advice_text(found)
+    assert "overlap" in layer_advice_text(found) and finished.layer_name(
+        others[0]["layer"]
+    ) in layer_advice_text(found)
     first["share_low"] = max(row["share"] for row in others) + 2
-    assert "All other intervals are lower." in advice_text(found)
+    assert "All other intervals are lower." in layer_advice_text(found)
     first["share_low"] = float("nan")
-    assert "Without intervals, another layer may contribute as much." in advice_text(found)
+    assert "Without intervals, another layer may contribute as much." in layer_advice_text(found)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from driftlens.merging.method import merge_methods
-from driftlens.utils.registry import schemas_of, settings_of
+from driftlens.utils.registry import setting_schemas, settings_model
 from tests.cli.conftest import Cli, Result
 from tests.merging.applying import FEW
 from tests.models.writing import train
@@ -34,7 +34,7 @@ KINDS = ("average", "dare", "slerp", "ties", "wudi", "regmean", "adamerging")
 def outside(name: str) -> list[tuple[str, object]]:
     """For every setting of a method a value that it doesn't take."""
     found: list[tuple[str, object]] = []
-    for setting, schema in schemas_of(settings_of(merge_methods[name].function)).items():
+    for setting, schema in setting_schemas(settings_model(merge_methods[name].function)).items():
         low = schema.get("minimum", schema.get("exclusiveMinimum"))
         if schema["type"] == "number" and (low is None or "maximum" not in schema):
             found.append((setting, "inf"))
@@ -101,11 +101,11 @@ def test_bad_weights_and_settings_are_refused_and_nothing_is_written(merging: Me
         merging.refused(4, "NaN or infinite", spec)
     plain = merging.spec()
     merging.refused(2, "no parameter 'scalling'", plain, scalling=1)
-    if "scaling" in settings_of(entry.function).model_fields:
+    if "scaling" in settings_model(entry.function).model_fields:
         merging.refused(2, "scaling is 1000000000", plain, scaling="1e9")
     for name, value in outside(merging.name):
         merging.refused(2, f"{name} is ", plain, **{name: value})
-    if entry.runs_models:
+    if entry.needs_samples:
         data = plain["data"]
         some = {**plain, "data": {key: value for key, value in data.items() if key != SECOND}}
         merging.refused(2, f"merge method '{merging.name}' needs calibration samples; shapes has none", some)

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from driftlens.experiment.model_card import calibration_command, escape_markdown, model_card
 from driftlens.pipelines.calibrate import calibrate
-from driftlens.results.calibration_summary import selection_sentences
+from driftlens.results.calibration_summary import auto_choice_sentences
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens_reports.build import Report
-from driftlens_reports.terminal import before_after_text
+from driftlens_reports.terminal import calibration_text
 from tests.cli.conftest import Cli
 from tests.pipelines.calibrating import (
     NAME,
@@ -269,10 +269,10 @@ def test_the_settings_chosen_are_those_calibrated_with(
     assert set(open_run(folder).calibration(NAME)["lam"]) == {found["settings"]["lam"]}
     assert found["selection"]["chosen"] == found["settings"]
     assert {"lam": 50.0, "rho": 4.0, "alpha": 0.3}.items() <= found["selection"]["start"].items()
-    sentence, numbers, shrunk = selection_sentences(open_run(folder), NAME)
+    sentence, numbers, shrunk = auto_choice_sentences(open_run(folder), NAME)
     assert shrunk.startswith("All weights are base + ")
     assert "featcal with lam 50.0, rho 4.0 " in numbers and "the base 1000 (" in numbers
-    shown = before_after_text(open_run(folder), NAME)
+    shown = calibration_text(open_run(folder), NAME)
     assert sentence in shown and numbers in shown
     card = (folder / f"calibrations/{NAME}/README.md").read_text(encoding="utf-8")
     assert escape_markdown(sentence) in card

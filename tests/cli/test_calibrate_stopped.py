@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from driftlens.models.saving import Patched
+from driftlens.models.saving import PatchedSource
 from driftlens.pipelines import calibration_plan as variants
-from driftlens.pipelines.model_selection import Fitter
+from driftlens.pipelines.model_selection import CandidateFitter
 from driftlens.results.listing import find_runs
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
@@ -158,13 +158,13 @@ def test_a_choice_that_is_stopped_while_it_is_written_is_written_whole(
     targets = [tmp_path / "saved", tmp_path / "saved_whole"]
     choice = ("--method", "featcal", "--auto", "--layers", "2", "--no-attribution")
     flags = ("--name", NAME, *choice, "--progress", "none")
-    save, read, count = variants.save_model, Patched.read, []
+    save, read, count = variants.save_model, PatchedSource.read, []
 
     def watched(*given: Any, **named: Any) -> None:
         count.append(given[3])
         save(*given, **named)
 
-    def stopped(self: Patched, *given: Any) -> Any:
+    def stopped(self: PatchedSource, *given: Any) -> Any:
         if len(count) == written + 1 and not any(at is None for at in count):
             count.append(None)
             for _ in range(2):  # the second one stops at once
@@ -174,14 +174,14 @@ def test_a_choice_that_is_stopped_while_it_is_written_is_written_whole(
     spoil_merged(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(variants, "save_model", watched)
-        patch.setattr(Patched, "read", stopped)
+        patch.setattr(PatchedSource, "read", stopped)
         ended = run_cli("calibrate", folder, *flags, "--save-weights", targets[0])
     assert ended.code == 130 and None in count and not targets[0].exists()
     assert not [path for path in tmp_path.iterdir() if targets[0].name in path.name], (
         "something half-written stays"
     )
     (left,) = find_runs(folder)[0].left
-    monkeypatch.setattr(Fitter, "fit", lambda *_: pytest.fail("candidates were tried again"))
+    monkeypatch.setattr(CandidateFitter, "fit", lambda *_: pytest.fail("candidates were tried again"))
     assert run_cli(*shlex.split(left.split("`")[1])[1:], "--progress", "none").code == 0
     monkeypatch.undo()
     spoil_merged(monkeypatch)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from driftlens.cli.app import cancel_on_signals, interrupted_by_signals
-from driftlens.runs.manifest import owner_of
+from driftlens.cli.app import cancel_on_signals, interrupt_on_signals
+from driftlens.runs.manifest import read_lock_owner
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import Cancelled, RunError
 from tests.cli.conftest import Cli
@@ -83,7 +83,7 @@ def test_a_signal_behind_an_error_does_not_take_its_place(number: signal.Signals
         (RunError("process 1 is gone"), RunError),
         (Cancelled("cancelled"), KeyboardInterrupt),
     ):
-        with pytest.raises(heard), interrupted_by_signals(last=False):
+        with pytest.raises(heard), interrupt_on_signals(last=False):
             try:
                 with cancel_on_signals():
                     raise error
@@ -108,7 +108,7 @@ def test_a_second_writer_is_refused_and_ctrl_c_cancels(
     run = open_run(out)
     assert run.status is not None and run.status.state == "cancelled"
     assert states(run)[f"analyze:{TASKS[1]}"] == "cancelled"
-    assert owner_of(out) is None and not list(out.rglob(".partial-*"))
+    assert read_lock_owner(out) is None and not list(out.rglob(".partial-*"))
     assert run_cli("analyze", spec, "--out", out, "--resume", "--progress", "none").code == 0
     same_tables(open_run(out), finished)
 
@@ -129,4 +129,4 @@ def test_a_terminal_that_is_closed_cancels(spec: Path, tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(status) == 130, seen
     run = open_run(out)
     assert run.status is not None and run.status.state == "cancelled"
-    assert owner_of(out) is None and not list(out.rglob(".partial-*"))
+    assert read_lock_owner(out) is None and not list(out.rglob(".partial-*"))

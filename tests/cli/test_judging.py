@@ -16,7 +16,7 @@ import pytest
 
 from driftlens.results.compare import compare
 from driftlens.runs.run import open_run
-from driftlens.runs.verify import verify
+from driftlens.runs.verify import verify_files
 from tests.cli.conftest import Cli
 from tests.runs.full_run import Size, write_full_run
 from tests.runs.spoiling import spoil
@@ -162,7 +162,7 @@ def test_without_a_folder_the_report_lands_in_the_run(run_cli: Cli, run: Path) -
     names = ["report-light.html", "report.md"]
     assert result.out.splitlines() == [f"wrote {run / 'reports' / name}" for name in names]
     assert {f"reports/{name}" for name in names} <= set(open_run(run).manifest.files)
-    assert verify(run).ok
+    assert verify_files(run).ok
 
 
 @pytest.mark.slow

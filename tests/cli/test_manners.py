@@ -23,11 +23,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from driftlens.cli.app import handle_ending_signal
+from driftlens.cli.app import handle_stop_signal
 from driftlens.config.run import load_spec
 from driftlens.config.templates import _template_names
-from driftlens.runs.run import DriftRun, command_to_resume, open_run
-from driftlens.utils.errors import Cancelled, concerning
+from driftlens.runs.run import DriftRun, open_run, resume_command
+from driftlens.utils.errors import Cancelled, add_error_context
 from driftlens_reports.charts.chart import charts
 from tests.cli.conftest import Cli
 from tests.cli.worker import COMMAND
@@ -132,7 +132,7 @@ def test_no_command_shows_the_help(run_cli: Cli) -> None:
 def test_an_error_nobody_foresaw_is_code_one_and_says_so(
     run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("driftlens.cli.looking.environment", functools.partial(divmod, 1, 0))
+    monkeypatch.setattr("driftlens.cli.looking.environment_report", functools.partial(divmod, 1, 0))
     result = run_cli("doctor")
     assert result.code == 1 and "ZeroDivisionError" in result.message
     assert "bug in DriftLens" in result.hint and "--debug" in result.hint
@@ -143,7 +143,7 @@ def _misread_weights() -> None:
 
 
 def _misread_json() -> None:
-    with concerning("heads.json"):
+    with add_error_context("heads.json"):
         json.loads("{")
 
 
@@ -164,7 +164,7 @@ def _mismatched_weights() -> None:
 
 
 def _mismatched_tensors() -> None:
-    with concerning("layer 3"):
+    with add_error_context("layer 3"):
         torch.ones(2) @ torch.ones(3)
 
 
@@ -183,7 +183,7 @@ FOREIGN = {
 def test_an_error_of_a_library_about_its_input_is_no_defect(
     run_cli: Cli, monkeypatch: pytest.MonkeyPatch, fault: Callable[[], None], told: tuple[int, str, str]
 ) -> None:
-    monkeypatch.setattr("driftlens.cli.looking.environment", fault)
+    monkeypatch.setattr("driftlens.cli.looking.environment_report", fault)
     result = run_cli("doctor")
     code, message, hint = told
     assert result.code == code and message in result.message and hint in result.hint
@@ -292,7 +292,7 @@ def test_commands_that_are_told_can_be_run_where_a_path_has_spaces(run_cli: Cli,
     analyzed = shlex.split(run_cli("why", out).hint.split("`")[1])
     assert analyzed == ["driftlens", "analyze", str(out)]
     run = tmp_path / "my runs"
-    assert shlex.split(command_to_resume(run))[-4:] == [f"{run}/spec.yaml", "--out", str(run), "--resume"]
+    assert shlex.split(resume_command(run))[-4:] == [f"{run}/spec.yaml", "--out", str(run), "--resume"]
 
 
 def test_a_run_is_shown_listed_and_verified(run_cli: Cli, finished: DriftRun) -> None:
@@ -354,7 +354,7 @@ def test_an_interrupt_waits_until_the_library_at_hand_is_imported(
         "except KeyboardInterrupt:\n    found = 'half'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    before = signal.signal(signal.SIGINT, handle_ending_signal)
+    before = signal.signal(signal.SIGINT, handle_stop_signal)
     try:
         assert importlib.import_module("swallowing").found == "whole"
         with pytest.raises(KeyboardInterrupt):

@@ -20,9 +20,9 @@ from torch import Tensor
 
 import driftlens as dl
 from driftlens.merging.method import merge_methods
-from driftlens.results.verdict import next_command
+from driftlens.results.verdict import recommend_command
 from driftlens.runs.run import DriftRun
-from driftlens.runs.verify import verify
+from driftlens.runs.verify import verify_files
 from driftlens.utils.errors import Cancelled, NumericsError, RunError
 from driftlens.utils.progress import CancelToken, ProgressEvent
 from tests.cli.conftest import Cli
@@ -167,7 +167,7 @@ def test_a_merge_that_can_not_be_leaves_no_file(
 @pytest.fixture
 def failing() -> Iterator[None]:
     """Register a merge method of that name, which always fails."""
-    with merge_methods.temporary():
+    with merge_methods.temporary_entries():
 
         @merge_methods.method("failing", title="Failing", source="none", laws=set())
         def failing(base: object, experts: object) -> dict[str, Tensor]:
@@ -215,7 +215,7 @@ def test_merges_are_compared_without_labels_and_failures_are_rows(
 
 @pytest.mark.slow
 def test_the_commands_that_a_verdict_proposes_about_merges_work(folder: Path, run_cli: Cli) -> None:
-    command = shlex.split(next_command(dl.open_run(folder), -1, ()))
+    command = shlex.split(recommend_command(dl.open_run(folder), -1, ()))
     assert command[1] == "merge"
     done = run_cli(*command[1:], "--progress", "none")
     assert done.code == 0, done.err
@@ -227,11 +227,11 @@ def test_the_commands_that_a_verdict_proposes_about_merges_work(folder: Path, ru
     for name in ("base", "average", "tsv_m"):
         row = rows[name]
         assert row["nearer_low"] <= row["nearer"] == pytest.approx(own["hellinger"] - row["hellinger"])
-    assert verify(folder).ok and next_command(dl.open_run(folder), -1, ()).split()[1] != "merge"
+    assert verify_files(folder).ok and recommend_command(dl.open_run(folder), -1, ()).split()[1] != "merge"
 
     rows["average"].update(nearer=0.2, nearer_low=0.1, nearer_high=0.3, place=1)
     file.write_text(json.dumps(found))
-    better = shlex.split(next_command(dl.open_run(folder), -1, ()))
+    better = shlex.split(recommend_command(dl.open_run(folder), -1, ()))
     assert better[1] == "analyze"
     done = run_cli(*better[1:], "--no-attribution", "--progress", "none")
     assert done.code == 0, done.err

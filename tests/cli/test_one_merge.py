@@ -78,7 +78,7 @@ def test_what_is_lost_by_a_number_type_is_told_in_both_ways(
 def test_numbers_that_a_merge_makes_infinite_are_not_laid_at_a_checkpoints_door(
     world: World, tmp_path: Path
 ) -> None:
-    with merge_methods.temporary():
+    with merge_methods.temporary_entries():
 
         @merge_methods.method("large", title="Large", source="none", laws=set())
         def large(base: dict[str, torch.Tensor], experts: object) -> dict[str, torch.Tensor]:

@@ -62,8 +62,8 @@ import own_net
 @loaders.register("toy-net")
 def load_toy(request):
     from dataclasses import replace
-    from driftlens.utils.distributed import Access
-    found = load_architecture("python:own_net:load", request.source, access=Access(trust=True))
+    from driftlens.utils.distributed import Permissions
+    found = load_architecture("python:own_net:load", request.source, access=Permissions(trust=True))
     return replace(found, loader="toy-net")
 
 

@@ -11,10 +11,10 @@ import pytest
 import transformers
 import yaml
 
-from driftlens.config.run import load_spec, recipe_of
-from driftlens.data.entries import data_entry
+from driftlens.config.run import load_spec, parse_recipe
+from driftlens.data.entries import infer_data_entry
 from driftlens.demo import PROBES
-from driftlens.pipelines.quickstart import draft, models_by_role
+from driftlens.pipelines.quickstart import draft_spec, models_by_role
 from driftlens.runs.run import open_run
 from driftlens.utils.errors import SpecError
 from tests.cli.conftest import Cli
@@ -43,7 +43,7 @@ def test_experts_are_named_after_their_folders_and_data_go_with_them(world: Worl
     asked = models_by_role(models)
     assert [*asked.experts] == [*world.tasks] and (asked.base, asked.merged) == (models[0], models[-1])
     data = [f"{task}={world.data(task)}" for task in reversed(world.tasks)]
-    spec = draft(asked, data, ["data.defaults.seed=3"]).spec
+    spec = draft_spec(asked, data, ["data.defaults.seed=3"]).spec
     assert spec.architecture.loader == "hf-clip" and spec.data.defaults.seed == 3
     assert {task: entry.file for task, entry in spec.data.tasks.items()} == {  # type: ignore[union-attr]
         task: str(world.data(task)) for task in world.tasks
@@ -70,7 +70,7 @@ def test_without_data_models_of_any_family_are_given_what_they_read(
     places = [str(tmp_path / name) for name in ("base", "task", "merged")]
     for place in places:
         getattr(transformers, config)().save_pretrained(place)
-    spec = draft(models_by_role(places), (), ()).spec
+    spec = draft_spec(models_by_role(places), (), ()).spec
     assert (spec.architecture.loader, spec.data.tasks["task"].kind) == ("hf-auto", samples)
 
 
@@ -157,7 +157,7 @@ def test_a_recipe_names_base_experts_and_the_nearest_merge(method: str, place: s
     }
     if place not in ("recipe", "slices", "modules"):
         recipe["parameters"] = {"lambda": settings["lambda"]} if "lambda" in settings else None
-    found = recipe_of(recipe | named.get(place, {"models": models}))
+    found = parse_recipe(recipe | named.get(place, {"models": models}))
     assert (found.base, found.experts) == ("base", ("one", "two@v1+adapter"))
     assert found.merge == merge
 
@@ -166,7 +166,7 @@ def test_settings_that_experts_do_not_share_are_left_out() -> None:
     models = [
         {"model": name, "parameters": {"weight": at, "density": [0.1, at]}} for at, name in enumerate("ab")
     ]
-    found = recipe_of({"merge_method": "dare_linear", "base_model": "base", "models": models})
+    found = parse_recipe({"merge_method": "dare_linear", "base_model": "base", "models": models})
     assert found.merge == {"method": "dare", "scaling": 1.0, "drop_rate": 0.0}
 
 
@@ -258,12 +258,12 @@ def test_what_cannot_be_asked_is_refused_in_words(
 def test_columns_are_found_by_their_usual_names_or_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("label,sentence\nyes,it rains\n")
     assert (
-        data_entry(tmp_path / "a.csv", reads="text").items()
+        infer_data_entry(tmp_path / "a.csv", reads="text").items()
         >= {"input": "sentence", "target": "label"}.items()
     )
     (tmp_path / "b.csv").write_text("label,words\nyes,it rains\n")
     with pytest.raises(SpecError, match="columns are label, words"):
-        data_entry(tmp_path / "b.csv", reads="text")
+        infer_data_entry(tmp_path / "b.csv", reads="text")
     (tmp_path / "notes.txt").write_text("it rains\n")
     with pytest.raises(SpecError, match="unrecognized data format"):
-        data_entry(tmp_path / "notes.txt", reads="text")
+        infer_data_entry(tmp_path / "notes.txt", reads="text")

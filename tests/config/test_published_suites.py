@@ -11,8 +11,8 @@ import torch
 
 from driftlens.config.published import _published_names, published_task
 from driftlens.config.run import RunSpec, TextHead, load_spec
-from driftlens.data.task_data import plain_form
-from driftlens.experiment.loading import classes_of, open_heads
+from driftlens.data.task_data import normalize_name
+from driftlens.experiment.loading import head_classes, open_heads
 from driftlens.models.heads import TextTower
 from driftlens.utils.errors import DataError
 from tests.specs import minimal, refused
@@ -46,7 +46,7 @@ def test_every_task_of_the_suites_is_there_with_its_counts() -> None:
     for name, counts in COUNTS.items():
         task = published_task(name)
         assert (len(task.classes), len(task.templates)) == counts, name
-        assert len({plain_form(each) for each in task.classes}) == counts[0], (
+        assert len({normalize_name(each) for each in task.classes}) == counts[0], (
             "told apart whatever the spelling"
         )
         assert len(task.labels) in (0, counts[0]), name
@@ -60,7 +60,7 @@ def test_a_task_is_found_under_the_names_in_use(name: str) -> None:
 
 def named(task: str, data: list[str] | None, **head: Any) -> tuple[str, ...]:
     spec = load_spec(minimal(heads={"cars": {"suite": task, **head}}))
-    return classes_of("cars", spec.heads["cars"], None if data is None else tuple(data))
+    return head_classes("cars", spec.heads["cars"], None if data is None else tuple(data))
 
 
 def test_rows_are_called_what_the_data_calls_them_in_label_order() -> None:

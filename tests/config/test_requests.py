@@ -11,7 +11,7 @@ import pytest
 import typer
 
 import driftlens as dl
-from driftlens.cli.app import flagged
+from driftlens.cli.app import add_request_flags
 from driftlens.config.requests import (
     AnalysisRequest,
     CalibrationRequest,
@@ -56,8 +56,8 @@ def test_its_words_on_the_command_line_ask_for_the_same(request_: Request) -> No
 
     command.__annotations__["request"] = type(request_)
     app = typer.Typer()
-    app.command()(flagged(command))
-    typer.main.get_command(app).main(request_.words(), standalone_mode=False)  # defaults are left out
+    app.command()(add_request_flags(command))
+    typer.main.get_command(app).main(request_.to_cli_args(), standalone_mode=False)  # defaults are left out
     assert heard == [request_]
 
 

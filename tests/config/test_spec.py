@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from driftlens.config.data import ImageFolderData
 from driftlens.config.run import RunSpec, load_spec
-from driftlens.config.templates import _template_names, template_text
-from driftlens.config.types import from_yaml, to_yaml
+from driftlens.config.templates import _template_names, spec_template
+from driftlens.config.types import parse_yaml, to_yaml
 from driftlens.data.sources import data_sources
 from driftlens.models.architecture import loaders
 from driftlens.utils.errors import SpecError
@@ -231,7 +231,7 @@ names = st.text(st.characters(exclude_categories=("Cc", "Cs")), min_size=1, max_
 @given(st.dictionaries(names, st.just({"weights": "org/x"}), min_size=1, max_size=4), names)
 def test_what_is_dumped_loads_to_an_equal_spec(experts: dict[str, Any], name: str) -> None:
     spec = load_spec(minimal(experts=experts, heads=None, data=None, name=name))
-    again = load_spec(from_yaml(spec.dump(), "dump"))
+    again = load_spec(parse_yaml(spec.dump(), "dump"))
     assert again == spec
     assert again.digest() == spec.digest()
     assert tuple(sorted(experts)) == again.tasks
@@ -243,7 +243,7 @@ def test_the_dump_spells_out_defaults_and_loads_from_a_file(tmp_path: Path) -> N
     file.parent.mkdir()
     file.write_text(spec.dump(), encoding="utf-8")
     assert load_spec(file) == spec
-    assert from_yaml(spec.dump(), "dump")["metrics"]["jacobian"]["tolerance"] == 1e-4
+    assert parse_yaml(spec.dump(), "dump")["metrics"]["jacobian"]["tolerance"] == 1e-4
 
 
 def test_a_run_keeps_its_spec_readable_when_keys_are_taken_out(
@@ -276,7 +276,7 @@ def test_a_run_keeps_its_spec_readable_when_keys_are_taken_out(
     )
 )
 def test_yaml_that_is_written_reads_back_to_the_same_value(value: Any) -> None:
-    again = from_yaml(to_yaml({"value": value}), "text")["value"]
+    again = parse_yaml(to_yaml({"value": value}), "text")["value"]
     assert repr(again) == repr(value), "a number stays a number, text stays text"
 
 
@@ -301,7 +301,7 @@ OPTION = re.compile(r"^(\s*)#(?=[a-z])", flags=re.MULTILINE)
 @pytest.mark.parametrize("name", _template_names())
 def test_a_template_loads_as_it_stands(name: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(template_text(name), encoding="utf-8")
+    file.write_text(spec_template(name), encoding="utf-8")
     spec = load_spec(file)
     assert spec.architecture.loader in loaders, "what is offered can be run"
     assert set(spec.data.tasks) == set(spec.experts), "every task has data"
@@ -309,7 +309,7 @@ def test_a_template_loads_as_it_stands(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", _template_names())
 def test_a_template_loads_with_every_option_switched_on(name: str, tmp_path: Path) -> None:
-    text, count = OPTION.subn(r"\1", template_text(name))
+    text, count = OPTION.subn(r"\1", spec_template(name))
     assert count >= 2
     file = tmp_path / "run.yaml"
     file.write_text(text, encoding="utf-8")

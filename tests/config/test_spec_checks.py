@@ -24,7 +24,7 @@ def test_the_example_means_what_it_says(tmp_path: Path) -> None:
     file = tmp_path / "checks.yaml"
     file.write_text(EXAMPLE)
     first, second, third = load_checks(file)
-    assert (first.metric, first.home, first.bounds, first.per) == (
+    assert (first.metric, first.metric_table, first.bounds, first.per) == (
         "cos_mean",
         "layers",
         {">=": 0.8},
@@ -47,9 +47,13 @@ def test_a_score_is_checked_by_its_own_name_and_a_change_in_points_or_relative()
     ]
     points, relative = load_checks({"checks": entries})
     for check in (points, relative):
-        assert (check.home, check.metric, *check.change.values()) == ("accuracy", "value", tuple(ends))
+        assert (check.metric_table, check.metric, *check.change.values()) == (
+            "accuracy",
+            "value",
+            tuple(ends),
+        )
         assert check.where == {"task": "dtd", "metric": "accuracy"}
-    assert (points.relative, relative.relative) == (False, True)
+    assert (points.is_relative, relative.is_relative) == (False, True)
     assert points.title.startswith("accuracy difference from merged") and "change" in relative.title
 
 
@@ -64,7 +68,7 @@ def test_a_score_is_checked_by_its_own_name_and_a_change_in_points_or_relative()
 )
 def test_a_column_finds_its_table(metric: str, table: str) -> None:
     (check,) = load_checks({"checks": [{"metric": metric, "gte": 0}]})
-    assert check.home == table
+    assert check.metric_table == table
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_every_parameter_belongs_to_exactly_one_layer(subject: Subject) -> None:
     chain = subject.chain
     keys = {key for key, _ in subject.module.named_parameters()} - SCORES.get(subject.name, set())
     assert set(chain.parameter_keys()) == keys
-    slots = [slot for layer in chain.layers for slot in chain.owned(layer).values()]
+    slots = [slot for layer in chain.layers for slot in chain.own_parameters(layer).values()]
     assert len(set(slots)) == len(slots)
     for key in keys:
         parameter = subject.module.get_parameter(key)
@@ -187,7 +187,7 @@ def test_blocks_are_found_at_their_paths(subject: Subject) -> None:
     for layer in subject.chain.blocks:
         block = subject.module.get_submodule(layer.path)
         assert {f"{layer.path}.{key}" for key, _ in block.named_parameters()} == {
-            slot.key for slot in subject.chain.owned(layer).values()
+            slot.key for slot in subject.chain.own_parameters(layer).values()
         }
 
 

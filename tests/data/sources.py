@@ -14,7 +14,7 @@ from PIL import Image
 from driftlens.config.data import TaskData as TaskEntry
 from driftlens.config.run import load_spec
 from driftlens.data.sources import Split, SplitView, open_split
-from driftlens.utils.distributed import Access
+from driftlens.utils.distributed import Permissions
 
 
 def entry_of(**values: Any) -> TaskEntry:
@@ -33,7 +33,7 @@ def entry_of(**values: Any) -> TaskEntry:
 
 def opened(split: Split = "test", *, trust: bool = False, offline: bool = False, **values: Any) -> SplitView:
     """One split of a source."""
-    return open_split(entry_of(**values), split, Access(trust=trust, offline=offline))
+    return open_split(entry_of(**values), split, Permissions(trust=trust, offline=offline))
 
 
 def images(split: Split = "test", **values: Any) -> SplitView:

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from driftlens.data.altered import CORRUPTIONS, corrupt_image, corrupted, parse_corruption, written
+from driftlens.data.altered import (
+    CORRUPTIONS,
+    corrupt_image,
+    corrupt_samples,
+    format_corruption,
+    parse_corruption,
+)
 from driftlens.data.samples import SampleSet
 from driftlens.utils.errors import DataError, SpecError
 
@@ -79,14 +85,18 @@ def test_samples_are_corrupted_one_by_one_as_they_are_read() -> None:
         picture=shown.__getitem__,
         preprocess=np.stack,
     )
-    assert corrupted(whole, "none", 1) is whole
-    found = corrupted(whole, "fog", 1).load([2, 0])
+    assert corrupt_samples(whole, "none", 1) is whole
+    found = corrupt_samples(whole, "fog", 1).load([2, 0])
     np.testing.assert_array_equal(found[0], corrupt_image(shown[2], "fog", 3, (1, "dtd/c")))
     np.testing.assert_array_equal(found[1], corrupt_image(shown[0], "fog", 3, (1, "dtd/a")))
 
 
 def test_what_is_no_corruption_is_refused() -> None:
-    assert (written("fog"), written("fog:5"), written("none")) == ("fog:3", "fog:5", "none")
+    assert (format_corruption("fog"), format_corruption("fog:5"), format_corruption("none")) == (
+        "fog:3",
+        "fog:5",
+        "none",
+    )
     assert parse_corruption("none") == ("none", 0)
     for given, said in [
         ("fogg", "gaussian_noise, motion_blur, fog"),
@@ -97,4 +107,4 @@ def test_what_is_no_corruption_is_refused() -> None:
             parse_corruption(given)
     texts = SampleSet("a", "calibration", ("0",), None, list)
     with pytest.raises(DataError, match="only images of a data source can be corrupted"):
-        corrupted(texts, "fog", 0)
+        corrupt_samples(texts, "fog", 0)

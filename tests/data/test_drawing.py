@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from driftlens.config.data import DataDefaults
-from driftlens.data.live import live_samples
-from driftlens.data.samples import data_digest, draw, unequal_counts
+from driftlens.data.live import sample_live_data
+from driftlens.data.samples import data_digest, sample_positions, unequal_count_notice
 from driftlens.data.sources import SplitView
 from driftlens.data.task_data import open_task_data
 from driftlens.utils.errors import DataError
@@ -30,7 +30,7 @@ def view_of(count: int) -> SplitView:
 
 def drawn(count: int, n: int | Literal["all"], seed: int = 0, **changes: Any) -> tuple[int, ...]:
     options = {"task": "cars", "split": "calibration", **changes}
-    return draw(view_of(count), n, seed, **options)
+    return sample_positions(view_of(count), n, seed, **options)
 
 
 sizes = st.integers(1, 60).flatmap(lambda count: st.tuples(st.just(count), st.integers(1, count)))
@@ -109,8 +109,8 @@ def test_nothing_left_beside_the_calibration_samples_is_refused(n: int | Literal
 
 
 def test_unequal_counts_are_noticed_and_equal_ones_are_not() -> None:
-    assert unequal_counts({"a": 3, "b": 3}, "calibration") == ()
-    (notice,) = unequal_counts({"b": 3, "a": 4}, "calibration")
+    assert unequal_count_notice({"a": 3, "b": 3}, "calibration") == ()
+    (notice,) = unequal_count_notice({"b": 3, "a": 4}, "calibration")
     assert notice == "numbers of calibration samples differ: a 4, b 3"
 
 
@@ -128,7 +128,7 @@ def origins(folder: Path, *, n_diagnosis: int = 3, **values: Any) -> tuple[str, 
         lambda pictures: len(pictures),
         reads="image",
     )
-    return data.diagnosis.origin(), data.test.origin()
+    return data.diagnosis.source_digest(), data.test.source_digest()
 
 
 def written(folder: Path, shade: int = 10) -> Path:
@@ -162,14 +162,14 @@ def test_a_file_that_can_not_be_read_does_not_stop_what_does_not_need_it(tmp_pat
 
 def test_live_data_is_told_apart_by_what_it_holds() -> None:
     values = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
-    found = live_samples("cars", values).origin()
-    assert live_samples("signs", values.clone(), batch_size=2).origin() == found
-    assert live_samples("cars", values.double()).origin() == found, "numbers are what counts"
-    assert live_samples("cars", values + 1).origin() != found
+    found = sample_live_data("cars", values).source_digest()
+    assert sample_live_data("signs", values.clone(), batch_size=2).source_digest() == found
+    assert sample_live_data("cars", values.double()).source_digest() == found, "numbers are what counts"
+    assert sample_live_data("cars", values + 1).source_digest() != found
     named = [{"ids": values[:5], "mask": values[:5] > 0}, {"ids": values[5:], "mask": values[5:] > 0}]
-    assert live_samples("cars", named).origin() not in (
+    assert sample_live_data("cars", named).source_digest() not in (
         found,
-        live_samples("cars", values.bfloat16()).origin(),
+        sample_live_data("cars", values.bfloat16()).source_digest(),
     )
 
 

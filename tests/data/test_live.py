@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from transformers import BatchEncoding, BatchFeature
 
-from driftlens.data.live import live_samples
+from driftlens.data.live import sample_live_data
 from driftlens.utils.errors import DataError
 from tests.refusing import refusing
 
@@ -50,7 +50,7 @@ SOURCES = {
 @pytest.mark.parametrize(("source", "labelled"), SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("n", [None, 7, 100])
 def test_all_samples_are_kept_in_order(source: Any, labelled: bool, n: int | None) -> None:
-    samples = live_samples("cars", source, n=n, batch_size=3)
+    samples = sample_live_data("cars", source, n=n, batch_size=3)
     assert samples.ids == tuple(map(str, range(7)))
     assert torch.equal(torch.cat([batch.inputs for batch in samples.batches()]), X)
     assert samples.labels == (tuple(str(int(label)) for label in Y) if labelled else None)
@@ -63,14 +63,14 @@ def test_all_samples_are_kept_in_order(source: Any, labelled: bool, n: int | Non
 def test_fewer_samples_are_drawn_at_random_and_known_by_their_place(
     source: Any, labelled: bool, n: int
 ) -> None:
-    samples = live_samples("cars", source, n=n, batch_size=3, seed=5)
+    samples = sample_live_data("cars", source, n=n, batch_size=3, seed=5)
     rows = [int(name) for name in samples.ids]
     assert len(set(rows)) == len(rows) == n
     assert torch.equal(torch.cat([batch.inputs for batch in samples.batches()]), X[rows])
     assert samples.labels == (tuple(str(int(Y[row])) for row in rows) if labelled else None)
-    assert live_samples("cars", X, n=n, seed=5).ids == samples.ids, "the seed alone decides"
+    assert sample_live_data("cars", X, n=n, seed=5).ids == samples.ids, "the seed alone decides"
     assert samples.notices == (f"task cars: {n} of 7 samples were sampled with seed 5",)
-    assert len({live_samples("cars", X, n=n, seed=seed).ids for seed in range(9)}) > 1
+    assert len({sample_live_data("cars", X, n=n, seed=seed).ids for seed in range(9)}) > 1
 
 
 def doubled(rows: list[tuple[Tensor, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
@@ -81,7 +81,7 @@ def doubled(rows: list[tuple[Tensor, Tensor]]) -> tuple[dict[str, Tensor], Tenso
 def test_a_loader_that_shuffles_is_read_in_the_order_of_its_data_set(n: int | None) -> None:
     loader = DataLoader(Rows(), batch_size=2, shuffle=True, collate_fn=doubled)
     state = torch.get_rng_state()
-    samples = live_samples("cars", loader, n=n)
+    samples = sample_live_data("cars", loader, n=n)
     assert torch.equal(torch.get_rng_state(), state)
     rows = [int(name) for name in samples.ids]
     assert rows == (list(range(7)) if n is None else rows) and len(rows) == (n or 7)
@@ -98,14 +98,14 @@ class Stream:
 
 
 def test_of_a_stream_the_first_samples_are_taken_and_that_is_said() -> None:
-    samples = live_samples("cars", Stream(), n=3)
+    samples = sample_live_data("cars", Stream(), n=3)
     assert samples.ids == ("0", "1", "2") and torch.equal(samples.load([0, 1, 2]), X[:3])
     assert samples.notices == ("task cars: the first 3 samples are used; give a Dataset to sample at random",)
 
 
 def test_a_batch_may_be_a_dict_of_tensors() -> None:
     batches = [({"ids": X[:4], "mask": Y[:4]}, Y[:4]), ({"ids": X[4:], "mask": Y[4:]}, Y[4:])]
-    samples = live_samples("cars", batches)
+    samples = sample_live_data("cars", batches)
     loaded = samples.load([5, 1])
     assert torch.equal(loaded["ids"], X[[5, 1]])
     assert torch.equal(loaded["mask"], Y[[5, 1]])
@@ -113,17 +113,17 @@ def test_a_batch_may_be_a_dict_of_tensors() -> None:
 
 
 def test_numbers_may_be_given_names() -> None:
-    samples = live_samples("cars", [(X[:3], Y[:3])], class_names=["a", "b", "花"])
+    samples = sample_live_data("cars", [(X[:3], Y[:3])], class_names=["a", "b", "花"])
     assert samples.labels == ("花", "a", "b")
     with pytest.raises(DataError, match="label 10 is outside 0 to 2"):
-        live_samples("cars", [(X, Y)], class_names=["a", "b", "c"])
+        sample_live_data("cars", [(X, Y)], class_names=["a", "b", "c"])
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict, BatchFeature, BatchEncoding])
 @pytest.mark.parametrize("key", ["labels", "label"])
 def test_labels_in_a_mapping_are_labels_and_no_input(kind: Callable[[Any], Any], key: str) -> None:
     batches = [kind({"pixel_values": X[:4], key: Y[:4]}), kind({"pixel_values": X[4:], key: Y[4:]})]
-    samples = live_samples("cars", batches)
+    samples = sample_live_data("cars", batches)
     loaded = samples.load(range(7))
     assert list(loaded) == ["pixel_values"] and torch.equal(loaded["pixel_values"], X)
     assert samples.labels == tuple(str(int(label)) for label in Y)
@@ -136,7 +136,7 @@ def test_labels_in_a_mapping_are_labels_and_no_input(kind: Callable[[Any], Any],
     ids=["floats", "tokens", "a number", "none", "floats [n]"],
 )
 def test_labels_in_a_mapping_that_are_no_classes_are_left_out(labels: Any) -> None:
-    samples = live_samples("cars", [{"x": X, "labels": labels}])
+    samples = sample_live_data("cars", [{"x": X, "labels": labels}])
     assert list(samples.load([0])) == ["x"] and samples.labels is None
     assert samples.notices == ("task cars: ignored in every batch: labels",)
 
@@ -145,7 +145,7 @@ def test_what_follows_the_labels_and_text_are_left_out() -> None:
     rows = [({"x": X[at], "text": "a b"}, int(Y[at]), at, f"{at}.png") for at in range(7)]
     batches = [({"x": X, "text": ["a"] * 7}, Y, torch.arange(7), ("x",) * 7)]
     for source in (DataLoader(rows, batch_size=3), batches):  # type: ignore[arg-type]
-        samples = live_samples("cars", source)
+        samples = sample_live_data("cars", source)
         assert list(samples.load([0])) == ["x"] and torch.equal(samples.load(range(7))["x"], X)
         assert samples.labels == tuple(str(int(label)) for label in Y)
         assert [notice.rpartition(": ")[2] for notice in samples.notices] == [
@@ -155,11 +155,11 @@ def test_what_follows_the_labels_and_text_are_left_out() -> None:
 
 
 def test_labels_may_be_names() -> None:
-    samples = live_samples("cars", [(X[:2], ("b", "a")), (X[2:3], ["花"])], class_names=["a", "b", "花"])
+    samples = sample_live_data("cars", [(X[:2], ("b", "a")), (X[2:3], ["花"])], class_names=["a", "b", "花"])
     assert samples.labels == ("b", "a", "花")
     assert samples.notices == ()
     with pytest.raises(DataError, match="only in data: '花'"):
-        live_samples("cars", [(X[:1], ["花"])], class_names=["a", "b"])
+        sample_live_data("cars", [(X[:1], ["花"])], class_names=["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_labels_may_be_names() -> None:
 def test_numbers_meet_named_classes(
     numbers: list[int], rows: list[str], names: tuple[str, ...], notice: str
 ) -> None:
-    samples = live_samples("cars", [(X[:2], torch.tensor(numbers))], class_names=rows)
+    samples = sample_live_data("cars", [(X[:2], torch.tensor(numbers))], class_names=rows)
     assert samples.labels == names
     assert [notice in told for told in samples.notices] == ([True] if notice else [])
 
@@ -188,12 +188,12 @@ def test_numbers_mean_what_the_data_set_says() -> None:
     names = tuple(Named.classes[int(label)] for label in Y)
     shuffled = [*reversed(Named.classes), "more"]
     for rows in (None, shuffled):
-        samples = live_samples("cars", Named(), class_names=rows)
+        samples = sample_live_data("cars", Named(), class_names=rows)
         assert (samples.labels, samples.notices) == (names, ())
     numbers = [str(number) for number in range(11)]
-    assert live_samples("cars", Named(), class_names=numbers).labels == tuple(numbers[int(y)] for y in Y)
+    assert sample_live_data("cars", Named(), class_names=numbers).labels == tuple(numbers[int(y)] for y in Y)
     with pytest.raises(DataError, match="only in data: 'k'"):
-        live_samples("cars", DataLoader(Named()), class_names=list("abcdefghij!"))
+        sample_live_data("cars", DataLoader(Named()), class_names=list("abcdefghij!"))
 
 
 LENGTHS = [3, 1, 4, 1, 5, 2, 6]
@@ -238,7 +238,7 @@ RAGGED: dict[str, Callable[[], Any]] = {
 def test_sequences_of_different_lengths_are_padded_at_their_end(
     source: Callable[[], Any], n: int | None
 ) -> None:
-    samples = live_samples("cars", source(), n=n, batch_size=2)
+    samples = sample_live_data("cars", source(), n=n, batch_size=2)
     rows = [int(name) for name in samples.ids]
     loaded = samples.load(range(len(rows)))
     for at, ids, mask in zip(rows, loaded["input_ids"], loaded["attention_mask"], strict=True):
@@ -253,21 +253,23 @@ def test_sequences_of_different_lengths_are_padded_at_their_end(
 
 
 def test_how_far_a_sample_is_padded_does_not_change_its_digest() -> None:
-    whole = live_samples("cars", padded_batches())
-    alone = live_samples("cars", padded_batches()[:1])
+    whole = sample_live_data("cars", padded_batches())
+    alone = sample_live_data("cars", padded_batches()[:1])
     assert alone.load([0])["input_ids"].shape < whole.load([0])["input_ids"].shape
-    assert alone.digests == whole.digests[:3] == alone.identities and len(set(whole.digests)) == 7
+    assert alone.digests == whole.digests[:3] == alone.unique_ids and len(set(whole.digests)) == 7
     on_the_left = padded_batches()
     for batch in on_the_left:
         fillers = (batch["attention_mask"] == 0).sum(dim=1).tolist()
         for name, value in batch.items():
             batch[name] = torch.stack([row.roll(count, 0) for row, count in zip(value, fillers, strict=True)])
         assert batch["attention_mask"][:, -1].all()
-    assert live_samples("cars", on_the_left).digests == whole.digests
+    assert sample_live_data("cars", on_the_left).digests == whole.digests
     batches = padded_batches()
     batches[0]["attention_mask"][0, 0] = 0
     batches[0]["embedded"][1, 0] += 1
-    assert [a == b for a, b in zip(live_samples("cars", batches).digests, whole.digests, strict=True)] == [
+    assert [
+        a == b for a, b in zip(sample_live_data("cars", batches).digests, whole.digests, strict=True)
+    ] == [
         *(False, False, True),
         *[True] * 4,
     ]
@@ -289,11 +291,11 @@ def test_a_hugging_face_data_set_is_read_as_it_is_formatted() -> None:
         (data.with_format("numpy"), "x", 1),
         (transformed, "pixel_values", 2),
     ):
-        samples = live_samples("cars", source, n=5, batch_size=2, class_names=list("kjihgfedcba"))
+        samples = sample_live_data("cars", source, n=5, batch_size=2, class_names=list("kjihgfedcba"))
         rows = [int(name) for name in samples.ids]
         assert torch.equal(samples.load(range(5))[key], scale * X[rows])
         assert samples.labels == tuple("abcdefghijk"[int(Y[row])] for row in rows)
-    stream = live_samples("cars", data.to_iterable_dataset(), n=5, batch_size=2)
+    stream = sample_live_data("cars", data.to_iterable_dataset(), n=5, batch_size=2)
     assert torch.equal(stream.load(range(5))["x"], X[:5])
     assert stream.labels == tuple(str(int(label)) for label in Y[:5])
 
@@ -304,25 +306,25 @@ def test_a_module_of_the_users_may_be_called_datasets(monkeypatch: pytest.Monkey
     for name in [name for name in sys.modules if name.startswith("datasets.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "datasets", own)
-    assert torch.equal(live_samples("cars", Rows()).load(range(7)), X)
+    assert torch.equal(sample_live_data("cars", Rows()).load(range(7)), X)
 
 
 def test_images_need_the_models_preprocessing_first() -> None:
     image = Image.new("RGB", (4, 4))
     with refusing(DataError, match="column 'picture' holds images", hint="with_transform"):
-        live_samples("cars", datasets.Dataset.from_dict({"picture": [image, image]}))
+        sample_live_data("cars", datasets.Dataset.from_dict({"picture": [image, image]}))
 
 
 def test_what_is_kept_does_not_follow_later_changes() -> None:
     source = X.clone()
-    samples = live_samples("cars", [source, X])
+    samples = sample_live_data("cars", [source, X])
     source.zero_()
     assert torch.equal(samples.load([1]), X[1:2])
 
 
 def test_not_a_number_in_the_data_is_no_shuffling() -> None:
     holed = torch.tensor([[float("nan")], [1.0]])
-    samples = live_samples("cars", holed)
+    samples = sample_live_data("cars", holed)
     torch.testing.assert_close(samples.load([0, 1]), holed, rtol=0, atol=0, equal_nan=True)
 
 
@@ -346,7 +348,7 @@ class Shuffling:
 @pytest.mark.parametrize("source", [Shuffling(), Noisy()], ids=["shuffled batches", "random augmentation"])
 def test_batches_that_change_between_passes_are_refused(source: Any) -> None:
     with refusing(DataError, "data['cars']", match="differs when read again", hint="shuffle only"):
-        live_samples("cars", source)
+        sample_live_data("cars", source)
 
 
 def generator() -> Iterator[Tensor]:
@@ -373,6 +375,6 @@ def generator() -> Iterator[Tensor]:
 )
 def test_what_is_no_sequence_of_batches_is_refused(source: Any, message: str) -> None:
     with pytest.raises(DataError) as caught:
-        live_samples("cars", source)
+        sample_live_data("cars", source)
     assert message in caught.value.message
     assert caught.value.hint

@@ -17,8 +17,8 @@ from driftlens.config.data import DataDefaults
 from driftlens.config.run import load_spec
 from driftlens.data.sources import Split, SplitView, open_split
 from driftlens.data.task_data import open_task_data
-from driftlens.models.texts import Text
-from driftlens.utils.distributed import Access
+from driftlens.models.texts import TextSample
+from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import DataError
 from tests.data.sources import entry_of, images, labels_of, opened, shades, write_images
 from tests.refusing import refusing
@@ -58,12 +58,12 @@ def test_one_file_may_hold_all_splits_under_any_names(folder: Path) -> None:
     entry = {"kind": "table", "file": file, "split": "fold", "image": "file", "label": "class"}
     entry |= {"calibration": "0", "test": "1", "diagnosis": "2", "classes": ["even", "odd"]}
     splits: tuple[Split, ...] = ("calibration", "test", "diagnosis")
-    views = {split: open_split(entry_of(**entry), split, Access()) for split in splits}  # type: ignore[arg-type]
+    views = {split: open_split(entry_of(**entry), split, Permissions()) for split in splits}  # type: ignore[arg-type]
     assert [read(view) for view in views.values()] == [[0, 1, 2], [3, 4, 5], [6]]
     assert labels_of(views["test"]) == ["odd", "even", "odd"]
     assert len({view.origin for view in views.values()}) == 3
     with pytest.raises(DataError, match=r"all\.TSV, test: no samples"):
-        open_split(entry_of(**entry | {"test": "test"}), "test", Access())
+        open_split(entry_of(**entry | {"test": "test"}), "test", Permissions())
 
 
 def test_values_of_the_column_of_splits_are_no_paths(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_calibration_needs_no_labels_and_one_list_serves_two_splits(folder: Path
     def made(calibration: str) -> Any:
         entry = entry_of(kind="table", calibration=calibration, test=test)
         return open_task_data(
-            "t", entry, DataDefaults(n=1, n_diagnosis=1), len, reads="image", access=Access()
+            "t", entry, DataDefaults(n=1, n_diagnosis=1), len, reads="image", access=Permissions()
         )
 
     data = made(bare)
@@ -174,7 +174,7 @@ def test_encodings_and_separators_are_those_that_the_entry_names(
     file.write_bytes("\r\n".join(lines).encode(encoding))
     entry = {"kind": "table", "calibration": str(file), "test": str(file), "input": "q", "target": "a"}
     view = opened("calibration", **entry, encoding=encoding, separator=separator)
-    assert [view.read(row) for row in range(3)] == [Text(*row) for row in rows[1:]]
+    assert [view.read(row) for row in range(3)] == [TextSample(*row) for row in rows[1:]]
     if encoding in ("cp1252", "utf-16"):
         with refusing(DataError, "rows.csv", "UnicodeDecodeError", hint="encoding: cp1252"):
             opened("calibration", **entry)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from driftlens.config.data import DataDefaults
 from driftlens.data.task_data import TaskData, open_task_data, require_same_classes
-from driftlens.utils.distributed import Access
+from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import DataError
 from tests.data.sources import entry_of, write_images
 from tests.refusing import refusing
@@ -143,7 +143,9 @@ def test_a_source_with_some_labels_is_refused(tmp_path: Path, monkeypatch: pytes
     (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(DataError, match="has no label, others do"):
-        opened({"kind": "python", "target": f"{name}:f"}, counts=(2, 1, "all"), access=Access(trust=True))
+        opened(
+            {"kind": "python", "target": f"{name}:f"}, counts=(2, 1, "all"), access=Permissions(trust=True)
+        )
 
 
 def test_text_samples_reach_a_text_model_and_no_other(tmp_path: Path) -> None:

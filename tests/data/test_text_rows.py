@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from driftlens.config.data import DataDefaults, fields_of, filled
+from driftlens.config.data import DataDefaults, fill_template, template_fields
 from driftlens.config.run import load_spec
 from driftlens.config.types import to_yaml
 from driftlens.data.samples import data_digest
 from driftlens.data.task_data import TaskData, open_task_data
-from driftlens.models.texts import TextReader
+from driftlens.models.texts import TextProcessor
 from driftlens.utils.errors import DataError, DriftLensError, SpecError
 from tests.data.sources import entry_of, opened
 from tests.refusing import refusing
@@ -39,7 +39,7 @@ def both(file: str, kind: str = "jsonl", **values: Any) -> dict[str, Any]:
 
 
 def text_data(form: Any = "decoder", *, tokenizer: Any = None, n: int = 1, **values: Any) -> TaskData:
-    reader = TextReader(tokenizer or word_tokenizer(form), form, 16, limit=16, start=0)
+    reader = TextProcessor(tokenizer or word_tokenizer(form), form, 16, limit=16, start=0)
     defaults = DataDefaults(n=n, n_diagnosis=1)
     return open_task_data("t", entry_of(**values), defaults, list, reads="text", reader=reader)
 
@@ -138,9 +138,9 @@ def test_rows_whose_image_is_missing_are_refused(tmp_path: Path) -> None:
 
 def test_braces_that_are_no_field_stay_and_a_value_is_never_read_as_a_template() -> None:
     template = '{"a": {x}, {{x}} {x!r} {x.y} {} {0}'
-    assert fields_of(template) == ("x", "x.y", "0")
+    assert template_fields(template) == ("x", "x.y", "0")
     values = {"x": "{x.y}", "x.y": "{{x}}", "0": "{0.__class__}"}
-    assert filled(template, values) == '{"a": {x.y}, {x} {x!r} {{x}} {} {0.__class__}'
+    assert fill_template(template, values) == '{"a": {x.y}, {x} {x!r} {{x}} {} {0.__class__}'
 
 
 def test_rows_without_answers_are_the_normal_case_of_calibration(tmp_path: Path) -> None:
@@ -169,14 +169,14 @@ def test_calibration_shows_answers_as_the_entry_says_and_the_test_never_does(tmp
     assert tokens[-2:] == word_tokenizer().convert_tokens_to_ids(["▁" + answer.strip(), "</s>"])
     assert data.test.load([0])["input_ids"].shape == (1, 4)
     texts = data.test.texts
-    assert texts is not None and texts.answered("red") == " red"
+    assert texts is not None and texts.format_answer("red") == " red"
     silent = text_data(**values, decoder_inputs="none").calibration
     assert silent.load([0])["input_ids"][0].tolist() == tokens[:-2]
-    answered = silent.answering([answer]).load([0])["input_ids"][0].tolist()
+    answered = silent.with_answers([answer]).load([0])["input_ids"][0].tolist()
     assert answered == tokens
     plain = text_data("encoder-decoder", **values).calibration
     assert plain.text(0) == (question, answer.strip())
-    assert plain.answering(["red"]).load([0])["decoder_input_ids"].tolist() == [
+    assert plain.with_answers(["red"]).load([0])["decoder_input_ids"].tolist() == [
         [0, *word_tokenizer("encoder-decoder").convert_tokens_to_ids(["red"])]
     ]
     asked = text_data("encoder-decoder", **values, answer="answer: {target}").calibration

@@ -16,9 +16,9 @@ from driftlens.config.data import Views
 from driftlens.config.requests import CalibrationRequest
 from driftlens.config.run import load_spec
 from driftlens.data import altered as views_of
-from driftlens.data.altered import viewed
-from driftlens.data.samples import SampleSet, Texts, part_of
-from driftlens.models.texts import Text, TextReader
+from driftlens.data.altered import append_views
+from driftlens.data.samples import SampleSet, SampleTexts, select_samples
+from driftlens.models.texts import TextProcessor, TextSample
 from driftlens.utils.errors import DataError, SpecError
 from tests.calibration.helpers import TASKS, calibrated, subject
 from tests.specs import minimal, refused
@@ -41,8 +41,8 @@ def samples(inputs: Any, kind: str = "auto", copies: int = 2, **more: Any) -> Sa
 
 
 def texts(questions: Sequence[str], *, shown: Any = "target") -> SampleSet:
-    rows = [Text(question, f" answer {at}") for at, question in enumerate(questions)]
-    held = Texts(rows.__getitem__, None, " {target}", shown)
+    rows = [TextSample(question, f" answer {at}") for at, question in enumerate(questions)]
+    held = SampleTexts(rows.__getitem__, None, " {target}", shown)
     shows: Any = lambda given: [[*row] for row in given]  # noqa: E731
     ids = tuple(map(str, range(len(rows))))
     return SampleSet(
@@ -68,7 +68,7 @@ def test_copies_follow_seed_and_content_alone(
     """Not the order of samples, batches, or which are read; originals stay bit for bit, and every copy differs."""
     inputs = torch.randn(*shape, generator=generator)
     plain, order = samples(inputs, kind), [3, 0, 4, 1, 2]
-    every, turned = viewed(plain), viewed(part_of(plain, order))
+    every, turned = append_views(plain), append_views(select_samples(plain, order))
     whole = every.load(range(15))
     assert torch.equal(whole[:5], inputs) and every.ids[5:7] == ("0, view 1", "1, view 1")
     assert torch.equal(torch.cat([batch.inputs for batch in every.batches()]), whole)
@@ -77,14 +77,14 @@ def test_copies_follow_seed_and_content_alone(
         turned.load(range(15)), torch.cat([whole[:5][order], whole[5:10][order], whole[10:][order]])
     )
     assert len({value.flatten()[0].item() for value in whole}) == 15
-    other = viewed(replace(plain, views=Views(kind=kind, copies=2, seed=1))).load(range(5, 15))
+    other = append_views(replace(plain, views=Views(kind=kind, copies=2, seed=1))).load(range(5, 15))
     assert not torch.equal(other, whole[5:])
 
 
 def test_crops_move_by_a_margin_and_change_the_light(generator: torch.Generator) -> None:
     """Every copy is a window of the image mirrored at its borders, times 1 + u, plus v, both from -0.2 to 0.2."""
     inputs = torch.rand(4, 2, 32, 32, generator=generator, dtype=torch.float64)
-    every = viewed(samples(inputs, "crop", copies=3))
+    every = append_views(samples(inputs, "crop", copies=3))
     mirrored = torch.nn.functional.pad(inputs, (3, 3, 3, 3), mode="reflect")
     moves = set()
     for at, copy in enumerate(every.load(range(4, 16))):
@@ -102,7 +102,7 @@ def test_crops_move_by_a_margin_and_change_the_light(generator: torch.Generator)
 
 def test_mixtures_are_of_two_samples_and_leave_whole_numbers(generator: torch.Generator) -> None:
     inputs = {"x": torch.eye(5, dtype=torch.float64), "mask": torch.arange(5)}
-    found = viewed(samples(inputs)).load(range(5, 15))
+    found = append_views(samples(inputs)).load(range(5, 15))
     assert torch.equal(found["mask"], torch.arange(5).repeat(2))
     largest, second = found["x"].topk(2, dim=1).values.mT
     assert torch.allclose(largest + second, torch.ones(10, dtype=torch.float64)) and bool(
@@ -112,7 +112,7 @@ def test_mixtures_are_of_two_samples_and_leave_whole_numbers(generator: torch.Ge
 
 
 def test_words_are_those_of_other_prompts_and_templates_and_answers_stay() -> None:
-    every = viewed(texts(QUESTIONS))
+    every = append_views(texts(QUESTIONS))
     rows = every.load(range(24))
     assert rows[:6] == [[question, f" answer {at}"] for at, question in enumerate(QUESTIONS)]
     changed = 0
@@ -124,16 +124,16 @@ def test_words_are_those_of_other_prompts_and_templates_and_answers_stay() -> No
         assert {noun, was, word} <= {*"abcdef", *"uvwxyz", "was"}
         changed += (noun, was, word) != (own[2], own[3], own[4])
     assert 6 < changed < 18  # two of three words are often replaced by others: 0.66 of 18
-    hidden = viewed(replace(texts(QUESTIONS), texts=replace(texts(QUESTIONS).texts, shown="none")))  # type: ignore[type-var]
+    hidden = append_views(replace(texts(QUESTIONS), texts=replace(texts(QUESTIONS).texts, shown="none")))  # type: ignore[type-var]
     assert {answer for _, answer in hidden.load(range(24))} == {""}
 
 
 def test_special_tokens_are_no_words() -> None:
-    reader = TextReader(word_tokenizer(words=["one", "two", "three", "mark"]))
-    marks = reader.marks
+    reader = TextProcessor(word_tokenizer(words=["one", "two", "three", "mark"]))
+    marks = reader.special_tokens
     assert marks
     plain = texts([f"one {marks[0]} two", f"three {marks[0]} mark"])
-    every = viewed(
+    every = append_views(
         replace(plain, views=Views(kind="words", copies=31), texts=replace(plain.texts, reader=reader))
     )  # type: ignore[type-var]
     assert every.texts is not None
@@ -150,7 +150,7 @@ def test_experts_answer_views_anew(shown: str, told: int) -> None:
         return [f" to {row.input}" for row in rows]
 
     assert plain.texts is not None
-    every = viewed(replace(plain, texts=replace(plain.texts, answers=answers)))
+    every = append_views(replace(plain, texts=replace(plain.texts, answers=answers)))
     assert not asked
     rows = every.load(range(24))
     assert every.load([7])[0] == rows[7] and [len(of) for of in asked] == [24] * (shown == "expert")
@@ -174,7 +174,7 @@ def _tensor(*shape: int) -> Tensor:
 )
 def test_views_that_can_not_be_made_are_refused(plain: SampleSet, says: str) -> None:
     with pytest.raises(DataError, match=says):
-        viewed(plain)
+        append_views(plain)
 
 
 @pytest.mark.parametrize("asked", [0, 1000, "crop:0", "crop:1000", "", "swirl", "crop:3:x", "-1", True])
@@ -199,7 +199,7 @@ def test_odd_views_are_refused(asked: Any) -> None:
 def test_views_are_said_in_words_or_by_their_parts(asked: Any, views: Views) -> None:
     request = CalibrationRequest(name="a", views=asked)
     assert request.views == views
-    [word] = [word for word in request.words() if word.startswith("--views=")]
+    [word] = [word for word in request.to_cli_args() if word.startswith("--views=")]
     assert CalibrationRequest(name="a", views=word.removeprefix("--views=")).views == views
     data = {**minimal()["data"], "defaults": {"views": asked}}
     assert load_spec(minimal(data=data)).data.defaults.views == views

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import driftlens.demo
 from driftlens.config.run import load_spec
-from driftlens.data.samples import shuffled
+from driftlens.data.samples import random_order
 from driftlens.demo import PROBES, spec_file
 from tests.quick import few
 from tools.build_demo import image, text
@@ -43,7 +43,7 @@ def test_pictures_are_those_that_the_builder_draws(name: str) -> None:
     ):
         assert np.array_equal(got, drawn)
     chosen, whole = (
-        shuffled(n, 0, task=name, split="calibration")[: image.SHIPPED]
+        random_order(n, 0, task=name, split="calibration")[: image.SHIPPED]
         for n in (image.SHIPPED, recipe.num_train)
     )
     for got, drawn in zip(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from driftlens.diagnostics.drift import output_columns, score_gains
+from driftlens.diagnostics.drift import output_drift_columns, score_gains
 from driftlens.models.heads import Head, LinearHead
 from tests.diagnostics.heads import head
 
@@ -24,7 +24,7 @@ def features(seed: int, drift: float, n: int = 12, width: int = 7) -> tuple[Tens
 def test_columns_agree_with_a_loop_over_samples() -> None:
     score_map, (expert, variant) = head(), features(1, 3.0)
     labels = torch.arange(12) % 5
-    found = output_columns(score_map, expert, variant, labels)
+    found = output_drift_columns(score_map, expert, variant, labels)
     for i in range(12):
         z_exp, z_var = (
             [100 * float(f @ e / f.norm()) for e in score_map.embeddings] for f in (expert[i], variant[i])
@@ -57,7 +57,7 @@ def test_columns_agree_with_a_loop_over_samples() -> None:
 def test_a_certified_decision_never_flips_and_no_bound_is_exceeded(
     seed: int, drift: float, scale: float
 ) -> None:
-    found = output_columns(head(scale=scale, seed=seed), *features(seed, drift), None)
+    found = output_drift_columns(head(scale=scale, seed=seed), *features(seed, drift), None)
     assert not (found["certified"] & found["flipped"]).any()
     # Scores reach `scale` and round at that size, however small the drift.
     within = found["score_drift_l2"] <= found["score_bound"] * (1 + 1e-9) + 1e-13 * scale
@@ -69,7 +69,7 @@ def test_a_certified_decision_never_flips_and_no_bound_is_exceeded(
 def test_models_with_score_maps_of_their_own_keep_bound_and_certificate(seed: int, drift: float) -> None:
     mine, theirs = head(seed=seed, scale=10.0), head(seed=seed + 1, scale=10.0)
     expert, variant = features(seed, drift)
-    found = output_columns(mine, expert, variant, None, expert_head=theirs)
+    found = output_drift_columns(mine, expert, variant, None, expert_head=theirs)
     mismatch = (mine.scores(expert) - theirs.scores(expert)).norm(dim=1)
     torch.testing.assert_close(found["score_map_mismatch"], mismatch)
     torch.testing.assert_close(
@@ -116,7 +116,7 @@ def test_spectral_gain_is_the_largest_singular_value_of_the_jacobian() -> None:
 
 
 def test_integral_self_checks_hold_at_logit_scale_100() -> None:
-    found = output_columns(head(), *features(4, 8.0), torch.zeros(12, dtype=torch.long))
+    found = output_drift_columns(head(), *features(4, 8.0), torch.zeros(12, dtype=torch.long))
     assert found["softmax_integral_error"].max() < 1e-9
     assert found["ce_integral_error"].max() < 1e-7
 
@@ -125,7 +125,7 @@ def test_integral_self_checks_hold_at_logit_scale_100() -> None:
 def test_confidence_is_the_share_of_the_best_class_among_all(scale: float) -> None:
     """One over the sum of exp(score - best score): at another temperature, or of another model, it differs."""
     score_map, (expert, variant) = head(scale=scale), features(8, 4.0)
-    found = output_columns(score_map, expert, variant, None)
+    found = output_drift_columns(score_map, expert, variant, None)
     for name, feature in (("confidence", variant), ("confidence_expert", expert)):
         for i, row in enumerate(feature):
             scores = [scale * float(row @ e) / math.hypot(*row.tolist()) for e in score_map.embeddings]
@@ -135,7 +135,7 @@ def test_confidence_is_the_share_of_the_best_class_among_all(scale: float) -> No
 
 def test_no_drift_gives_no_gain_and_no_flip() -> None:
     expert, _ = features(5, 0.0)
-    found = output_columns(head(), expert, expert, None)
+    found = output_drift_columns(head(), expert, expert, None)
     assert found["score_drift_l2"].abs().max() == 0
     assert found["score_gain"].isnan().all() and found["score_bound"].isnan().all()
     assert not found["flipped"].any() and found["certified"].all()
@@ -144,11 +144,11 @@ def test_no_drift_gives_no_gain_and_no_flip() -> None:
 def test_ties_have_no_certificate() -> None:
     tied = Head(("a", "b"), torch.tensor([[1.0, 0.0], [1.0, 0.0]], dtype=torch.float64), 1.0)
     expert = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
-    assert not output_columns(tied, expert, expert, None)["certified"].any()
+    assert not output_drift_columns(tied, expert, expert, None)["certified"].any()
 
 
 def test_a_single_class_has_no_margin() -> None:
-    found = output_columns(head(classes=1), *features(6, 1.0), None)
+    found = output_drift_columns(head(classes=1), *features(6, 1.0), None)
     assert found["margin"].isnan().all() and not found["certified"].any() and not found["flipped"].any()
     assert (found["confidence"] == 1).all()
 

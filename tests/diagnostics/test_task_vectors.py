@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from driftlens.diagnostics.drift import Alignment, alignment_rows, task_vector_cosine
+from driftlens.diagnostics.drift import TaskVectorAlignment, alignment_rows, task_vector_cosine
 from driftlens.models.chain import adapters
 from tests.zoo.cases import CASES, Case, family
 from tests.zoo.hand_made import token_batch
@@ -17,20 +17,24 @@ from tests.zoo.small import flan_t5
 
 def test_sums_of_parts_are_the_whole(generator: torch.Generator) -> None:
     left, right = torch.randn(2, 40, generator=generator, dtype=torch.float64)
-    parts = Alignment.between(left[:15], right[:15]) + Alignment.between(left[15:], right[15:])
-    for name, value in Alignment.between(left, right).values().items():
+    parts = TaskVectorAlignment.between(left[:15], right[:15]) + TaskVectorAlignment.between(
+        left[15:], right[15:]
+    )
+    for name, value in TaskVectorAlignment.between(left, right).values().items():
         assert parts.values()[name] == pytest.approx(value, rel=1e-12)
 
 
 def test_values_by_hand() -> None:
-    found = Alignment.between(torch.tensor([3.0, 4.0, 0.0]), torch.tensor([3.0, -4.0, 5.0])).values()
+    found = TaskVectorAlignment.between(
+        torch.tensor([3.0, 4.0, 0.0]), torch.tensor([3.0, -4.0, 5.0])
+    ).values()
     assert found["cos"] == pytest.approx(-7 / (5 * 50**0.5))
     assert found["norm_ratio"] == pytest.approx(5 / 50**0.5)
     assert found["sign_agreement"] == 0.5
 
 
 def test_a_zero_vector_has_no_direction() -> None:
-    assert Alignment.between(torch.zeros(3), torch.ones(3)).values() == {
+    assert TaskVectorAlignment.between(torch.zeros(3), torch.ones(3)).values() == {
         "cos": None,
         "norm_ratio": 0,
         "sign_agreement": None,

@@ -15,8 +15,8 @@ from driftlens.data.samples import Batch
 from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import InMemoryBatches
-from driftlens.utils.devices import exact_products
-from driftlens.utils.distributed import ALONE, Team, joined
+from driftlens.utils.devices import full_precision_matmul
+from driftlens.utils.distributed import ALONE, ProcessGroup, join_process_group
 from tests.zoo import mixtures
 from tests.zoo.cases import Case, perturbed, pool_of
 from tests.zoo.solvable import WORLDS
@@ -56,7 +56,9 @@ def samples(case: Case) -> Mapping[str, InMemoryBatches]:
     return {task: InMemoryBatches(lambda task=task: batches[task]) for task in TASKS}  # type: ignore[misc]
 
 
-def calibrated(world: str, calibrator: Calibrator, team: Team, *, num_done: int = 0) -> list[CalibratedLayer]:
+def calibrated(
+    world: str, calibrator: Calibrator, team: ProcessGroup, *, num_done: int = 0
+) -> list[CalibratedLayer]:
     case = WORLDS[world].case if world in WORLDS else mixtures.case(world)
     pool = pool_of(case, models(case))
     sites = select_sites(pool.chain, update=calibrator.update)
@@ -84,7 +86,7 @@ def compare(ours: Sequence[CalibratedLayer], theirs: Sequence[CalibratedLayer]) 
 
 
 def main() -> None:
-    with joined() as team, exact_products():
+    with join_process_group() as team, full_precision_matmul():
         for name, (world, calibrator) in METHODS.items():
             num_tensors = compare(calibrated(world, calibrator, team), calibrated(world, calibrator, ALONE))
             assert num_tensors, name

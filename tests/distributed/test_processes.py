@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.cli import DISTRIBUTED, run
+from driftlens.cli import DISTRIBUTED, run_command_line
 from driftlens.config.run import load_spec
 from driftlens.runs.manifest import read_manifest, read_status
 from driftlens.runs.run import DriftRun, open_run
@@ -33,7 +33,7 @@ def test_commands_that_run_in_one_process_are_refused_by_one_voice(
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setattr("driftlens.cli.manner.silent", False)
-    assert run([command, "somewhere"]) == 2
+    assert run_command_line([command, "somewhere"]) == 2
     told = capfd.readouterr().err
     assert (f"{command} runs in one process, and this is one of 4" in told) == (rank == 0)
     assert all(name in told for name in DISTRIBUTED) == (rank == 0)
@@ -46,7 +46,7 @@ def test_processes_without_a_meeting_place_are_told_so(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setattr("driftlens.cli.manner.silent", False)
-    assert run(["sweep", "somewhere"]) == 2
+    assert run_command_line(["sweep", "somewhere"]) == 2
     assert "MASTER_ADDR" in capfd.readouterr().err
 
 
@@ -130,7 +130,7 @@ def test_a_run_of_two_processes_is_that_of_one(spec: Path, alone: DriftRun, tmp_
     ]
     for name, *rest in commands:
         with one_thread():
-            assert run(["--progress", "none", name, str(one), *rest]) == 0
+            assert run_command_line(["--progress", "none", name, str(one), *rest]) == 0
         codes, told = ended(2, name, str(two), *rest)
         assert codes == [0, 0], told
     found, wanted = open_run(two), open_run(one)
@@ -175,7 +175,7 @@ def test_a_killed_process_ends_the_job_and_another_number_of_them_resumes(
     codes, told = ended(3, "calibrate", str(many), *arguments, "--resume")
     assert codes == [0, 0, 0], told
     with one_thread():
-        assert run(["--progress", "none", "calibrate", str(one), *arguments]) == 0
+        assert run_command_line(["--progress", "none", "calibrate", str(one), *arguments]) == 0
     same_weights(*(folder / "calibrations/featcal/weights.safetensors" for folder in (many, one)))
     same_tables(open_run(many), open_run(one))
     assert files(many) == files(one)
@@ -227,5 +227,5 @@ def test_whoever_is_left_tells_that_the_first_process_is_gone(light: DriftRun, t
     assert [job.returncode for job in jobs] == [-9, 4]
     assert told.count("another of the 2 processes was killed") == 1 and len(told.splitlines()) == 2, told
     # Nobody could write that down; the next command sees it.
-    assert run(["calibrate", str(folder), "--name", "mine", "--no-attribution", "--resume"]) == 0
+    assert run_command_line(["calibrate", str(folder), "--name", "mine", "--no-attribution", "--resume"]) == 0
     assert "calibrated:mine" in open_run(folder).variants

@@ -8,7 +8,7 @@ from typing import Any
 
 import driftlens.pipelines.evaluation as evaluation
 from driftlens.cli import main
-from driftlens.engine.calibrating import SnapshotWalk
+from driftlens.engine.calibrating import LayerwiseLoop
 from driftlens.utils.errors import DataError
 
 LAYER = 3
@@ -19,14 +19,14 @@ def fail() -> None:
     what, _, rank = os.environ.get("FAULT", "").partition(":")
     if rank != os.environ["RANK"]:
         return
-    calibrate = SnapshotWalk._calibrate_layer
+    calibrate = LayerwiseLoop._calibrate_layer
 
-    def killed(self: SnapshotWalk, layer: Any, *given: Any, **named: Any) -> Any:
+    def killed(self: LayerwiseLoop, layer: Any, *given: Any, **named: Any) -> Any:
         if layer.index == LAYER:
             os.kill(os.getpid(), signal.SIGKILL)
         return calibrate(self, layer, *given, **named)
 
-    def stopped(self: SnapshotWalk, layer: Any, *given: Any, **named: Any) -> Any:
+    def stopped(self: LayerwiseLoop, layer: Any, *given: Any, **named: Any) -> Any:
         if layer.index == LAYER:
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -39,9 +39,9 @@ def fail() -> None:
         raise KeyError("nobody thought of that")
 
     if what in ("killed", "stopped"):
-        SnapshotWalk._calibrate_layer = {"killed": killed, "stopped": stopped}[what]  # type: ignore[method-assign]
+        LayerwiseLoop._calibrate_layer = {"killed": killed, "stopped": stopped}[what]  # type: ignore[method-assign]
     elif what:
-        evaluation.accuracies = {"refused": refused, "mistaken": mistaken}[what]
+        evaluation.correct_predictions = {"refused": refused, "mistaken": mistaken}[what]
 
 
 if __name__ == "__main__":

@@ -13,16 +13,16 @@ import pytest
 import torch
 from transformers import BatchEncoding, BatchFeature
 
-from driftlens.checkpoints.tensor_sources import TensorsSource, module_source
+from driftlens.checkpoints.tensor_sources import InMemorySource, module_source
 from driftlens.engine.pool import (
     ModelPool,
     input_bytes,
-    on_device,
-    streamed_weights,
+    inputs_to_device,
+    stream_weights,
     with_updated_parameters,
 )
-from driftlens.engine.walk import forward, waiting_bytes, walk
-from driftlens.models.tracing.sites import assembled
+from driftlens.engine.walk import iter_final_features, sample_cache_bytes, walk
+from driftlens.models.tracing.sites import fused_tensor
 from driftlens.utils.errors import IncompatibleModelsError, NumericsError
 from tests.refusing import refusing
 from tests.zoo import mixtures
@@ -38,14 +38,14 @@ def batch() -> dict[str, Any]:
 
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_floating_entries_of_every_mapping_are_cast(holder: Any) -> None:
-    found = on_device(holder(batch()), CPU, torch.float16)
+    found = inputs_to_device(holder(batch()), CPU, torch.float16)
     assert type(found) is dict and list(found) == ["pixel_values", "position_ids"]
     assert found["pixel_values"].dtype == torch.float16 and found["position_ids"].dtype == torch.int64
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_so_are_those_of_mappings_inside_others(holder: Any) -> None:
-    found: Any = on_device(({"inner": holder(batch())}, [holder(batch())]), CPU, torch.float16)
+    found: Any = inputs_to_device(({"inner": holder(batch())}, [holder(batch())]), CPU, torch.float16)
     assert type(found) is tuple and type(found[1]) is tuple
     for inner in (found[0]["inner"], found[1][0]):
         assert inner["pixel_values"].dtype == torch.float16 and inner["position_ids"].dtype == torch.int64
@@ -59,10 +59,10 @@ def test_they_weigh_what_their_tensors_weigh(holder: Any) -> None:
 
 def test_all_else_is_handed_on() -> None:
     texts, thing = ["one", "two"], object()
-    assert on_device(texts, CPU, torch.float16) == ("one", "two")
-    assert on_device(thing, CPU, torch.float16) is thing
-    assert on_device({"flag": True, "none": None}, CPU, torch.float16) == {"flag": True, "none": None}
-    assert on_device({}, CPU, torch.float16) == {} and input_bytes({}) == 0
+    assert inputs_to_device(texts, CPU, torch.float16) == ("one", "two")
+    assert inputs_to_device(thing, CPU, torch.float16) is thing
+    assert inputs_to_device({"flag": True, "none": None}, CPU, torch.float16) == {"flag": True, "none": None}
+    assert inputs_to_device({}, CPU, torch.float16) == {} and input_bytes({}) == 0
 
 
 CASE = CASES["open_clip_vit"]
@@ -75,7 +75,7 @@ def models() -> Family:
 
 def with_state(models: Family, state: dict[str, torch.Tensor]) -> ModelPool:
     skeleton = models.modules["base"]
-    source = TensorsSource("expert.safetensors", state)
+    source = InMemorySource("expert.safetensors", state)
     return ModelPool(models.chain, skeleton, {"odd": source}, device=torch.device("cpu"), dtype=torch.float64)
 
 
@@ -123,7 +123,7 @@ def test_broken_weights_are_named_when_their_layer_is_read(models: Family, value
 def test_features_that_overflow_are_named_by_layer_task_and_sample(models: Family) -> None:
     state = state_of(models)
     models.pool.add(
-        "wild", TensorsSource("wild", {k: v * 1e200 if k == KEY else v for k, v in state.items()})
+        "wild", InMemorySource("wild", {k: v * 1e200 if k == KEY else v for k, v in state.items()})
     )
     models.batches[1].inputs[1] *= 1e300  # the last sample overflows, the others don't
     with torch.no_grad(), pytest.raises(NumericsError) as caught:
@@ -135,7 +135,7 @@ def test_features_that_overflow_are_named_by_layer_task_and_sample(models: Famil
 def test_only_the_layer_at_hand_is_read(models: Family) -> None:
     read: list[str] = []
 
-    class Watched(TensorsSource):
+    class Watched(InMemorySource):
         def read(self, key: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
             read.append(key)
             return super().read(key, rows)
@@ -170,7 +170,7 @@ def test_no_pass_copies_experts_of_one_fused_tensor(name: str, stored: torch.dty
             by_key.setdefault(slot.key, []).append(parameter)
     for key, names in by_key.items():
         for parameters in (before, after):
-            whole = assembled(
+            whole = fused_tensor(
                 [layer.parameters[name] for name in names], [parameters[name] for name in names]
             )
             assert whole.data_ptr() == parameters[names[0]].data_ptr()
@@ -203,7 +203,7 @@ def test_library_forward_with_streamed_weights_is_the_live_models_own(models: Fa
 
 def streamed(models: Family, skeleton: torch.nn.Module, name: str) -> AbstractContextManager[None]:
     paths = [layer.path for layer in models.chain.blocks]
-    return streamed_weights(skeleton, paths, models.pool.source(name).read, torch.device("cpu"))
+    return stream_weights(skeleton, paths, models.pool.source(name).read, torch.device("cpu"))
 
 
 def test_an_exception_inside_the_library_leaves_the_skeleton_as_it_was(models: Family) -> None:
@@ -218,7 +218,7 @@ def test_an_exception_inside_the_library_leaves_the_skeleton_as_it_was(models: F
 @pytest.mark.slow
 def test_features_of_one_boundary_wait_and_no_more(models: Family) -> None:
     """Bytes of all live feature tensors while the walk runs, as the garbage collector knows them."""
-    per_sample = waiting_bytes(models.pool, "merged", models.batches[0].inputs[:1])
+    per_sample = sample_cache_bytes(models.pool, "merged", models.batches[0].inputs[:1])
     assert per_sample == 17 * 32 * 8
     gc.collect()
     before, most = live_bytes(17, 32), 0
@@ -244,7 +244,7 @@ def live_bytes(*shape: int) -> int:
 def test_plain_forward_equals_the_module(models: Family) -> None:
     with torch.no_grad():
         for (start, found), batch in zip(
-            forward(models.pool, "merged", models.batches), models.batches, strict=True
+            iter_final_features(models.pool, "merged", models.batches), models.batches, strict=True
         ):
             assert start == batch.start
             torch.testing.assert_close(found, models.modules["merged"](batch.inputs), rtol=1e-10, atol=1e-12)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from driftlens.engine.sites import select_sites, site_groups, site_path
+from driftlens.engine.sites import select_sites, site_path, site_roles
 from driftlens.models.architecture import architecture_of
 from driftlens.models.chain import adapters
 from driftlens.utils.errors import LayerNotFoundError
@@ -90,13 +90,13 @@ def test_parts_of_a_block_are_known_whatever_the_library_calls_them(name: str, e
     model = with_seed(lambda: transformers.AutoModelForCausalLM.from_config(CONFIGS[name]))().eval()
     ids = {"input_ids": torch.arange(10).reshape(2, 5), "attention_mask": torch.ones(2, 5, dtype=torch.long)}
     for layer in architecture_of(model, ids).chain.blocks:
-        assert set(site_groups(layer).values()) == expected
-        assert {site.name for site in layer.sites} == set(site_groups(layer))
+        assert set(site_roles(layer).values()) == expected
+        assert {site.name for site in layer.sites} == set(site_roles(layer))
 
 
 def test_each_attention_of_a_decoder_block_has_its_own_parts() -> None:
     chain = adapters["seq2seq"].chain(flan_t5())
-    groups = site_groups(chain.blocks[-1])
+    groups = site_roles(chain.blocks[-1])
     for name, group in groups.items():
         leaf = name.rpartition(".")[2]
         assert group == {"wi_0": "gate", "wi_1": "up", "wo": "down", "layer_norm": "norms"}.get(leaf, leaf)

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 import driftlens.runs.manifest as lock
-from driftlens.utils.progress import Reporter
+from driftlens.utils.progress import ProgressReporter
 
 WRITING = frozenset({"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"})
 """Events of `sys.addaudithook` that change files; `open` only for writing."""
@@ -47,13 +47,13 @@ class Moments:
     def watch(self) -> None:
         """From now on; there is no way back."""
         sys.addaudithook(self._heard)
-        step = Reporter.step
+        step = ProgressReporter.step
 
         def stepping(*arguments: Any, **named: Any) -> None:
             self._pass("step")
             step(*arguments, **named)
 
-        Reporter.step = stepping  # type: ignore[method-assign]
+        ProgressReporter.step = stepping  # type: ignore[method-assign]
 
     def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in WRITING and self._is_watched(event, arguments):

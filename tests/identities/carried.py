@@ -9,9 +9,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from driftlens.diagnostics.attribution import JacobianSettings, PrefixSwaps, PullBack
-from driftlens.engine.walk import CachedBatch, FeatureStore, LayerView, smooth_split
-from driftlens.linalg.state import PathJacobian, State, inner, norm, stacked, subtract
+from driftlens.diagnostics.attribution import BackwardSweep, JacobianSettings, PrefixSwaps
+from driftlens.engine.walk import CachedBatch, FeatureStore, LayerView, differentiable_split
+from driftlens.linalg.state import (
+    PathJacobian,
+    State,
+    inner_products,
+    stack_states,
+    state_norms,
+    subtract_states,
+)
 from tests.zoo.cases import Family
 
 
@@ -22,25 +29,25 @@ def carried_forward(views: Sequence[LayerView], nodes: int) -> list[State]:
         if vectors:
             layer = view.crossed_layer
             if view.variant_along is not None:
-                layer = partial(view.variant_along, routes=view.routes["crossed"].given())
+                layer = partial(view.variant_along, routes=view.routes["crossed"].fixed_copy())
             operator = PathJacobian(layer, view.expert_in, view.merged_in, nodes)
-            pushed, _ = operator.products(stacked(vectors), {})
+            pushed, _ = operator.products(stack_states(vectors), {})
             vectors = [{name: leaf[i] for name, leaf in pushed.items()} for i in range(len(vectors))]
-        vectors.append(smooth_split(view).local_mismatch)
+        vectors.append(differentiable_split(view).local_mismatch)
     return vectors
 
 
 def shares_carried(views: Sequence[LayerView], nodes: int) -> Tensor:
     """<P m_l, e_L> per layer and sample, [L, n]."""
-    drift = smooth_split(views[-1]).drift
-    return torch.stack([inner(vector, drift) for vector in carried_forward(views, nodes)])
+    drift = differentiable_split(views[-1]).drift
+    return torch.stack([inner_products(vector, drift) for vector in carried_forward(views, nodes)])
 
 
 def remainder(views: Sequence[LayerView], nodes: int) -> State:
     """e_L minus the sum of all vectors carried to it."""
-    rest = smooth_split(views[-1]).drift
+    rest = differentiable_split(views[-1]).drift
     for vector in carried_forward(views, nodes):
-        rest = subtract(rest, vector)
+        rest = subtract_states(rest, vector)
     return rest
 
 
@@ -50,7 +57,7 @@ class WayBack:
 
     parts: Tensor
     energy: Tensor
-    pull_back: PullBack
+    pull_back: BackwardSweep
 
     @property
     def shares(self) -> Tensor:
@@ -73,13 +80,13 @@ def way_back(
 ) -> WayBack:
     """Pull the final drift, and then other covectors, back through all layers of one batch and variant."""
     variant = views[0].variant
-    pull_back = PullBack(models.pool, "a", [variant], settings, store or FeatureStore())
+    pull_back = BackwardSweep(models.pool, "a", [variant], settings, store or FeatureStore())
     for view in views:
         pull_back.add(view)
     ((start, batch),) = pull_back.batches.items()
     drift = pull_back.final_drift(batch, variant)
-    parts = [step.parts() for step in pull_back.steps({(start, variant): stacked([drift, *covectors])})]
-    return WayBack(torch.stack(parts[::-1]), norm(drift).square(), pull_back)
+    parts = [step.parts() for step in pull_back.steps({(start, variant): stack_states([drift, *covectors])})]
+    return WayBack(torch.stack(parts[::-1]), state_norms(drift).square(), pull_back)
 
 
 def swapped(views: Sequence[LayerView]) -> PrefixSwaps:

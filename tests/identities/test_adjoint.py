@@ -19,8 +19,8 @@ from driftlens.engine.pool import LayerMap
 from driftlens.engine.sites import GROUPS
 from driftlens.engine.walk import LayerView, walk
 from driftlens.linalg import state as states
-from driftlens.linalg.state import PathJacobian, State, subtract
-from driftlens.models.chain import Layer, Parameters, SideInputs, Site, Slot, Tap
+from driftlens.linalg.state import PathJacobian, State, subtract_states
+from driftlens.models.chain import Layer, Parameters, SideInputs, Site, Tap, WeightSlot
 from driftlens.models.heads import Head
 from tests.identities.carried import way_back
 from tests.quick import few
@@ -44,7 +44,7 @@ def operator_of(view: LayerView, nodes: int = FEW_NODES) -> PathJacobian:
 def stacked(view: LayerView, count: int = 2) -> State:
     """The incoming drift and random vectors behind it."""
     generator = torch.Generator().manual_seed(view.layer.index)
-    drift = subtract(view.merged_in, view.expert_in)
+    drift = subtract_states(view.merged_in, view.expert_in)
     return {
         name: torch.cat(
             [leaf[None], torch.randn(count, *leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf)]
@@ -116,7 +116,7 @@ def test_module_groups_sum_to_the_local_mismatch_with_what_is_attached(models: F
         for variant, more in ((merged, set()), (attached, {"attached"})):
             with torch.no_grad():
                 parts = group_mismatches(expert, variant, view.expert_in, view.side)
-                whole = subtract(variant(view.expert_in, view.side), view.expert_out)
+                whole = subtract_states(variant(view.expert_in, view.side), view.expert_out)
             assert set(parts) - set(GROUPS) == more
             for name, leaf in whole.items():
                 total = torch.stack([part[name] for part in parts.values()]).sum(dim=0)
@@ -132,7 +132,9 @@ def test_two_groups_share_what_they_make_together() -> None:
     generator = torch.Generator().manual_seed(0)
     x, up, down, new_up, new_down = torch.randn(5, 4, 4, generator=generator, dtype=torch.float64)
     sites = tuple(Site(name, "linear", name) for name in ("up", "down"))
-    layer = Layer(2, "block", "blocks.0", {f"{at.name}.weight": Slot(at.name) for at in sites}, call, sites)
+    layer = Layer(
+        2, "block", "blocks.0", {f"{at.name}.weight": WeightSlot(at.name) for at in sites}, call, sites
+    )
     expert = LayerMap(layer, {"up.weight": up, "down.weight": down})
     merged = LayerMap(layer, {"up.weight": new_up, "down.weight": new_down})
     found = group_mismatches(expert, merged, {"hidden": x}, SideInputs({}))

@@ -10,7 +10,7 @@ import torch
 
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.walk import FeatureStore, LayerView, decompose, walk
-from driftlens.linalg.state import PathJacobian, inner, norm, relative_error, subtract
+from driftlens.linalg.state import PathJacobian, inner_products, relative_error, state_norms, subtract_states
 from tests.identities.carried import carried_forward, remainder, shares_carried, swapped, way_back
 from tests.quick import few
 from tests.zoo.cases import CASES, Family, family
@@ -47,7 +47,7 @@ def test_contributions_sum_to_the_final_drift_within_the_remainder(models: Famil
     torch.testing.assert_close(found.shares.sum(dim=0), found.energy, rtol=TOLERANCE, atol=0)
     drift = decompose(seen[-1]).drift
     with torch.no_grad():
-        assert norm(remainder(seen, NODES)).sum() <= TOLERANCE * norm(drift).sum()
+        assert state_norms(remainder(seen, NODES)).sum() <= TOLERANCE * state_norms(drift).sum()
 
 
 def test_the_last_contribution_is_the_heads_own_mismatch_and_not_carried(models: Family) -> None:
@@ -58,20 +58,22 @@ def test_the_last_contribution_is_the_heads_own_mismatch_and_not_carried(models:
     for name, leaf in split.local_mismatch.items():
         assert torch.equal(last[name], leaf)
     found = way_back(models, seen, EXACT).shares[-1]
-    torch.testing.assert_close(found, inner(split.local_mismatch, split.drift), rtol=1e-12, atol=1e-20)
+    torch.testing.assert_close(
+        found, inner_products(split.local_mismatch, split.drift), rtol=1e-12, atol=1e-20
+    )
 
 
 def test_prefix_swaps_telescope_exactly(models: Family) -> None:
     seen = views(models)
     shares, drift = swapped(seen).shares(), decompose(seen[-1]).drift
-    torch.testing.assert_close(shares.sum(dim=0), inner(drift, drift), rtol=1e-12, atol=1e-20)
+    torch.testing.assert_close(shares.sum(dim=0), inner_products(drift, drift), rtol=1e-12, atol=1e-20)
     assert len(shares) == len(models.chain.layers)
 
 
 def test_each_prefix_is_what_a_model_of_two_halves_gives(models: Family) -> None:
     """Independent of the bookkeeping: the expert's first l layers, then the merged ones, run one by one."""
     state, side = models.chain.start(models.batches[0].inputs)
-    for prefix, found in enumerate(swapped(views(models)).finals()):
+    for prefix, found in enumerate(swapped(views(models)).swapped_features()):
         hidden = state
         for layer in models.chain.layers:
             model = "expert:a" if layer.index <= prefix else "merged"
@@ -107,10 +109,10 @@ def test_jacobian_error_catches_a_wrong_crossed_output(models: Family) -> None:
     wrong = dataclasses.replace(views(models)[2], crossed_out=views(models)[2].expert_out)
     split = decompose(wrong)
     parts = {name: split.local_mismatch[name] + split.propagation[name] for name in split.drift}
-    assert norm(subtract(parts, split.drift)).sum() <= 1e-12 * norm(split.drift).sum()
+    assert state_norms(subtract_states(parts, split.drift)).sum() <= 1e-12 * state_norms(split.drift).sum()
     operator = PathJacobian(wrong.crossed_layer, wrong.expert_in, wrong.merged_in, 16)
     with torch.no_grad():
-        along = operator.jvp(subtract(wrong.merged_in, wrong.expert_in))
+        along = operator.jvp(subtract_states(wrong.merged_in, wrong.expert_in))
     assert relative_error(along, split.propagation) > 1e-2
 
 
@@ -121,7 +123,7 @@ def test_sensitivities_are_recorded_per_layer(models: Family) -> None:
     assert sorted(layer for _, layer in sensitivities) == list(range(2, len(models.chain.layers) + 1))
     for view in seen[1:]:
         of_layer = sensitivities["merged", view.layer.index]
-        torch.testing.assert_close(of_layer.size, norm(decompose(view).propagation))
+        torch.testing.assert_close(of_layer.size, state_norms(decompose(view).propagation))
         assert found.error(view.layer.index) <= EXACT.tolerance or of_layer.nodes == EXACT.max_nodes
 
 
@@ -145,7 +147,9 @@ def test_spectral_norm_bounds_every_gain() -> None:
     sensitivities = way_back(models, seen, JacobianSettings(spectral=True)).pull_back.sensitivities
     for view in seen[1:]:
         found = sensitivities["merged", view.layer.index]
-        along = norm(decompose(view).propagation) / norm(subtract(view.merged_in, view.expert_in))
+        along = state_norms(decompose(view).propagation) / state_norms(
+            subtract_states(view.merged_in, view.expert_in)
+        )
         assert (found.spectral_norm >= along * (1 - 1e-3)).all()
         assert (found.spectral_norm >= found.random_gain * (1 - 1e-6)).all()
         assert (found.spectral_residual < 0.3).all()

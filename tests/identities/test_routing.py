@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.walk import LayerView, decompose, drift_columns, smooth_split, walk
-from driftlens.linalg.state import inner, norm, relative_error, subtract
+from driftlens.engine.walk import LayerView, decompose, differentiable_split, drift_columns, walk
+from driftlens.linalg.state import inner_products, relative_error, state_norms, subtract_states
 from driftlens.utils.errors import NotDifferentiableError
 from tests.identities.carried import shares_carried, way_back
 from tests.zoo.cases import Family, family
@@ -45,9 +45,9 @@ def test_drift_of_mixtures_is_what_the_library_gives_and_parts_sum_to_it(name: s
         models.chain.library_states(models.modules[model], batch.inputs) for model in ("expert:a", "merged")
     )
     for view, e, m in zip(seen, expert, merged, strict=True):
-        split, want = decompose(view), subtract(m, e)
+        split, want = decompose(view), subtract_states(m, e)
         assert relative_error(split.drift, want) <= 1e-9
-        for parts in (split, smooth_split(view)):
+        for parts in (split, differentiable_split(view)):
             total = {key: parts.local_mismatch[key] + parts.propagation[key] for key in parts.drift}
             assert relative_error(total, split.drift) <= 1e-12
 
@@ -71,7 +71,7 @@ def test_contributions_sum_to_the_drift_where_tokens_go_elsewhere(name: str) -> 
     # Routers compute gates in float32, whose rounding both ways meet in another order.
     torch.testing.assert_close(even.shares / found.energy, wanted / found.energy, rtol=0, atol=1e-7)
     # Without the jumps, Jacobians miss what routers do.
-    assert any(float(norm(view.rerouted("crossed")).sum()) > 0 for view in mixed(seen))
+    assert any(float(state_norms(view.rerouting_change("crossed")).sum()) > 0 for view in mixed(seen))
 
 
 @pytest.mark.parametrize("name", mixtures("Mixtral", "gpt-oss", "Llama 4"))
@@ -83,8 +83,10 @@ def test_the_part_of_rerouting_is_that_of_a_pass_with_the_others_routes(name: st
             if role not in view.routes:
                 continue
             assert view.variant_along is not None
-            along = view.variant_along(view.merged_in, routes=view.routes[role].given())
-            assert relative_error(subtract(view.merged_out, view.rerouted(role)), along) <= 1e-12
+            along = view.variant_along(view.merged_in, routes=view.routes[role].fixed_copy())
+            assert (
+                relative_error(subtract_states(view.merged_out, view.rerouting_change(role)), along) <= 1e-12
+            )
 
 
 def chosen(view: LayerView, model: str, models: Family) -> tuple[list[list[int]], Tensor]:
@@ -115,13 +117,15 @@ def test_routes_are_the_librarys_own_and_what_they_change_is_exact() -> None:
         elsewhere = (torch.tensor(differ).reshape(mask.shape) & mask.bool()).sum(dim=1) / mask.sum(dim=1)
         columns = drift_columns(view, "last")
         assert torch.allclose(columns["rerouted"], elsewhere.to(columns["rerouted"]))
-        changed = view.rerouted("expert")
-        rows = norm({"hidden": changed["hidden"].flatten(0, 1)[:, None]})
+        changed = view.rerouting_change("expert")
+        rows = state_norms({"hidden": changed["hidden"].flatten(0, 1)[:, None]})
         is_changed = (rows > 0).reshape(mask.shape)
         assert torch.equal(is_changed, torch.tensor(differ).reshape(mask.shape) & mask.bool())
         # <e - c, e> + <c, e> = |e|^2
-        drift = view.layer.vectors(decompose(view).drift, view.side, "last")
-        c = view.layer.vectors(changed, view.side, "last")
+        drift = view.layer.pool_state(decompose(view).drift, view.side, "last")
+        c = view.layer.pool_state(changed, view.side, "last")
         along = columns["rerouted_along"] * columns["unit"] ** 2
         assert torch.allclose(along, (c * drift).sum(dim=1))
-        assert torch.allclose(((drift - c) * drift).sum(dim=1) + along, inner({"": drift}, {"": drift}))
+        assert torch.allclose(
+            ((drift - c) * drift).sum(dim=1) + along, inner_products({"": drift}, {"": drift})
+        )

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from driftlens.data.samples import Batch
-from driftlens.engine.walk import LayerView, decompose, drift_columns, forward, walk
-from driftlens.linalg.state import norm, subtract
+from driftlens.engine.walk import LayerView, decompose, drift_columns, iter_final_features, walk
+from driftlens.linalg.state import state_norms, subtract_states
 from driftlens.models.chain import State
 from tests.reference.drift import STEPS, drift_rows
 from tests.zoo.cases import CASES, Family, family, pool_of
@@ -26,7 +26,7 @@ def views(models: Family, variant: str = "merged") -> list[LayerView]:
 
 
 def total(state: State) -> float:
-    return float(norm(state).sum())
+    return float(state_norms(state).sum())
 
 
 def test_mismatch_and_propagation_sum_to_the_drift(models: Family, rounding: float) -> None:
@@ -35,7 +35,7 @@ def test_mismatch_and_propagation_sum_to_the_drift(models: Family, rounding: flo
     for view in seen:
         split = decompose(view)
         parts = {name: split.local_mismatch[name] + split.propagation[name] for name in split.drift}
-        assert total(subtract(parts, split.drift)) <= rounding * total(split.drift)
+        assert total(subtract_states(parts, split.drift)) <= rounding * total(split.drift)
 
 
 def test_the_stem_inherits_nothing(models: Family) -> None:
@@ -65,7 +65,7 @@ def test_drift_is_what_the_library_itself_gives(models: Family) -> None:
                 want = native[name][boundary]
                 assert state.keys() == want.keys()
                 # eager attention of transformers computes its softmax in float32
-                assert total(subtract(state, want)) <= 1e-6 * total(want)
+                assert total(subtract_states(state, want)) <= 1e-6 * total(want)
                 checked += 1
     assert checked == 2 * len(models.chain.layers)
 
@@ -75,7 +75,7 @@ def test_with_one_model_the_walk_is_its_plain_forward(models: Family) -> None:
         last = [
             view for view in walk(models.pool, "a", ["merged"], models.batches) if view.layer.role == "head"
         ]
-        features = list(forward(models.pool, "merged", models.batches))
+        features = list(iter_final_features(models.pool, "merged", models.batches))
     assert [start for start, _ in features] == [view.start for view in last]
     for (_, plain), view in zip(features, last, strict=True):
         assert torch.equal(plain, view.merged_out[view.layer.stream])
@@ -156,5 +156,5 @@ def test_one_block_and_one_token_are_enough(rounding: float) -> None:
         split = decompose(view)
         parts = {name: split.local_mismatch[name] + split.propagation[name] for name in split.drift}
         assert total(split.drift) > 0
-        assert total(subtract(parts, split.drift)) <= rounding * total(split.drift)
+        assert total(subtract_states(parts, split.drift)) <= rounding * total(split.drift)
     assert pool_of(case, models.modules).chain.blocks[0].path == "transformer.resblocks.0"

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from driftlens.linalg.ridge import Moments
+from driftlens.linalg.ridge import LinearMoments
 
 
 def moments_of(
     rows: Tensor, targets: Tensor, weights: Tensor | None = None, *, weight_sum: float | None = None
-) -> Moments:
+) -> LinearMoments:
     """Moments of inputs [T, k] and wanted outputs [T, o], each row counting as `weights` says, all `weight_sum`."""
     counts = rows.new_ones(len(rows)) if weights is None else weights
     total = counts.sum()
     share = counts / total
     weighted = rows * share[:, None]
-    return Moments(
+    return LinearMoments(
         gram=weighted.mT @ rows,
         output_cross=targets.mT @ weighted,
         mean_in=share @ rows,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from driftlens.linalg.gram import GramSum, JointSums, OutputCross, add_scaled
+from driftlens.linalg.gram import CrossMomentSum, GramSum, ResidualSums, add_scaled
 from driftlens.linalg.ridge import NormMoments
 from tests.linalg.rows import moments_of
 
@@ -35,7 +35,7 @@ def test_the_half_product_is_the_whole_one(k: int, generator: torch.Generator) -
     torch.testing.assert_close(
         found.quadratic_forms(vectors, scale=-0.7, more=more), with_more, rtol=1e-11, atol=1e-11
     )
-    torch.testing.assert_close(found.full(), want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.full_matrix(), want, rtol=1e-12, atol=1e-12)
 
 
 def test_sums_of_tasks_are_scaled_and_memory_is_used_again(generator: torch.Generator) -> None:
@@ -46,7 +46,7 @@ def test_sums_of_tasks_are_scaled_and_memory_is_used_again(generator: torch.Gene
         task.add_rows(rows)
         total.add(task, scale)
     want = 0.5 * first.mT @ first + 3 * second.mT @ second
-    torch.testing.assert_close(total.full(), want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(total.full_matrix(), want, rtol=1e-12, atol=1e-12)
 
 
 def test_the_norm_of_a_wide_float32_sum_is_not_too_small(generator: torch.Generator) -> None:
@@ -60,10 +60,10 @@ def test_the_norm_of_a_wide_float32_sum_is_not_too_small(generator: torch.Genera
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_narrow_features_are_summed_up_in_float32(dtype: torch.dtype, generator: torch.Generator) -> None:
     """Against float64 sums of the same numbers: nothing on the way is rounded to the features' own dtype."""
-    gram, joint = GramSum(20, torch.float32, CPU), JointSums(GramSum(20, torch.float32, CPU), 15)
+    gram, joint = GramSum(20, torch.float32, CPU), ResidualSums(GramSum(20, torch.float32, CPU), 15)
     weight, bias = random(generator, 30, 20).to(dtype), random(generator, 30).to(dtype)
     options = {"alpha": 0.3, "dtype": torch.float32, "energies": True}
-    ways = [OutputCross(weight, bias, num_rows=num, **options) for num in (1, 1 << 20)]
+    ways = [CrossMomentSum(weight, bias, num_rows=num, **options) for num in (1, 1 << 20)]
     inputs, targets = (random(generator, 400, width).to(dtype) for width in (20, 30))
     for x, y in zip(inputs.split(100), targets.split(100), strict=True):
         gram.add_rows(x)
@@ -73,7 +73,7 @@ def test_narrow_features_are_summed_up_in_float32(dtype: torch.dtype, generator:
     x, y, w, b = (part.double() for part in (inputs, targets, weight, bias))
     # The expert reads the same inputs: through these its outputs are W u + b, row by row what was told of them.
     by_way = {True: 0.3 * (y - b) + 0.7 * x @ w.mT, False: x @ w.mT}
-    expected = {"gram": (gram.full(), x.mT @ x), "joint": (joint._cross, y.mT @ x)}
+    expected = {"gram": (gram.full_matrix(), x.mT @ x), "joint": (joint._cross, y.mT @ x)}
     assert [way.row_by_row for way in ways] == [True, False]
     for way in ways:
         cross, target, energy = way.sums(gram)
@@ -91,12 +91,14 @@ def test_float32_products_are_summed_in_float64() -> None:
     found.add_rows(torch.tensor([[1e4]]))
     for _ in range(1000):
         found.add_rows(torch.tensor([[1.0]]))
-    assert float(found.full()) == 1e8 + 1000
+    assert float(found.full_matrix()) == 1e8 + 1000
 
 
-def sums_of(weight: Tensor, bias: Tensor, row_by_row: bool, *, alpha: float, energies: bool) -> OutputCross:
+def sums_of(
+    weight: Tensor, bias: Tensor, row_by_row: bool, *, alpha: float, energies: bool
+) -> CrossMomentSum:
     """Sums in the way asked for, whatever would be cheaper."""
-    found = OutputCross(
+    found = CrossMomentSum(
         weight, bias, alpha=alpha, num_rows=1 if row_by_row else 1000, dtype=torch.float64, energies=energies
     )
     assert found.row_by_row == row_by_row
@@ -137,7 +139,7 @@ def test_both_ways_give_the_plain_sums_of_wanted_outputs(
 
 @pytest.mark.parametrize(("num_rows", "row_by_row"), [(4, True), (400, False)])
 def test_few_rows_go_one_by_one_and_many_through_their_inputs(num_rows: int, row_by_row: bool) -> None:
-    found = OutputCross(
+    found = CrossMomentSum(
         torch.ones(90, 20), torch.zeros(90), alpha=0.3, num_rows=num_rows, dtype=torch.float64, energies=True
     )
     assert found.row_by_row == row_by_row
@@ -195,7 +197,7 @@ def test_moments_of_norms_add_up_and_give_the_misfit(
     def of(start: int, stop: int) -> NormMoments:
         part, share = z[start:stop], (w[start:stop] / w[start:stop].sum())[:, None]
         mean, second = (share * part).sum(0), (share * part.square()).sum(0)
-        return NormMoments.of_affine(mean, second, scale, shift, w[start:stop].sum())
+        return NormMoments.from_affine(mean, second, scale, shift, w[start:stop].sum())
 
     at = data.draw(st.integers(1, len(z) - 1))
     whole = of(0, len(z))

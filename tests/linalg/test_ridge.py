@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from driftlens.linalg.ridge import (
-    Moments,
+    LinearMoments,
     NormMoments,
-    factorize,
-    probe,
+    cholesky_factor,
+    random_direction,
     ridge_factor,
     solve_bias,
     solve_layer_norm,
@@ -47,7 +47,7 @@ def test_a_ridge_solve_is_least_squares_on_stacked_rows(size: tuple[int, ...], l
     )
 
 
-def objective(moments: Moments, weight: Tensor, anchor: Tensor | None, lam: float) -> Tensor:
+def objective(moments: LinearMoments, weight: Tensor, anchor: Tensor | None, lam: float) -> Tensor:
     pull = 0.0 if anchor is None else lam * (weight - anchor).square().sum()
     return moments.misfit(weight).sum() + pull
 
@@ -76,7 +76,7 @@ def test_one_direction_tells_a_solution_from_what_is_none(size: tuple[int, ...],
     count, k, o, seed = size
     anchor, rows = random(o, k), random(count, k, seed=seed)
     moments = moments_of(rows, random(count, o, seed=seed + 1), weight_sum=1.0)
-    right, direction = moments.output_cross + lam * anchor, probe(moments.gram)
+    right, direction = moments.output_cross + lam * anchor, random_direction(moments.gram)
     image, wanted = moments.gram @ direction + lam * direction, right @ direction
     weight = solve_ridge(moments, anchor, lam=lam).weight
     assert stationarity_error(weight, image, wanted) < 1e-11
@@ -113,11 +113,11 @@ def test_nothing_that_is_handed_in_is_modified() -> None:
 def test_a_factor_of_several_panels_is_the_whole_one(k: int) -> None:
     rows = random(k + 5, k)
     gram = rows.mT @ rows / k
-    factor = factorize(gram, name="gram", scale=2.0, shift=0.1)
+    factor = cholesky_factor(gram, name="gram", scale=2.0, shift=0.1)
     want = torch.linalg.cholesky(2 * gram + 0.1 * torch.eye(k, dtype=torch.float64))
     torch.testing.assert_close(factor.lower.tril(), want, rtol=1e-10, atol=1e-12)
     with pytest.raises(SingularGramError):
-        factorize(gram - 2 * torch.diag(torch.ones(k, dtype=torch.float64)), name="gram")
+        cholesky_factor(gram - 2 * torch.diag(torch.ones(k, dtype=torch.float64)), name="gram")
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
@@ -136,9 +136,9 @@ def test_a_factorisation_that_goes_through_is_no_proof_of_full_rank() -> None:
     matrix = torch.diag(torch.tensor([1.0, 1.0, 1e-16], dtype=torch.float64))
     assert int(torch.linalg.cholesky_ex(matrix).info) == 0
     with pytest.raises(SingularGramError):
-        factorize(matrix, name="gram")
+        cholesky_factor(matrix, name="gram")
     matrix[2, 2] = 1e-14
-    assert factorize(matrix, name="gram").smallest_eigenvalue == pytest.approx(1e-14)
+    assert cholesky_factor(matrix, name="gram").smallest_eigenvalue == pytest.approx(1e-14)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -158,12 +158,12 @@ def test_moments_that_are_not_finite_are_refused_before_anything_is_solved(value
 def test_estimated_eigenvalues_bracket_the_true_ones(k: int, seed: int, decades: float) -> None:
     basis = torch.linalg.qr(random(k, k, seed=seed)).Q
     true = torch.logspace(0, decades, k, dtype=torch.float64)
-    factor = factorize(basis * true @ basis.mT, name="matrix")
+    factor = cholesky_factor(basis * true @ basis.mT, name="matrix")
     smallest, largest = float(true.min()), float(true.max())
     assert smallest * (1 - 1e-6) <= factor.smallest_eigenvalue
     assert factor.largest_eigenvalue <= largest * (1 + 1e-6)
     # What is refused is looked at exactly where the estimates come within a factor of 8.
-    assert factor.condition >= largest / smallest / 6
+    assert factor.condition_number >= largest / smallest / 6
     rows = random(2, k, seed=seed + 1)
     lower = factor.lower.tril()
     matrix = lower @ lower.mT
@@ -184,7 +184,7 @@ def test_what_stands_above_a_factors_diagonal_is_never_read(k: int) -> None:
     assert bool(torch.empty(3).isnan().all())
     x = random(2 * k, k)
     matrix, rows = x.mT @ x, random(3, k, seed=1)
-    factor = factorize(matrix, name="matrix")
+    factor = cholesky_factor(matrix, name="matrix")
     torch.testing.assert_close(factor.energy(rows), ((rows @ matrix) * rows).sum(dim=1))
     largest = float(torch.linalg.eigvalsh(matrix)[-1])
     assert largest / 4 <= factor.largest_eigenvalue <= largest * (1 + 1e-6)
@@ -212,7 +212,7 @@ def norm_moments(z: Tensor, scales: Tensor, shifts: Tensor | None) -> NormMoment
     """Tasks are the first axis of all three; each counts 1."""
     one = torch.ones((), dtype=torch.float64)
     parts = [
-        NormMoments.of_affine(
+        NormMoments.from_affine(
             rows.mean(0), rows.square().mean(0), scale, None if shifts is None else shifts[i], one
         )
         for i, (rows, scale) in enumerate(zip(z, scales, strict=True))
@@ -251,7 +251,7 @@ def test_an_rms_norms_scale_is_stationary() -> None:
 def test_a_norm_that_too_few_rows_determine_is_refused(generator: torch.Generator) -> None:
     mean = torch.randn(5, generator=generator, dtype=torch.float64)
     one = torch.ones((), dtype=torch.float64)
-    moments = NormMoments.of_affine(mean, mean**2, torch.ones_like(mean), torch.zeros_like(mean), one)
+    moments = NormMoments.from_affine(mean, mean**2, torch.ones_like(mean), torch.zeros_like(mean), one)
     with pytest.raises(SingularGramError, match="5 of 5 coordinates") as raised:
         solve_layer_norm(moments, *torch.zeros(2, 5).double(), None, None, lam=0.0)
     assert abs(raised.value.context["smallest_eigenvalue"]) < 1e-12
@@ -264,7 +264,7 @@ def test_a_norm_that_too_few_rows_determine_is_refused(generator: torch.Generato
 def test_a_scale_that_nothing_excites_or_pulls_is_refused() -> None:
     second = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64)
     scale, one = torch.ones_like(second), torch.ones((), dtype=torch.float64)
-    moments = NormMoments.of_affine(torch.zeros_like(second), second, scale, None, one)
+    moments = NormMoments.from_affine(torch.zeros_like(second), second, scale, None, one)
     with pytest.raises(SingularGramError, match="1 of 3 coordinates"):
         solve_rms_norm(moments, None, lam=0.0)
     torch.testing.assert_close(solve_rms_norm(moments, scale, lam=0.05), scale)

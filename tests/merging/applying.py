@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlens.checkpoints.tensor_sources import TensorsSource
+from driftlens.checkpoints.tensor_sources import InMemorySource
 from driftlens.data.samples import SampleSet
 from driftlens.engine.pool import ModelPool
 from driftlens.experiment.loading import OpenModels
-from driftlens.experiment.merging import merged_source
+from driftlens.experiment.merging import merge_to_files
 from driftlens.experiment.study import AnalysisSettings, Study, TaskSamples
 from driftlens.merging.method import MergeMethod, StateDict
 from driftlens.models.architecture import architecture_of
 from driftlens.models.heads import LinearHead
-from driftlens.utils.variants import expert_of
+from driftlens.utils.variants import expert_name
 from tests.zoo import hand_made as tiny
 from tests.zoo.hand_made import TinyStack
 from tests.zoo.small import scrambled
@@ -50,8 +50,8 @@ def states(method: MergeMethod) -> tuple[Tensors, dict[str, Tensors]]:
 
 def open_models(base: StateDict, experts: Mapping[str, StateDict]) -> OpenModels:
     """The tiny model's weights as if they had been opened from files."""
-    sources = {"base": TensorsSource("base", base)}
-    sources |= {expert_of(task): TensorsSource(task, experts[task]) for task in experts}
+    sources = {"base": InMemorySource("base", base)}
+    sources |= {expert_name(task): InMemorySource(task, experts[task]) for task in experts}
     architecture = architecture_of(TinyStack().eval(), torch.zeros(1, 3, 16, 16))
     return OpenModels(architecture, sources, sources, {})
 
@@ -100,8 +100,8 @@ def apply(
         found: dict[str, Tensor] = method.function(base, experts, **method.with_settings(settings).settings)
         return found
     models = open_models(base, experts)
-    source = merged_source(
-        models, method.with_settings(settings), study_of(models) if method.runs_models else None
+    source = merge_to_files(
+        models, method.with_settings(settings), study_of(models) if method.needs_samples else None
     )
     return {name: source.read(name) for name in source.headers}
 

@@ -1,4 +1,4 @@
-"""What `merged_source` does for every method: pieces, dtypes, integers, and refusals of what a method gives back."""
+"""What `merge_to_files` does for every method: pieces, dtypes, integers, and refusals of what a method gives back."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from driftlens.checkpoints.tensor_sources import TensorsSource
-from driftlens.engine.sites import rows_and_output
+from driftlens.checkpoints.tensor_sources import InMemorySource
+from driftlens.engine.sites import record_activations
 from driftlens.experiment import merging
-from driftlens.experiment.merging import _site_moments, _StreamedMerge, merged_source, save_merge
-from driftlens.merging.method import Reads, merge_called, merge_methods
+from driftlens.experiment.merging import _site_moments, _StreamedMerge, merge_to_files, save_merge
+from driftlens.merging.method import Reads, merge_by_name, merge_methods
 from driftlens.utils.errors import (
     Cancelled,
     CheckpointError,
@@ -28,8 +28,8 @@ from driftlens.utils.errors import (
     ShapeError,
     SpecError,
 )
-from driftlens.utils.progress import CancelToken, ProgressEvent, Reporter
-from driftlens.utils.variants import expert_of
+from driftlens.utils.progress import CancelToken, ProgressEvent, ProgressReporter
+from driftlens.utils.variants import expert_name
 from tests.merging.applying import FEW, Tensors, open_models, random_model, study_of
 from tests.quick import few
 from tests.zoo import hand_made as tiny
@@ -39,7 +39,7 @@ BASE, EXPERTS = random_model(0), {task: random_model(seed) for seed, task in enu
 
 @pytest.fixture(autouse=True)
 def none_stays() -> Iterator[None]:
-    with merge_methods.temporary():
+    with merge_methods.temporary_entries():
         yield
 
 
@@ -67,12 +67,12 @@ def test_large_tensors_come_in_runs_of_rows_only_where_every_entry_stands_by_its
         seen.extend(value.numel() for value in base.values())
         return {name: (experts["a"][name] + experts["b"][name]) / 2 for name in base}
 
-    pieces = merged_source(models, merge_called(filed(entry, "entry")))
+    pieces = merge_to_files(models, merge_by_name(filed(entry, "entry")))
     assert 200 >= max(seen) > 0 and sum(seen) == sum(value.numel() for value in BASE.values())
     seen.clear()
-    with merge_methods.temporary():
+    with merge_methods.temporary_entries():
         merge_methods.method("whole", title="", source="", laws=set(), reads="tensor")(entry)
-        whole = merged_source(models, merge_called("whole"))
+        whole = merge_to_files(models, merge_by_name("whole"))
     assert max(seen) == max(value.numel() for value in BASE.values())
     for name in BASE:
         assert torch.equal(pieces.read(name), whole.read(name))
@@ -82,7 +82,7 @@ def test_large_tensors_come_in_runs_of_rows_only_where_every_entry_stands_by_its
 def test_arithmetic_is_in_float32_and_the_result_in_the_dtype_of_the_base() -> None:
     half = {name: value.half() for name, value in BASE.items()}
     models = open_models(half, EXPERTS)
-    merged = merged_source(models, merge_called("task_arithmetic", {"scaling": 0.5}))
+    merged = merge_to_files(models, merge_by_name("task_arithmetic", {"scaling": 0.5}))
     for name, start in half.items():
         vectors = sum(expert[name] - start.float() for expert in EXPERTS.values())
         assert torch.equal(merged.read(name), (start.float() + 0.5 * vectors).half())
@@ -98,8 +98,8 @@ def test_integers_are_those_of_the_base_and_no_method_sees_them(tmp_path: Path) 
         assert "steps" not in base and len(base) == len(BASE)
         return ((name, experts["a"][name]) for name in base)
 
-    merged = merged_source(
-        models, merge_called(filed(model, "model")), beside=tmp_path / "merged.safetensors"
+    merged = merge_to_files(
+        models, merge_by_name(filed(model, "model")), beside=tmp_path / "merged.safetensors"
     )
     assert torch.equal(merged.read("steps"), count)
     assert torch.equal(merged.read("norm.weight"), EXPERTS["a"]["norm.weight"])
@@ -118,19 +118,19 @@ def test_a_weight_that_two_modules_share_is_merged_once() -> None:
         called.append(base["weight"])
         return experts["b"]
 
-    merged = merged_source(models, merge_called(filed(site, "site")))
+    merged = merge_to_files(models, merge_by_name(filed(site, "site")))
     assert len(called) == 3 * 6 - 1
     assert torch.equal(merged.read("blocks.0.query.bias"), EXPERTS["b"]["blocks.0.query.bias"])
 
 
-APART = [name for name, entry in merge_methods.items() if entry.reads != "model" and not entry.runs_models]
+APART = [name for name, entry in merge_methods.items() if entry.reads != "model" and not entry.needs_samples]
 
 
 @pytest.mark.parametrize("name", APART)
 def test_what_is_merged_as_it_is_written_has_the_same_bits_in_any_order_and_twice(name: str) -> None:
     half = {key: value.half() for key, value in BASE.items()}
-    models, merge = open_models(half, EXPERTS), merge_called(name, FEW.get(name, {}))
-    whole, streamed = merged_source(models, merge), _StreamedMerge(models, merge, Reporter())
+    models, merge = open_models(half, EXPERTS), merge_by_name(name, FEW.get(name, {}))
+    whole, streamed = merge_to_files(models, merge), _StreamedMerge(models, merge, ProgressReporter())
     assert streamed.headers == whole.headers
     for key in [*reversed(whole.headers), *whole.headers]:
         assert torch.equal(streamed.read(key), whole.read(key)), key
@@ -145,7 +145,7 @@ def test_a_merge_that_is_saved_waits_on_no_disk(tmp_path: Path, monkeypatch: pyt
         raise AssertionError("it is written twice")
 
     monkeypatch.setattr(merging, "_create_file_backed_tensors", on_disk)
-    save_merge(open_models(BASE, EXPERTS), merge_called("average"), tmp_path / "merged.safetensors")
+    save_merge(open_models(BASE, EXPERTS), merge_by_name("average"), tmp_path / "merged.safetensors")
     assert load_file(tmp_path / "merged.safetensors").keys() == BASE.keys()
 
 
@@ -180,7 +180,9 @@ def test_what_a_method_may_not_give_is_refused(fault: str, tmp_path: Path) -> No
             yield from given(name, value)
 
     with pytest.raises(kind, match=message):
-        merged_source(open_models(BASE, EXPERTS), merge_called(filed(model, "model")), beside=tmp_path / "x")
+        merge_to_files(
+            open_models(BASE, EXPERTS), merge_by_name(filed(model, "model")), beside=tmp_path / "x"
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -195,7 +197,7 @@ def test_the_file_that_holds_nan_is_named_whatever_is_read(reads: Reads) -> None
 
     study = study_of(models) if reads == "moments" else None
     with pytest.raises(NumericsError, match=r"^b: tensor 'blocks\.1\.up\.weight'"):
-        merged_source(models, merge_called(filed(toy, reads)), study)
+        merge_to_files(models, merge_by_name(filed(toy, reads)), study)
 
 
 @pytest.mark.parametrize("reads", ["entry", "site", "model"])
@@ -208,7 +210,7 @@ def test_progress_goes_by_tensor_and_a_merge_can_be_cancelled_on_its_way(
 
     models, events, token = open_models(BASE, EXPERTS), [], CancelToken()
     method = filed(toy, reads)
-    merged_source(models, merge_called(method), reporter=Reporter(events.append))
+    merge_to_files(models, merge_by_name(method), reporter=ProgressReporter(events.append))
     done = [event.done for event in events]
     assert done == sorted(done) and set(done) == set(range(len(BASE) + 1))
     assert {event.total for event in events} == {len(BASE)}
@@ -217,9 +219,11 @@ def test_progress_goes_by_tensor_and_a_merge_can_be_cancelled_on_its_way(
         if event.done == 5:
             token.cancel()
 
-    reporter = Reporter(stop, token)
+    reporter = ProgressReporter(stop, token)
     with pytest.raises(Cancelled):
-        merged_source(models, merge_called(method), beside=tmp_path / "merged.safetensors", reporter=reporter)
+        merge_to_files(
+            models, merge_by_name(method), beside=tmp_path / "merged.safetensors", reporter=reporter
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -234,8 +238,8 @@ def test_two_threads_give_bit_by_bit_what_one_gives(
     digests = []
     for count in (1, 2):
         torch.set_num_threads(count)
-        study = study_of(models) if method.runs_models else None
-        merged = merged_source(models, merge_called(name, FEW.get(name, {})), study)
+        study = study_of(models) if method.needs_samples else None
+        merged = merge_to_files(models, merge_by_name(name, FEW.get(name, {})), study)
         assert torch.get_num_threads() == count
         written = (merged.read(key).numpy().tobytes() for key in sorted(merged.headers))
         digests.append(hashlib.sha256(b"".join(written)).hexdigest())
@@ -248,8 +252,8 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(RunError, match="No space left"):
-        merged_source(
-            open_models(BASE, EXPERTS), merge_called("average"), beside=tmp_path / "merged.safetensors"
+        merge_to_files(
+            open_models(BASE, EXPERTS), merge_by_name("average"), beside=tmp_path / "merged.safetensors"
         )
     assert not list(tmp_path.iterdir())
 
@@ -259,15 +263,15 @@ def test_a_base_that_only_the_rule_for_the_rest_needs_is_needed_too() -> None:
         return experts["a"]
 
     models = open_models(BASE, EXPERTS)
-    sources = {expert_of(task): TensorsSource(task, EXPERTS[task]) for task in EXPERTS}
+    sources = {expert_name(task): InMemorySource(task, EXPERTS[task]) for task in EXPERTS}
     baseless = type(models)(models.architecture, None, sources, {})
     filed(site, "site", needs_base=False, others="task_arithmetic")
     with pytest.raises(SpecError, match="needs a base"):
-        merged_source(baseless, merge_called("toy"))
-    with merge_methods.temporary():
+        merge_to_files(baseless, merge_by_name("toy"))
+    with merge_methods.temporary_entries():
         merge_methods.method("plain", title="", source="", laws=set(), reads="site", needs_base=False)(site)
         assert torch.equal(
-            merged_source(baseless, merge_called("plain")).read("blocks.2.up.bias"),
+            merge_to_files(baseless, merge_by_name("plain")).read("blocks.2.up.bias"),
             EXPERTS["a"]["blocks.2.up.bias"],
         )
 
@@ -277,7 +281,7 @@ def test_the_rule_for_the_rest_gets_the_settings_it_shares() -> None:
         return dict(base)
 
     filed(site, "site", others="task_arithmetic")
-    merged = merged_source(open_models(BASE, EXPERTS), merge_called("toy", {"scaling": 0.7}))
+    merged = merge_to_files(open_models(BASE, EXPERTS), merge_by_name("toy", {"scaling": 0.7}))
     vectors = sum(expert[NAME] - BASE[NAME] for expert in EXPERTS.values())
     torch.testing.assert_close(merged.read(NAME), BASE[NAME] + 0.7 * vectors)
     assert torch.equal(merged.read("blocks.0.up.weight"), BASE["blocks.0.up.weight"])
@@ -300,7 +304,7 @@ def test_a_masked_token_has_no_part_in_the_moments() -> None:
     state, side = start(samples.load(range(len(samples))))
     for layer in chain.layers[:2]:
         state = layer.call(study.pool.parameters("expert:a", layer), state, side)
-    seen, _ = rows_and_output(
+    seen, _ = record_activations(
         chain.layers[2], study.pool.parameters("expert:a", chain.layers[2]), state, side, ["down"]
     )
     rows = seen.inputs["down"][:, mask].flatten(0, 1).double()

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from driftlens.experiment.merging import merged_source
-from driftlens.merging.method import merge_called, merge_methods
+from driftlens.experiment.merging import merge_to_files
+from driftlens.merging.method import merge_by_name, merge_methods
 from driftlens.models.heads import LinearHead
 from driftlens.utils.errors import Cancelled, SpecError
-from driftlens.utils.progress import CancelToken, ProgressEvent, Reporter
+from driftlens.utils.progress import CancelToken, ProgressEvent, ProgressReporter
 from tests.merging.applying import (
     apply,
     calibration_images,
@@ -81,12 +81,12 @@ def test_a_task_without_a_score_map_is_refused_before_anything_is_written(name: 
     study = study_of(models)
     tasks = {**study.tasks, "b": dataclasses.replace(study.tasks["b"], head=None)}
     with pytest.raises(SpecError, match="missing: b") as caught:
-        merged_source(
-            models, merge_called(name), dataclasses.replace(study, tasks=tasks), beside=tmp_path / "x"
+        merge_to_files(
+            models, merge_by_name(name), dataclasses.replace(study, tasks=tasks), beside=tmp_path / "x"
         )
     assert "heads.b" in caught.value.hint and not list(tmp_path.iterdir())
     with pytest.raises(SpecError, match="calibration samples"):
-        merged_source(models, merge_called(name), beside=tmp_path / "x")
+        merge_to_files(models, merge_by_name(name), beside=tmp_path / "x")
 
 
 @pytest.mark.parametrize("name", ["fisher", "adamerging"])
@@ -101,7 +101,9 @@ def test_labels_are_not_read_and_the_order_of_tasks_does_not_matter(name: str) -
             samples = dataclasses.replace(at.calibration, labels=(label,) * len(at.calibration))
             tasks[task] = dataclasses.replace(at, calibration=samples)
         settings = {"steps": 2} if name == "adamerging" else {}
-        source = merged_source(models, merge_called(name, settings), dataclasses.replace(study, tasks=tasks))
+        source = merge_to_files(
+            models, merge_by_name(name, settings), dataclasses.replace(study, tasks=tasks)
+        )
         return {key: source.read(key) for key in source.headers}
 
     first, second = merged("abc", "x"), merged("cab", "z")
@@ -119,12 +121,12 @@ def test_every_batch_is_told_of_and_the_next_one_can_be_cancelled(name: str, tmp
 
     settings = {"steps": 50, "batch_size": 4} if name == "adamerging" else {}
     with pytest.raises(Cancelled):
-        merged_source(
+        merge_to_files(
             models,
-            merge_called(name, settings),
+            merge_by_name(name, settings),
             study_of(models),
             beside=tmp_path / "x",
-            reporter=Reporter(see, token),
+            reporter=ProgressReporter(see, token),
         )
     total = 3 * (50 * 4 if name == "adamerging" else 6)
     assert [(event.done, event.total) for event in events if event.phase == "ask"][-1] == (8, total)
@@ -138,6 +140,6 @@ def test_exact_information_of_a_vocabulary_is_refused_before_anything_is_compute
     tasks = {**study.tasks, "b": dataclasses.replace(study.tasks["b"], head=words)}
     study, events = dataclasses.replace(study, tasks=tasks), list[ProgressEvent]()
     with pytest.raises(SpecError, match="3,000 classes needs 18,000 backward passes") as caught:
-        merged_source(models, merge_called("fisher"), study, reporter=Reporter(events.append))
+        merge_to_files(models, merge_by_name("fisher"), study, reporter=ProgressReporter(events.append))
     assert "estimator=batch_sqrt" in caught.value.hint and not events
-    merged_source(models, merge_called("fisher", {"estimator": "batch_sqrt"}), study)
+    merge_to_files(models, merge_by_name("fisher", {"estimator": "batch_sqrt"}), study)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from driftlens.checkpoints.tensor_sources import StateSource, TensorsSource
+from driftlens.checkpoints.tensor_sources import InMemorySource, StateSource
 from driftlens.engine.pool import require_same_parameters
 from driftlens.models.architecture import Architecture, architecture_of
 from driftlens.utils.errors import IncompatibleModelsError
@@ -66,7 +66,7 @@ HF_FORMS: dict[str, Callable[[Weights], Weights]] = {
 
 
 def source(weights: Mapping[str, Tensor], name: str = "expert.safetensors") -> StateSource:
-    return TensorsSource(name, weights)
+    return InMemorySource(name, weights)
 
 
 def assert_holds(aligned: StateSource, module: nn.Module) -> None:

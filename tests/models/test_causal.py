@@ -17,7 +17,7 @@ import driftlens as dl
 from driftlens.models.architecture import load_architecture
 from driftlens.models.architectures.language import causal_chain
 from driftlens.models.tracing import block_runner
-from driftlens.models.tracing.block_runner import LAYER_INPUT, apart_streams, set_inputs
+from driftlens.models.tracing.block_runner import LAYER_INPUT, set_state_arguments, split_streams
 from driftlens.utils.errors import IncompatibleModelsError, NumericsError
 from tests.refusing import refusing
 from tests.zoo.cases import perturbed
@@ -136,10 +136,10 @@ def without_embeddings(state: Any) -> Any:
     ("part", "fault"),
     [
         (
-            "set_inputs",
-            lambda *call: set_inputs(*call[:2], without_embeddings(call[2]), *call[3:]),
+            "set_state_arguments",
+            lambda *call: set_state_arguments(*call[:2], without_embeddings(call[2]), *call[3:]),
         ),
-        ("apart_streams", lambda hidden, count: apart_streams(hidden, count).flip(0)),
+        ("split_streams", lambda hidden, count: split_streams(hidden, count).flip(0)),
     ],
     ids=["embeddings per layer dropped", "streams in another order"],
 )

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import driftlens as dl
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.diagnostics.attribution import JacobianSettings
-from driftlens.engine.sites import coverage, select_sites
+from driftlens.engine.sites import parameter_coverage, select_sites
 from driftlens.models.architectures.module_list import sequential_chain
-from driftlens.models.chain import pooled
-from driftlens.models.tracing.block_call import result
+from driftlens.models.chain import pool_features
+from driftlens.models.tracing.block_call import first_tensor
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.live_families import FAMILIES, Family, batch
 from tests.zoo.walking import assert_close, plain_forward, walk
@@ -55,7 +55,7 @@ def plain(module: nn.Module, inputs: Any) -> Tensor:
     module = copy.deepcopy(module)
     if getattr(getattr(module, "config", None), "_experts_implementation", None) is not None:
         module.set_experts_implementation("eager")
-    return result(plain_forward(module, inputs))
+    return first_tensor(plain_forward(module, inputs))
 
 
 def test_a_family_is_taken_apart_and_says_how_much_of_it_is_solved_for(family: Family) -> None:
@@ -69,11 +69,11 @@ def test_a_family_is_taken_apart_and_says_how_much_of_it_is_solved_for(family: F
     states = walk(chain, given["expert"], inputs)[1:]
     for state, wanted in zip(states, chain.library_states(given["expert"], inputs), strict=True):
         assert_close(state["hidden"], wanted["hidden"])
-    assert [pooled(state["hidden"], "mean").shape[1] for state in states[:-1]] == list(family.widths)
+    assert [pool_features(state["hidden"], "mean").shape[1] for state in states[:-1]] == list(family.widths)
     features = plain(given["expert"], inputs)
     assert_close(states[-1]["hidden"].flatten(1), features.flatten(1))
     update = ("linear", "bias", "norm")
-    share, text = coverage(chain, module_source(given["base"], "base"), select_sites(chain), update)
+    share, text = parameter_coverage(chain, module_source(given["base"], "base"), select_sites(chain), update)
     assert int(100 * share) == family.of_blocks
     for words in family.left_alone:
         assert words in text

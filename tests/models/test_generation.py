@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from driftlens.models.texts import TextReader, generate, log_likelihoods
+from driftlens.models.texts import TextProcessor, generate, log_likelihoods
 from tests.zoo.decoders import NEW, QUESTIONS, llama, plain, t5
 from tests.zoo.tokenizers import word_tokenizer
 
@@ -20,10 +20,10 @@ def test_answers_are_the_likeliest_tokens_whatever_the_models_settings_say(make:
         torch.manual_seed(3)
         model = make(len(tokenizer)).double().train()
     start = 0 if form == "encoder-decoder" else None
-    free = TextReader(tokenizer, form, 32, start=start)
+    free = TextProcessor(tokenizer, form, 32, start=start)
     said = [plain(model.eval(), free, question) for question in QUESTIONS]
     # A token that the model says somewhere in the middle ends its answers here, so that they differ in length.
-    reader = TextReader(tokenizer, form, 32, start=start, ends=(tokenizer.eos_token_id, said[0][2]))
+    reader = TextProcessor(tokenizer, form, 32, start=start, ends=(tokenizer.eos_token_id, said[0][2]))
     model.train().generation_config = own = transformers.GenerationConfig(
         do_sample=True, num_beams=3, repetition_penalty=9.0, max_length=3, eos_token_id=7, temperature=9.0
     )
@@ -45,8 +45,8 @@ def test_questions_leave_room_for_answers() -> None:
     tokenizer = word_tokenizer()
     model = llama(len(tokenizer)).eval()
     long = "is " * 40 + "it red"
-    reader = TextReader(tokenizer, "decoder", 32, ends=())
-    [row] = reader.questions([long], spare=NEW)
+    reader = TextProcessor(tokenizer, "decoder", 32, ends=())
+    [row] = reader.question_tokens([long], spare=NEW)
     assert len(row) == 32 - NEW
     short = tokenizer.decode(row[1:])
     assert generate(model, reader, [long], NEW) == generate(model, reader, [short], NEW)
@@ -55,18 +55,21 @@ def test_questions_leave_room_for_answers() -> None:
 ANSWERS = (" yes", " no it is", " red")
 
 
-def made(form: str) -> tuple[Any, TextReader]:
+def made(form: str) -> tuple[Any, TextProcessor]:
     tokenizer = word_tokenizer(form)
     torch.manual_seed(3)
     model = (llama if form == "decoder" else t5)(len(tokenizer)).double()
-    return model, TextReader(tokenizer, form, 32, start=0 if form == "encoder-decoder" else None)  # type: ignore[arg-type]
+    return model, TextProcessor(tokenizer, form, 32, start=0 if form == "encoder-decoder" else None)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
-def by_hand(model: Any, reader: TextReader, question: str, answer: str) -> tuple[float, int]:
+def by_hand(model: Any, reader: TextProcessor, question: str, answer: str) -> tuple[float, int]:
     """One token after the other, the whole row anew for each."""
-    asked, total = torch.tensor(reader.questions([question])), 0.0
-    tokens = [*reader.answer_tokens(answer), *([reader.end] if reader.form == "encoder-decoder" else [])]
+    asked, total = torch.tensor(reader.question_tokens([question])), 0.0
+    tokens = [
+        *reader.answer_tokens(answer),
+        *([reader.end_token] if reader.form == "encoder-decoder" else []),
+    ]
     for at, token in enumerate(tokens):
         before = torch.tensor([tokens[:at]], dtype=torch.long)
         if reader.form == "decoder":

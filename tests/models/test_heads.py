@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.tensor_sources import StateSource, TensorsSource
+from driftlens.checkpoints.tensor_sources import InMemorySource, StateSource
 from driftlens.models.architecture import load_architecture
-from driftlens.models.heads import Head, TextTower, class_names, file_head, linear_head, text_head
+from driftlens.models.heads import Head, TextTower, class_names, head_from_file, linear_head, zero_shot_head
 from driftlens.utils.errors import (
     CheckpointError,
     DataError,
@@ -80,14 +80,17 @@ def test_unusable_class_names_are_refused(tmp_path: Path, content: str | None, w
 
 def test_a_file_head_holds_the_files_rows(tmp_path: Path) -> None:
     save_file({"cars": unit(3), "dogs": unit(2)}, tmp_path / "heads.safetensors")
-    head = file_head(tmp_path / "heads.safetensors", "cars", 50.0, CLASSES)
+    head = head_from_file(tmp_path / "heads.safetensors", "cars", 50.0, CLASSES)
     assert (head.classes, head.logit_scale) == (tuple(CLASSES), 50.0)
     assert torch.equal(head.embeddings, unit(3))
 
 
 def test_half_precision_rows_count_as_unit_norm(tmp_path: Path) -> None:
     save_file({"cars": unit(3).half()}, tmp_path / "heads.safetensors")
-    assert file_head(tmp_path / "heads.safetensors", "cars", 50.0, CLASSES).embeddings.dtype == torch.float32
+    assert (
+        head_from_file(tmp_path / "heads.safetensors", "cars", 50.0, CLASSES).embeddings.dtype
+        == torch.float32
+    )
 
 
 UNUSABLE: dict[str, tuple[Tensor, str, list[str], type[DriftLensError], str]] = {
@@ -123,7 +126,7 @@ def test_unusable_files_are_refused(
 ) -> None:
     save_file({"cars": rows}, tmp_path / "heads.safetensors")
     with refusing(error, words):
-        file_head(tmp_path / "heads.safetensors", tensor, 50.0, classes)
+        head_from_file(tmp_path / "heads.safetensors", tensor, 50.0, classes)
 
 
 def tower_of(folder: Path) -> TextTower:
@@ -138,7 +141,7 @@ def test_prompts_give_open_clips_own_zero_shot_classifier(open_clip: Path) -> No
     model, tokenizer = create_model(f"local-dir:{open_clip}").eval(), get_tokenizer(f"local-dir:{open_clip}")
     templates = [lambda name, t=template: t.replace("{}", name) for template in TEMPLATES]
     expected = build_zero_shot_classifier(model, tokenizer, CLASSES, templates).T
-    head = text_head(tower_of(open_clip), CLASSES, TEMPLATES)
+    head = zero_shot_head(tower_of(open_clip), CLASSES, TEMPLATES)
     torch.testing.assert_close(head.embeddings, expected, rtol=0, atol=1e-6)
     assert head.classes == tuple(CLASSES)
     assert head.logit_scale == pytest.approx(model.logit_scale.exp().item())
@@ -156,7 +159,7 @@ def test_prompts_give_the_text_features_of_transformers(hf: Path) -> None:
         with torch.no_grad():
             features = [model.get_text_features(**token).pooler_output[0] for token in tokens]
         rows.append(sum(feature / feature.norm() for feature in features))
-    head = text_head(
+    head = zero_shot_head(
         load_architecture("hf-clip", str(hf)).text_tower(open_checkpoint(hf)), CLASSES, TEMPLATES
     )
     torch.testing.assert_close(
@@ -167,22 +170,22 @@ def test_prompts_give_the_text_features_of_transformers(hf: Path) -> None:
 
 def test_other_braces_in_a_template_are_text(open_clip: Path) -> None:
     architecture, base = load_architecture("open-clip", str(open_clip)), open_checkpoint(open_clip)
-    (row,) = text_head(architecture.text_tower(base), ["cat"], ["{0} {} {x!r}"]).embeddings
-    (expected,) = text_head(architecture.text_tower(base), ["{0} cat {x!r}"], ["{}"]).embeddings
+    (row,) = zero_shot_head(architecture.text_tower(base), ["cat"], ["{0} {} {x!r}"]).embeddings
+    (expected,) = zero_shot_head(architecture.text_tower(base), ["{0} cat {x!r}"], ["{}"]).embeddings
     torch.testing.assert_close(row, expected)
 
 
 def test_a_wrapped_base_has_its_text_tower_all_the_same(open_clip: Path) -> None:
     architecture, base = load_architecture("open-clip", str(open_clip)), open_checkpoint(open_clip)
-    wrapped = TensorsSource("base", {f"module.{key}": base.read(key) for key in base.headers})
+    wrapped = InMemorySource("base", {f"module.{key}": base.read(key) for key in base.headers})
     first, second = (
-        text_head(architecture.text_tower(source), CLASSES, TEMPLATES) for source in (base, wrapped)
+        zero_shot_head(architecture.text_tower(source), CLASSES, TEMPLATES) for source in (base, wrapped)
     )
     assert torch.equal(first.embeddings, second.embeddings)
 
 
 def only(source: StateSource, prefix: str) -> StateSource:
-    return TensorsSource(
+    return InMemorySource(
         "the base", {key: source.read(key) for key in source.headers if key.startswith(prefix)}
     )
 
@@ -223,4 +226,4 @@ def test_a_classifier_that_is_not_finite_is_refused(key: str) -> None:
     tensors = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
     tensors[key][1] = torch.inf
     with pytest.raises(NumericsError, match=f"head: tensor '{key}' holds"):
-        linear_head(TensorsSource("head", tensors), None)
+        linear_head(InMemorySource("head", tensors), None)

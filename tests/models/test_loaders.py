@@ -14,7 +14,7 @@ from torch import nn
 
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
-from driftlens.utils.distributed import Access
+from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
 from tests.zoo.towers import (
@@ -231,7 +231,7 @@ def test_what_is_no_clip_is_refused(
 ) -> None:
     loader, source = prepare(tmp_path)
     with pytest.raises(error) as refusal:
-        load_architecture(loader, source, access=Access(offline=True))
+        load_architecture(loader, source, access=Permissions(offline=True))
     assert words in refusal.value.message
     assert refusal.value.hint
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from driftlens.checkpoints import tensor_sources as sources
 from driftlens.checkpoints.loading import (
     companion_files,
-    library_folder,
+    find_config_folder,
     open_checkpoint,
     read_config,
 )
@@ -31,7 +31,7 @@ from driftlens.checkpoints.tensor_sources import (
     check_finite,
     content_digest,
     module_source,
-    renamed,
+    rename_keys,
 )
 from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, NumericsError
 from tests.models.writing import Weights, write_mergekit
@@ -129,7 +129,7 @@ def test_the_same_weights_have_the_same_digest(form: str, weights: Weights, tmp_
     for key, value in reversed(weights.items()):
         module.register_buffer(key.replace(".", "_"), value)
     names = {key: key.replace(".", "_") for key in weights}
-    live = renamed(module_source(module, "live"), names)
+    live = rename_keys(module_source(module, "live"), names)
     assert content_digest(open_checkpoint(FORMS[form](tmp_path, weights))) == content_digest(live)
 
 
@@ -384,14 +384,14 @@ def test_a_revision_behind_an_id_is_the_one_that_is_read(hub_cache: Path, weight
     ):
         source = open_checkpoint(place, offline=True)
         torch.testing.assert_close(source.read(name), wanted[name], rtol=0, atol=0)
-        assert library_folder(place) == folder
+        assert find_config_folder(place) == folder
         assert read_config(place, "config.json", offline=True) == {"hidden_size": size}
     with refusing(CheckpointError, match="someone/model@v2", hint="hf download someone/model --revision v2"):
         open_checkpoint("someone/model@v2", offline=True)
 
 
 def test_what_lies_beside_weights_is_found_by_folder_file_and_cached_id(hub_cache: Path) -> None:
-    assert library_folder("someone/model") is None, "no library's folder without a configuration"
+    assert find_config_folder("someone/model") is None, "no library's folder without a configuration"
     for name in ("config.json", "tokenizer.json", "model.py", "other.json", "vocab.txt"):
         (hub_cache / name).write_text("{}")
     for place in (
@@ -400,7 +400,7 @@ def test_what_lies_beside_weights_is_found_by_folder_file_and_cached_id(hub_cach
         str(hub_cache),
         str(hub_cache / "model.safetensors"),
     ):
-        assert library_folder(place) == hub_cache, place
+        assert find_config_folder(place) == hub_cache, place
     assert list(companion_files(hub_cache)) == ["tokenizer.json", "vocab.txt"]
     secret, blob = hub_cache.parents[2] / "id_rsa", hub_cache.parents[1] / "blobs/0"
     blob.parent.mkdir()
@@ -413,7 +413,7 @@ def test_what_lies_beside_weights_is_found_by_folder_file_and_cached_id(hub_cach
     assert list(companion_files(elsewhere)) == ["tokenizer.json", "vocab.txt"]
     elsewhere.rename(hub_cache)
     for place in ("", "someone/other", str(hub_cache / "none.safetensors")):
-        assert companion_files(library_folder(place)) == {}
+        assert companion_files(find_config_folder(place)) == {}
 
 
 def test_a_download_is_announced_and_fetches_one_form_of_the_weights(
@@ -454,7 +454,7 @@ def test_a_live_module_is_read_by_reference() -> None:
 
 
 def test_renaming_hides_what_it_does_not_name(weights: Weights, tmp_path: Path) -> None:
-    view = renamed(open_checkpoint(write_safetensors(tmp_path, weights)), {"tokens": "embed.weight"})
+    view = rename_keys(open_checkpoint(write_safetensors(tmp_path, weights)), {"tokens": "embed.weight"})
     assert list(view.headers) == ["tokens"]
     assert torch.equal(view.read("tokens", (0, 2)), weights["embed.weight"][:2])
     for key in ("embed.weight", "block.half"):

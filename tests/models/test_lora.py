@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.lora import LoraSource
-from driftlens.checkpoints.tensor_sources import StateSource, TensorsSource, module_source, renamed
+from driftlens.checkpoints.tensor_sources import InMemorySource, StateSource, module_source, rename_keys
 from driftlens.utils.errors import CheckpointError
 from tests.models.writing import train
 from tests.refusing import refusing
@@ -112,7 +112,7 @@ def test_weights_stored_in_by_out_are_updated_in_that_layout(
     kind: type[nn.Module], use_dora: bool, tmp_path: Path
 ) -> None:
     module = kind()
-    base = TensorsSource("base", {key: value.clone() for key, value in module.state_dict().items()})
+    base = InMemorySource("base", {key: value.clone() for key, value in module.state_dict().items()})
     options = {"fan_in_fan_out": True} if kind is Transposed else {}
     [name] = [name for name, _ in module.named_children()]
     expected = train(module, tmp_path, r=2, target_modules=[name], use_dora=use_dora, **options)
@@ -125,8 +125,8 @@ def test_weights_stored_in_by_out_are_updated_in_that_layout(
 def test_adapters_find_their_weights_with_and_without_a_wrapper(base: StateSource, tmp_path: Path) -> None:
     expected = train(clip(), tmp_path, **OPTIONS["plain"])
     key = next(key for key in base.headers if key.endswith("layers.0.self_attn.v_proj.weight"))
-    wrapped = renamed(base, {f"model.vision_model.{name}": name for name in base.headers})
-    bare = renamed(base, {name.partition(".")[2] or name: name for name in base.headers})
+    wrapped = rename_keys(base, {f"model.vision_model.{name}": name for name in base.headers})
+    bare = rename_keys(base, {name.partition(".")[2] or name: name for name in base.headers})
     for view, name in ((wrapped, f"model.vision_model.{key}"), (bare, key.partition(".")[2])):
         torch.testing.assert_close(LoraSource(view, tmp_path).read(name), expected[key], rtol=0, atol=1e-6)
 
@@ -136,16 +136,16 @@ def test_two_towers_are_told_apart_by_shape_or_refused(base: StateSource, tmp_pa
     image = {f"image.{key}": base.read(key) for key in base.headers}
     narrow = {f"text.{key}": torch.zeros(3, 3) for key in base.headers}
     same = {f"text.{key}": base.read(key) for key in base.headers}
-    merged = LoraSource(TensorsSource("both", image | narrow), tmp_path)
+    merged = LoraSource(InMemorySource("both", image | narrow), tmp_path)
     changed = {key for key in merged.headers if not torch.equal(merged.read(key), (image | narrow)[key])}
     assert len(changed) == 4 and all(key.startswith("image.") for key in changed)
     with pytest.raises(CheckpointError, match=r"fits several weights: image.*, text"):
-        LoraSource(TensorsSource("both", image | same), tmp_path)
+        LoraSource(InMemorySource("both", image | same), tmp_path)
 
 
 def test_on_a_base_in_half_precision_the_sum_is_not_rounded(base: StateSource, tmp_path: Path) -> None:
     expected = train(clip(), tmp_path, **OPTIONS["plain"])
-    half = TensorsSource("half", {key: base.read(key).bfloat16() for key in base.headers})
+    half = InMemorySource("half", {key: base.read(key).bfloat16() for key in base.headers})
     key = next(key for key in base.headers if key.endswith("layers.0.self_attn.v_proj.weight"))
     exact = half.read(key).float() + (expected[key] - base.read(key))
     adapted = LoraSource(half, tmp_path)
@@ -317,7 +317,7 @@ def test_tensors_under_an_adapters_name_are_read_as_peft_reads_them(
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     train(clip(), tmp_path, **OPTIONS["plain"])
     with pytest.raises(CheckpointError, match=r"q_proj\.weight' \[8, 8\] fits no weight of other"):
-        LoraSource(TensorsSource("other", {"layers.0.self_attn.q_proj.weight": torch.zeros(9, 8)}), tmp_path)
+        LoraSource(InMemorySource("other", {"layers.0.self_attn.q_proj.weight": torch.zeros(9, 8)}), tmp_path)
 
 
 def test_adapters_without_a_base_are_no_model(tmp_path: Path) -> None:

@@ -15,15 +15,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from driftlens.checkpoints.alignment import Spellings, Stored, expand_joint_name, joint_name
+from driftlens.checkpoints.alignment import FileLayoutSource, KeyLayout, concat_pattern, expand_concat_pattern
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import StateSource
 from driftlens.config.run import RunSpec, load_spec
 from driftlens.experiment.loading import open_models
 from driftlens.experiment.merging import merge_experts
-from driftlens.models.architecture import weightless
-from driftlens.models.architectures.encoders import built, file_names, spellings
-from driftlens.utils.distributed import Context
+from driftlens.models.architecture import build_on_meta
+from driftlens.models.architectures.encoders import build_model, key_spellings, saved_key_names
+from driftlens.utils.distributed import JobContext
 from driftlens.utils.errors import IncompatibleModelsError
 from tests.quick import few
 from tests.zoo.cases import perturbed, with_seed
@@ -49,10 +49,10 @@ def config(request: pytest.FixtureRequest) -> Any:
     return CONFIGS[request.param]
 
 
-def layout_of(config: Any) -> tuple[Spellings, list[str]]:
+def layout_of(config: Any) -> tuple[KeyLayout, list[str]]:
     kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
-    skeleton = weightless(partial(built, kind, config), "it")
-    return Spellings(spellings(file_names(skeleton), skeleton)), [*skeleton.state_dict()]
+    skeleton = build_on_meta(partial(build_model, kind, config), "it")
+    return KeyLayout(key_spellings(saved_key_names(skeleton), skeleton)), [*skeleton.state_dict()]
 
 
 def write(config: Any, folder: Path, layout: str) -> dict[str, torch.Tensor]:
@@ -90,7 +90,7 @@ def test_files_of_either_layout_give_the_tensors_of_memory_and_get_theirs_back(
     loaded = write(config, tmp_path, layout)
     known, keys = layout_of(config)
     stored = load_file(tmp_path / "model.safetensors")
-    source = known.refitted(open_checkpoint(tmp_path))
+    source = known.regroup(open_checkpoint(tmp_path))
     aligned = known.align(source, keys, None)
     assert [*aligned.headers] == keys and (len(stored) > len(keys)) == (layout != "fused")
     for key, value in loaded.items():
@@ -98,7 +98,7 @@ def test_files_of_either_layout_give_the_tensors_of_memory_and_get_theirs_back(
         assert (aligned.headers[key].shape, aligned.headers[key].dtype) == (value.shape, value.dtype)
         if len(value) > 2:
             assert torch.equal(aligned.read(key, (1, 3)), value[1:3]), key
-    back = Stored(source)
+    back = FileLayoutSource(source)
     assert back.headers.keys() == stored.keys()
     for key, value in stored.items():
         assert torch.equal(back.read(key), value) and back.headers[key].shape == value.shape
@@ -154,7 +154,7 @@ def test_a_merge_has_the_layout_of_its_base_whatever_that_of_its_experts(family:
     logits = {}
     for base in ("base", "base-fused"):
         spec, out = spec_of(tmp_path, base, "one", "two-fused"), tmp_path / f"of-{base}"
-        merge_experts(spec, "task_arithmetic", {"scaling": 0.4}, out, Context())
+        merge_experts(spec, "task_arithmetic", {"scaling": 0.4}, out, JobContext())
         assert weights_in(out).keys() == weights_in(tmp_path / base).keys()
         for file in (tmp_path / base).glob("*.safetensors"):
             assert load_file(file).keys() == load_file(out / file.name).keys()
@@ -258,7 +258,7 @@ def test_a_count_of_experts_that_differs_is_refused_before_anything_is_written(
     with pytest.raises(
         IncompatibleModelsError, match=r"gate.weight' has shape \[3, 16\], expected \[4, 16\]"
     ):
-        merge_experts(spec_of(tmp_path, "base", "one"), "average", {}, tmp_path / "out", Context())
+        merge_experts(spec_of(tmp_path, "base", "one"), "average", {}, tmp_path / "out", JobContext())
     assert not (tmp_path / "out").exists()
 
 
@@ -274,6 +274,6 @@ def test_a_count_of_experts_that_differs_is_refused_before_anything_is_written(
     ],
 )
 def test_a_joint_name_is_that_of_its_parts_in_their_order(names: tuple[str, ...], joint: str) -> None:
-    assert joint_name(names) == joint
+    assert concat_pattern(names) == joint
     if joint:
-        assert expand_joint_name(joint, 2) == [*names]
+        assert expand_concat_pattern(joint, 2) == [*names]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from driftlens.models.preprocessing import Preprocess, hf_preprocess, open_clip_preprocess
+from driftlens.models.preprocessing import Preprocess, hf_clip_preprocess, open_clip_preprocess
 from driftlens.utils.errors import DataError, IncompatibleModelsError
 from tests.refusing import refusing
 
@@ -28,7 +28,7 @@ def array(height: int, width: int, seed: int = 0) -> np.ndarray[Any, Any]:
 
 
 def both() -> tuple[Preprocess, Preprocess]:
-    return hf_preprocess(CONFIG, (32, 32), "model"), open_clip_preprocess({}, (32, 32), "model")
+    return hf_clip_preprocess(CONFIG, (32, 32), "model"), open_clip_preprocess({}, (32, 32), "model")
 
 
 IMAGES: dict[str, Any] = {
@@ -81,7 +81,7 @@ def test_stated_settings_are_used() -> None:
         "resample": 2,
         "size": {"height": 32, "width": 32},
     }
-    theirs = hf_preprocess(config, (32, 32), "model")
+    theirs = hf_clip_preprocess(config, (32, 32), "model")
     torch.testing.assert_close(theirs([image])[0].double(), expected, rtol=0, atol=1e-6)
     assert not own.notice and not theirs.notice
 
@@ -90,15 +90,15 @@ def test_files_of_older_versions_mean_the_same() -> None:
     older = {"feature_extractor_type": "CLIPFeatureExtractor", "size": 32, "crop_size": 32, "resample": 3}
     image = array(37, 61)
     assert torch.equal(
-        hf_preprocess(older, (32, 32), "m")([image]), hf_preprocess(CONFIG, (32, 32), "m")([image])
+        hf_clip_preprocess(older, (32, 32), "m")([image]), hf_clip_preprocess(CONFIG, (32, 32), "m")([image])
     )
 
 
 def test_without_a_file_clips_defaults_are_used_and_said() -> None:
     image = array(37, 61)
-    expected = hf_preprocess(CONFIG, (32, 32), "model")([image])
+    expected = hf_clip_preprocess(CONFIG, (32, 32), "model")([image])
     for preprocess, file in (
-        (hf_preprocess(None, (32, 32), "org/model"), "preprocessor_config.json"),
+        (hf_clip_preprocess(None, (32, 32), "org/model"), "preprocessor_config.json"),
         (open_clip_preprocess(None, (32, 32), "org/model"), "preprocess_cfg"),
     ):
         torch.testing.assert_close(preprocess([image]), expected, rtol=0, atol=1e-6)
@@ -123,7 +123,7 @@ def test_other_arrays_are_refused(image: Any, words: str) -> None:
 
 def test_another_models_file_is_refused() -> None:
     with pytest.raises(IncompatibleModelsError, match="SiglipImageProcessor"):
-        hf_preprocess({"image_processor_type": "SiglipImageProcessor"}, (32, 32), "model")
+        hf_clip_preprocess({"image_processor_type": "SiglipImageProcessor"}, (32, 32), "model")
 
 
 def test_real_images_give_equal_pixels(real: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import StateSource
 from driftlens.models.architecture import Architecture, load_architecture
-from driftlens.models.heads import file_head
+from driftlens.models.heads import head_from_file
 from tests.quick import few
 from tests.zoo.towers import under_transformers_names
 from tests.zoo.walking import chain_states
@@ -68,7 +68,9 @@ def test_real_accuracies_are_those_measured_when_the_models_were_made(
     real: Path, task: str, model: str, form: str
 ) -> None:
     data, stated = np.load(real / "data" / f"{task}.npz"), suite(real)
-    head = file_head(real / "heads.safetensors", task, stated["logit_scale"], data["class_names"].tolist())
+    head = head_from_file(
+        real / "heads.safetensors", task, stated["logit_scale"], data["class_names"].tolist()
+    )
     scores = head.scores(features(*FORMS[form](real, task if model == "expert" else "base"), data["x_test"]))
     accuracy = (scores.argmax(dim=1) == torch.tensor(data["y_test"])).double().mean().item()
     # Float16 weights may turn a single image; the measured values are printed to four digits.

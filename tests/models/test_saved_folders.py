@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.tensor_sources import StateSource, TensorsSource, content_digest
+from driftlens.checkpoints.tensor_sources import InMemorySource, StateSource, content_digest
 from driftlens.models.architecture import Architecture, load_architecture
-from driftlens.models.heads import text_head
-from driftlens.models.saving import Patched, save_model
+from driftlens.models.heads import zero_shot_head
+from driftlens.models.saving import PatchedSource, save_model
 from driftlens.utils.errors import NumericsError
 from tests.zoo import encoders
 from tests.zoo.decoders import CONFIGS, saved
@@ -56,7 +56,7 @@ def version_5(folder: Path) -> Path:
 def moved(architecture: Architecture, base: StateSource) -> StateSource:
     """The base with every weight of its image tower moved."""
     tower = architecture.align(base)
-    return Patched(tower, {key: 1.3 * tower.read(key) for key in tower.headers})
+    return PatchedSource(tower, {key: 1.3 * tower.read(key) for key in tower.headers})
 
 
 def pictures(count: int = 6) -> list[Image.Image]:
@@ -86,7 +86,7 @@ def used(usage: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 
 def wrapped(folder: Path, wrapper: str) -> StateSource:
     plain = open_checkpoint(folder)
-    return TensorsSource("base", {wrapper + key: plain.read(key) for key in plain.headers})
+    return InMemorySource("base", {wrapper + key: plain.read(key) for key in plain.headers})
 
 
 @pytest.mark.parametrize(("style", "wrapper"), [(version_4, "module."), (version_5, "")])
@@ -105,7 +105,7 @@ def test_a_whole_clip_classifies_in_its_library_as_here(
     save_model(architecture, base, model, out, card=lambda usage: usage)
 
     features = own_features(architecture, model, pictures())
-    head = text_head(architecture.text_tower(base), CLASSES, ["a photo of a {}."])
+    head = zero_shot_head(architecture.text_tower(base), CLASSES, ["a photo of a {}."])
     scores = head.scores(features)
 
     library, processor = CLIPModel.from_pretrained(out), CLIPProcessor.from_pretrained(out)
@@ -183,7 +183,7 @@ def test_a_whole_clip_classifies_in_open_clip_as_here(tmp_path: Path) -> None:
     save_model(architecture, base, model, out)
     again = load_architecture("open-clip", str(out))
     assert again.chain.settings == architecture.chain.settings and again.notices == ()
-    head = text_head(architecture.text_tower(base), CLASSES, ["a photo of a {}."])
+    head = zero_shot_head(architecture.text_tower(base), CLASSES, ["a photo of a {}."])
     scores = head.scores(own_features(architecture, model, pictures()))
     library, prepare = open_clip.create_model_from_pretrained(f"local-dir:{out}")
     prompts = open_clip.get_tokenizer(f"local-dir:{out}")([f"a photo of a {name}." for name in CLASSES])
@@ -223,7 +223,7 @@ def test_a_base_in_shards_is_saved_in_shards(index: str, tmp_path: Path) -> None
     save_model(architecture, base, model, tmp_path / "one.safetensors")
     assert open_checkpoint(tmp_path / "one.safetensors").headers.keys() == base.headers.keys()
     key = architecture.chain.parameter_keys()[-1]
-    broken = Patched(model, {key: torch.full(model.headers[key].shape, float("nan"))})
+    broken = PatchedSource(model, {key: torch.full(model.headers[key].shape, float("nan"))})
     with pytest.raises(NumericsError, match="NaN"):
         save_model(architecture, base, broken, tmp_path / "broken")
     assert {path.name for path in tmp_path.iterdir()} == {"base", "out", "one.safetensors"}

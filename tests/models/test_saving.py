@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import (
-    OnDemand,
+    InMemorySource,
+    LazyTensors,
     StateSource,
     TensorHeader,
-    TensorsSource,
     content_digest,
     module_source,
 )
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
-from driftlens.models.chain import fused
-from driftlens.models.saving import Patched, save_model, save_state_dict
+from driftlens.models.chain import updated_tensors
+from driftlens.models.saving import PatchedSource, save_model, save_state_dict
 from driftlens.utils.errors import (
     CheckpointError,
     IncompatibleModelsError,
@@ -57,7 +57,7 @@ def weights(generator: torch.Generator) -> dict[str, Tensor]:
 
 @pytest.fixture
 def base(weights: dict[str, Tensor]) -> StateSource:
-    return TensorsSource("base", weights)
+    return InMemorySource("base", weights)
 
 
 def test_the_library_reads_back_what_was_written(weights: dict[str, Tensor], tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_views_ties_and_leaves_are_written_by_value(tmp_path: Path) -> None:
 
 def test_patching_keeps_keys_order_and_dtypes(base: StateSource, tmp_path: Path) -> None:
     update = torch.linspace(-1, 1, 5, dtype=torch.float64)
-    result = Patched(base, {"half": update})
+    result = PatchedSource(base, {"half": update})
     assert list(result.headers) == list(base.headers)
     assert torch.equal(result.read("half"), update.half())
     assert torch.equal(result.read("half", (1, 3)), update[1:3].half())
@@ -125,7 +125,7 @@ def test_updates_that_would_spoil_the_base_are_refused(
     key: str, value: Tensor, error: type[Exception], message: str, base: StateSource, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):
-        save_state_dict(tmp_path / "w.safetensors", Patched(base, {key: value}))
+        save_state_dict(tmp_path / "w.safetensors", PatchedSource(base, {key: value}))
     assert not list(tmp_path.iterdir())
 
 
@@ -155,14 +155,16 @@ def test_an_update_is_put_together_once_however_often_it_is_patched(tmp_path: Pa
         made.append(key)
         return torch.zeros(100)
 
-    inner = Patched(source, OnDemand(["t3", "t6"], update))
-    save_state_dict(tmp_path / "w.safetensors", Patched(source, OnDemand(source.headers, inner.read)))
+    inner = PatchedSource(source, LazyTensors(["t3", "t6"], update))
+    save_state_dict(
+        tmp_path / "w.safetensors", PatchedSource(source, LazyTensors(source.headers, inner.read))
+    )
     assert made == ["t3", "t6"]
 
 
 def test_patched_weights_are_streamed(tmp_path: Path) -> None:
     source = Counting()
-    save_state_dict(tmp_path / "w.safetensors", Patched(source, {"t3": torch.zeros(100)}))
+    save_state_dict(tmp_path / "w.safetensors", PatchedSource(source, {"t3": torch.zeros(100)}))
     assert source.most <= 2  # the one at hand, and the next while it takes its place
     assert [float(value[0]) for _, value in sorted(load_file(tmp_path / "w.safetensors").items())] == [
         0,
@@ -195,7 +197,7 @@ def test_whatever_stops_the_writing_the_old_file_stays(error: BaseException, tmp
     save_state_dict(path, {"a": torch.ones(2)})
     before = path.read_bytes()
     with pytest.raises(type(error)):
-        save_state_dict(path, Patched(Failing(error), {}))
+        save_state_dict(path, PatchedSource(Failing(error), {}))
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -203,7 +205,7 @@ def test_whatever_stops_the_writing_the_old_file_stays(error: BaseException, tmp
 def test_a_full_disk_is_told_with_what_is_needed(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"can't write .*w\.safetensors: No space left") as refusal:
         save_state_dict(
-            tmp_path / "w.safetensors", Patched(Failing(OSError(errno.ENOSPC, "No space left")), {})
+            tmp_path / "w.safetensors", PatchedSource(Failing(OSError(errno.ENOSPC, "No space left")), {})
         )
     assert refusal.value.context["need"] > 8 * 400
     assert "bytes needed are free there" in refusal.value.hint
@@ -235,7 +237,7 @@ def doubled(architecture: Architecture, base: StateSource) -> StateSource:
         for layer in architecture.chain.layers
         for name, value in parameters(layer, weights).items()
     }
-    return Patched(tower, fused(architecture.chain, changes, tower))
+    return PatchedSource(tower, updated_tensors(architecture.chain, changes, tower))
 
 
 def test_rows_that_are_not_given_stay_those_of_the_start() -> None:
@@ -243,7 +245,7 @@ def test_rows_that_are_not_given_stay_those_of_the_start() -> None:
     source = module_source(module, "merged")
     before = {key: value.clone() for key, value in module.state_dict().items()}
     key = "transformer.resblocks.1.attn.in_proj_weight"
-    back = fused(
+    back = updated_tensors(
         architecture_of(module).chain,
         {
             (3, "attn.k_proj.weight"): torch.full((32, 32), 7.0),
@@ -263,7 +265,7 @@ def test_a_state_dict_keeps_the_bases_names_and_what_else_it_holds(
     architecture: Architecture, base_folder: Path, tmp_path: Path
 ) -> None:
     plain = open_checkpoint(base_folder)
-    base = TensorsSource("base", {f"module.{key}": plain.read(key).half() for key in plain.headers})
+    base = InMemorySource("base", {f"module.{key}": plain.read(key).half() for key in plain.headers})
     save_model(
         architecture, base, doubled(architecture, base), tmp_path / "out.safetensors", metadata={"by": "test"}
     )
@@ -301,7 +303,7 @@ def test_a_folder_of_transformers_may_hold_the_tower_alone(tmp_path: Path) -> No
 def test_a_part_of_an_open_clip_model_makes_no_folder(tmp_path: Path) -> None:
     folder = open_clip_folder(tmp_path / "base")
     architecture, whole = load_architecture("open-clip", str(folder)), open_checkpoint(folder)
-    tower = TensorsSource(
+    tower = InMemorySource(
         "tower", {key: whole.read(key) for key in whole.headers if key.startswith("visual.")}
     )
     with pytest.raises(SpecError, match="is not a whole model"):
@@ -328,7 +330,7 @@ def test_a_model_with_a_hole_is_not_saved(
     base = open_checkpoint(base_folder)
     tower = architecture.align(base)
     key = architecture.chain.parameter_keys()[5]
-    holed = TensorsSource("calibrated", {name: tower.read(name) for name in tower.headers if name != key})
+    holed = InMemorySource("calibrated", {name: tower.read(name) for name in tower.headers if name != key})
     with refusing(IncompatibleModelsError, key, match="calibrated lacks"):
         save_model(architecture, base, holed, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -17,15 +17,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import driftlens as dl
-from driftlens.checkpoints.loading import modules_of, open_checkpoint, pooling_of
+from driftlens.checkpoints.loading import open_checkpoint, read_pooling, sentence_modules
 from driftlens.config.run import load_spec
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.walk import forward
+from driftlens.engine.walk import iter_final_features
 from driftlens.experiment.loading import analysis_settings, open_models
 from driftlens.experiment.merging import merge_experts
 from driftlens.models.architecture import load_architecture
-from driftlens.utils.distributed import Context
+from driftlens.utils.distributed import JobContext
 from driftlens.utils.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
 from tests.quick import few, paced
 from tests.refusing import refusing
@@ -53,12 +53,12 @@ def test_a_folder_of_sentences_is_opened_and_saved_whole(inside: str, tmp_path: 
     assert analysis_settings(spec, known.chain).pool == "cls"
     assert known.preprocess is not None and known.preprocess.settings["max_length"] == 7
     assert all(word in known.notices[0] for word in ("by cls, then by Dense, Normalize", "'query: '"))
-    merge_experts(spec, "average", {}, tmp_path / "out", Context())
+    merge_experts(spec, "average", {}, tmp_path / "out", JobContext())
     merged = load_file(tmp_path / "out" / "model.safetensors")
     sources = [open_checkpoint(tmp_path / name) for name in ("one", "two")]
     key = "encoder.layer.0.attention.self.query.weight"
     torch.testing.assert_close(merged[key], sum(source.read(key) for source in sources) / 2)
-    assert [module.place for module in modules_of(tmp_path / "out")] == [
+    assert [module.place for module in sentence_modules(tmp_path / "out")] == [
         "",
         "1_Pooling",
         "2_Dense",
@@ -104,7 +104,7 @@ def embeddings(root: Path, texts: list[str], loader: str = "hf-auto", **of_reade
         known.chain, known.skeleton, {"base": source}, device=torch.device("cpu"), dtype=torch.float64
     )
     batch = Batch(0, len(texts), reader([(text, "") for text in texts]))
-    [(_, features)] = forward(pool, "base", [batch])
+    [(_, features)] = iter_final_features(pool, "base", [batch])
     closing = pool.library_states("base", batch.inputs)[-1]["hidden"]
     torch.testing.assert_close(features, closing, rtol=1e-9, atol=1e-11)
     return features
@@ -112,7 +112,7 @@ def embeddings(root: Path, texts: list[str], loader: str = "hf-auto", **of_reade
 
 def tokens_of(root: Path, model: Any, text: str) -> Tensor:
     """Features [t, d] of the tokens of one text alone, by transformers."""
-    ids = load_architecture("hf-auto", str(root)).preprocess.texts.questions([text])[0]  # type: ignore[union-attr]
+    ids = load_architecture("hf-auto", str(root)).preprocess.texts.question_tokens([text])[0]  # type: ignore[union-attr]
     with torch.no_grad():
         features: Tensor = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
     return features
@@ -159,7 +159,7 @@ def test_the_final_feature_is_the_embedding_however_its_batch_is_padded(
     stated: dict[str, Any], tmp_path: Path
 ) -> None:
     root = sentences(tmp_path / "base", 0, pooling=stated, dense=1.5)
-    modes = pooling_of(root).modes
+    modes = read_pooling(root).modes
     for text, embedding in zip(LONG, embeddings(root, LONG), strict=True):
         tokens = tokens_of(root, embedder("BERT", 0).double(), text)
         expected = read(root, torch.cat([POOLS[mode](tokens) for mode in modes]))

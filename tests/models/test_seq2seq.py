@@ -12,7 +12,7 @@ from torch import Tensor
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.walk import forward
+from driftlens.engine.walk import iter_final_features
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
 from driftlens.models.heads import LmHead
 from driftlens.models.texts import generate, log_likelihoods
@@ -45,7 +45,7 @@ def test_features_scores_and_answers_are_those_of_the_library(name: str, tmp_pat
     loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float64)
     loaded.eval().requires_grad_(False)
     inputs, reader = known.preprocess(ASKED), known.preprocess.texts
-    [(_, final)] = forward(pool, "merged", [Batch(0, 3, inputs)])
+    [(_, final)] = iter_final_features(pool, "merged", [Batch(0, 3, inputs)])
     mask = inputs["decoder_attention_mask"].bool()
     assert not final[~mask].any()
     head = LmHead(tuple(map(str, range(40))), pool.source("merged"), known.lm)
@@ -65,12 +65,12 @@ def test_features_scores_and_answers_are_those_of_the_library(name: str, tmp_pat
     few = LmHead(("a", "b"), pool.source("merged"), known.lm, tokens=(7, 5))
     torch.testing.assert_close(few.scores(final[:, 0]), head.scores(final[:, 0])[:, [7, 5]])
     questions = [text for text, _ in ASKED]
-    with pool.loaded("merged") as whole:
+    with pool.load_module("merged") as whole:
         answers = generate(whole, reader, questions, 5)
         likely, _ = log_likelihoods(whole, reader, questions, [["yes", "no it is blue"]] * 3)
     assert answers == generate(loaded, reader, questions, 5)
     assert bool(reader.opening) == (name == "BART")
-    tokens = [*reader.answer_tokens("no it is blue"), reader.end]
+    tokens = [*reader.answer_tokens("no it is blue"), reader.end_token]
     with torch.no_grad():
         scores = loaded(**reader([(questions[0], "no it is blue")])).logits[0, -len(tokens) :]
     wanted = scores.log_softmax(dim=-1)[range(len(tokens)), tokens].sum()

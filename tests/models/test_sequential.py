@@ -242,8 +242,8 @@ def native_inputs(module: nn.Module, block: str, inputs: Any) -> dict[str, Tenso
 def test_parameters_belong_to_where_they_are_used() -> None:
     module = STACKS["masked_attention"].module()
     chain = chain_of(STACKS["masked_attention"], module)
-    assert set(chain.owned(chain.layers[0])) == {"class_token", "embed.weight"}
-    assert set(chain.owned(chain.layers[-1])) == {"scale", "final.weight"}
+    assert set(chain.own_parameters(chain.layers[0])) == {"class_token", "embed.weight"}
+    assert set(chain.own_parameters(chain.layers[-1])) == {"scale", "final.weight"}
     assert set(chain.parameter_keys()) == set(module.state_dict())
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import driftlens as dl
-from driftlens.engine.calibrating import normalised_rows
+from driftlens.engine.calibrating import norm_without_affine
 from driftlens.models.architectures.module_list import sequential_chain
-from driftlens.models.chain import Layer, LayerChain, pooled
+from driftlens.models.chain import Layer, LayerChain, pool_features
 from tests.zoo.walking import chain_states, parameters
 
 CHANNELS = 6
@@ -98,7 +98,7 @@ def test_what_a_site_says_is_its_matrix_times_what_it_hears(block: type[nn.Modul
         if site.kind == "linear":
             wanted = F.linear(rows, weight, bias)
         else:
-            wanted = normalised_rows(site, rows) * weight + (0 if bias is None else bias)
+            wanted = norm_without_affine(site, rows) * weight + (0 if bias is None else bias)
         torch.testing.assert_close(output, wanted, rtol=1e-10, atol=1e-10)
 
 
@@ -125,9 +125,9 @@ def test_weights_go_back_as_they_are_stored(block: type[nn.Module]) -> None:
     for layer in sequential_chain(module, inputs(block)).layers:
         for slot in layer.parameters.values():
             stored = module.state_dict()[slot.key]
-            own = slot.own(stored)
-            assert tuple(own.shape) == slot.shape(tuple(stored.shape))
-            assert torch.equal(slot.stored(own), stored)
+            own = slot.to_layer_layout(stored)
+            assert tuple(own.shape) == slot.layer_shape(tuple(stored.shape))
+            assert torch.equal(slot.to_stored_layout(own), stored)
 
 
 @pytest.mark.parametrize("block", [Kernels, Upright])
@@ -274,7 +274,7 @@ def test_channels_are_where_the_next_reader_takes_them_to_be(
     x = torch.randn(2, 3, 8, 12, dtype=torch.float64)
     chain = sequential_chain(module, x, blocks="")
     states = chain.library_states(copy.deepcopy(module), x)
-    assert tuple(pooled(state["hidden"], "mean").shape[1] for state in states[:-1]) == widths
+    assert tuple(pool_features(state["hidden"], "mean").shape[1] for state in states[:-1]) == widths
     assert states[-1]["hidden"].shape == states[-2]["hidden"].shape
     _, side = chain.start(x)
     for layer, state, wanted in zip(chain.blocks, states, states[1:], strict=False):

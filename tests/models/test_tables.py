@@ -41,7 +41,7 @@ class _Scaled(nn.Module):
 def test_a_look_up_converts_its_rows_alone() -> None:
     stored = torch.randn(500, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     module, ids = _Scaled(), torch.tensor([[3, 0, 499], [3, 7, 7]])
-    table = EmbeddingTable.of(stored, torch.float32)
+    table = EmbeddingTable.wrap(stored, torch.float32)
     with _Largest() as largest:
         out = functional_call(module, {"table.weight": table}, (ids,))
         module.table._parameters["weight"] = cast("nn.Parameter", table)
@@ -57,6 +57,6 @@ def test_a_look_up_converts_its_rows_alone() -> None:
 )
 def test_whatever_else_is_done_is_done_with_all_of_it(use) -> None:  # type: ignore[no-untyped-def]
     stored = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found = use(EmbeddingTable.of(stored, torch.float64))
+    found = use(EmbeddingTable.wrap(stored, torch.float64))
     assert type(found) is Tensor
     torch.testing.assert_close(found, use(stored.double()), rtol=0, atol=0)

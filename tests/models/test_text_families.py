@@ -14,17 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.checkpoints.tensor_sources import StateSource, TensorsSource
+from driftlens.checkpoints.tensor_sources import InMemorySource, StateSource
 from driftlens.data.samples import Batch
 from driftlens.diagnostics.drift import score_gains
 from driftlens.engine.pool import ModelPool
-from driftlens.engine.walk import forward
+from driftlens.engine.walk import iter_final_features
 from driftlens.models.architecture import Architecture, architecture_of, load_architecture
-from driftlens.models.chain import State, pooled
+from driftlens.models.chain import State, pool_features
 from driftlens.models.heads import LmHead
-from driftlens.models.readouts import OwnHead, split_head
+from driftlens.models.readouts import ExpertHead, split_head
 from driftlens.models.saving import save_model
-from driftlens.models.texts import Text, generate
+from driftlens.models.texts import TextSample, generate
 from driftlens.utils.errors import DataError, NumericsError
 from tests.zoo.cases import perturbed, samples
 from tests.zoo.decoders import CONFIGS, FLOAT32, families, in_float64, saved
@@ -34,7 +34,7 @@ from tests.zoo.small import flan_t5
 from tests.zoo.tokenizers import word_tokenizer
 from tests.zoo.walking import chain_states, largest_difference
 
-ASKED = [Text("is it red"), Text("question : is it blue or green ?"), Text("no")]
+ASKED = [TextSample("is it red"), TextSample("question : is it blue or green ?"), TextSample("no")]
 
 
 def with_pool(folder: Path) -> tuple[Architecture, ModelPool]:
@@ -61,7 +61,7 @@ def test_features_scores_and_answers_are_those_of_the_library(config: Any, tmp_p
     inputs = found.preprocess(ASKED)
     loaded = in_float64(tmp_path)
     mask = inputs["attention_mask"].bool()
-    [(_, final)] = forward(pool, "merged", [Batch(0, 3, inputs)])
+    [(_, final)] = iter_final_features(pool, "merged", [Batch(0, 3, inputs)])
     assert not final[~mask].any()
     logits, read = [], list[Tensor]()
     loaded.get_output_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0]))
@@ -80,8 +80,8 @@ def test_features_scores_and_answers_are_those_of_the_library(config: Any, tmp_p
             torch.testing.assert_close(state["hidden"], hidden, **apart)
         torch.testing.assert_close(final[row][mask[row]], read[-1][0], **apart)
     # The head at the last token of each question, in a batch with padding that no window is short of.
-    whole = found.preprocess([Text("is it red"), Text("is it blue red"), Text("is it")])
-    [(_, features)] = forward(pool, "merged", [Batch(0, 3, whole)], pooling="last")
+    whole = found.preprocess([TextSample("is it red"), TextSample("is it blue red"), TextSample("is it")])
+    [(_, features)] = iter_final_features(pool, "merged", [Batch(0, 3, whole)], pooling="last")
     with torch.no_grad():
         scores = loaded(**whole).logits[range(3), whole["attention_mask"].sum(dim=1) - 1].double()
     assert found.lm is not None
@@ -104,10 +104,10 @@ def test_features_scores_and_answers_are_those_of_the_library(config: Any, tmp_p
     # One sample alone, and all in another order.
     for order in ([1], [2, 0, 1]):
         batch = Batch(0, len(order), found.preprocess([ASKED[at] for at in order]))
-        [(_, others)] = forward(pool, "merged", [batch], pooling="last")
+        [(_, others)] = iter_final_features(pool, "merged", [batch], pooling="last")
         torch.testing.assert_close(others, final[rows, last][order], **apart)
     # Generating wants the whole model, which is gone again afterwards.
-    with pool.loaded("merged") as whole:
+    with pool.load_module("merged") as whole:
         answers = generate(whole, found.preprocess.texts, [text.input for text in ASKED], 5)
     assert answers == generate(loaded, found.preprocess.texts, [text.input for text in ASKED], 5)
     assert all(parameter.is_meta for parameter in found.skeleton.parameters())
@@ -167,12 +167,12 @@ def states(architecture: Architecture, folder: Path, texts: tuple[str, ...]) -> 
     return chain_states(architecture.chain, weights, architecture.preprocess([(text, "") for text in texts]))
 
 
-def own_head(architecture: Architecture, folder: Path) -> OwnHead:
+def own_head(architecture: Architecture, folder: Path) -> ExpertHead:
     stored = open_checkpoint(folder / "expert")
     keys = architecture.classifier_keys(stored)
     assert set(architecture.align(stored).headers) == set(architecture.keys)
     assert architecture.own_head is not None and keys is not None
-    return architecture.own_head.head(stored, keys, NAMES)
+    return architecture.own_head.load_head(stored, keys, NAMES)
 
 
 @pytest.mark.shows("drift", files="hf-encoder")
@@ -213,7 +213,7 @@ def test_the_head_of_an_expert_is_all_that_its_library_runs_behind_the_tokens(
     assert pool == ("mean" if name == "ModernBERT" else "cls")
     inputs = architecture.preprocess([(text, "") for text in TEXTS])
     tokens = states(architecture, tmp_path, TEXTS)[-1]["hidden"]
-    features = pooled(tokens, pool, inputs["attention_mask"])
+    features = pool_features(tokens, pool, inputs["attention_mask"])
     torch.testing.assert_close(head.scores(features), logits(model, inputs), rtol=1e-9, atol=1e-9)
     held = {key.removeprefix("bert.") for key in architecture.own_head.names}
     assert held and held.isdisjoint(key.removeprefix("bert.") for key in architecture.keys)
@@ -231,7 +231,7 @@ def test_positions_that_every_block_of_deberta_reads_belong_to_the_first(tmp_pat
     architecture, _ = opened("DeBERTa-v3", tmp_path)
     chain, key = architecture.chain, "deberta.encoder.rel_embeddings.weight"
     assert all(key in layer.parameters for layer in chain.blocks)
-    assert [layer.index for layer in chain.layers if key in chain.owned(layer)] == [2]
+    assert [layer.index for layer in chain.layers if key in chain.own_parameters(layer)] == [2]
     sites = {site.name: site for site in chain.blocks[0].sites}
     assert not any("query_proj" in name or "key_proj" in name for name in sites)
     assert sites["attention.self.value_proj"].input == "attention.self.value_proj"
@@ -244,11 +244,11 @@ def test_heads_that_don_t_fit_are_refused(tmp_path: Path) -> None:
     keys = architecture.classifier_keys(stored)
     assert architecture.own_head is not None and keys is not None
     with pytest.raises(DataError, match="has 3 scores, but 2"):
-        architecture.own_head.head(stored, keys, NAMES[:2])
+        architecture.own_head.load_head(stored, keys, NAMES[:2])
     model = encoder("RoBERTa", seed=2)
     model.classifier.dense.bias.data[3] = torch.nan
     with pytest.raises(NumericsError, match=r"'classifier.dense.bias' holds 1 NaN"):
-        architecture.own_head.head(open_checkpoint(save(model, tmp_path / "nan")), keys, NAMES)
+        architecture.own_head.load_head(open_checkpoint(save(model, tmp_path / "nan")), keys, NAMES)
     model = encoder("RoBERTa").roberta  # a core alone holds no classifier
     assert architecture.classifier_keys(open_checkpoint(save(model, tmp_path / "core"))) is None
 
@@ -406,7 +406,7 @@ def test_every_block_computes_positions_from_its_own_models_table() -> None:
         assert largest_difference(chain_states(chain, model, inputs), library) < 1e-12
     last = chain.blocks[-1]
     assert any("relative_attention_bias" in name for name in last.parameters)
-    assert not any("relative_attention_bias" in name for name in chain.owned(last))
+    assert not any("relative_attention_bias" in name for name in chain.own_parameters(last))
 
 
 @T5
@@ -426,7 +426,7 @@ def test_a_saved_folder_reloads_with_every_weight_that_was_merged(is_flan: bool,
     architecture = load_architecture("hf-t5", str(place))
     base = open_checkpoint(place)
     aligned = architecture.align(base)
-    merged = TensorsSource("merged", {key: aligned.read(key) * 1.25 for key in aligned.headers})
+    merged = InMemorySource("merged", {key: aligned.read(key) * 1.25 for key in aligned.headers})
     assert ("lm_head.weight" in merged.headers) == is_flan
     save_model(architecture, base, merged, tmp_path / "out", card=lambda usage: usage)
     assert {"config.json", "generation_config.json", "tokenizer.json", "README.md"} <= {

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from driftlens.checkpoints.loading import tokenizer_in
+from driftlens.checkpoints.loading import load_tokenizer
 from driftlens.models.preprocessing import hf_text_preprocess
-from driftlens.models.texts import Text, TextReader
+from driftlens.models.texts import TextProcessor, TextSample
 from driftlens.utils.errors import DriftLensError, SpecError
 from tests.zoo.tokenizers import word_tokenizer
 
@@ -23,7 +23,7 @@ def ids(tokenizer: Any, *words: str) -> list[int]:
     return list(found)
 
 
-ASKED = Text("is it red", " yes")
+ASKED = TextSample("is it red", " yes")
 
 
 @pytest.mark.parametrize(
@@ -34,30 +34,30 @@ def test_a_decoders_answer_follows_the_question_and_rows_are_padded_on_the_right
 ) -> None:
     tokenizer = word_tokenizer(**settings)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    reader = TextReader(tokenizer, "decoder")
+    reader = TextProcessor(tokenizer, "decoder")
     question = ids(tokenizer, "<s>", "is", "▁it", "▁red")
     answer = ids(tokenizer, "▁yes", "</s>")
-    found = reader([ASKED, Text("is it red")])
+    found = reader([ASKED, TextSample("is it red")])
     assert found["input_ids"].tolist() == [
         question + answer,
         question + [tokenizer.pad_token_id] * 2,
     ]
     assert found["attention_mask"].tolist() == [[1] * 6, [1] * 4 + [0] * 2]
-    assert reader.questions(["is it red"]) == [question]
-    assert (reader.answer_tokens(" yes"), reader.end) == (tuple(answer[:1]), answer[1])
+    assert reader.question_tokens(["is it red"]) == [question]
+    assert (reader.answer_tokens(" yes"), reader.end_token) == (tuple(answer[:1]), answer[1])
     assert reader.decode(answer) == " yes"
 
 
 def test_a_text_that_begins_with_its_first_token_gets_no_second_one() -> None:
     tokenizer = word_tokenizer()
-    reader = TextReader(tokenizer, "decoder")
-    assert reader.questions(["<s>is it"]) == reader.questions(["is it"])
+    reader = TextProcessor(tokenizer, "decoder")
+    assert reader.question_tokens(["<s>is it"]) == reader.question_tokens(["is it"])
 
 
 def test_an_encoder_decoders_answer_follows_the_start_token_and_is_shifted() -> None:
     tokenizer = word_tokenizer("encoder-decoder")
-    reader = TextReader(tokenizer, "encoder-decoder", start=tokenizer.pad_token_id)
-    found = reader([Text("is it red", "yes no"), Text("is", "")])
+    reader = TextProcessor(tokenizer, "encoder-decoder", start=tokenizer.pad_token_id)
+    found = reader([TextSample("is it red", "yes no"), TextSample("is", "")])
     pad = tokenizer.pad_token_id
     asked = ids(tokenizer, "is", "▁it", "▁red", "</s>")
     assert found["input_ids"].tolist() == [asked, [*ids(tokenizer, "is", "</s>"), pad, pad]]
@@ -71,7 +71,7 @@ def test_an_encoder_reads_the_question_as_its_tokenizer_gives_it() -> None:
     tokenizer = word_tokenizer("encoder", padding_side="left")
     texts = ["is it red", "no"]
     wanted = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-    found = TextReader(tokenizer)([Text(text, "yes") for text in texts])
+    found = TextProcessor(tokenizer)([TextSample(text, "yes") for text in texts])
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
@@ -79,27 +79,29 @@ def test_an_encoder_reads_the_question_as_its_tokenizer_gives_it() -> None:
 
 def test_what_is_too_long_is_cut_where_no_answer_stands() -> None:
     decoder = word_tokenizer()
-    reader = TextReader(decoder, "decoder", max_length=5)
+    reader = TextProcessor(decoder, "decoder", max_length=5)
     assert reader([ASKED])["input_ids"].tolist() == [ids(decoder, "<s>", "▁it", "▁red", "▁yes", "</s>")]
-    assert reader.questions(["is it red blue no"]) == [ids(decoder, "<s>", "▁it", "▁red", "▁blue", "▁no")]
+    assert reader.question_tokens(["is it red blue no"]) == [
+        ids(decoder, "<s>", "▁it", "▁red", "▁blue", "▁no")
+    ]
     both = word_tokenizer("encoder-decoder")
-    reader = TextReader(both, "encoder-decoder", max_length=3, start=0)
-    found = reader([Text("is it red blue no", "yes no yes no")])
+    reader = TextProcessor(both, "encoder-decoder", max_length=3, start=0)
+    found = reader([TextSample("is it red blue no", "yes no yes no")])
     assert found["input_ids"].tolist() == [ids(both, "is", "▁it", "</s>")]
     assert found["decoder_input_ids"].tolist() == [[0, *ids(both, "yes", "▁no")]]
     encoder = word_tokenizer("encoder")
-    assert TextReader(encoder, max_length=4)([ASKED])["input_ids"].tolist() == [
+    assert TextProcessor(encoder, max_length=4)([ASKED])["input_ids"].tolist() == [
         ids(encoder, "[CLS]", "is", "▁it", "[SEP]")
     ]
 
 
 def test_a_digest_tells_tokenizers_apart_by_what_decides_on_ids() -> None:
-    plain = TextReader(word_tokenizer()).digest
+    plain = TextProcessor(word_tokenizer()).digest
     same = word_tokenizer(padding_side="left", model_max_length=7)
     same.chat_template = "{{ messages }}"
-    assert TextReader(same).digest == plain
-    assert TextReader(word_tokenizer(words=("is", "it"))).digest != plain
-    assert TextReader(word_tokenizer(eos_token="<s>")).digest != plain
+    assert TextProcessor(same).digest == plain
+    assert TextProcessor(word_tokenizer(words=("is", "it"))).digest != plain
+    assert TextProcessor(word_tokenizer(eos_token="<s>")).digest != plain
 
 
 def test_files_beside_the_model_say_how_its_texts_are_read(tmp_path: Path) -> None:
@@ -126,14 +128,16 @@ def test_files_beside_the_model_say_how_its_texts_are_read(tmp_path: Path) -> No
     reader = found.texts
     assert reader is not None
     assert (reader.start, reader.ends, reader.max_length) == (0, (3, 7), 9)
-    assert found.settings["tokenizer"] == reader.digest == TextReader(tokenizer).digest
+    assert found.settings["tokenizer"] == reader.digest == TextProcessor(tokenizer).digest
     assert found.settings["packing"] == "none"
     with pytest.raises(SpecError, match="fits its 5 tokens"):
         hf_text_preprocess(str(tmp_path), transformers.T5Config(vocab_size=5), True, "encoder-decoder")
     # Of encoders too, any token may stand for padding.
     word_tokenizer("encoder", pad_token=None).save_pretrained(tmp_path)
     reader = hf_text_preprocess(str(tmp_path), transformers.BertConfig(), True, "encoder").texts
-    assert reader is not None and reader([Text("is it"), Text("no")])["attention_mask"].tolist()[1] == [
+    assert reader is not None and reader([TextSample("is it"), TextSample("no")])["attention_mask"].tolist()[
+        1
+    ] == [
         1,
         1,
         1,
@@ -146,8 +150,8 @@ def test_files_beside_the_model_say_how_its_texts_are_read(tmp_path: Path) -> No
 
 
 def test_where_there_are_no_files_there_is_no_tokenizer(tmp_path: Path) -> None:
-    assert tokenizer_in(str(tmp_path), offline=True) is None
-    assert tokenizer_in(str(tmp_path / "nothing"), offline=True) is None
+    assert load_tokenizer(str(tmp_path), offline=True) is None
+    assert load_tokenizer(str(tmp_path / "nothing"), offline=True) is None
 
 
 @pytest.mark.parametrize(("stated", "length"), [(7.0, 7), (0.25, None)])

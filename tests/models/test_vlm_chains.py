@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from driftlens.models.architecture import weightless
-from driftlens.models.architectures.encoders import built
+from driftlens.models.architecture import build_on_meta
+from driftlens.models.architectures.encoders import build_model
 from driftlens.models.architectures.language import PADDED, causal_chain
-from driftlens.models.architectures.module_list import block_list
-from driftlens.models.architectures.vlm import decoder_path, tower_list, vision_language_chain
+from driftlens.models.architectures.module_list import find_blocks
+from driftlens.models.architectures.vlm import decoder_path, vision_blocks_path, vision_language_chain
 from driftlens.models.chain import LayerChain
-from driftlens.models.texts import as_the_library
+from driftlens.models.texts import unpad_image_rows
 from driftlens.utils.errors import IncompatibleModelsError
 from tests.quick import few
 from tests.refusing import refusing
@@ -35,18 +35,21 @@ def whole_of(name: str) -> Any:
 
 def taken_apart(module: Any, batch: Any) -> LayerChain:
     """As from files: the skeleton has shapes only."""
-    shell = weightless(partial(built, type(module), copy.deepcopy(module.config)), "shell")
+    shell = build_on_meta(partial(build_model, type(module), copy.deepcopy(module.config)), "shell")
     decoder = decoder_path(shell)
-    blocks, _ = block_list(shell.get_submodule(decoder), None)
+    blocks, _ = find_blocks(shell.get_submodule(decoder), None)
     blind, _ = causal_chain(shell, PADDED, f"{decoder}.{blocks}")
-    return vision_language_chain(shell, batch, tower_list(shell), blind)
+    return vision_language_chain(shell, batch, vision_blocks_path(shell), blind)
 
 
 def walked(chain: LayerChain, module: Any, batch: Any) -> list[dict[str, Tensor]]:
     """The states at all boundaries."""
     weights, (state, side), states = module.state_dict(), chain.start(batch), []
     for layer in chain.layers:
-        own = {name: slot.own(slot.of(weights[slot.key])) for name, slot in layer.parameters.items()}
+        own = {
+            name: slot.to_layer_layout(slot.take_rows(weights[slot.key]))
+            for name, slot in layer.parameters.items()
+        }
         state = layer.call(own, state, side)
         states.append(state)
     return states
@@ -73,12 +76,12 @@ def test_a_chain_is_the_librarys_forward_pass(name: str) -> None:
     counts, read = batch["attention_mask"].bool(), list[Tensor]()
     hook = module.get_output_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0]))
     with torch.no_grad(), hook:
-        module(**as_the_library(batch))
+        module(**unpad_image_rows(batch))
     torch.testing.assert_close(states[-1]["hidden"][counts], read[0][counts], rtol=1e-9, atol=1e-9)
     # Every weight that moves a score belongs to a layer, but the head's own.
     keys = set(chain.parameter_keys())
     module.zero_grad()
-    module(**as_the_library(batch)).logits[counts].square().sum().backward()
+    module(**unpad_image_rows(batch)).logits[counts].square().sum().backward()
     moving = {key for key, value in module.named_parameters() if value.grad is not None and value.grad.any()}
     assert moving - {"lm_head.weight"} <= keys
 
@@ -96,7 +99,7 @@ def test_sites_of_a_projector_hear_of_image_tokens_alone(name: str) -> None:
         walked(chain, module, batch)[before - 1],
         chain.start(batch),
     )
-    own = {key: slot.of(module.state_dict()[slot.key]) for key, slot in layer.parameters.items()}
+    own = {key: slot.take_rows(module.state_dict()[slot.key]) for key, slot in layer.parameters.items()}
     at_images, heard = batch["input_ids"] == IMAGE_TOKEN, dict[str, Tensor]()
     last = [site.name for site in layer.sites if site.kind == "linear"][-1]
 
@@ -109,7 +112,7 @@ def test_sites_of_a_projector_hear_of_image_tokens_alone(name: str) -> None:
         read: list[Tensor] = []
         part = module.get_submodule(f"{layer.path}.{site.name}")
         with torch.no_grad(), part.register_forward_pre_hook(lambda _, args, read=read: read.append(args[0])):
-            module(**as_the_library(batch))
+            module(**unpad_image_rows(batch))
         torch.testing.assert_close(
             heard[site.name][at_images], read[0].flatten(0, -2), rtol=1e-12, atol=1e-12
         )

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import driftlens as dl
-from driftlens.checkpoints.tensor_sources import TensorsSource
+from driftlens.checkpoints.tensor_sources import InMemorySource
 from driftlens.models.architecture import architecture_of, load_architecture
-from driftlens.utils.distributed import Access
+from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import DriftLensError, IncompatibleModelsError
 from tests.refusing import refusing
 from tests.zoo.cases import perturbed, with_seed
@@ -49,11 +49,11 @@ def test_models_of_transformers_are_sent_to_their_loader(
     model.config.architectures = [name]
     model.config.save_pretrained(tmp_path)
     with refusing(IncompatibleModelsError, from_config, str(tmp_path), hint=loader, code=4):
-        load_architecture(ours, str(tmp_path), access=Access(offline=True))
+        load_architecture(ours, str(tmp_path), access=Permissions(offline=True))
     tower = architecture_of(hf_tower() if ours == "hf-clip" else open_clip_tower())
     weights = {key: torch.ones(1) for key in model.state_dict()}
     with refusing(IncompatibleModelsError, "expert.safetensors", from_keys, hint=loader):
-        tower.align(TensorsSource("expert.safetensors", weights))
+        tower.align(InMemorySource("expert.safetensors", weights))
 
 
 MIXTURE = {"model_type": "mixtral", "num_local_experts": 8}
@@ -178,7 +178,7 @@ def test_folders_of_other_kinds_are_refused_with_what_works(
 ) -> None:
     prepare(tmp_path)
     with refusing(DriftLensError, words, hint=remedy, code=4):
-        load_architecture(loader, str(tmp_path), access=Access(offline=True))
+        load_architecture(loader, str(tmp_path), access=Permissions(offline=True))
     assert not (tmp_path / "canary").exists()
 
 

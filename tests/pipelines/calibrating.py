@@ -17,7 +17,7 @@ from driftlens.config.requests import CalibrationRequest
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.pipelines.model_selection import HeldOutScorer
 from driftlens.runs.run import DriftRun
-from driftlens.utils.distributed import Context
+from driftlens.utils.distributed import JobContext
 from driftlens.utils.errors import Cancelled
 from driftlens.utils.progress import CancelToken, ProgressEvent
 from tests.zoo.world import CLASSES, World, write_images
@@ -44,7 +44,7 @@ def calibrate_until(folder: Path, stop: Callable[[ProgressEvent], bool], **chang
             token.cancel()
 
     try:
-        calibrate(folder, request(**changes), Context(on_progress=watch, cancel=token))
+        calibrate(folder, request(**changes), JobContext(on_progress=watch, cancel=token))
     except Cancelled:
         return
     raise AssertionError("the calibration was not stopped")
@@ -83,7 +83,7 @@ def roomy_run(world: World, folder: Path, **changes: Any) -> DriftRun:
 
 def spoil_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let merged model and base look bad, so that calibrations are chosen among: few samples rarely show it."""
-    measured = HeldOutScorer.of
+    measured = HeldOutScorer.score_model
 
     def spoilt(self: HeldOutScorer, model: str, *at: Any) -> dict[str, Any]:
         found = measured(self, model, *at)
@@ -92,15 +92,15 @@ def spoil_merged(monkeypatch: pytest.MonkeyPatch) -> None:
             return found
         return {task: {kind: np.full_like(of, 1e3) for kind, of in at.items()} for task, at in found.items()}
 
-    monkeypatch.setattr(HeldOutScorer, "of", spoilt)
+    monkeypatch.setattr(HeldOutScorer, "score_model", spoilt)
 
 
 def scored_again(folder: Path) -> DriftRun:
     """The run in the folder, whose scores are forgotten and measured anew from its files."""
-    from driftlens.pipelines.analyze import add_to_run
+    from driftlens.pipelines.analyze import measure_missing_parts
 
     file = folder / "manifest.json"
     manifest = json.loads(file.read_text())
     manifest["phases"] = {name: at for name, at in manifest["phases"].items() if "evaluate:" not in name}
     file.write_text(json.dumps(manifest))
-    return add_to_run(folder)
+    return measure_missing_parts(folder)

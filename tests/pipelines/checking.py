@@ -11,16 +11,16 @@ from torch import Tensor
 
 from driftlens.config.requests import PreflightRequest
 from driftlens.config.run import load_spec
-from driftlens.experiment.sanity_checks import CheckResult
-from driftlens.pipelines.validate import Preflight, preflight
+from driftlens.experiment.sanity_checks import Finding
+from driftlens.pipelines.validate import PreflightReport, preflight
 from tests.zoo.world import Weights, World
 
 
-def check(spec: Mapping[str, Any], **options: Any) -> Preflight:
+def check(spec: Mapping[str, Any], **options: Any) -> PreflightReport:
     return preflight(load_spec(spec), PreflightRequest(**options))
 
 
-def found(result: Preflight, level: str, subject: str) -> CheckResult:
+def found(result: PreflightReport, level: str, subject: str) -> Finding:
     """The one finding of a level about a subject."""
     matching = [
         finding for finding in result.findings if (finding.level, finding.subject) == (level, subject)
@@ -29,7 +29,7 @@ def found(result: Preflight, level: str, subject: str) -> CheckResult:
     return matching[0]
 
 
-def notices(result: Preflight) -> list[CheckResult]:
+def notices(result: PreflightReport) -> list[Finding]:
     return [finding for finding in result.findings if finding.level == "notice"]
 
 

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from driftlens.config.run import load_spec
-from driftlens.experiment.loading import open_models, study_of
+from driftlens.experiment.loading import build_study, open_models
 from driftlens.experiment.study import Study
 from tests.zoo.decoders import CONFIGS, saved
 
@@ -77,7 +77,7 @@ def study_of_adapters(config: Any, folder: Path) -> Study:
     described["architecture"] = {"loader": loader, "source": str(folder / "base")}
     described |= {"base": {"weights": str(folder / "base")}}
     spec = load_spec(described | {"experts": {"a": {"weights": str(folder / "expert")}}})
-    return study_of(spec, open_models(spec), {}, {})
+    return build_study(spec, open_models(spec), {}, {})
 
 
 TOKENS = torch.randint(4, 40, (2, 7), generator=torch.Generator().manual_seed(0))

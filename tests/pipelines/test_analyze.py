@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import driftlens as dl
 from driftlens.config.requests import AnalysisRequest
-from driftlens.diagnostics.drift import share_intervals
+from driftlens.diagnostics.drift import bootstrap_ratio_ci
 from driftlens.pipelines.analyze import analyze
 from driftlens.results.listing import find_runs
-from driftlens.runs.run import DriftRun, command_to_resume
-from driftlens.utils.distributed import Context
+from driftlens.runs.run import DriftRun, resume_command
+from driftlens.utils.distributed import JobContext
 from driftlens.utils.errors import Cancelled
 from driftlens.utils.progress import CancelToken, ProgressEvent
 from tests.quick import few
@@ -222,7 +222,7 @@ def test_shares_of_the_final_drift_sum_to_one(finished: DriftRun, task: str) -> 
     np.testing.assert_allclose(per_sample, 1, atol=1e-3)
     by_layer = known.pivot(index="layer", columns="sample_id", values="final_share")
     energy = known[known["layer"] == LAYERS].set_index("sample_id")["drift_l2"].loc[by_layer.columns] ** 2
-    ends = share_intervals(by_layer.to_numpy() * energy.to_numpy(), energy.to_numpy())
+    ends = bootstrap_ratio_ci(by_layer.to_numpy() * energy.to_numpy(), energy.to_numpy())
     np.testing.assert_allclose(rows[["final_share_low", "final_share_high"]].to_numpy().T, ends, atol=1e-6)
     for share in ("final_share", "prefix_share"):
         assert rows[share].between(rows[f"{share}_low"], rows[f"{share}_high"]).all()
@@ -384,8 +384,8 @@ def test_a_merge_that_was_cancelled_on_its_way_goes_on(world: World, light: Drif
             token.cancel()
 
     with pytest.raises(Cancelled) as caught:
-        analyze(spec, AnalysisRequest(out=out, attribution=False), Context(on_progress=stop, cancel=token))
-    assert caught.value.hint.endswith(f"`{command_to_resume(out)} --no-attribution` resumes.")
+        analyze(spec, AnalysisRequest(out=out, attribution=False), JobContext(on_progress=stop, cancel=token))
+    assert caught.value.hint.endswith(f"`{resume_command(out)} --no-attribution` resumes.")
     assert find_runs(out)[0].state == "cancelled" and not list(out.rglob("*.safetensors"))
     run = analyze(spec, AnalysisRequest(out=out, resume=True))
     pd.testing.assert_frame_equal(run.layers(), light.layers())

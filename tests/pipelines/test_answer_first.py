@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import driftlens as dl
-from driftlens.pipelines.analyze import add_to_run, thumb
+from driftlens.pipelines.analyze import measure_missing_parts, thumbnail
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.results.listing import find_runs
 from driftlens.runs.manifest import THUMB_SIDE as SIDE
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.verify import verify
-from driftlens.utils.distributed import Context
+from driftlens.runs.verify import verify_files
+from driftlens.utils.distributed import JobContext
 from driftlens.utils.errors import Cancelled, SpecError
 from driftlens.utils.progress import CancelToken, ProgressEvent
 from driftlens.utils.registry import diagnostics
@@ -112,8 +112,8 @@ def test_an_attribution_that_comes_later_is_the_one_that_comes_at_once(
     )
     same(dl.open_run(run.path).measure(), at_once)
     before = open_run(run.path).manifest
-    add_to_run(run.path)  # nothing is missing any more
-    assert open_run(run.path).manifest.phases == before.phases and verify(run.path).ok
+    measure_missing_parts(run.path)  # nothing is missing any more
+    assert open_run(run.path).manifest.phases == before.phases and verify_files(run.path).ok
 
 
 def test_a_run_that_was_explained_as_it_was_measured_is_left_as_it_is(
@@ -124,13 +124,13 @@ def test_a_run_that_was_explained_as_it_was_measured_is_left_as_it_is(
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["phases"] = {name: at for name, at in manifest["phases"].items() if "explain" not in name}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    same(add_to_run(folder), finished)
+    same(measure_missing_parts(folder), finished)
     assert not any("explain" in name for name in open_run(folder).manifest.phases)
 
 
 @pytest.mark.slow
 def test_a_run_without_jacobians_is_explained_with_their_defaults(light: DriftRun, tmp_path: Path) -> None:
-    run = add_to_run(copied(light, tmp_path / "run"))
+    run = measure_missing_parts(copied(light, tmp_path / "run"))
     rows = run.layers(variant="merged")
     assert rows["jacobian_samples"].tolist() == [5] * len(rows)  # all diagnosis samples there are
     assert rows.groupby("task")["final_share"].sum().between(0.99, 1.01).all()
@@ -147,16 +147,16 @@ def test_an_attribution_that_was_cancelled_goes_on(
             token.cancel()
 
     with pytest.raises(Cancelled) as caught:
-        calibrate(folder, request(), Context(on_progress=stop, cancel=token))
+        calibrate(folder, request(), JobContext(on_progress=stop, cancel=token))
     assert f"`driftlens analyze {folder}`" in caught.value.hint
     stopped = open_run(folder)
     assert VARIANT in stopped.variants and unexplained(dl.open_run(folder), VARIANT) is False
     (summary,) = find_runs(folder)
     assert summary.state == "done" and "ended early (cancelled)" in summary.left[0]
     again = copied(stopped, tmp_path / "again")
-    same(add_to_run(folder), at_once)
+    same(measure_missing_parts(folder), at_once)
     same(calibrate(again, request(resume=True)), at_once)
-    assert verify(folder).ok and not verify(folder).unlisted and find_runs(folder)[0].left == ()
+    assert verify_files(folder).ok and not verify_files(folder).unlisted and find_runs(folder)[0].left == ()
 
 
 KILLED = """
@@ -179,7 +179,7 @@ def test_a_calibration_that_is_killed_behind_its_first_numbers_goes_on(
     resumed = calibrate(folder, request(resume=True))
     same(resumed, at_once)
     assert resumed.manifest.models[VARIANT].digest == at_once.manifest.models[VARIANT].digest
-    assert verify(folder).ok and not verify(folder).unlisted
+    assert verify_files(folder).ok and not verify_files(folder).unlisted
     assert (folder / "calibrations" / NAME / "README.md").is_file()
     assert not any((folder / "scratch").iterdir())
 
@@ -210,7 +210,7 @@ def test_what_was_left_out_is_added_to_the_run_bit_for_bit(world: World, tmp_pat
 def test_a_picture_keeps_its_proportions_between_grey_bars() -> None:
     pixels = np.zeros((10, 20, 3), np.uint8)
     pixels[:, :, 0] = 255
-    small = thumb(pixels)
+    small = thumbnail(pixels)
     assert small.shape == (SIDE, SIDE, 3)
     assert (small[SIDE // 4 : 3 * SIDE // 4] == [255, 0, 0]).all()
     assert (small[: SIDE // 4] == 128).all() and (small[-SIDE // 4 :] == 128).all()

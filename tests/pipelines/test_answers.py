@@ -20,10 +20,10 @@ from driftlens.models.texts import generate, log_likelihoods
 from driftlens.pipelines.analyze import analyze
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.pipelines.evaluation import SPARE_TOKENS
-from driftlens.results.calibration_summary import arena_rows
+from driftlens.results.calibration_summary import leaderboard_rows
 from driftlens.runs.manifest import LONGEST_TEXT
 from driftlens.runs.run import DriftRun
-from driftlens.utils.distributed import Access
+from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import DataError, SpecError
 from driftlens_reports.charts.chart import ChartOptions, charts
 from tests.pipelines.calibrating import scored_again
@@ -120,7 +120,7 @@ def test_maps_act_while_the_librarys_own_model_answers(form: str, tmp_path: Path
         AnalysisRequest(out=tmp_path / "run", attribution=False),
     )
     request = CalibrationRequest(name="maps", method="surgery", parameters={"steps": 20, "lr": 0.05})
-    run = calibrate(run.path, request.changed(attribution=False))
+    run = calibrate(run.path, request.with_changes(attribution=False))
     assert not any("not measured" in text for text in run.manifest.notices)
     saved = load_file(run.path / "calibrations/maps/attachments.safetensors")
     model = type(suite.model).from_pretrained(tmp_path / "base").eval()
@@ -143,7 +143,7 @@ def test_maps_act_while_the_librarys_own_model_answers(form: str, tmp_path: Path
         == wanted
     )
     assert wanted != base
-    row = next(row for row in arena_rows(run) if row["model"] == "maps")
+    row = next(row for row in leaderboard_rows(run) if row["model"] == "maps")
     assert row["score"] == value(run, "free", "calibrated:maps", "exact_match")
 
 
@@ -209,7 +209,7 @@ def test_calibration_shows_each_experts_own_answers(
     experts = {task: tmp_path / task for task in data}
     data["defaults"] = {"n": 3, "n_diagnosis": 1, "batch_size": 2}
     spec = spec_of_folders(loader, tmp_path / "base", experts, data)
-    study, _ = open_study(load_spec(spec), access=Access(device="cpu"))
+    study, _ = open_study(load_spec(spec), access=Permissions(device="cpu"))
     samples = study.tasks["cars"].calibration
     assert samples is not None and samples.texts is not None and samples.texts.reader is not None
     reader = samples.texts.reader
@@ -220,7 +220,7 @@ def test_calibration_shows_each_experts_own_answers(
     given = samples.load(range(3))
     name = "input_ids" if form == "decoder" else "decoder_input_ids"
     for at, row in enumerate(given[name].tolist()):
-        question = reader.questions([samples.text(at).input])[0]
+        question = reader.question_tokens([samples.text(at).input])[0]
         said = [
             token
             for token in plain(models["cars"], reader, samples.text(at).input)

@@ -22,8 +22,8 @@ from driftlens.config.run import load_spec
 from driftlens.experiment.loading import open_study
 from driftlens.merging.method import merge_methods
 from driftlens.models.architecture import load_architecture
-from driftlens.models.heads import LinearHead, stated_classes
-from driftlens.utils.distributed import Access
+from driftlens.models.heads import LinearHead, config_class_names
+from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
 from tests.quick import paced
 from tests.zoo import saved_families
@@ -185,7 +185,7 @@ def test_a_merge_method_gets_kernels_as_matrices_with_the_moments_of_their_patch
         return {part: sum(expert[part] for expert in experts.values()) / 2 for part in base}
 
     made = suite("ResNet", tmp_path / "suite")
-    with merge_methods.temporary():
+    with merge_methods.temporary_entries():
         merge_methods.method("toy", title="Toy", source="none", laws=set(), reads="moments")(toy)
         dl.analyze({**made.spec, "merge": {"method": "toy"}}, out=tmp_path / "run", progress="none")
     assert {8 * 9, 16 * 9, 8} <= seen
@@ -291,8 +291,8 @@ def test_a_function_of_the_users_loads_when_it_is_trusted(
     with pytest.raises(SpecError, match="needs permission to run"):
         load_architecture("python:own_loader:load", "x")
     with pytest.raises(SpecError, match="expected a pair"):
-        load_architecture("python:own_loader:wrong", "x", access=Access(trust=True))
-    found = load_architecture("python:own_loader:load", "x", access=Access(trust=True))
+        load_architecture("python:own_loader:wrong", "x", access=Permissions(trust=True))
+    found = load_architecture("python:own_loader:load", "x", access=Permissions(trust=True))
     assert [layer.path for layer in found.chain.blocks] == ["blocks.0", "blocks.1", "blocks.2"]
     assert found.preprocess is not None and found.chain.modality.name == "image"
 
@@ -316,7 +316,7 @@ def test_a_timm_folder_says_what_its_classes_and_pixels_are_and_loads_no_other_f
     found = load_architecture("timm", str(tmp_path / "model"))
     assert found.preprocess is not None and found.preprocess.settings["mean"] == [0.1, 0.2, 0.3]
     assert tuple(found.preprocess.settings["input_size"]) == (3, saved_families.SIZE, saved_families.SIZE)
-    assert stated_classes(str(tmp_path / "model" / "model.safetensors")) == ("x", "y", "z")
+    assert config_class_names(str(tmp_path / "model" / "model.safetensors")) == ("x", "y", "z")
     flat["model_args"] = {**flat["model_args"], "checkpoint_path": "/tmp/x.pt"}
     file.write_text(json.dumps(flat))
     with pytest.raises(IncompatibleModelsError, match="checkpoint_path"):

@@ -16,53 +16,53 @@ import yaml
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.calibration.automatic import HeldOutScores, decide
+from driftlens.calibration.automatic import HeldOutScores, choose_model
 from driftlens.calibration.featcal import FeatCal
-from driftlens.checkpoints.tensor_sources import Between
-from driftlens.config.types import from_yaml
-from driftlens.data.samples import SampleSet, part_of
+from driftlens.checkpoints.tensor_sources import InterpolatedSource
+from driftlens.config.types import parse_yaml
+from driftlens.data.samples import SampleSet, select_samples
 from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.sites import select_sites
-from driftlens.experiment.merging import merged_within
-from driftlens.experiment.resume import reopened
+from driftlens.experiment.merging import merge_study
+from driftlens.experiment.resume import reopen_study
 from driftlens.experiment.study import Study, TaskSamples
-from driftlens.merging.method import merge_called
+from driftlens.merging.method import merge_by_name
 from driftlens.models.heads import Head
 from driftlens.pipelines import calibrate as job
 from driftlens.pipelines import model_selection
 from driftlens.pipelines.calibrate import calibrate
-from driftlens.pipelines.calibration_plan import with_parameters
-from driftlens.pipelines.evaluation import final_drift
+from driftlens.pipelines.calibration_plan import replace_parameters
+from driftlens.pipelines.evaluation import final_drift_columns
 from driftlens.pipelines.model_selection import (
     CANDIDATE_MODEL,
-    Fitter,
+    CandidateFitter,
     HeldOutScorer,
-    choose_settings,
-    distances,
-    divergences,
-    drift_scores,
+    choose_calibrator,
+    hellinger_distances,
+    kl_divergences,
+    relative_drift,
 )
-from driftlens.results.calibration_summary import selection_sentences
+from driftlens.results.calibration_summary import auto_choice_sentences
 from driftlens.results.verdict import verdict
 from driftlens.runs.manifest import CANDIDATE, EVENTS
 from driftlens.runs.run import DriftRun
-from driftlens.utils.distributed import Context
+from driftlens.utils.distributed import JobContext
 from driftlens.utils.errors import Cancelled, DataError, SingularGramError
-from driftlens.utils.progress import ProgressEvent, Reporter
+from driftlens.utils.progress import ProgressEvent, ProgressReporter
 from tests.pipelines.calibrating import COUNT, NAME, copied, request, spoil_merged
 from tests.zoo.world import TASKS
 
 
 @pytest.fixture
 def study(roomy: DriftRun) -> Study:
-    return reopened(roomy.path)[0]
+    return reopen_study(roomy.path)[0]
 
 
 def chosen(study: Study, start: FeatCal | None = None) -> tuple[FeatCal, dict[str, Any]]:
     """What is chosen, while one bar runs from its beginning to its end."""
     said: list[ProgressEvent] = []
     sites = select_sites(study.pool.chain, layers=[2])
-    found, record = choose_settings(study, start or FeatCal(), sites, Reporter(said.append))
+    found, record = choose_calibrator(study, start or FeatCal(), sites, ProgressReporter(said.append))
     assert isinstance(found, FeatCal)
     done = [event.done for event in said]
     assert done == sorted(done) and {event.phase for event in said} == {"choose"}
@@ -81,10 +81,10 @@ Watch = Callable[[Any, frozenset[str], dict[str, Any]], dict[str, Any]]
 
 def watch_fits(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
     """Let calibrated models score as `watch` says, given calibrator, ids that it was fitted to, and true scores."""
-    fit, of = Fitter.fit, HeldOutScorer.of
+    fit, of = CandidateFitter.fit, HeldOutScorer.score_model
     calibrator, seen = None, frozenset[str]()
 
-    def spied_fit(self: Fitter, made: Any, samples: Any, cache: Any = None) -> float:
+    def spied_fit(self: CandidateFitter, made: Any, samples: Any, cache: Any = None) -> float:
         nonlocal calibrator, seen
         calibrator, seen = made, frozenset(name for drawn in samples.values() for name in drawn.ids)
         return fit(self, made, samples, cache)
@@ -93,8 +93,8 @@ def watch_fits(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
         found = of(self, model, *at)
         return watch(calibrator, seen, found) if model == CANDIDATE_MODEL and found else found
 
-    monkeypatch.setattr(Fitter, "fit", spied_fit)
-    monkeypatch.setattr(HeldOutScorer, "of", spied_of)
+    monkeypatch.setattr(CandidateFitter, "fit", spied_fit)
+    monkeypatch.setattr(HeldOutScorer, "score_model", spied_of)
 
 
 def score_by_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +105,13 @@ def score_by_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def score_by_entrant(monkeypatch: pytest.MonkeyPatch, worse: Callable[[Any], float]) -> None:
     """Let candidates score so much worse than they do."""
-    measure = model_selection._CrossFitting.measure
+    measure = model_selection._CrossFitting.cross_fit
 
     def changed(self: Any, entrant: Any) -> Any:
         found = measure(self, entrant)
         return {share: all_at(at, lambda of: of + worse(entrant)) for share, at in found.items()}
 
-    monkeypatch.setattr(model_selection._CrossFitting, "measure", changed)
+    monkeypatch.setattr(model_selection._CrossFitting, "cross_fit", changed)
 
 
 def all_at(found: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -150,7 +150,9 @@ def test_neither_a_label_nor_another_sample_is_read(study: Study) -> None:
     """By all candidates of `--auto`; a calibrator or a judge that does look at one is caught."""
     sites, blind = select_sites(study.pool.chain, layers=[2]), blinded(study)
     found, record, again, same = (
-        at for of in (study, blind) for at in choose_settings(of, FeatCal(), sites, Reporter(), others=True)
+        at
+        for of in (study, blind)
+        for at in choose_calibrator(of, FeatCal(), sites, ProgressReporter(), others=True)
     )
     names = {"start", "residual", "residual views=7", "shrunk", "merge tsv_m", "merge regmean_pp"}
     assert names <= {entry["name"] for entry in record["compared"] if "score" in entry}
@@ -215,10 +217,12 @@ def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None
     }
 
     def half(part: int) -> dict[str, SampleSet]:
-        return {task: part_of(drawn, range(part, COUNT, 2)) for task, drawn in samples.items()}
+        return {task: select_samples(drawn, range(part, COUNT, 2)) for task, drawn in samples.items()}
 
     def judged(model: str, part: int) -> dict[str, np.ndarray]:
-        return {task: at["hellinger"] for task, at in HeldOutScorer(study, half(part)).of(model).items()}
+        return {
+            task: at["hellinger"] for task, at in HeldOutScorer(study, half(part)).score_model(model).items()
+        }
 
     def both(pieces: list[dict[str, np.ndarray]]) -> HeldOutScores:
         return HeldOutScores({task: np.concatenate([piece[task] for piece in pieces]) for task in samples})
@@ -235,16 +239,18 @@ def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None
                 for layer in calibrator.calibrate(CalibrationContext(pool, half(1 - part), sites))
                 for parameter, value in layer.updates.items()
             }
-            made = with_parameters(pool.chain, pool.source("merged"), study.like, updates)
+            made = replace_parameters(pool.chain, pool.source("merged"), study.dtype_template, updates)
             for share in (1.0, 0.8, 0.6, 0.4, 0.2):
-                pool.add("by hand", Between(pool.source("base"), made, share) if share < 1 else made)
+                pool.add(
+                    "by hand", InterpolatedSource(pool.source("base"), made, share) if share < 1 else made
+                )
                 pieces.setdefault(share, []).append(judged("by hand", part))
         scores[name] = min((both(at) for at in pieces.values()), key=lambda of: of.mean)
     by_name = {entry["name"]: entry for entry in record["compared"]}
     assert {name: of.mean for name, of in scores.items()} == {
         name: at["score"] for name, at in by_name.items()
     }
-    decision = decide(scores, [["start", "featcal rho=3.0 alpha=0.5"]], among=3)
+    decision = choose_model(scores, [["start", "featcal rho=3.0 alpha=0.5"]], among=3)
     assert record["choice"] == decision.name and found.rho == (
         3.0 if "rho" in decision.name else FeatCal().rho
     )
@@ -262,7 +268,7 @@ def test_the_run_says_how_its_settings_were_chosen(
     told = [json.loads(line) for line in (folder / EVENTS).read_text().splitlines()]
     told = [event for event in told if event["event"] == CANDIDATE]
     assert {event["of"] for event in told} == {NAME} and all(event["score"] >= 0 for event in told)
-    config = from_yaml((folder / f"calibrations/{NAME}/config.yaml").read_text(), "config")
+    config = parse_yaml((folder / f"calibrations/{NAME}/config.yaml").read_text(), "config")
     selection = config["selection"]
     assert config["automatic"] and run.manifest.calibrations[NAME].automatic
     assert {"lam": 3.0, "rho": 2.0, "alpha": 0.3}.items() <= selection["start"].items()
@@ -282,7 +288,7 @@ def test_the_run_says_how_its_settings_were_chosen(
 
 def test_too_few_samples_are_refused(light: DriftRun) -> None:
     with pytest.raises(DataError, match="has 4 calibration samples"):
-        chosen(reopened(light.path)[0])
+        chosen(reopen_study(light.path)[0])
 
 
 def test_what_can_not_be_solved_for_is_out_and_the_others_stay(
@@ -329,21 +335,21 @@ def test_the_score_is_the_divergence_of_class_probabilities_from_the_experts() -
         torch.softmax(10.0 * F.normalize(x.double(), dim=1) @ rows.double().T, dim=1) for x in (expert, found)
     )
     expected = (probabilities * (probabilities / others).log()).sum(dim=1)
-    torch.testing.assert_close(divergences(found, head, expert, head), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(kl_divergences(found, head, expert, head), expected, rtol=1e-4, atol=1e-6)
     overlap = (probabilities * others).sqrt().sum(dim=1)
     torch.testing.assert_close(
-        distances(found, head, expert, head), (1 - overlap).sqrt(), rtol=1e-4, atol=1e-6
+        hellinger_distances(found, head, expert, head), (1 - overlap).sqrt(), rtol=1e-4, atol=1e-6
     )
-    assert float(distances(2 * expert, head, expert, head).max()) < 1e-3
-    same = divergences(2 * expert, head, expert, head)
+    assert float(hellinger_distances(2 * expert, head, expert, head).max()) < 1e-3
+    same = kl_divergences(2 * expert, head, expert, head)
     torch.testing.assert_close(same, torch.zeros(7).double(), rtol=0, atol=1e-6)
 
 
 def test_without_a_head_the_score_is_the_relative_drift() -> None:
     generator = torch.Generator().manual_seed(0)
     expert, found = torch.randn(2, 7, 5, generator=generator)
-    assert float(drift_scores(found, expert).mean()) == pytest.approx(
-        final_drift(found, expert)["drift_rel"], rel=1e-6
+    assert float(relative_drift(found, expert).mean()) == pytest.approx(
+        final_drift_columns(found, expert)["drift_rel"], rel=1e-6
     )
 
 
@@ -363,35 +369,35 @@ def test_another_merge_is_kept_with_its_share_where_it_is_nearest(
             raise Cancelled("stopped")
 
     with pytest.raises(Cancelled):
-        calibrate(folder, asked, Context(on_progress=stop))
-    run = calibrate(folder, asked.changed(resume=True))
+        calibrate(folder, asked, JobContext(on_progress=stop))
+    run = calibrate(folder, asked.with_changes(resume=True))
     info = run.manifest.calibrations[NAME]
     assert info.selection["choice"] == "merge average" and info.kept == "merge" and not info.layers
-    share, study = info.shrink["share"], reopened(folder)[0]
-    made = Between(study.pool.source("base"), merged_within(study, merge_called("average")), share)
+    share, study = info.shrink["share"], reopen_study(folder)[0]
+    made = InterpolatedSource(study.pool.source("base"), merge_study(study, merge_by_name("average")), share)
     for key in made.headers:
         found = study.pool.source(f"calibrated:{NAME}").read(key)
         torch.testing.assert_close(found, made.read(key).to(found.dtype), rtol=1e-5, atol=1e-7)
-    assert "another merge of the same experts, by Simple Averaging" in info.unchanged
-    assert info.unchanged in (folder / f"calibrations/{NAME}/README.md").read_text()
-    assert any(info.unchanged in text for text in verdict(run, NAME).sentences)
+    assert "another merge of the same experts, by Simple Averaging" in info.unchanged_text
+    assert info.unchanged_text in (folder / f"calibrations/{NAME}/README.md").read_text()
+    assert any(info.unchanged_text in text for text in verdict(run, NAME).sentences)
 
 
 @pytest.mark.slow
 def test_the_base_is_exported_and_the_merge_advised_against_where_nothing_beats_the_base(
     roomy: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = HeldOutScorer.of
+    measured = HeldOutScorer.score_model
 
     def good_base(self: HeldOutScorer, model: str, *at: Any) -> dict[str, Any]:
         return all_at(measured(self, model, *at), lambda of: 0 * of - (model == "base"))
 
-    monkeypatch.setattr(HeldOutScorer, "of", good_base)
+    monkeypatch.setattr(HeldOutScorer, "score_model", good_base)
     folder = copied(roomy, tmp_path / "run")
     run = dl.open_run(folder).calibrate(FeatCal(), name=NAME, auto=True, layers=[2])
     info = run.manifest.calibrations[NAME]
     assert info.selection["kept"] == "base" and not info.layers and "don't use the merge" in info.notices[-1]
-    first, advice, _ = selection_sentences(run, NAME)
+    first, advice, _ = auto_choice_sentences(run, NAME)
     assert "the base was chosen" in first and advice.startswith("Advice: don't use the merge")
     rows = run.layers(layer="final").set_index(["variant", "task"])["drift_l2_mean"]
     assert rows[f"calibrated:{NAME}"].to_dict() == rows["base"].to_dict()
@@ -414,7 +420,7 @@ def test_views_are_chosen_where_they_are_nearest_and_read_again_by_the_repair(
     assert info.selection["choice"] == "residual views=7" and info.views == dict.fromkeys(TASKS, "auto:7")
     assert info.samples == dict.fromkeys(TASKS, COUNT) and info.settings["mu"] == 0.9
     asked = request("hand", method="residual", parameters=info.selection["chosen"], views=7, layers=[2])
-    calibrate(folder, asked.changed(shrink=info.shrink["share"], attribution=False))
+    calibrate(folder, asked.with_changes(shrink=info.shrink["share"], attribution=False))
     weights = [load_file(folder / f"calibrations/{name}/weights.safetensors") for name in (NAME, "hand")]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
     assert "auto:7" in (folder / f"calibrations/{NAME}/README.md").read_text()

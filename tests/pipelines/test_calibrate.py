@@ -25,8 +25,8 @@ from driftlens.pipelines import calibrate as job
 from driftlens.pipelines.calibrate import _solve_layers, calibrate
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.verify import verify
-from driftlens.utils.distributed import Context
+from driftlens.runs.verify import verify_files
+from driftlens.utils.distributed import JobContext
 from driftlens.utils.errors import RunError, SpecError
 from driftlens.utils.progress import ProgressEvent
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
@@ -152,7 +152,7 @@ def test_what_was_there_keeps_its_exact_values(run: DriftRun, before: DriftRun) 
         if name.endswith(".npy"):
             assert run.manifest.files[name] == info, name
     assert run.variants == (*before.variants, CONTROL, VARIANT)
-    assert verify(run.path).ok and not (run.path / "scratch" / "calibrate-featcal").exists()
+    assert verify_files(run.path).ok and not (run.path / "scratch" / "calibrate-featcal").exists()
 
 
 def test_only_parameters_of_blocks_moved_and_the_form_is_the_bases(
@@ -247,7 +247,7 @@ def test_a_run_tells_ridges_and_shares_and_neither_labels_nor_test_samples_are_r
     light: DriftRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[ProgressEvent] = []
-    run = job.calibrate(copied(light, tmp_path / "run"), WANTED, Context(on_progress=said.append))
+    run = job.calibrate(copied(light, tmp_path / "run"), WANTED, JobContext(on_progress=said.append))
     solving = [(event.done, event.total or 0, event.label) for event in said if event.phase == "calibrate"]
     done = [at for at, _, _ in solving]
     assert done == sorted(done) and done[-1] == solving[-1][1] and all(at <= of for at, of, _ in solving)
@@ -310,10 +310,14 @@ def test_a_run_that_goes_away_ends_its_calibration(
             remove(event)
 
     with pytest.raises(RunError, match="removed") as caught:
-        calibrate(folder, request(), Context(on_progress=watch))
+        calibrate(folder, request(), JobContext(on_progress=watch))
     assert "--resume" not in caught.value.hint
     if is_there_again:
-        assert verify(folder).ok and not verify(folder).unlisted and not (folder / "run.lock").exists()
+        assert (
+            verify_files(folder).ok
+            and not verify_files(folder).unlisted
+            and not (folder / "run.lock").exists()
+        )
         assert read_manifest(folder) == light.manifest
     else:
         assert not folder.exists()
@@ -321,7 +325,7 @@ def test_a_run_that_goes_away_ends_its_calibration(
 
 KILLED = """
 import os, signal, sys
-from driftlens.utils.distributed import Context
+from driftlens.utils.distributed import JobContext
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.config.requests import CalibrationRequest
 
@@ -335,7 +339,7 @@ def told(event):
         os.kill(os.getpid(), signal.SIGKILL)
 
 request = CalibrationRequest(name="trained", method=method, parameters={"steps": steps}, attribution=False)
-calibrate(folder, request, Context(on_progress=told))
+calibrate(folder, request, JobContext(on_progress=told))
 """
 
 
@@ -355,7 +359,7 @@ def test_it_ends_as_if_it_had_never_been_killed(
     steps = 30
     whole, killed = (copied(light, tmp_path / name) for name in ("whole", "killed"))
     request = CalibrationRequest(name="trained", method=method, parameters={"steps": steps})
-    calibrate(whole, request.changed(attribution=False))
+    calibrate(whole, request.with_changes(attribution=False))
     ended = subprocess.run(
         [sys.executable, "-c", KILLED, str(killed), method, str(steps), str(at)], check=False, timeout=300
     )
@@ -365,11 +369,11 @@ def test_it_ends_as_if_it_had_never_been_killed(
         calibrate(
             killed, CalibrationRequest(name="trained", method=method, parameters={"steps": 31}, resume=True)
         )
-    calibrate(killed, request.changed(resume=True, attribution=False))
+    calibrate(killed, request.with_changes(resume=True, attribution=False))
     file = "calibrations/trained/attachments.safetensors"
     found, wanted = load_file(killed / file), load_file(whole / file)
     assert found.keys() == wanted.keys() and all(found[key].equal(wanted[key]) for key in wanted)
-    assert verify(killed).ok
+    assert verify_files(killed).ok
     one, other = (
         open_run(run).layers(variant="calibrated:trained")["drift_l2_mean"] for run in (whole, killed)
     )

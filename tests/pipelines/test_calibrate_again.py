@@ -22,9 +22,9 @@ from driftlens.pipelines.calibrate import calibrate
 from driftlens.results.listing import find_runs
 from driftlens.runs.manifest import read_status
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.verify import verify
+from driftlens.runs.verify import verify_files
 from driftlens.utils import errors
-from driftlens.utils.distributed import Context
+from driftlens.utils.distributed import JobContext
 from driftlens.utils.progress import ProgressEvent
 from tests.pipelines.calibrating import (
     CONTROL,
@@ -86,7 +86,7 @@ def test_an_interrupted_calibration_is_unseen_and_resumes_to_the_very_same(
     assert sorted(kept) == [f"{layer:03d}.safetensors" for layer in range(2, 2 + solved)]
 
     events: list[ProgressEvent] = []
-    resumed = calibrate(folder, request(resume=True), Context(on_progress=events.append))
+    resumed = calibrate(folder, request(resume=True), JobContext(on_progress=events.append))
     began = {event.label.split(",")[0] for event in events if event.phase == "calibrate"}
     assert (
         not any(label.startswith(f"layer {layer} ") for layer in range(2, 2 + solved) for label in began)
@@ -96,7 +96,7 @@ def test_an_interrupted_calibration_is_unseen_and_resumes_to_the_very_same(
     same_rows(resumed, whole)
     history = [run.calibration(NAME).drop(columns="seconds") for run in (resumed, whole)]
     pd.testing.assert_frame_equal(*history, check_exact=True)
-    assert not (folder / "scratch" / f"calibrate-{NAME}").exists() and verify(folder).ok
+    assert not (folder / "scratch" / f"calibrate-{NAME}").exists() and verify_files(folder).ok
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_resuming_with_other_settings_is_refused_and_starting_afresh_is_not(
         (request(samples=2), "samples"),
     ):
         with pytest.raises(errors.SpecError, match=f"another {words}"):
-            calibrate(folder, changed.changed(resume=True))
+            calibrate(folder, changed.with_changes(resume=True))
     fresh = calibrate(folder, request())
     same_rows(fresh, whole)
 
@@ -132,7 +132,7 @@ def test_a_finished_calibration_is_resumed_only_as_the_very_same(
 ) -> None:
     before = files_of(whole.path)
     with pytest.raises(errors.SpecError, match="finished, with other settings"):
-        calibrate(whole.path, changed.changed(resume=True))
+        calibrate(whole.path, changed.with_changes(resume=True))
     assert files_of(whole.path) == before
 
 
@@ -149,7 +149,7 @@ def test_a_name_is_given_once_unless_it_is_to_be_replaced(
     assert files_of(folder) == before, "a refusal should leave no trace"
     replaced = calibrate(folder, request(replace=True))
     same_rows(replaced, whole)
-    assert replaced.variants == whole.variants and verify(folder).ok
+    assert replaced.variants == whole.variants and verify_files(folder).ok
     assert (folder / WEIGHTS).read_bytes() == (whole.path / WEIGHTS).read_bytes()
     # With rho = 1 there is no control any more, and the earlier one's must not stay.
     calibrate(folder, request(parameters={"rho": 1.0}, replace=True))
@@ -173,7 +173,7 @@ def test_what_has_the_name_stays_until_its_successor_is_solved_for(
         calibrate_until(folder, in_layer(3), replace=True)
     run = open_run(folder)
     same_rows(run, whole)
-    assert run.variants == whole.variants and verify(folder).ok
+    assert run.variants == whole.variants and verify_files(folder).ok
     assert (folder / WEIGHTS).read_bytes() == (whole.path / WEIGHTS).read_bytes()
     assert (folder / "scratch" / f"calibrate-{NAME}").exists() is (end == "cancelled")
     if end == "cancelled":
@@ -195,7 +195,7 @@ def test_what_is_finished_is_saved_at_once_from_what_the_run_keeps(
     before = files_of(folder)
     monkeypatch.setattr(FeatCal, "solve", lambda *_: pytest.fail("it was solved for again"))
     if not said:  # neither samples nor experts are wanted
-        monkeypatch.setattr(reopening, "reopened", lambda *_, **__: pytest.fail("the study was opened"))
+        monkeypatch.setattr(reopening, "reopen_study", lambda *_, **__: pytest.fail("the study was opened"))
     calibrate(folder, request(save_weights=target, **said))
     ours, theirs = load_file(target), load_file(whole.path / WEIGHTS)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 import driftlens as dl
 from driftlens.config.requests import CalibrationRequest
 from driftlens.config.run import Calibration
-from driftlens.pipelines.calibrate import calibrate, open_calibration
-from driftlens.pipelines.calibration_plan import calibrator_of
-from driftlens.runs.manifest import ids_digest
+from driftlens.pipelines.calibrate import calibrate, prepare_calibration
+from driftlens.pipelines.calibration_plan import resolve_calibrator
+from driftlens.runs.manifest import sample_ids_digest
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import SpecError
 from tests.pipelines.calibrating import NAME, VARIANT, files_of, request
@@ -53,7 +53,7 @@ def test_flags_stand_over_presets_and_presets_over_the_spec(
     section: dict[str, Any] | None, asked: dict[str, Any], expected: tuple[float, ...]
 ) -> None:
     written = None if section is None else Calibration.model_validate(section)
-    found = calibrator_of(CalibrationRequest(name="x", **asked), written).get_params()
+    found = resolve_calibrator(CalibrationRequest(name="x", **asked), written).get_params()
     assert (found["lam"], found["rho"], found["alpha"]) == expected
 
 
@@ -70,10 +70,10 @@ def test_a_repair_that_is_trained_refuses_layers_and_sites(folder: Path, asked: 
         section = {"method": method, "sites": ["*attn*"]}
         (folder / "spec.yaml").write_text(yaml.safe_dump({**spec, "calibration": section}))
         if method == "featcal":
-            assert not open_calibration(folder, wanted).plan.sites
+            assert not prepare_calibration(folder, wanted).plan.sites
         else:
             with pytest.raises(SpecError, match="surgery takes no sites"):
-                open_calibration(folder, wanted)
+                prepare_calibration(folder, wanted)
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_fewer_samples_are_the_beginning_of_those_drawn(folder: Path, light: Dri
     info = run.manifest.calibrations[NAME]
     assert info.samples == dict.fromkeys(TASKS, 2)
     assert info.sample_digests == {
-        task: ids_digest(light.sample_ids(task, "calibration")[:2]) for task in TASKS
+        task: sample_ids_digest(light.sample_ids(task, "calibration")[:2]) for task in TASKS
     }
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from driftlens.checkpoints.tensor_sources import StateSource
 from driftlens.config.run import load_spec
 from driftlens.experiment.loading import open_models
-from driftlens.experiment.sanity_checks import CheckResult, companions, suspicions
-from driftlens.pipelines.validate import Preflight
+from driftlens.experiment.sanity_checks import Finding, check_model_files, check_weights
+from driftlens.pipelines.validate import PreflightReport
 from tests.pipelines.checking import check, found, notices, saved, visual, with_expert
 from tests.zoo.towers import hf_folder
 from tests.zoo.world import Weights, World, merged_weights, moved
@@ -45,8 +45,8 @@ def spec_of(world: World, base: Path, expert: Path) -> dict[str, Any]:
     )
 
 
-def doubts(world: World, base: Path, expert: Path) -> list[CheckResult]:
-    return companions(open_models(load_spec(spec_of(world, base, expert))))
+def doubts(world: World, base: Path, expert: Path) -> list[Finding]:
+    return check_model_files(open_models(load_spec(spec_of(world, base, expert))))
 
 
 def fine_tuned(base: Path, folder: Path, parts: tuple[str, ...]) -> Path:
@@ -242,7 +242,7 @@ def test_of_large_models_a_bounded_part_is_read(
     counted = {name: Counted(source) for name, source in models.sources.items()}
     monkeypatch.setattr("driftlens.experiment.sanity_checks.MAX_ELEMENTS_READ", 4000)
     monkeypatch.setattr("driftlens.experiment.sanity_checks.READ_CHUNK", 64)
-    (finding,) = suspicions(models.architecture.chain, counted)
+    (finding,) = check_weights(models.architecture.chain, counted)
     # Every entry is 1.25 times the base's, so that any rows give the distance of the whole.
     assert "have relative distance 0.25 from the base" in finding.text
     assert "at least" in finding.text and "first rows" in finding.text
@@ -255,7 +255,7 @@ def test_of_large_models_a_bounded_part_is_read(
     )
 
 
-def check_merged(world: World, tmp_path: Path, weights: Weights, **changes: Any) -> Preflight:
+def check_merged(world: World, tmp_path: Path, weights: Weights, **changes: Any) -> PreflightReport:
     return check(world.spec(merge=None, merged=saved(weights, tmp_path / "merged.safetensors"), **changes))
 
 
@@ -289,7 +289,7 @@ def test_a_merge_of_other_experts_is_doubted(world: World, tmp_path: Path) -> No
     assert share == pytest.approx(100, abs=5)  # its noise is orthogonal to both task vectors
 
 
-def found_merge(result: Preflight) -> CheckResult:
+def found_merge(result: PreflightReport) -> Finding:
     """The finding about what a merged model is made of."""
     matching = [finding for finding in result.findings if "task vectors" in finding.text]
     assert len(matching) == 1, result.text()

@@ -126,7 +126,7 @@ def test_the_score_is_read_at_the_last_token_whatever_pads_a_batch(pad: int | No
     save(model, tmp_path / "model")
     known = load_architecture("hf-auto", str(tmp_path / "model"))
     stored = open_checkpoint(tmp_path / "model")
-    source, classified = known.align(stored), known.head_of(stored)
+    source, classified = known.align(stored), known.classifier_source(stored)
     assert known.preprocess is not None and classified is not None
     head, wanted = linear_head(classified, None), scores(model, texts(), tmp_path / "model")
     weights = {key: source.read(key).double() for key in source.headers}

@@ -16,7 +16,7 @@ import driftlens as dl
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.architecture import load_architecture
 from driftlens.models.heads import LmHead
-from driftlens.models.texts import Text
+from driftlens.models.texts import TextSample
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import EACH_KIND, EACH_LAYOUT, families, in_float64
 from tests.zoo.suite import TASKS, spec_of
@@ -75,7 +75,8 @@ def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
     model.get_output_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0][:, -1]))
     with torch.no_grad():
         logits = [
-            model(**known.preprocess([Text(row)]), logits_to_keep=1).logits[:, -1].double() for row in rows
+            model(**known.preprocess([TextSample(row)]), logits_to_keep=1).logits[:, -1].double()
+            for row in rows
         ]
     measured = torch.tensor(run.features("b", "calibrated:small", layer="final")).double()  # kept in float16
     features = torch.cat(read)

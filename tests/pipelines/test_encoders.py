@@ -20,7 +20,7 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.config.run import load_spec
 from driftlens.experiment.loading import open_study
 from driftlens.models.architecture import load_architecture
-from driftlens.models.readouts import OwnHead
+from driftlens.models.readouts import ExpertHead
 from driftlens.pipelines.validate import preflight
 from driftlens.utils.errors import SpecError
 from tests.quick import few
@@ -173,7 +173,7 @@ def test_features_are_pooled_as_heads_read_them_and_by_their_mean_without(tmp_pa
     study, models = open_study(load_spec(suite.spec))
     assert study.settings.pool == "cls" and models.architecture.chain.modality.pool == "mean"
     heads = [at.head for at in study.tasks.values()]
-    assert all(isinstance(head, OwnHead) for head in heads)
+    assert all(isinstance(head, ExpertHead) for head in heads)
     assert [head.classes for head in heads if head] == [TASKS[task] for task in study.tasks]
     with pytest.raises(SpecError, match="pools by 'cls'"):
         open_study(load_spec({**suite.spec, "layers": {"pool": "mean"}}))

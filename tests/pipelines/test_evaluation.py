@@ -15,9 +15,9 @@ from driftlens.data.samples import SampleSet
 from driftlens.experiment.study import AnalysisSettings, Study, TaskSamples
 from driftlens.models.heads import Head
 from driftlens.pipelines import evaluation
-from driftlens.pipelines.evaluation import scores_of
-from driftlens.utils.intervals import wilson
-from driftlens.utils.progress import ProgressEvent, Reporter
+from driftlens.pipelines.evaluation import score_variants
+from driftlens.utils.intervals import wilson_interval
+from driftlens.utils.progress import ProgressEvent, ProgressReporter
 from tests.zoo.cases import CASES, perturbed, pool_of
 
 VARIANTS = ["expert", "base", "merged"]
@@ -102,7 +102,7 @@ def own_accuracy(made: Prepared, variant: str, task: str) -> float:
 @pytest.mark.parametrize("task", COUNTS)
 def test_the_accuracy_is_that_of_the_librarys_own_modules(case: str, task: str) -> None:
     made = prepared(case)
-    answers = scores_of(made.study, task, VARIANTS, Reporter())
+    answers = score_variants(made.study, task, VARIANTS, ProgressReporter())
     rows = answers.tables["accuracy"]
     expected = [own_accuracy(made, variant, task) for variant in VARIANTS]
     assert [row["value"] for row in rows] == expected
@@ -112,7 +112,7 @@ def test_the_accuracy_is_that_of_the_librarys_own_modules(case: str, task: str) 
     for row, variant in zip(rows, VARIANTS, strict=True):
         right = round(float(str(row["value"])) * COUNTS[task])
         assert (row["task"], row["variant"], row["n"], row["seed"]) == (task, variant, COUNTS[task], 7)
-        assert (row["ci_low"], row["ci_high"]) == wilson(right, COUNTS[task])
+        assert (row["ci_low"], row["ci_high"]) == wilson_interval(right, COUNTS[task])
     at = made.study.tasks[task]
     assert at.head is not None and at.test is not None and at.test.labels is not None
     stored = [(row["variant"], row["sample_id"], row["value"]) for row in answers.tables["scores"]]
@@ -132,7 +132,7 @@ def test_a_sample_is_read_once_for_all_variants(
 ) -> None:
     made = prepared()
     monkeypatch.setattr(evaluation, "CHUNK_BYTES", budget)
-    scores_of(made.study, "a", variants, Reporter())
+    score_variants(made.study, "a", variants, ProgressReporter())
     probe, *reads = made.reads
     assert probe == [0], "one sample more, to learn how large they are"
     assert reads == [[0, 1, 2], [3, 4, 5], [6, 7]]
@@ -141,8 +141,8 @@ def test_a_sample_is_read_once_for_all_variants(
 @pytest.mark.parametrize("case", ["sequential", "masked_decoder"], ids=["tensor inputs", "dict inputs"])
 def test_chunks_change_no_accuracy_and_no_order(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, events = prepared(case), list[ProgressEvent]()
-    whole = scores_of(made.study, "a", VARIANTS, Reporter())
+    whole = score_variants(made.study, "a", VARIANTS, ProgressReporter())
     monkeypatch.setattr(evaluation, "CHUNK_BYTES", 1)
-    assert scores_of(made.study, "a", VARIANTS, Reporter(events.append)) == whole
+    assert score_variants(made.study, "a", VARIANTS, ProgressReporter(events.append)) == whole
     labels = [event.label for event in events]
     assert labels == [*(f"task a: {variant}" for variant in VARIANTS)] * 3 + ["task a"]

@@ -14,7 +14,7 @@ import transformers
 
 import driftlens as dl
 from driftlens.models.architecture import Architecture, load_architecture, loaders
-from driftlens.models.texts import Text
+from driftlens.models.texts import TextSample
 from tests.quick import paced
 from tests.zoo import saved_families, seq2seq, world
 from tests.zoo.cases import perturbed, with_seed
@@ -200,7 +200,7 @@ def assert_reloads(known: Architecture, measured: Any, folder: Path) -> None:
     assert known.preprocess is not None
     rows = [json.loads(line)["input"] for line in (folder / "b-test.jsonl").read_text().splitlines()]
     with torch.no_grad():
-        answers = [model(**known.preprocess([Text(row)]), output_hidden_states=True) for row in rows]
+        answers = [model(**known.preprocess([TextSample(row)]), output_hidden_states=True) for row in rows]
     features = torch.cat([answer.decoder_hidden_states[-1][:, -1] for answer in answers])
     nearest = torch.cdist(torch.tensor(measured).double(), features).min(dim=1).values
     assert nearest.max() < 1e-3 * features.norm(dim=1).max()

@@ -18,11 +18,11 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.residual import ResidualCal
 from driftlens.cli import main
 from driftlens.engine.walk import walk
-from driftlens.experiment.resume import reopened
-from driftlens.pipelines.drift import _Recorder, diagnose
+from driftlens.experiment.resume import reopen_study
+from driftlens.pipelines.drift import _DriftRecorder, measure_task
 from driftlens.runs.run import DriftRun
-from driftlens.utils.distributed import Access, Context
-from driftlens.utils.progress import Reporter
+from driftlens.utils.distributed import JobContext, Permissions
+from driftlens.utils.progress import ProgressReporter
 from tests.pipelines.calibrating import copied
 
 ROOM = Path(driftlens.__file__).parent
@@ -54,7 +54,7 @@ def entering() -> Iterator[set[str]]:
 
 
 def test_a_batch_of_pixels_enters_few_files_on_its_way_into_tables(light: DriftRun) -> None:
-    study, _ = reopened(light.path, Context(access=Access(device="cpu")))
+    study, _ = reopen_study(light.path, JobContext(access=Permissions(device="cpu")))
     task = next(iter(study.tasks))
     at_hand = study.tasks[task]
     pixels = at_hand.diagnosis.load(range(len(at_hand.diagnosis)))
@@ -63,7 +63,7 @@ def test_a_batch_of_pixels_enters_few_files_on_its_way_into_tables(light: DriftR
     study = dataclasses.replace(study, tasks=tasks)
 
     def look() -> None:
-        diagnose(study, task, Reporter())
+        measure_task(study, task, ProgressReporter())
 
     look()  # finds the diagnostics and whatever else is found once
     with entering() as files:
@@ -92,9 +92,9 @@ def test_a_flag_passes_through_few_files_on_its_way_to_the_first_solve(
 
 def test_pooled_features_hold_no_other_tokens(light: DriftRun) -> None:
     """One token of each sample, kept as a view, would keep the whole features of every layer."""
-    study, _ = reopened(light.path, Context(access=Access(device="cpu")))
+    study, _ = reopen_study(light.path, JobContext(access=Permissions(device="cpu")))
     task, variant = next(iter(study.tasks)), study.variants[0]
-    recorder = _Recorder("cls", variant, study.settings.measured)
+    recorder = _DriftRecorder("cls", variant, study.settings.active_diagnostics)
     with torch.no_grad():
         for view in walk(study.pool, task, [variant], study.tasks[task].diagnosis.batches()):
             recorder.add(view)

@@ -16,7 +16,7 @@ import driftlens as dl
 from driftlens.config.requests import AnalysisRequest, CalibrationRequest
 from driftlens.config.run import load_spec
 from driftlens.experiment.loading import open_study
-from driftlens.experiment.resume import reopened
+from driftlens.experiment.resume import reopen_study
 from driftlens.merging.method import merge_methods
 from driftlens.pipelines.analyze import analyze
 from driftlens.pipelines.calibrate import calibrate
@@ -104,7 +104,7 @@ def python_of(folder: Path) -> str:
 
 def own_features(run: Path, variant: str, task: str, samples: list[Any]) -> torch.Tensor:
     """The chain's final features, what is attached for the task among them."""
-    study, models = reopened(run)
+    study, models = reopen_study(run)
     assert models.architecture.preprocess is not None
     with torch.no_grad():
         state, side = study.pool.chain.start(models.architecture.preprocess(samples))
@@ -135,7 +135,7 @@ def test_the_cards_own_lines_attach_what_was_learnt_for_a_task_to_the_librarys_m
     ).path
     out = tmp_path / "out"
     request = CalibrationRequest(name="maps", method=method, parameters=METHODS[method])
-    done = calibrate(run, request.changed(save_weights=out, attribution=False))
+    done = calibrate(run, request.with_changes(save_weights=out, attribution=False))
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8))
     picture.save(out / "image.png")
     code = python_of(out)

@@ -14,8 +14,8 @@ from PIL import Image
 
 import driftlens as dl
 from driftlens.models.architecture import load_architecture
-from driftlens.models.chain import pooled
-from driftlens.models.tracing.block_call import mapped
+from driftlens.models.chain import pool_features
+from driftlens.models.tracing.block_call import map_leaves
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.small import small
 from tests.zoo.suite import spec_of_folders
@@ -76,10 +76,10 @@ def features(name: str, model: Any, pixels: Any) -> torch.Tensor:
     if name.startswith("SigLIP"):
         model.classifier = torch.nn.Identity()
     with torch.no_grad():
-        made = model.double()(**mapped(inputs, in_float64))
+        made = model.double()(**map_leaves(inputs, in_float64))
     if "logits" in made:
         return made.logits[0]
-    return pooled(made.last_hidden_state, "mean" if "ConvNeXt" in name else "cls")[0]
+    return pool_features(made.last_hidden_state, "mean" if "ConvNeXt" in name else "cls")[0]
 
 
 @pytest.mark.shows("attribution", "sites", "reloads", files="hf-auto")
@@ -152,8 +152,10 @@ def test_images_alone_and_in_any_order_have_the_features_of_a_batch(name: str, t
     assert known.preprocess is not None
     weights = {key: value.double() for key, value in model.state_dict().items()}
     for order in ([0, 1, 2, 3, 4], [3, 0], [2]):
-        inputs = mapped(known.preprocess([images[at] for at in order]), in_float64)
-        made = pooled(chain_states(known.chain, weights, inputs)[-1]["hidden"], known.chain.modality.pool)
+        inputs = map_leaves(known.preprocess([images[at] for at in order]), in_float64)
+        made = pool_features(
+            chain_states(known.chain, weights, inputs)[-1]["hidden"], known.chain.modality.pool
+        )
         for row, at in zip(made, order, strict=True):
             wanted = features(name, model, known.preprocess([images[at]]))
             assert (row - wanted).norm() <= 1e-9 * wanted.norm()
@@ -170,7 +172,7 @@ def test_live_encoders_drift_as_their_library_says(name: str, tmp_path: Path) ->
     known, images = load_architecture("hf-auto", str(tmp_path / "model")), pictures(tmp_path / "images", 4)
     assert known.preprocess is not None
     batch = known.preprocess(images)
-    batch = mapped(batch if isinstance(batch, dict) else {"pixel_values": batch}, in_float64)
+    batch = map_leaves(batch if isinstance(batch, dict) else {"pixel_values": batch}, in_float64)
     for model in (base, merged, expert) if name == "ViT-MAE" else ():
         model.config.mask_ratio = 0.0
     run = dl.analyze(

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import driftlens as dl
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import Cancelled, CheckpointError, DataError, DriftLensError, RunError, SpecError
-from driftlens_reports.terminal import before_after_text
+from driftlens_reports.terminal import calibration_text
 from tests.families import STACK
 from tests.pipelines.calibrating import CONTROL, VARIANT, files_of, same_rows
 from tests.zoo.cases import Stack, perturbed, with_seed
@@ -97,7 +97,7 @@ def test_a_calibrated_variant_is_measured_like_any_other_and_its_weights_are_at_
     saved = dl.open_checkpoint(tmp_path / "out.safetensors")
     assert all(torch.equal(saved.read(key), value) for key, value in model.state_dict().items())
     for verbose in (False, True):
-        assert ("featcal, anchor only" in before_after_text(run, "featcal", verbose=verbose)) == verbose
+        assert ("featcal, anchor only" in calibration_text(run, "featcal", verbose=verbose)) == verbose
     with pytest.raises(DataError, match="no calibration 'other'; it has featcal"):
         run.calibrated_state("other")
 
@@ -131,7 +131,7 @@ def test_samples_that_serve_twice_are_stamped(analyzed: Any) -> None:
     assert text.startswith("task a: 3 of 10 diagnosis samples are calibration samples")
     run = dl.open_run(analyzed.path)
     assert any(text in notice for notice in run.manifest.notices)
-    assert text in before_after_text(run, "few") and text in run.before_after("few").attrs["notices"]
+    assert text in calibration_text(run, "few") and text in run.before_after("few").attrs["notices"]
     card = (run.path / "calibrations/few/README.md").read_text(encoding="utf-8")
     assert "3 of 10 diagnosis samples" in card and "no test sample" not in card and "RUN" not in card
 

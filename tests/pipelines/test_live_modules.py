@@ -432,7 +432,7 @@ def test_a_process_that_allows_fewer_bits_changes_nothing_and_a_run_that_has_the
         found = analyzed(given, data, tmp_path / "found")
         fitted_weights = fitted(given, data).model_.state_dict()
         assert torch.get_float32_matmul_precision() == "medium"
-        monkeypatch.setattr(reopening, "exact_products", nullcontext)
+        monkeypatch.setattr(reopening, "full_precision_matmul", nullcontext)
         with pytest.raises(NumericsError, match="differs from float64") as caught:
             analyzed(given, data, tmp_path / "bypassed")
     finally:

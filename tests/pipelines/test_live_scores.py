@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import driftlens as dl
 from driftlens.config.requests import AnalysisRequest
-from driftlens.models.chain import pooled
+from driftlens.models.chain import pool_features
 from driftlens.pipelines.analyze import analyze
 from driftlens.utils.errors import SpecError
 from tests.families import OPEN_CLIP, STACK, TRANSFORMERS_CLIP
@@ -84,7 +84,7 @@ def test_scores_are_taken_behind_the_pooling(pool: Any, tmp_path: Path) -> None:
     head, mask = modules["heads"]["task"], batch["attention_mask"].bool()
     with torch.no_grad():
         outs = {"expert": modules["experts"]["task"](**batch), "merged": modules["merged"](**batch)}
-        scores = {name: head.scores(pooled(out, pool, mask)) for name, out in outs.items()}
+        scores = {name: head.scores(pool_features(out, pool, mask)) for name, out in outs.items()}
     for name, found in scores.items():
         hits = (found.argmax(dim=1) == labels).double().mean().item()
         assert run.accuracy(variant=name)["value"].tolist() == pytest.approx([hits]), name
@@ -116,7 +116,7 @@ def test_a_linear_classifier_scores_models(tmp_path: Path) -> None:
     ((batch, labels),) = modules["data"]["task"]
     with torch.no_grad():
         out = modules["merged"](**batch)
-        scores = linear(pooled(out, "mean", batch["attention_mask"].bool()))
+        scores = linear(pool_features(out, "mean", batch["attention_mask"].bool()))
     hits = (scores.argmax(dim=1) == labels).double().mean().item()
     assert run.accuracy(variant="merged")["value"].tolist() == pytest.approx([hits])
 

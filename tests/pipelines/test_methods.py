@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 from driftlens.cli import app
 from driftlens.config.requests import CalibrationRequest
 from driftlens.config.run import load_spec
-from driftlens.pipelines.calibrate import open_calibration
+from driftlens.pipelines.calibrate import prepare_calibration
 from driftlens.pipelines.model_selection import NamedMethod
-from driftlens.pipelines.sweep import compare_methods, resolve_methods
+from driftlens.pipelines.sweep import compare_methods, resolve_calibrators
 from driftlens.pipelines.validate import preflight
-from driftlens.results.calibration_summary import arena_rows, arena_sheet
+from driftlens.results.calibration_summary import leaderboard_rows, leaderboard_table
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.verify import verify
-from driftlens.utils.distributed import Context
+from driftlens.runs.verify import verify_files
+from driftlens.utils.distributed import JobContext
 from driftlens.utils.errors import Cancelled, DataError, SpecError
 from driftlens.utils.progress import CancelToken, ProgressEvent
 from tests.pipelines.calibrating import copied
@@ -43,7 +43,7 @@ def met(light: DriftRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_repair_is_a_calibration_measured_like_any_other(met: Path) -> None:
     run = open_run(met)
-    assert set(NAMES) <= set(run.manifest.calibrations) and verify(met).ok
+    assert set(NAMES) <= set(run.manifest.calibrations) and verify_files(met).ok
     rows = run.layers(variant="calibrated:surgery-steps-5")
     assert rows["closure_error"].max() < 1e-5 and set(rows["task"]) == set(TASKS)
     merged = run.layers(variant="merged")
@@ -56,7 +56,7 @@ def test_every_repair_is_a_calibration_measured_like_any_other(met: Path) -> Non
 
 def test_rows_say_what_each_gains_and_costs(met: Path) -> None:
     run = open_run(met)
-    rows = {row["model"]: row for row in arena_rows(run, NAMES)}
+    rows = {row["model"]: row for row in leaderboard_rows(run, NAMES)}
     assert [*rows][:2] == ["base", "merged"] and [*rows][-1] == "experts" and {*NAMES} < {*rows}
     added = {name: rows[name]["added"] for name in NAMES}
     assert added["residual"] == added["featcal-update-norm"] == 0
@@ -69,13 +69,13 @@ def test_rows_say_what_each_gains_and_costs(met: Path) -> None:
         assert row["change"] == pytest.approx(row["score"] - rows["merged"]["score"], abs=1e-9)
         assert row["change_low"] <= row["change"] <= row["change_high"] and row["seconds"] > 0
     with pytest.raises(DataError, match="no calibration 'nobody'"):
-        arena_rows(run, ["nobody"])
+        leaderboard_rows(run, ["nobody"])
 
 
 def test_two_repairs_are_compared_sample_by_sample(met: Path) -> None:
     """Against the stored results of the same test samples, task by task."""
     run = open_run(met)
-    rows = [row for row in arena_rows(run, NAMES) if row["model"] in NAMES]
+    rows = [row for row in leaderboard_rows(run, NAMES) if row["model"] in NAMES]
     first, others = rows[0], rows[1:]
     assert "behind" not in first
     for row in others:
@@ -88,7 +88,7 @@ def test_two_repairs_are_compared_sample_by_sample(met: Path) -> None:
             gaps.append((right[row["model"]] - right[first["model"]]).mean())
         assert row["behind"] == pytest.approx(sum(gaps) / len(gaps), abs=1e-9)
         assert row["behind_low"] <= row["behind"] <= row["behind_high"] and row["behind"] <= 0
-    assert "against the first" in arena_sheet(run, NAMES).kinds
+    assert "against the first" in leaderboard_table(run, NAMES).column_formats
 
 
 @pytest.mark.slow
@@ -111,9 +111,9 @@ def test_a_stopped_comparison_resumes_with_what_is_missing(light: DriftRun, tmp_
         if event.phase == "calibrate" and "featcal" in open_run(folder).manifest.calibrations:
             token.cancel()
 
-    wanted = resolve_methods([("featcal", {}), ("residual", {})])
+    wanted = resolve_calibrators([("featcal", {}), ("residual", {})])
     with pytest.raises(Cancelled) as caught:
-        compare_methods(folder, wanted, Context(on_progress=stop, cancel=token))
+        compare_methods(folder, wanted, JobContext(on_progress=stop, cancel=token))
     assert caught.value.hint == "Finished calibrations are kept; the same command resumes."
     before = open_run(folder).manifest.calibrations
     assert [*before] == ["featcal"]
@@ -123,11 +123,13 @@ def test_a_stopped_comparison_resumes_with_what_is_missing(light: DriftRun, tmp_
 
 
 def test_what_cannot_be_made_is_said_beside_the_others(met: Path) -> None:
-    assert resolve_methods([("residual", {"cv": False})])[0].name == "residual-cv-off", "as YAML reads cv=off"
-    wanted = resolve_methods([("residual", {"folds": 1000}), ("surgery", {"steps": 5})])
+    assert resolve_calibrators([("residual", {"cv": False})])[0].name == "residual-cv-off", (
+        "as YAML reads cv=off"
+    )
+    wanted = resolve_calibrators([("residual", {"folds": 1000}), ("surgery", {"steps": 5})])
     failed = compare_methods(met, wanted)
     assert [*failed] == ["residual-folds-1000"] and "folds can't share" in failed["residual-folds-1000"]
-    sheet = arena_sheet(open_run(met), ["residual"], failed)
+    sheet = leaderboard_table(open_run(met), ["residual"], failed)
     assert "residual-folds-1000: not made, as" in sheet.note
     with pytest.raises(DataError, match="folds can't share"):
         compare_methods(met, wanted[:1])
@@ -141,7 +143,7 @@ def test_a_map_per_task_is_refused_where_nobody_will_know_the_task(
     spec.write_text(spec.read_text().replace("task_id: known", "task_id: unknown"))
     assert "task_id: unknown" in spec.read_text()
     with pytest.raises(SpecError, match="surgery has one map per task, but task_id is unknown"):
-        open_calibration(folder, CalibrationRequest(name="other", method="surgery"))
+        prepare_calibration(folder, CalibrationRequest(name="other", method="surgery"))
     asked = load_spec(world.one_task(calibration={"method": "surgery"}, task_id="unknown"))
     assert any("task_id is unknown" in finding.text for finding in preflight(asked).problems)
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import driftlens as dl
-from driftlens_reports.terminal import summary
+from driftlens_reports.terminal import run_summary_text
 from tests.zoo.decoders import MIXTURES
 from tests.zoo.suite import TASKS, spec_of
 
@@ -30,7 +30,7 @@ def test_a_run_tells_who_goes_where_and_names_experts_without_tokens(tmp_path: P
         assert per_layer.nunique() == 1 and counts[3, 2] == 0  # two experts take every token
     layers = run.layers("a", "merged").set_index("layer")
     assert layers["rerouted"].notna().sum() == 3 and layers.loc[2:4, "rerouted"].between(0, 1).all()
-    assert "Tokens routed to other experts" in summary(run, verbose=True)
+    assert "Tokens routed to other experts" in run_summary_text(run, verbose=True)
     calibrator = dl.FeatCal(lam=1e-3, rho=1)
     run = run.calibrate(calibrator, name="small", save_weights=tmp_path / "out")
     kept = run.calibration("small").query("kind == 'kept'")

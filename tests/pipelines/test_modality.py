@@ -28,19 +28,19 @@ from driftlens.models.chain import (
     Parameters,
     Role,
     SideInputs,
-    Slot,
     State,
     Tap,
+    WeightSlot,
     adapters,
 )
 from driftlens.models.heads import ScoreMap
 from driftlens.models.preprocessing import Preprocess
 from driftlens.pipelines.analyze import analyze
-from driftlens.pipelines.evaluation import scores_of
-from driftlens.pipelines.in_memory import live_study
+from driftlens.pipelines.evaluation import score_variants
+from driftlens.pipelines.in_memory import study_of_modules
 from driftlens.runs.run import DriftRun
-from driftlens.utils.distributed import Access, Context
-from driftlens.utils.progress import Reporter
+from driftlens.utils.distributed import JobContext, Permissions
+from driftlens.utils.progress import ProgressReporter
 from tests.zoo.hand_made import TinyStack
 
 LENGTH = 6
@@ -109,7 +109,7 @@ class LettersAdapter:
         weights = tuple(module.state_dict())
 
         def layer(index: int, role: Role, part: str, call: LayerCall) -> Layer:
-            slots = {name: Slot(name) for name in weights if name.startswith(f"{part}.")}
+            slots = {name: WeightSlot(name) for name in weights if name.startswith(f"{part}.")}
             return Layer(index, role, part, slots, call)
 
         blocks = [
@@ -141,7 +141,7 @@ def load_letters(request: ArchitectureRequest) -> Architecture:
 
 @pytest.fixture(autouse=True)
 def family() -> Iterator[None]:
-    with adapters.temporary(), loaders.temporary():
+    with adapters.temporary_entries(), loaders.temporary_entries():
         adapters.register("toy_letters")(LettersAdapter())
         loaders.register(LOADER)(load_letters)
         yield
@@ -187,7 +187,7 @@ def spec(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-CPU = Access(device="cpu")
+CPU = Permissions(device="cpu")
 
 
 def drift_of(run: DriftRun, layer: int) -> float:
@@ -197,7 +197,7 @@ def drift_of(run: DriftRun, layer: int) -> float:
 
 @pytest.mark.slow
 def test_texts_are_analysed_and_pooled_as_their_family_says(spec: dict[str, Any], tmp_path: Path) -> None:
-    run = analyze(spec, AnalysisRequest(out=tmp_path / "run"), Context(access=CPU))
+    run = analyze(spec, AnalysisRequest(out=tmp_path / "run"), JobContext(access=CPU))
     study, _ = open_study(load_spec(spec), access=CPU)
     samples = study.tasks["names"].diagnosis
     ids = samples.load(range(len(samples)))
@@ -207,7 +207,7 @@ def test_texts_are_analysed_and_pooled_as_their_family_says(spec: dict[str, Any]
     assert load_spec(run.path / "spec.yaml").layers.pool == "mean"
     spec["layers"] = {"pool": "cls"}
     assert drift_of(
-        analyze(spec, AnalysisRequest(out=tmp_path / "first"), Context(access=CPU)), 2
+        analyze(spec, AnalysisRequest(out=tmp_path / "first"), JobContext(access=CPU)), 2
     ) != pytest.approx(drift_of(run, 2), rel=1e-2)
 
 
@@ -218,17 +218,19 @@ def test_answers_are_judged_as_the_family_says(spec: dict[str, Any]) -> None:
     labels = ("right", "wrong", "right", "right")
     labelled = dataclasses.replace(at_hand, test=dataclasses.replace(at_hand.diagnosis, labels=labels))
     study = dataclasses.replace(study, tasks={**study.tasks, "names": labelled})
-    (row,) = scores_of(study, "names", ["expert"], Reporter()).tables["accuracy"]
+    (row,) = score_variants(study, "names", ["expert"], ProgressReporter()).tables["accuracy"]
     assert (row["metric"], row["value"], row["n"]) == ("share_of_rights", 0.75, 4)
 
 
 def test_live_models_pool_as_their_family_says() -> None:
     ids = torch.arange(24).reshape(4, 6)
-    live = live_study(Modules(Letters(0), {"t": Letters(1)}, {"t": ids}), LiveSettings())
+    live = study_of_modules(Modules(Letters(0), {"t": Letters(1)}, {"t": ids}), LiveSettings())
     assert live.settings.pool == "mean"
     pixels = torch.zeros(2, 3, 16, 16)
     assert (
-        live_study(Modules(TinyStack(), {"t": TinyStack()}, {"t": pixels}), LiveSettings()).settings.pool
+        study_of_modules(
+            Modules(TinyStack(), {"t": TinyStack()}, {"t": pixels}), LiveSettings()
+        ).settings.pool
         == "cls"
     )
     block = next(vectors for layer, vectors in capture(Letters(0), [ids]) if layer.role == "block")

@@ -11,10 +11,10 @@ from scipy import stats
 
 import driftlens as dl
 from driftlens.experiment.model_card import escape_markdown, merge_card, model_card
-from driftlens.merging.method import merge_called
+from driftlens.merging.method import merge_by_name
 from driftlens.pipelines.calibrate import calibrate
-from driftlens.results.formatting import signs
-from driftlens.results.verdict import headline, sentence, shareable, verdict
+from driftlens.results.formatting import typeset_signs
+from driftlens.results.verdict import headline, headline_sentence, hide_run_path, verdict
 from driftlens.runs.run import DriftRun
 from tests.pipelines.calibrating import CONTROL, NAME, VARIANT, copied, request
 from tests.zoo.world import TASKS, World, build
@@ -52,7 +52,7 @@ def test_parents_on_the_hub_are_named() -> None:
         for model in ("base", "expert:cars")
     }
     card = merge_card(
-        merge_called("task_arithmetic", {"scaling": 0.3}).record,
+        merge_by_name("task_arithmetic", {"scaling": 0.3}).record,
         {"loader": "hf-clip", "source": "/home/me/model"},
         origins | {"expert:own": "/home/me/own.safetensors"},
         notices=["/home/me/model has none"],
@@ -99,8 +99,8 @@ def test_the_verdict_comes_first_and_the_anchor_alone_is_a_row_of_the_tables(
     run: DriftRun, card: str
 ) -> None:
     head, first, rest = card.partition("## Verdict\n\n")[2].split("\n\n", 2)
-    assert head == f"**{escape_markdown(signs(sentence(headline(run, NAME))))}**"
-    said = [signs(shareable(run, text)) for text in verdict(run, NAME).sentences]
+    assert head == f"**{escape_markdown(typeset_signs(headline_sentence(headline(run, NAME))))}**"
+    said = [typeset_signs(hide_run_path(run, text)) for text in verdict(run, NAME).sentences]
     assert first.splitlines() == [f"- {escape_markdown(text)}" for text in said]
     assert (
         "anchor" not in first

@@ -13,11 +13,11 @@ import pytest
 
 import driftlens as dl
 from driftlens.config.requests import AnalysisRequest
-from driftlens.config.types import from_yaml, to_yaml
-from driftlens.experiment.resume import reopened
+from driftlens.config.types import parse_yaml, to_yaml
+from driftlens.experiment.resume import reopen_study
 from driftlens.pipelines.analyze import analyze
 from driftlens.pipelines.calibrate import calibrate
-from driftlens.results.calibration_summary import arena_rows
+from driftlens.results.calibration_summary import leaderboard_rows
 from driftlens.runs.run import DriftRun
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import SpecError
@@ -111,18 +111,18 @@ def test_reports_are_made_of_them(name: str, noted: dict[str, Any], tmp_path: Pa
 def older(light: DriftRun, tmp_path: Path) -> Path:
     """A run whose spec has keys that nothing reads any more; its digest counts them."""
     folder = copied(light, tmp_path / "run")
-    values = from_yaml((folder / "spec.yaml").read_text(), "spec")
+    values = parse_yaml((folder / "spec.yaml").read_text(), "spec")
     values["projection"] = {"methods": ["pca"], "layer": "final", "max_points": 2000, "seed": 0}
     values["compute"]["solve_dtype"] = "float64"
     (folder / "spec.yaml").write_text(to_yaml(values))
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
     with RunWriter.resume(folder) as writer:
-        writer.describe(spec_digest=hashlib.sha256(canonical.encode()).hexdigest())
+        writer.update_manifest(spec_digest=hashlib.sha256(canonical.encode()).hexdigest())
     return folder
 
 
 def test_it_can_be_added_to_and_gone_on_with(older: Path) -> None:
-    study, _ = reopened(older)
+    study, _ = reopen_study(older)
     assert tuple(study.tasks) == TASKS
     run = dl.analyze(older / "spec.yaml", out=older, resume=True, progress="none")
     assert run.tasks == TASKS
@@ -145,11 +145,11 @@ def test_repairs_by_methods_that_are_gone_are_shown_as_stored(light: DriftRun, t
     file.write_text(json.dumps(record))
     run = dl.open_run(folder)
     assert set(run.layers(variant="calibrated:maps")["task"]) == set(TASKS)
-    rows = {row["model"]: row for row in arena_rows(run)}
+    rows = {row["model"]: row for row in leaderboard_rows(run)}
     assert rows["maps"]["method"] == "react" and rows["maps"]["added"] > 0
     for command in ("show", "report"):
         assert printed(command, str(folder))[0] == 0
-    study, _ = reopened(folder)
+    study, _ = reopen_study(folder)
     assert "calibrated:maps" not in study.pool and "calibrated:solved" in study.pool
     again = calibrate(folder, request("more", method="featcal"))
     assert {*again.manifest.calibrations} == {"maps", "solved", "more"}

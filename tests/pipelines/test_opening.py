@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 import driftlens as dl
-from driftlens.checkpoints.tensor_sources import StateSource, TensorsSource
+from driftlens.checkpoints.tensor_sources import InMemorySource, StateSource
 from driftlens.experiment.loading import OpenModels
 from driftlens.models.architecture import Architecture
 from driftlens.models.heads import TextTower
@@ -25,7 +25,7 @@ from driftlens.runs.run import DriftRun
 from tests.pipelines.calibrating import request, scored_again
 from tests.zoo.world import CLASSES, NUM_TEST, NUM_TRAIN, TASKS, World
 
-BASE = TensorsSource("base", {"w": torch.ones(1)})
+BASE = InMemorySource("base", {"w": torch.ones(1)})
 FIRST, SECOND = TASKS
 
 

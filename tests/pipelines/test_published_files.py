@@ -19,10 +19,10 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.config.run import load_spec
 from driftlens.experiment.loading import open_models
 from driftlens.experiment.merging import merge_experts
-from driftlens.experiment.sanity_checks import companions
+from driftlens.experiment.sanity_checks import check_model_files
 from driftlens.models.architecture import load_architecture
 from driftlens.models.saving import save_model
-from driftlens.utils.distributed import Context
+from driftlens.utils.distributed import JobContext
 from driftlens.utils.errors import CheckpointError, IncompatibleModelsError
 from tests.quick import few
 from tests.zoo.cases import with_seed
@@ -69,7 +69,7 @@ def test_a_copy_of_the_embeddings_is_a_head_of_nobodys_own(tmp_path: Path) -> No
     weights[HEAD] = weights[TABLE].clone()
     save_file(weights, tmp_path / "base" / "model.safetensors", {"format": "pt"})
     merge_experts(
-        load_spec(spec_of(tmp_path, "base", "one", "two")), "average", {}, tmp_path / "out", Context()
+        load_spec(spec_of(tmp_path, "base", "one", "two")), "average", {}, tmp_path / "out", JobContext()
     )
     merged = weights_of(tmp_path / "out")
     one, two = (weights_of(tmp_path / name)[TABLE] for name in ("one", "two"))
@@ -91,7 +91,7 @@ def test_a_tensor_that_the_index_alone_knows_is_named_and_nothing_else(shard: st
     stated["weight_map"]["mtp.fc.weight"] = shard or max(stated["weight_map"].values())
     index.write_text(json.dumps(stated))
     models = open_models(load_spec(spec_of(root, "base", "one", "two")))
-    told = [finding.text for finding in companions(models)]
+    told = [finding.text for finding in check_model_files(models)]
     assert len(told) == 1 and "'mtp.fc.weight', missing from all files" in told[0]
     stated["weight_map"] = {f"other.{key}": shard for key, shard in stated["weight_map"].items()}
     index.write_text(json.dumps(stated))
@@ -127,7 +127,7 @@ def test_what_the_library_has_no_use_for_is_left_as_it_was_and_named(
         more = {key: torch.full((3,), float(seed))} if name in holders else {}
         save_file(weights_of(root / name) | more, root / name / "model.safetensors", {"format": "pt"})
     notices = merge_experts(
-        load_spec(spec_of(root, "base", "one", "two")), "average", {}, root / "out", Context()
+        load_spec(spec_of(root, "base", "one", "two")), "average", {}, root / "out", JobContext()
     )
     told = [text for text in notices if key in text]
     ends = {
@@ -153,14 +153,14 @@ def test_what_another_architecture_would_compute_with_is_no_tensor_of_no_use(key
         weights_of(root / "one") | {key: torch.ones(3)}, root / "one" / "model.safetensors", {"format": "pt"}
     )
     with pytest.raises(IncompatibleModelsError, match="does not know") as refused:
-        merge_experts(load_spec(spec_of(root, "base", "one")), "average", {}, root / "out", Context())
+        merge_experts(load_spec(spec_of(root, "base", "one")), "average", {}, root / "out", JobContext())
     assert key in refused.value.message and not (root / "out").exists()
 
 
 def test_numbers_of_one_byte_are_merged_as_what_they_are(root: Path) -> None:
     one = {key: value.to(torch.float8_e4m3fn) for key, value in weights_of(root / "one").items()}
     save_file(one, root / "one" / "model.safetensors", {"format": "pt"})
-    merge_experts(load_spec(spec_of(root, "base", "one", "two")), "average", {}, root / "out", Context())
+    merge_experts(load_spec(spec_of(root, "base", "one", "two")), "average", {}, root / "out", JobContext())
     merged, two = (weights_of(root / name) for name in ("out", "two"))
     for key, value in merged.items():
         torch.testing.assert_close(value, (one[key].float() + two[key]) / 2)
@@ -174,7 +174,7 @@ def test_a_tied_head_is_a_copy_of_the_embeddings_among_heads_apart(base: str, ro
     models = open_models(spec)
     (told,) = models.notices
     assert told.startswith(str(root / "tied")) and "its head is tied" in told
-    merge_experts(spec, "average", {}, root / "out", Context())
+    merge_experts(spec, "average", {}, root / "out", JobContext())
     merged, info = transformers.AutoModelForCausalLM.from_pretrained(root / "out", output_loading_info=True)
     assert not any(info.values()) and merged.config.tie_word_embeddings is False
     heads = [weights.get(HEAD, weights[TABLE]) for weights in (weights_of(root / name) for name in experts)]
@@ -282,7 +282,7 @@ def test_adapters_beside_linear_maps_are_read_as_peft_runs_them(
 def test_a_head_that_files_call_otherwise_is_saved_once(tmp_path: Path) -> None:
     for seed, name in enumerate(("base", "one")):
         saved(MORE["GPT-NeoX"], tmp_path / name, seed)
-    merge_experts(load_spec(spec_of(tmp_path, "base", "one")), "average", {}, tmp_path / "out", Context())
+    merge_experts(load_spec(spec_of(tmp_path, "base", "one")), "average", {}, tmp_path / "out", JobContext())
     merged = weights_of(tmp_path / "out")
     assert merged.keys() == weights_of(tmp_path / "one").keys()
     for key, value in weights_of(tmp_path / "one").items():
@@ -330,7 +330,7 @@ def test_what_files_fuse_and_the_library_has_apart_is_merged_and_saved_as_it_was
     save_file(dict(models[2].state_dict()), tmp_path / "expert-2" / "model.safetensors", {"format": "pt"})
     described = spec_of(tmp_path, "base", "expert-1", "expert-2")
     described["architecture"]["loader"] = FUSED[name][0]
-    merge_experts(load_spec(described), "average", {}, tmp_path / "out", Context())
+    merge_experts(load_spec(described), "average", {}, tmp_path / "out", JobContext())
     merged, info = type(models[1]).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()) and weights_of(tmp_path / "out").keys() == stored.keys()
     assert bool(list((tmp_path / "out").glob("*.index.json"))) == bool(shards)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import driftlens as dl
 from driftlens.calibration.featcal import PRESETS
 from driftlens.cli import main
-from driftlens.results.measures import SCORE, change
+from driftlens.results.measures import SCORE, change_on_task
 from driftlens.results.verdict import verdict
 from tests.zoo.suite import real_files_of, spec_of_folders
 
@@ -111,7 +111,7 @@ def test_trained_classifiers_are_merged_measured_and_calibrated(real: Path, tmp_
     # Losses are told as losses, and what its interval does not tell from nothing as neither.
     (gap,) = [gap for gap in verdict(run).gaps if gap.against == "merged"]
     for task in TASKS:
-        row = change(run, SCORE, task, ("merged", "calibrated:featcal"))
+        row = change_on_task(run, SCORE, task, ("merged", "calibrated:featcal"))
         assert (task in gap.better) == (row.low > 0) and (task in gap.worse) == (row.high < 0), row
 
 

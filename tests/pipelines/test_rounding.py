@@ -14,7 +14,7 @@ from driftlens.checkpoints.tensor_sources import count_differences
 from driftlens.config.run import load_spec
 from driftlens.experiment.loading import open_models
 from driftlens.experiment.merging import merge_experts
-from driftlens.experiment.sanity_checks import companions
+from driftlens.experiment.sanity_checks import check_model_files
 from tests.pipelines.checking import saved, visual
 from tests.zoo.world import Weights, World
 
@@ -102,7 +102,7 @@ def with_models(
 
 
 def told(spec: dict[str, object], name: str = "flowers") -> list[str]:
-    findings = companions(open_models(load_spec(spec)))
+    findings = check_model_files(open_models(load_spec(spec)))
     return [
         finding.text for finding in findings if name in finding.subject and "text tower" not in finding.text
     ]

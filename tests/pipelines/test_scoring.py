@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlens.experiment.sanity_checks import CheckResult
-from driftlens.pipelines.validate import Preflight, _check_tied_weights
+from driftlens.experiment.sanity_checks import Finding
+from driftlens.pipelines.validate import PreflightReport, _check_tied_weights
 from tests.pipelines.checking import check, saved, visual
 from tests.zoo.cases import CASES, family
 from tests.zoo.world import CLASSES, World, build, clip, labels, pixels
@@ -47,14 +47,14 @@ def class_means(world: World, name: str) -> Tensor:
     return torch.stack(means) - features.mean(dim=0)
 
 
-def score(world: World, head: Tensor, folder: Path, **changes: Any) -> Preflight:
+def score(world: World, head: Tensor, folder: Path, **changes: Any) -> PreflightReport:
     save_file({"x": F.normalize(head, dim=1)}, folder / "head.safetensors")
     entry = {"file": str(folder / "head.safetensors"), "tensor": "x", "logit_scale": 10.0}
     data = {**world.spec()["data"], "defaults": {"n": 4, "n_diagnosis": SCORED}}
     return check(world.spec(heads={"flowers": entry}, data=data, **changes), deep=True)
 
 
-def judged(result: Preflight) -> CheckResult:
+def judged(result: PreflightReport) -> Finding:
     """The finding that holds the expert's score."""
     matching = [finding for finding in result.findings if "scores" in finding.text]
     assert len(matching) == 1, result.text()
@@ -90,7 +90,7 @@ def test_an_expert_that_guesses_is_a_problem(colours: World, tmp_path: Path) -> 
 
 
 def test_a_tower_has_no_ties_not_even_in_its_fused_projection() -> None:
-    collect = Preflight()
+    collect = PreflightReport()
     _check_tied_weights(family(CASES["open_clip_vit"]).pool.chain, collect)
     assert [(finding.level, finding.subject) for finding in collect.findings] == [("ok", "ties")]
 
@@ -100,7 +100,7 @@ def test_a_weight_in_two_layers_is_named_with_both_places() -> None:
     first, second = chain.layers[1:3]
     name = next(iter(first.parameters))
     shared = dataclasses.replace(second, parameters={**second.parameters, name: first.parameters[name]})
-    collect = Preflight()
+    collect = PreflightReport()
     _check_tied_weights(
         dataclasses.replace(chain, layers=(*chain.layers[:2], shared, *chain.layers[3:])), collect
     )

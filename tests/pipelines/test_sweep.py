@@ -17,16 +17,16 @@ from driftlens.calibration.residual import ResidualCal
 from driftlens.config.requests import SweepRequest
 from driftlens.data.altered import corrupt_image
 from driftlens.engine import calibrating
-from driftlens.engine.calibrating import CalibrationContext, ExpertFeatures
-from driftlens.engine.sites import rows_and_output, select_sites
-from driftlens.experiment.resume import reopened
+from driftlens.engine.calibrating import CalibrationContext, ExpertFeatureCache
+from driftlens.engine.sites import record_activations, select_sites
+from driftlens.experiment.resume import reopen_study
 from driftlens.experiment.study import Study
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.pipelines.sweep import sweep
-from driftlens.results.sweep_results import ablation_sheets
+from driftlens.results.sweep_results import ablation_tables
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.verify import verify
-from driftlens.utils.distributed import Context
+from driftlens.runs.verify import verify_files
+from driftlens.utils.distributed import JobContext
 from driftlens.utils.errors import Cancelled, DataError, SingularGramError, SpecError
 from driftlens.utils.progress import CancelToken, ProgressEvent
 from driftlens_reports.terminal import sweep_text
@@ -40,7 +40,7 @@ LAM = {"lam": [0.01, 0.3]}
 @pytest.fixture(scope="module")
 def study(light: DriftRun) -> Study:
     """The light run reopened; tests only add models of their own to its pool."""
-    return reopened(light.path)[0]
+    return reopen_study(light.path)[0]
 
 
 def rows_of(run: DriftRun, name: str, **wanted: Any) -> pd.DataFrame:
@@ -64,17 +64,21 @@ def test_cached_expert_features_give_the_same_weights_as_none(
     def run(layer: Any, *args: Any, **options: Any) -> Any:
         if len(args) == 5:  # the cache asks for outputs, too; the merged model's pass for inputs alone
             runs.append(layer.path)
-        return rows_and_output(layer, *args, **options)
+        return record_activations(layer, *args, **options)
 
-    monkeypatch.setattr(calibrating, "rows_and_output", run)
+    monkeypatch.setattr(calibrating, "record_activations", run)
 
-    def solved(cache: ExpertFeatures) -> tuple[dict[tuple[int, str], torch.Tensor], int]:
+    def solved(cache: ExpertFeatureCache) -> tuple[dict[tuple[int, str], torch.Tensor], int]:
         runs.clear()
         layers = calibrator.calibrate(CalibrationContext(study.pool, samples, sites, expert_features=cache))
         found = {(layer.layer, name): value for layer in layers for name, value in layer.updates.items()}
         return found, len(runs)
 
-    (plain, every), whole, part = solved(ExpertFeatures()), ExpertFeatures(1 << 30), ExpertFeatures(1 << 16)
+    (plain, every), whole, part = (
+        solved(ExpertFeatureCache()),
+        ExpertFeatureCache(1 << 30),
+        ExpertFeatureCache(1 << 16),
+    )
     counts = {}
     for name, cache in (("whole", whole), ("part", part)):
         for sitting in (1, 2):
@@ -132,7 +136,7 @@ def test_one_factor_at_a_time_or_all_combinations(folder: Path) -> None:
 def test_everything_else_of_the_run_stays_as_it_is(folder: Path, light: DriftRun) -> None:
     run = sweep(folder, SweepRequest(param=LAM))
     same_rows(run, light)
-    assert run.variants == light.variants and verify(folder).ok
+    assert run.variants == light.variants and verify_files(folder).ok
     changed = {name for name, data in files_of(folder).items() if files_of(light.path).get(name) != data}
     allowed = {"manifest.json", "status.json", "events.jsonl", "run.lock", "run.lock.guard"}
     assert changed - allowed == {"tables/sweeps.parquet", "tables/resources.parquet"}, (
@@ -172,11 +176,13 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
             token.cancel()
 
     with pytest.raises(Cancelled):
-        sweep(folder, asked, Context(on_progress=watch, cancel=token))
+        sweep(folder, asked, JobContext(on_progress=watch, cancel=token))
     kept = open_run(folder).sweeps()
     assert 0 < len(kept) < 20 and not (folder / "scratch" / "sweep").exists()
     run = sweep(
-        folder, asked.changed(resume=True), Context(on_progress=lambda event: labels.append(event.label))
+        folder,
+        asked.with_changes(resume=True),
+        JobContext(on_progress=lambda event: labels.append(event.label)),
     )
     again = run.sweeps().merge(kept, on=[*kept.columns])
     assert len(again) == len(kept), "finished points keep their very values, seconds included"
@@ -185,7 +191,11 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
         left, right = rows_of(run, name), rows_of(straight, name)
         pd.testing.assert_frame_equal(left.drop(columns="seconds"), right.drop(columns="seconds"))
     labels.clear()
-    sweep(folder, asked.changed(resume=True), Context(on_progress=lambda event: labels.append(event.label)))
+    sweep(
+        folder,
+        asked.with_changes(resume=True),
+        JobContext(on_progress=lambda event: labels.append(event.label)),
+    )
     assert not [label for label in labels if "layer" in label]
 
 
@@ -297,7 +307,7 @@ def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder:
         *({}, {"order": "block"}, {"residual": 0.0}, {"weights": "uniform"}, {"cv": "off"}, {"mu": 0.9})
     ]
     assert rows["drift_l2_mean"].nunique() == 6, "no part is without effect"
-    *_, last = ablation_sheets(run, "residual:ablation")
+    *_, last = ablation_tables(run, "residual:ablation")
     sheet = last.frame().set_index("model")
     assert [*sheet.index] == [
         *("merged", "base", "expert"),

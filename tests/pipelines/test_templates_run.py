@@ -16,7 +16,7 @@ import transformers
 from PIL import Image
 
 import driftlens as dl
-from driftlens.config.templates import template_text
+from driftlens.config.templates import spec_template
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import CONFIGS
 from tests.zoo.small import flan_t5, small
@@ -126,7 +126,7 @@ def test_what_is_offered_runs(
 ) -> None:
     lay_out(tmp_path / "models", tmp_path / "data")
     spec = tmp_path / "run.yaml"
-    spec.write_text(template_text(name).replace(hub, str(tmp_path / "models" / "base")))
+    spec.write_text(spec_template(name).replace(hub, str(tmp_path / "models" / "base")))
     run = dl.analyze(spec, out=tmp_path / "run", overrides=FEW)
     assert run.layers(run.tasks[0], "merged")["closure_error"].max() < 1e-4
     run = dl.calibrate(run, name="first")

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 import driftlens as dl
-from driftlens.checkpoints.tensor_sources import Between, TensorsSource
+from driftlens.checkpoints.tensor_sources import InMemorySource, InterpolatedSource
 from driftlens.experiment.model_card import calibration_command
-from driftlens.pipelines.calibrate import calibrate, open_calibration
-from driftlens.results.calibration_summary import selection_sentences
+from driftlens.pipelines.calibrate import calibrate, prepare_calibration
+from driftlens.results.calibration_summary import auto_choice_sentences
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import DataError, SpecError
 from tests.pipelines.calibrating import copied, request
@@ -69,9 +69,9 @@ def test_views_of_the_spec_are_read_by_calibrations_and_regmean(world: World, tm
     spec["data"]["shapes"] |= {"views": "none"}
     spec["data"]["defaults"]["views"] = "mix:2"
     run = dl.analyze(spec, out=tmp_path / "own", progress="none")
-    opened = open_calibration(run.path, request())
+    opened = prepare_calibration(run.path, request())
     sets = [(of.calibration, of.diagnosis, of.test) for _, of in sorted(opened.study.tasks.items())]
-    assert [[of and of.num_read for of in each] for each in sets] == [[12, 5, 9], [4, 5, 9]]
+    assert [[of and of.num_with_views for of in each] for each in sets] == [[12, 5, 9], [4, 5, 9]]
     assert opened.plan.views == {"flowers": "mix:2", "shapes": "none"}
 
 
@@ -80,10 +80,10 @@ def test_floats_keep_a_share_of_their_way_from_the_base(generator: torch.Generat
     """Bit for bit the base at 0 and the end at 1, in the dtype of the end; whole numbers are the end's."""
     start, end = torch.randn(2, 6, 3, generator=generator, dtype=torch.float64).bfloat16().unbind()
     sources = [
-        TensorsSource(name, {"w": value, "n": torch.tensor([number])})
+        InMemorySource(name, {"w": value, "n": torch.tensor([number])})
         for number, (name, value) in enumerate({"base": start, "end": end}.items())
     ]
-    found = Between(sources[0], sources[1], share)
+    found = InterpolatedSource(sources[0], sources[1], share)
     want = ((1 - share) * start.double() + share * end.double()).bfloat16()
     assert torch.equal(found.read("w"), want) and torch.equal(found.read("w", (2, 5)), want[2:5])
     assert found.read("n") == 1 and (share not in (0, 1) or torch.equal(want, (start, end)[int(share)]))
@@ -104,7 +104,7 @@ def test_all_tensors_keep_a_share_and_the_record_says_so(
     info = run.manifest.calibrations["shrunk"]
     assert info.shrink == {"asked": 0.5, "share": 0.5}
     assert "--interpolate=0.5" in calibration_command("shrunk", info)
-    assert any("base + 0.5" in sentence for sentence in selection_sentences(run, "shrunk"))
+    assert any("base + 0.5" in sentence for sentence in auto_choice_sentences(run, "shrunk"))
 
 
 @pytest.mark.parametrize(

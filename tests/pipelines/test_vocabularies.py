@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from driftlens.config.run import load_spec
 from driftlens.experiment.loading import OpenModels, open_models, open_pool
 from driftlens.pipelines.validate import preflight
-from driftlens.utils.distributed import Access
+from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import IncompatibleModelsError
 from tests.zoo.decoders import llama, t5
 from tests.zoo.suite import spec_of_folders
@@ -42,7 +42,7 @@ def spec(tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def opened(spec: dict[str, Any]) -> OpenModels:
-    return open_models(load_spec(spec), Access(device="cpu"))
+    return open_models(load_spec(spec), Permissions(device="cpu"))
 
 
 def resized(folder: Path, more: int) -> None:
@@ -140,5 +140,5 @@ def test_another_tokenizer_is_refused_by_what_decides_on_ids(
         return
     with pytest.raises(IncompatibleModelsError, match=rf"dtd: its tokenizer .*\({told}\)"):
         opened(spec)
-    found = preflight(load_spec(spec), access=Access(device="cpu")).problems
+    found = preflight(load_spec(spec), access=Permissions(device="cpu")).problems
     assert any("its tokenizer differs from the base's" in problem.text for problem in found)

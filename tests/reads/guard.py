@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from driftlens.utils.errors import from_library
+from driftlens.utils.errors import wrap_library_error
 
 SECONDS = 5.0
 """Of the processor, that reading one input may take."""
@@ -45,7 +45,7 @@ def within_bounds() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = from_library(error)
+        told = wrap_library_error(error)
         if told is None:
             raise
         assert told.message and told.exit_code in (2, 3, 4), (told.exit_code, told.message)

@@ -24,7 +24,7 @@ from driftlens.merging import method
 from driftlens.models import architecture
 from driftlens.results.projection import MOST_POINTS
 from driftlens.utils.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.utils.files import LONGEST_FILE_NAME, escape
+from driftlens.utils.files import LONGEST_FILE_NAME, safe_file_name
 from driftlens_app import requests
 from tests.pipelines.fixtures import world
 from tests.reads.guard import MOST_GROWTH, SECONDS
@@ -131,14 +131,14 @@ def test_paths(world: World, longest: int) -> None:
 @pytest.mark.parametrize("letter", ["a", "花", "\N{GRINNING FACE}"])
 def test_names_of_tasks(world: World, tmp_path: Path, letter: str) -> None:
     """From a file and from Python: the longest can name a file beside any ending that is put behind it."""
-    most = LONGEST_FILE_NAME // len(escape(letter))
+    most = LONGEST_FILE_NAME // len(safe_file_name(letter))
     for count in (most, most + 1):
         name, spec = letter * count, world.spec()
         first, *_ = spec["experts"]
         for section in ("experts", "data", "heads"):
             spec[section] = {name if task == first else task: at for task, at in spec[section].items()}
         if count == most:
-            (tmp_path / f"{escape(name)}.safetensors").touch()
+            (tmp_path / f"{safe_file_name(name)}.safetensors").touch()
             assert name in load_spec(spec).experts
             continue
         module = torch.nn.Linear(1, 1)
@@ -166,7 +166,7 @@ def test_configurations(tmp_path: Path, key: str, most: int) -> None:
 
 
 def test_tensors_that_no_model_has_are_not_filled() -> None:
-    module = architecture.weightless(lambda: torch.nn.Linear(2, 3), "small")
+    module = architecture.build_on_meta(lambda: torch.nn.Linear(2, 3), "small")
     assert module.weight.is_meta
 
     def build() -> torch.nn.Module:
@@ -175,7 +175,7 @@ def test_tensors_that_no_model_has_are_not_filled() -> None:
         return made
 
     with pytest.raises(ValueError, match="the limit is"):
-        architecture.weightless(build, "large")
+        architecture.build_on_meta(build, "large")
 
 
 def test_images(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from driftlens.runs.manifest import begun_calibration
+from driftlens.runs.manifest import calibration_marker
 from driftlens.runs.run import DriftRun
-from driftlens.utils.errors import harmless
+from driftlens.utils.errors import sanitize_text
 from tests.cli.conftest import Result, run_cli
 from tests.pipelines.fixtures import light, world
 from tests.quick import few
@@ -50,7 +50,7 @@ def assert_refused(run_cli: Cli) -> Refused:
         assert result.code in codes, (result.code, result.err)
         assert re.search(f"(error: |PROBLEM)(.|\n)*({says})", result.err + result.out), (line, result)
         assert "Traceback" not in result.err and "defect" not in result.err
-        assert len(result.err.splitlines()) < 70 and harmless(result.err) == result.err
+        assert len(result.err.splitlines()) < 70 and sanitize_text(result.err) == result.err
         return result
 
     return run
@@ -174,7 +174,7 @@ SETTINGS = (
 def test_settings_of_an_interrupted_calibration_that_are_damaged(
     assert_refused: Refused, run: Path, text: str
 ) -> None:
-    file = run / begun_calibration("a")
+    file = run / calibration_marker("a")
     file.parent.mkdir(parents=True)
     file.write_bytes(text.encode(errors="surrogateescape"))
     assert_refused("calibrate", run, "--name", "a", "--resume", "--progress", "none", says="settings|a")
@@ -218,4 +218,4 @@ def test_names_that_steer_a_terminal(assert_refused: Refused, run_cli: Cli, spec
     (run / "manifest.json").write_text(json.dumps(manifest | {"name": steering, "warnings": [steering]}))
     for line in (("show", run), ("ls", run.parent), ("-v", "show", run), ("check", run)):
         result = run_cli(*line)
-        assert harmless(result.out + result.err) == result.out + result.err, line
+        assert sanitize_text(result.out + result.err) == result.out + result.err, line

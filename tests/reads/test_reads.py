@@ -27,15 +27,15 @@ from transformers import GPT2Config
 from typer.main import get_command
 
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.cli import run as run_command
+from driftlens.cli import run_command_line as run_command
 from driftlens.cli.app import app
-from driftlens.config.run import is_recipe, load_spec, recipe_of
+from driftlens.config.run import is_mergekit_recipe, load_spec, parse_recipe
 from driftlens.data.sources import open_split
 from driftlens.experiment.loading import open_architecture
 from driftlens.models.preprocessing import hf_text_preprocess
 from driftlens.runs.run import DriftRun
-from driftlens.utils.distributed import Access
-from driftlens.utils.errors import SpecError, harmless
+from driftlens.utils.distributed import Permissions
+from driftlens.utils.errors import SpecError, sanitize_text
 from tests.pipelines.fixtures import light, world
 from tests.reads.guard import CANARY, MOST_GROWTH, peak, within_bounds
 from tests.reads.spoiling import NASTY, byte_spoils, places, spoiled_bytes, spoiled_tree, tree_spoils
@@ -153,7 +153,7 @@ def test_spoiled_configurations_and_indices(world: World, good: Right, which: st
         open_checkpoint(folder)
     told = good.holds | {"architecture": {"loader": "hf-clip", "source": str(folder)}}
     with within_bounds():
-        open_architecture(load_spec(told), Access())
+        open_architecture(load_spec(told), Permissions())
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +219,8 @@ def test_spoiled_recipes_of_mergekit(method: str, spoils: Any) -> None:
     right = RECIPE | {"merge_method": method, "parameters": {"normalize": True, "lambda": 0.5}}
     with within_bounds():
         spoiled = spoiled_tree(right, spoils)
-        if isinstance(spoiled, dict) and is_recipe(spoiled):
-            recipe_of(spoiled)
+        if isinstance(spoiled, dict) and is_mergekit_recipe(spoiled):
+            parse_recipe(spoiled)
 
 
 def _pictures(place: Path) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def test_spoiled_data(data: Right, file: str, spoils: Any) -> None:
     Path(file).write_bytes(spoiled_bytes(right, spoils))
     try:
         with within_bounds():
-            view = open_split(entry, "calibration", Access())
+            view = open_split(entry, "calibration", Permissions())
             for row in range(len(view)):
                 view.label(row), view.read(row)
     finally:
@@ -300,7 +300,7 @@ def told(*arguments: str) -> int:
     with within_bounds(), redirect_stdout(out), redirect_stderr(err):
         code = run_command(list(arguments))
     written = out.getvalue() + err.getvalue()
-    assert written == harmless(written), repr(written)
+    assert written == sanitize_text(written), repr(written)
     assert code in (0, 2, 3, 4), (code, written)
     assert "Traceback" not in written and len(err.getvalue().splitlines()) < 200
     return code

@@ -14,11 +14,11 @@ import yaml
 
 import driftlens.cli as cli
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.config.run import load_spec, recipe_of
-from driftlens.config.types import MOST_CHARACTERS, from_yaml
-from driftlens.utils.errors import CheckpointError, DataError, SpecError, harmless
-from driftlens.utils.files import from_json
-from driftlens.utils.registry import resolve
+from driftlens.config.run import load_spec, parse_recipe
+from driftlens.config.types import MOST_CHARACTERS, parse_yaml
+from driftlens.utils.errors import CheckpointError, DataError, SpecError, sanitize_text
+from driftlens.utils.files import parse_json
+from driftlens.utils.registry import resolve_settings
 from tests.cli.conftest import Result, run_cli
 from tests.pipelines.fixtures import light, world
 from tests.quick import few
@@ -50,7 +50,7 @@ BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
 )
 def test_values_that_are_none_are_refused_with_their_place(text: str, words: str) -> None:
     with within_bounds(), pytest.raises(SpecError, match=words):
-        from_yaml(text, "spec")
+        parse_yaml(text, "spec")
 
 
 @pytest.mark.parametrize("path", ["~nobody-of-that-name/x", "a\x00b", "x" * 300, "\x1b[31m"])
@@ -117,7 +117,7 @@ def test_a_run_in_a_folder_that_begins_with_a_tilde_is_read_where_it_was_written
 def test_recipes_of_another_shape_are_refused(made: dict[str, Any], words: str) -> None:
     right = {"merge_method": "linear", "models": [{"model": "one"}, {"model": "two"}]}
     with within_bounds(), pytest.raises(SpecError, match=f"mergekit recipe: {words}"):
-        recipe_of(right | made)
+        parse_recipe(right | made)
 
 
 def test_a_spec_of_more_experts_than_anybody_has_is_refused(world: World) -> None:
@@ -133,14 +133,14 @@ def test_whole_numbers_beyond_the_machines_are_no_settings() -> None:
     def method(*, seed: int = 0) -> None: ...
 
     with pytest.raises(SpecError, match="seed is"):
-        resolve(method, {"seed": 2**63}, "method")
-    assert resolve(method, {"seed": 2**63 - 1}, "method") == {"seed": 2**63 - 1}
+        resolve_settings(method, {"seed": 2**63}, "method")
+    assert resolve_settings(method, {"seed": 2**63 - 1}, "method") == {"seed": 2**63 - 1}
 
 
 def test_json_nested_without_end_is_no_json(tmp_path: Path) -> None:
     deep = "[" * 100_000
     with pytest.raises(ValueError, match="nested too deeply"):
-        from_json(deep)
+        parse_json(deep)
     (tmp_path / "model.safetensors.index.json").write_text(deep)
     with pytest.raises(CheckpointError, match="not an index of shards"):
         open_checkpoint(tmp_path)
@@ -165,13 +165,13 @@ def test_what_files_say_never_steers_the_terminal(run_cli: Cli, tmp_path: Path, 
     file.write_text(yaml.safe_dump(world.spec() | {steering: 1}))
     result = run_cli("validate", file)
     assert result.code == 2 and "unknown key" in result.err
-    assert harmless(result.err) == result.err and "\x1b" not in result.err
+    assert sanitize_text(result.err) == result.err and "\x1b" not in result.err
 
 
 def test_a_json_document_spells_control_characters_out(capsys: pytest.CaptureFixture[str]) -> None:
-    from driftlens.cli.app import say_json
+    from driftlens.cli.app import print_json
 
-    say_json({"name": "a\x9bb\u202e"})
+    print_json({"name": "a\x9bb\u202e"})
     written = capsys.readouterr().out
     assert "\x9b" not in written and json.loads(written) == {"name": "a\x9bb\u202e"}
 
@@ -184,7 +184,7 @@ def test_messages_end_on_their_first_page(
         raise SpecError("\n".join(f"problem {number} {'x' * 5000}" for number in range(20_000)))
 
     monkeypatch.setattr("driftlens.runs.run.open_run", fail)
-    assert cli.run(["show", "."]) == 2
+    assert cli.run_command_line(["show", "."]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1] == "... and 19,940 more lines" and len(lines) == 61
     assert max(map(len, lines)) < 2100
@@ -228,7 +228,7 @@ def test_devices_and_pipes_are_no_data(
     world: World, tmp_path: Path, pipe: Path, kind: str, device: str
 ) -> None:
     from driftlens.data.sources import open_split
-    from driftlens.utils.distributed import Access
+    from driftlens.utils.distributed import Permissions
 
     name, source, *key = kind.split()
     place = tmp_path / name
@@ -240,7 +240,7 @@ def test_devices_and_pipes_are_no_data(
     entry = {"kind": source} | dict.fromkeys(keys, str(tmp_path / name))
     spec = load_spec(world.one_task(data={world.tasks[0]: entry}, heads=None))
     with within_bounds(), pytest.raises(DataError, match=ODD):
-        view = open_split(spec.data.tasks[world.tasks[0]], "calibration", Access())
+        view = open_split(spec.data.tasks[world.tasks[0]], "calibration", Permissions())
         view.read(0)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 
 from driftlens.runs.run import DriftRun, open_run
-from driftlens_reports.paper.exhibit import ExhibitOptions, draw
+from driftlens_reports.paper.exhibit import ExhibitOptions, draw_exhibit
 from tests.reports.morph import write_morph
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ DOCS = {"drift.png": "decomposition", "shares.png": "contributions", "images.png
 def write_docs(run: DriftRun, folder: Path) -> None:
     """Write the pictures of the site's pages, as small as a page shows them."""
     for file, name in DOCS.items():
-        drawn = io.BytesIO(draw(name, [run], ExhibitOptions()).content("png"))
+        drawn = io.BytesIO(draw_exhibit(name, [run], ExhibitOptions()).content("png"))
         with Image.open(drawn) as picture:
             picture = picture.convert("RGB")
             picture.thumbnail((1400, 1400))

@@ -15,7 +15,7 @@ from PIL import Image
 from driftlens.config.requests import ProjectionRequest
 from driftlens.results.projection import project
 from driftlens.runs.run import DriftRun
-from driftlens_reports.charts.words import title
+from driftlens_reports.charts.words import variant_title
 
 INK, FAINT, EMPTY, BAR = "#1F2933", "#C9D1D9", "#EDF0F3", "#2F6DB5"
 STILL, MOVING, LAST = 9, 12, 23
@@ -72,10 +72,12 @@ def _frame(points: dict[str, Any], stages: list[str], scores: pd.Series, time: f
     ends = [float(scores[stages[stage]]) for stage in (before, before + 1)]
     text: dict[str, Any] = {"y": 0.945, "fontsize": 14, "color": INK, "va": "center"}
     if part in (0, 1):
-        figure.text(x=0.012, s=title(stages[before + int(part)]), weight="bold", **text)
+        figure.text(x=0.012, s=variant_title(stages[before + int(part)]), weight="bold", **text)
         figure.text(x=0.988, s=f"accuracy {ends[int(part)]:.0%}", ha="right", **text)
     else:
-        figure.text(x=0.012, s=f"{title(stages[before])} → {title(stages[before + 1])}", **text)
+        figure.text(
+            x=0.012, s=f"{variant_title(stages[before])} → {variant_title(stages[before + 1])}", **text
+        )
     bar = figure.add_axes((0.012, 0.075, 0.976, 0.05), xlim=(0, 1), ylim=(0, 1))
     bar.axis("off")
     bar.axhspan(0, 1, color=EMPTY)
@@ -87,7 +89,9 @@ def _frame(points: dict[str, Any], stages: list[str], scores: pd.Series, time: f
         place, side = {stages[-1]: (1.0, "right"), stages[-2]: (score + 0.005, "right")}.get(
             stage, (score, "center")
         )
-        bar.text(place, -0.55, f"{title(stage)} {score:.0%}", fontsize=7.5, ha=side, va="top", color=INK)
+        bar.text(
+            place, -0.55, f"{variant_title(stage)} {score:.0%}", fontsize=7.5, ha=side, va="top", color=INK
+        )
     data = io.BytesIO()
     figure.savefig(data, format="png")
     return Image.open(data).convert("RGB")

@@ -12,24 +12,30 @@ from scipy import stats
 
 from driftlens.results import measures
 from driftlens.results.calibration_summary import (
-    before_after,
-    calibration_document,
-    calibration_sheets,
+    before_after_rows,
+    calibration_effect_tables,
+    calibration_json,
     final_drift_changes,
     score_change_note,
     score_changes,
 )
 from driftlens.results.compare import compare, mean_score_change
-from driftlens.results.formatting import p_value, points, points_interval
-from driftlens.results.measures import DRIFT, SCORE, change, mean
-from driftlens.results.verdict import headline, sentence, verdict
+from driftlens.results.formatting import format_interval, format_p_value, format_points
+from driftlens.results.measures import DRIFT, SCORE, change_on_task, mean_on_tasks
+from driftlens.results.verdict import headline, headline_sentence, verdict
 from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import DataError
-from driftlens.utils.intervals import Interval, mcnemar, mean_over_tasks, p_of, unpaired_difference
+from driftlens.utils.intervals import (
+    Interval,
+    interval_p_value,
+    mcnemar_test,
+    mean_over_tasks,
+    unpaired_difference,
+)
 from driftlens_reports.build import Report
-from driftlens_reports.terminal import before_after_text, comparison_text
+from driftlens_reports.terminal import calibration_text, run_comparison_text
 from tests.runs.full_run import Size, write_full_run
 
 NAME, VARIANT, CONTROL = "featcal", "calibrated:featcal", "baseline:featcal-anchor"
@@ -40,7 +46,7 @@ def calibrated_run(folder: Path, *, control: str = CONTROL, has_labels: bool = T
     write_full_run(folder, variants=variants, has_labels=has_labels)
     with RunWriter.resume(folder) as writer:
         info = CalibrationInfo("featcal", {"rho": 2.0}, control, 1.0, {"cars": 8})
-        writer.describe(calibrations={NAME: info})
+        writer.update_manifest(calibrations={NAME: info})
     return open_run(folder)
 
 
@@ -50,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
 
 
 def test_the_frame_holds_the_numbers_of_the_tables(run: DriftRun) -> None:
-    rows = before_after(run, NAME).set_index(["task", "variant"])
+    rows = before_after_rows(run, NAME).set_index(["task", "variant"])
     assert list(rows.index) == [
         (task, name) for task in run.tasks for name in ("merged", CONTROL, VARIANT, "expert")
     ]
@@ -79,7 +85,7 @@ def test_means_over_tasks_are_those_of_the_tables_and_the_anchor_alone_is_one_of
         "cosine": final.groupby("variant")["cos_mean"].mean(),
         "accuracy": scores.groupby("variant")["value"].mean(),
     }
-    found = {entry["measure"]: entry for entry in calibration_document(run, NAME)["means"]}
+    found = {entry["measure"]: entry for entry in calibration_json(run, NAME)["means"]}
     assert set(found) == set(expected)
     for measure, entry in found.items():
         assert list(entry["means"]) == ["merged", CONTROL, VARIANT] and entry["tasks"] == run.tasks
@@ -93,7 +99,7 @@ def test_means_over_tasks_are_those_of_the_tables_and_the_anchor_alone_is_one_of
 
 
 def test_a_mean_over_tasks_has_the_interval_of_its_tasks_samples(run: DriftRun) -> None:
-    drift = mean(run, DRIFT, run.tasks, "merged")
+    drift = mean_on_tasks(run, DRIFT, run.tasks, "merged")
     errors = []
     for task in run.tasks:
         norms = run.samples(task, "merged", "final")["drift_l2"].to_numpy(dtype=float)
@@ -104,30 +110,30 @@ def test_a_mean_over_tasks_has_the_interval_of_its_tasks_samples(run: DriftRun) 
 
 
 def test_the_text_shows_every_task_and_its_numbers(run: DriftRun) -> None:
-    text = before_after_text(run, NAME, verbose=True)
-    for row in before_after(run, NAME).to_dict("records"):
+    text = calibration_text(run, NAME, verbose=True)
+    for row in before_after_rows(run, NAME).to_dict("records"):
         assert row["task"] in text and f"{100 * row['accuracy']:.1f} %" in text
         if row["variant"] != "expert":
             for column in ("drift", "cosine"):
                 assert f"{row[column]:#.3g} +- {row[f'{column}_error']:#.2g}" in text
             assert f"{100 * row['relative']:.1f} % +- {100 * row['relative_error']:.1f} %" in text
-    assert text.startswith("\n".join([sentence(headline(run, NAME)), *verdict(run, NAME).sentences]))
+    assert text.startswith("\n".join([headline_sentence(headline(run, NAME)), *verdict(run, NAME).sentences]))
 
 
 @pytest.mark.slow
 def test_without_a_control_there_is_no_row_of_it(tmp_path: Path) -> None:
     run = calibrated_run(tmp_path / "run", control="")
-    means = calibration_document(run, NAME)["means"]
+    means = calibration_json(run, NAME)["means"]
     assert all(list(entry["means"]) == ["merged", VARIANT] for entry in means)
-    assert "anchor only" not in before_after_text(run, NAME)
+    assert "anchor only" not in calibration_text(run, NAME)
 
 
 @pytest.mark.slow
 def test_without_labels_there_is_drift_and_no_accuracy(tmp_path: Path) -> None:
     run = calibrated_run(tmp_path / "run", has_labels=False)
-    means = calibration_document(run, NAME)["means"]
+    means = calibration_json(run, NAME)["means"]
     assert [entry["measure"] for entry in means] == ["drift", "relative", "cosine"]
-    text = before_after_text(run, NAME, verbose=True)
+    text = calibration_text(run, NAME, verbose=True)
     assert score_changes(run, NAME) == [] and "ccuracy" not in text and "nan" not in text
     names = [table.name for table in Report(run, "calibration").content.tables]
     assert f"before-after-{NAME}" in names and f"accuracy-change-{NAME}" not in names
@@ -153,7 +159,9 @@ def test_a_task_that_lost_is_counted_beside_a_mean_that_rose(run: DriftRun, tmp_
 
 
 def test_the_largest_weight_moves_are_the_logs(run: DriftRun) -> None:
-    (sheet,) = [sheet for sheet in calibration_sheets(run, NAME) if sheet.name == f"weight-moves-{NAME}"]
+    (sheet,) = [
+        sheet for sheet in calibration_effect_tables(run, NAME) if sheet.name == f"weight-moves-{NAME}"
+    ]
     log = run.calibration(NAME).sort_values("weight_change", ascending=False, kind="stable").head(5)
     left = log["objective_after"] / log["objective_before"]
     expected = [*zip(log["site"], log["layer"], log["weight_change"], left, strict=True)]
@@ -162,7 +170,7 @@ def test_the_largest_weight_moves_are_the_logs(run: DriftRun) -> None:
 
 def test_a_calibration_that_is_not_there_is_named(run: DriftRun) -> None:
     with pytest.raises(DataError, match="no calibration 'other'; it has featcal"):
-        before_after_text(run, "other")
+        calibration_text(run, "other")
 
 
 def run_of(folder: Path, *, tests: int = 400, has_labels: bool = True) -> DriftRun:
@@ -180,7 +188,7 @@ def test_without_answers_of_all_test_samples_the_interval_is_of_the_counts(tmp_p
         counts = (round(before * 400), 400, round(after * 400), 400)
         assert (entry.low, entry.high) == unpaired_difference(*counts)
         assert entry.answered == "diagnosis" and entry.answers is not None and entry.answers.n == 24
-    text = before_after_text(run, NAME, verbose=True)
+    text = calibration_text(run, NAME, verbose=True)
     assert (
         re.search(r" diagnosis +24 ", text)
         and "not paired and too wide" in text
@@ -196,10 +204,10 @@ def test_answers_of_the_test_samples_themselves_pair_the_interval(tmp_path: Path
             rows["pred"] == rows["label"]
             for rows in (run.outputs(entry.task, v) for v in ("merged", VARIANT))
         ]
-        found = mcnemar(*(answers.to_numpy(dtype=bool) for answers in right))
+        found = mcnemar_test(*(answers.to_numpy(dtype=bool) for answers in right))
         assert entry.paired and entry.answered == "test" and entry.answers == found
         assert (entry.value, entry.low, entry.high) == (found.difference, found.ci_low, found.ci_high)
-    text = before_after_text(run, NAME, verbose=True)
+    text = calibration_text(run, NAME, verbose=True)
     assert re.search(r" test +24 ", text) and "wider than" not in text and "paired by sample" in text
 
 
@@ -220,21 +228,22 @@ def test_stored_predictions_of_the_test_samples_pair_the_interval(tmp_path: Path
     assert paired.answers is not None and (paired.answers.gained, paired.answers.lost) == (30, 0)
     low, high = unpaired_difference(200, 400, 230, 400)
     assert low < paired.low < paired.high < high and not unpaired.paired
-    against_expert = change(run, SCORE, "cars", (VARIANT, "expert"))
+    against_expert = change_on_task(run, SCORE, "cars", (VARIANT, "expert"))
     assert against_expert.paired and against_expert.value == 170 / 400
     assert "rerun the analysis" in score_change_note(
         [paired, unpaired]
     ) and "rerun the analysis" not in score_change_note([paired])
-    text = before_after_text(run, NAME, verbose=True)
+    text = calibration_text(run, NAME, verbose=True)
     assert re.search(r"cars +test +400 .* < \.001", text) and "0.0000" not in text
     rows = {row["task"]: row for row in compare(run).tasks.to_dict("records")}
     assert (rows["cars"]["score_ci_low"], rows["cars"]["score_ci_high"]) == (paired.low, paired.high)
     assert rows["cars"]["score_paired"] and not rows["dtd"]["score_paired"]
-    said = comparison_text(compare(run))
+    said = run_comparison_text(compare(run))
     assert "McNemar p < .001" in said and "of dtd are not paired" in said
     mean = mean_score_change(compare(run).tasks)
     assert mean == mean_over_tasks([Interval(e.value, e.low, e.high) for e in (paired, unpaired)])
-    told = f"{points(mean.value)} ({points_interval(mean.low, mean.high)}), p {p_value(p_of(mean))}"
+    p_value = format_p_value(interval_p_value(mean))
+    told = f"{format_points(mean.value)} ({format_interval(mean.low, mean.high)}), p {p_value}"
     assert f"mean change of accuracy over 2 tasks: {told}" in said
 
 
@@ -262,7 +271,7 @@ def test_the_report_tells_the_same_numbers(tmp_path: Path) -> None:
         mean.value,
         mean.low,
         mean.high,
-        p_of(mean),
+        interval_p_value(mean),
     )
     drifts = tables[f"before-after-{NAME}"]
     at = [column.name for column in drifts.columns].index("L2 drift +-")
@@ -281,7 +290,7 @@ def test_the_report_tells_the_same_numbers(tmp_path: Path) -> None:
     ]
     assert all(drift.paired for drift, _ in changes) and [row.task for row, _ in changes] == list(run.tasks)
     for _, relative in changes:
-        assert f"{100 * relative.value:+.1f} %" in before_after_text(run, NAME, verbose=True)
+        assert f"{100 * relative.value:+.1f} %" in calibration_text(run, NAME, verbose=True)
 
 
 @pytest.mark.slow

@@ -18,13 +18,13 @@ import driftlens as dl
 import driftlens_reports.explorer as explorer_page
 from driftlens.cli import main
 from driftlens.config.requests import ProjectionRequest, ViewRequest
-from driftlens.results.measures import OUTCOMES, outcomes
+from driftlens.results.measures import OUTCOMES, sample_outcomes
 from driftlens.results.projection import project
 from driftlens.results.verdict import verdict
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError
 from driftlens.utils.variants import is_control
-from driftlens_reports.explorer import NEIGHBOURS, Explorer, gathered
+from driftlens_reports.explorer import NEIGHBOURS, Explorer, explorer_data
 from tests.quick import few
 from tests.runs.full_run import Size, write_full_run, write_run
 
@@ -42,7 +42,7 @@ def unpacked(text: str, kind: str, *shape: int) -> Any:
 
 @pytest.fixture(scope="module")
 def data(full: DriftRun) -> dict[str, Any]:
-    return gathered(full)
+    return explorer_data(full)
 
 
 def test_columns_are_those_of_the_tables(full: DriftRun, data: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ def test_columns_are_those_of_the_tables(full: DriftRun, data: dict[str, Any]) -
                 assert data["words"][answers[at]] == row["pred"]
                 assert right[at] == (row["pred"] == row["label"])
                 assert data["words"][answers[-1, at[1]]] == row["expert_pred"]
-        said = outcomes(full, task["name"], "merged", "calibrated:featcal")["outcome"]
+        said = sample_outcomes(full, task["name"], "merged", "calibrated:featcal")["outcome"]
         assert {name: [*OUTCOMES][became[place[name]]] for name in said.index} == said.to_dict()
 
 
@@ -112,7 +112,7 @@ def test_places_are_the_joint_layout_turned_and_neighbours_the_nearest_by_cosine
 def test_a_layout_of_another_method_is_kept_and_shown(tmp_path: Path) -> None:
     size = Size(blocks=1, samples=20, width=5, classes=3, tests=20)
     run = open_run(write_full_run(tmp_path / "run", tasks=("cars",), variants=("base", "merged"), size=size))
-    plane = gathered(run, ViewRequest(method="tsne"))["planes"][0][-1]
+    plane = explorer_data(run, ViewRequest(method="tsne"))["planes"][0][-1]
     frame = project(run, "cars", ProjectionRequest(method="tsne", variants=("base", "merged"), max_points=60))
     assert plane["method"] == "tsne"
     found = unpacked(plane["places"], "<i2", -1, 2).astype(float)
@@ -163,14 +163,14 @@ def spoiled_features(run: DriftRun) -> DriftRun:
 def test_what_a_run_lacks_is_said_with_what_adds_it(
     tmp_path: Path, options: dict[str, Any], says: str
 ) -> None:
-    told = gathered(open_run(write_run(tmp_path / "run", **options)))
+    told = explorer_data(open_run(write_run(tmp_path / "run", **options)))
     assert any(says in note for note in told["notes"]) and len(told["ids"]) == 12
     assert Explorer(tmp_path / "run").page
 
 
 def test_without_stored_features_nothing_moves_and_the_rest_is_there(tmp_path: Path) -> None:
     run = spoiled_features(open_run(write_run(tmp_path / "run")))
-    told = gathered(run)
+    told = explorer_data(run)
     assert not any(told["planes"][0]) and all(told["planes"][1])
     assert any(run.tasks[0] in note and "layers.select" in note for note in told["notes"])
     assert Explorer(run).page
@@ -178,7 +178,7 @@ def test_without_stored_features_nothing_moves_and_the_rest_is_there(tmp_path: P
 
 def test_too_many_samples_are_thinned_evenly_and_said(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path / "run"))
-    told = gathered(run, ViewRequest(samples=6))
+    told = explorer_data(run, ViewRequest(samples=6))
     assert [task["n"] for task in told["tasks"]] == [3, 3]
     labels = unpacked(told["columns"]["label"], "<i4", -1)
     assert sorted(labels[:3]) == [0, 1, 2] and "6 of 12" in " ".join(told["notes"])
@@ -189,7 +189,7 @@ def test_the_verdict_stands_above_without_the_command_that_follows(
     tmp_path: Path, variants: tuple[str, ...]
 ) -> None:
     run = open_run(write_run(tmp_path / "run", variants=variants))
-    told, judged = gathered(run)["sentences"], verdict(run)
+    told, judged = explorer_data(run)["sentences"], verdict(run)
     assert len(told) == len(judged.sentences) - bool(judged.command) and not any(
         "Next:" in text or " %" in text for text in told
     )
@@ -203,14 +203,14 @@ def test_small_layouts_take_one_thread(full: DriftRun, monkeypatch: pytest.Monke
         seen.extend(library["num_threads"] for library in threadpool_info())
         return [None]
 
-    monkeypatch.setattr(explorer_page, "_layouts_by_layer", looked)
-    gathered(full)
+    monkeypatch.setattr(explorer_page, "_projections_by_layer", looked)
+    explorer_data(full)
     assert {*seen} == {1}
 
 
 def test_an_unknown_task_is_refused_by_name(full: DriftRun) -> None:
     with pytest.raises(DataError, match="nonsense"):
-        gathered(full, ViewRequest(tasks=("nonsense",)))
+        explorer_data(full, ViewRequest(tasks=("nonsense",)))
 
 
 def test_the_command_writes_one_file_and_into_a_run_one_that_it_lists(

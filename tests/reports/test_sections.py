@@ -17,9 +17,9 @@ from driftlens.utils.errors import SpecError
 from driftlens.utils.intervals import mean_over_tasks
 from driftlens_reports import sections
 from driftlens_reports.build import Report
-from driftlens_reports.charts.chart import ChartOptions, Plots, charts
-from driftlens_reports.content import Change, ReportContent
-from driftlens_reports.sections import PRESETS, TITLES, charts_of
+from driftlens_reports.charts.chart import ChartOptions, RunCharts, charts
+from driftlens_reports.content import MeasureChange, ReportContent
+from driftlens_reports.sections import PRESETS, TITLES, section_charts
 from tests.reports.charts.recording import with_rows
 from tests.reports.conftest import SMALL
 from tests.reports.paper.saved_runs import figure_run
@@ -47,7 +47,7 @@ def test_sections_come_in_the_order_of_the_design(standard: Report) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_presets_sections_and_charts_exist(name: str) -> None:
     assert set(PRESETS[name]) <= set(ORDER)
-    assert any(charts_of(section, name) for section in PRESETS[name])
+    assert any(section_charts(section, name) for section in PRESETS[name])
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ CONTROL, AFTER = "baseline:featcal-anchor", "calibrated:featcal"
 COLUMNS = {"final drift": "drift_l2_mean", "relative drift": "drift_rel", "cosine to the expert": "cos_mean"}
 
 
-def changes(run: DriftRun) -> dict[str, Change]:
+def changes(run: DriftRun) -> dict[str, MeasureChange]:
     return {change.measure: change for change in Report(run, "summary").content.verdict.changes}
 
 
@@ -254,7 +254,7 @@ PNG = b"\x89PNG"
 
 
 def test_every_chart_is_there_by_name_and_says_what_it_is(full: DriftRun) -> None:
-    plots = Plots(full)
+    plots = RunCharts(full)
     assert dir(plots) == [name.replace("-", "_") for name in charts]
     for name, chart in charts.items():
         draw = getattr(plots, name.replace("-", "_"))
@@ -299,6 +299,6 @@ def test_checks_and_comparisons_are_tables_of_what_they_hold(full: DriftRun) -> 
 
 def test_a_name_that_is_none_is_an_attribute_error_with_the_nearest(full: DriftRun) -> None:
     with pytest.raises(AttributeError, match="layer_drift"):
-        _ = Plots(full).layer_drifts
+        _ = RunCharts(full).layer_drifts
     with pytest.raises(TypeError, match="task"):
-        Plots(full).layer_drift(task="cars")
+        RunCharts(full).layer_drift(task="cars")

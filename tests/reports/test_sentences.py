@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 import driftlens as dl
 from driftlens.results.compare import compare
-from driftlens.results.verdict import summary_sheet
+from driftlens.results.verdict import summary_table
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.schema import TABLES
-from driftlens.runs.tables import conform
-from driftlens.utils.intervals import wilson
-from driftlens.utils.variants import title
-from driftlens_reports.facts import advice, advice_text
-from driftlens_reports.terminal import checks_text, comparison_text
+from driftlens.runs.tables import conform_to_schema
+from driftlens.utils.intervals import wilson_interval
+from driftlens.utils.variants import display_name
+from driftlens_reports.facts import layer_advice, layer_advice_text
+from driftlens_reports.terminal import checks_text, run_comparison_text
 from tests.runs.drawn_runs import CAL, SHARES, Right, interval, run_of, tables
 from tests.runs.full_run import write_run
 
@@ -54,9 +54,9 @@ def test_a_comparison_reads_its_tables_and_its_p_agrees_with_its_interval(
     right, n = made
     run = run_of(manifest, right, n, {}, stored=stored)
     pair = ("base", "merged") if "base" in run.variants else ("merged", "merged")
-    text = comparison_text(compare(run, before=pair[0], after=pair[1]))
+    text = run_comparison_text(compare(run, before=pair[0], after=pair[1]))
     lines = text.splitlines()
-    assert f"{title(pair[0])} -> {title(pair[1])}" in lines and "nan" not in text
+    assert f"{display_name(pair[0])} -> {display_name(pair[1])}" in lines and "nan" not in text
     for task in run.tasks:
         (line,) = [line for line in lines if line.startswith(f"{task} ")]
         before, after = (right[task, model] / n for model in pair)
@@ -106,7 +106,7 @@ def test_a_check_says_what_broke_on_how_many_samples_and_never_passes_unmeasured
     assert len(changes) == (len(run.tasks) if CAL in run.variants else 0)
     worst = min(run.tasks, key=lambda task: right[task, "merged"])
     level = results[-2]
-    low, high = wilson(right[worst, "merged"], n)
+    low, high = wilson_interval(right[worst, "merged"], n)
     assert level.value == right[worst, "merged"] / n and (level.ci_low, level.ci_high) == (low, high)
     assert (level.status == "pass") == (level.value >= 0.50123) and results[-1].status == "skip"
     for at in results:
@@ -123,21 +123,21 @@ def test_a_check_says_what_broke_on_how_many_samples_and_never_passes_unmeasured
 def test_a_summary_is_the_tables_and_claims_nothing(manifest: Manifest, made: tuple[Right, int]) -> None:
     right, n = made
     run = run_of(manifest, right, n, {})
-    sheet = summary_sheet(run)
+    sheet = summary_table(run)
     rows = sheet.frame().set_index("task")
     named = {
         "expert": "expert",
-        **{name: title(name) for name in run.variants if name != "baseline:cal-anchor"},
+        **{name: display_name(name) for name in run.variants if name != "baseline:cal-anchor"},
     }
     for task in run.tasks:
         for model, head in named.items():
             ends = [rows.loc[task, f"{head}{end}"] for end in ("", " low", " high")]
-            assert ends == pytest.approx([right[task, model] / n, *wilson(right[task, model], n)])
+            assert ends == pytest.approx([right[task, model] / n, *wilson_interval(right[task, model], n)])
     mean = f"mean of {len(run.tasks)}"
     assert (mean in rows.index) == (len(run.tasks) > 1) and "nan" not in repr(sheet)
     for model, head in named.items() if mean in rows.index else ():
         values = [right[task, model] / n for task in run.tasks]
-        halves = [[abs(value - end) for end in wilson(round(value * n), n)] for value in values]
+        halves = [[abs(value - end) for end in wilson_interval(round(value * n), n)] for value in values]
         down, up = (math.sqrt(sum(half[end] ** 2 for half in halves)) / len(values) for end in (0, 1))
         own = sum(values) / len(values)
         assert [rows.loc[mean, f"{head}{end}"] for end in ("", " low", " high")] == pytest.approx(
@@ -176,8 +176,10 @@ def test_advice_calls_a_layer_the_largest_only_where_all_intervals_lie_below(
         for layer, values in cosines.items()
         for at, task in enumerate(run.tasks)
     ]
-    run._frames["params"] = conform(pd.DataFrame(own), TABLES["params"]) if own else run._frames["params"]
-    text, num_tasks = advice_text(advice(run)), len(run.tasks)
+    run._frames["params"] = (
+        conform_to_schema(pd.DataFrame(own), TABLES["params"]) if own else run._frames["params"]
+    )
+    text, num_tasks = layer_advice_text(layer_advice(run)), len(run.tasks)
     assert "nan" not in text and text
     if not shares:
         assert "was not measured" in text and "largest share" not in text

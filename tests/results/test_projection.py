@@ -19,7 +19,7 @@ from sklearn.manifold import trustworthiness
 import driftlens as dl
 from driftlens.results.projection import Projection
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.verify import verify
+from driftlens.runs.verify import verify_files
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import DataError, LayerNotFoundError, NumericsError, RunError, SpecError
 from tests.runs.full_run import Size, layer_list, write_full_run
@@ -31,7 +31,7 @@ def run_of(path: Path, features: dict[str, Array], task: str = "cars") -> DriftR
     """A run that has just these features, at its head, by role."""
     with RunWriter.create(path, spec_yaml="", spec_digest="0" * 64, name="bare") as writer:
         variants = [role for role in features if role != "expert"]
-        writer.describe(tasks=[task], variants=variants, layers=layer_list(0))
+        writer.update_manifest(tasks=[task], variants=variants, layers=layer_list(0))
         writer.write_sample_ids(task, "diagnosis", [f"test/{at}" for at in range(len(features["expert"]))])
         for role, array in features.items():
             writer.write_features(task, role, 2, array)
@@ -234,13 +234,13 @@ def test_asking_again_reads_what_is_stored(
     def refuse(*_: object) -> None:
         pytest.fail("computed again")
 
-    monkeypatch.setattr("driftlens.results.projection.lay_out", refuse)
+    monkeypatch.setattr("driftlens.results.projection.compute_layout", refuse)
     again = dl.project(open_run(run.path), "cars", method=method)
     pd.testing.assert_frame_equal(again.frame, first.frame, check_exact=True)
     pd.testing.assert_frame_equal(again.quality, first.quality, check_exact=True)
     assert again.settings == first.settings and again.parameters == first.parameters
     assert again.explained_variance == first.explained_variance and again.digest == first.digest
-    assert verify(run.path).ok and not verify(run.path).unlisted
+    assert verify_files(run.path).ok and not verify_files(run.path).unlisted
 
 
 @pytest.mark.parametrize("method", ["pca", "tsne"])

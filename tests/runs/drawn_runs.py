@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from driftlens.runs.manifest import CalibrationInfo, Manifest
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES
-from driftlens.runs.tables import conform, empty
-from driftlens.utils.intervals import mcnemar, unpaired_difference, wilson
+from driftlens.runs.tables import conform_to_schema, empty_frame
+from driftlens.utils.intervals import mcnemar_test, unpaired_difference, wilson_interval
 
 CAL, OTHER, CONTROL = "calibrated:cal", "calibrated:other", "baseline:cal-anchor"
 PAIRS = (("merged", "expert"), ("merged", "base"), (CAL, "merged"), (CAL, "base"))
@@ -33,7 +33,7 @@ def answers(right: Right, n: int, task: str, model: str) -> np.ndarray:
 
 @functools.cache
 def _nothing() -> dict[str, pd.DataFrame]:
-    return {name: empty(table) for name, table in TABLES.items()}
+    return {name: empty_frame(table) for name, table in TABLES.items()}
 
 
 def run_of(
@@ -52,17 +52,17 @@ def run_of(
     run._frames |= _nothing()
     accuracy = [
         {"task": task, "variant": variant, "metric": "accuracy", "value": k / n, "n": n}
-        | dict(zip(("ci_low", "ci_high"), wilson(k, n), strict=True))
+        | dict(zip(("ci_low", "ci_high"), wilson_interval(k, n), strict=True))
         for (task, variant), k in right.items()
     ]
-    run._frames["accuracy"] = conform(pd.DataFrame(accuracy), TABLES["accuracy"])
+    run._frames["accuracy"] = conform_to_schema(pd.DataFrame(accuracy), TABLES["accuracy"])
     single = [
         {"task": task, "variant": model, "metric": "accuracy", "sample_id": str(at), "value": float(value)}
         for task, model in right
         for at, value in enumerate(answers(right, n, task, model))
     ]
     if stored:
-        run._frames["scores"] = conform(pd.DataFrame(single), TABLES["scores"])
+        run._frames["scores"] = conform_to_schema(pd.DataFrame(single), TABLES["scores"])
     parts = ("final_share", "final_share_low", "final_share_high")
     layers = [
         {"task": task, "variant": "merged", "layer": layer, "path": f"layer.{layer}", "role": "block"}
@@ -70,7 +70,7 @@ def run_of(
         for task, (layer, ends) in itertools.product(tasks, shares.items())
     ]
     if layers:
-        run._frames["layers"] = conform(pd.DataFrame(layers), TABLES["layers"])
+        run._frames["layers"] = conform_to_schema(pd.DataFrame(layers), TABLES["layers"])
     return run
 
 
@@ -83,7 +83,7 @@ def interval(
         before, after = right[task, pair[1]], right[task, pair[0]]
         low, high = unpaired_difference(before, n, after, n)
         if stored:
-            paired = mcnemar(*(answers(right, n, task, model) for model in reversed(pair)))
+            paired = mcnemar_test(*(answers(right, n, task, model) for model in reversed(pair)))
             low, high = paired.ci_low, paired.ci_high
         change = (after - before) / n
         value, down, up = value + change, down + (change - low) ** 2, up + (high - change) ** 2

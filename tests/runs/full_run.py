@@ -24,14 +24,14 @@ from driftlens.runs.manifest import (
     CalibrationInfo,
     LayerInfo,
     ModelInfo,
-    ids_digest,
     read_manifest,
+    sample_ids_digest,
     utc_now,
     write_manifest,
 )
 from driftlens.runs.schema import TABLES
 from driftlens.runs.writer import RunWriter
-from driftlens.utils.variants import control_of
+from driftlens.utils.variants import control_variant
 from tests.runs import full_rows
 from tests.runs.full_rows import REMAINDER, SITES, Array, Boundary, Samples
 
@@ -128,7 +128,7 @@ def _computed(
     path = Path(tempfile.mkdtemp(dir=_folder())) / "run"
     made = _Made(variants, size, class_names, known, seed, origin)
     with RunWriter.create(path, spec_yaml=f"name: {name!r}\n", spec_digest="0" * 64, name=name) as writer:
-        writer.describe(
+        writer.update_manifest(
             tasks=tasks,
             variants=variants,
             calibrations={name: made.calibration(name, tasks) for name in made.calibrations},
@@ -178,7 +178,7 @@ class _Made:
 
     def calibration(self, name: str, tasks: Sequence[str]) -> CalibrationInfo:
         """What the manifest says about a calibration; without a control its anchor is the merged model."""
-        control = control_of(name) if control_of(name) in self._variants else ""
+        control = control_variant(name) if control_variant(name) in self._variants else ""
         settings = {"lam": 0.05, "rho": 2.0 if control else 1.0, "alpha": 0.3, "eps": 1e-8}
         settings |= {"update": ["linear", "bias", "norm"], "anchor": "merged"}
         return CalibrationInfo(
@@ -187,7 +187,7 @@ class _Made:
             control=control,
             seconds=12.5,
             samples=dict.fromkeys(tasks, self._size.samples),
-            sample_digests=dict.fromkeys(tasks, ids_digest(_ids("train", self._size.samples))),
+            sample_digests=dict.fromkeys(tasks, sample_ids_digest(_ids("train", self._size.samples))),
             layers=[layer.index for layer in self.layers[1:-1]],
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from driftlens.results.measures import interval_of
+from driftlens.results.measures import metric_interval
 from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
@@ -43,7 +43,7 @@ def write_scored_run(folder: Path, *, n: int = 60) -> DriftRun:
     variants = ("base", "merged", VARIANT)
     write_full_run(folder, tasks=tuple(TASKS), variants=variants, size=size, has_labels=False)
     with RunWriter.resume(folder) as writer:
-        writer.describe(
+        writer.update_manifest(
             calibrations={NAME: CalibrationInfo("featcal", {"rho": 1.0}, "", 1.0, dict.fromkeys(TASKS, 8))}
         )
         ids = [f"test/{at}" for at in range(n)]
@@ -57,7 +57,7 @@ def write_scored_run(folder: Path, *, n: int = 60) -> DriftRun:
                     for sample, value, reference in zip(ids, values, references, strict=True)
                 ]
                 writer.append("scores", pd.DataFrame(rows))
-                at = interval_of(METRICS[metric], values, references)
+                at = metric_interval(METRICS[metric], values, references)
                 row = {**key, "value": at.value, "n": at.n, "ci_low": at.low, "ci_high": at.high, "seed": 0}
                 writer.append("accuracy", pd.DataFrame([row]))
     return open_run(folder)

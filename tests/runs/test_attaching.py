@@ -11,14 +11,14 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from driftlens.results.measures import findings
-from driftlens.runs.external_scores import attach
+from driftlens.results.measures import findings_frame
+from driftlens.runs.external_scores import attach_scores
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.verify import verify
+from driftlens.runs.verify import verify_files
 from driftlens.utils.errors import DataError
-from driftlens.utils.intervals import wilson
-from driftlens.utils.variants import metric_called
-from driftlens_reports.terminal import summary
+from driftlens.utils.intervals import wilson_interval
+from driftlens.utils.variants import metric_by_name
+from driftlens_reports.terminal import run_summary_text
 from tests.runs.full_run import Size, write_full_run
 
 NEW = {
@@ -47,9 +47,9 @@ def written(folder: Path, content: Any) -> Path:
 
 def test_both_forms_of_the_file_become_rows_of_their_own(folder: Path) -> None:
     own = open_run(folder).accuracy()
-    means = findings(open_run(folder))
+    means = findings_frame(open_run(folder))
     file = written(folder, NEW)
-    run = attach(folder, "merged", file)
+    run = attach_scores(folder, "merged", file)
     assert len(run.accuracy()) == len(own) + 4
     rows = {(row["task"], row["metric"]): row for row in run.accuracy().to_dict("records")}
     row = rows[("arc_easy", "harness:acc")]
@@ -60,10 +60,12 @@ def test_both_forms_of_the_file_become_rows_of_their_own(folder: Path) -> None:
     assert rows[("wikitext", "harness:word_perplexity")]["ci_high"] > 14
     told = run.manifest.attached["merged results.json"]
     assert told["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest() and told["version"] == "0.4.5"
-    assert verify(folder).ok and findings(run).equals(means)  # nothing of it is averaged with own scores
-    text = summary(run, verbose=True)
+    assert verify_files(folder).ok and findings_frame(run).equals(
+        means
+    )  # nothing of it is averaged with own scores
+    text = run_summary_text(run, verbose=True)
     assert text.index("Scores on test samples") < text.index("arc_easy")
-    assert attach(folder, "merged", written(folder, OLD)).accuracy("cars").shape == own.shape
+    assert attach_scores(folder, "merged", written(folder, OLD)).accuracy("cars").shape == own.shape
     scores = open_run(folder).accuracy()
     assert [*scores.ci_high[(scores.task == "arc_easy") & (scores.metric == "harness:acc")]] == [1]
 
@@ -84,7 +86,7 @@ def test_both_forms_of_the_file_become_rows_of_their_own(folder: Path) -> None:
 )
 def test_other_files_are_refused_and_nothing_is_written(folder: Path, content: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        attach(folder, "merged", written(folder, content))
+        attach_scores(folder, "merged", written(folder, content))
     assert open_run(folder).manifest.attached == {}
 
 
@@ -102,7 +104,7 @@ def test_code_by_bigcode_has_no_intervals_as_the_file_tells_no_number(
         "mbppplus": {"pass@1": 0.75, "pass@10": 0.875},
         "config": {"model": "merged", "n_samples": 10, "limit": None, "use_auth_token": "secret"},
     }
-    run = attach(folder, "merged", written(folder, content))
+    run = attach_scores(folder, "merged", written(folder, content))
     rows = rows_of(run)
     assert {key: row["value"] for key, row in rows.items()} == {
         (task, metric): value
@@ -111,7 +113,7 @@ def test_code_by_bigcode_has_no_intervals_as_the_file_tells_no_number(
         for metric, value in of.items()
     }
     assert all(math.isnan(row["ci_low"]) and pd.isna(row["n"]) for row in rows.values())
-    assert {metric_called(row["metric"]).described for row in rows.values()} == {
+    assert {metric_by_name(row["metric"]).full_description for row in rows.values()} == {
         "Measured by another tool. 0 to 1, higher is better."
     }
     (about,) = run.manifest.attached.values()
@@ -137,7 +139,7 @@ def test_code_by_bigcode_has_no_intervals_as_the_file_tells_no_number(
 def test_what_is_no_finite_number_is_left_out_and_named(
     folder: Path, content: Any, lost: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = attach(folder, "merged", written(folder, content))
+    run = attach_scores(folder, "merged", written(folder, content))
     (about,) = run.manifest.attached.values()
     assert about["left_out"] == [lost] and f"no finite number: {lost}" in caplog.text
     assert [row["value"] for row in rows_of(run).values()] == [0.5]
@@ -172,11 +174,11 @@ HIGHER, LOWER, EITHER = "higher is better", "lower is better", "direction unknow
 def test_of_safety_the_direction_is_said_and_nothing_that_is_worse_higher_is_averaged(
     folder: Path, task: str, scores: dict[str, Any], metric: str, way: str
 ) -> None:
-    run = attach(folder, "merged", written(folder, {task: scores, f"{task} again": scores}))
+    run = attach_scores(folder, "merged", written(folder, {task: scores, f"{task} again": scores}))
     row = rows_of(run)[task, metric]
     assert row["value"] == 0.4 and math.isnan(row["ci_low"])
-    assert way in metric_called(row["metric"]).described.lower()
-    assert metric_called(row["metric"]).is_averaged == (way == HIGHER)
+    assert way in metric_by_name(row["metric"]).full_description.lower()
+    assert metric_by_name(row["metric"]).is_averaged == (way == HIGHER)
     assert next(iter(run.manifest.attached.values()))["tool"] == "safety-eval"
 
 
@@ -188,9 +190,9 @@ def test_intervals_come_from_errors_or_counts_and_percent_is_a_share(folder: Pat
         "percent": {"f1,none": 88.5, "f1_stderr,none": 1.0},
     }
     counts = {task: {"effective": 40} for task in ("counted", "certain", "percent")}
-    rows = rows_of(attach(folder, "merged", written(folder, {"results": scores, "n-samples": counts})))
+    rows = rows_of(attach_scores(folder, "merged", written(folder, {"results": scores, "n-samples": counts})))
     ends = {task: (row["ci_low"], row["ci_high"]) for (task, _), row in rows.items()}
-    assert ends["counted"] == wilson(10, 40) and ends["certain"] == wilson(0, 40)
+    assert ends["counted"] == wilson_interval(10, 40) and ends["certain"] == wilson_interval(0, 40)
     assert all(map(math.isnan, ends["unknown"]))
     assert rows["percent", "f1"]["value"] == pytest.approx(0.885)
     assert ends["percent"] == pytest.approx((0.885 - 0.0196, 0.885 + 0.0196), abs=1e-5)
@@ -198,5 +200,5 @@ def test_intervals_come_from_errors_or_counts_and_percent_is_a_share(folder: Pat
 
 def test_an_unknown_variant_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(DataError, match="calibrated:featcal"):
-        attach(folder, "calibrated:other", written(folder, OLD))
-    assert len(attach(folder, "expert:cars", written(folder, OLD)).accuracy())
+        attach_scores(folder, "calibrated:other", written(folder, OLD))
+    assert len(attach_scores(folder, "expert:cars", written(folder, OLD)).accuracy())

@@ -13,7 +13,7 @@ import pytest
 from driftlens.runs import writer as writing
 from driftlens.runs.manifest import CalibrationInfo, ModelInfo, read_manifest
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.verify import verify
+from driftlens.runs.verify import verify_files
 from driftlens.runs.writer import RunWriter
 from tests.runs.full_run import write_run
 from tests.runs.stopping import stopping
@@ -43,7 +43,7 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_run(tmp_path_factory.mktemp("runs") / "run", variants=OTHERS)
     with RunWriter.resume(folder) as writer:
         writer.append("calibration", history("featcal2"))
-        writer.describe(calibrations={"featcal2": INFO}, notices=["calibrated:featcal2: stays"])
+        writer.update_manifest(calibrations={"featcal2": INFO}, notices=["calibrated:featcal2: stays"])
     return folder
 
 
@@ -73,7 +73,7 @@ def write_calibration(writer: RunWriter, folder: Path) -> None:
         writer.file(f"calibrations/{NAME}/config.yaml") as file,
     ):
         file.write_text("name: featcal\n")
-    writer.describe(models={VARIANT: ModelInfo("2" * 64, 7), CONTROL: ModelInfo("3" * 64, 7)})
+    writer.update_manifest(models={VARIANT: ModelInfo("2" * 64, 7), CONTROL: ModelInfo("3" * 64, 7)})
     writer.warn(f"task cars, {VARIANT}: did not converge")
 
 
@@ -125,7 +125,7 @@ def test_removing_leaves_the_run_that_was_there_before(own: Path, without: Path)
     left, before = read_manifest(own), read_manifest(without)
     for entry in ("variants", "unfinished", "calibrations", "models", "phases", "warnings", "notices"):
         assert getattr(left, entry) == getattr(before, entry), entry
-    assert set(left.files) == set(before.files) and verify(own).ok
+    assert set(left.files) == set(before.files) and verify_files(own).ok
     assert not (own / "calibrations" / NAME).exists()
     assert not list((own / "features").rglob("*featcal")), "no folder of features should be left"
 
@@ -135,7 +135,7 @@ def test_removing_what_is_not_there_changes_nothing(without: Path, tmp_path: Pat
     with RunWriter.resume(folder) as writer:
         writer.remove_calibration("nosuch")
     same(frames(open_run(folder)), frames(open_run(without)))
-    assert verify(folder).ok
+    assert verify_files(folder).ok
 
 
 STOPS = ("write_manifest", "without", "remove_tree")
@@ -159,11 +159,11 @@ def test_a_removal_that_is_stopped_hides_everything_and_the_next_one_finishes_it
         hidden = frames(half)
         del hidden["resources"]
         same(hidden, {table: frame for table, frame in frames(open_run(without)).items() if table in hidden})
-    assert not verify(own).missing and not verify(own).changed
+    assert not verify_files(own).missing and not verify_files(own).changed
     with RunWriter.resume(own) as writer:
         writer.remove_calibration(NAME)
     same(frames(open_run(own)), frames(open_run(without)))
-    assert verify(own).ok
+    assert verify_files(own).ok
 
 
 def test_events_hold_numbers_that_json_knows(own: Path) -> None:
@@ -179,6 +179,6 @@ def test_scratch_belongs_to_no_list_and_goes_with_the_run(own: Path) -> None:
     (own / "scratch" / "calibrate-x" / "002.safetensors").write_bytes(b"half")
     with RunWriter.resume(own):
         pass
-    assert verify(own).ok and not any("scratch" in name for name in read_manifest(own).files)
+    assert verify_files(own).ok and not any("scratch" in name for name in read_manifest(own).files)
     with RunWriter.create(own, spec_yaml="", spec_digest="", name="next", force=True):
         assert not (own / "scratch").exists()

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import driftlens as dl
-from driftlens.results.checks import CHECKED_TABLES, CheckReport, junit_xml, self_checks
-from driftlens.results.formatting import number
-from driftlens.results.measures import changed_score, drift_changes, score_of
+from driftlens.results.checks import CHECKED_TABLES, CheckReport, junit_xml, run_self_checks
+from driftlens.results.formatting import format_number
+from driftlens.results.measures import drift_changes, score_change, variant_score
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
 from driftlens.utils.errors import ChecksFailedError, RunError
@@ -166,13 +166,13 @@ def test_a_change_of_a_score_is_told_in_points_with_its_interval_and_samples(ful
     assert [result.group["task"] for result in results] == list(full.tasks)
     for result in results:
         task = str(result.group["task"])
-        change = changed_score(full, full, task, ends, ACCURACY)
-        start, end = (score_of(full, task, variant, ACCURACY).value for variant in ends)
+        change = score_change(full, full, task, ends, ACCURACY)
+        start, end = (variant_score(full, task, variant, ACCURACY).value for variant in ends)
         assert result.value == pytest.approx(end - start)
         assert (result.ci_low, result.ci_high, result.samples) == (change.low, change.high, SIZE.tests)
     relative = judge(full, metric="accuracy", change={"relative": list(ends)}, per="task", gte=-1)[0]
-    start = score_of(full, full.tasks[0], "merged", ACCURACY)
-    change = changed_score(full, full, full.tasks[0], ends, ACCURACY)
+    start = variant_score(full, full.tasks[0], "merged", ACCURACY)
+    change = score_change(full, full, full.tasks[0], ends, ACCURACY)
     assert relative.value == pytest.approx(change.value / start.value)
     plain_score = judge(full, metric="accuracy", where={"variant": "merged"}, per="task", gte=0)[0]
     assert plain_score.value == start.value and plain_score.ci_low < start.value < plain_score.ci_high
@@ -183,12 +183,12 @@ def test_a_change_of_a_score_is_told_in_points_with_its_interval_and_samples(ful
     [(0.86513, "0.865"), (0.0000012346, "0.00000123"), (1234567.0, "1234567"), (2.0, "2.00")],
 )
 def test_numbers_are_told_as_people_write_them(value: float, words: str) -> None:
-    assert number(value) == words
+    assert format_number(value) == words
 
 
 def test_every_self_check_can_fail(full: DriftRun) -> None:
     """Shares by prefix swaps telescope to what they are divided by: a check of their sum would always hold."""
-    assert [check.metric for check in self_checks(full).results] == [
+    assert [check.metric for check in run_self_checks(full).results] == [
         *("closure", "Jacobian", "contributions", "groups", "closed form", "softmax", "cross-entropy")
     ]
 

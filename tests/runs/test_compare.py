@@ -12,14 +12,14 @@ import pytest
 from scipy import stats
 
 from driftlens.results.compare import compare
-from driftlens.results.measures import paired_answers
+from driftlens.results.measures import paired_correctness
 from driftlens.runs.manifest import ModelInfo, read_manifest, write_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
-from driftlens.runs.verify import equality
+from driftlens.runs.verify import compare_tables
 from driftlens.utils.errors import DataError
 from driftlens.utils.intervals import unpaired_difference
-from driftlens_reports.terminal import equality_text
+from driftlens_reports.terminal import run_equality_text
 from tests.quick import few
 from tests.runs.full_run import Size, write_full_run
 from tests.runs.judged import SIZE
@@ -65,7 +65,7 @@ def test_pairs_are_counted_sample_by_sample(copied: Path) -> None:
         spoil(copied, "outputs", at, "pred", "wrong" if sample in wrong.get(variant, ()) else label)
     run = open_run(copied)
     for task in run.tasks:
-        found, split = paired_answers(run, run, task, variants) or pytest.fail("no pairs")
+        found, split = paired_correctness(run, run, task, variants) or pytest.fail("no pairs")
         assert (found.gained, found.lost, found.n, split) == (2, 1, 9, "diagnosis")
 
 
@@ -76,12 +76,14 @@ def test_pairs_meet_by_sample_not_by_place(full: DriftRun, copied: Path) -> None
     pq.write_table(rows.take(list(range(rows.num_rows))[::-1]), path)
     for task in full.tasks:
         pair = ("merged", "calibrated:featcal")
-        assert paired_answers(full, open_run(copied), task, pair) == paired_answers(full, full, task, pair)
+        assert paired_correctness(full, open_run(copied), task, pair) == paired_correctness(
+            full, full, task, pair
+        )
 
 
 def test_pairs_are_called_test_where_they_are_exactly_the_test_samples(tmp_path: Path) -> None:
     run = open_run(write_full_run(tmp_path / "run", tasks=("a",), size=Size(blocks=1, samples=12, tests=12)))
-    found = paired_answers(run, run, "a", ("merged", "expert"))
+    found = paired_correctness(run, run, "a", ("merged", "expert"))
     assert found is not None and found[1] == "test" and found[0].n == 12
 
 
@@ -159,7 +161,7 @@ def test_equal_ids_of_other_data_are_no_pairs(full: DriftRun, tmp_path: Path) ->
     found = compare(full, other, **PAIR, allow_mismatch=True)  # type: ignore[arg-type]
     assert set(found.tasks["paired_n"]) == {0} and found.tasks["p_value"].isna().all()
     assert not found.tasks["drift_paired"].any() and not found.layers["drift_paired"].any()
-    assert paired_answers(full, open_run(other), "cars", ("merged", "merged")) is None
+    assert paired_correctness(full, open_run(other), "cars", ("merged", "merged")) is None
 
 
 @pytest.mark.slow
@@ -193,8 +195,8 @@ def test_the_change_of_drift_has_students_interval_paired_by_sample(full: DriftR
 
 def test_a_repetition_is_equal_to_the_last_bit(full: DriftRun, tmp_path: Path) -> None:
     twin = open_run(write_full_run(tmp_path / "twin", size=SIZE))
-    found = equality(full, twin)
-    assert found.bit_equal and found.within(0.0) and found.largest == 0
+    found = compare_tables(full, twin)
+    assert found.bit_equal and found.is_within(0.0) and found.largest == 0
     assert set(found.tables) == set(TABLES) - {"resources", "sweeps", "scores", "routing"}
     assert found.num_values > 1000
 
@@ -214,16 +216,16 @@ def test_one_changed_number_anywhere_is_found(full: DriftRun, copied: Path, tabl
     }[table]
     value = pq.read_table(copied / "tables" / f"{table}.parquet")[column][3].as_py()
     spoil(copied, table, 3, column, value + 1e-3)
-    found = equality(full, open_run(copied))
-    assert not found.bit_equal and not found.within(1e-6) and found.within(1e-2)
+    found = compare_tables(full, open_run(copied))
+    assert not found.bit_equal and not found.is_within(1e-6) and found.is_within(1e-2)
     assert found.where.startswith(f"{table}.{column}, ") and not found.unequal
 
 
 def test_the_last_bit_counts_for_bits_and_not_for_a_tolerance(full: DriftRun, copied: Path) -> None:
     value = full.layers()["drift_l2_mean"].iloc[0]
     spoil(copied, "layers", 0, "drift_l2_mean", math.nextafter(value, math.inf))
-    found = equality(full, open_run(copied))
-    assert not found.bit_equal and 0 < found.largest < 1e-15 and found.within(1e-12)
+    found = compare_tables(full, open_run(copied))
+    assert not found.bit_equal and 0 < found.largest < 1e-15 and found.is_within(1e-12)
 
 
 @pytest.mark.parametrize(
@@ -240,8 +242,8 @@ def test_no_tolerance_covers_text_counts_and_gaps(
     full: DriftRun, copied: Path, table: str, column: str, value: object
 ) -> None:
     spoil(copied, table, 5, column, value)
-    found = equality(full, open_run(copied))
-    assert not found.within(math.inf) and not found.bit_equal
+    found = compare_tables(full, open_run(copied))
+    assert not found.is_within(math.inf) and not found.bit_equal
     (only,) = found.unequal
     assert only.startswith(f"{table}.{column}: 1 row differs (")
 
@@ -253,25 +255,25 @@ def test_columns_that_an_older_schema_lacks_are_told_from_values_that_differ(
     file = copied / "tables" / "layers.parquet"
     pq.write_table(pq.read_table(file).drop_columns(["cka", "random_gain_mean"]), file)
     for pair in ((full, open_run(copied)), (open_run(copied), full)):
-        found = equality(*pair)
+        found = compare_tables(*pair)
         assert found.bit_equal and {*found.lacking} == {"layers.cka", "layers.random_gain_mean"}
-        assert "Not compared, missing in an older run: " in equality_text(found, 0.0)
+        assert "Not compared, missing in an older run: " in run_equality_text(found, 0.0)
     spoil(copied, "layers", 0, "drift_l2_mean", 1e9)
-    found = equality(full, open_run(copied))
-    assert not found.within(1e-3) and found.where.startswith("layers.drift_l2_mean")
+    found = compare_tables(full, open_run(copied))
+    assert not found.is_within(1e-3) and found.where.startswith("layers.drift_l2_mean")
 
 
 @pytest.mark.slow
 def test_rows_of_one_run_alone_are_counted(full: DriftRun, tmp_path: Path) -> None:
     other = open_run(write_full_run(tmp_path / "b", size=SIZE, tasks=("cars",)))
-    found = equality(full, other)
+    found = compare_tables(full, other)
     num_rows = 2 * len(full.variants) * len(full.manifest.layers)
     assert any(text.startswith(f"layers: {num_rows} rows only in the first run") for text in found.unequal)
-    assert not found.within(math.inf)
+    assert not found.is_within(math.inf)
 
 
 def test_order_of_rows_does_not_matter(full: DriftRun, copied: Path) -> None:
     path = copied / "tables" / "samples.parquet"
     rows = pq.read_table(path)
     pq.write_table(rows.take(list(range(rows.num_rows))[::-1]), path)
-    assert equality(full, open_run(copied)).bit_equal
+    assert compare_tables(full, open_run(copied)).bit_equal

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given
 
-from driftlens.results.formatting import signs, unbroken
-from driftlens.results.verdict import headline, sentence
+from driftlens.results.formatting import keep_units_together, typeset_signs
+from driftlens.results.verdict import headline, headline_sentence
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.run import open_run
-from driftlens.utils.intervals import Interval, ratio
+from driftlens.utils.intervals import Interval, interval_ratio
 from driftlens_reports.content import Headline
-from driftlens_reports.formats.page import block
+from driftlens_reports.formats.page import headline_html
 from tests.runs.drawn_runs import CAL, Right, interval, run_of, tables
 from tests.runs.full_run import write_run
 
@@ -71,7 +71,7 @@ def test_no_tone_and_no_claim_goes_beyond_its_interval(manifest: Manifest, made:
             assert (found.closed.low > 0, found.closed.high < 0) == (low > 0, high < 0)
     else:
         assert found.tone != "bad"
-    assert not re.search("nan|inf", sentence(found))
+    assert not re.search("nan|inf", headline_sentence(found))
 
 
 RIGHT: Mapping[str, Mapping[str, int]] = {
@@ -101,7 +101,7 @@ def test_a_merge_looks_like_what_it_is(manifest: Manifest, name: str, tone: str,
     found = headline(run)
     assert found.tone == tone and re.search(says, found.text), found
     assert [*found.tiles] == [model for model in ("base", "merged", CAL, "expert") if model in RIGHT[name]]
-    html = str(block(Headline.model_validate(found)))
+    html = str(headline_html(Headline.model_validate(found)))
     assert f'class="headline {tone}"' in html and html.count('class="tile"') == len(found.tiles)
 
 
@@ -110,7 +110,7 @@ def test_tasks_that_are_still_to_come_are_counted(manifest: Manifest) -> None:
     run = run_of(manifest, right, 500, {})
     rows = run.accuracy()
     run._frames["accuracy"] = rows[rows["task"].isin(["t0", "t1"])]
-    assert headline(run).so_far == "2 of 4 tasks measured" and "(2 of 4 tasks measured)" in sentence(
+    assert headline(run).so_far == "2 of 4 tasks measured" and "(2 of 4 tasks measured)" in headline_sentence(
         headline(run)
     )
 
@@ -129,22 +129,22 @@ def test_a_ratio_covers_the_truth_as_often_as_it_says(repair: float, gap: float)
     hits = 0
     for drawn in rng.normal([repair, gap], error, (2000, 2)):
         change, whole = (Interval(v, v - h, v + h, 9) for v, h in zip(drawn, half, strict=True))
-        share = ratio(change, whole)
+        share = interval_ratio(change, whole)
         assert (share.low > 0) == (change.low > 0) and (share.high < 0) == (change.high < 0)
         hits += share.low <= repair / gap <= share.high
     assert 0.93 < hits / 2000 < 0.97
 
 
 def test_a_ratio_needs_a_whole_that_is_clear() -> None:
-    assert math.isnan(ratio(Interval(0.1, 0.05, 0.15), Interval(0.1, -0.01, 0.21)).value)
-    assert math.isnan(ratio(Interval(0.1, 0.05, 0.15), Interval(-0.1, -0.2, -0.01)).value)
-    assert ratio(Interval(0.1), Interval(0.2, 0.1, 0.3)).value == 0.5
+    assert math.isnan(interval_ratio(Interval(0.1, 0.05, 0.15), Interval(0.1, -0.01, 0.21)).value)
+    assert math.isnan(interval_ratio(Interval(0.1, 0.05, 0.15), Interval(-0.1, -0.2, -0.01)).value)
+    assert interval_ratio(Interval(0.1), Interval(0.2, 0.1, 0.3)).value == 0.5
 
 
 def test_signs_are_a_typesetters_and_nothing_breaks_between_number_and_unit() -> None:
-    said = signs("a-1 is -2.0 +- 1.5 points (-3.5 to -0.5 %), n = 8; `x --lam -1 +- 2` then")
+    said = typeset_signs("a-1 is -2.0 +- 1.5 points (-3.5 to -0.5 %), n = 8; `x --lam -1 +- 2` then")
     assert said == "a-1 is −2.0 ± 1.5 points (−3.5 to −0.5 %), n = 8; `x --lam -1 +- 2` then"
-    breaks = re.split(" ", unbroken(said))
+    breaks = re.split(" ", keep_units_together(said))
     assert "−2.0 ± 1.5 points".replace(" ", "\N{NO-BREAK SPACE}") in breaks
     assert "(−3.5 to −0.5 %),".replace(" ", "\N{NO-BREAK SPACE}") in breaks
     assert {"--lam", "-1", "+-", "2`"} <= {*breaks}
@@ -154,4 +154,4 @@ def test_whatever_a_run_is_called_stays_text(manifest: Manifest) -> None:
     name = 'calibrated:<img src=x onerror="alert(1)">'
     right = {("t0", model): k for model, k in {"base": 300, "merged": 330, name: 400, "expert": 450}.items()}
     found = Headline.model_validate(headline(run_of(manifest, right, 500, {})))
-    assert "<img" not in str(block(found)) and "&lt;img" in str(block(found))
+    assert "<img" not in str(headline_html(found)) and "&lt;img" in str(headline_html(found))

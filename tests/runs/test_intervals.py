@@ -12,40 +12,40 @@ from hypothesis import strategies as st
 from scipy import stats
 from scipy.stats import binom, binomtest, multinomial, norm
 
-from driftlens.diagnostics.drift import share_intervals
+from driftlens.diagnostics.drift import bootstrap_ratio_ci
 from driftlens.utils.intervals import (
     Interval,
-    Paired,
-    mcnemar,
+    PairedChange,
+    interval_p_value,
+    mcnemar_test,
     mean_change,
     mean_interval,
     mean_over_tasks,
-    p_of,
     standard_error,
-    student,
+    t_quantile,
     unpaired_difference,
-    wilson,
+    wilson_interval,
 )
 
 
-def paired(gained: int, lost: int, both: int, neither: int) -> Paired:
+def paired(gained: int, lost: int, both: int, neither: int) -> PairedChange:
     """From the four cells of the table."""
     before = [False] * gained + [True] * lost + [True] * both + [False] * neither
     after = [True] * gained + [False] * lost + [True] * both + [False] * neither
-    return mcnemar(before, after)
+    return mcnemar_test(before, after)
 
 
 @pytest.mark.parametrize(("k", "n"), [(0, 10), (1, 1), (7, 10), (10, 10), (500, 1000), (3, 100_000)])
 def test_wilson_is_scipys(k: int, n: int) -> None:
     expected = binomtest(k, n).proportion_ci(method="wilson")
-    assert wilson(k, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert wilson_interval(k, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
 @pytest.mark.parametrize(("k", "n"), [(0, 10), (7, 10), (10, 10), (500, 1000)])
 def test_each_end_of_wilsons_interval_solves_its_quadratic(k: int, n: int) -> None:
     """Each end p satisfies |k/n - p| = z sqrt(p (1 - p) / n)."""
     z = 1.959963984540054
-    for end in wilson(k, n):
+    for end in wilson_interval(k, n):
         assert abs(k / n - end) == pytest.approx(z * math.sqrt(max(0.0, end * (1 - end)) / n), abs=1e-9)
 
 
@@ -54,7 +54,7 @@ def test_each_end_of_wilsons_interval_solves_its_quadratic(k: int, n: int) -> No
 )
 def test_impossible_counts_have_no_interval(k: int, n: int) -> None:
     with pytest.raises(ValueError, match="k <= n"):
-        wilson(k, n)
+        wilson_interval(k, n)
 
 
 @pytest.mark.parametrize(
@@ -129,20 +129,22 @@ def test_the_p_of_a_mean_over_tasks_says_what_its_interval_says(
 ) -> None:
     found = [paired(*at) for at in tasks]
     mean = mean_over_tasks([Interval(at.difference, at.ci_low, at.ci_high, at.n) for at in found])
-    assert (p_of(mean) < 0.05) == (mean.low > 0 or mean.high < 0)
-    assert p_of(Interval(-mean.value, -mean.high, -mean.low)) == p_of(mean)
+    assert (interval_p_value(mean) < 0.05) == (mean.low > 0 or mean.high < 0)
+    assert interval_p_value(Interval(-mean.value, -mean.high, -mean.low)) == interval_p_value(mean)
 
 
 def test_the_p_of_a_symmetric_interval_is_that_of_its_standard_errors() -> None:
-    assert p_of(Interval(0.06, 0.06 - 1.959964 * 0.02, 1.0)) == pytest.approx(2 * norm.sf(3), rel=1e-4)
-    assert p_of(Interval(0.0, 0.0, 0.0)) == 1 and p_of(Interval(0.1, 0.1, 0.1)) == 0
-    assert math.isnan(p_of(Interval(0.1))) and math.isnan(p_of(Interval(math.nan)))
+    assert interval_p_value(Interval(0.06, 0.06 - 1.959964 * 0.02, 1.0)) == pytest.approx(
+        2 * norm.sf(3), rel=1e-4
+    )
+    assert interval_p_value(Interval(0.0, 0.0, 0.0)) == 1 and interval_p_value(Interval(0.1, 0.1, 0.1)) == 0
+    assert math.isnan(interval_p_value(Interval(0.1))) and math.isnan(interval_p_value(Interval(math.nan)))
 
 
 def test_wilson_covers_the_truth_about_95_times_in_100() -> None:
     """By enumeration: the chance that the interval of a drawn count holds the true share."""
     n = 12
-    ends = [wilson(k, n) for k in range(n + 1)]
+    ends = [wilson_interval(k, n) for k in range(n + 1)]
     coverage = [
         sum(binom.pmf(k, n, share) for k in range(n + 1) if ends[k][0] <= share <= ends[k][1])
         for share in np.linspace(0.05, 0.95, 41)
@@ -193,7 +195,7 @@ def test_an_unpaired_change_covers_the_truth_and_widens_what_pairs_know() -> Non
 def test_answers_must_come_in_pairs() -> None:
     for before, after in (([True], [True, False]), ([], [])):
         with pytest.raises(ValueError, match="equally many answers"):
-            mcnemar(before, after)
+            mcnemar_test(before, after)
 
 
 # --- means, their changes, shares ---------------------------------------------------------------------------------
@@ -260,7 +262,7 @@ def test_errors_of_independent_groups_add_with_satterthwaites_freedom() -> None:
     welch = stats.ttest_ind(one, other, equal_var=False)
     assert freedom == pytest.approx(welch.df)
     assert error == pytest.approx((one.mean() - other.mean()) / welch.statistic)
-    assert student(freedom) == pytest.approx(stats.t.ppf(0.975, welch.df)) and math.isnan(student(0))
+    assert t_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, welch.df)) and math.isnan(t_quantile(0))
     assert standard_error([one, other[:1]])[0] == math.inf
 
 
@@ -280,7 +282,7 @@ def test_the_mean_accuracy_over_tasks_is_covered() -> None:
     covered = 0
     for _ in range(2000):
         counts = rng.binomial(n, truth)
-        found = mean_over_tasks([Interval(k / n, *wilson(int(k), n)) for k in counts])
+        found = mean_over_tasks([Interval(k / n, *wilson_interval(int(k), n)) for k in counts])
         covered += found.low <= truth.mean() <= found.high
     assert 0.93 <= covered / 2000 <= 0.98
 
@@ -290,17 +292,17 @@ def test_shares_are_drawn_again_with_their_whole() -> None:
     rng = np.random.default_rng(0)
     whole = rng.gamma(2.0, size=40)
     parts = np.stack([whole / 3, whole * rng.uniform(0, 1, 40), np.zeros(40)])
-    low, high = share_intervals(parts, whole)
+    low, high = bootstrap_ratio_ci(parts, whole)
     assert (low[0], high[0]) == pytest.approx((1 / 3, 1 / 3)) and (low[2], high[2]) == (0, 0)
     share = parts[1].sum() / whole.sum()
     residual = parts[1] - share * whole
     error = residual.std(ddof=1) / 40**0.5 / whole.mean()  # of a ratio of means, linearised
     assert (low[1], high[1]) == pytest.approx((share - 1.96 * error, share + 1.96 * error), abs=0.25 * error)
-    np.testing.assert_array_equal(share_intervals(parts, whole), (low, high))
+    np.testing.assert_array_equal(bootstrap_ratio_ci(parts, whole), (low, high))
 
 
 def test_shares_of_one_sample_or_of_nothing_have_no_interval() -> None:
-    assert np.isnan(share_intervals(np.ones((3, 1)), np.ones(1))).all()
-    assert np.isnan(share_intervals(np.zeros((3, 5)), np.zeros(5))).all()
+    assert np.isnan(bootstrap_ratio_ci(np.ones((3, 1)), np.ones(1))).all()
+    assert np.isnan(bootstrap_ratio_ci(np.zeros((3, 5)), np.zeros(5))).all()
     one_alone = np.array([0.0, 0.0, 0.0, 2.0])  # draws without the only sample that drifts have no share
-    np.testing.assert_array_equal(share_intervals(one_alone[None] / 2, one_alone), [[0.5], [0.5]])
+    np.testing.assert_array_equal(bootstrap_ratio_ci(one_alone[None] / 2, one_alone), [[0.5], [0.5]])

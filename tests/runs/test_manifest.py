@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 
-from driftlens.results.calibration_summary import selection_sentences
+from driftlens.results.calibration_summary import auto_choice_sentences
 from driftlens.runs.manifest import (
     CalibrationInfo,
     Manifest,
@@ -127,13 +127,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_info(folder: Path, **changes: Any) -> DriftRun:
     with RunWriter.resume(folder) as writer:
         info = CalibrationInfo("featcal", {}, "", 1.0, {"a": 8}, **changes)
-        writer.describe(calibrations={NAME: info})
+        writer.update_manifest(calibrations={NAME: info})
     return open_run(folder)
 
 
 @pytest.mark.parametrize("selection", [{}, {"tried": 3}], ids=["older run", "own chooser"])
 def test_a_record_that_does_not_compare_is_referred_to(folder: Path, selection: dict[str, Any]) -> None:
-    (sentence,) = selection_sentences(with_info(folder, automatic=True, selection=selection), NAME)
+    (sentence,) = auto_choice_sentences(with_info(folder, automatic=True, selection=selection), NAME)
     assert "see calibrations/featcal/config.yaml" in sentence
 
 
@@ -167,7 +167,7 @@ def test_a_gap_lies_in_the_interval_behind_it_also_where_all_are_worse(folder: P
             "kept": "merged",
         },
     }
-    first, numbers = selection_sentences(with_info(folder, automatic=True, selection=selection), NAME)
+    first, numbers = auto_choice_sentences(with_info(folder, automatic=True, selection=selection), NAME)
     assert "higher than the merged model's by 0.05 (95 % interval, Bonferroni: -0.02 to 0.12)" in first
     assert "the base 0.2 (+0, +0 to +0); lower 0.25 (+0.05, -0.02 to +0.12)" in numbers
 

@@ -14,7 +14,7 @@ from driftlens.merging.method import merge_methods
 from driftlens.results.verdict import CONTENDERS, verdict
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.verify import verify
+from driftlens.runs.verify import verify_files
 from driftlens.runs.writer import RunWriter
 from tests.quick import few
 from tests.runs.full_run import Size, write_full_run
@@ -27,7 +27,7 @@ OWN = {"method": "task_arithmetic", "parameters": {"scaling": 0.3}}
 def folder(tmp_path: Path) -> Path:
     folder = write_full_run(tmp_path / "run", tasks=TASKS, size=Size(blocks=1, samples=8))
     with RunWriter.resume(folder) as writer:
-        writer.describe(merge=OWN)
+        writer.update_manifest(merge=OWN)
     return folder
 
 
@@ -60,7 +60,7 @@ def test_where_nothing_was_compared_a_comparison_is_next(folder: Path) -> None:
     assert command[:3] == ["driftlens", "merge", f"{folder}/spec.yaml"] and not of_merges(open_run(folder))
     assert command[command.index("--out") + 1] == f"{folder}/merges"
     assert {*",".join(CONTENDERS.values()).split(",")} <= {*merge_methods}
-    assert all(not merge_methods[name].runs_models for name in CONTENDERS[True].split(","))
+    assert all(not merge_methods[name].needs_samples for name in CONTENDERS[True].split(","))
     assert not any(merge_methods[name].needs_base for name in CONTENDERS[False].split(","))
 
 
@@ -76,7 +76,7 @@ def test_the_best_of_the_merges_that_are_clearly_nearer_is_named(folder: Path) -
     sets = dict(text.split("=", 1) for flag, text in itertools.pairwise(command) if flag == "--set")
     assert json.loads(sets["merge"]) == {"method": "ties", "scaling": 0.4} and sets["merged"] == "null"
     assert command[-2:] == ["--out", f"{folder}-ties"]
-    assert verify(folder).ok
+    assert verify_files(folder).ok
 
 
 @pytest.mark.parametrize("low", few([-0.01, 0.0, None], [0.0]))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from driftlens.results.measures import OUTCOMES, outcomes
+from driftlens.results.measures import OUTCOMES, sample_outcomes
 from driftlens.runs.run import open_run
 from tests.runs.full_run import write_run
 
@@ -55,16 +55,16 @@ def test_every_combination_of_answers_has_its_word_from_either_split(tmp_path: P
             for at, is_right in enumerate(answers[name])
         ]
         run._frames["scores"] = pd.DataFrame(singles).reindex(columns=run.scores().columns)
-    found = outcomes(run, "cars", "merged", REPAIRED)
+    found = sample_outcomes(run, "cars", "merged", REPAIRED)
     assert found["outcome"].to_dict() == {
         name: WORDS.get(case, "expert wrong") for name, case in zip(ids, cases, strict=True)
     }
     assert {*found["outcome"]} <= {*OUTCOMES}
-    without = outcomes(run, "cars")["outcome"]
+    without = sample_outcomes(run, "cars")["outcome"]
     for name, (expert, merged, _) in zip(ids, cases, strict=True):
         assert without[name] == ("expert wrong" if not expert else "right" if merged else "wrong")
 
 
 def test_without_labels_nothing_is_called_right_or_wrong(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path / "run", has_labels=False))
-    assert outcomes(run, "cars").empty
+    assert sample_outcomes(run, "cars").empty

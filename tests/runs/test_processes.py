@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from driftlens.results.listing import find_runs
-from driftlens.runs.manifest import LOCK, Owner, living_owner_of, owner_of
+from driftlens.runs.manifest import LOCK, LockOwner, live_lock_owner, read_lock_owner
 from driftlens.runs.run import current_state, open_run
 from driftlens.runs.writer import RunLock, RunWriter
 from driftlens.utils.errors import RunLockedError
@@ -40,7 +40,7 @@ def half_a_table(rows, path, **options):
 
 row = {"task": "cars", "variant": "merged", "metric": "accuracy", "value": 0.5}
 with RunWriter.create(sys.argv[1], spec_yaml="", spec_digest="", name="killed") as writer:
-    writer.describe(tasks=["cars"], variants=["merged"])
+    writer.update_manifest(tasks=["cars"], variants=["merged"])
     with writer.phase("load"):
         pass
     with writer.phase("evaluate"):
@@ -98,13 +98,13 @@ def test_a_dead_owner_is_taken_over_with_a_notice(killed: tuple[Path, int]) -> N
         ]
     assert not list(folder.rglob(".partial-*"))
     assert current_state(open_run(folder)) == "done"
-    assert owner_of(folder) is None
+    assert read_lock_owner(folder) is None
 
 
 def test_a_process_id_used_again_is_not_the_owner() -> None:
-    this = Owner.this_process()
+    this = LockOwner.this_process()
     assert this.is_alive
-    earlier = Owner(this.pid, (this.process_started or 0) - 3600, this.host, this.heartbeat)
+    earlier = LockOwner(this.pid, (this.process_started or 0) - 3600, this.host, this.heartbeat)
     assert not earlier.is_alive
 
 
@@ -112,8 +112,8 @@ def test_a_process_id_used_again_is_not_the_owner() -> None:
     ("heartbeat", "is_alive"), [("2020-01-01T00:00:00Z", False), (None, True)], ids=["silent", "just now"]
 )
 def test_on_another_machine_the_heartbeat_decides(heartbeat: str | None, is_alive: bool) -> None:
-    this = Owner.this_process()
-    there = Owner(this.pid, this.process_started, "another-machine", heartbeat or this.heartbeat)
+    this = LockOwner.this_process()
+    there = LockOwner(this.pid, this.process_started, "another-machine", heartbeat or this.heartbeat)
     assert there.is_alive is is_alive
     assert "another-machine" in str(there)
 
@@ -149,15 +149,15 @@ def test_on_a_disk_without_locks_the_note_says_who_writes(
     for folder in (tmp_path / "run", tmp_path / "copy"):
         for _ in range(2):
             with RunLock(folder) as lock:
-                assert lock.is_own and living_owner_of(folder) is not None
-        assert owner_of(folder) is None
+                assert lock.is_own_folder and live_lock_owner(folder) is not None
+        assert read_lock_owner(folder) is None
 
 
 @pytest.mark.slow
 def test_who_waits_for_a_machine_whose_clock_is_ahead_is_told_the_way_out(tmp_path: Path) -> None:
     with process(HOLD, tmp_path / "run") as first:
         first.communicate()
-    there = Owner(7, None, "another-machine", "2999-01-01T00:00:00Z")
+    there = LockOwner(7, None, "another-machine", "2999-01-01T00:00:00Z")
     (tmp_path / "run" / LOCK).write_text(json.dumps(dataclasses.asdict(there)))
     hint = ("by its clock: 2999-01-01", f"remove {tmp_path / 'run' / LOCK}")
     with refusing(RunLockedError, "process 7 on another-machine", hint=hint):
@@ -173,11 +173,11 @@ def test_a_clock_that_is_set_makes_nobody_another_process(
     monkeypatch: pytest.MonkeyPatch, hours: int
 ) -> None:
     psutil = pytest.importorskip("psutil._pslinux")
-    this, booted = Owner.this_process(), psutil.boot_time()
+    this, booted = LockOwner.this_process(), psutil.boot_time()
     monkeypatch.setattr(
         psutil, "boot_time", lambda: booted + 3600 * hours
     )  # as the system tells it from then on
-    assert this.is_alive and Owner.this_process().process_started == this.process_started
+    assert this.is_alive and LockOwner.this_process().process_started == this.process_started
 
 
 @pytest.mark.parametrize(
@@ -191,11 +191,11 @@ def test_a_clock_that_is_set_makes_nobody_another_process(
     ids=str,
 )
 def test_a_note_of_the_wrong_kinds_is_nobodys(own: Path, spoiled: dict[str, object]) -> None:
-    right = dataclasses.asdict(Owner.this_process()) | {"host": "another-machine"}
+    right = dataclasses.asdict(LockOwner.this_process()) | {"host": "another-machine"}
     (own / "run.lock").write_text(json.dumps(right))
-    assert living_owner_of(own) is not None
+    assert live_lock_owner(own) is not None
     (own / "run.lock").write_text(json.dumps(right | spoiled))
-    assert living_owner_of(own) is None
+    assert live_lock_owner(own) is None
 
 
 def test_a_damaged_note_blocks_nobody(own: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 from driftlens.runs import writer as writing
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import open_run
-from driftlens.runs.verify import verify
-from driftlens.runs.writer import RunLock, RunWriter, attach
+from driftlens.runs.verify import verify_files
+from driftlens.runs.writer import RunLock, RunWriter, attach_file
 from driftlens.utils.errors import Cancelled, RunError
 from driftlens.utils.progress import ProgressEvent
 from tests.quick import few
@@ -63,17 +63,17 @@ def test_a_killed_writer_leaves_every_table_listed_as_it_is(own: Path, moment: s
     has_landed = moment == "after it has landed"
     assert ("top5" in set(open_run(own).accuracy()["metric"])) == has_landed
     assert set(read_manifest(own).files) == set(before)
-    assert verify(own).ok and verify(own).checked == len(before) + 1
+    assert verify_files(own).ok and verify_files(own).checked == len(before) + 1
     RunWriter.resume(own).__exit__(None, None, None)
     after = read_manifest(own)
     assert {name for name in before if before[name] != after.files[name]} == (
         {ACCURACY} if has_landed else set()
     )
-    assert verify(own).ok and not after.rewriting
+    assert verify_files(own).ok and not after.rewriting
 
 
 @pytest.mark.parametrize("call", range(4))
-@pytest.mark.parametrize("function", ["write_manifest", "_describe_file", "appended", "atomic_path"])
+@pytest.mark.parametrize("function", ["write_manifest", "_describe_file", "appended_table", "atomic_path"])
 def test_ctrl_c_leaves_every_table_listed_as_it_is(
     own: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int
 ) -> None:
@@ -90,7 +90,7 @@ def test_ctrl_c_leaves_every_table_listed_as_it_is(
                 )
             raise KeyboardInterrupt
     found = read_manifest(own)
-    assert set(found.files) == set(before) and verify(own).ok
+    assert set(found.files) == set(before) and verify_files(own).ok
 
 
 def test_a_table_that_nobody_touches_keeps_its_entry_while_a_calibration_is_taken_out(
@@ -108,26 +108,26 @@ def test_a_file_that_is_neither_the_old_nor_the_new_one_is_found(own: Path) -> N
         writer.kill()
         writer.wait()
     shutil.copy(own / "tables/layers.parquet", own / ACCURACY)
-    assert verify(own).changed == (ACCURACY,)
+    assert verify_files(own).changed == (ACCURACY,)
     RunWriter.resume(own).__exit__(None, None, None)
-    assert verify(own).changed == (ACCURACY,)
+    assert verify_files(own).changed == (ACCURACY,)
 
 
 @pytest.mark.parametrize("call", range(3))
 def test_an_attached_file_stays_listed_while_it_is_replaced(
     own: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    with attach(own, "reports/report.html") as path:
+    with attach_file(own, "reports/report.html") as path:
         path.write_text("first")
     before = read_manifest(own).files
     with monkeypatch.context() as patch:
         patch.setattr(writing, "write_manifest", stopping(writing.write_manifest, call))
-        with suppress(KeyboardInterrupt), attach(own, "reports/report.html") as path:
+        with suppress(KeyboardInterrupt), attach_file(own, "reports/report.html") as path:
             path.write_text("second")
-    assert set(read_manifest(own).files) == set(before) and verify(own).ok
-    with attach(own, "reports/figure.svg") as path:
+    assert set(read_manifest(own).files) == set(before) and verify_files(own).ok
+    with attach_file(own, "reports/figure.svg") as path:
         path.write_text("figure")
-    assert verify(own).ok and not verify(own).unlisted and not read_manifest(own).rewriting
+    assert verify_files(own).ok and not verify_files(own).unlisted and not read_manifest(own).rewriting
 
 
 Work = Callable[[RunWriter], Any]
@@ -200,7 +200,7 @@ def test_a_job_that_was_cancelled_is_that_even_without_its_folder(own: Path) -> 
 def test_a_file_is_not_attached_to_a_run_that_took_the_place_of_the_one_it_is_about(
     own: Path,
 ) -> None:
-    with pytest.raises((RunError, OSError)), attach(own, "reports/report.html") as path:
+    with pytest.raises((RunError, OSError)), attach_file(own, "reports/report.html") as path:
         path.write_text("text")
         shutil.rmtree(own)
         write_run(own)

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 import driftlens as dl
-from driftlens.results.formatting import percent
+from driftlens.results.formatting import format_percent
 from driftlens.results.listing import find_runs
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import CALIBRATION, SAMPLES
@@ -225,7 +225,7 @@ def test_names_are_escaped_in_notebooks(tmp_path: Path) -> None:
         "span",
     }
     assert shown.index("headline") < shown.index("<table")
-    unbroken = percent(run.value("drift_rel", task=name)).replace(" ", "\N{NO-BREAK SPACE}")
+    unbroken = format_percent(run.value("drift_rel", task=name)).replace(" ", "\N{NO-BREAK SPACE}")
     assert f"<td>{unbroken}</td>" in shown
 
 
@@ -243,7 +243,9 @@ def test_a_summary_has_every_task_in_a_row_with_the_numbers_of_the_tables(run: D
     mean = rows.loc[f"mean of {len(run.tasks)}"]
     assert mean["merged"] == pytest.approx(rows["merged"].iloc[:-1].mean())
     assert mean["merged low"] < mean["merged"] < mean["merged high"], "an interval of its own"
-    assert all(task in repr(found) for task in run.tasks) and percent(rows["merged"].iloc[0]) in repr(found)
+    assert all(task in repr(found) for task in run.tasks) and format_percent(rows["merged"].iloc[0]) in repr(
+        found
+    )
     assert not any(head.startswith("drift of expert") for head in rows), "an expert has none to itself"
 
 

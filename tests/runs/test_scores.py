@@ -12,29 +12,29 @@ from scipy import stats
 
 import driftlens as dl
 from driftlens.results.calibration_summary import (
-    before_after,
-    calibration_sheets,
+    before_after_rows,
+    calibration_effect_tables,
     score_changes,
 )
 from driftlens.results.compare import compare, comparison_table
 from driftlens.results.measures import (
-    change_of,
-    common,
-    interval_of,
+    bootstrap_change,
+    common_measures,
     main_metrics,
-    mean,
     mean_change,
-    pairing,
+    mean_on_tasks,
+    metric_interval,
+    pairing_note,
 )
 from driftlens.runs.run import DriftRun
-from driftlens.utils.intervals import RESAMPLES, Interval, mcnemar, mean_over_tasks
-from driftlens.utils.variants import METRICS, metric_called
+from driftlens.utils.intervals import RESAMPLES, Interval, mcnemar_test, mean_over_tasks
+from driftlens.utils.variants import METRICS, metric_by_name
 from driftlens_reports import facts
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.paper.exhibit import ExhibitOptions, draw
-from driftlens_reports.sections import verdict_of
-from driftlens_reports.terminal import comparison_text, summary
+from driftlens_reports.paper.exhibit import ExhibitOptions, draw_exhibit
+from driftlens_reports.sections import report_verdict
+from driftlens_reports.terminal import run_comparison_text, run_summary_text
 from tests.runs.full_run import Size, write_full_run
 from tests.runs.scored_run import NAME, TASKS, VARIANT, results_of, write_scored_run
 
@@ -48,30 +48,30 @@ def test_correlations_are_scipys_ties_included_and_their_intervals_those_of_a_lo
     drawn = np.random.default_rng(5)
     wanted = np.round(drawn.uniform(0, 5, 40) * 2) / 2
     found = np.round(wanted + drawn.normal(size=40))
-    at = interval_of(METRICS["spearman"], found, wanted)
+    at = metric_interval(METRICS["spearman"], found, wanted)
     assert at.value == pytest.approx(stats.spearmanr(found, wanted).statistic, abs=1e-12) and at.n == 40
     counts = np.random.default_rng(0).multinomial(40, np.full(40, 1 / 40), size=RESAMPLES)
     again = [np.repeat(np.arange(40), row) for row in counts[:400]]
     loop = [stats.spearmanr(found[rows], wanted[rows]).statistic for rows in again]
     assert (at.low, at.high) == pytest.approx(np.quantile(loop, (0.025, 0.975)), abs=0.03)
     other = found[::-1].copy()
-    change = change_of(METRICS["spearman"], other, found, wanted)
+    change = bootstrap_change(METRICS["spearman"], other, found, wanted)
     assert change.value == pytest.approx(at.value - stats.spearmanr(other, wanted).statistic)
     assert change.low < change.value < change.high
-    alike = interval_of(METRICS["spearman"], np.zeros(40), wanted)
+    alike = metric_interval(METRICS["spearman"], np.zeros(40), wanted)
     assert alike.value == 0 and math.isnan(alike.low)
 
 
 def test_perplexity_weighs_tokens_and_a_single_sample_has_no_interval() -> None:
     nats, tokens = np.array([2.0, 9.0, 1.0]), np.array([1.0, 4.0, 2.0])
-    at = interval_of(METRICS["perplexity"], nats, tokens)
+    at = metric_interval(METRICS["perplexity"], nats, tokens)
     assert at.value == pytest.approx(math.exp(12 / 7)) and 1 < at.low < at.value < at.high
-    assert math.isnan(interval_of(METRICS["perplexity"], nats[:1], tokens[:1]).low)
+    assert math.isnan(metric_interval(METRICS["perplexity"], nats[:1], tokens[:1]).low)
 
 
 def test_every_task_is_judged_by_its_own_metric(scored: DriftRun) -> None:
     assert {task: metric.name for task, metric in main_metrics(scored).items()} == dict(TASKS)
-    rows = before_after(scored, NAME).set_index(["task", "variant"])
+    rows = before_after_rows(scored, NAME).set_index(["task", "variant"])
     assert rows["accuracy"].isna().all()
     for task, metric in TASKS.items():
         row = scored.accuracy(task, "merged").iloc[0]
@@ -84,10 +84,10 @@ def test_changes_are_paired_by_the_single_results(scored: DriftRun) -> None:
         (before, references), (after, _) = (results_of(name, variant, 60) for variant in ("merged", VARIANT))
         at = changes[task]
         assert at.paired and at.about.name == name and at.n == 60
-        if metric_called(name).kind == "share":
-            assert at.answers == mcnemar(before == 1, after == 1) and at.answered == "test"
+        if metric_by_name(name).kind == "share":
+            assert at.answers == mcnemar_test(before == 1, after == 1) and at.answered == "test"
         else:
-            found = change_of(METRICS[name], before, after, references)
+            found = bootstrap_change(METRICS[name], before, after, references)
             assert (at.value, at.low, at.high) == (found.value, found.low, found.high) and at.answers is None
     rows = compare(scored).tasks.set_index("task")
     assert rows["metric"].to_dict() == dict(TASKS)
@@ -96,26 +96,26 @@ def test_changes_are_paired_by_the_single_results(scored: DriftRun) -> None:
 
 
 def test_only_like_metrics_are_averaged(scored: DriftRun) -> None:
-    found = {about.name: (about, tasks) for about, tasks in common(scored, ["merged", VARIANT])}
+    found = {about.name: (about, tasks) for about, tasks in common_measures(scored, ["merged", VARIANT])}
     (score, tasks), (perplexity, others) = found["score"], found["perplexity"]
     assert tasks == ("match", "pick", "similar") and others == ("words",)
     wanted = np.mean([scored.accuracy(task, "merged")["value"].iloc[0] for task in tasks])
-    assert mean(scored, score, tasks, "merged").value == pytest.approx(wanted)
+    assert mean_on_tasks(scored, score, tasks, "merged").value == pytest.approx(wanted)
     assert perplexity.worse == "higher"
     assert mean_change(scored, perplexity, others, ("merged", VARIANT)).value < 0
-    changes = {change.measure: change for change in verdict_of(scored).changes}
+    changes = {change.measure: change for change in report_verdict(scored).changes}
     assert changes["perplexity"].worse == "higher"
     assert changes["score (exact match, choice accuracy, Spearman correlation)"].num_tasks == 3
 
 
 def test_readers_see_names_ranges_and_directions(scored: DriftRun) -> None:
-    text = summary(scored, verbose=True)
+    text = run_summary_text(scored, verbose=True)
     assert "Scores on test samples" in text and "Accuracy" not in text
     assert "Rank correlation" in text and "-1 to 1, higher is better." in text
     assert "at least 1, lower is better." in text.lower() and "words " in text
-    assert "perplexity" in comparison_text(compare(scored))
-    sheets = {sheet.name: sheet for sheet in calibration_sheets(scored, NAME)}
-    assert sheets[f"scores-{NAME}"].kinds["score"] == "number" and f"accuracies-{NAME}" not in sheets
+    assert "perplexity" in run_comparison_text(compare(scored))
+    sheets = {sheet.name: sheet for sheet in calibration_effect_tables(scored, NAME)}
+    assert sheets[f"scores-{NAME}"].column_formats["score"] == "number" and f"accuracies-{NAME}" not in sheets
     assert [row[1] for row in sheets[f"score-change-{NAME}"].rows] == list(TASKS.values())
 
 
@@ -129,10 +129,10 @@ def test_charts_exhibits_and_reports_show_what_the_run_has(scored: DriftRun) -> 
     assert {f"scores-{NAME}", f"score-change-{NAME}"} <= set(found)
     shown = facts.accuracy_table(scored)
     assert "lower is better" in shown.note and shown.title == "Scores on test samples"
-    rows = draw("accuracy", [scored], ExhibitOptions()).data
+    rows = draw_exhibit("accuracy", [scored], ExhibitOptions()).data
     assert "similar (Spearman correlation)" in set(rows["column"]) and "words" not in " ".join(rows["column"])
     changes = compare(scored).tasks
-    heads, *rows = comparison_table(changes).texts()
+    heads, *rows = comparison_table(changes).formatted_rows()
     (words,) = [row for row in rows if row[0] == "words"]
     assert words[1] == "perplexity" and heads[-2] == "change of score" and words[-2].startswith("-")
 
@@ -206,4 +206,6 @@ def test_only_like_scores_have_a_mean(tmp_path: Path) -> None:
     ],
 )
 def test_an_interval_is_called_paired_only_where_all_are(paired: dict[str, bool], words: str) -> None:
-    assert words in pairing(paired) and ("not paired" in words) == ("rerun the analysis" in pairing(paired))
+    assert words in pairing_note(paired) and ("not paired" in words) == (
+        "rerun the analysis" in pairing_note(paired)
+    )

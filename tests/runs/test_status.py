@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from driftlens.results.listing import find_runs
-from driftlens.runs.manifest import Status, read_status
-from driftlens.runs.run import current_state, last_work, left_undone, open_run, require_analyzed
+from driftlens.runs.manifest import RunStatus, read_status
+from driftlens.runs.run import current_state, last_job_state, open_run, require_analyzed, unfinished_work
 from driftlens.runs.writer import RunLock, RunWriter, write_status
 from driftlens.utils.errors import Cancelled, RunError
-from driftlens.utils.files import Guard
+from driftlens.utils.files import LockFile
 from tests.refusing import refusing
 from tests.runs.stopping import process
 
@@ -59,7 +59,7 @@ def test_what_is_no_status_is_damaged(tmp_path: Path, text: str) -> None:
     ids=lambda values: str(values)[:40],
 )
 def test_a_value_of_another_type_is_damage(tmp_path: Path, values: dict[str, Any]) -> None:
-    write_status(tmp_path, Status("running", metrics={"loss": float("nan")}))
+    write_status(tmp_path, RunStatus("running", metrics={"loss": float("nan")}))
     assert read_status(tmp_path) is not None
     file = tmp_path / "status.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
@@ -69,17 +69,17 @@ def test_a_value_of_another_type_is_damage(tmp_path: Path, values: dict[str, Any
 
 def test_keys_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"state": "done", "progress": "x"}')
-    assert read_status(tmp_path) == Status("done")
+    assert read_status(tmp_path) == RunStatus("done")
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS], ids=["not mine", "read-only disk"])
 def test_a_run_that_may_only_be_read_is_refused_with_what_can_be_done(
     own: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    def acquire(self: Guard) -> None:
+    def acquire(self: LockFile) -> None:
         raise OSError(number, os.strerror(number), str(own / "run.lock.guard"))
 
-    monkeypatch.setattr(Guard, "acquire", acquire)
+    monkeypatch.setattr(LockFile, "acquire", acquire)
     with refusing(RunError, f"can't write to {own}: ", hint=("--out", "copy"), code=4):
         RunLock(own).acquire()
 
@@ -87,11 +87,11 @@ def test_a_run_that_may_only_be_read_is_refused_with_what_can_be_done(
 def test_a_finished_run_is_listed_as_done_with_what_is_damaged(own: Path) -> None:
     (own / "status.json").write_text("[]")
     run = open_run(own)
-    (said,) = left_undone(run)
+    (said,) = unfinished_work(run)
     assert said.startswith("status.json can't be read: expected an object") and "Remove it" in said
     (summary,) = find_runs(own)
     assert (summary.problem, summary.state, summary.left) == ("", "done", (said,))
-    assert (last_work(run)[0], current_state(run)) == ("unknown", "done")
+    assert (last_job_state(run)[0], current_state(run)) == ("unknown", "done")
 
 
 @pytest.mark.parametrize("text", ["[]", None], ids=["damaged", "removed"])
@@ -102,9 +102,9 @@ def test_a_run_that_is_worked_on_is_running_whatever_its_status(own: Path, text:
     lock = RunLock(own)
     lock.acquire()
     run = open_run(own)
-    assert (last_work(run)[0], current_state(run)) == ("running", "running")
+    assert (last_job_state(run)[0], current_state(run)) == ("running", "running")
     lock.release()
-    assert (last_work(run)[0], current_state(run)) == ("unknown", "done")
+    assert (last_job_state(run)[0], current_state(run)) == ("unknown", "done")
 
 
 KILLED = """
@@ -134,9 +134,9 @@ def test_a_calibration_that_ends_early_leaves_the_run_done(own: Path, error: Exc
     end_early(own, "calibrate:x", error, "baseline:x-anchor", "calibrated:x")
     run = open_run(own)
     status = read_status(own)
-    assert (status and status.state, last_work(run)[0], current_state(run)) == (state, state, "done")
+    assert (status and status.state, last_job_state(run)[0], current_state(run)) == (state, state, "done")
     (summary,) = find_runs(own)
-    assert summary.state == "done" and summary.left == left_undone(run)
+    assert summary.state == "done" and summary.left == unfinished_work(run)
     (said,) = summary.left
     assert said.startswith("calibration 'x' is unfinished; ")
     assert (
@@ -153,18 +153,18 @@ def test_a_calibration_that_is_killed_leaves_the_run_done(own: Path) -> None:
         writer.kill()
         writer.wait()
     run = open_run(own)
-    assert (last_work(run)[0], current_state(run)) == ("stopped", "done")
-    (said,) = left_undone(run)
+    assert (last_job_state(run)[0], current_state(run)) == ("stopped", "done")
+    (said,) = unfinished_work(run)
     assert said.startswith("calibration 'a b' is unfinished; ") and "--name 'a b' --resume" in said
 
 
 def test_it_is_told_until_it_is_finished_or_taken_out(own: Path) -> None:
     end_early(own, "calibrate:x", Cancelled("cancelled"), "calibrated:x")
     RunWriter.resume(own).__exit__(None, None, None)  # other work, which succeeds
-    assert last_work(open_run(own))[0] == "done" and len(left_undone(open_run(own))) == 1
+    assert last_job_state(open_run(own))[0] == "done" and len(unfinished_work(open_run(own))) == 1
     with RunWriter.resume(own) as writer:
         writer.remove_calibration("x")
-    assert left_undone(open_run(own)) == ()
+    assert unfinished_work(open_run(own)) == ()
 
 
 def test_nothing_is_added_to_a_run_that_was_stopped_before_its_scores(own: Path) -> None:
@@ -190,11 +190,11 @@ def test_work_that_leaves_nothing_to_go_on_with_is_told_while_it_is_the_last(own
     end_early(own, "sweep:0", RunError("the disk is full"))
     run = open_run(own)
     assert current_state(run) == "done"
-    assert left_undone(run) == (
+    assert unfinished_work(run) == (
         "the last job on it ended early (failed: the disk is full); earlier results are complete",
     )
     RunWriter.resume(own).__exit__(None, None, None)
-    assert left_undone(open_run(own)) == ()
+    assert unfinished_work(open_run(own)) == ()
 
 
 def test_a_run_whose_own_analysis_ends_early_is_not_done(own: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driftlens.runs.schema import ACCURACY, LAYERS, RESOURCES, TABLES, ColumnSchema, TableSchema
-from driftlens.runs.tables import append_rows, conform, csv_text, empty, read_table
+from driftlens.runs.tables import append_rows, conform_to_schema, csv_text, empty_frame, read_table
 from driftlens.utils.errors import RunError, SchemaTooNewError
 from tests.quick import few
 
@@ -61,7 +61,7 @@ def test_what_is_written_is_read_bit_for_bit(name: str, data: st.DataObject) -> 
         append_rows(path, table, frame_of(rows, table))
         frame = read_table(path, table)
     assert plain(frame) == plain(frame_of(rows, table))
-    assert frame.dtypes.to_dict() == empty(table).dtypes.to_dict()
+    assert frame.dtypes.to_dict() == empty_frame(table).dtypes.to_dict()
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_keys_of_several_columns_clash_only_as_a_whole(tmp_path: Path) -> None:
 )
 def test_rows_that_do_not_fit_are_refused(rows: dict[str, list[Any]], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        conform(pd.DataFrame(rows), RESOURCES)
+        conform_to_schema(pd.DataFrame(rows), RESOURCES)
 
 
 def test_units_and_version_stand_in_the_file(tmp_path: Path) -> None:

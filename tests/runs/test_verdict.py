@@ -18,18 +18,18 @@ from driftlens.results.verdict import (
     Verdict,
     format_gap,
     headline,
-    others_sheet,
-    sentence,
-    shareable,
-    task_sheet,
+    headline_sentence,
+    hide_run_path,
+    other_models_table,
+    task_table,
     verdict,
 )
 from driftlens.runs.manifest import Manifest, read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.intervals import Interval
-from driftlens.utils.variants import title
-from driftlens_reports.sections import verdict_of
-from driftlens_reports.terminal import sheet_text, summary
+from driftlens.utils.variants import display_name
+from driftlens_reports.sections import report_verdict
+from driftlens_reports.terminal import run_summary_text, table_text
 from tests.runs.drawn_runs import (
     CAL,
     CONTROL,
@@ -54,13 +54,17 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 def said_of(found: Verdict, variant: str) -> str:
     return next(
-        (text for text in found.sentences if re.match(rf"{title(variant)}( \(newest calibration\))?:", text)),
+        (
+            text
+            for text in found.sentences
+            if re.match(rf"{display_name(variant)}( \(newest calibration\))?:", text)
+        ),
         "",
     )
 
 
 def called(variant: str) -> str:
-    return "experts" if variant == "expert" else title(variant)
+    return "experts" if variant == "expert" else display_name(variant)
 
 
 @pytest.mark.slow
@@ -95,7 +99,7 @@ def follows_the_tables(
         mean = 100 * sum(right[task, model] for task in tasks) / n / len(tasks)
         told = re.findall(rf"\b{re.escape(called(model))} ([\d.]+) %", found.sentences[0])
         if model in (CONTROL, OTHER):
-            assert not told and not re.search(rf"\b{re.escape(title(model))}\b", text)
+            assert not told and not re.search(rf"\b{re.escape(display_name(model))}\b", text)
         else:
             assert [abs(float(at) - mean) < 0.0501 for at in told] == [True]
     for pair in PAIRS:
@@ -137,11 +141,11 @@ def follows_the_tables(
         assert found.source.name in source
     else:
         assert "source" not in text
-    sheet = task_sheet(run, found)
+    sheet = task_table(run, found)
     assert not found.gaps or ("not paired" in sheet.note) != stored
     assert [row[0] for row in sheet.rows[: len(tasks)]] == list(tasks)
-    assert [row[0] for row in others_sheet(run, found).rows] == [
-        title(model) for model in run.variants if model in (OTHER, CONTROL)
+    assert [row[0] for row in other_models_table(run, found).rows] == [
+        display_name(model) for model in run.variants if model in (OTHER, CONTROL)
     ]
 
 
@@ -222,7 +226,8 @@ def test_files_for_others_name_the_folder_and_not_where_it_lies(manifest: Manife
     found = verdict(moved)
     assert "calibrate '/home/somebody/my runs/first one' " in found.command
     assert (
-        shareable(moved, found.sentences[-1]) == "Next: `driftlens calibrate 'first one' --name best --auto`."
+        hide_run_path(moved, found.sentences[-1])
+        == "Next: `driftlens calibrate 'first one' --name best --auto`."
     )
 
 
@@ -238,7 +243,7 @@ def test_without_scores_relative_drift_is_judged(tmp_path: Path) -> None:
     found, final = verdict(run), run.layers(layer="final").groupby("variant")["drift_rel"].mean()
     assert found.measure.title == "relative drift" and "ccuracy" not in " ".join(found.sentences)
     for variant in ("base", "merged", "calibrated:featcal"):
-        assert f"{title(variant)} {100 * final[variant]:.1f} %" in found.sentences[0]
+        assert f"{display_name(variant)} {100 * final[variant]:.1f} %" in found.sentences[0]
     assert [(gap.variant, gap.against, gap.side) for gap in found.gaps] == [
         ("merged", "base", 1),
         ("calibrated:featcal", "merged", 1),
@@ -252,14 +257,14 @@ def test_scores_of_other_metrics_are_in_no_mean_with_shares(tmp_path: Path) -> N
     run = write_scored_run(tmp_path / "run")
     found = verdict(run)
     assert found.tasks == ("match", "pick", "similar")
-    rows = {row[0]: row for row in task_sheet(run, found).rows}
+    rows = {row[0]: row for row in task_table(run, found).rows}
     assert rows["words"][1:4] == (None, None, None) and rows["pick"][3] is not None
 
 
 def test_a_run_that_measured_nothing_says_so(tmp_path: Path) -> None:
     only_base = open_run(write_full_run(tmp_path / "run", variants=("base",), size=Size(blocks=1)))
     assert verdict(only_base).sentences == ("No measurements to base a verdict on.",)
-    assert not task_sheet(only_base, verdict(only_base)).rows
+    assert not task_table(only_base, verdict(only_base)).rows
 
 
 def test_layers_have_the_names_of_their_blocks(manifest: Manifest) -> None:
@@ -289,12 +294,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DriftRun]:
 def test_the_page_shows_what_every_surface_says_first(name: str, runs: dict[str, DriftRun]) -> None:
     run = runs[name]
     found = verdict(run)
-    first = [sentence(headline(run)), *found.sentences]
-    shown = "\n".join([*first, "", sheet_text(task_sheet(run, found))])
+    first = [headline_sentence(headline(run)), *found.sentences]
+    shown = "\n".join([*first, "", table_text(task_table(run, found))])
     assert f"```text\n{shown}\n```" in PAGE
-    assert summary(run).split("\n\n")[1] == "\n".join(first)
-    shared = tuple(shareable(run, text) for text in found.sentences)
-    assert verdict_of(run).sentences == shared
+    assert run_summary_text(run).split("\n\n")[1] == "\n".join(first)
+    shared = tuple(hide_run_path(run, text) for text in found.sentences)
+    assert report_verdict(run).sentences == shared
 
 
 @pytest.mark.parametrize("name", RUNS)

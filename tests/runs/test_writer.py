@@ -14,8 +14,8 @@ from driftlens.runs.manifest import read_manifest, read_status
 from driftlens.runs.run import open_run
 from driftlens.runs.schema import RESOURCES
 from driftlens.runs.tables import read_table
-from driftlens.runs.verify import verify
-from driftlens.runs.writer import RunWriter, energy_wh
+from driftlens.runs.verify import verify_files
+from driftlens.runs.writer import RunWriter, cpu_energy_wh
 from driftlens.utils.errors import (
     Cancelled,
     DataError,
@@ -40,7 +40,7 @@ def test_a_finished_run_lists_every_file_as_it_is(saved: Path) -> None:
         "events.jsonl",
         "run.lock.guard",
     }
-    assert verify(saved).ok
+    assert verify_files(saved).ok
 
 
 def test_ids_of_two_runs_differ_and_name_them(tmp_path: Path) -> None:
@@ -105,20 +105,20 @@ def test_a_disk_that_takes_nothing_more_does_not_hide_the_first_error(
 
 def test_energy_is_the_sum_of_the_processors_counters_where_they_may_be_read(tmp_path: Path) -> None:
     """In a folder like Linux's: a package's own parts are counted in it, and other counters are no processor's."""
-    assert energy_wh(tmp_path) is None
+    assert cpu_energy_wh(tmp_path) is None
     microjoules = {"intel-rapl:0": 3.6e9, "intel-rapl:0:1": 7e9, "intel-rapl:1": 7.2e9, "dtpm": 9e9}
     for name, value in microjoules.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "energy_uj").write_text(f"{value:.0f}\n")
-    assert energy_wh(tmp_path) == pytest.approx(3.0)
+    assert cpu_energy_wh(tmp_path) == pytest.approx(3.0)
     (tmp_path / "intel-rapl:1/energy_uj").write_text("")
-    assert energy_wh(tmp_path) is None
+    assert cpu_energy_wh(tmp_path) is None
 
 
 def test_a_phase_has_the_energy_that_was_used_in_it(tmp_path: Path, monkeypatch: Any) -> None:
     """Nothing where a counter has started again in between, as less than nothing is no energy."""
     readings = iter([10.0, 10.5, 12.0, 1.0])
-    monkeypatch.setattr("driftlens.runs.writer.energy_wh", lambda: next(readings))
+    monkeypatch.setattr("driftlens.runs.writer.cpu_energy_wh", lambda: next(readings))
     with new(tmp_path / "r") as writer:
         for name in ("load", "walk"):
             with writer.phase(name):
@@ -148,7 +148,7 @@ def test_a_finished_phase_is_not_done_again(tmp_path: Path) -> None:
 def test_adding_to_a_run_leaves_its_other_files_as_they_are(own: Path) -> None:
     before = contents(own)
     with RunWriter.resume(own) as writer:
-        writer.describe(variants=["calibrated:featcal"])
+        writer.update_manifest(variants=["calibrated:featcal"])
         writer.write_features("cars", "calibrated:featcal", 4, np.ones((6, 5)))
         writer.append("accuracy", accuracy_of("cars", 0.5).assign(variant="calibrated:featcal"))
     after = contents(own)
@@ -156,7 +156,7 @@ def test_adding_to_a_run_leaves_its_other_files_as_they_are(own: Path) -> None:
     assert changed == {"manifest.json", "status.json", "events.jsonl", "tables/accuracy.parquet"}
     assert set(after) - set(before) == {"features/cars/calibrated__featcal/004.npy"}
     assert open_run(own).variants == ("base", "merged", "calibrated:featcal")
-    assert verify(own).ok
+    assert verify_files(own).ok
 
 
 def test_a_damaged_file_is_not_blessed_by_a_later_run_of_the_writer(own: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_damaged_file_is_not_blessed_by_a_later_run_of_the_writer(own: Path) -
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     with RunWriter.resume(own) as writer:
         writer.append("accuracy", accuracy_of("cars", 0.5).assign(metric="top5"))
-    assert verify(own).changed == ("features/cars/merged/001.npy",)
+    assert verify_files(own).changed == ("features/cars/merged/001.npy",)
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,9 @@ def test_one_file_asks_torch_about_accelerators() -> None:
 
 
 def test_the_host_has_all_that_is_asked_of_a_device() -> None:
-    assert devices.device_name(CPU) == "cpu" and devices.names()[0] == "cpu"
-    assert devices.has_float64(CPU) and devices.device_of(torch.float64, CPU) == CPU
-    assert devices.memory(CPU) is devices.peak_memory(CPU) is None
+    assert devices.device_name(CPU) == "cpu" and devices.available_devices()[0] == "cpu"
+    assert devices.has_float64(CPU) and devices.device_for_dtype(torch.float64, CPU) == CPU
+    assert devices.device_memory(CPU) is devices.peak_memory(CPU) is None
     devices.reset_peak_memory(CPU)
     devices.synchronize(CPU)
     tensor = torch.ones(2)
@@ -51,13 +51,16 @@ def test_a_device_that_is_not_there_is_named_with_those_that_are(name: str) -> N
 
 def test_too_little_memory_is_told_in_one_paragraph() -> None:
     told = pytest.raises(RunError, match="cpu has too little memory to explain here: all 80 GiB")
-    with told as caught, devices.answering(CPU, "explain here"):
+    with told as caught, devices.convert_device_errors(CPU, "explain here"):
         raise torch.OutOfMemoryError("all 80 GiB are in use\nand a page of advice")
     assert "--resume" in caught.value.hint and "\n" not in caught.value.message
 
 
 def test_an_error_that_is_not_the_devices_goes_on_as_it_is() -> None:
-    with pytest.raises(RuntimeError, match="shapes") as caught, devices.answering(CPU, "explain here"):
+    with (
+        pytest.raises(RuntimeError, match="shapes") as caught,
+        devices.convert_device_errors(CPU, "explain here"),
+    ):
         raise RuntimeError("shapes disagree")
     assert not isinstance(caught.value, RunError)
 
@@ -73,26 +76,28 @@ def test_work_begins_anew_with_half_the_batch_until_it_fits(
     )  # all that tests before this one have left takes long
 
     def work() -> None:
-        tried.append(samples.fitting_batch(8))
+        tried.append(samples.reduced_batch_size(8))
         if tried[-1] > fits:
             raise torch.OutOfMemoryError
 
     outcome = contextlib.nullcontext() if fits else pytest.raises(torch.OutOfMemoryError)
-    with outcome, samples.halving_batches(8, told.append) as done:
+    with outcome, samples.halve_batch_on_oom(8, told.append) as done:
         done(work)
     assert (
         tried == sizes
         and told == [f"batches of {size}" for size in sizes[1:]]
-        and samples.fitting_batch(8) == 8
+        and samples.reduced_batch_size(8) == 8
     )
 
 
 def test_sums_have_a_quarter_of_an_accelerator_or_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     place = torch.device("meta")  # its memory is told below
-    monkeypatch.setattr(devices, "memory", lambda device: None if device.type == "cpu" else (800, 1000))
-    assert devices.room_for_sums(place, 100) == 200
-    assert devices.room_for_sums(place, 300) == 300
-    assert devices.room_for_sums(torch.device("cpu"), 100) == 100
-    with devices.sums_moving() as move:
+    monkeypatch.setattr(
+        devices, "device_memory", lambda device: None if device.type == "cpu" else (800, 1000)
+    )
+    assert devices.moments_budget(place, 100) == 200
+    assert devices.moments_budget(place, 300) == 300
+    assert devices.moments_budget(torch.device("cpu"), 100) == 100
+    with devices.offload_moments() as move:
         move()
-        assert devices.room_for_sums(place, 100) == 100, "sums that lie on the host have the budget alone"
+        assert devices.moments_budget(place, 100) == 100, "sums that lie on the host have the budget alone"

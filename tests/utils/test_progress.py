@@ -7,7 +7,7 @@ import json
 import pytest
 
 from driftlens.utils.errors import Cancelled
-from driftlens.utils.progress import CancelToken, ProgressEvent, Reporter, sink_for
+from driftlens.utils.progress import CancelToken, ProgressEvent, ProgressReporter, open_progress_sink
 
 
 class Clock:
@@ -28,7 +28,7 @@ class Terminal(io.StringIO):
 def plain(*events: tuple[float, ProgressEvent], ends: float | None = None) -> list[str]:
     """The lines of some events, each at its time."""
     clock, stream = Clock(), io.StringIO()
-    with sink_for("auto", stream, clock) as sink:
+    with open_progress_sink("auto", stream, clock) as sink:
         for clock.now, event in events:
             sink(event)
         clock.now = clock.now if ends is None else ends
@@ -70,7 +70,7 @@ def test_every_phase_is_finished_once_even_without_a_last_event() -> None:
 
 def test_an_interrupted_phase_is_not_called_done() -> None:
     stream = io.StringIO()
-    with pytest.raises(Cancelled), sink_for("auto", stream, Clock()) as sink:
+    with pytest.raises(Cancelled), open_progress_sink("auto", stream, Clock()) as sink:
         sink(ProgressEvent("walk", 1, 9))
         raise Cancelled("cancelled")
     assert stream.getvalue() == ""
@@ -78,7 +78,7 @@ def test_an_interrupted_phase_is_not_called_done() -> None:
 
 def test_json_lines_hold_every_event_and_no_nan() -> None:
     stream = io.StringIO()
-    with sink_for("jsonl", stream) as sink:
+    with open_progress_sink("jsonl", stream) as sink:
         sink(ProgressEvent("walk", 1, 4, "手写", 2.0, {"drift": 0.5, "lost": float("nan")}))
         sink(ProgressEvent("walk", 2, None))
     first, second = map(json.loads, stream.getvalue().splitlines())
@@ -99,7 +99,7 @@ def test_a_terminal_gets_a_bar_that_says_the_time_left(monkeypatch: pytest.Monke
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "160")
     stream = Terminal()
-    with sink_for("auto", stream) as sink:
+    with open_progress_sink("auto", stream) as sink:
         sink(ProgressEvent("analyze", 1, 4, "[bold]layer[/bold] 1", 2.0))
     shown = stream.getvalue()
     assert "1/4" in shown and "about 6.0 s left" in shown
@@ -122,7 +122,7 @@ def test_a_terminal_that_is_gone_ends_no_work() -> None:
             return super().write(text)
 
     terminal = Terminal()
-    with sink_for("rich", terminal) as sink:
+    with open_progress_sink("rich", terminal) as sink:
         sink(ProgressEvent("merge", 1, 2, "a", 0.1, {}))
         terminal.is_gone = True
         for phase in ("analyze", "explain"):
@@ -133,7 +133,9 @@ def test_a_terminal_that_is_gone_ends_no_work() -> None:
 
 def test_tracking_reports_before_each_item_and_at_the_end() -> None:
     events: list[ProgressEvent] = []
-    seen = [(item, len(events)) for item in Reporter(events.append).track(["a", "b"], "load", str.upper)]
+    seen = [
+        (item, len(events)) for item in ProgressReporter(events.append).track(["a", "b"], "load", str.upper)
+    ]
     assert seen == [("a", 1), ("b", 2)]
     assert [(event.done, event.total, event.label) for event in events] == [
         (0, 2, "A"),
@@ -145,7 +147,7 @@ def test_tracking_reports_before_each_item_and_at_the_end() -> None:
 def test_a_cancelled_token_stops_the_work_at_the_next_step() -> None:
     token, done = CancelToken(), []
     with pytest.raises(Cancelled):
-        for item in Reporter(cancel=token).track(range(5), "walk"):
+        for item in ProgressReporter(cancel=token).track(range(5), "walk"):
             done.append(item)
             if item == 2:
                 token.cancel()

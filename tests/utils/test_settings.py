@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pytest
 
 from driftlens.utils.errors import SpecError
-from driftlens.utils.registry import Bounds, resolve, schemas_of, settings_of
+from driftlens.utils.registry import Bounds, resolve_settings, setting_schemas, settings_model
 
 if TYPE_CHECKING:
     from nowhere import Tensors  # type: ignore[import-not-found]
@@ -43,7 +43,7 @@ class Owner:
 
 
 def test_a_function_declares_its_keyword_only_parameters_and_nothing_else() -> None:
-    found = schemas_of(settings_of(method))
+    found = setting_schemas(settings_model(method))
     assert json.loads(json.dumps(found)) == found, "plain data that a page without the method can be sent"
     told = {
         name: {key: at for key, at in schema.items() if at not in (name, "")}
@@ -69,7 +69,7 @@ def test_a_function_declares_its_keyword_only_parameters_and_nothing_else() -> N
 
 
 def test_what_is_given_goes_over_the_defaults_in_the_types_that_are_declared() -> None:
-    found = resolve(method, {"density": 1, "scales": [1, 0.5], "name": None}, "m")
+    found = resolve_settings(method, {"density": 1, "scales": [1, 0.5], "name": None}, "m")
     assert found == {
         "density": 1.0,
         "steps": 10,
@@ -112,7 +112,7 @@ def test_what_is_given_goes_over_the_defaults_in_the_types_that_are_declared() -
 )
 def test_a_value_that_is_not_allowed_is_refused_with_what_is(name: str, value: Any, words: str) -> None:
     with pytest.raises(SpecError) as refused:
-        resolve(method, {name: value}, "merge method 'm'")
+        resolve_settings(method, {name: value}, "merge method 'm'")
     assert refused.value.message.startswith(f"merge method 'm': {name} is {value!r}; expected ")
     assert words in refused.value.message
     assert refused.value.context == {"setting": name}
@@ -120,11 +120,11 @@ def test_a_value_that_is_not_allowed_is_refused_with_what_is(name: str, value: A
 
 def test_misspelt_names_and_choices_are_told_the_nearest() -> None:
     with pytest.raises(SpecError, match="has no parameter 'densty'") as name:
-        resolve(method, {"densty": 0.1}, "merge method 'm'")
+        resolve_settings(method, {"densty": 0.1}, "merge method 'm'")
     with pytest.raises(SpecError) as choice:
-        resolve(method, {"signs": "sums"}, "merge method 'm'")
+        resolve_settings(method, {"signs": "sums"}, "merge method 'm'")
     with pytest.raises(SpecError) as far:
-        resolve(Owner, {"zzz": 1}, "owner")
+        resolve_settings(Owner, {"zzz": 1}, "owner")
     assert name.value.hint == "Did you mean 'density'?" and choice.value.hint == "Did you mean 'sum'?"
     assert far.value.message.endswith("it takes lam, anchor") and not far.value.hint
 
@@ -132,10 +132,10 @@ def test_misspelt_names_and_choices_are_told_the_nearest() -> None:
 def test_a_setting_without_default_must_be_given() -> None:
     def owner(*, rank: Annotated[int, Bounds(low=1)]) -> None: ...
 
-    assert "default" not in schemas_of(settings_of(owner))["rank"]
-    assert resolve(owner, {"rank": 2}, "o") == {"rank": 2}
+    assert "default" not in setting_schemas(settings_model(owner))["rank"]
+    assert resolve_settings(owner, {"rank": 2}, "o") == {"rank": 2}
     with pytest.raises(SpecError, match="o needs rank: a whole number at least 1"):
-        resolve(owner, {}, "o")
+        resolve_settings(owner, {}, "o")
 
 
 @pytest.mark.parametrize("kind", [dict[str, float] | int, int | float | None, Callable[[int], int]], ids=str)
@@ -144,7 +144,7 @@ def test_what_no_setting_can_be_is_an_error_of_whoever_wrote_the_method(kind: An
 
     owner.__annotations__["table"] = kind
     with pytest.raises(TypeError, match="'table' can't be a setting"):
-        settings_of(owner)
+        settings_model(owner)
 
 
 def test_reading_settings_imports_no_arrays() -> None:
@@ -156,10 +156,10 @@ def test_reading_settings_imports_no_arrays() -> None:
 def test_on_and_off_are_words_though_yaml_reads_booleans() -> None:
     def owner(*, cv: Literal["on", "off"] = "on", best: Literal["auto", "off"] = "off") -> None: ...
 
-    assert [resolve(owner, {"cv": value}, "o")["cv"] for value in (False, True, "off")] == [
+    assert [resolve_settings(owner, {"cv": value}, "o")["cv"] for value in (False, True, "off")] == [
         "off",
         "on",
         "off",
     ]
     with pytest.raises(SpecError, match="expected one of auto, off"):
-        resolve(owner, {"best": False}, "o")
+        resolve_settings(owner, {"best": False}, "o")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from driftlens.utils.devices import using_threads
+from driftlens.utils.devices import use_num_threads
 from tests.forked import Forked
 
 
@@ -31,7 +31,7 @@ def test_the_number_asked_for_is_limited_by_openmps_own_variable(
     wanted: int | None, limit: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", limit)
-    with using_threads(wanted):
+    with use_num_threads(wanted):
         assert torch.get_num_threads() == expected
 
 
@@ -67,10 +67,10 @@ def test_every_choice_is_overridden_and_comes_back(choices: list[str]) -> None:
 
 
 def test_autocast_is_off_inside_and_on_again_afterwards() -> None:
-    from driftlens.utils.devices import exact_products
+    from driftlens.utils.devices import full_precision_matmul
 
     x = torch.randn(4, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with exact_products():
+        with full_precision_matmul():
             assert (x @ x).dtype == torch.float32
         assert (x @ x).dtype == torch.bfloat16

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from driftlens.models.texts import TextReader
+from driftlens.models.texts import TextProcessor
 from tests.quick import paced
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.small import small
@@ -32,9 +32,9 @@ def t5(vocabulary: int) -> Any:
     return small("T5ForConditionalGeneration", vocab_size=vocabulary, **settings)
 
 
-def plain(model: Any, reader: TextReader, question: str) -> list[int]:
+def plain(model: Any, reader: TextProcessor, question: str) -> list[int]:
     """One question at a time, the whole row anew for every token."""
-    row = torch.tensor(reader.questions([question]))
+    row = torch.tensor(reader.question_tokens([question]))
     answer: list[int] = []
     while len(answer) < NEW and (not answer or answer[-1] not in reader.ends):
         if reader.form == "decoder":

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, Slot, State, Tap
+from driftlens.models.chain import Layer, LayerChain, Parameters, SideInputs, State, Tap, WeightSlot
 
 VOCABULARY = 11
 STACK_WIDTH = 16
@@ -199,7 +199,7 @@ def encoder_decoder_chain(model: EncoderDecoder) -> LayerChain:
     )
 
 
-def layers(*parts: tuple[str, dict[str, Slot], Callable[..., State], str]) -> tuple[Layer, ...]:
+def layers(*parts: tuple[str, dict[str, WeightSlot], Callable[..., State], str]) -> tuple[Layer, ...]:
     last = len(parts)
     return tuple(
         Layer(
@@ -215,8 +215,8 @@ def layers(*parts: tuple[str, dict[str, Slot], Callable[..., State], str]) -> tu
     )
 
 
-def slots(model: nn.Module, path: str) -> dict[str, Slot]:
-    return {name: Slot(f"{path}.{name}") for name, _ in model.get_submodule(path).named_parameters()}
+def slots(model: nn.Module, path: str) -> dict[str, WeightSlot]:
+    return {name: WeightSlot(f"{path}.{name}") for name, _ in model.get_submodule(path).named_parameters()}
 
 
 def watch(module: nn.Module, watched: list[nn.Module], inputs: Mapping[str, Any]) -> list[Tensor]:

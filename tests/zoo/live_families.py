@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from _pytest.image_placeholder.structures import ParameterSet
+from _pytest.mark.structures import ParameterSet
 from torch import Tensor, nn
 
 from tests.zoo.small import DEBERTA, small

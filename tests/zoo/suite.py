@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from driftlens.models.texts import TextReader
+from driftlens.models.texts import TextProcessor
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import llama, t5
 from tests.zoo.tokenizers import WORDS as VOCABULARY
@@ -107,7 +107,7 @@ class Suite:
 
     def __init__(self, form: str, folder: Path, *, learns: bool = True) -> None:
         self.tokenizer, self.folder, self.form = word_tokenizer(form, words=WORDS), folder, form
-        self.reader = TextReader(self.tokenizer, form, 32, start=0 if form == "encoder-decoder" else None)  # type: ignore[arg-type]
+        self.reader = TextProcessor(self.tokenizer, form, 32, start=0 if form == "encoder-decoder" else None)  # type: ignore[arg-type]
         torch.manual_seed(0)
         self.model = (llama if form == "decoder" else t5)(len(self.tokenizer))
         self.model.config.update({"pad_token_id": 0, "eos_token_id": 3, "bos_token_id": 2})

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from driftlens.checkpoints.alignment import Spellings, expand_joint_name
+from driftlens.checkpoints.alignment import KeyLayout, expand_concat_pattern
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.models.architecture import Architecture
 
@@ -26,7 +26,7 @@ def site_keys(known: Architecture, folder: Path) -> dict[str, str]:
     source, names = open_checkpoint(folder), {key: key for key in known.keys}
     headers = source.headers
     if known.layout is not None:
-        fitted = known.layout.refitted(source) if isinstance(known.layout, Spellings) else source
+        fitted = known.layout.regroup(source) if isinstance(known.layout, KeyLayout) else source
         names = known.layout.key_map(fitted.headers, known.keys, folder.name)
     return {
         stored: site.kind
@@ -42,7 +42,7 @@ def _of_expert(name: str, expert: int | None, count: int, headers: Mapping[str, 
     """The tensors of a file that hold one expert's part of what memory fuses."""
     if expert is None or name in headers:
         return [name]
-    each = len(apart := expand_joint_name(name, count)) // count
+    each = len(apart := expand_concat_pattern(name, count)) // count
     return apart[expert * each : (expert + 1) * each]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from driftlens.models.texts import together
+from driftlens.models.texts import stack_samples
 from tests.zoo.vlms import IMAGE_TOKEN as IMAGE
 
 
@@ -61,4 +61,4 @@ def batch_of(name: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
     beside = {"mm_token_type_ids": (ids == IMAGE).long()} if name.startswith(("Qwen", "Gemma 4")) else {}
     beside |= {"token_type_ids": (ids == IMAGE).long()} if name.startswith("Gemma 3") else {}
-    return {"input_ids": ids, "attention_mask": mask, **beside, **together(images)}
+    return {"input_ids": ids, "attention_mask": mask, **beside, **stack_samples(images)}

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.models.chain import Layer, LayerChain, State
-from driftlens.models.tracing.block_call import result
+from driftlens.models.tracing.block_call import first_tensor
 
 
 def parameters(layer: Layer, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A layer's parameters, cut out of a state dict the way its slots say."""
     return {
-        name: slot.own(weights[slot.key] if slot.rows is None else weights[slot.key][slice(*slot.rows)])
+        name: slot.to_layer_layout(
+            weights[slot.key] if slot.rows is None else weights[slot.key][slice(*slot.rows)]
+        )
         for name, slot in layer.parameters.items()
     }
 
@@ -55,8 +57,8 @@ def plain_forward(module: nn.Module, inputs: Any) -> Tensor:
     inputs = copy.deepcopy(inputs)
     with torch.no_grad():
         if isinstance(inputs, dict):
-            return result(module(**inputs))
-        return result(module(*inputs) if isinstance(inputs, tuple) else module(inputs))
+            return first_tensor(module(**inputs))
+        return first_tensor(module(*inputs) if isinstance(inputs, tuple) else module(inputs))
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:

@@ -12,7 +12,7 @@ from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from driftlens.data.samples import shuffled
+from driftlens.data.samples import random_order
 from tools.build_demo import characters, drawing, figures, training, views
 from tools.build_demo.drawing import Pixels, Purpose
 from tools.build_demo.recipe import Recipe, stream
@@ -84,7 +84,7 @@ def write_samples(folder: Path, recipe: Recipe = RECIPE) -> None:
         images, labels = task.pictures("train", recipe.num_train, SEED)
         count = min(SHIPPED, recipe.num_train)
         place = np.empty(count, dtype=int)
-        place[shuffled(count, 0, task=name, split="calibration")] = shuffled(
+        place[random_order(count, 0, task=name, split="calibration")] = random_order(
             recipe.num_train, 0, task=name, split="calibration"
         )[:count]
         x_test, y_test = task.pictures("test", recipe.num_test, SEED)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import streamlit as st
 
-from driftlens.results.formatting import size
+from driftlens.results.formatting import format_bytes
 from driftlens.runs.run import DriftRun
-from driftlens_app.runs import key_of
-from driftlens_app.selection import selection
-from driftlens_app.show import Page, note, open_part, plain, shown_errors
+from driftlens_app.runs import run_cache_key
+from driftlens_app.selection import current_selection
+from driftlens_app.show import Page, escape_markdown, select_page_part, show_errors_in_place, show_note
 from driftlens_reports.build import FORMATS, Report
 from driftlens_reports.paper.exhibit import WIDTHS, ExhibitOptions, exhibits
 from driftlens_reports.sections import PRESETS
@@ -42,8 +42,8 @@ Files = Mapping[str, bytes]
 """Contents of a report or exhibit by file name."""
 
 
-def zipped(files: Files) -> bytes:
-    """Return a ZIP archive of the files, the same bytes every time."""
+def zip_files(files: Files) -> bytes:
+    """Return a ZIP archive of the files, byte-identical for the same files."""
     # `ZipInfo` has a constant date, unlike `write`, which stores the current time.
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -53,10 +53,10 @@ def zipped(files: Files) -> bytes:
 
 
 def show() -> None:
-    """Draw the page."""
-    run = selection().run
+    """Draw the page Export: report and paper figures for download."""
+    run = current_selection().run
     parts = {"Report": _show_report_part, "Figures and tables": _show_exhibits_part}
-    parts[open_part([*parts], key="export")](run)
+    parts[select_page_part([*parts], key="export")](run)
 
 
 def _show_report_part(run: DriftRun) -> None:
@@ -100,39 +100,41 @@ def _show_exhibits_part(run: DriftRun) -> None:
     for name, files in built.items():
         _show_download_button(run, name, files, exhibits[name].title)
         if picture := files.get(f"{name}.png"):
-            st.image(picture, caption=plain(files[f"{name}.txt"].decode().strip()), alt=f"Figure {name}")
+            st.image(
+                picture, caption=escape_markdown(files[f"{name}.txt"].decode().strip()), alt=f"Figure {name}"
+            )
 
 
 def _exhibit_files(run: DriftRun, name: str, style: str) -> Files:
     # Imports matplotlib, which no other page needs.
-    from driftlens_reports.paper.exhibit import draw
+    from driftlens_reports.paper.exhibit import draw_exhibit
 
-    drawn = draw(name, [run], ExhibitOptions(style=style))
+    drawn = draw_exhibit(name, [run], ExhibitOptions(style=style))
     return {f"{name}.{entry}": drawn.content(entry) for entry in _EXHIBIT_FORMATS[exhibits[name].kind]}
 
 
 def _built_files(
     run: DriftRun, kind: str, makers: Mapping[str, Callable[[], Files]], pressed: bool
 ) -> Mapping[str, Files]:
-    """Return the files built for this user and state of the run; build them if the button was pressed."""
+    """Return the files built in this session for this state of the run; build them if the button was pressed."""
     if pressed and not makers:
         st.warning("Select at least one.", icon=":material/warning:")
-    key, kept = key_of(run), st.session_state.setdefault(_BUILT, {})
+    key, kept = run_cache_key(run), st.session_state.setdefault(_BUILT, {})
     if pressed:
         kept[kind] = key, {}
         for name, make in makers.items():
-            with st.spinner(f"Building {name}"), shown_errors():
+            with st.spinner(f"Building {name}"), show_errors_in_place():
                 kept[kind][1][name] = make()
     built_of, built = kept.get(kind, (key, {}))
     return built if built_of == key else {}
 
 
 def _show_download_button(run: DriftRun, name: str, files: Files, label: str) -> None:
-    """Show a button that downloads the file, or an archive of several."""
+    """Show a download button for one file, or for a ZIP archive of several."""
     single = [*files] if len(files) == 1 else []
     st.download_button(
-        f"{plain(label)} ({size(sum(map(len, files.values())))})",
-        data=partial(files.__getitem__, single[0]) if single else partial(zipped, files),
+        f"{escape_markdown(label)} ({format_bytes(sum(map(len, files.values())))})",
+        data=partial(files.__getitem__, single[0]) if single else partial(zip_files, files),
         file_name=f"{run.id}-{Path(single[0]).name if single else f'{name}.zip'}",
         on_click="ignore",
         icon=":material/download:",
@@ -150,7 +152,7 @@ def _show_report_preview(built: Mapping[str, Files]) -> None:
         return
     page = built["html-light"]["report-light.html"].decode()
     if len(page) > _MOST_PREVIEW or "<script" in page.lower():
-        note("The report is too large to preview; download it.")
+        show_note("The report is too large to preview; download it.")
         return
     st.header("Preview", anchor=False)
     st.iframe(page, height=800, alt="Preview of the report")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import streamlit as st
 
 from driftlens_app.live import offer_attribution
-from driftlens_app.selection import LAYER, MEASURE, TASK, VARIANTS, selection
-from driftlens_app.show import Page, open_part, show_data, show_part
-from driftlens_reports.charts.chart import SECTIONS, parts_of
-from driftlens_reports.charts.picking import chosen
+from driftlens_app.selection import LAYER, MEASURE, TASK, VARIANTS, current_selection
+from driftlens_app.show import Page, select_page_part, show_data_expander, show_part_charts
+from driftlens_reports.charts.chart import SECTIONS, chart_names_by_heading
+from driftlens_reports.charts.picking import select_rows
 
 PAGE = Page(
     "Layers",
@@ -22,15 +22,15 @@ _CONTROLS = {_DRIFT: (MEASURE,), _THEORY: (LAYER,)}
 
 
 def show() -> None:
-    """Draw the page."""
-    part = open_part([*parts_of("layers")], key="layers")
-    view = selection(TASK, VARIANTS, *_CONTROLS.get(part, ()))
+    """Draw the page Layers: charts over layers."""
+    part = select_page_part([*chart_names_by_heading("layers")], key="layers")
+    view = current_selection(TASK, VARIANTS, *_CONTROLS.get(part, ()))
     run = view.run
     if part not in (_DRIFT, _THEORY):
         offer_attribution(run)
     log = part == _DRIFT and st.checkbox("Logarithmic axis", key="log", bind="query-params")
     options = view.options(log=log)
-    show_part("layers", part, run, options)
+    show_part_charts("layers", part, run, options)
     # Some diagnostics (CKA, spectral norms, module groups) have no chart and are shown in these tables only.
     tables = {"layers": run.layers()}
     if part == _SOURCES:
@@ -38,7 +38,9 @@ def show() -> None:
     for name, rows in tables.items():
         if len(rows):
             label = f"All numbers of table {name}"
-            show_data(chosen(run, options, rows), f"{run.id}-{name}", key=f"table-{name}", label=label)
+            show_data_expander(
+                select_rows(run, options, rows), f"{run.id}-{name}", key=f"table-{name}", label=label
+            )
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ from pathlib import Path
 import streamlit as st
 
 from driftlens.utils.errors import SpecError
-from driftlens.utils.files import entries, write_text_atomic
+from driftlens.utils.files import list_folder, write_text_atomic
 from driftlens_app import requests
-from driftlens_app.calibration import methods
-from driftlens_app.live import show_new_runs
-from driftlens_app.processes import JobRequest, ask, start
-from driftlens_app.selection import lead
+from driftlens_app.calibration import available_methods
+from driftlens_app.live import show_new_run_jobs
+from driftlens_app.processes import JobRequest, run_json_command, start_job
+from driftlens_app.selection import open_page
 from driftlens_app.settings import Settings, is_inside
-from driftlens_app.show import Page, coded, note, shown_errors
-from driftlens_app.views.compare import show_merges
+from driftlens_app.show import Page, escape_except_code, show_errors_in_place, show_note
+from driftlens_app.views.compare import show_merge_ranking
 
 PAGE = Page(
     "New run",
@@ -34,26 +34,26 @@ _USUAL = "task_arithmetic"
 
 
 def show() -> None:
-    """Draw the page."""
+    """Draw the page New run: forms that start an analysis."""
     settings = Settings.from_environment()
-    if settings.is_one_run:
-        note("The dashboard shows a single run. To add runs, open a folder: `driftlens ui FOLDER`.")
+    if settings.is_single_run:
+        show_note("The dashboard shows a single run. To add runs, open a folder: `driftlens ui FOLDER`.")
         return
-    show_new_runs(settings)
+    show_new_run_jobs(settings)
     if settings.read_only:
-        note("This dashboard is read-only.", "lock")
+        show_note("This dashboard is read-only.", "lock")
     else:
-        with shown_errors():
+        with show_errors_in_place():
             _show_models_form(settings)
-        with shown_errors():
+        with show_errors_in_place():
             _show_spec_choice(settings)
-    with shown_errors():
-        show_merges(settings)
+    with show_errors_in_place():
+        show_merge_ranking(settings)
 
 
 def _show_models_form(settings: Settings) -> None:
-    """Show a form that writes a spec of models and data and starts its analysis."""
-    mergers = methods("merge_methods")
+    """Show a form for models and data; write a spec from it and start the analysis."""
+    mergers = available_methods("merge_methods")
     names = sorted(mergers, key=lambda name: name != _USUAL)
     st.header("From models", anchor=False)
     with st.form("new-run", enter_to_submit=False):
@@ -88,21 +88,21 @@ def _show_models_form(settings: Settings) -> None:
     models = [line.strip() for line in experts.splitlines() if line.strip()]
     if not base.strip() or not models:
         raise SpecError("base or experts are missing", hint="Fill in both fields.")
-    options = [f"--data={entry}" for entry in data_options(settings.root, data.strip(), models)]
+    options = [f"--data={entry}" for entry in data_option_values(settings.root, data.strip(), models)]
     if merged.strip():
         options += ["--set=merge=null", f"--set=merged.weights={json.dumps(merged.strip())}"]
     else:
         options.append(f"--set=merge={json.dumps({'method': method})}")
-    file = requests.new_spec(settings, name.strip())
+    file = requests.new_spec_path(settings, name.strip())
     # `--` ends the options, so that no model name is read as one.
     with st.spinner("Reading configurations and data"):
-        answer = ask(("init", *options, "--json", "--", base.strip(), *models), settings.root)
+        answer = run_json_command(("init", *options, "--json", "--", base.strip(), *models), settings.root)
     write_text_atomic(file, str(answer["spec"]))
     _start_and_open_runs_page(requests.analyze_request(settings, file.name, name.strip()))
 
 
-def data_options(root: Path, folder: str, experts: Sequence[str]) -> list[str]:
-    """Return the values of `--data`: an entry of the folder per task if all have one, else the folder.
+def data_option_values(root: Path, folder: str, experts: Sequence[str]) -> list[str]:
+    """Return values of `--data`: one folder entry per task if all have one, else the folder.
 
     Args:
         root: the dashboard's folder.
@@ -114,7 +114,7 @@ def data_options(root: Path, folder: str, experts: Sequence[str]) -> list[str]:
     place = root / folder
     if not is_inside(place, root) or not place.exists():
         raise SpecError(f"{folder} is not in {root}", hint="Move data into the dashboard's folder.")
-    by_task = {entry.stem: entry.name for entry in entries(place)} if place.is_dir() else {}
+    by_task = {entry.stem: entry.name for entry in list_folder(place)} if place.is_dir() else {}
     tasks = [_task_name(expert) for expert in experts]
     if all(task in by_task for task in tasks):
         return [f"{task}={folder.rstrip('/')}/{by_task[task]}" for task in tasks]
@@ -122,13 +122,13 @@ def data_options(root: Path, folder: str, experts: Sequence[str]) -> list[str]:
 
 
 def _task_name(expert: str) -> str:
-    """Return the task of `TASK=MODEL`, or a name from the expert's file or folder."""
+    """Return the task in `TASK=MODEL`, or a name derived from the expert's file or folder."""
     task, sign, _ = expert.partition("=")
     return task.strip() if sign else re.sub(r"[^\w.-]+", "-", Path(expert).stem)
 
 
 def _show_spec_choice(settings: Settings) -> None:
-    """Show the specs in the folder and a button that analyzes one."""
+    """Show the spec files in the folder with a button that starts an analysis."""
     specs = requests.spec_files(settings.root)
     if not specs:
         return
@@ -137,14 +137,14 @@ def _show_spec_choice(settings: Settings) -> None:
     name = st.text_input("Name of the folder", Path(spec).stem, key=f"name-of-{spec}")
     with st.container(horizontal=True, vertical_alignment="center"):
         pressed = st.button("Start the analysis", icon=":material/play_arrow:", key="start-analysis")
-        st.caption(coded(f"To check it in a terminal: `driftlens validate {shlex.quote(spec)}`"))
+        st.caption(escape_except_code(f"To check it in a terminal: `driftlens validate {shlex.quote(spec)}`"))
     if pressed:
         _start_and_open_runs_page(requests.analyze_request(settings, spec, name.strip()))
 
 
 def _start_and_open_runs_page(request: JobRequest) -> None:
-    start(request)
-    lead("runs")
+    start_job(request)
+    open_page("runs")
 
 
 if __name__ == "__main__":

@@ -10,39 +10,47 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import AreaChartColumn, NumberColumn
 
-from driftlens.results.checks import CheckReport, self_checks
-from driftlens.results.formatting import NOT_MEASURED, Table, is_measured, size
-from driftlens.results.verdict import Verdict, task_sheet, verdict
-from driftlens.results.verdict import stamps as stamps_of
+from driftlens.results.checks import CheckReport, run_self_checks
+from driftlens.results.formatting import NOT_MEASURED, Table, format_bytes, is_measured
+from driftlens.results.verdict import Verdict, task_table, verdict
+from driftlens.results.verdict import caveat_sentences as stamps_of
 from driftlens.runs.run import DriftRun
-from driftlens.utils.errors import counted
-from driftlens.utils.variants import title
-from driftlens_app.live import offer_attribution, show_step_buttons, steps_of
-from driftlens_app.samples import explore, show_explorer
-from driftlens_app.selection import MEASURE, TASK, VARIANTS, Selection, choose, lead, selection
+from driftlens.utils.errors import pluralize
+from driftlens.utils.variants import display_name
+from driftlens_app.live import offer_attribution, recommended_steps, show_step_buttons
+from driftlens_app.samples import open_explorer, show_explorer
+from driftlens_app.selection import (
+    MEASURE,
+    TASK,
+    VARIANTS,
+    Selection,
+    current_selection,
+    open_page,
+    select_value,
+)
 from driftlens_app.show import (
     AXIS,
     Page,
-    caption,
-    component,
+    add_dot_plots,
+    cached_chart,
+    escape_markdown,
+    format_time,
     is_narrow,
-    kept,
-    note,
-    page_title,
-    plain,
-    sheet_table,
-    show_drawn,
+    script_component,
+    show_caption,
+    show_dot_legend,
+    show_drawn_chart,
+    show_errors_in_place,
     show_headline,
-    show_key,
+    show_note,
+    show_page_title,
     show_table,
-    shown_errors,
-    when,
-    with_command,
-    with_dots,
+    sortable_table,
+    verdict_markdown,
 )
 from driftlens_reports import facts
 from driftlens_reports.charts.chart import SECTIONS, charts
-from driftlens_reports.charts.layer_curves import mean_curves
+from driftlens_reports.charts.layer_curves import draw_mean_drift
 
 PAGE = Page("Overview", icon=":material/dashboard:", order=20)
 _CELLS = "contributions-heatmap"
@@ -55,29 +63,32 @@ _LONG = 40
 
 
 def show() -> None:
-    """Draw the page."""
-    chosen = selection()
-    page_title(plain(chosen.run.name), f"{plain(chosen.run.id)} · {when(chosen.run.manifest.created)}")
+    """Draw the page Overview: headline, verdict, scores by task and sources of drift."""
+    chosen = current_selection()
+    show_page_title(
+        escape_markdown(chosen.run.name),
+        f"{escape_markdown(chosen.run.id)} · {format_time(chosen.run.manifest.created)}",
+    )
     stamps = stamps_of(chosen.run)
     if stamps:
-        st.warning("  \n".join(map(plain, stamps[:_MAX_STAMPS])), icon=":material/warning:")
+        st.warning("  \n".join(map(escape_markdown, stamps[:_MAX_STAMPS])), icon=":material/warning:")
     if more := stamps[_MAX_STAMPS:]:
         with st.expander(f"{len(more)} more", icon=":material/warning:"):
-            st.markdown("\n".join(f"- {plain(stamp)}" for stamp in more))
-    with shown_errors():
+            st.markdown("\n".join(f"- {escape_markdown(stamp)}" for stamp in more))
+    with show_errors_in_place():
         _show_verdict(chosen.run)
     # Filled last, since projecting samples takes longer than the rest of the page.
     moving = st.container()
-    chosen = selection(TASK, VARIANTS, MEASURE)
-    with shown_errors():
+    chosen = current_selection(TASK, VARIANTS, MEASURE)
+    with show_errors_in_place():
         # Charts of single tasks are on the page Layers.
-        drawn = kept("mean-drift", chosen.run, mean_curves, chosen.options())
+        drawn = cached_chart("mean-drift", chosen.run, draw_mean_drift, chosen.options())
         st.header(
             "Mean drift by layer", anchor=False, help="A line below that of merged is closer to the experts."
         )
-        show_drawn("mean-drift", chosen.run.id, drawn)
-    with shown_errors():
-        _show_drift_origins(chosen)
+        show_drawn_chart("mean-drift", chosen.run.id, drawn)
+    with show_errors_in_place():
+        _show_drift_sources(chosen)
     _show_provenance(chosen.run)
     if chosen.run.tasks and chosen.run.manifest.layers:
         with moving:
@@ -92,9 +103,9 @@ def _show_verdict(run: DriftRun) -> None:
     show_headline(run)
     with st.container(border=True, key="verdict"):
         # Sentences with the same content as a button or badge are left out.
-        (steps, sentences), checks = steps_of(run, judged), self_checks(run)
+        (steps, sentences), checks = recommended_steps(run, judged), run_self_checks(run)
         sentences = [text for text in sentences if f"{_self_checks_label(checks)}." not in text]
-        st.markdown("\n\n".join(with_command(run, text, judged.command) for text in sentences))
+        st.markdown("\n\n".join(verdict_markdown(run, text, judged.command) for text in sentences))
         with st.container(horizontal=True, vertical_alignment="center"):
             show_step_buttons(run, steps, judged.command, "Repair")
             _show_flipped_samples_button(run, judged)
@@ -104,14 +115,14 @@ def _show_verdict(run: DriftRun) -> None:
 
 
 def _show_flipped_samples_button(run: DriftRun, judged: Verdict) -> None:
-    """Show a button to the flipped samples of the selected task, or of the one with most of them."""
+    """Show a button that opens the flipped samples of the selected task, or of the task with most of them."""
     rows = run.outputs(variant=judged.merged)
     counts = rows[rows["flipped"].fillna(False).astype(bool)]["task"].value_counts()
-    task = selection().task or next(iter(counts.index), "")
+    task = current_selection().task or next(iter(counts.index), "")
     if not counts.get(task, 0):
         return
     called = task if len(task) <= _LONG else f"{task[:_LONG]}…"
-    label = f"See the {counted(counts[task], 'flipped sample')} of {plain(called)}"
+    label = f"See the {pluralize(counts[task], 'flipped sample')} of {escape_markdown(called)}"
     if st.button(
         label,
         icon=":material/scatter_plot:",
@@ -119,13 +130,13 @@ def _show_flipped_samples_button(run: DriftRun, judged: Verdict) -> None:
         help="Samples on which it disagrees with the expert.",
     ):
         state = {"task": task, "stage": judged.merged, "only.flip": 1, "sort": "margin"}
-        explore(urlencode(state))
+        open_explorer(urlencode(state))
 
 
 def _show_task_table(run: DriftRun, judged: Verdict) -> None:
-    """Show one row per task, the worst first; a click selects the task on every page."""
-    sheet = task_sheet(run, judged)
-    rows, columns = _task_rows_and_columns(run, judged, sheet)
+    """Show scores with one row per task, worst first; a click selects the task on all pages."""
+    sheet = task_table(run, judged)
+    rows, columns = _task_table(run, judged, sheet)
     tasks = rows["task"].tolist()
     key = f"tasks-{zlib.crc32(repr((run.id, tasks)).encode())}"
 
@@ -134,33 +145,35 @@ def _show_task_table(run: DriftRun, judged: Verdict) -> None:
         if ticked:
             row = ticked[0][0]
             # The last row is the mean over all tasks.
-            choose(TASK, tasks[row] if row < len(run.tasks) else None)
+            select_value(TASK, tasks[row] if row < len(run.tasks) else None)
 
     with st.container(horizontal=True, vertical_alignment="center"):
-        st.header(plain(sheet.title), anchor=False, help=plain(sheet.notes()), width="content")
+        st.header(
+            escape_markdown(sheet.title), anchor=False, help=escape_markdown(sheet.notes()), width="content"
+        )
         if AXIS in rows:
-            show_key(judged)
+            show_dot_legend(judged)
     settings = {"on_select": _select_clicked_task, "selection_mode": "single-cell"}
     show_table(rows, columns, key=key, alt=sheet.title, **settings)
     st.caption("Worst first. Click a row to select its task on every page.")
 
 
-def _task_rows_and_columns(
-    run: DriftRun, judged: Verdict, sheet: Table
-) -> tuple[pd.DataFrame, dict[str, Any]]:
+def _task_table(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
     """Return the verdict's table for the page (worst task first, mean last) and its column settings."""
     numbers = sheet.frame()
     numbers, mean = numbers[: len(run.tasks)], numbers[len(run.tasks) :]
-    heads = dict(zip(judged.means, [*sheet.kinds][1:], strict=False))
+    heads = dict(zip(judged.means, [*sheet.column_formats][1:], strict=False))
     last = next(name for name in (judged.after, judged.merged) if name in heads)
     sign = 1 if judged.measure.worse == "lower" else -1
     left = numbers[heads[last]].astype(float)
     loss = sign * (numbers[heads["expert"]].astype(float) - left) if "expert" in heads else left
     numbers = pd.concat([numbers.loc[loss.sort_values(ascending=False, kind="stable").index], mean])
-    table, columns = sheet_table(sheet)
+    table, columns = sortable_table(sheet)
     if judged.measure.kind == "share":
-        table, columns = with_dots(table, columns, judged)
-    columns |= {head: NumberColumn(format="%.3g") for head, kind in sheet.kinds.items() if kind == "number"}
+        table, columns = add_dot_plots(table, columns, judged)
+    columns |= {
+        head: NumberColumn(format="%.3g") for head, kind in sheet.column_formats.items() if kind == "number"
+    }
     rows = table.loc[numbers.index].assign(task=numbers["task"])
     layers = run.layers(variant=last).sort_values("layer").groupby("task")["drift_rel"].agg(list)
     rows["by layer"] = rows["task"].map(layers)
@@ -169,40 +182,40 @@ def _task_rows_and_columns(
     return rows.reset_index(drop=True), columns
 
 
-def _show_drift_origins(chosen: Selection) -> None:
-    origins = {task: text for task, text in facts.origins(chosen.run).items() if task in chosen.tasks}
-    whose = f"{title(facts.origin_variant(chosen.run))}'s" if origins else "the"
+def _show_drift_sources(chosen: Selection) -> None:
+    origins = {task: text for task, text in facts.drift_sources(chosen.run).items() if task in chosen.tasks}
+    whose = f"{display_name(facts.explained_variant(chosen.run))}'s" if origins else "the"
     st.header(
-        plain(f"Where {whose} final drift comes from"),
+        escape_markdown(f"Where {whose} final drift comes from"),
         anchor=False,
         help="Each layer's share of each task's final drift, by attribution.",
     )
     offer_attribution(chosen.run)
     if all(text.endswith(NOT_MEASURED) for text in origins.values()):
-        note("This run has no attribution and no local mismatch.")
+        show_note("This run has no attribution and no local mismatch.")
         return
-    options = chosen.options(variants=(facts.origin_variant(chosen.run),))
-    with shown_errors():
+    options = chosen.options(variants=(facts.explained_variant(chosen.run),))
+    with show_errors_in_place():
         if charts[_CELLS].missing(chosen.run, options) is None:
-            drawn = kept(_CELLS, chosen.run, charts[_CELLS].draw, options, narrow=is_narrow())
-            show_drawn(_CELLS, chosen.run.id, drawn, "Click a cell to open its layer and task.")
+            drawn = cached_chart(_CELLS, chosen.run, charts[_CELLS].draw, options, narrow=is_narrow())
+            show_drawn_chart(_CELLS, chosen.run.id, drawn, "Click a cell to open its layer and task.")
             _open_clicked_cell(chosen)
         else:
             # Without Jacobians there is local mismatch only, which is stated in text.
-            st.markdown("\n".join(f"- {plain(text)}" for text in origins.values()))
+            st.markdown("\n".join(f"- {escape_markdown(text)}" for text in origins.values()))
 
 
 def _open_clicked_cell(chosen: Selection) -> None:
-    listen = component("cell_click", "<i></i>")
+    listen = script_component("cell_click", "<i></i>")
     clicked = listen(
         data={"chart": f"chart-{_CELLS}"}, key="cell-click", height=1, on_cell_change=lambda: None
     )
-    if clicked.format_cell:
-        row, layer = (int(index) for index in clicked.format_cell)
+    if clicked.cell:
+        row, layer = (int(index) for index in clicked.cell)
         tasks = chosen.tasks
         if 0 <= row < len(tasks) and 1 <= layer <= len(chosen.run.manifest.layers):
             query = {"layers": SECTIONS["contributions"].part}
-            lead("layers", query=query, task=tasks[row], layer=str(layer))
+            open_page("layers", query=query, task=tasks[row], layer=str(layer))
 
 
 def _self_checks_label(report: CheckReport) -> str:
@@ -213,7 +226,7 @@ def _self_checks_label(report: CheckReport) -> str:
 
 
 def _show_self_checks(report: CheckReport) -> None:
-    """Show a badge with the error of every identity that is exact in theory."""
+    """Show the error of every identity that is exact in theory, as a badge."""
     with st.popover(
         _self_checks_label(report), icon=f":material/{'warning' if report.failed else 'verified'}:"
     ):
@@ -221,7 +234,7 @@ def _show_self_checks(report: CheckReport) -> None:
             icon = (
                 "remove" if not is_measured(check.value) else "check" if check.status == "pass" else "warning"
             )
-            st.markdown(f":material/{icon}: {plain(facts.check_sentence(check))}")
+            st.markdown(f":material/{icon}: {escape_markdown(facts.self_check_sentence(check))}")
 
 
 def _show_provenance(run: DriftRun) -> None:
@@ -234,7 +247,7 @@ def _show_provenance(run: DriftRun) -> None:
             "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
             "platform": ", ".join(f"{name} {value}" for name, value in manifest.platform.items()),
             "spec": manifest.spec_digest,
-            "size": size(sum(file.bytes for file in manifest.files.values()))
+            "size": format_bytes(sum(file.bytes for file in manifest.files.values()))
             if manifest.files
             else NOT_MEASURED,
             **{f"weights of {name}": model.digest for name, model in manifest.models.items()},
@@ -242,7 +255,7 @@ def _show_provenance(run: DriftRun) -> None:
         rows = pd.DataFrame(facts_of_run.items(), columns=["what", "value"])
         st.dataframe(rows, hide_index=True, key="provenance", alt="Provenance of the run")
         for notice in manifest.notices:
-            caption(notice)
+            show_caption(notice)
 
 
 if __name__ == "__main__":

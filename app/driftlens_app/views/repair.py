@@ -11,49 +11,59 @@ import streamlit as st
 from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest
-from driftlens.results.calibration_summary import arena_sheet, calibration_sheets, selection_sentences
-from driftlens.results.formatting import estimate, size, unbroken, written
-from driftlens.results.measures import change_in_words
-from driftlens.results.verdict import Verdict, task_sheet, verdict
+from driftlens.results.calibration_summary import (
+    auto_choice_sentences,
+    calibration_effect_tables,
+    leaderboard_table,
+)
+from driftlens.results.formatting import format_bytes, format_estimate, format_value, keep_units_together
+from driftlens.results.measures import describe_change
+from driftlens.results.verdict import Verdict, task_table, verdict
 from driftlens.runs.manifest import (
-    begun_calibration,
+    calibrated_weights_file,
     calibration_folder,
-    calibration_weights,
+    calibration_marker,
     require_unlocked,
 )
-from driftlens.runs.run import DriftRun, is_live, unanalyzed
-from driftlens.utils.errors import RunLockedError, counted, listed, some_of
-from driftlens.utils.variants import calibrated, title
+from driftlens.runs.run import DriftRun, has_live_modules, unfinished_phases
+from driftlens.utils.errors import RunLockedError, join_names, pluralize, shorten_list
+from driftlens.utils.variants import calibrated_variant, display_name
 from driftlens_app import calibration
-from driftlens_app.live import begin, show_bad_end, show_live, show_step_buttons, steps_of
-from driftlens_app.processes import Job, View, is_at_work, running_drift, running_scores, watch
-from driftlens_app.requests import calibrate_request, methods_request, sweep_request
-from driftlens_app.runs import opened
+from driftlens_app.live import (
+    recommended_steps,
+    show_failed_job,
+    show_live_job,
+    show_step_buttons,
+    start_and_rerun,
+)
+from driftlens_app.processes import Job, JobStatus, candidate_scores, drift_so_far, has_live_job, poll_job
+from driftlens_app.requests import calibrate_request, compare_methods_request, sweep_request
+from driftlens_app.runs import open_cached_run
 from driftlens_app.samples import show_explorer
-from driftlens_app.selection import selection
+from driftlens_app.selection import current_selection
 from driftlens_app.settings import Settings, is_file_inside
 from driftlens_app.show import (
     Page,
-    caption,
+    cached_chart,
+    escape_markdown,
     is_dark,
     is_narrow,
-    kept,
-    note,
-    open_part,
-    path_of,
-    plain,
+    page_path,
+    select_page_part,
+    show_caption,
     show_chart,
-    show_data,
-    show_drawn,
+    show_data_expander,
+    show_drawn_chart,
+    show_errors_in_place,
     show_headline,
-    show_sheet,
+    show_note,
+    show_report_table,
     show_table,
-    shown_errors,
-    with_command,
+    verdict_markdown,
 )
 from driftlens_app.views import compare
 from driftlens_reports.charts.chart import ChartOptions
-from driftlens_reports.charts.layer_curves import mean_curves, running_curve
+from driftlens_reports.charts.layer_curves import draw_mean_drift, draw_running_drift
 
 PAGE = Page(
     "Repair",
@@ -70,36 +80,36 @@ _MAX_BYTES = 1_000_000_000
 
 
 def show() -> None:
-    """Draw the page."""
-    if open_part(("Calibrate", "Compare"), key="repair") == "Compare":
+    """Draw the page Repair: calibration form, results and method comparison."""
+    if select_page_part(("Calibrate", "Compare"), key="repair") == "Compare":
         compare.show()
         return
-    run, settings = selection().run, Settings.from_environment()
-    job = watch(run.path, "calibrate")
+    run, settings = current_selection().run, Settings.from_environment()
+    job = poll_job(run.path, "calibrate")
     if settings.read_only:
-        note("This dashboard is read-only.", "lock")
+        show_note("This dashboard is read-only.", "lock")
     left, right = st.columns([1, 2])
-    at_work = is_at_work(run.path)
+    at_work = has_live_job(run.path)
     blocked = at_work or settings.read_only
-    reason = "" if blocked else obstacle(run)
-    with left, shown_errors():
-        request, pressed = calibration.calibration_form(
+    reason = "" if blocked else calibration_obstacle(run)
+    with left, show_errors_in_place():
+        request, pressed = calibration.show_calibration_form(
             taken=run.manifest.calibrations,
             blocked=blocked,
             obstacle=reason,
-            exports=None if settings.is_one_run else str(run.path),
+            exports=None if settings.is_single_run else str(run.path),
             loader=run.manifest.architecture.get("loader", ""),
             counts={task: len(ids) for task, ids in run.manifest.sample_ids.get("calibration", {}).items()},
         )
         if pressed:
-            begin(calibrate_request(run, request))
+            start_and_rerun(calibrate_request(run, request))
         if not (blocked or run.manifest.finished):
-            show_step_buttons(run, *steps_of(run, verdict(run))[:1], verdict(run).command)
+            show_step_buttons(run, *recommended_steps(run, verdict(run))[:1], verdict(run).command)
     with right:
-        if not show_live(run.path, functools.partial(_show_running_curve, run)) and at_work:
+        if not show_live_job(run.path, functools.partial(_show_running_drift, run)) and at_work:
             # The job ended while the form was drawn.
             st.rerun()
-        if show_bad_end(job) and job is not None and not settings.read_only:
+        if show_failed_job(job) and job is not None and not settings.read_only:
             _show_resume_button(run, job.job)
         _show_calibration_results(run, job)
     if run.manifest.calibrations:
@@ -107,46 +117,48 @@ def show() -> None:
     _show_method_comparison(run, blocked=blocked)
 
 
-def obstacle(run: DriftRun) -> str:
-    """Return why the run's state prevents any calibration; empty if it does not."""
+def calibration_obstacle(run: DriftRun) -> str:
+    """Return the reason why the run cannot be calibrated in its present state; empty if it can."""
     try:
         require_unlocked(run.path)
     except RunLockedError as error:
         return f"{error.message}. {error.hint}"
-    if is_live(run.manifest):
+    if has_live_modules(run.manifest):
         return "the run's live modules are not here; `run.calibrate(...)` in Python takes them"
-    missing = some_of(unanalyzed(run.manifest, scored=True))
+    missing = shorten_list(unfinished_phases(run.manifest, scored=True))
     return f"the run is unfinished; still to be done: {missing}. Resume its analysis first" if missing else ""
 
 
 def _show_resume_button(run: DriftRun, job: Job) -> None:
-    if not (run.path / begun_calibration(job.name)).is_file():
+    if not (run.path / calibration_marker(job.name)).is_file():
         # It ended before the first layer was stored, so there is nothing to resume.
         return
     if st.button("Continue where it stopped", icon=":material/resume:", key="resume-calibration"):
-        with shown_errors():
+        with show_errors_in_place():
             last = CalibrationRequest(**job.settings)
             # Records are not trusted, so the path of the export is built here.
-            is_one_run = Settings.from_environment().is_one_run
+            is_one_run = Settings.from_environment().is_single_run
             place = None if last.save_weights is None or is_one_run else f"{run.path}-{last.name}"
             # The old calibration is kept until the new one is solved.
             stays = last.replace and job.name in run.manifest.calibrations
-            begin(calibrate_request(run, last.changed(resume=True, replace=stays, save_weights=place)))
+            start_and_rerun(
+                calibrate_request(run, last.changed(resume=True, replace=stays, save_weights=place))
+            )
 
 
-def _show_running_curve(run: DriftRun, view: View) -> None:
-    """Draw the curve as far as layers are solved, and the whole page again once drift and accuracy are measured."""
+def _show_running_drift(run: DriftRun, view: JobStatus) -> None:
+    """Draw drift by layer while the calibration solves layers; rerun the page once results are measured."""
     if view.job.kind != "calibrate":
         return
     name = view.job.name
-    if opened(run.path).manifest.calibrations.get(name) != run.manifest.calibrations.get(name):
+    if open_cached_run(run.path).manifest.calibrations.get(name) != run.manifest.calibrations.get(name):
         # The page shows the first numbers while the job continues.
         st.rerun()
-    if tried := running_scores(view.job):
+    if tried := candidate_scores(view.job):
         _show_tried_candidates(tried)
-    if drifts := running_drift(view.job):
-        drawn = running_curve(run, name, drifts, dark=selection().options().dark)
-        show_drawn("running", run.id, drawn)
+    if drifts := drift_so_far(view.job):
+        drawn = draw_running_drift(run, name, drifts, dark=current_selection().options().dark)
+        show_drawn_chart("running", run.id, drawn)
 
 
 def _show_tried_candidates(scores: Mapping[str, float]) -> None:
@@ -156,17 +168,17 @@ def _show_tried_candidates(scores: Mapping[str, float]) -> None:
     # Long names would push the distances out of view.
     if is_narrow():
         looks |= {"candidate": TextColumn("candidate", width=165)}
-    show_table(rows, looks, key="tried", alt=f"{counted(len(rows), 'candidate')} tried so far")
-    caption("On held-out calibration samples, without labels. Lower is better.")
+    show_table(rows, looks, key="tried", alt=f"{pluralize(len(rows), 'candidate')} tried so far")
+    show_caption("On held-out calibration samples, without labels. Lower is better.")
 
 
-def _show_calibration_results(run: DriftRun, job: View | None) -> None:
+def _show_calibration_results(run: DriftRun, job: JobStatus | None) -> None:
     names = list(run.manifest.calibrations)
     if not names:
-        with shown_errors():
+        with show_errors_in_place():
             show_headline(run)
         if job is None:
-            note("This run has no calibrated variant yet.")
+            show_note("This run has no calibrated variant yet.")
         return
     _select_newest_calibration(run, names, job)
     # Streamlit leaves the default out of the URL, so there is none: the newest calibration changes with time.
@@ -174,15 +186,15 @@ def _show_calibration_results(run: DriftRun, job: View | None) -> None:
     if name is None:
         return
     if job is not None and job.job.name == name and job.state == "done":
-        st.success(f"Calibration {plain(name)} is done.", icon=":material/check_circle:")
+        st.success(f"Calibration {escape_markdown(name)} is done.", icon=":material/check_circle:")
     elif job is not None and job.job.name == name and job.is_live and not job.job.settings.get("replace"):
         st.info("Drift and accuracy are measured; attribution to layers is still running.")
-    st.header(f"Before and after the repair {plain(name)}", anchor=False)
+    st.header(f"Before and after the repair {escape_markdown(name)}", anchor=False)
     _show_single_calibration(run, name)
 
 
-def _select_newest_calibration(run: DriftRun, names: Sequence[str], job: View | None) -> None:
-    """Select the newest calibration if another one finished or the URL names none."""
+def _select_newest_calibration(run: DriftRun, names: Sequence[str], job: JobStatus | None) -> None:
+    """Select the newest calibration after another one has finished, or if the URL names none."""
     finished = (run.id, tuple(names), job.job.log.name if job is not None and job.state == "done" else "")
     is_chosen = st.session_state.get("calibration", st.query_params.get("calibration")) in names
     if not is_chosen or st.session_state.get(_SHOWN, finished) != finished:
@@ -192,38 +204,40 @@ def _select_newest_calibration(run: DriftRun, names: Sequence[str], job: View | 
 
 
 def _show_single_calibration(run: DriftRun, name: str) -> None:
-    """Show one calibration; an unreadable table does not hide other parts."""
-    with shown_errors():
+    """Show the results of one calibration; errors of one table do not hide the others."""
+    with show_errors_in_place():
         _show_before_and_after(run, verdict(run, name))
-    with shown_errors():
-        options = ChartOptions(variants=("merged", calibrated(name)), relative=True, dark=is_dark())
+    with show_errors_in_place():
+        options = ChartOptions(variants=("merged", calibrated_variant(name)), relative=True, dark=is_dark())
         st.header("Relative drift by layer, before and after", anchor=False, help="Layers has every task.")
-        show_drawn("before-after", run.id, kept("before-after", run, mean_curves, options))
-    with shown_errors():
+        show_drawn_chart("before-after", run.id, cached_chart("before-after", run, draw_mean_drift, options))
+    with show_errors_in_place():
         st.header("Broken by the merge, and fixed by the repair", anchor=False)
-        show_explorer(run, "wall", urlencode({"as": "groups", "repair": calibrated(name)}))
-    with shown_errors(), st.container(horizontal=True):
+        show_explorer(run, "wall", urlencode({"as": "groups", "repair": calibrated_variant(name)}))
+    with show_errors_in_place(), st.container(horizontal=True):
         _show_downloads(run, name)
-        st.page_link(path_of("samples"), label="Samples", icon=":material/scatter_plot:")
-        st.page_link(path_of("export"), label="Export", icon=":material/description:")
-    with shown_errors():
+        st.page_link(page_path("samples"), label="Samples", icon=":material/scatter_plot:")
+        st.page_link(page_path("export"), label="Export", icon=":material/description:")
+    with show_errors_in_place():
         judged = verdict(run, name)
-        steps, sentences = steps_of(run, judged)
-        for sentence in (*sentences, *selection_sentences(run, name)):
-            st.markdown(f"- {with_command(run, sentence, judged.command)}")
+        steps, sentences = recommended_steps(run, judged)
+        for sentence in (*sentences, *auto_choice_sentences(run, name)):
+            st.markdown(f"- {verdict_markdown(run, sentence, judged.command)}")
         # This page has buttons for repairs and a link to reports already.
         show_step_buttons(
             run, [label for label in steps if label not in ("Repair", "Write a report")], judged.command
         )
         drawer = st.expander("All numbers", key="all-numbers", on_change="rerun")
         with drawer:
-            for sheet in calibration_sheets(run, name) if drawer.open else ():
-                show_sheet(sheet)
-    with shown_errors():
+            for sheet in calibration_effect_tables(run, name) if drawer.open else ():
+                show_report_table(sheet)
+    with show_errors_in_place():
         solved = run.calibration(name)
-        show_data(solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules")
+        show_data_expander(
+            solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules"
+        )
     for notice in run.manifest.calibrations[name].notices:
-        caption(f"{notice[:1].upper()}{notice[1:]}", 90)
+        show_caption(f"{notice[:1].upper()}{notice[1:]}", 90)
 
 
 def _show_before_and_after(run: DriftRun, judged: Verdict) -> None:
@@ -232,38 +246,38 @@ def _show_before_and_after(run: DriftRun, judged: Verdict) -> None:
         (gap for gap in judged.gaps if (gap.variant, gap.against) == (judged.after, judged.merged)), None
     )
     if gap is not None:
-        before, after = (written(means[model].value, kind) for model in (judged.merged, judged.after))
+        before, after = (format_value(means[model].value, kind) for model in (judged.merged, judged.after))
         head = f"{judged.measure.title.capitalize()} {before.removesuffix('%').rstrip()} → {after}"
-        st.header(plain(head), anchor=False)
+        st.header(escape_markdown(head), anchor=False)
         models = [model for model in ("base", judged.merged, judged.after, "expert") if model in means]
-        levels = ", ".join(f"{title(model)} {estimate(means[model], kind)}" for model in models)
-        change = change_in_words(judged.measure, means[judged.merged].value, gap.change)
-        sentence = f"{change}; {levels}. {counted(len(judged.tasks), 'task')}, n = {gap.change.n}."
-        st.markdown(unbroken(plain(sentence)))
+        levels = ", ".join(f"{display_name(model)} {format_estimate(means[model], kind)}" for model in models)
+        change = describe_change(judged.measure, means[judged.merged].value, gap.change)
+        sentence = f"{change}; {levels}. {pluralize(len(judged.tasks), 'task')}, n = {gap.change.n}."
+        st.markdown(keep_units_together(escape_markdown(sentence)))
     # The chart below shows the drift.
-    show_sheet(task_sheet(run, judged), {"relative drift"})
+    show_report_table(task_table(run, judged), {"relative drift"})
 
 
 def _show_setting_sweeps(run: DriftRun, *, blocked: bool) -> None:
-    show_bad_end(watch(run.path, "sweep"))
+    show_failed_job(poll_job(run.path, "sweep"))
     without = "Run a sweep to see how each setting affects accuracy."
-    show_chart("sweeps", run, selection().options(variants=None), without)
-    swept = listed(calibration.methods()[DEFAULT_METHOD].swept)
+    show_chart("sweeps", run, current_selection().options(variants=None), without)
+    swept = join_names(calibration.available_methods()[DEFAULT_METHOD].swept)
     if st.button(f"Sweep {swept}", icon=":material/grid_on:", key="sweep", disabled=blocked):
-        with shown_errors():
-            begin(sweep_request(run))
+        with show_errors_in_place():
+            start_and_rerun(sweep_request(run))
 
 
 def _show_method_comparison(run: DriftRun, *, blocked: bool) -> None:
-    """Compare calibrations, gain against cost, and offer those of other methods."""
+    """Show the gain of calibrations against their cost, and a form that runs further methods."""
     without = "Compare at least two repairs to see this chart."
     show_chart("arena", run, ChartOptions(dark=is_dark()), without)
     if len(run.manifest.calibrations) > 1:
-        with shown_errors():
+        with show_errors_in_place():
             # With the column of cosines, the table would be wider than a window.
-            show_sheet(arena_sheet(run), {"cosine"})
-    with shown_errors(), st.container(horizontal=True, vertical_alignment="bottom"):
-        calibrators = calibration.methods()
+            show_report_table(leaderboard_table(run), {"cosine"})
+    with show_errors_in_place(), st.container(horizontal=True, vertical_alignment="bottom"):
+        calibrators = calibration.available_methods()
         chosen = st.multiselect(
             "Repairs to compare",
             [*calibrators],
@@ -274,20 +288,23 @@ def _show_method_comparison(run: DriftRun, *, blocked: bool) -> None:
             help="Each with its published settings; those that are left out at first take minutes and more.",
         )
         if st.button("Compare repairs", icon=":material/swords:", key="arena", disabled=blocked):
-            begin(methods_request(run, chosen))
+            start_and_rerun(compare_methods_request(run, chosen))
 
 
 def _show_downloads(run: DriftRun, name: str) -> None:
-    places = {"download": calibration_weights(name), "description": f"{calibration_folder(name)}/README.md"}
+    places = {
+        "download": calibrated_weights_file(name),
+        "description": f"{calibration_folder(name)}/README.md",
+    }
     for icon, place in places.items():
         file = run.path / place
         if not is_file_inside(file):
             continue
         label = "Model card"
         if icon == "download":
-            label = f"Calibrated checkpoint ({size(file.stat().st_size)})"
+            label = f"Calibrated checkpoint ({format_bytes(file.stat().st_size)})"
             if file.stat().st_size > _MAX_BYTES:
-                st.caption(f"{label}: {plain(place)}")
+                st.caption(f"{label}: {escape_markdown(place)}")
                 continue
         st.download_button(
             label,

@@ -11,25 +11,25 @@ import pandas as pd
 import streamlit as st
 from streamlit.column_config import NumberColumn
 
-from driftlens.results.formatting import size
+from driftlens.results.formatting import format_bytes
 from driftlens.results.listing import RunSummary
-from driftlens.utils.variants import part_of
-from driftlens_app.live import SECONDS, show_new_runs, state_of, welcome
-from driftlens_app.processes import is_at_work
-from driftlens_app.runs import listed_runs
-from driftlens_app.selection import lead
+from driftlens.utils.variants import variant_kind
+from driftlens_app.live import SECONDS, live_job_text, show_new_run_jobs, show_welcome_page
+from driftlens_app.processes import has_live_job
+from driftlens_app.runs import list_runs
+from driftlens_app.selection import open_page
 from driftlens_app.settings import Settings
 from driftlens_app.show import (
     AXIS,
     MODELS,
     Page,
-    dots,
-    dots_column,
-    note,
-    page_title,
-    plain,
+    dot_plot_column,
+    dot_plot_url,
+    escape_markdown,
+    format_time,
+    show_note,
+    show_page_title,
     show_table,
-    when,
 )
 
 PAGE = Page("Runs", icon=":material/folder_open:", order=10, needs_run=False)
@@ -39,30 +39,30 @@ _CHOSEN = "_chosen_in_runs"
 
 
 def show() -> None:
-    """Draw the page."""
+    """Draw the page Runs: all runs in the folder, and jobs that create runs."""
     settings = Settings.from_environment()
     # A new run has no manifest yet; its job is shown instead of an error.
-    runs = [run for run in listed_runs(settings) if not (run.problem and is_at_work(run.path))]
+    runs = [run for run in list_runs(settings) if not (run.problem and has_live_job(run.path))]
     if not runs:
-        welcome()
+        show_welcome_page()
         return
-    page_title("Runs", f"In {plain(settings.root)}.")
+    show_page_title("Runs", f"In {escape_markdown(settings.root)}.")
     if st.button("New run", icon=":material/add_circle:", key="to-new-run"):
-        lead("new_run")
-    show_new_runs(settings)
+        open_page("new_run")
+    show_new_run_jobs(settings)
     query = st.text_input("Filter", placeholder="name, task or variant", key="filter", bind="query-params")
     shown = sorted(
         (run for run in runs if _matches_filter(run, query)), key=lambda run: run.created, reverse=True
     )
     if not shown:
-        note("No run matches the filter.", "filter_alt")
+        show_note("No run matches the filter.", "filter_alt")
         return
-    live = {run.path for run in shown if is_at_work(run.path)}
+    live = {run.path for run in shown if has_live_job(run.path)}
     # Only the table is redrawn every second: redrawing the page would close open dialogs.
     chosen = st.fragment(_show_runs_table, run_every=SECONDS if live else None)(shown, live)
     for position, column in chosen["cells"]:
         if column == "name" and not shown[position].problem:
-            lead("overview", run=shown[position].id)
+            open_page("overview", run=shown[position].id)
     _show_selection_actions([shown[position] for position in chosen["rows"]])
     for run in shown:
         _show_run_problems(run, is_live=run.path in live)
@@ -72,21 +72,23 @@ def _show_run_problems(run: RunSummary, *, is_live: bool) -> None:
     """Show why a run can't be read, and its unfinished jobs."""
     if run.problem:
         what = "can't be read" if run.state == RunSummary(run.path).state else f"is a {run.state}"
-        reason = f"**{plain(run.path.name)}** {plain(what)}: {plain(run.problem)}"
-        st.warning("\n\n".join(filter(None, (reason, plain(run.hint)))), icon=":material/warning:")
+        reason = (
+            f"**{escape_markdown(run.path.name)}** {escape_markdown(what)}: {escape_markdown(run.problem)}"
+        )
+        st.warning("\n\n".join(filter(None, (reason, escape_markdown(run.hint)))), icon=":material/warning:")
     for text in () if is_live else run.left:
-        note(f"**{plain(run.path.name)}**: {plain(text)}", "pending")
+        show_note(f"**{escape_markdown(run.path.name)}**: {escape_markdown(text)}", "pending")
 
 
 def _show_runs_table(runs: list[RunSummary], live: set[Path]) -> Any:
-    """Show the table; rerun the page after a selection or when one of the `live` jobs has ended."""
+    """Show the table of runs; rerun the page after a selection or when a live job has ended."""
     rows = pd.DataFrame(map(_runs_table_row, runs))
     is_double = rows["name"].duplicated(keep=False)
     rows["name"] = rows["name"].mask(is_double, [f"{run.name} ({run.path.name})" for run in runs])
     rows = rows.drop(columns=[name for name in MODELS if rows[name].isna().all()])
     shares = {name: NumberColumn(format=_PERCENT) for name in MODELS}
     columns = {
-        AXIS: dots_column(),
+        AXIS: dot_plot_column(),
         **shares,
         "calibrated": NumberColumn(
             "last calibration", format=_PERCENT, help="Score of the newest calibration."
@@ -107,7 +109,7 @@ def _show_runs_table(runs: list[RunSummary], live: set[Path]) -> Any:
     # Streamlit stores selected rows by position, so a table of other runs needs another key.
     key = f"runs-{hashlib.sha256(repr([run.path for run in runs]).encode()).hexdigest()[:12]}"
     chosen = show_table(rows, columns, key=key, **modes)["selection"]
-    if st.session_state.pop(_CHOSEN, False) or not all(map(is_at_work, live)):
+    if st.session_state.pop(_CHOSEN, False) or not all(map(has_live_job, live)):
         st.rerun()
     return chosen
 
@@ -122,24 +124,26 @@ def _show_selection_actions(ticked: list[RunSummary]) -> None:
             "Compare", icon=":material/difference:", key="compare"
         ):
             older, newer = sorted(readable, key=lambda run: run.created)
-            lead("repair", query={"repair": "Compare", "with": newer.id}, run=older.id)
+            open_page("repair", query={"repair": "Compare", "with": newer.id}, run=older.id)
 
 
 def _runs_table_row(run: RunSummary) -> dict[str, object]:
     scores = {
-        ("calibrated" if part_of(name) == "calibrated" else "experts" if name == "expert" else name): value
+        (
+            "calibrated" if variant_kind(name) == "calibrated" else "experts" if name == "expert" else name
+        ): value
         for name, value in run.scores.items()
     }
     return {
         "name": run.name,
-        "state": state_of(run.path) or run.state,
+        "state": live_job_text(run.path) or run.state,
         "merge": run.merge or None,
-        AXIS: dots(scores) if scores else None,
+        AXIS: dot_plot_url(scores) if scores else None,
         **{name: 100 * scores.get(name, math.nan) for name in MODELS},
         "relative drift": 100 * run.relative,
         "tasks": len(run.tasks) or None,
-        "created": when(run.created),
-        "size": size(run.bytes) if run.bytes else "",
+        "created": format_time(run.created),
+        "size": format_bytes(run.bytes) if run.bytes else "",
         "id": run.id,
     }
 

@@ -18,7 +18,7 @@ _ALSO = {"cars": "stanford-cars", "flowers102": "oxford_flowers102", "emnist": "
 
 @dataclass(frozen=True)
 class PublishedTask:
-    """One task of the published suites.
+    """An image classification task of the published CLIP suites: its classes and prompt templates.
 
     Attributes:
         name: the name in the suite's experts.
@@ -44,7 +44,7 @@ def _published_names() -> list[str]:
 
 @functools.cache
 def published_task(name: str) -> PublishedTask:
-    """Return the task of a name: `cars`, `Cars` and `stanford-cars` are the same.
+    """Return the published CLIP task of a name; `cars`, `Cars` and `stanford-cars` are the same.
 
     Raises:
         SpecError: there is no such task.

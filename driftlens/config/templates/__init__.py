@@ -15,8 +15,8 @@ def _template_names() -> list[str]:
     )
 
 
-def template_text(name: str = "generic") -> str:
-    """Return the commented spec called `name`.
+def spec_template(name: str = "generic") -> str:
+    """Return the commented spec template called `name`.
 
     Raises:
         SpecError: there is no such template.

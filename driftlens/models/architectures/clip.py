@@ -23,9 +23,9 @@ from driftlens.checkpoints.alignment import TowerKeyLayout
 from driftlens.checkpoints.loading import (
     TOKENIZERS,
     image_processor_config,
-    needed_config,
+    load_tokenizer,
     read_json,
-    tokenizer_in,
+    require_config,
 )
 from driftlens.checkpoints.tensor_sources import StateSource
 from driftlens.checkpoints.unsupported import LIVE
@@ -33,11 +33,11 @@ from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
     FolderFormat,
+    attribute_at,
+    build_on_meta,
     loaders,
-    no_text_tower,
-    part_at,
-    require_own_blocks,
-    weightless,
+    no_text_tower_error,
+    reject_blocks_option,
 )
 from driftlens.models.architectures.encoders import read_plain_config
 from driftlens.models.chain import (
@@ -47,21 +47,26 @@ from driftlens.models.chain import (
     Parameters,
     SideInputs,
     Site,
-    Slot,
     State,
     Tap,
+    WeightSlot,
     adapters,
 )
 from driftlens.models.heads import TextTower
-from driftlens.models.preprocessing import hf_preprocess, open_clip_preprocess
-from driftlens.models.tracing.block_call import buffers_on, call, evaluating, run_until
-from driftlens.models.tracing.sites import site_kind, tapped
+from driftlens.models.preprocessing import hf_clip_preprocess, open_clip_preprocess
+from driftlens.models.tracing.block_call import (
+    buffers_on_device,
+    call_with_weights,
+    eval_mode,
+    run_until_module,
+)
+from driftlens.models.tracing.sites import site_kind, tap_sites
 from driftlens.utils.errors import (
     DataError,
     IncompatibleModelsError,
     SpecError,
 )
-from driftlens.utils.files import expanded
+from driftlens.utils.files import expand_home
 
 log = logging.getLogger("driftlens")
 
@@ -91,8 +96,8 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ClipViT:
-    """The adapter of one library's CLIP image towers: the paths of their parts, and what is special.
+class _ClipAdapter:
+    """The adapter for the CLIP image towers of one library: the paths of their modules, and library details.
 
     Attributes:
         inner: attribute of whole models that is the tower.
@@ -123,7 +128,7 @@ class _ClipViT:
     required: frozenset[str]
     holds: tuple[str, ...]
     optional: frozenset[str] = frozenset()
-    unpack: Callable[[Any], tuple[nn.Module, dict[str, Slot]]]
+    unpack: Callable[[Any], tuple[nn.Module, dict[str, WeightSlot]]]
 
     def matches(self, module: nn.Module) -> bool:
         """Return True if `module` is, or holds, an image tower that this adapter supports."""
@@ -132,7 +137,7 @@ class _ClipViT:
     def _unsupported_reason(self, module: nn.Module) -> str | None:
         tower, _ = self._tower_and_key_prefix(module)
         parts = (*self.embeddings, self.stem_norm, self.blocks, self.head_norm)
-        missing = ", ".join(part for part in parts if part_at(tower, part) is None)
+        missing = ", ".join(part for part in parts if attribute_at(tower, part) is None)
         reason = _unsupported_tower_reason(module, tower)
         if reason is None and missing:
             return f"{type(module).__name__} is no CLIP image tower of {self.library} (missing: {missing})"
@@ -158,7 +163,7 @@ class _ClipViT:
             self._block_layer(block, number + 2, f"{prefix}{self.blocks}.{number}")
             for number, block in enumerate(tower.get_submodule(self.blocks))
         ]
-        projects = part_at(tower if self.projects_inside else module, self.projection) is not None
+        projects = attribute_at(tower if self.projects_inside else module, self.projection) is not None
         if self.projects_inside:
             feature = prefix.removesuffix(".")
         else:
@@ -191,11 +196,15 @@ class _ClipViT:
         def run_stem(parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
             pixels = state["pixels"].to(parameters[self.embeddings[0]].dtype)
             # Position ids follow the pixels: a pass in float64 may run on the CPU while the model is on the GPU.
-            with buffers_on(tower, pixels.device), tapped(tower, sites, tap):
-                return {"hidden": run_until(first_block, lambda: call(tower, parameters, (pixels,), {}))}
+            with buffers_on_device(tower, pixels.device), tap_sites(tower, sites, tap):
+                return {
+                    "hidden": run_until_module(
+                        first_block, lambda: call_with_weights(tower, parameters, (pixels,), {})
+                    )
+                }
 
         path = prefix + self.embeddings[0].partition(".")[0]
-        return Layer(1, "stem", path, {key: Slot(prefix + key) for key in keys}, run_stem, sites)
+        return Layer(1, "stem", path, {key: WeightSlot(prefix + key) for key in keys}, run_stem, sites)
 
     def _block_layer(self, block: nn.Module, index: int, path: str) -> Layer:
         norm1, q, k, v, out, norm2, fc1, fc2 = self.block_sites
@@ -216,10 +225,10 @@ class _ClipViT:
 
     def _head_layer(self, tower: Any, prefix: str, index: int, projects: bool) -> Layer:
         norm, (pooling, norm_first) = self.head_norm, _pooling_and_norm_order(tower)
-        slots = {key: Slot(prefix + key) for key in _norm_parameter_names(tower, norm)}
+        slots = {key: WeightSlot(prefix + key) for key in _norm_parameter_names(tower, norm)}
         if projects:
             inside, weight = self.projects_inside, f"{self.projection}.weight"
-            slots[weight] = Slot(prefix + self.projection if inside else weight, transposed=inside)
+            slots[weight] = WeightSlot(prefix + self.projection if inside else weight, transposed=inside)
         head = _PoolingHead(pooling, norm_first)
         head.add_module(norm, tower.get_submodule(norm))
         sites = _sites_of_module(head, norm, "hidden", token_weights="patches" if norm_first else "pooled")
@@ -230,7 +239,7 @@ class _ClipViT:
         return Layer(index, "head", prefix + norm, slots, partial(_run_layer_with_taps, head, sites), sites)
 
     def _pixel_shape(self, tower: Any) -> tuple[int, int, int]:
-        size = part_at(tower, self.image_size)
+        size = attribute_at(tower, self.image_size)
         height, width = [size] * 2 if isinstance(size, int) else size
         return tower.get_parameter(self.embeddings[0]).shape[1], height, width
 
@@ -301,12 +310,12 @@ def _run_layer_with_taps(
     tap: Tap | None = None,
 ) -> State:
     # None is the attention mask of transformers; open_clip takes keys of its own there.
-    with tapped(module, sites, tap):
-        return {"hidden": call(module, parameters, (state["hidden"], None), {})}
+    with tap_sites(module, sites, tap):
+        return {"hidden": call_with_weights(module, parameters, (state["hidden"], None), {})}
 
 
 def _sites_of_module(parent: nn.Module, name: str, reads: str, **options: Any) -> tuple[Site, ...]:
-    """Return the site that a module is; none for a norm without scale and shift, which has nothing to calibrate."""
+    """Return the calibratable site of a module, or nothing for a norm without scale and shift."""
     module = parent.get_submodule(name)
     kind = site_kind(module)
     return () if kind is None else (Site(name, kind, reads, eps=getattr(module, "eps", None), **options),)
@@ -341,7 +350,7 @@ def _record_module_outputs(
     def record_output(path: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         outputs[path] = output[0] if isinstance(output, tuple) else output
 
-    with ExitStack() as hooks, torch.no_grad(), evaluating(module):
+    with ExitStack() as hooks, torch.no_grad(), eval_mode(module):
         for path in paths:
             hooks.callback(
                 module.get_submodule(path).register_forward_hook(partial(record_output, path)).remove
@@ -391,7 +400,7 @@ _HF_SITES = (
 _HF_KEYS = tuple(map(".".join, itertools.product(_HF_SITES, ("weight", "bias"))))
 
 
-HF_CLIP_VIT = _ClipViT(
+HF_CLIP_VIT = _ClipAdapter(
     name="hf_clip_vit",
     layout=_HF_LAYOUT,
     library="transformers",
@@ -415,7 +424,7 @@ HF_CLIP_VIT = _ClipViT(
     head_norm="post_layernorm",
     projection="visual_projection",
     required=frozenset(_HF_KEYS),
-    unpack=lambda block: (block, {key: Slot(key) for key in _HF_KEYS}),
+    unpack=lambda block: (block, {key: WeightSlot(key) for key in _HF_KEYS}),
 )
 adapters.register(HF_CLIP_VIT.name)(HF_CLIP_VIT)
 
@@ -427,7 +436,7 @@ def _load_hf_clip(request: ArchitectureRequest) -> Architecture:
     config = read_plain_config(request, "hf-clip")
     skeleton = _hf_skeleton(config, source)
     size = skeleton.config.image_size
-    preprocess = hf_preprocess(image_processor_config(source, offline=offline), (size, size), source)
+    preprocess = hf_clip_preprocess(image_processor_config(source, offline=offline), (size, size), source)
 
     return Architecture(
         loader="hf-clip",
@@ -492,15 +501,15 @@ def _hf_skeleton(config: dict[str, Any], source: str) -> Any:
         tower_config._attn_implementation = "sdpa"
         return tower(tower_config)
 
-    return weightless(build_tower, source)
+    return build_on_meta(build_tower, source)
 
 
 def _load_hf_text_tower(config: dict[str, Any], source: str, offline: bool, base: StateSource) -> TextTower:
     from transformers import CLIPConfig, CLIPModel
 
     if config["model_type"] != "clip":
-        raise no_text_tower(source)
-    model = weightless(lambda: CLIPModel(CLIPConfig.from_dict(config)), source)
+        raise no_text_tower_error(source)
+    model = build_on_meta(lambda: CLIPModel(CLIPConfig.from_dict(config)), source)
     _load_text_tower_weights(model, base, _HF_LAYOUT)
     tokenizer = _load_clip_tokenizer(source, model.config.text_config, offline)
     length = model.config.text_config.max_position_embeddings
@@ -518,7 +527,7 @@ def _load_hf_text_tower(config: dict[str, Any], source: str, offline: bool, base
 
 
 def _load_clip_tokenizer(source: str, text_config: Any, offline: bool) -> Any:
-    tokenizer = tokenizer_in(source, offline=offline, kind="CLIPTokenizer")
+    tokenizer = load_tokenizer(source, offline=offline, kind="CLIPTokenizer")
     # The text feature is read at the end token. Old configurations have the id 2, but mean the last of the vocabulary.
     end = text_config.eos_token_id if text_config.eos_token_id != 2 else text_config.vocab_size - 1
     # transformers 5 makes an empty tokenizer where there are no files, rather than fail.
@@ -532,10 +541,10 @@ def _load_clip_tokenizer(source: str, text_config: Any, offline: bool) -> Any:
 
 def _load_text_tower_weights(model: nn.Module, base: StateSource, layout: TowerKeyLayout) -> None:
     """Load a base's weights into a whole CLIP, except its image tower, in float32; raise if there is no text tower."""
-    before = layout.wrapper(base.headers, base.name)
+    before = layout.wrapper_prefix(base.headers, base.name)
     keys = [key for key in model.state_dict() if not key.startswith((layout.tower, layout.projection))]
     if not all(before + key in base.headers for key in keys):
-        raise no_text_tower(base.name)
+        raise no_text_tower_error(base.name)
     # `assign`, because the model is on meta; not strict, because the image tower stays there.
     model.load_state_dict({key: base.read(before + key).float() for key in keys}, strict=False, assign=True)
 
@@ -589,21 +598,21 @@ _OPEN_SITES = (
 )
 
 
-def _unpack_open_clip_block(block: Any) -> tuple[nn.Module, dict[str, Slot]]:
+def _unpack_open_clip_block(block: Any) -> tuple[nn.Module, dict[str, WeightSlot]]:
     """Return a block with unpacked attention, and the slots of its parameters."""
     width = block.attn.in_proj_weight.shape[1]
-    slots = {key: Slot(key) for key in block.state_dict() if ".in_proj_" not in key}
+    slots = {key: WeightSlot(key) for key in block.state_dict() if ".in_proj_" not in key}
     for part in ("weight", "bias"):
         for position, site in enumerate(_OPEN_SITES[1:4]):
             rows = (position * width, (position + 1) * width)
-            slots[f"{site}.{part}"] = Slot(f"attn.in_proj_{part}", rows=rows)
+            slots[f"{site}.{part}"] = WeightSlot(f"attn.in_proj_{part}", rows=rows)
     # A shallow copy: the model itself keeps its packed attention.
     unpacked = copy.copy(block)
     unpacked._modules = {**block._modules, "attn": _UnpackedAttention(block.attn)}
     return unpacked, slots
 
 
-OPEN_CLIP_VIT = _ClipViT(
+OPEN_CLIP_VIT = _ClipAdapter(
     name="open_clip_vit",
     layout=_OPEN_LAYOUT,
     library="open_clip",
@@ -635,7 +644,7 @@ adapters.register(OPEN_CLIP_VIT.name)(OPEN_CLIP_VIT)
 @loaders.register("open-clip")
 def _load_open_clip(request: ArchitectureRequest) -> Architecture:
     """Return the architecture of an open_clip model, given a name, configuration file, folder or Hub id."""
-    require_own_blocks(request, "open-clip")
+    reject_blocks_option(request, "open-clip")
     source = request.source
     stated = _open_clip_config(source, request.access.offline)
     config = stated.get("model_cfg", stated)
@@ -670,7 +679,7 @@ def _open_clip_config(source: str, offline: bool) -> dict[str, Any]:
     name = source.replace("/", "-")
     if name in open_clip.list_models():
         return dict(open_clip.get_model_config(name))
-    path = expanded(source)
+    path = expand_home(source)
     if path.is_file():
         return read_json(path)
     place = source.removeprefix("hf-hub:").removeprefix("local-dir:")
@@ -678,7 +687,7 @@ def _open_clip_config(source: str, offline: bool) -> dict[str, Any]:
         "Use a name in open_clip.list_models() (-quickgelu for OpenAI's weights) or a model_config.json. Folders of "
         "transformers need the loader hf-clip."
     )
-    return needed_config(place, CONFIG_FILE, "a model of open_clip", offline=offline, hint=hint)
+    return require_config(place, CONFIG_FILE, "a model of open_clip", offline=offline, hint=hint)
 
 
 def _open_clip_skeleton(config: dict[str, Any], source: str) -> Any:
@@ -693,7 +702,7 @@ def _open_clip_model(config: dict[str, Any], source: str) -> Any:
 
     options = {key: value for key, value in config.items() if key not in ("custom_text", "multimodal_cfg")}
     model = open_clip.CustomTextCLIP if config.get("custom_text") else open_clip.CLIP
-    return weightless(lambda: model(**options), source)
+    return build_on_meta(lambda: model(**options), source)
 
 
 def _load_open_clip_text_tower(config: dict[str, Any], source: str, base: StateSource) -> TextTower:

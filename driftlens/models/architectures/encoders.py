@@ -17,45 +17,45 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from driftlens.checkpoints.alignment import Spellings, joint_name
+from driftlens.checkpoints.alignment import KeyLayout, concat_pattern
 from driftlens.checkpoints.loading import (
     MODULES,
     TOKENIZERS,
+    decode_json_floats,
     embedding_folder,
-    library_folder,
-    needed_config,
-    with_floats,
+    find_config_folder,
+    require_config,
 )
 from driftlens.checkpoints.unsupported import (
     LIVE,
     MODEL_TYPES,
-    answers,
-    is_causal,
+    can_generate,
+    is_causal_lm,
     is_vision_language,
-    num_experts,
-    require_plain,
-    wrong_family,
+    num_moe_experts,
+    require_loadable,
+    wrong_family_error,
 )
 from driftlens.models.architecture import (
     HEADS,
     Architecture,
     ArchitectureRequest,
     FolderFormat,
+    build_on_meta,
     loaders,
-    require_own_blocks,
-    weightless,
+    reject_blocks_option,
 )
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import IMAGE, TEXT
 from driftlens.models.preprocessing import (
     PATCHES,
     Preprocess,
+    fix_patch_order,
     hf_image_preprocess,
     hf_text_preprocess,
     image_preprocess,
-    in_order,
 )
-from driftlens.models.readouts import HeadForm, Tokens, split_head
+from driftlens.models.readouts import HeadTemplate, TokenEncoder, split_head
 from driftlens.utils.errors import IncompatibleModelsError
 
 # Prefixes of modules that read features. Only some models of a family have them, so files may lack their keys.
@@ -114,11 +114,11 @@ def _load_hf_vit(request: ArchitectureRequest) -> Architecture:
 
 @loaders.register("hf-auto")
 def _load_hf_auto(request: ArchitectureRequest) -> Architecture:
-    """Return the architecture of any model of transformers, with special loaders for decoders."""
-    if embedding_folder(library_folder(request.source)) is None:
+    """Return the architecture of any encoder or decoder of transformers, by its config.json."""
+    if embedding_folder(find_config_folder(request.source)) is None:
         stated = read_plain_config(request, "hf-auto")
-        if is_causal(stated) or is_vision_language(stated):
-            return loaders["hf-decoder" if is_causal(stated) else "hf-vlm"](request)
+        if is_causal_lm(stated) or is_vision_language(stated):
+            return loaders["hf-decoder" if is_causal_lm(stated) else "hf-vlm"](request)
     return _load_transformers(request, "hf-auto")
 
 
@@ -140,8 +140,8 @@ def _load_transformers(request: ArchitectureRequest, loader: str) -> Architectur
     # A masked autoencoder would drop most patches at random, in eval mode too.
     if hides:
         config.mask_ratio = 0.0
-    whole = weightless(partial(built, model_class, config), source)
-    names, core, blocks = file_names(whole), whole.base_model_prefix, request.blocks
+    whole = build_on_meta(partial(build_model, model_class, config), source)
+    names, core, blocks = saved_key_names(whole), whole.base_model_prefix, request.blocks
     skeleton, classifier, own_head, notice = _split_classification_head(whole, names, source)
     if skeleton is not whole:
         model_class = type(skeleton.get_submodule(core))
@@ -150,14 +150,14 @@ def _load_transformers(request: ArchitectureRequest, loader: str) -> Architectur
     reads_images = skeleton.main_input_name == "pixel_values"
     if reads_images:
         preprocess = hf_image_preprocess(source, config, offline)
-        preprocess = in_order(preprocess, config.patch_size) if hides else preprocess
+        preprocess = fix_patch_order(preprocess, config.patch_size) if hides else preprocess
     else:
         preprocess = hf_text_preprocess(source, config, offline, "encoder")
     if classifier:
         skeleton = _without_linear_classifier(skeleton, classifier, preprocess)
     preprocess = replace(preprocess, notice=" ".join(filter(None, (preprocess.notice, notice))))
-    left_out, ignored = _additional_key_prefixes(classifier, own_head, skeleton), ignored_patterns(whole)
-    layout = Spellings(spellings(names, skeleton), left_out, ignored, is_lenient=True)
+    left_out, ignored = _additional_key_prefixes(classifier, own_head, skeleton), ignored_key_patterns(whole)
+    layout = KeyLayout(key_spellings(names, skeleton), left_out, ignored, is_lenient=True)
     example = preprocess.example()
     mask = PATCHES if isinstance(example, Mapping) and PATCHES in example else None
     chain = sequential_chain(skeleton, example, blocks=blocks, mask=mask)
@@ -194,8 +194,8 @@ def _load_transformers(request: ArchitectureRequest, loader: str) -> Architectur
 
 def _split_classification_head(
     whole: Any, names: Mapping[str, str], source: str
-) -> tuple[Any, str, HeadForm | None, str]:
-    """Return the model without a head of several layers, the path of its linear classifier, the head, and a notice."""
+) -> tuple[Any, str, HeadTemplate | None, str]:
+    """Split off a multi-layer head; return the model, its linear classifier's path, the head and a notice."""
     config, core = whole.config, whole.base_model_prefix
     classifier = _classifier_path(whole, config.num_labels)
     inside = (f"{core}.", f"{classifier}.")
@@ -209,10 +209,10 @@ def _split_classification_head(
             f"{source}: its classifier reads features through {path}. Final features are those before it, and experts' "
             "classifiers are not used."
         )
-        return Tokens(getattr(whole, core), core), "", None, notice
+        return TokenEncoder(getattr(whole, core), core), "", None, notice
     # sentence-transformers pools the features of tokens, not what a classifier reads.
-    if classifier and embedding_folder(library_folder(source)) is not None:
-        return Tokens(getattr(whole, core), core), "", None, ""
+    if classifier and embedding_folder(find_config_folder(source)) is not None:
+        return TokenEncoder(getattr(whole, core), core), "", None, ""
     return whole, classifier, None, ""
 
 
@@ -222,20 +222,20 @@ def _without_linear_classifier(skeleton: Any, classifier: str, preprocess: Prepr
     if preprocess.texts is not None and is_causal_model(skeleton.config):
         core, tokenizer = skeleton.base_model_prefix, preprocess.texts.tokenizer
         if skeleton.config.get_text_config().pad_token_id != tokenizer.pad_token_id:
-            return Tokens(getattr(skeleton, core), core, "last")
+            return TokenEncoder(getattr(skeleton, core), core, "last")
     skeleton.set_submodule(classifier, nn.Identity())
     return cast(nn.Module, skeleton)
 
 
 def is_causal_model(config: Any) -> bool:
     """Return True for configurations of causal language models, whose last token has read all others."""
-    return is_causal({"model_type": config.model_type})
+    return is_causal_lm({"model_type": config.model_type})
 
 
 def _feature_usage_code(
     model: str,
     classifier: str,
-    own_head: HeadForm | None,
+    own_head: HeadTemplate | None,
     reads_images: bool,
     hides: bool,
     keys: Collection[str],
@@ -269,8 +269,8 @@ def _feature_usage_code(
     return features + scores
 
 
-def text_folder(stated: Mapping[str, Any], model: str, reader: str = "AutoTokenizer") -> FolderFormat:
-    """Return the folder format of a language model, given the library's classes that load it and read texts."""
+def text_folder_format(stated: Mapping[str, Any], model: str, reader: str = "AutoTokenizer") -> FolderFormat:
+    """Return the folder format of a language model, given the library's model and tokenizer classes."""
     # Without a tokenizer, the code would raise in a folder that is otherwise complete.
     usage = _ANSWER.format(model=model, reader=reader)
     return FolderFormat(
@@ -280,14 +280,14 @@ def text_folder(stated: Mapping[str, Any], model: str, reader: str = "AutoTokeni
     )
 
 
-def language_model(
+def build_language_model(
     request: ArchitectureRequest,
     loader: str,
     fits: Callable[[Mapping[str, Any]], bool],
     expected: str,
     mapping: str,
 ) -> tuple[dict[str, Any], Any]:
-    """Return the config.json and the model of one with a language-model head, without weights.
+    """Return the config.json of a language model with its head, and the model on meta.
 
     Args:
         request: the loader's request.
@@ -301,27 +301,27 @@ def language_model(
 
     stated = read_plain_config(request, loader)
     if not fits(stated):
-        raise wrong_family(stated, request.source, expected)
-    # T5 scales features by the same setting, so an encoder-decoder is untied after it is built (`_tie` in language.py).
+        raise wrong_family_error(stated, request.source, expected)
+    # T5 scales features by the same setting, so it is untied after it is built (`_tie_weights` in language.py).
     if request.untied and "SEQ_TO_SEQ" not in mapping:
         stated = stated | {"tie_word_embeddings": False}
-    config = CONFIG_MAPPING[stated["model_type"]].from_dict(with_floats(stated))
+    config = CONFIG_MAPPING[stated["model_type"]].from_dict(decode_json_floats(stated))
     model_class = getattr(modeling_auto, mapping)[type(config)]
-    return stated, weightless(partial(built, model_class, config), request.source)
+    return stated, build_on_meta(partial(build_model, model_class, config), request.source)
 
 
 def read_plain_config(request: ArchitectureRequest, loader: str) -> dict[str, Any]:
-    """Return the `config.json` of a request's source, of a model that the loader supports."""
+    """Return the `config.json` of a request's source; raise if the loader does not support the model."""
     kinds = MODEL_TYPES.get(loader, ())
     if kinds:
-        require_own_blocks(request, loader)
+        reject_blocks_option(request, loader)
     source, hint = request.source, "Use a save_pretrained folder or a Hub id."
     subject, offline = "a model of transformers", request.access.offline
-    config = needed_config(source, "config.json", subject, offline=offline, hint=hint)
-    require_plain(config, source)
-    if kinds and (config.get("model_type") not in kinds or num_experts(config)):
+    config = require_config(source, "config.json", subject, offline=offline, hint=hint)
+    require_loadable(config, source)
+    if kinds and (config.get("model_type") not in kinds or num_moe_experts(config)):
         expected = f"one of {', '.join(kinds)}, without a mixture of experts"
-        raise wrong_family(config, source, expected)
+        raise wrong_family_error(config, source, expected)
     return config
 
 
@@ -331,13 +331,13 @@ def _config_and_model_class(stated: Mapping[str, Any], source: str) -> tuple[Any
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = stated.get("model_type")
-    answering = answers(stated) and embedding_folder(library_folder(source)) is None
+    answering = can_generate(stated) and embedding_folder(find_config_folder(source)) is None
     others = (*MODEL_TYPES["hf-clip"], *MODEL_TYPES["hf-t5"])
     # The library fuses experts that files store separately, so keys would not match. A language-model head would not be
     # merged by this loader.
-    if kind in others or num_experts(stated) or kind not in CONFIG_MAPPING or answering:
-        raise wrong_family(stated, source, "an encoder of images or texts")
-    config = CONFIG_MAPPING[kind].from_dict(with_floats(stated))
+    if kind in others or num_moe_experts(stated) or kind not in CONFIG_MAPPING or answering:
+        raise wrong_family_error(stated, source, "an encoder of images or texts")
+    config = CONFIG_MAPPING[kind].from_dict(decode_json_floats(stated))
     named = stated.get("architectures") or [""]
     if "WithTeacher" in named[0]:
         raise IncompatibleModelsError(
@@ -357,7 +357,7 @@ def _config_and_model_class(stated: Mapping[str, Any], source: str) -> tuple[Any
     raise IncompatibleModelsError(f"{source}: transformers has no base model of type {kind!r}", hint=LIVE)
 
 
-def built(model_class: Any, config: Any) -> nn.Module:
+def build_model(model_class: Any, config: Any) -> nn.Module:
     """Build a model with SDPA attention where its class supports it."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -372,10 +372,10 @@ def built(model_class: Any, config: Any) -> nn.Module:
     return module
 
 
-def file_names(skeleton: Any) -> dict[str, str]:
-    """Return the skeleton's key -> its name in files of `save_pretrained`, which may differ since transformers 5.
+def saved_key_names(skeleton: Any) -> dict[str, str]:
+    """Map the skeleton's keys to the names that `save_pretrained` writes; they may differ since transformers 5.
 
-    A fused key is named by its rows in the saved tensor, a split one by a joint name; see `Spellings`.
+    A fused key is named by its rows in the saved tensor, a split one by a joint name; see `KeyLayout`.
     """
     state = skeleton.state_dict()
     try:
@@ -418,7 +418,7 @@ def file_names(skeleton: Any) -> dict[str, str]:
             }
     for key, runs in pieces.items():
         if sum(size for *_, size in runs) == probes[key].numel():
-            names[key] = joint_name([name for _, name, _ in sorted(runs)]) or key
+            names[key] = concat_pattern([name for _, name, _ in sorted(runs)]) or key
     return names
 
 
@@ -438,8 +438,8 @@ def _classifier_path(skeleton: nn.Module, num_labels: int) -> str:
     return paths[-1]
 
 
-def spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:
-    """Return the possible names of the skeleton's keys in files: as saved or as in memory, of whole models or cores."""
+def key_spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:
+    """Return the key names that checkpoint files may use, as mappings from the skeleton's keys."""
     core = f"{skeleton.base_model_prefix}."
     keys = list(skeleton.state_dict())
     plain = [{key: names[key] for key in keys}, {key: key for key in keys}]
@@ -458,8 +458,8 @@ def spellings(names: Mapping[str, str], skeleton: Any) -> list[dict[str, str]]:
     return [*plain, *alone, *within]
 
 
-def ignored_patterns(skeleton: Any) -> tuple[str, ...]:
-    """Return patterns of names in files that the library does not read."""
+def ignored_key_patterns(skeleton: Any) -> tuple[str, ...]:
+    """Return regular expressions for checkpoint keys that the library ignores."""
     config = skeleton.config.get_text_config()
     depth, further = (
         getattr(config, "num_hidden_layers", 0),
@@ -470,8 +470,10 @@ def ignored_patterns(skeleton: Any) -> tuple[str, ...]:
     return (*(skeleton._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS, *extra)
 
 
-def _additional_key_prefixes(classifier: str, own_head: HeadForm | None, skeleton: Any) -> tuple[str, ...]:
-    """Return prefixes of keys that other models of the family have in addition to the skeleton's."""
+def _additional_key_prefixes(
+    classifier: str, own_head: HeadTemplate | None, skeleton: Any
+) -> tuple[str, ...]:
+    """Return prefixes of checkpoint keys that the skeleton lacks but other models of the family have."""
     core = f"{skeleton.base_model_prefix}."
     parts = [f"{classifier}."] if classifier else []
     parts += [] if own_head is None else [name.removeprefix(core) for name in own_head.names.values()]
@@ -509,7 +511,7 @@ def _load_timm(request: ArchitectureRequest) -> Architecture:
     if not timm.is_model(source):
         name, stated, options = _timm_name_and_options(source, offline=request.access.offline)
     build = partial(timm.create_model, name, pretrained=False, **options)
-    skeleton = weightless(lambda: _fill_meta_buffers(build()), source)
+    skeleton = build_on_meta(lambda: _fill_meta_buffers(build()), source)
     # Older folders have the pixel settings next to the architecture. A model built with `img_size` accepts only images
     # of this size, but its default settings may have another.
     pixels = {key: stated[key] for key in _PIXELS if key in stated} | dict(stated.get("pretrained_cfg") or {})
@@ -530,7 +532,7 @@ def _load_timm(request: ArchitectureRequest) -> Architecture:
             architecture=f"timm {name}",
             modality=replace(IMAGE, pool="cls" if getattr(skeleton, "num_prefix_tokens", 0) else "mean"),
         ),
-        layout=Spellings(
+        layout=KeyLayout(
             [{key: key for key in skeleton.state_dict()}], (f"{classifier}.",) if classifier else ()
         ),
         preprocess=preprocess,
@@ -548,10 +550,10 @@ def _timm_name_and_options(source: str, *, offline: bool) -> tuple[str, dict[str
     import timm
 
     hint = "Use a name in timm.list_models(), or a folder saved by timm."
-    stated = needed_config(source, "config.json", "a model of timm", offline=offline, hint=hint)
+    stated = require_config(source, "config.json", "a model of timm", offline=offline, hint=hint)
     name, options = str(stated.get("architecture")), dict(stated.get("model_args") or {})
     if not timm.is_model(name):
-        raise wrong_family(stated, source, "a config.json of timm")
+        raise wrong_family_error(stated, source, "a config.json of timm")
     if odd := [key for key in options if key in _TIMM_LOADS]:
         raise IncompatibleModelsError(
             f"config.json of {source} sets {odd[0]}, which reads other files",

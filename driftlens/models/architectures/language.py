@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.checkpoints.alignment import Spellings
-from driftlens.checkpoints.unsupported import LIVE, is_causal, is_seq2seq
+from driftlens.checkpoints.alignment import KeyLayout
+from driftlens.checkpoints.unsupported import LIVE, is_causal_lm, is_seq2seq
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
 from driftlens.models.architectures.encoders import (
-    file_names,
-    ignored_patterns,
-    language_model,
-    spellings,
-    text_folder,
+    build_language_model,
+    ignored_key_patterns,
+    key_spellings,
+    saved_key_names,
+    text_folder_format,
 )
-from driftlens.models.architectures.module_list import block_list, path_of, sequential_chain
+from driftlens.models.architectures.module_list import find_blocks, module_path, sequential_chain
 from driftlens.models.chain import (
     TENSOR,
     TEXT,
@@ -36,32 +36,32 @@ from driftlens.models.chain import (
     LayerChain,
     Parameters,
     SideInputs,
-    Slot,
     State,
     Tap,
+    WeightSlot,
     adapters,
 )
-from driftlens.models.heads import LmScores
+from driftlens.models.heads import LmHeadSpec
 from driftlens.models.preprocessing import hf_text_preprocess
-from driftlens.models.readouts import followed
+from driftlens.models.readouts import lipschitz_bound
 from driftlens.models.tracing.block_call import (
-    Inputs,
-    call,
+    RawInputs,
+    call_with_weights,
     find_features,
-    observe,
+    first_tensor,
     raw_inputs,
-    replaced_forwards,
-    result,
-    returning,
-    run_until,
-    without_padding,
+    record_calls,
+    replace_forwards,
+    replace_outputs,
+    run_until_module,
+    zero_padded_tokens,
 )
 from driftlens.models.tracing.block_runner import (
     BlockRunner,
     is_view,
+    named_weights,
     num_streams,
-    own_weights,
-    run,
+    run_model,
     tied_weights,
 )
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
@@ -75,25 +75,25 @@ _WRAPPED = (
 )
 
 
-def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[LayerChain, LmScores]:
-    """Return the layers of a causal language model, which may be on meta, and its language-model head.
+def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[LayerChain, LmHeadSpec]:
+    """Split a causal language model into layers; return the chain and its language-model head.
 
     Args:
         whole: the library's model with its head.
         example: a batch as its tokenizer makes it.
         blocks: path of the list of blocks; None searches for it.
     """
-    path, of_blocks = block_list(whole, blocks)
+    path, of_blocks = find_blocks(whole, blocks)
     head, table = whole.get_output_embeddings(), whole.get_input_embeddings()
     # A subclass of `nn.Linear` with another forward function may compute more than the product.
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
-        raise not_causal(whole, f"its head is a {type(head).__name__}; expected a linear map")
-    place = path_of(whole, head)
+        raise not_causal_error(whole, f"its head is a {type(head).__name__}; expected a linear map")
+    place = module_path(whole, head)
     trace = _ForwardTrace(whole, list(of_blocks))
     read, after_head = _head_input_and_later_steps(trace, head, example)
     final = trace.final_module_path(read) or place
     chain = sequential_chain(whole, example, blocks=path, final=final, reads_last=trace.reads_last)
-    weight, embedding = f"{place}.weight", path_of(whole, table)
+    weight, embedding = f"{place}.weight", module_path(whole, table)
     keys = (f"{embedding}.weight", weight)
     # The library ties weights when it loads them, so two tensors on meta do not show it; the configuration does.
     is_tied = getattr(whole.config, "tie_word_embeddings", False) and weight in (
@@ -111,7 +111,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
         modality=replace(TEXT, pool="last"),
         settings={**chain.settings, "model": type(whole).__name__},
     )
-    return chain, LmScores(
+    return chain, LmHeadSpec(
         key=keys[0] if is_tied else weight,
         head=weight,
         bias="" if head.bias is None else f"{place}.bias",
@@ -120,7 +120,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
     )
 
 
-def not_causal(
+def not_causal_error(
     whole: Any, reason: str, hint: str = _WRAPPED, kind: str = "a causal language model"
 ) -> IncompatibleModelsError:
     """Return the error for a language model that can't be split into layers; `reason` has no final period."""
@@ -131,8 +131,8 @@ def not_causal(
 
 
 @dataclass(eq=False)
-class _AfterHead:
-    """The steps of a model's forward pass between its head and its scores, as a function of the head's output.
+class _PostHeadSteps:
+    """The steps from a language-model head's output to the model's scores, such as soft-capping, as a function.
 
     Neither the head nor the `cores`, which compute its input, run. With each core is the class of its output, None for
     a tensor. `reads` are the names of the token ids among the model's inputs.
@@ -150,7 +150,7 @@ class _AfterHead:
         return self.scores_of_features(features, lambda *_: scores[:, None])[:, 0]
 
     def can_reproduce_scores(self, outputs: Tensor, scores: Tensor) -> bool:
-        """Return True if `scores` [n, classes] are computed from the head's `outputs`, each from its own."""
+        """Return True if these steps map the head's `outputs` [n, classes] to `scores`, entry by entry."""
         # A part of the vocabulary shows steps that mix scores, such as a softmax over all of them.
         parts = (slice(None), slice(1, 4))
         return all(torch.equal(self(outputs[:, part]), scores[:, part]) for part in parts)
@@ -158,7 +158,7 @@ class _AfterHead:
     def scores_of_features(
         self, features: Tensor, head: Callable[..., Tensor], weights: Parameters = MappingProxyType({})
     ) -> Tensor:
-        """Compute the scores [n, t, classes] of a model whose cores return the given features.
+        """Compute the model's scores [n, t, classes], with `features` as the output of its transformer stacks.
 
         Args:
             features: [n, t, d].
@@ -171,20 +171,20 @@ class _AfterHead:
         ]
         ids = torch.zeros(features.shape[:2], dtype=torch.long, device=features.device)
         inputs = {**dict.fromkeys(self.reads, ids), "use_cache": False, "return_dict": True}
-        with returning(answers), replaced_forwards([(self.head, head)]):
-            scores: Tensor = call(self.whole, weights, (), inputs).logits
+        with replace_outputs(answers), replace_forwards([(self.head, head)]):
+            scores: Tensor = call_with_weights(self.whole, weights, (), inputs).logits
         return scores
 
 
-def score_slope_bound(after_head: _AfterHead, width: int) -> float:
+def score_slope_bound(after_head: _PostHeadSteps, width: int) -> float:
     """Return a bound on the change of scores per change of the head's output; NaN if unknown."""
-    return float(followed(after_head, torch.zeros(1, width, dtype=torch.float64)))
+    return float(lipschitz_bound(after_head, torch.zeros(1, width, dtype=torch.float64)))
 
 
 def _head_input_and_later_steps(
     trace: _ForwardTrace, head: nn.Module, example: Any
-) -> tuple[Tensor, _AfterHead | None]:
-    """Return the features that the head reads in one pass, and the steps after the head, if any."""
+) -> tuple[Tensor, _PostHeadSteps | None]:
+    """Return the features that the head reads in one pass, and the steps from its output to scores, if any."""
     whole = trace.whole
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
@@ -198,20 +198,20 @@ def _head_input_and_later_steps(
         return outputs[-1]
 
     blocks = {path: whole.get_submodule(path) for path in trace.paths}
-    with replaced_forwards([(head, random_head_output)]), trace.record_modules():
-        logits: Tensor = BlockRunner(whole, blocks).whole(example).logits
+    with replace_forwards([(head, random_head_output)]), trace.record_modules():
+        logits: Tensor = BlockRunner(whole, blocks).model_output(example).logits
     cores = [(module, kind) for module, kind in trace.answers if module is not head]
-    after_head = _AfterHead(whole, tuple(cores), head)
+    after_head = _PostHeadSteps(whole, tuple(cores), head)
     output, scores = outputs[-1][:, -1], logits[:, -1]
     if not after_head.can_reproduce_scores(output, scores):
-        raise not_causal(whole, _NOT_ELEMENTWISE)
+        raise not_causal_error(whole, _NOT_ELEMENTWISE)
     is_same = scores.dtype == output.dtype and torch.equal(scores, output)
     return inputs[-1], None if is_same else after_head
 
 
 @dataclass(eq=False)
 class _ForwardTrace:
-    """The modules outside the blocks of `paths` that return in one forward pass of a model.
+    """A trace of one forward pass: inputs and outputs of the modules outside the blocks.
 
     Attributes:
         steps: path, features read and output of each module, blocks included.
@@ -230,7 +230,7 @@ class _ForwardTrace:
         return next(output for path, _, output in self.steps if path == self.paths[-1])
 
     def final_module_path(self, read: Tensor) -> str:
-        """Return the path of the one module after the last block whose output `read` is, or ""."""
+        """Return the path of the module after the last block that returned the tensor `read`, or ""."""
         order = [path for path, *_ in self.steps]
         outputs = [step for step in self.steps if step[0] not in self.paths and is_view(read, step[2])]
         if outputs:
@@ -247,7 +247,7 @@ class _ForwardTrace:
 
     @contextlib.contextmanager
     def record_modules(self) -> Iterator[None]:
-        """Record the modules outside the blocks during a pass."""
+        """Record the inputs and outputs of all modules outside the blocks during a pass."""
         inside = tuple(f"{path}." for path in self.paths)
 
         def record_module_output(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -273,8 +273,8 @@ class _ForwardTrace:
 def _load_hf_decoder(request: ArchitectureRequest) -> Architecture:
     """Return the architecture of a causal language model; the chain ends in the input of its language-model head."""
     source = request.source
-    stated, skeleton = language_model(
-        request, "hf-decoder", is_causal, "a causal language model", "MODEL_FOR_CAUSAL_LM_MAPPING"
+    stated, skeleton = build_language_model(
+        request, "hf-decoder", is_causal_lm, "a causal language model", "MODEL_FOR_CAUSAL_LM_MAPPING"
     )
     # If no text is read, a folder without a tokenizer is enough.
     preprocess = (
@@ -284,15 +284,17 @@ def _load_hf_decoder(request: ArchitectureRequest) -> Architecture:
     )
     example = PADDED if preprocess is None else dict(preprocess.example())
     chain, lm = causal_chain(skeleton, example, request.blocks)
-    names = file_names(skeleton)
+    names = saved_key_names(skeleton)
     return Architecture(
         loader="hf-decoder",
         source=source,
         skeleton=skeleton,
         chain=chain,
-        layout=Spellings(spellings(names, skeleton), ignored=ignored_patterns(skeleton), is_lenient=True),
+        layout=KeyLayout(
+            key_spellings(names, skeleton), ignored=ignored_key_patterns(skeleton), is_lenient=True
+        ),
         preprocess=preprocess,
-        folder=text_folder(stated, "AutoModelForCausalLM"),
+        folder=text_folder_format(stated, "AutoModelForCausalLM"),
         lm=lm,
     )
 
@@ -302,8 +304,8 @@ _MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 @dataclass(frozen=True, eq=False)
-class _Stack:
-    """The layers of an encoder or a decoder, its path in the whole model, and the class of its output.
+class _LayerStack:
+    """The encoder or the decoder of a model: its layers, its path, and the class of its output.
 
     `name` is `encoder` or `decoder`, and `stream` the name of its features in the state.
     """
@@ -316,11 +318,11 @@ class _Stack:
 
     @property
     def output_module_path(self) -> str:
-        """The path in the whole model of the module whose output are the finished features."""
+        """The path of the module that returns the stack's final features."""
         return f"{self.path}.{self.chain.final or self.chain.blocks[-1].path}"
 
     def own_side_inputs(self, whole: SideInputs) -> SideInputs:
-        """Return the stack's part of the side inputs of both stacks."""
+        """Return this stack's masks, positions and block calls, given those of both stacks."""
         before, count = f"{self.name}.", len(self.chain.blocks)
         tensors = {
             name.removeprefix(before): x for name, x in whole.tensors.items() if name.startswith(before)
@@ -330,8 +332,8 @@ class _Stack:
         return SideInputs(tensors, calls, whole.inputs.values[self.name])
 
 
-class _EncoderDecoder:
-    """The layers of an encoder-decoder as functions of parameters and features; the module does not change."""
+class _EncoderDecoderRunner:
+    """Runs the layers of an encoder-decoder as functions of parameters and features."""
 
     def __init__(self, whole: Any, example: Mapping[str, Tensor]) -> None:
         self.whole = whole
@@ -348,19 +350,19 @@ class _EncoderDecoder:
 
     def _split_stack_into_layers(
         self, name: str, stream: str, module: nn.Module, batch: dict[str, Tensor]
-    ) -> _Stack:
+    ) -> _LayerStack:
         """Split one stack into layers, by a pass over a batch."""
-        path = path_of(self.whole, module)
+        path = module_path(self.whole, module)
         is_decoder = name == "decoder"
         inputs = self._decoder_inputs(batch) if is_decoder else self._encoder_inputs(batch)
         beside = {_ENCODER_FEATURES: "encoder"} if is_decoder else {}
         if not path or not beside.keys() <= inputs.keys():
             raise SpecError(f"its {name} is no separate module")
-        listed, blocks = block_list(module, None)
+        listed, blocks = find_blocks(module, None)
         trace = _ForwardTrace(module, list(blocks))
         with trace.record_modules():
-            output = BlockRunner(module, blocks, beside=beside).whole(inputs)
-        finished = result(output)
+            output = BlockRunner(module, blocks, beside=beside).model_output(inputs)
+        finished = first_tensor(output)
         is_bare = is_view(finished, trace.last_block_output)
         tail = "" if is_bare else trace.final_module_path(finished)
         if not (is_bare or (tail and trace.reads_last)):
@@ -368,7 +370,7 @@ class _EncoderDecoder:
                 f"the output of its {name} is not computed by one module from its last block's features"
             )
         chain = sequential_chain(module, inputs, blocks=listed, final=tail, beside=beside)
-        return _Stack(name, stream, path, chain, type(output))
+        return _LayerStack(name, stream, path, chain, type(output))
 
     def _inputs_of_both_stacks(self, inputs: Any) -> dict[str, Tensor]:
         """Return the library's inputs of both stacks; without decoder input, its start token is used."""
@@ -405,7 +407,7 @@ class _EncoderDecoder:
             inputs["encoder_attention_mask"] = batch["attention_mask"]
         return _accepted_inputs(self.whole.get_decoder(), inputs)
 
-    def start(self, inputs: Any) -> tuple[State, SideInputs]:
+    def initial_state(self, inputs: Any) -> tuple[State, SideInputs]:
         """Return the state at boundary 0, which is empty for texts, and the side inputs of both stacks."""
         batch = self._inputs_of_both_stacks(inputs)
         state, encoder_side = self.encoder.chain.start(self._encoder_inputs(batch))
@@ -416,11 +418,11 @@ class _EncoderDecoder:
             if (mask := side.mask("hidden")) is not None:
                 tensors[f"{stack.stream}_mask"] = mask
         sides = {"encoder": encoder_side, "decoder": decoder_side}
-        both = Inputs({name: side.inputs for name, side in sides.items()}, by_keyword=True)
+        both = RawInputs({name: side.inputs for name, side in sides.items()}, by_keyword=True)
         return state, SideInputs(tensors, (*encoder_side.calls, *decoder_side.calls), both)
 
     def chain(self) -> LayerChain:
-        """Return both stacks as one chain, under the whole model's names."""
+        """Return the layers of encoder and decoder as one chain, with the whole model's key names."""
         names = {
             stack.name: {
                 name: self._key_in_whole_model(stack, name) for name in stack.chain.layers[0].parameters
@@ -428,10 +430,10 @@ class _EncoderDecoder:
             for stack in self.stacks
         }
         keys = dict.fromkeys(key for of_stack in names.values() for key in of_stack.values())
-        stem = {key: Slot(key) for key in keys}
+        stem = {key: WeightSlot(key) for key in keys}
         path = next(iter(stem)).rpartition(".")[0]
         layers = [
-            Layer(1, "stem", path, stem, partial(self._run_stems, names), stream="encoder", pool="mean"),
+            Layer(1, "stem", path, stem, partial(self._run_embeddings, names), stream="encoder", pool="mean"),
             *(
                 self._stack_layer_in_chain(stack, layer)
                 for stack in self.stacks
@@ -442,21 +444,21 @@ class _EncoderDecoder:
         return LayerChain(
             architecture=f"hf_{self.whole.config.model_type}",
             layers=tuple(replace(layer, index=number) for number, layer in enumerate(layers, 1)),
-            start=self.start,
+            start=self.initial_state,
             library_states=self.library_states,
-            require_shared=self.require_shared,
+            require_shared=self.require_same_arguments,
             tied=self.tied,
             settings={"model": type(self.whole).__name__},
             modality=replace(TEXT if self.reads == "input_ids" else TENSOR, pool="last"),
             final=self.decoder.output_module_path,
         )
 
-    def _key_in_whole_model(self, stack: _Stack, name: str) -> str:
+    def _key_in_whole_model(self, stack: _LayerStack, name: str) -> str:
         """Return the name of a stack's weight in the whole model; tied weights share one."""
         key = f"{stack.path}.{name}"
         return self.tied.get(key, (key,))[0]
 
-    def _run_stems(
+    def _run_embeddings(
         self,
         names: Mapping[str, Mapping[str, str]],
         parameters: Parameters,
@@ -464,7 +466,7 @@ class _EncoderDecoder:
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        """Return the state before the first blocks of both stacks."""
+        """Run the embeddings of encoder and decoder; return the features before their first blocks."""
         outputs: State = {}
         for stack in self.stacks:
             weights = {name: parameters[key] for name, key in names[stack.name].items()}
@@ -474,8 +476,8 @@ class _EncoderDecoder:
             ]
         return outputs
 
-    def _stack_layer_in_chain(self, stack: _Stack, layer: Layer) -> Layer:
-        """Return a layer of a stack as a layer of both; the head of the encoder is a block."""
+    def _stack_layer_in_chain(self, stack: _LayerStack, layer: Layer) -> Layer:
+        """Convert a layer of one stack to a layer of the whole chain; the encoder's final norm becomes a block."""
         is_head, is_encoder = layer.role == "head", stack is self.encoder
         has_weights = not is_head or stack.chain.final
         return replace(
@@ -496,7 +498,7 @@ class _EncoderDecoder:
 
     def _run_stack_layer(
         self,
-        stack: _Stack,
+        stack: _LayerStack,
         layer: Layer,
         parameters: Parameters,
         state: State,
@@ -512,7 +514,7 @@ class _EncoderDecoder:
         return {**state, stack.stream: layer.call(parameters, features, own_side, tap)["hidden"]}
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
-        """Return the states at boundaries 1..L of one ordinary pass of `module`, which computes no scores."""
+        """Return the states at boundaries 1..L of one ordinary forward pass of `module`, without its head."""
         batch, finished = self._inputs_of_both_stacks(inputs), list[Tensor]()
         last = module.get_submodule(self.decoder.output_module_path)
         blocks = {
@@ -523,16 +525,16 @@ class _EncoderDecoder:
 
         def run_both_stacks() -> Tensor:
             encoder = module.get_submodule(self.encoder.path)
-            with encoder.register_forward_hook(lambda *args: finished.append(result(args[-1]))):
-                return run_until(last, partial(run, module, raw_inputs(batch)), past=True)
+            with encoder.register_forward_hook(lambda *args: finished.append(first_tensor(args[-1]))):
+                return run_until_module(last, partial(run_model, module, raw_inputs(batch)), past=True)
 
         count = len(self.encoder.chain.blocks)
-        recording = observe(blocks, run_both_stacks, keep=True, starts=(0, count))
+        recording = record_calls(blocks, run_both_stacks, keep=True, starts=(0, count))
         encoded, decoded = recording.features[: count + 1], recording.features[count + 1 :]
-        _, side = self.start(batch)
+        _, side = self.initial_state(batch)
 
-        def zero_padding(stack: _Stack, hidden: Tensor) -> Tensor:
-            return without_padding(stack.path, hidden, side.mask(stack.stream))
+        def zero_padding(stack: _LayerStack, hidden: Tensor) -> Tensor:
+            return zero_padded_tokens(stack.path, hidden, side.mask(stack.stream))
 
         encoder_features = [zero_padding(self.encoder, hidden) for hidden in encoded]
         encoder_features += [zero_padding(self.encoder, finished[0])] if self.encoder.chain.final else []
@@ -544,7 +546,8 @@ class _EncoderDecoder:
             {"hidden": zero_padding(self.decoder, recording.output)},
         ]
 
-    def require_shared(self, models: Any, inputs: Any) -> None:
+    def require_same_arguments(self, models: Any, inputs: Any) -> None:
+        """Raise if the blocks' arguments other than features (masks, positions) differ between models."""
         batch, models = self._inputs_of_both_stacks(inputs), list(models)
         reads = (self._encoder_inputs(batch), self._decoder_inputs(batch))
         for stack, stack_inputs in zip(self.stacks, reads, strict=True):
@@ -561,28 +564,28 @@ def _accepted_inputs(module: nn.Module, inputs: dict[str, Tensor]) -> dict[str, 
 NAME = "seq2seq"
 
 
-def seq2seq_chain(whole: Any, example: Mapping[str, Tensor]) -> tuple[LayerChain, LmScores | None]:
+def seq2seq_chain(whole: Any, example: Mapping[str, Tensor]) -> tuple[LayerChain, LmHeadSpec | None]:
     """Return the layers of an encoder-decoder, which may be on meta, and its language-model head, if any.
 
     `example` is a batch as its processor makes it.
     """
     if any(name.endswith("experts") for name, _ in whole.named_modules()):
         raise _not_seq2seq(whole, "its blocks mix experts")
-    parts = _EncoderDecoder(whole, example)
+    parts = _EncoderDecoderRunner(whole, example)
     head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
     return parts.chain(), None if head is None else _trace_language_model_head(whole, parts, head)
 
 
-_not_seq2seq = partial(not_causal, hint=LIVE, kind="an encoder-decoder")
+_not_seq2seq = partial(not_causal_error, hint=LIVE, kind="an encoder-decoder")
 
 
-def _trace_language_model_head(whole: Any, parts: _EncoderDecoder, head: Any) -> LmScores:
-    """Return the head, its scale, bias and further steps, found by passes without the stacks."""
+def _trace_language_model_head(whole: Any, parts: _EncoderDecoderRunner, head: Any) -> LmHeadSpec:
+    """Find the head, its input scale, its bias and the steps after it, by passes with random features."""
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         raise _not_seq2seq(whole, f"its head is a {type(head).__name__}; expected a linear map")
-    place = path_of(whole, head)
+    place = module_path(whole, head)
     cores = tuple((whole.get_submodule(stack.path), stack.answer) for stack in parts.stacks)
-    after_head = _AfterHead(whole, cores, head, (parts.reads, "decoder_input_ids"))
+    after_head = _PostHeadSteps(whole, cores, head, (parts.reads, "decoder_input_ids"))
     numbers = torch.Generator().manual_seed(0)
 
     def random_vectors(width: int) -> Tensor:
@@ -603,7 +606,7 @@ def _trace_language_model_head(whole: Any, parts: _EncoderDecoder, head: Any) ->
     bias = "" if head.bias is None else f"{place}.bias"
     inside = tuple(f"{path}." for path in (*(stack.path for stack in parts.stacks), place))
     # A weight outside the stacks that shifts every score is a bias, such as final_logits_bias of BART.
-    for key, value in own_weights(whole).items():
+    for key, value in named_weights(whole).items():
         if key.startswith(inside) or key in parts.tied:
             continue
         shift = random_vectors(value.numel())[0]
@@ -616,7 +619,7 @@ def _trace_language_model_head(whole: Any, parts: _EncoderDecoder, head: Any) ->
             raise _not_seq2seq(whole, f"its scores depend on {key!r}, which is no bias")
         bias, scores = key, outputs
     key = parts.tied.get(f"{place}.weight", (f"{place}.weight",))[0]
-    lm = LmScores(key=key, head=f"{place}.weight", bias=bias, scale=scale)
+    lm = LmHeadSpec(key=key, head=f"{place}.weight", bias=bias, scale=scale)
     if torch.equal(scores, outputs):
         return lm
     if not after_head.can_reproduce_scores(outputs[:, 0], scores[:, 0]):
@@ -657,7 +660,7 @@ def _load_seq2seq(request: ArchitectureRequest, loader: str) -> Architecture:
     """Return the architecture of an encoder-decoder that answers texts by text; its source is a folder or Hub id."""
     source, offline = request.source, request.access.offline
     expected = "a text-to-text encoder-decoder"
-    stated, skeleton = language_model(
+    stated, skeleton = build_language_model(
         request, loader, is_seq2seq, expected, "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"
     )
     config = skeleton.config
@@ -673,7 +676,7 @@ def _load_seq2seq(request: ArchitectureRequest, loader: str) -> Architecture:
         chain=replace(chain, modality=replace(TEXT, pool="last")),
         layout=_checkpoint_layout(skeleton, chain, computed),
         preprocess=preprocess,
-        folder=text_folder(stated, "AutoModelForSeq2SeqLM"),
+        folder=text_folder_format(stated, "AutoModelForSeq2SeqLM"),
         lm=lm,
     )
 
@@ -684,7 +687,7 @@ for _loader in ("hf-seq2seq", "hf-t5"):
 
 
 def _tie_weights(skeleton: Any, is_apart: bool) -> None:
-    """Tie the weights that the library ties only with weights; with `is_apart` all but the head."""
+    """Tie the weights that the library ties when it loads a file; with `is_apart`, all except the head's."""
     head = skeleton.get_output_embeddings()
     skeleton.tie_weights()
     if is_apart:
@@ -704,9 +707,9 @@ def _compute_unsaved_tables(skeleton: Any) -> tuple[str, ...]:
     return tuple(unsaved)
 
 
-def _checkpoint_layout(skeleton: Any, chain: LayerChain, computed: tuple[str, ...]) -> Spellings:
-    """Return the layout of files, which store tied weights under one name or several."""
+def _checkpoint_layout(skeleton: Any, chain: LayerChain, computed: tuple[str, ...]) -> KeyLayout:
+    """Return the key layout of checkpoint files, which store tied weights under one name or several."""
     copies = {key: aliases[0] for key, aliases in chain.tied.items() if key != aliases[0]}
-    plain = {key: name for key, name in file_names(skeleton).items() if key not in copies}
+    plain = {key: name for key, name in saved_key_names(skeleton).items() if key not in copies}
     names = [plain, *({**plain, same: copy} for copy, same in copies.items())]
-    return Spellings(names, (*copies, *computed), ignored_patterns(skeleton), is_lenient=True)
+    return KeyLayout(names, (*copies, *computed), ignored_key_patterns(skeleton), is_lenient=True)

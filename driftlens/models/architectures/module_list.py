@@ -20,18 +20,25 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from driftlens.models.chain import TENSOR, TEXT, Layer, LayerChain, Modality, Site, Slot
-from driftlens.models.tracing.block_call import BlockCall, Mask, buffers_on, mapped, raw_inputs, result
+from driftlens.models.chain import TENSOR, TEXT, Layer, LayerChain, Modality, Site, WeightSlot
+from driftlens.models.tracing.block_call import (
+    BlockCall,
+    Mask,
+    buffers_on_device,
+    first_tensor,
+    map_leaves,
+    raw_inputs,
+)
 from driftlens.models.tracing.block_runner import (
     BlockRunner,
-    fitted,
-    own_weights,
-    run,
-    same_values,
+    is_bit_identical,
+    move_to_module,
+    named_weights,
+    run_model,
     tied_weights,
 )
-from driftlens.models.tracing.sites import no_sites
-from driftlens.utils.errors import NumericsError, SpecError, some_of
+from driftlens.models.tracing.sites import siteless_parameters
+from driftlens.utils.errors import NumericsError, SpecError, shorten_list
 
 NAME = "sequential"
 
@@ -62,10 +69,10 @@ def sequential_chain(
         beside: raw input -> the stream that it is: features of other tokens, which blocks read next to their own.
         reads_last: True if `final` is given the output of the last block; else the head is everything after that block.
     """
-    path, blocks_by_path = block_list(module, blocks)
+    path, blocks_by_path = find_blocks(module, blocks)
     parts = BlockRunner(module, blocks_by_path, mask, final, beside, reads_last)
     pieces = _trace_layers(parts, example)
-    outer = {name: Slot(name) for name in parts.outer_weights()}
+    outer = {name: WeightSlot(name) for name in parts.outer_weights()}
     # The head also lists the stem's parameters, because it runs the stem again; they belong to the stem, which lists
     # them first. Parameters that the example does not use belong to the stem too.
     stem = {
@@ -84,13 +91,13 @@ def sequential_chain(
     return LayerChain(
         architecture=NAME,
         layers=(
-            Layer(1, "stem", "stem", stem, parts.stem),
+            Layer(1, "stem", "stem", stem, parts.run_stem),
             *pieces.blocks,
-            Layer(len(parts.blocks) + 2, "head", final or "head", outer, parts.head),
+            Layer(len(parts.blocks) + 2, "head", final or "head", outer, parts.run_head),
         ),
-        start=parts.start,
+        start=parts.initial_state,
         library_states=parts.library_states,
-        require_shared=parts.require_shared,
+        require_shared=parts.require_same_arguments,
         tied=tied_weights(module),
         final=final or None,
         modality=pieces.modality,
@@ -98,13 +105,13 @@ def sequential_chain(
     )
 
 
-def path_of(module: nn.Module, part: object) -> str:
-    """Return the path of a part in a module; "" if it is none, or the module itself."""
+def module_path(module: nn.Module, part: object) -> str:
+    """Return the path of a submodule; "" if the module does not contain it, or if it is the module itself."""
     return next((path for path, inner in module.named_modules() if inner is part), "")
 
 
-def block_list(module: nn.Module, path: str | None) -> tuple[str, dict[str, nn.Module]]:
-    """Return the path of the list of blocks or their pattern, and path -> block in forward order."""
+def find_blocks(module: nn.Module, path: str | None) -> tuple[str, dict[str, nn.Module]]:
+    """Find a model's list of blocks; return its path or pattern, and the blocks by path in forward order."""
     lists = _possible_block_lists(module)
     if path is None:
         path = _most_likely_block_list(module, lists)
@@ -198,7 +205,7 @@ def _stage_list_path(lists: dict[str, list[nn.Module]], path: str) -> str | None
 
 
 def _max_children_of_one_class(children: nn.Sequential | nn.ModuleList | list[nn.Module]) -> int:
-    """Return the largest number of children of one class, among those with weights."""
+    """Return the size of the largest group of children of one class, among those with weights."""
     classes = Counter(type(child) for child in children if next(child.parameters(), None) is not None)
     return max(classes.values(), default=0)
 
@@ -207,25 +214,25 @@ def _describe_lists(lists: dict[str, list[nn.Module]]) -> str:
     if not lists:
         return "there is none"
     entries = [f"{path or '(the module itself)'} with {len(children)}" for path, children in lists.items()]
-    return f"there are {some_of(entries, 8)}"
+    return f"there are {shorten_list(entries, 8)}"
 
 
 def block_layer(parts: BlockRunner, position: int, sites: tuple[Site, ...], block_call: BlockCall) -> Layer:
-    """Return a block as the layer after the stem and the blocks before."""
+    """Return the chain's `Layer` for one block."""
     return Layer(
         index=position + 2,
         role="block",
         path=parts.paths[position],
-        parameters=parts.parameters(position),
-        call=partial(parts.block, position, sites),
+        parameters=parts.parameter_slots(position),
+        call=partial(parts.run_block, position, sites),
         sites=sites,
         is_residual=block_call.entered == block_call.left,
-        no_sites=no_sites(parts.blocks[position], parts.slots[position], sites),
+        no_sites=siteless_parameters(parts.blocks[position], parts.slots[position], sites),
     )
 
 
-class _Pieces(NamedTuple):
-    """The layers of blocks, and the names of outer weights used before and after them."""
+class _TracedLayers(NamedTuple):
+    """The blocks as layers, and the names of the outer weights that are read before and after them."""
 
     blocks: list[Layer]
     before: frozenset[str]
@@ -233,27 +240,27 @@ class _Pieces(NamedTuple):
     modality: Modality
 
 
-def _trace_layers(parts: BlockRunner, example: Any) -> _Pieces:
-    """Run a batch through a module layer by layer; record each block's sites, and what stem and head read."""
+def _trace_layers(parts: BlockRunner, example: Any) -> _TracedLayers:
+    """Run a batch layer by layer; record the sites of each block, and the weights that stem and head read."""
     # If the module is on meta, stem and head run with stand-ins for weights, because they may read numbers such as
     # token ids. Blocks, which are most of the cost, run on meta.
     module = parts.module
-    state, side = parts.start(fitted(module, example))
+    state, side = parts.initial_state(move_to_module(module, example))
     # Reads are recorded by object, so tied weights must be different objects.
-    outer = parts.stand_ins(next(tensor.device for tensor in (*state.values(), *side.values())))
+    outer = parts.stand_in_weights(next(tensor.device for tensor in (*state.values(), *side.values())))
     blocks: list[Layer] = []
     with torch.no_grad():
         with ReadRecorder() as before:
-            features = parts.stem(outer, state, side)
+            features = parts.run_stem(outer, state, side)
         # Not the stand-ins: buffers may be real where parameters are on meta.
-        weights = own_weights(module)
+        weights = named_weights(module)
         device = features["hidden"].device
         bare = torch.device("meta") if parts.is_on_meta else device
-        with buffers_on(module, bare) if parts.is_on_meta else nullcontext():
+        with buffers_on_device(module, bare) if parts.is_on_meta else nullcontext():
             features, beside = {name: x.to(bare) for name, x in features.items()}, side.to(bare)
             streams = {stream: beside[f"inputs.{name}"] for name, stream in parts.beside.items()}
             for position in range(len(parts.blocks)):
-                block_sites, features = parts.sites(position, weights, features, beside, streams)
+                block_sites, features = parts.find_sites(position, weights, features, beside, streams)
                 if parts.computed or parts.streams > 1:
                     block_sites = _single_run_sites(block_sites)
                 blocks.append(block_layer(parts, position, block_sites, side.calls[position]))
@@ -263,10 +270,10 @@ def _trace_layers(parts: BlockRunner, example: Any) -> _Pieces:
         after, last = ReadRecorder(), parts.blocks[-1]
         forget = last.register_forward_hook(lambda *_: after.seen.clear()) if parts.final else nullcontext()
         with after, forget:
-            parts.head(outer, features, side)
+            parts.run_head(outer, features, side)
     lies_in_space = parts.streams == 1 and any(len(block_call.left) > 2 for block_call in side.calls)
     modality = replace(TENSOR, pool="mean") if lies_in_space else _modality_of_module(module)
-    return _Pieces(blocks, names_read(outer, before), names_read(outer, after), modality)
+    return _TracedLayers(blocks, read_weight_names(outer, before), read_weight_names(outer, after), modality)
 
 
 def _modality_of_module(module: nn.Module) -> Modality:
@@ -277,20 +284,20 @@ def _modality_of_module(module: nn.Module) -> Modality:
     return replace(TEXT, pool="last" if is_causal else "mean")
 
 
-def names_read(weights: dict[str, Tensor], watch: ReadRecorder) -> frozenset[str]:
-    """Return the names of weights that an operation read."""
+def read_weight_names(weights: dict[str, Tensor], watch: ReadRecorder) -> frozenset[str]:
+    """Return the names of the weights that torch functions read while the recorder was active."""
     return frozenset(name for name, value in weights.items() if id(value) in watch.seen)
 
 
 def _single_run_sites(sites: tuple[Site, ...]) -> tuple[Site, ...]:
-    """Return the sites that run once, which excludes those of positions or other streams."""
+    """Return the sites that are called exactly once per pass."""
     readers: dict[str, str] = {}
     sites_run_once = [site for site in sites if site.runs == 1]
     return tuple(replace(site, input=readers.setdefault(site.input, site.name)) for site in sites_run_once)
 
 
 class ReadRecorder(TorchFunctionMode):
-    """Records the `id` of everything that operations read; valid for objects that live throughout."""
+    """Records the `id` of every object that torch functions read, while the mode is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +307,7 @@ class ReadRecorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         # By `id`, because `==` of tensors compares their entries.
-        mapped((list(args), kwargs or {}), lambda value: self.seen.add(id(value)))
+        map_leaves((list(args), kwargs or {}), lambda value: self.seen.add(id(value)))
         return func(*args, **(kwargs or {}))
 
 
@@ -310,12 +317,12 @@ def check_deterministic(module: nn.Module, batch: Any, chain: LayerChain | None 
     `chain` runs only these layers, such as the image tower of a whole CLIP.
     """
     one, other = (
-        result(run(module, raw_inputs(batch)))
+        first_tensor(run_model(module, raw_inputs(batch)))
         if chain is None
         else chain.library_states(module, batch)[-1][chain.layers[-1].stream]
         for _ in range(2)
     )
-    if same_values(one, other):
+    if is_bit_identical(one, other):
         return
     difference = float((one - other).abs().max()) if one.shape == other.shape else float("nan")
     raise NumericsError(

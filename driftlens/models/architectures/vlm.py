@@ -17,53 +17,63 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlens.checkpoints.alignment import Spellings
-from driftlens.checkpoints.tensor_sources import Composed, StateSource
+from driftlens.checkpoints.alignment import KeyLayout
+from driftlens.checkpoints.tensor_sources import CompositeSource, StateSource
 from driftlens.checkpoints.unsupported import is_vision_language
 from driftlens.models.architecture import Architecture, ArchitectureRequest, loaders
 from driftlens.models.architectures.encoders import (
-    file_names,
-    ignored_patterns,
-    language_model,
-    spellings,
-    text_folder,
+    build_language_model,
+    ignored_key_patterns,
+    key_spellings,
+    saved_key_names,
+    text_folder_format,
 )
-from driftlens.models.architectures.language import PADDED, causal_chain, not_causal
+from driftlens.models.architectures.language import PADDED, causal_chain, not_causal_error
 from driftlens.models.architectures.module_list import (
     ReadRecorder,
     block_layer,
-    block_list,
-    names_read,
-    path_of,
+    find_blocks,
+    module_path,
+    read_weight_names,
 )
-from driftlens.models.chain import TEXT, Layer, LayerChain, Parameters, SideInputs, Site, Slot, State, Tap
+from driftlens.models.chain import (
+    TEXT,
+    Layer,
+    LayerChain,
+    Parameters,
+    SideInputs,
+    Site,
+    State,
+    Tap,
+    WeightSlot,
+)
 from driftlens.models.preprocessing import (
     Preprocess,
-    hf_picture_preprocess,
+    hf_image_text_preprocess,
     hf_text_preprocess,
-    processed_example,
+    image_text_example,
 )
-from driftlens.models.texts import as_the_library
+from driftlens.models.texts import unpad_image_rows
 from driftlens.models.tracing.block_call import (
-    Inputs,
-    Recording,
-    buffers_on,
-    call,
-    observe,
+    ForwardRecording,
+    RawInputs,
+    buffers_on_device,
+    call_with_weights,
     padding_mask,
     raw_inputs,
-    returning,
-    run_until,
+    record_calls,
+    replace_outputs,
+    run_until_module,
     zeros_like_weights,
 )
 from driftlens.models.tracing.block_runner import (
     BlockRunner,
-    entering_inputs,
-    own_weights,
-    run,
-    watched_inputs,
+    named_weights,
+    record_block_inputs,
+    run_model,
+    state_from_inputs,
 )
-from driftlens.models.tracing.sites import no_sites, sites_in_block, tapped
+from driftlens.models.tracing.sites import siteless_parameters, sites_in_block, tap_sites
 from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
 
@@ -71,8 +81,8 @@ _TEXT_ONLY_NOTICE = "all samples are texts, so vision tower and projector did no
 
 
 @dataclass(frozen=True)
-class _DecoderOrWhole(Spellings):
-    """The layout of whole vision-language models, and of plain language models of the same decoder.
+class _VlmLayout(KeyLayout):
+    """The key layout of vision-language models, and of plain language models with the same decoder.
 
     `decoder` maps the skeleton's keys of tensors that both have to their names in the plain model, which can be an
     expert: the base provides the tensors that it lacks.
@@ -95,14 +105,14 @@ class _DecoderOrWhole(Spellings):
                 hint="Use the vision-language model as base, and this one as an expert.",
             )
         places = {key: (aligned, key) for key in aligned.headers}
-        return Composed(source.name, places | {key: (fallback, key) for key in lacking})
+        return CompositeSource(source.name, places | {key: (fallback, key) for key in lacking})
 
 
 @loaders.register("hf-vlm")
 def _load_hf_vlm(request: ArchitectureRequest) -> Architecture:
     """Return the architecture of a vision-language model; its source is a folder or Hub id."""
     source = request.source
-    stated, skeleton = language_model(
+    stated, skeleton = build_language_model(
         request,
         "hf-vlm",
         is_vision_language,
@@ -111,33 +121,33 @@ def _load_hf_vlm(request: ArchitectureRequest) -> Architecture:
     )
     decoder = decoder_path(skeleton)
     preprocess = _sample_preprocessing(request, skeleton.config)
-    blocks, _ = block_list(skeleton.get_submodule(decoder), None)
+    blocks, _ = find_blocks(skeleton.get_submodule(decoder), None)
     chain, lm = causal_chain(skeleton, PADDED, request.blocks or f"{decoder}.{blocks}")
     if preprocess is not None and request.pictured:
-        example = processed_example(preprocess, skeleton.config, source)
-        chain = vision_language_chain(skeleton, example, tower_list(skeleton), chain)
-    names, ignored = file_names(skeleton), ignored_patterns(skeleton)
+        example = image_text_example(preprocess, skeleton.config, source)
+        chain = vision_language_chain(skeleton, example, vision_blocks_path(skeleton), chain)
+    names, ignored = saved_key_names(skeleton), ignored_key_patterns(skeleton)
     plain = _plain_language_model_names(names, decoder, lm.head)
     return Architecture(
         loader="hf-vlm",
         source=source,
         skeleton=skeleton,
         chain=chain,
-        layout=_DecoderOrWhole(
-            [*spellings(names, skeleton), plain], ignored=ignored, is_lenient=True, decoder=plain
+        layout=_VlmLayout(
+            [*key_spellings(names, skeleton), plain], ignored=ignored, is_lenient=True, decoder=plain
         ),
         preprocess=preprocess,
-        folder=text_folder(stated, "AutoModelForImageTextToText", "AutoProcessor"),
+        folder=text_folder_format(stated, "AutoModelForImageTextToText", "AutoProcessor"),
         lm=lm,
     )
 
 
 def _sample_preprocessing(request: ArchitectureRequest, config: Any) -> Preprocess | None:
-    """Return the preprocessing of samples; None if no samples are read."""
+    """Return the preprocessing of a task's samples; None if no samples are read."""
     if request.unread:
         return None
     if request.pictured:
-        return hf_picture_preprocess(request.source, config, request.access.offline)
+        return hf_image_text_preprocess(request.source, config, request.access.offline)
     texts = hf_text_preprocess(request.source, config, request.access.offline, "decoder")
     assert texts.texts is not None
     reader = replace(texts.texts, takes_images=True)
@@ -147,14 +157,14 @@ def _sample_preprocessing(request: ArchitectureRequest, config: Any) -> Preproce
 
 def decoder_path(whole: Any) -> str:
     """Return the path of a model's decoder, which reads embeddings of texts and features of images."""
-    path = path_of(whole, whole.get_decoder())
+    path = module_path(whole, whole.get_decoder())
     if not path or whole.get_output_embeddings() is None:
-        raise not_causal(whole, "it has no decoder with a head")
+        raise not_causal_error(whole, "it has no decoder with a head")
     return path
 
 
 def _plain_language_model_names(keys: Collection[str], decoder: str, head: str) -> dict[str, str]:
-    """Return the keys of a decoder and its head -> their names in a plain language model."""
+    """Map the keys of the decoder and its head to their names in a plain language model."""
     before = f"{decoder}."
     names = {key: f"model.{key.removeprefix(before)}" for key in keys if key.startswith(before)}
     ending = head.rpartition(".")[0]
@@ -169,14 +179,14 @@ _IMAGE_TOKENS = "image_tokens"
 _DEEPSTACK = "deepstack_visual_embeds"
 
 
-def tower_list(whole: Any) -> str:
-    """Return the path of the list of blocks in the library's encoder of images."""
+def vision_blocks_path(whole: Any) -> str:
+    """Return the path of the list of blocks in the vision tower."""
     encoder = whole.get_encoder(modality="image")
-    path = path_of(whole, encoder)
+    path = module_path(whole, encoder)
     with contextlib.suppress(SpecError):
         if path:
-            return f"{path}.{block_list(encoder, None)[0]}"
-    raise not_causal(whole, "it has no vision tower with a list of blocks")
+            return f"{path}.{find_blocks(encoder, None)[0]}"
+    raise not_causal_error(whole, "it has no vision tower with a list of blocks")
 
 
 def vision_language_chain(whole: Any, example: Any, tower: str, text_chain: LayerChain) -> LayerChain:
@@ -184,7 +194,7 @@ def vision_language_chain(whole: Any, example: Any, tower: str, text_chain: Laye
 
     Args:
         whole: the library's model with its head.
-        example: a batch as `together` and the tokenizer make it.
+        example: a batch as `stack_samples` and the tokenizer make it.
         tower: path of the list of the tower's blocks.
         text_chain: the chain of its decoder alone.
     """
@@ -193,9 +203,9 @@ def vision_language_chain(whole: Any, example: Any, tower: str, text_chain: Laye
     return replace(
         text_chain,
         layers=layers,
-        start=parts.start,
+        start=parts.initial_state,
         library_states=parts.library_states,
-        require_shared=parts.require_shared,
+        require_shared=parts.require_same_arguments,
         modality=replace(TEXT, pool="last"),
         token_weights={**text_chain.token_weights, "images": lambda _, side: side[_IMAGE_TOKENS]},
         settings={**text_chain.settings, "tower": tower},
@@ -206,33 +216,33 @@ class _VisionLanguageRunner(BlockRunner):
     """Runs the blocks of a vision tower, the projector, and the blocks of the decoder."""
 
     def __init__(self, whole: Any, tower: str, text_chain: LayerChain) -> None:
-        _, towers = block_list(whole, tower)
-        _, decoders = block_list(whole, str(text_chain.settings["blocks"]))
+        _, towers = find_blocks(whole, tower)
+        _, decoders = find_blocks(whole, str(text_chain.settings["blocks"]))
         super().__init__(whole, {**towers, **decoders}, None, text_chain.final or "")
         self.count, self.text_chain, self.tower = len(towers), text_chain, tower
         self.decoder, self.image_token = whole.get_decoder(), int(whole.config.image_token_id)
         self.kept: tuple[int, ...] = ()
         self.width = 1
 
-    def start(self, inputs: Any) -> tuple[State, SideInputs]:
-        """Return an empty state and the side inputs, which include pixels: these are per image, not per sample."""
+    def initial_state(self, inputs: Any) -> tuple[State, SideInputs]:
+        """Return an empty state and the side inputs, which include the pixels of each image."""
         if not _has_images(inputs):
             state, side = self.text_chain.start(inputs)
             unseen = torch.zeros(len(inputs["input_ids"]), 0, dtype=torch.bool)
             tensors = {**side.tensors, "vision_mask": unseen.to(inputs["input_ids"].device)}
             calls: Any = (*[None] * self.count, *side.calls)
             return state, replace(side, tensors=tensors, calls=calls)
-        _, side = super().start(as_the_library(inputs))
+        _, side = super().initial_state(unpad_image_rows(inputs))
         return {}, replace(side, tensors={**side.tensors, **self._tower_token_positions(inputs)})
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
-        sees, named = _has_images(inputs), raw_inputs(as_the_library(inputs))
+        sees, named = _has_images(inputs), raw_inputs(unpad_image_rows(inputs))
         side = SideInputs(self._tower_token_positions(inputs) if sees else {})
         past, mask = module.get_submodule(self.final), padding_mask(named, None)
         blocks = [module.get_submodule(path) for path in self.paths[self.count :] if self.carries]
         with (
             _record_decoder_arguments(module.get_decoder()) as arguments,  # type: ignore[operator]
-            watched_inputs(blocks, mask) as entered,
+            record_block_inputs(blocks, mask) as entered,
         ):
             recording = self._record_forward_pass(module, named, keep=True, past=past)
         tower, decoder = recording.features[: self.count + 1], recording.features[self.count + 1 :]
@@ -247,23 +257,27 @@ class _VisionLanguageRunner(BlockRunner):
         for boundary, hidden in enumerate(decoder):
             if boundary:
                 deep.pop(f"deepstack_{boundary - 1}", None)
-            beside = {**deep, **entering_inputs(self.count + boundary, entered)}
+            beside = {**deep, **state_from_inputs(self.count + boundary, entered)}
             states.append({**beside, "hidden": self._features_for_state(self.count + boundary, hidden, mask)})
         return [*states, {"hidden": self._model_output_features(recording.output, mask)}]
 
-    def require_shared(self, models: Any, inputs: Any) -> None:
+    def require_same_arguments(self, models: Any, inputs: Any) -> None:
         if _has_images(inputs):
-            super().require_shared(models, as_the_library(inputs))
+            super().require_same_arguments(models, unpad_image_rows(inputs))
         elif self.text_chain.require_shared is not None:
             self.text_chain.require_shared(models, inputs)
 
-    def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        """Return the state before the first block of the tower, which is empty for texts alone."""
+    def run_stem(
+        self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None
+    ) -> State:
+        """Embed the image patches: return the state before the first block of the vision tower."""
         if _IMAGE_TOKENS not in side:
             like = next(iter(parameters.values()))
             return {"vision": like.new_zeros(len(side["vision_mask"]), 0, self.width)}
         args, kwargs = side.raw_inputs().arguments({})
-        native = run_until(self.blocks[0], lambda: call(self.module, parameters, args, kwargs))
+        native = run_until_module(
+            self.blocks[0], lambda: call_with_weights(self.module, parameters, args, kwargs)
+        )
         return {"vision": _tokens_by_sample(native, side)}
 
     def _run_tower_block(
@@ -275,15 +289,15 @@ class _VisionLanguageRunner(BlockRunner):
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        """Return the state after a block of the tower; taps get tokens by sample."""
+        """Return the state after a vision-tower block; taps receive tokens grouped by sample."""
         if _IMAGE_TOKENS not in side:
             return state
-        shape = (-1, *side.call(position).entered)
+        shape = (-1, *side.block_call(position).entered)
         bare = replace(side, tensors={key: x for key, x in side.tensors.items() if key != "hidden_mask"})
         features = {"hidden": _packed_tokens(state["vision"], side).reshape(shape)}
         moves = partial(_tokens_by_sample, side=side), partial(_packed_tokens, side=side)
         inner_tap = None if tap is None else _rearranged_tap(tap, *moves)
-        native = super().block(position, sites, parameters, features, bare, inner_tap)["hidden"]
+        native = super().run_block(position, sites, parameters, features, bare, inner_tap)["hidden"]
         vision = _tokens_by_sample(native, side)
         stored = {f"vision_{position}": vision} if position in self.kept else {}
         return {**state, **stored, "vision": vision}
@@ -291,14 +305,14 @@ class _VisionLanguageRunner(BlockRunner):
     def _run_projector(
         self,
         path: str,
-        slots: Mapping[str, Slot],
+        slots: Mapping[str, WeightSlot],
         sites: tuple[Site, ...],
         parameters: Parameters,
         state: State,
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        """Return the state before the first block of the decoder.
+        """Project the vision tower's features and return the state before the first decoder block.
 
         Taps get image features as the decoder has them, [n, t, k], with zeros at other tokens.
         """
@@ -311,7 +325,7 @@ class _VisionLanguageRunner(BlockRunner):
             if tap is None
             else _rearranged_tap(tap, partial(_features_at_image_tokens, mask), lambda x: x[mask])
         )
-        with tapped(self.module.get_submodule(path), sites, inner_tap):
+        with tap_sites(self.module.get_submodule(path), sites, inner_tap):
             return self._state_after_projector(weights, self._tower_block_outputs(state, side), side)
 
     def _state_after_projector(
@@ -321,18 +335,18 @@ class _VisionLanguageRunner(BlockRunner):
         args, kwargs = side.raw_inputs().arguments({})
         replaced = zip(self.blocks[: self.count], outputs, strict=bool(outputs))
         # The library merges image features into the text itself; only the outputs of the tower are replaced.
-        with returning(replaced), _record_decoder_arguments(self.decoder) as arguments:
+        with replace_outputs(replaced), _record_decoder_arguments(self.decoder) as arguments:
             state = self._state_before_block(
-                self.count, partial(call, self.module, parameters, args, kwargs), side
+                self.count, partial(call_with_weights, self.module, parameters, args, kwargs), side
             )
         return {**_deepstack_features(arguments), **state}
 
     def _tower_block_outputs(self, state: State, side: SideInputs) -> list[Any]:
-        """Return the outputs of the tower's blocks; those not in the state are replaced by the last."""
-        calls = [side.call(position) for position in range(self.count)]
+        """Return the outputs of the tower's blocks; blocks without a stored output get the last one's."""
+        calls = [side.block_call(position) for position in range(self.count)]
         visions = [state.get(f"vision_{position}", state["vision"]) for position in range(self.count)]
         return [
-            block_call.output(_packed_tokens(vision, side).reshape(-1, *block_call.left))
+            block_call.wrap_output(_packed_tokens(vision, side).reshape(-1, *block_call.left))
             for block_call, vision in zip(calls, visions, strict=True)
         ]
 
@@ -346,36 +360,36 @@ class _VisionLanguageRunner(BlockRunner):
         tap: Tap | None = None,
     ) -> State:
         """Return the state after a block of the decoder, with its deepstack features added."""
-        output = super().block(position, sites, parameters, state, side, tap)
+        output = super().run_block(position, sites, parameters, state, side, tap)
         pending = {name: value for name, value in state.items() if name.startswith("deepstack_")}
         added = pending.pop(f"deepstack_{position - self.count}", None)
         return pending | output | ({} if added is None else {"hidden": output["hidden"] + added})
 
     def _trace_layers(self, example: Any) -> tuple[Layer, ...]:
-        """Return the layers; one pass shows the weights and sites of each."""
-        state, side = self.start(example)
-        outer = self.stand_ins(next(tensor.device for tensor in side.values()))
+        """Return all layers, with the weights and sites that one pass finds for each."""
+        state, side = self.initial_state(example)
+        outer = self.stand_in_weights(next(tensor.device for tensor in side.values()))
         with torch.no_grad():
             with ReadRecorder() as before:
-                state = self.stem(outer, state, side)
+                state = self.run_stem(outer, state, side)
             self.width = state["vision"].shape[-1]
             outputs = self._tower_block_outputs(state, side)
             with ReadRecorder() as between:
                 state = self._state_after_projector(outer, outputs, side)
         features = [output if isinstance(output, Tensor) else output[0] for output in outputs[:-1]]
         self.kept = tuple(position for position, x in enumerate(features) if id(x) in between.seen)
-        blocks, weights = list[tuple[Site, ...]](), own_weights(self.module)
+        blocks, weights = list[tuple[Site, ...]](), named_weights(self.module)
         for position in range(len(self.blocks)):
             sites, state = self._block_sites(position, weights, side, state)
             blocks.append(sites)
-        stem = [name for name in outer if name in names_read(outer, before)]
-        projected = [name for name in outer if name in names_read(outer, between)]
+        stem = [name for name in outer if name in read_weight_names(outer, before)]
+        projected = [name for name in outer if name in read_weight_names(outer, between)]
         projector = self._projector_layer(
             stem, projected, partial(self._state_after_projector, outer, outputs, side), side
         )
         needs = _IMAGE_TOKENS
-        slots = {name: Slot(name) for name in stem}
-        layers = [Layer(1, "stem", "stem", slots, self.stem, stream="vision", pool="mean", needs=needs)]
+        slots = {name: WeightSlot(name) for name in stem}
+        layers = [Layer(1, "stem", "stem", slots, self.run_stem, stream="vision", pool="mean", needs=needs)]
         for position, sites in enumerate(blocks):
             if position == self.count:
                 layers.append(replace(projector, index=len(layers) + 1))
@@ -389,16 +403,16 @@ class _VisionLanguageRunner(BlockRunner):
             in_tower = replace(layer, stream="vision", pool="mean", needs=needs)
             layers.append(in_tower if is_tower else layer)
         head = self.text_chain.layers[-1]
-        return (*layers, replace(head, index=len(layers) + 1, call=self.head))
+        return (*layers, replace(head, index=len(layers) + 1, call=self.run_head))
 
     def _projector_layer(
         self, stem: list[str], projected: list[str], run: Callable[[], State], side: SideInputs
     ) -> Layer:
-        """Return the projector; its sites are the modules that `run` calls once on every image feature."""
+        """Return the projector's layer; its sites are the modules that run once on every image feature."""
         inner = [name for name in projected if name not in stem]
         path = self._projector_path(inner)
         module, inside = self.module.get_submodule(path), f"{path}."
-        slots = {name.removeprefix(inside): Slot(name) for name in projected}
+        slots = {name.removeprefix(inside): WeightSlot(name) for name in projected}
         names = [name.removeprefix(inside) for name in inner if name.startswith(inside)]
         count, rows = int(side[_IMAGE_TOKENS].sum()), dict[str, int]()
         called, _ = sites_in_block(module, names, run, {"hidden": torch.empty(count, 1)})
@@ -406,7 +420,7 @@ class _VisionLanguageRunner(BlockRunner):
         def record_num_rows(name: str, x: Tensor) -> None:
             rows[name] = x.numel() // x.shape[-1]
 
-        with tapped(module, called, record_num_rows):
+        with tap_sites(module, called, record_num_rows):
             run()
         sites = tuple(
             replace(site, token_weights="images")
@@ -415,10 +429,10 @@ class _VisionLanguageRunner(BlockRunner):
         )
         layer_call = partial(self._run_projector, path, slots, sites)
         layer = Layer(1, "block", path, slots, layer_call, sites, pool="mean", needs=_IMAGE_TOKENS)
-        return replace(layer, no_sites=no_sites(module, names, sites))
+        return replace(layer, no_sites=siteless_parameters(module, names, sites))
 
     def _projector_path(self, names: list[str]) -> str:
-        """Return the path of the projector: the module of the last weight that is not the embedding of texts."""
+        """Return the path of the projector between vision tower and decoder."""
         table = f"{self.text_chain.layers[0].path}."
         # Numbered modules are blocks or their parts, not the projector.
         single = [name for name in names if not any(map(str.isdecimal, name.split(".")))]
@@ -433,7 +447,7 @@ class _VisionLanguageRunner(BlockRunner):
         self, position: int, weights: Mapping[str, Tensor], side: SideInputs, state: State
     ) -> tuple[tuple[Site, ...], State]:
         """Return the sites of one block and the state after it, by a run on features of the right shape."""
-        block_call, block, is_tower = side.call(position), self.blocks[position], position < self.count
+        block_call, block, is_tower = side.block_call(position), self.blocks[position], position < self.count
         count = len(side["vision_rows"]) if is_tower else len(side["inputs.input_ids"])
         tokens = block_call.entered.numel() // block_call.entered[-1] if is_tower else 1
         # Blocks of a tower may read numbers, such as the lengths of what is packed; a decoder's are too large for that.
@@ -446,30 +460,30 @@ class _VisionLanguageRunner(BlockRunner):
             zeros = zeros_like_weights(block, features["hidden"])
             weights = {**weights} | {f"{self.paths[position]}.{name}": zero for name, zero in zeros.items()}
         tensors = {key: tensor.to(device) for key, tensor in side.tensors.items() if key != "hidden_mask"}
-        with buffers_on(self.module, device) if bare else contextlib.nullcontext():
-            sites, after = self.sites(position, weights, features, replace(side, tensors=tensors))
+        with buffers_on_device(self.module, device) if bare else contextlib.nullcontext():
+            sites, after = self.find_sites(position, weights, features, replace(side, tensors=tensors))
         return sites, state if is_tower else after
 
     def _record_forward_pass(
         self,
         module: nn.Module,
-        inputs: Inputs,
+        inputs: RawInputs,
         *,
         keep: bool = False,
         past: nn.Module | None = None,
         outer: Parameters | None = None,
-    ) -> Recording:
+    ) -> ForwardRecording:
         """Record a forward pass; features that the model adds after blocks of the decoder are part of their output."""
 
         forward = self._forward_pass_function(module, inputs, past, outer)
         blocks = [(path, module.get_submodule(path)) for path in self.paths]
         if not _has_images(inputs.values):
-            texts = observe(dict(blocks[self.count :]), forward, keep=keep, added_from=0)
+            texts = record_calls(dict(blocks[self.count :]), forward, keep=keep, added_from=0)
             unseen = [x.new_zeros(len(x), 0, self.width) for x in texts.features[:1] * (self.count + 1)]
-            return Recording(features=[*unseen, *texts.features], output=texts.output)
+            return ForwardRecording(features=[*unseen, *texts.features], output=texts.output)
         starts = (0, self.count)
         return self._remove_state_arguments(
-            observe(dict(blocks), forward, keep=keep, starts=starts, added_from=self.count)
+            record_calls(dict(blocks), forward, keep=keep, starts=starts, added_from=self.count)
         )
 
     def _tower_token_positions(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -484,7 +498,7 @@ class _VisionLanguageRunner(BlockRunner):
         rows = mask.flatten().nonzero()[:, 0]
         # Some processors pad the patches of small images, whose positions are negative then.
         if "image_position_ids" in batch:
-            is_patch = (as_the_library(batch)["image_position_ids"] >= 0).all(dim=-1).flatten().cpu()
+            is_patch = (unpad_image_rows(batch)["image_position_ids"] >= 0).all(dim=-1).flatten().cpu()
             mask = mask & is_patch[places]
         at_images = torch.eq(batch["input_ids"].cpu(), self.image_token)
         tensors = dict(zip(_TOWER_TENSORS, (mask, places, rows), strict=True)) | {_IMAGE_TOKENS: at_images}
@@ -494,13 +508,13 @@ class _VisionLanguageRunner(BlockRunner):
         return {name: to_device(tensor, device) for name, tensor in tensors.items()}
 
     def _num_tower_tokens(self, batch: Mapping[str, Tensor], row: int) -> int:
-        """Return the number of tokens that one sample's images have in the tower."""
+        """Return the number of vision-tower tokens of one sample's images."""
         sample = {name: value[row : row + 1] for name, value in batch.items()}
-        named, device = raw_inputs(as_the_library(sample)), sample["input_ids"].device
-        outer = self.stand_ins(device) if self.is_on_meta else None
-        native = run_until(self.blocks[0], lambda: run(self.module, named, outer))
+        named, device = raw_inputs(unpad_image_rows(sample)), sample["input_ids"].device
+        outer = self.stand_in_weights(device) if self.is_on_meta else None
+        native = run_until_module(self.blocks[0], lambda: run_model(self.module, named, outer))
         if native.dim() > 3:
-            raise not_causal(
+            raise not_causal_error(
                 self.module,
                 "its vision tower is convolutional, with features in space",
                 "Use tasks of texts (without `image`); the tower stays as merged.",
@@ -513,7 +527,7 @@ def _has_images(inputs: Any) -> bool:
 
 
 def _tokens_by_sample(native: Tensor, side: SideInputs) -> Tensor:
-    """Arrange the tower's tokens by samples, [n, m, d] or by heads [n, m, h, d], filled up with zeros."""
+    """Group the tower's packed tokens by sample, [n, m, d] or [n, m, heads, d], padded with zeros."""
     count, size = len(side["vision_rows"]), native.shape[-1]
     # Modules inside attention may read features by heads, [r, h, d].
     heads = () if native.numel() == count * size else native.shape[-2:-1]
@@ -523,7 +537,7 @@ def _tokens_by_sample(native: Tensor, side: SideInputs) -> Tensor:
 
 
 def _packed_tokens(vision: Tensor, side: SideInputs) -> Tensor:
-    """Return the tokens of all samples without padding, [r, d]; inverts `_tokens_by_sample`."""
+    """Pack the vision tokens of all samples without padding, [r, d]; inverts `_tokens_by_sample`."""
     return vision.flatten(0, 1)[side["vision_rows"]]
 
 
@@ -535,7 +549,7 @@ def _features_at_image_tokens(mask: Tensor, rows: Tensor) -> Tensor:
 
 
 def _rearranged_tap(tap: Tap, by_sample: Callable[[Tensor], Tensor], pack: Callable[[Tensor], Tensor]) -> Tap:
-    """Return a tap for packed tokens that calls `tap` with tokens by samples."""
+    """Wrap a tap so that it receives packed tokens grouped by sample."""
 
     def tap_input(name: str, native: Tensor) -> Any:
         hear = tap(name, by_sample(native))

@@ -1,7 +1,8 @@
 """Calls of blocks: their arguments without the features, and ways to record, replace or skip them while a module runs.
 
-`observe` records a `BlockCall` per block and batch. `chain.SideInputs` stores the calls of a batch: tensors (masks,
-positions, rotary tables) under readable names (`blocks.0.mask`, `inputs.tokens`), calls with references to these names.
+`record_calls` records a `BlockCall` per block and batch. `chain.SideInputs` stores the calls of a batch: tensors
+(masks, positions, rotary tables) under readable names (`blocks.0.mask`, `inputs.tokens`), calls with references to
+these names.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class BlockCall:
-    """One call of one block, without the features.
+    """The recorded arguments of one call of a block, without the features.
 
     Attributes:
         args, kwargs: its arguments, with None in the place of the features.
@@ -60,19 +61,19 @@ class BlockCall:
     fixed: frozenset[str] = frozenset()
 
     def arguments(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the call with `hidden` as features, in the shape that the block expects."""
+        """Return the recorded arguments of the block, with `hidden` as its features."""
         change = partial(self._match_device_and_dtype, hidden)
-        args, kwargs = list(named_map(self.args, change)), named_map(self.kwargs, change)
+        args, kwargs = list(map_named_leaves(self.args, change)), map_named_leaves(self.kwargs, change)
         owner: Any = args if isinstance(self.place, int) else kwargs
-        owner[self.place] = unflattened(hidden, self.entered)
+        owner[self.place] = restore_shape(hidden, self.entered)
         return tuple(args), kwargs
 
-    def output(self, hidden: Tensor) -> Any:
-        """Return what the block returns when its features are `hidden`."""
+    def wrap_output(self, hidden: Tensor) -> Any:
+        """Put features into the structure (tensor or tuple) that the block returns."""
         if self.rest is None:
             return hidden
         return type(self.rest)(
-            [hidden, *named_map(self.rest, partial(self._match_device_and_dtype, hidden), "output")]
+            [hidden, *map_named_leaves(self.rest, partial(self._match_device_and_dtype, hidden), "output")]
         )
 
     def _match_device_and_dtype(self, hidden: Tensor, value: Any, name: str) -> Any:
@@ -88,29 +89,29 @@ class BlockCall:
         """The tensors among the arguments, features left out, by the argument's name or position."""
         return dict(_named_tensors({**dict(enumerate(self.args)), **self.kwargs}))
 
-    def mapped(self, change: Callable[[Any, str], Any]) -> BlockCall:
-        """Return the call with `change(leaf, name)` in the place of every leaf; names in `rest` begin with `output`."""
-        args, kwargs = named_map(self.args, change), named_map(self.kwargs, change)
-        return replace(self, args=args, kwargs=kwargs, rest=named_map(self.rest, change, "output"))
+    def map_leaves(self, change: Callable[[Any, str], Any]) -> BlockCall:
+        """Return a copy with `change(leaf, name)` in place of every leaf of the arguments."""
+        args, kwargs = map_named_leaves(self.args, change), map_named_leaves(self.kwargs, change)
+        return replace(self, args=args, kwargs=kwargs, rest=map_named_leaves(self.rest, change, "output"))
 
 
-def unflattened(hidden: Tensor, shape: torch.Size) -> Tensor:
-    """Return features [n, t, d] in the shape of a block's own samples, where these have more axes."""
+def restore_shape(hidden: Tensor, shape: torch.Size) -> Tensor:
+    """Reshape features [n, t, d] to a block's own sample shape, if that has more axes."""
     return hidden.reshape(len(hidden), *shape) if hidden.dim() <= len(shape) else hidden
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """A batch's raw inputs by name: `input` for a tensor, the keys of a dict, the positions of a tuple."""
+class RawInputs:
+    """The raw inputs of a batch by name: `input` for a tensor, the keys of a dict, the positions of a tuple."""
 
     values: Mapping[str, Any]
     by_keyword: bool
 
     def arguments(self, replaced: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments of the model: copies of the inputs, or of entries of `replaced` with the same names."""
+        """Return positional and keyword arguments of the model: copies of the inputs, some replaced by name."""
         # Copies, because a stem may write into its input.
         values = {
-            name: mapped(replaced.get(name, value), _clone_tensor) for name, value in self.values.items()
+            name: map_leaves(replaced.get(name, value), _clone_tensor) for name, value in self.values.items()
         }
         return ((), values) if self.by_keyword else (tuple(values.values()), {})
 
@@ -120,13 +121,13 @@ class Inputs:
         return dict(self.values) if self.by_keyword else values[0] if "input" in self.values else values
 
 
-def raw_inputs(inputs: Any) -> Inputs:
-    """Name the inputs of a batch: a tensor, a tuple of positional or a dict of keyword arguments."""
+def raw_inputs(inputs: Any) -> RawInputs:
+    """Return the inputs of a batch by name, given a tensor, a tuple of arguments or a dict of keywords."""
     if isinstance(inputs, Tensor):
-        return Inputs({"input": inputs}, by_keyword=False)
+        return RawInputs({"input": inputs}, by_keyword=False)
     if isinstance(inputs, Mapping):
-        return Inputs(dict(inputs), by_keyword=True)
-    return Inputs({str(position): value for position, value in enumerate(inputs)}, by_keyword=False)
+        return RawInputs(dict(inputs), by_keyword=True)
+    return RawInputs({str(position): value for position, value in enumerate(inputs)}, by_keyword=False)
 
 
 def find_features(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, Tensor]:
@@ -138,8 +139,8 @@ def find_features(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     raise SpecError(f"block {path!r} is called without a tensor", hint=OTHER_LIST)
 
 
-def features_of(path: str, output: Any) -> Tensor:
-    """Return the features among a block's output: the tensor, or the first entry of a tuple or list."""
+def output_features(path: str, output: Any) -> Tensor:
+    """Return the features in a block's output: the tensor, or the first entry of a tuple or list."""
     features = output[0] if isinstance(output, tuple | list) and output else output
     if isinstance(features, Tensor):
         return features
@@ -149,8 +150,8 @@ def features_of(path: str, output: Any) -> Tensor:
     )
 
 
-def result(output: Any) -> Tensor:
-    """Return the features among a model's output: the tensor, or the first one in a tuple or dict."""
+def first_tensor(output: Any) -> Tensor:
+    """Return the features in a model's output: the tensor, or the first one in a tuple or dict."""
     entries = output.values() if isinstance(output, Mapping) else output
     for entry in entries if isinstance(entries, Iterable) and not isinstance(entries, Tensor) else [entries]:
         if isinstance(entry, Tensor):
@@ -171,13 +172,13 @@ def _named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 @dataclass(frozen=True)
-class Reference:
-    """A reference to a tensor in side inputs, by its name."""
+class TensorReference:
+    """The name of a tensor in `SideInputs`, in place of the tensor."""
 
     key: str
 
 
-def stored(tensors: dict[str, Tensor], value: Any, name: str, *, stateless: bool = True) -> Any:
+def store_tensor(tensors: dict[str, Tensor], value: Any, name: str, *, stateless: bool = True) -> Any:
     """Move a tensor to `tensors`, unless it is there already, and return a reference; return other values.
 
     Args:
@@ -193,11 +194,11 @@ def stored(tensors: dict[str, Tensor], value: Any, name: str, *, stateless: bool
     # Blocks share their masks and rotary tables; one copy of each is stored and moved to the device.
     key = next((key for key, tensor in tensors.items() if tensor is value), name)
     tensors[key] = value
-    return Reference(key)
+    return TensorReference(key)
 
 
 def _require_stateless(value: object, name: str) -> None:
-    """Raise for modules, and for objects with a method `update` or with tensors."""
+    """Raise for values that may carry state: modules, and objects with tensors or a method `update`."""
     tensors = [] if isinstance(value, type) else list(_named_tensors(getattr(value, "__dict__", {})))
     if tensors or isinstance(value, nn.Module) or (hasattr(value, "update") and not isinstance(value, type)):
         raise SpecError(
@@ -211,13 +212,13 @@ def _clone_tensor(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `value` with `change` applied to every leaf of nested tuples, lists and dicts."""
-    return named_map(value, lambda leaf, _: change(leaf))
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply `change` to every leaf of nested tuples, lists and dicts."""
+    return map_named_leaves(value, lambda leaf, _: change(leaf))
 
 
-def named_map(value: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
-    """Return a nested value with every leaf changed.
+def map_named_leaves(value: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
+    """Apply `change` to every leaf of nested tuples, lists and dicts, and to the leaf's name.
 
     Args:
         value: nested tuples, lists and dicts.
@@ -226,14 +227,16 @@ def named_map(value: Any, change: Callable[[Any, str], Any], name: str = "") -> 
     """
     before = f"{name}." if name else ""
     if isinstance(value, Mapping):
-        return {key: named_map(entry, change, f"{before}{key}") for key, entry in value.items()}
+        return {key: map_named_leaves(entry, change, f"{before}{key}") for key, entry in value.items()}
     # Not subclasses: a named tuple could not be rebuilt from an iterator.
     if type(value) in (tuple, list):
-        return type(value)(named_map(entry, change, f"{before}{place}") for place, entry in enumerate(value))
+        return type(value)(
+            map_named_leaves(entry, change, f"{before}{place}") for place, entry in enumerate(value)
+        )
     return change(value, name)
 
 
-def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
+def padding_mask(inputs: RawInputs, chosen: Mask) -> Tensor | None:
     """Return the mask [n, t], true where a token counts; None where all do."""
     if chosen is False:
         return None
@@ -265,8 +268,8 @@ def padding_mask(inputs: Inputs, chosen: Mask) -> Tensor | None:
     return to_device(mask.bool(), next(tensors, mask).device)
 
 
-def without_padding(path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """Return features [n, t, ...] with zeros in the rows of padding; features [n, d] are returned unchanged.
+def zero_padded_tokens(path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """Set features [n, t, ...] to zero where the mask marks padding; features [n, d] are unchanged.
 
     Args:
         path: the module that returned the features, for messages.
@@ -284,8 +287,8 @@ def without_padding(path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:
     return hidden.masked_fill(~mask.reshape(*mask.shape, *[1] * (hidden.dim() - 2)), 0)
 
 
-def unmasked_padding(inputs: Inputs, pad_token: int | None) -> str | None:
-    """Return a warning for a batch without mask whose samples look padded, with three equal tokens if none is known."""
+def missing_mask_warning(inputs: RawInputs, pad_token: int | None) -> str | None:
+    """Return a warning if a batch has no mask but its samples look padded, or None."""
     for name, tokens in inputs.values.items():
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():
             continue
@@ -314,8 +317,8 @@ _NUMBERS = itertools.count(1)
 
 
 @contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Set `module` and its parts to eval mode, and restore the mode of each.
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Set a module and its submodules to eval mode, and restore the mode of each afterwards.
 
     Also switch off what depends on earlier passes or has no derivatives: the fused kernel of `nn.MultiheadAttention`
     (no forward mode), key-value caches and fused experts of transformers (no float64, no derivatives), and tensors
@@ -341,8 +344,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fused)
 
 
-def plain_experts(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Run experts of a mixture one by one: fused ones support no float64."""
+def eager_experts(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Run the experts of a mixture one by one, because fused kernels do not support float64."""
     return _temporarily_set_attributes(
         _config_changes(_module_and_submodules(module), {"_experts_implementation": "eager"})
     )
@@ -359,7 +362,7 @@ def _module_and_submodules(module: nn.Module) -> dict[nn.Module, None]:
 
 
 def _config_changes(parts: Iterable[nn.Module], plain: Mapping[str, Any]) -> list[tuple[Any, str, Any]]:
-    """Return the changes that give the configurations of modules the values in `plain`."""
+    """List the config attributes of modules that differ from `plain`, as (config, name, new value)."""
     configs = {id(config): config for part in parts if (config := vars(part).get("config"))}
     return [
         (config, name, value)
@@ -381,13 +384,13 @@ def _temporarily_set_attributes(changes: Sequence[tuple[Any, str, Any]]) -> Iter
             setattr(owner, name, value)
 
 
-def settle(module: nn.Module, device: torch.device) -> None:
+def move_to_device(module: nn.Module, device: torch.device) -> None:
     """Move the weights and buffers of a module to a device, except those on meta."""
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def buffers_on(module: nn.Module, device: torch.device) -> Iterator[None]:
+def buffers_on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Move all buffers of a module to a device, and restore them afterwards."""
     buffers = [
         (owner, name, buffer)
@@ -404,10 +407,10 @@ def buffers_on(module: nn.Module, device: torch.device) -> Iterator[None]:
             owner._buffers[name] = buffer
 
 
-def call(
+def call_with_weights(
     module: nn.Module, parameters: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return the output of `module` in eval mode with other parameters and saved buffers, without changing it.
+    """Run a module in eval mode with other parameters and saved buffers, without changing it.
 
     Args:
         module: the module.
@@ -415,20 +418,20 @@ def call(
         args: positional arguments.
         kwargs: keyword arguments.
     """
-    with evaluating(module):
+    with eval_mode(module):
         # The weights of a model may be tied where those of the module are not, and the other way round.
         return functional_call(module, dict(parameters), args, dict(kwargs), tie_weights=False)
 
 
-class _Reached(BaseException):
+class _StopForward(BaseException):
     """Raised to end a forward pass at a module. Not an `Exception`, so that no handler in the model catches it."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
 
-def run_until(module: nn.Module, run: Callable[[], object], *, past: bool = False) -> Tensor:
-    """Return the features that reach a module while `run` runs the model, or with `past` those that it returns.
+def run_until_module(module: nn.Module, run: Callable[[], object], *, past: bool = False) -> Tensor:
+    """Run a model up to a module and return the features that enter it, or with `past` those that it returns.
 
     Args:
         module: the module at which the pass ends.
@@ -439,21 +442,21 @@ def run_until(module: nn.Module, run: Callable[[], object], *, past: bool = Fals
     def stop_forward_pass(
         _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_output: Any
     ) -> None:
-        raise _Reached(
-            features_of("the last", _output[0]) if past else find_features("the first", args, kwargs)[1]
+        raise _StopForward(
+            output_features("the last", _output[0]) if past else find_features("the first", args, kwargs)[1]
         )
 
     before = partial(module.register_forward_pre_hook, prepend=True)
     try:
         with (module.register_forward_hook if past else before)(stop_forward_pass, with_kwargs=True):
             run()
-    except _Reached as reached:
+    except _StopForward as reached:
         return reached.hidden
     raise SpecError("the model skipped one of its blocks", hint=OTHER_LIST)
 
 
 @contextlib.contextmanager
-def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+def replace_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Replace the forward functions of modules, and restore them afterwards."""
     with contextlib.ExitStack() as restored:
         # In the module's `__dict__`, as other instances of its class must keep theirs. It may be replaced already.
@@ -465,16 +468,16 @@ def replaced_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) 
         yield
 
 
-def meta_device_run(
+def simulate_meta_blocks(
     blocks: Mapping[str, nn.Module], forms: dict[str, Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """Let blocks on meta take real features and return zeros, of the shape of their features, in their own structure.
+    """Let blocks on meta take real features and return zeros in the structure of their output.
 
     So later blocks get the same arguments, except those computed from weights. `forms` caches the structures of blocks
     that keep their features' shape.
     """
     shared: dict[str, Any] = {}
-    return replaced_forwards(
+    return replace_forwards(
         (block, partial(_run_block_on_meta, path, block, forms, shared)) for path, block in blocks.items()
     )
 
@@ -487,8 +490,8 @@ def _run_block_on_meta(
         return forms[path](features.new_zeros(features.shape))
 
     try:
-        with buffers_on(block, torch.device("meta")):
-            arguments, keywords = mapped(
+        with buffers_on_device(block, torch.device("meta")):
+            arguments, keywords = map_leaves(
                 (args, kwargs), lambda x: x.to("meta") if isinstance(x, Tensor) else x
             )
             # A block adds its keys and values for later blocks. `mapped` copies the dictionary, so they would be lost.
@@ -498,17 +501,17 @@ def _run_block_on_meta(
     # Raised for a block that reads numbers, such as the lengths of packed sequences. It runs with zeros as weights.
     except NotImplementedError:
         zeros = {f"module.{name}": value for name, value in zeros_like_weights(block, features).items()}
-        output = call(_Unheard(block), zeros, args, kwargs)
+        output = call_with_weights(_HooklessModule(block), zeros, args, kwargs)
     rest = None if isinstance(output, Tensor) else list(output[1:])
     form = partial(_as_block_output, type(output), rest, features.device)
-    shape = features_of(path, output).shape
+    shape = output_features(path, output).shape
     if shape == features.shape and not any(isinstance(value, Tensor) for value in rest or ()):
         forms[path] = form
     return form(features.new_zeros(shape))
 
 
-class _Unheard(nn.Module):
-    """Runs the forward function of a module's class, without the module's hooks."""
+class _HooklessModule(nn.Module):
+    """Runs a module's forward function without its hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -519,45 +522,45 @@ class _Unheard(nn.Module):
 
 
 def zeros_like_weights(module: nn.Module, like: Tensor) -> dict[str, Tensor]:
-    """Return zeros for weights on meta, expanded from one number of the dtype and device of `like`."""
+    """Return zeros in place of a module's weights on meta, expanded from one number to save memory."""
     weights = module.named_parameters()
     return {name: like.new_zeros(()).expand(weight.shape) for name, weight in weights if weight.is_meta}
 
 
 def _as_block_output(kind: Any, rest: list[Any] | None, device: torch.device, hidden: Tensor) -> Any:
-    """Return features in a block's structure; other tensors of it get a new number each time."""
+    """Put features into a block's output structure; its other tensors get a new constant each time."""
 
     def constant_tensor(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         return torch.full(value.shape, next(_NUMBERS), dtype=value.dtype, device=device)
 
-    return hidden if rest is None else kind([hidden, *mapped(rest, constant_tensor)])
+    return hidden if rest is None else kind([hidden, *map_leaves(rest, constant_tensor)])
 
 
-def returning(outputs: Iterable[tuple[nn.Module, Any]]) -> contextlib.AbstractContextManager[None]:
+def replace_outputs(outputs: Iterable[tuple[nn.Module, Any]]) -> contextlib.AbstractContextManager[None]:
     """Let modules return the given outputs without running."""
-    return replaced_forwards((module, lambda *_, output=output, **__: output) for module, output in outputs)
+    return replace_forwards((module, lambda *_, output=output, **__: output) for module, output in outputs)
 
 
 @dataclass
-class Recording:
-    """The calls of blocks in one forward pass; `features`, if kept, are those into the first and out of each block."""
+class ForwardRecording:
+    """The block calls of one forward pass, and, if kept, the features that enter and leave each block."""
 
     calls: list[BlockCall] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
     output: Any = None
 
 
-def observe(
+def record_calls(
     blocks: Mapping[str, nn.Module],
     run: Callable[[], object],
     *,
     keep: bool,
     starts: Collection[int] = (0,),
     added_from: int | None = None,
-) -> Recording:
-    """Record the calls of `blocks` while `run` runs without gradients.
+) -> ForwardRecording:
+    """Record the calls of `blocks` while `run` runs the model without gradients.
 
     Args:
         blocks: path -> block, in forward order.
@@ -570,7 +573,7 @@ def observe(
     Raises:
         SpecError: a block never runs, runs in another order, or reads features that the block before did not return.
     """
-    recording, paths = Recording(), list(blocks)
+    recording, paths = ForwardRecording(), list(blocks)
     returned: tuple[Tensor, int] | None = None
 
     def check_and_record_input(
@@ -598,7 +601,7 @@ def observe(
     ) -> None:
         nonlocal returned
         path = paths[position]
-        hidden = features_of(path, output)
+        hidden = output_features(path, output)
         if keep:
             # A copy, as the next block may write into its input.
             recording.features.append(hidden.clone())
@@ -627,6 +630,7 @@ def observe(
 
 
 def _is_unchanged(returned: Tensor, version: int, arriving: Tensor) -> bool:
+    """Return True if a block receives exactly the features that the previous block returned."""
     # The same object may have been written to in place, which its version shows without a comparison.
     if arriving is returned:
         return _tensor_version(returned) == version

@@ -19,46 +19,46 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from driftlens.models.chain import Parameters, SideInputs, Site, Slot, State, Tap
+from driftlens.models.chain import Parameters, SideInputs, Site, State, Tap, WeightSlot
 from driftlens.models.tracing.block_call import (
     SHARED_STATES,
     BlockCall,
-    Inputs,
+    ForwardRecording,
     Mask,
-    Recording,
-    call,
-    evaluating,
-    features_of,
+    RawInputs,
+    call_with_weights,
+    eval_mode,
     find_features,
-    mapped,
-    meta_device_run,
-    observe,
+    first_tensor,
+    map_leaves,
+    output_features,
     padding_mask,
     raw_inputs,
-    replaced_forwards,
-    result,
-    returning,
-    run_until,
-    unflattened,
-    without_padding,
+    record_calls,
+    replace_forwards,
+    replace_outputs,
+    restore_shape,
+    run_until_module,
+    simulate_meta_blocks,
+    zero_padded_tokens,
 )
 from driftlens.models.tracing.sites import (
     BLOCK_ITSELF,
-    assembled,
-    lies_channels_last,
-    mixing,
-    mixture_of,
+    expert_mixture,
+    fused_tensor,
+    is_channels_last,
+    parameter_slot,
     site_kind,
     sites_in_block,
-    slot_of,
-    tapped,
+    tap_experts,
+    tap_sites,
 )
 from driftlens.utils.devices import to_device
 from driftlens.utils.errors import IncompatibleModelsError
 
 
-class _Computed(nn.Module):
-    """An argument of blocks that `method` of an encoder computes from weights alone, which count as the blocks' own.
+class _ComputedArgument(nn.Module):
+    """A block argument that the encoder computes from weights alone, such as a relative position bias.
 
     `names` maps names of these weights in the whole model to those in this module; `reads` gives the arguments of the
     method for features of the right shape.
@@ -79,11 +79,13 @@ class _Computed(nn.Module):
 
     def compute_argument(self, parameters: Parameters, hidden: Tensor) -> Any:
         """Compute the argument with one model's parameters, by their names in the whole model."""
-        return call(self, {name: parameters[key] for key, name in self.names.items()}, (hidden,), {})
+        return call_with_weights(
+            self, {name: parameters[key] for key, name in self.names.items()}, (hidden,), {}
+        )
 
 
-def _arguments_from_outer_weights(module: nn.Module, block: nn.Module) -> dict[str, _Computed | None]:
-    """Return the arguments of a model's blocks that are computed from weights outside them, by name or position.
+def _arguments_from_outer_weights(module: nn.Module, block: nn.Module) -> dict[str, _ComputedArgument | None]:
+    """Return the block arguments that are computed from weights outside the blocks, by name or position.
 
     None stands for an argument that blocks compute themselves if it is None.
     """
@@ -108,7 +110,9 @@ def _arguments_from_outer_weights(module: nn.Module, block: nn.Module) -> dict[s
                 if isinstance(owner, nn.Embedding | nn.LayerNorm)
                 for leaf, _ in owner.named_parameters()
             }
-            computed: dict[str, _Computed | None] = {argument: _Computed(part, method, reads, names)}
+            computed: dict[str, _ComputedArgument | None] = {
+                argument: _ComputedArgument(part, method, reads, names)
+            }
             # Attention to the encoder has no table: the block itself makes zeros.
             if "encoder_decoder_position_bias" in places:
                 computed[str(places.index("encoder_decoder_position_bias"))] = None
@@ -117,7 +121,7 @@ def _arguments_from_outer_weights(module: nn.Module, block: nn.Module) -> dict[s
 
 
 class BlockRunner:
-    """The stem, blocks and head of one module, which does not change, as functions of parameters and features.
+    """Runs the stem, each block and the head of a model alone, as functions of parameters and features.
 
     Args:
         module: the module, with weights or on meta.
@@ -150,7 +154,7 @@ class BlockRunner:
         self.computed_keys = sorted({key for entry in self.computed.values() if entry for key in entry.names})
         self.carries = any(_has_state_arguments(block) for block in self.blocks)
         self.streams = num_streams(self.blocks[0])
-        self.mixtures = [mixture_of(block) for block in self.blocks]
+        self.mixtures = [expert_mixture(block) for block in self.blocks]
         self._calls: list[BlockCall] | None = None
         self.slots = [self._block_slots(position) for position in range(len(self.blocks))]
         # Of features at the boundaries 0..L - 1, until a forward pass shows what reads them.
@@ -165,29 +169,31 @@ class BlockRunner:
         """Return the weights outside the blocks by name."""
         inside = tuple(f"{path}." for path in self.paths)
         return {
-            name: value for name, value in own_weights(self.module).items() if not name.startswith(inside)
+            name: value for name, value in named_weights(self.module).items() if not name.startswith(inside)
         }
 
-    def _block_slots(self, position: int) -> dict[str, Slot]:
-        """Return the slot of each of a block's weights; names of a block that is itself a site begin with `self`."""
+    def _block_slots(self, position: int) -> dict[str, WeightSlot]:
+        """Return the checkpoint slot of each weight of a block."""
         block, path = self.blocks[position], self.paths[position]
         prefix = "" if site_kind(block) is None else f"{BLOCK_ITSELF}."
         mixture = self.mixtures[position]
-        experts = {} if mixture is None else mixture.slots(lambda name: f"{path}.{name}")
+        experts = {} if mixture is None else mixture.expert_slots(lambda name: f"{path}.{name}")
         stacked = {slot.key for slot in experts.values()}
         return {
-            f"{prefix}{name}": slot_of(block, name, key)
-            for name in own_weights(block)
+            f"{prefix}{name}": parameter_slot(block, name, key)
+            for name in named_weights(block)
             if (key := f"{path}.{name}") not in stacked
         } | experts
 
-    def parameters(self, position: int) -> dict[str, Slot]:
-        """Return the slots of a block's own weights, and of outer ones from which its arguments are computed."""
+    def parameter_slots(self, position: int) -> dict[str, WeightSlot]:
+        """Return the checkpoint slots of a block's parameters, with outer weights that its arguments depend on."""
         slots = self.slots[position]
-        return slots | {key: Slot(key) for key in self.computed_keys if Slot(key) not in slots.values()}
+        return slots | {
+            key: WeightSlot(key) for key in self.computed_keys if WeightSlot(key) not in slots.values()
+        }
 
-    def start(self, inputs: Any) -> tuple[State, SideInputs]:
-        """Return the state at boundary 0 (the floating-point inputs) and the side inputs, by one pass."""
+    def initial_state(self, inputs: Any) -> tuple[State, SideInputs]:
+        """Return the state at boundary 0 (floating-point inputs) and the side inputs (masks, positions) of a batch."""
         named = raw_inputs(inputs)
         calls = self._calls
         if calls is None:
@@ -202,10 +208,10 @@ class BlockRunner:
             for name, value in named.values.items()
             if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
         }
-        return state, SideInputs.of(self.paths, calls, named, padding_mask(named, self.mask))
+        return state, SideInputs.from_calls(self.paths, calls, named, padding_mask(named, self.mask))
 
-    def _replace_stream_copies(self, calls: list[BlockCall], inputs: Inputs) -> list[BlockCall]:
-        """Replace copies of the streams among arguments by the raw inputs' own tensors."""
+    def _replace_stream_copies(self, calls: list[BlockCall], inputs: RawInputs) -> list[BlockCall]:
+        """Replace copies of encoder features among block arguments by the raw input tensors themselves."""
         if not self.beside:
             return calls
         if self._beside_at is None:
@@ -214,7 +220,7 @@ class BlockRunner:
                     name: stream
                     for name, tensor in block_call.tensors.items()
                     for stream in reversed(list(self.beside))
-                    if same_values(tensor, inputs.values[stream])
+                    if is_bit_identical(tensor, inputs.values[stream])
                 }
                 for block_call in calls
             ]
@@ -223,14 +229,14 @@ class BlockRunner:
             return inputs.values[streams[name]] if name in streams else leaf
 
         pairs = zip(calls, self._beside_at, strict=True)
-        return [block_call.mapped(partial(replace_by_stream, streams)) for block_call, streams in pairs]
+        return [block_call.map_leaves(partial(replace_by_stream, streams)) for block_call, streams in pairs]
 
     @property
     def is_on_meta(self) -> bool:
         """True if the weights of the module are on meta."""
         return next((weight.is_meta for weight in self.module.parameters()), False)
 
-    def sites(
+    def find_sites(
         self,
         position: int,
         weights: Mapping[str, Tensor],
@@ -238,7 +244,7 @@ class BlockRunner:
         side: SideInputs,
         streams: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> tuple[tuple[Site, ...], State]:
-        """Return the sites of a block, those of a mixture's experts last, and the state after it, by a run.
+        """Find the calibratable sites of a block by running it; return them and the state after the block.
 
         Args:
             position: the block's number, counted from 0.
@@ -249,30 +255,30 @@ class BlockRunner:
         """
         device = state["hidden"].device
         parameters = {
-            name: slot.own(slot.of(weights[slot.key].detach()).to(device))
-            for name, slot in self.parameters(position).items()
+            name: slot.to_layer_layout(slot.take_rows(weights[slot.key].detach()).to(device))
+            for name, slot in self.parameter_slots(position).items()
         }
-        alone = partial(BlockRunner.block, self, position, (), parameters, state, side)
+        alone = partial(BlockRunner.run_block, self, position, (), parameters, state, side)
         with self._replace_mixtures_on_meta():
             sites, after = sites_in_block(self.blocks[position], self.slots[position], alone, state, streams)
         mixture = self.mixtures[position]
-        return sites if mixture is None else (*sites, *mixture.sites()), after
+        return sites if mixture is None else (*sites, *mixture.expert_sites()), after
 
     @contextmanager
     def _replace_mixtures_on_meta(self) -> Iterator[None]:
-        """Let mixtures on meta return their input's shape, as routes depend on numbers."""
+        """Let mixtures of experts on meta return a tensor of their input's shape, because routing needs values."""
         modules = [mixture.module for mixture in self.mixtures if mixture is not None and self.is_on_meta]
         forwards = [
             (module, lambda *args, **kwargs: torch.empty_like(find_features("a mixture", args, kwargs)[1]))
             for module in modules
         ]
-        with replaced_forwards(forwards):
+        with replace_forwards(forwards):
             yield
 
-    def stand_ins(
+    def stand_in_weights(
         self, device: torch.device, number: float = 0.0, dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
-        """Return the weights outside the blocks, those on meta expanded from one `number`."""
+        """Return the weights outside the blocks; those on meta are replaced by a constant."""
         # Expanded, so that tables of a large vocabulary take no memory.
         return {
             name: torch.full((), number, device=device, dtype=dtype).expand(weight.shape)
@@ -281,13 +287,14 @@ class BlockRunner:
             for name, weight in self.outer_weights().items()
         }
 
-    def _record_calls_on_meta(self, inputs: Inputs) -> list[BlockCall]:
-        """Record the calls of blocks on meta; reuse them for all batches where blocks are given features alone."""
+    def _record_calls_on_meta(self, inputs: RawInputs) -> list[BlockCall]:
+        """Record the calls of blocks on meta; reuse them for later batches if blocks receive features alone."""
         device = next(value.device for value in inputs.values.values() if isinstance(value, Tensor))
         # At first, two passes with different numbers as weights: an argument that differs depends on weights.
         numbers = (0.0, 1.0) if self._fixed is None else (0.0,)
         recorded, *others = [
-            self._record_calls_with_weights(inputs, self.stand_ins(device, number)) for number in numbers
+            self._record_calls_with_weights(inputs, self.stand_in_weights(device, number))
+            for number in numbers
         ]
         for other in others:
             if place := _first_differing_key(self._tensor_arguments(recorded), self._tensor_arguments(other)):
@@ -305,10 +312,12 @@ class BlockRunner:
             self._calls = None if any(block_call.tensors for block_call in recorded) else recorded
         return recorded
 
-    def _fixed_dtype_arguments(self, inputs: Inputs, device: torch.device) -> list[frozenset[str]]:
-        """Return by block the arguments that stay float32 where features are float64, such as ERNIE's rotary tables."""
+    def _fixed_dtype_arguments(self, inputs: RawInputs, device: torch.device) -> list[frozenset[str]]:
+        """Return, for each block, the arguments that stay float32 in a float64 pass, such as rotary tables."""
         try:
-            calls = self._record_calls_with_weights(inputs, self.stand_ins(device, dtype=torch.float64))
+            calls = self._record_calls_with_weights(
+                inputs, self.stand_in_weights(device, dtype=torch.float64)
+            )
         # A forward function that fails in float64 is not used in float64 either.
         except Exception:
             return [frozenset()] * len(self.blocks)
@@ -318,49 +327,53 @@ class BlockRunner:
             for arguments in tensors
         ]
 
-    def _record_calls_with_weights(self, inputs: Inputs, outer: Mapping[str, Tensor]) -> list[BlockCall]:
+    def _record_calls_with_weights(self, inputs: RawInputs, outer: Mapping[str, Tensor]) -> list[BlockCall]:
         with self._replace_blocks_on_meta():
             return self._record_forward_pass(self.module, inputs, past=self.blocks[-1], outer=outer).calls
 
     @contextmanager
     def _replace_blocks_on_meta(self) -> Iterator[None]:
         blocks = dict(zip(self.paths, self.blocks, strict=True))
-        with self._replace_mixtures_on_meta(), meta_device_run(blocks, self._forms):
+        with self._replace_mixtures_on_meta(), simulate_meta_blocks(blocks, self._forms):
             yield
 
-    def whole(self, inputs: Any) -> Any:
-        """Return what the module returns for a batch, of zeros where it is on meta."""
+    def model_output(self, inputs: Any) -> Any:
+        """Run the whole model on a batch and return its output; blocks on meta return zeros."""
         named = raw_inputs(inputs)
         if not self.is_on_meta:
-            return run(self.module, named)
+            return run_model(self.module, named)
         device = next(value.device for value in named.values.values() if isinstance(value, Tensor))
         with self._replace_blocks_on_meta():
-            return run(self.module, named, self.stand_ins(device))
+            return run_model(self.module, named, self.stand_in_weights(device))
 
-    def stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        """Return the state before the first block; it has no sites to tap."""
+    def run_stem(
+        self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None
+    ) -> State:
+        """Run the model up to its first block and return the state before that block."""
         args, kwargs = side.raw_inputs().arguments(state)
-        return self._state_before_block(0, partial(call, self.module, parameters, args, kwargs), side)
+        return self._state_before_block(
+            0, partial(call_with_weights, self.module, parameters, args, kwargs), side
+        )
 
     def _state_before_block(self, position: int, whole: Callable[[], Any], side: SideInputs) -> State:
-        """Return the state before a block while `whole` runs the model."""
+        """Return the state before a block, by running the model with `whole` up to there."""
         block, mask = self.blocks[position], side.mask("hidden")
         if not self.carries:
-            return {"hidden": self._features_for_state(position, run_until(block, whole), mask)}
+            return {"hidden": self._features_for_state(position, run_until_module(block, whole), mask)}
         # The blocks' other inputs come from a pass in which each block returns its features unchanged.
-        calls = [side.call(index) for index in range(position, len(self.blocks))]
+        calls = [side.block_call(index) for index in range(position, len(self.blocks))]
         passing = [
-            (block, lambda hidden, *_, block_call=block_call, **__: block_call.output(hidden))
+            (block, lambda hidden, *_, block_call=block_call, **__: block_call.wrap_output(hidden))
             for block, block_call in zip(self.blocks[position:], calls, strict=True)
         ]
-        with replaced_forwards(passing), watched_inputs(self.blocks[position:], mask) as entered:
-            hidden = run_until(self.blocks[-1], whole, past=True)
+        with replace_forwards(passing), record_block_inputs(self.blocks[position:], mask) as entered:
+            hidden = run_until_module(self.blocks[-1], whole, past=True)
         return {
-            **entering_inputs(position, [*[{}] * position, *entered]),
+            **state_from_inputs(position, [*[{}] * position, *entered]),
             "hidden": self._features_for_state(position, hidden, mask),
         }
 
-    def block(
+    def run_block(
         self,
         position: int,
         sites: tuple[Site, ...],
@@ -369,7 +382,7 @@ class BlockRunner:
         side: SideInputs,
         tap: Tap | None = None,
     ) -> State:
-        """Return the state after one block.
+        """Run one block and return the state after it.
 
         Args:
             position: the block's number, counted from 0.
@@ -382,7 +395,7 @@ class BlockRunner:
         block = self.blocks[position]
         # A copy, because blocks may write into their input (residual sums, in-place activations).
         hidden = self._features_for_blocks(state["hidden"], side).clone()
-        positional, kwargs = side.call(position).arguments(hidden)
+        positional, kwargs = side.block_call(position).arguments(hidden)
         args: list[Any] = list(positional)
         for name, argument in self.computed.items():
             owner: Any = args if name.isdecimal() else kwargs
@@ -390,34 +403,38 @@ class BlockRunner:
             # A position without an argument: the block has the weights itself.
             if name in kwargs or (owner is args and args[place] is not None):
                 owner[place] = argument and argument.compute_argument(parameters, state["hidden"])
-        shared = set_inputs(block, position, state, args, kwargs) if self.carries else {}
+        shared = set_state_arguments(block, position, state, args, kwargs) if self.carries else {}
         path, slots = self.paths[position], self.slots[position]
         weights, stacks = dict[str, Tensor](), defaultdict[str, list[str]](list)
         for name, slot in slots.items():
             if slot.is_stacked:
                 stacks[slot.key.removeprefix(f"{path}.")].append(name)
             else:
-                weights[slot.key.removeprefix(f"{path}.")] = slot.stored(parameters[name])
+                weights[slot.key.removeprefix(f"{path}.")] = slot.to_stored_layout(parameters[name])
         for stack, names in stacks.items():
-            weights[stack] = assembled([slots[name] for name in names], [parameters[name] for name in names])
-        mixed = mixing(self.mixtures[position], weights, sites, tap, side.routes)
-        with tapped(block, [site for site in sites if site.expert is None], tap), mixed:
-            hidden = features_of(path, call(block, weights, tuple(args), kwargs))
+            weights[stack] = fused_tensor(
+                [slots[name] for name in names], [parameters[name] for name in names]
+            )
+        mixed = tap_experts(self.mixtures[position], weights, sites, tap, side.routes)
+        with tap_sites(block, [site for site in sites if site.expert is None], tap), mixed:
+            hidden = output_features(path, call_with_weights(block, weights, tuple(args), kwargs))
         mask = side.mask("hidden")
         beside = _state_arguments_after_block(position, self.blocks, state, shared, mask)
         return {**beside, "hidden": self._features_for_state(position + 1, hidden, mask)}
 
-    def head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        """Return the module's output for the features of its last block; it has no sites to tap."""
+    def run_head(
+        self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None
+    ) -> State:
+        """Run the modules after the last block on its features and return the model's output."""
         # The stem runs too, because a head may read its output, unless `final` is the whole head.
         if self.final and self.reads_last:
             own, prefix = parameters.items(), f"{self.final}."
             weights = {name.removeprefix(prefix): x for name, x in own if name.startswith(prefix)}
-            output = call(self.module.get_submodule(self.final), weights, (state["hidden"],), {})
+            output = call_with_weights(self.module.get_submodule(self.final), weights, (state["hidden"],), {})
             return {"hidden": self._model_output_features(output, side.mask("hidden"))}
         args, kwargs = side.raw_inputs().arguments({})
-        calls = [side.call(position) for position in range(len(self.blocks))]
-        hidden = unflattened(self._features_for_blocks(state["hidden"], side).clone(), calls[-1].left)
+        calls = [side.block_call(position) for position in range(len(self.blocks))]
+        hidden = restore_shape(self._features_for_blocks(state["hidden"], side).clone(), calls[-1].left)
         # Other weights do not affect the steps after the blocks, but the stem needs some to run again.
         if self.final:
             zero, outer = hidden.new_zeros(()), self.outer_weights()
@@ -425,9 +442,11 @@ class BlockRunner:
                 parameters
             )
         past = self.module.get_submodule(self.final) if self.final else None
-        whole = partial(call, self.module, parameters, args, kwargs)
-        with returning((block, call.output(hidden)) for block, call in zip(self.blocks, calls, strict=True)):
-            output = whole() if past is None else run_until(past, whole, past=self.is_past)
+        whole = partial(call_with_weights, self.module, parameters, args, kwargs)
+        with replace_outputs(
+            (block, call.wrap_output(hidden)) for block, call in zip(self.blocks, calls, strict=True)
+        ):
+            output = whole() if past is None else run_until_module(past, whole, past=self.is_past)
         return {"hidden": self._model_output_features(output, side.mask("hidden"))}
 
     def library_states(self, module: nn.Module, inputs: Any) -> list[State]:
@@ -436,16 +455,16 @@ class BlockRunner:
         mask = padding_mask(named, self.mask)
         past = module.get_submodule(self.final) if self.final else None
         blocks = [module.get_submodule(path) for path in self.paths if self.carries]
-        with watched_inputs(blocks, mask) as entered:
+        with record_block_inputs(blocks, mask) as entered:
             recording = self._record_forward_pass(module, named, keep=True, past=past)
         states = [
-            {**entering_inputs(boundary, entered), "hidden": self._features_for_state(boundary, x, mask)}
+            {**state_from_inputs(boundary, entered), "hidden": self._features_for_state(boundary, x, mask)}
             for boundary, x in enumerate(recording.features)
         ]
         return [*states, {"hidden": self._model_output_features(recording.output, mask)}]
 
-    def require_shared(self, models: Iterable[tuple[str, nn.Module]], inputs: Any) -> None:
-        """Raise if the blocks of models are given other tensors than features that are not bit-identical.
+    def require_same_arguments(self, models: Iterable[tuple[str, nn.Module]], inputs: Any) -> None:
+        """Raise if the blocks' arguments other than features (masks, positions) differ between models.
 
         Arguments are recorded from one model and passed to all. This is right for masks, positions and rotary tables,
         and wrong for tensors computed from weights: an encoder's output, a position bias, an embedding of a condition.
@@ -472,10 +491,10 @@ class BlockRunner:
         }
 
     def _features_for_blocks(self, hidden: Tensor, side: SideInputs) -> Tensor:
-        """Return features as blocks read them; zero streams at padding, where derivatives are infinite."""
+        """Return features in the layout that blocks read, with parallel streams split and padding zeroed."""
         if self.streams == 1:
             return hidden
-        return apart_streams(without_padding(self.paths[0], hidden, side.mask("hidden")), self.streams)
+        return split_streams(zero_padded_tokens(self.paths[0], hidden, side.mask("hidden")), self.streams)
 
     def _features_for_state(self, boundary: int, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """Return features as the state stores them: [n, h, w, c] as tokens, with zeros in the rows of padding."""
@@ -483,27 +502,27 @@ class BlockRunner:
             hidden = _join_streams(hidden)
         if hidden.dim() > 3 and self.channels_last[boundary]:
             hidden = hidden.flatten(1, -2)
-        return without_padding(self.paths[max(boundary - 1, 0)], hidden, mask)
+        return zero_padded_tokens(self.paths[max(boundary - 1, 0)], hidden, mask)
 
     def _model_output_features(self, output: Any, mask: Tensor | None) -> Tensor:
         """Return the features that a model returns, with zeros at padding if they are of the same tokens."""
-        features = result(output)
+        features = first_tensor(output)
         is_masked = mask is not None and features.shape[:2] == mask.shape
         return self._features_for_state(len(self.blocks), features, mask if is_masked else None)
 
     def _record_forward_pass(
         self,
         module: nn.Module,
-        inputs: Inputs,
+        inputs: RawInputs,
         *,
         keep: bool = False,
         past: nn.Module | None = None,
         outer: Parameters | None = None,
-    ) -> Recording:
-        """Record an ordinary forward pass of `module`, up to the output of `past`; see `observe`."""
+    ) -> ForwardRecording:
+        """Record an ordinary forward pass of `module`, up to the output of `past`; see `record_calls`."""
         forward = self._forward_pass_function(module, inputs, past, outer)
         blocks = {path: module.get_submodule(path) for path in self.paths}
-        recording = observe(blocks, forward, keep=keep)
+        recording = record_calls(blocks, forward, keep=keep)
         if not self._knows_layouts:
             shapes = [recording.calls[0].entered, *(block_call.left for block_call in recording.calls)]
             passed = list(module.modules())
@@ -513,29 +532,29 @@ class BlockRunner:
                 # Features that no module reads have the layout of the block before.
                 if len(shape) > 2:
                     otherwise = self.channels_last[max(boundary - 1, 0)]
-                    self.channels_last[boundary] = lies_channels_last(shape, modules, otherwise)
+                    self.channels_last[boundary] = is_channels_last(shape, modules, otherwise)
             self._knows_layouts = True
         return self._remove_state_arguments(recording)
 
     def _forward_pass_function(
-        self, module: nn.Module, inputs: Inputs, past: nn.Module | None, outer: Parameters | None
+        self, module: nn.Module, inputs: RawInputs, past: nn.Module | None, outer: Parameters | None
     ) -> Callable[[], Any]:
         """Return a function that runs a module, with other weights if given, up to the output of `past` if given."""
-        whole = partial(run, module, inputs, outer)
+        whole = partial(run_model, module, inputs, outer)
         if past is None:
             return whole
         # The final feature is the input of a module that computes scores.
         is_scores = bool(self.final) and past is module.get_submodule(self.final) and not self.is_past
-        return partial(run_until, past, whole, past=not is_scores)
+        return partial(run_until_module, past, whole, past=not is_scores)
 
-    def _remove_state_arguments(self, recording: Recording) -> Recording:
+    def _remove_state_arguments(self, recording: ForwardRecording) -> ForwardRecording:
         if self.carries:
             pairs = zip(recording.calls, self.blocks, strict=False)
             recording.calls = [_without_state_arguments(block_call, block) for block_call, block in pairs]
         return recording
 
 
-def same_values(one: Tensor | None, other: Tensor | None) -> bool:
+def is_bit_identical(one: Tensor | None, other: Tensor | None) -> bool:
     """Return True if two tensors have the same shape and are bit-identical, NaN included."""
     if one is None or other is None or one.shape != other.shape:
         return False
@@ -546,7 +565,7 @@ def same_values(one: Tensor | None, other: Tensor | None) -> bool:
 def _first_differing_key(
     one: Mapping[tuple[str, str], Tensor], other: Mapping[tuple[str, str], Tensor]
 ) -> tuple[str, str] | None:
-    return next((key for key in {**one, **other} if not same_values(one.get(key), other.get(key))), None)
+    return next((key for key in {**one, **other} if not is_bit_identical(one.get(key), other.get(key))), None)
 
 
 def is_view(one: Any, other: Tensor) -> bool:
@@ -554,28 +573,30 @@ def is_view(one: Any, other: Tensor) -> bool:
     return isinstance(one, Tensor) and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def run(module: nn.Module, inputs: Inputs, weights: Parameters | None = None) -> Any:
-    """Return the output of `module` in eval mode, without gradients.
+def run_model(module: nn.Module, inputs: RawInputs, weights: Parameters | None = None) -> Any:
+    """Run a model on raw inputs in eval mode, without gradients, and return its output.
 
     Args:
         module: the module.
-        inputs: raw inputs, which are moved and cast by `fitted`.
+        inputs: raw inputs, which are moved and cast by `move_to_module`.
         weights: replace the module's own, all of one dtype, to which inputs are cast; None keeps its own.
     """
-    args, kwargs = fitted(module, inputs.arguments({}))
+    args, kwargs = move_to_module(module, inputs.arguments({}))
     if weights:
         dtype = next(iter(weights.values())).dtype
-        args, kwargs = mapped((args, kwargs), lambda value: _cast_float_tensor(value, dtype))
-    with torch.no_grad(), evaluating(module):
-        return module(*args, **kwargs) if weights is None else call(module, weights, args, kwargs)
+        args, kwargs = map_leaves((args, kwargs), lambda value: _cast_float_tensor(value, dtype))
+    with torch.no_grad(), eval_mode(module):
+        return (
+            module(*args, **kwargs) if weights is None else call_with_weights(module, weights, args, kwargs)
+        )
 
 
 def _cast_float_tensor(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def fitted(module: nn.Module, inputs: Any) -> Any:
-    """Move raw inputs to the device of a module's first weight that is not on meta, and cast floats to its dtype."""
+def move_to_module(module: nn.Module, inputs: Any) -> Any:
+    """Move raw inputs to the device of a module, and cast floating-point inputs to its dtype."""
     # While weights are streamed, those of blocks are loaded last, so the first one may still be on meta.
     weight = next((weight for weight in _float_weights(module) if not weight.is_meta), None)
     if weight is None:
@@ -586,7 +607,7 @@ def fitted(module: nn.Module, inputs: Any) -> Any:
             return value
         return to_device(value, weight.device, weight.dtype if value.is_floating_point() else None)
 
-    return mapped(inputs, move_and_cast)
+    return map_leaves(inputs, move_and_cast)
 
 
 def _float_weights(module: nn.Module) -> Iterator[Tensor]:
@@ -599,8 +620,8 @@ def _float_weights(module: nn.Module) -> Iterator[Tensor]:
                 yield value
 
 
-def own_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return floating-point parameters and saved buffers by name in `state_dict()`, tied ones under each name."""
+def named_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return floating-point parameters and saved buffers by `state_dict()` name; tied ones under each name."""
     saved = module.state_dict()
     return {
         name: value
@@ -614,7 +635,7 @@ def own_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def tied_weights(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return all names of each weight that a module has under several names."""
+    """Return all names of each tied weight, by each of its names."""
     names: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
@@ -637,7 +658,7 @@ _NAMES = (LAYER_INPUT, SHARED_STATES)
 
 
 def num_streams(block: nn.Module) -> int:
-    """Return the number of features per token that a block reads at once."""
+    """Return the number of parallel feature streams that a block reads (AltUp in Gemma 3n), usually 1."""
     config = getattr(getattr(block, "altup", None), "config", None)
     return int(getattr(config, "altup_num_inputs", 1))
 
@@ -647,8 +668,8 @@ def _join_streams(streams: Tensor) -> Tensor:
     return streams.permute(1, 2, 0, 3).flatten(2)
 
 
-def apart_streams(hidden: Tensor, count: int) -> Tensor:
-    """Invert `_joined_streams`."""
+def split_streams(hidden: Tensor, count: int) -> Tensor:
+    """Split one feature per token, [n, t, s d], into streams [s, n, t, d]; inverts `_join_streams`."""
     return hidden.reshape(*hidden.shape[:2], count, -1).permute(2, 0, 1, 3).contiguous()
 
 
@@ -678,10 +699,10 @@ def _set_argument(block: nn.Module, name: str, value: Any, args: list[Any], kwar
         kwargs[place] = value
 
 
-def set_inputs(
+def set_state_arguments(
     block: nn.Module, position: int, state: State, args: list[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Set the arguments of block number `position` in place, from the state before it.
+    """Set the arguments of block number `position` that are part of the state, such as shared keys and values.
 
     Return keys and values by kind, to which the block may add.
     """
@@ -702,7 +723,7 @@ def _state_arguments_after_block(
     shared: Mapping[str, Any],
     mask: Tensor | None,
 ) -> State:
-    """Return the state after block number `position` without features: inputs of later blocks, all keys and values."""
+    """Return the state after a block without features: inputs of later blocks, and shared keys and values."""
     later = {f"{LAYER_INPUT}.{index}" for index in range(position + 1, len(blocks))}
     inputs = {name: leaf for name, leaf in state.items() if name in later}
     return inputs | _shared_keys_and_values(shared, blocks[position + 1 :], mask)
@@ -728,8 +749,8 @@ def _zero_padding(leaf: Tensor, mask: Tensor | None) -> Tensor:
 
 
 @contextmanager
-def watched_inputs(blocks: Sequence[nn.Module], mask: Tensor | None) -> Iterator[list[State]]:
-    """Yield a list to which each block's arguments are added when it is called."""
+def record_block_inputs(blocks: Sequence[nn.Module], mask: Tensor | None) -> Iterator[list[State]]:
+    """Yield a list that receives each block's state arguments, such as shared keys and values, when it runs."""
     entered: list[State] = []
 
     def record_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -748,8 +769,8 @@ def watched_inputs(blocks: Sequence[nn.Module], mask: Tensor | None) -> Iterator
         yield entered
 
 
-def entering_inputs(position: int, entered: Sequence[State]) -> State:
-    """Return the state before a block, features left out, from the list of `watched_inputs`."""
+def state_from_inputs(position: int, entered: Sequence[State]) -> State:
+    """Return the state before a block, without features, from the list of recorded block inputs."""
     inputs = {
         f"{LAYER_INPUT}.{index}": state[LAYER_INPUT]
         for index, state in enumerate(entered)

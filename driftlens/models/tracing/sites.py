@@ -24,14 +24,14 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
-from driftlens.models.chain import GATED, Routes, Site, SiteKind, Slot, State, Tap
+from driftlens.models.chain import GATED, ExpertRoutes, Site, SiteKind, State, Tap, WeightSlot
 
 # Name of a site that is the whole block, for which the path in the block would be empty.
 BLOCK_ITSELF = "self"
 
 
 def site_kind(module: nn.Module) -> SiteKind | None:
-    """Return the kind of site that a module is, or None.
+    """Return the kind of calibratable site that a module is (linear or norm), or None.
 
     Sites are linear modules, GPT-2's included; convolutions, as linear maps of patches; layer norms over one axis; and
     modules named like an RMS norm, with a weight vector and no bias.
@@ -87,8 +87,8 @@ def _is_channel_norm(module: nn.Module) -> bool:
 _WIDTHS = ("in_channels", "num_features", "num_channels", "in_features")
 
 
-def lies_channels_last(shape: Sequence[int], modules: Iterable[nn.Module], otherwise: bool) -> bool:
-    """Return True if features [n, *shape] have their channels last, by the first of `modules` that reads them.
+def is_channels_last(shape: Sequence[int], modules: Iterable[nn.Module], otherwise: bool) -> bool:
+    """Return True if features [n, *shape] have their channels last, judged by the next module that reads them.
 
     Args:
         shape: the features' shape per sample.
@@ -112,8 +112,8 @@ def _needs_channels_last(module: nn.Module) -> bool | None:
     return None if site_kind(module) is None else not _is_channel_norm(module)
 
 
-def slot_of(block: nn.Module, parameter: str, key: str) -> Slot:
-    """Return the slot of a block's parameter, which is a matrix [out, in] for sites.
+def parameter_slot(block: nn.Module, parameter: str, key: str) -> WeightSlot:
+    """Return the checkpoint slot of a block's parameter.
 
     Args:
         block: the block.
@@ -123,8 +123,8 @@ def slot_of(block: nn.Module, parameter: str, key: str) -> Slot:
     owner, _, leaf = parameter.rpartition(".")
     module = block.get_submodule(owner)
     if leaf == "weight" and _is_plain_convolution(module):
-        return Slot(key, kernel=tuple(module.get_parameter(leaf).shape[1:]))
-    return Slot(key, transposed=leaf == "weight" and _has_transposed_weight(module))
+        return WeightSlot(key, kernel=tuple(module.get_parameter(leaf).shape[1:]))
+    return WeightSlot(key, transposed=leaf == "weight" and _has_transposed_weight(module))
 
 
 def sites_in_block(
@@ -208,10 +208,10 @@ def _path_with_wildcards(path: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
 
 
-def no_sites(
+def siteless_parameters(
     block: nn.Module, parameters: Collection[str], sites: Collection[Site]
 ) -> dict[str, tuple[str, str]]:
-    """Return the parameters of a block that belong to no site -> their module, and its `kind: reason`.
+    """Return the parameters of a block that belong to no site, each with its module and the reason.
 
     Args:
         block: the block.
@@ -268,7 +268,7 @@ def _input_row_settings(module: nn.Module) -> Hashable:
 
 
 @contextlib.contextmanager
-def tapped(block: nn.Module, sites: Collection[Site], tap: Tap | None) -> Iterator[None]:
+def tap_sites(block: nn.Module, sites: Collection[Site], tap: Tap | None) -> Iterator[None]:
     """Call `tap`, unless it is None, for each site of a block in the body of a `with` statement."""
     with contextlib.ExitStack() as hooks:
         if tap is not None:
@@ -307,7 +307,7 @@ def _register_tap_hooks(
     tap: Callable[[Tensor], Callable[[Tensor], Tensor | None] | None],
     hooks: contextlib.ExitStack,
 ) -> None:
-    """Call `tap` with copies of each input and output of `module`, one row per place, until `hooks` is closed."""
+    """Register hooks that pass copies of a module's inputs and outputs to `tap`."""
     # Copies, as blocks may overwrite either later. A linear module's output is computed from its weight and bias,
     # without what a subclass, a parametrization or a hook adds.
     rows_of: Callable[[Tensor], Tensor] = Tensor.clone
@@ -372,8 +372,8 @@ _TOP = (torch.topk, torch.Tensor.topk)
 
 
 @dataclass(frozen=True, eq=False)
-class _Mixture:
-    """Experts of one block in one module.
+class _ExpertMixture:
+    """A mixture of experts whose weights are fused in one module of a block.
 
     `matrices` are the names of its `size` experts' tensors [experts, ., .]. It `is_routed` if it is given routes, and
     not the tokens of every expert.
@@ -390,10 +390,10 @@ class _Mixture:
         """True if its matrices are stored as [in, out]."""
         return bool(getattr(self.module, "is_transposed", not self.is_routed))
 
-    def slots(self, key: Callable[[str], str]) -> dict[str, Slot]:
-        """Return the slot of every expert's parameter by its name in the block; `key` maps names to checkpoint keys."""
+    def expert_slots(self, key: Callable[[str], str]) -> dict[str, WeightSlot]:
+        """Return the checkpoint slots of all experts' parameters, by parameter name in the block."""
         return {
-            f"{self.expert_site_name(expert, matrix)}.{leaf}": Slot(
+            f"{self.expert_site_name(expert, matrix)}.{leaf}": WeightSlot(
                 key(f"{self.path}.{fused}"),
                 rows=(expert, expert + 1),
                 transposed=leaf == "weight" and self.is_transposed,
@@ -408,8 +408,8 @@ class _Mixture:
     def expert_site_name(self, expert: int, matrix: str) -> str:
         return f"{self.path}.{expert}.{matrix}"
 
-    def sites(self) -> tuple[Site, ...]:
-        """Return every expert's matrices, in forward order; each reads the tokens of its expert."""
+    def expert_sites(self) -> tuple[Site, ...]:
+        """Return one site per matrix of each expert, in forward order."""
         return tuple(
             Site(name, "linear", name, token_weights=GATED, expert=expert)
             for expert in range(self.size)
@@ -418,8 +418,8 @@ class _Mixture:
         )
 
 
-def mixture_of(block: nn.Module) -> _Mixture | None:
-    """Return the mixture of a block; None without one, or with several."""
+def expert_mixture(block: nn.Module) -> _ExpertMixture | None:
+    """Return the mixture of experts in a block; None if it has none, or several."""
     # A router's `topk` is recognized by the number of experts alone, so routes of several mixtures would be confused.
     several = [
         mixture
@@ -429,7 +429,7 @@ def mixture_of(block: nn.Module) -> _Mixture | None:
     return several[0] if len(several) == 1 else None
 
 
-def _as_expert_mixture(path: str, module: nn.Module) -> _Mixture | None:
+def _as_expert_mixture(path: str, module: nn.Module) -> _ExpertMixture | None:
     # Fused experts have no class in common, only tensors [experts, ., .] and a forward function of one or three inputs.
     stacks = {name: weight for name, weight in module.named_parameters(recurse=False) if weight.dim() == 3}
     sizes = {len(weight) for weight in stacks.values()}
@@ -442,11 +442,11 @@ def _as_expert_mixture(path: str, module: nn.Module) -> _Mixture | None:
     ]
     if len(parameters) not in (1, 3):
         return None
-    return _Mixture(path, module, sizes.pop(), tuple(stacks), len(parameters) == 3)
+    return _ExpertMixture(path, module, sizes.pop(), tuple(stacks), len(parameters) == 3)
 
 
-def assembled(slots: Sequence[Slot], parts: Sequence[Tensor]) -> Tensor:
-    """Return parameters as the fused tensor, as a view if they are contiguous in one storage."""
+def fused_tensor(slots: Sequence[WeightSlot], parts: Sequence[Tensor]) -> Tensor:
+    """Join the parameters of experts to the fused tensor, as a view if they are contiguous in memory."""
     base = parts[0]
     # Parts of one fused tensor are contiguous unless some were replaced. A copy would double their memory.
     if any(
@@ -455,21 +455,21 @@ def assembled(slots: Sequence[Slot], parts: Sequence[Tensor]) -> Tensor:
         or part.storage_offset() != base.storage_offset() + place * base.numel()
         for place, part in enumerate(parts)
     ):
-        return torch.cat([slot.stored(part) for slot, part in zip(slots, parts, strict=True)])
+        return torch.cat([slot.to_stored_layout(part) for slot, part in zip(slots, parts, strict=True)])
     order = slice(None, None, -1) if slots[0].transposed else slice(None)
     shape, strides = (len(parts), *base.shape[order]), (base.numel(), *base.stride()[order])
     return base.as_strided(shape, strides, base.storage_offset())
 
 
 @contextlib.contextmanager
-def mixing(
-    mixture: _Mixture | None,
+def tap_experts(
+    mixture: _ExpertMixture | None,
     weights: Mapping[str, Tensor],
     sites: Collection[Site],
     tap: Tap | None,
-    routes: Routes | None,
+    routes: ExpertRoutes | None,
 ) -> Iterator[None]:
-    """Call `tap` for experts' matrices while their block runs; write `routes`, or use given ones.
+    """Call `tap` for each expert's matrices while their block runs, and record or impose the routes.
 
     Args:
         mixture: the block's mixture; None does nothing.
@@ -482,21 +482,21 @@ def mixing(
         yield
         return
     names = {site.name for site in sites}
-    watch = _Watch(mixture, weights, names, tap, Routes() if routes is None else routes)
+    watch = _ExpertTracer(mixture, weights, names, tap, ExpertRoutes() if routes is None else routes)
     with mixture.module.register_forward_pre_hook(watch._routing_pre_hook, with_kwargs=True), watch:
         yield
 
 
-class _Watch(TorchFunctionMode):
-    """Follows one mixture through one pass: its routes, what it reads from its tensors, and their products."""
+class _ExpertTracer(TorchFunctionMode):
+    """Intercepts the torch functions of a mixture of experts, to record its routes and tap its products."""
 
     def __init__(
         self,
-        mixture: _Mixture,
+        mixture: _ExpertMixture,
         weights: Mapping[str, Tensor],
         names: Collection[str],
         tap: Tap | None,
-        routes: Routes,
+        routes: ExpertRoutes,
     ) -> None:
         super().__init__()
         self.mixture, self.names, self.tap, self.routes = mixture, names, tap, routes
@@ -510,7 +510,7 @@ class _Watch(TorchFunctionMode):
         self.read: dict[int, tuple[str, Tensor]] = {}  # keeps tensors, so that no other gets the same id
 
     def _routing_pre_hook(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record routes and gates, or return arguments with given ones in their place; a forward pre-hook."""
+        """Record a mixture's experts and gates, or replace them by fixed ones; a forward pre-hook."""
         self.is_inside = True
         # Routes are read here and not only in `topk`, as some routers do not call it.
         if not self.mixture.is_routed:
@@ -524,7 +524,7 @@ class _Watch(TorchFunctionMode):
         # gates; for others, the router has none, so they get the given ones.
         experts = self.routes.chosen
         own_gates = gates.gather(-1, (experts[..., None] == chosen[:, None]).long().argmax(dim=-1))
-        elsewhere = self.routes.changed(Routes(chosen, gates))[:, None]
+        elsewhere = self.routes.rerouted_tokens(ExpertRoutes(chosen, gates))[:, None]
         return (features, experts, torch.where(elsewhere, self.routes.gates, own_gates)), {}
 
     def __torch_function__(
@@ -555,7 +555,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _top_k_scores(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the largest scores, or those of the given experts, for `topk`."""
+        """Return the result of the router's `topk`, with fixed experts if they are given."""
         chosen = self.routes.chosen if self.routes.is_given else None
         if chosen is None or (kwargs.get("k") or args[1]) != chosen.shape[-1]:
             top = func(*args, **kwargs)
@@ -566,7 +566,7 @@ class _Watch(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, chosen.reshape(*scores.shape[:-1], -1)), chosen))
 
     def _tap_expert_product(self, site: str, x: Tensor, y: Tensor) -> Tensor:
-        """Return the product of a matrix, or what the tap puts in its place."""
+        """Pass the input and output of one expert's matrix to the tap; return its output, changed or not."""
         if site not in self.names or self.tap is None or (hear := self.tap(site, x.clone())) is None:
             return y
         bias = self.biases.get(site, 0.0)
@@ -577,10 +577,10 @@ class _Watch(TorchFunctionMode):
         return (heard if changed is None else changed) - bias  # the gradient flows back to `heard`
 
     def _tap_batched_product(self, matrix: str, rows: Tensor, weights: Tensor) -> Tensor:
-        """Call the tap for all experts, each of which is given every token, with zeros in other experts' rows."""
+        """Call the tap for every expert of a batched product, with the tokens of that expert only."""
         outputs = torch.bmm(rows, weights)
-        for expert, size in enumerate(self.routes.sizes(self.mixture.size)):
-            tokens = self.routes.of(expert, size)[0]
+        for expert, size in enumerate(self.routes.tokens_per_expert(self.mixture.size)):
+            tokens = self.routes.tokens_and_gates(expert, size)[0]
             y = outputs[expert, tokens]
             outputs[expert, tokens] = self._tap_expert_product(
                 self.mixture.expert_site_name(expert, matrix), rows[expert, tokens], y

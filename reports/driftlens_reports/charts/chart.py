@@ -14,12 +14,12 @@ import plotly.graph_objects as go
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import DataError
 from driftlens.utils.registry import Registry
-from driftlens_reports.charts.picking import ChartOptions, lacking
+from driftlens_reports.charts.picking import ChartOptions, missing_data_message
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a section's charts: section of a report, page of the dashboard, and heading on that page."""
+class ChartPlacement:
+    """The report section, dashboard page and page heading under which charts are shown."""
 
     report: str
     page: str = ""
@@ -27,26 +27,26 @@ class Place:
 
 
 # The sections that a chart may declare; a page shows its parts in this order.
-SECTIONS: Mapping[str, Place] = MappingProxyType(
+SECTIONS: Mapping[str, ChartPlacement] = MappingProxyType(
     {
-        "drift": Place("layers", "layers", "Drift"),
-        "contributions": Place("origins", "layers", "Sources"),
-        "mismatch": Place("decomposition", "layers", "Mismatch and propagation"),
-        "amplification": Place("decomposition", "layers", "Amplification"),
-        "features": Place("cosine", "layers", "Theory"),
-        "parameters": Place("parameters", "layers", "Theory"),
-        "scores": Place("outputs", "layers", "Theory"),
-        "plane": Place("cosine", "samples", "Explore"),
-        "decisions": Place("outputs", "samples", "Decisions"),
-        "accuracy": Place("outputs", "samples", "Accuracy"),
-        "calibration": Place("calibration"),
+        "drift": ChartPlacement("layers", "layers", "Drift"),
+        "contributions": ChartPlacement("origins", "layers", "Sources"),
+        "mismatch": ChartPlacement("decomposition", "layers", "Mismatch and propagation"),
+        "amplification": ChartPlacement("decomposition", "layers", "Amplification"),
+        "features": ChartPlacement("cosine", "layers", "Theory"),
+        "parameters": ChartPlacement("parameters", "layers", "Theory"),
+        "scores": ChartPlacement("outputs", "layers", "Theory"),
+        "plane": ChartPlacement("cosine", "samples", "Explore"),
+        "decisions": ChartPlacement("outputs", "samples", "Decisions"),
+        "accuracy": ChartPlacement("outputs", "samples", "Accuracy"),
+        "calibration": ChartPlacement("calibration"),
     }
 )
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A drawn chart: the figure, its alt text, all plotted numbers (unrounded), and notes."""
+    """A drawn chart: the plotly figure, its alt text, all plotted numbers (unrounded), and notes."""
 
     figure: go.Figure
     alt: str
@@ -66,7 +66,7 @@ _Render = Callable[[DriftRun, ChartOptions], Drawn]
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One chart and its metadata.
+    """A registered chart: its drawing function, title, caption, section and required columns.
 
     Attributes:
         name: its name, for example `layer-drift`.
@@ -95,18 +95,18 @@ class Chart:
     render: _Render
 
     @property
-    def place(self) -> Place:
-        """The place of the chart's section."""
+    def place(self) -> ChartPlacement:
+        """The report section, dashboard page and heading of the chart."""
         return SECTIONS[self.section]
 
     def missing(self, run: DriftRun, options: ChartOptions) -> str | None:
-        """Return None if the chart can be drawn, else a sentence with the command that adds what the run lacks."""
+        """Return None if the run has the chart's data, else what is missing and the command that adds it."""
         if self.lacks is not None:
             return self.lacks(run, options)
-        return lacking(run, options, *self.needs, also=self.also)
+        return missing_data_message(run, options, *self.needs, also=self.also)
 
     def draw(self, run: DriftRun, options: ChartOptions | None = None) -> Drawn:
-        """Draw the chart of `run`.
+        """Draw the chart of `run` as a plotly figure with notes and data.
 
         Raises:
             DataError: the run lacks numbers; the message names the command that adds them.
@@ -120,8 +120,8 @@ class Chart:
         drawn.figure.layout.uirevision = f"{run.id} {self.name} {astuple(replace(chosen, dark=False))}"
         return drawn
 
-    def attempt(self, run: DriftRun, options: ChartOptions) -> tuple[Drawn | None, str]:
-        """Return the drawn chart, or None and a sentence that says what the run lacks."""
+    def try_draw(self, run: DriftRun, options: ChartOptions) -> tuple[Drawn | None, str]:
+        """Draw the chart; return None and the reason if the run lacks the data."""
         try:
             lacking = self.missing(run, options)
             return (None, lacking) if lacking else (self.render(run, options), "")
@@ -133,7 +133,7 @@ charts: Registry[Chart] = Registry("chart", "driftlens_reports.charts", "driftle
 
 
 def chart(name: str, **declared: Any) -> Callable[[_Render], _Render]:
-    """Register a drawing function as the chart `name`; `declared` are the other attributes of `Chart`."""
+    """Register a drawing function as the chart `name`; `declared` are further attributes of `Chart`."""
 
     def register_chart(render: _Render) -> _Render:
         charts.register(name)(Chart(name=name, render=render, **declared))
@@ -142,23 +142,23 @@ def chart(name: str, **declared: Any) -> Callable[[_Render], _Render]:
     return register_chart
 
 
-def by_rank(entries: Iterable[Chart]) -> list[Chart]:
-    """Return charts in reading order."""
+def sort_by_rank(entries: Iterable[Chart]) -> list[Chart]:
+    """Return charts in display order: by rank, then by name."""
     return sorted(entries, key=lambda entry: (entry.rank, entry.name))
 
 
-def parts_of(page: str) -> dict[str, list[str]]:
-    """Return the names of the charts on a page of the dashboard, by heading."""
+def chart_names_by_heading(page: str) -> dict[str, list[str]]:
+    """Return the names of the charts on a dashboard page, keyed by heading."""
     parts: dict[str, list[str]] = {}
     for section, place in SECTIONS.items():
         if place.page == page:
-            entries = by_rank(entry for entry in charts.values() if entry.section == section)
+            entries = sort_by_rank(entry for entry in charts.values() if entry.section == section)
             parts.setdefault(place.part, []).extend(entry.name for entry in entries)
     return parts
 
 
-class Plots:
-    """The charts of one run as methods that take `ChartOptions` by keyword, for example `layer_drift(log=True)`."""
+class RunCharts:
+    """All charts of one run as methods that take `ChartOptions` by keyword, for example `layer_drift(log=True)`."""
 
     def __init__(self, run: DriftRun) -> None:
         self._run = run

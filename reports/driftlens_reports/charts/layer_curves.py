@@ -12,11 +12,11 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from driftlens.results.compare import Comparison
-from driftlens.results.formatting import error, number, percent
+from driftlens.results.formatting import format_error, format_number, format_percent
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import LAYERS
 from driftlens.utils.errors import DataError
-from driftlens.utils.variants import calibrated
+from driftlens.utils.variants import calibrated_variant
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
@@ -27,8 +27,8 @@ _LONE = 0.2
 
 
 @dataclass(frozen=True)
-class Curves:
-    """The content of a panel of curves over layers; `band` and `error` name columns of interval ends."""
+class CurvePanel:
+    """One panel of curves over layers; `band` and `error` name the columns of interval ends."""
 
     column: str
     title: str
@@ -40,8 +40,10 @@ class Curves:
     markers: tuple[str, str] | None = None
     line: float | None = None
 
-    def traces(self, rows: pd.DataFrame, brush: theme.Brush, *, opacity: float) -> Iterator[theme.Trace]:
-        """Yield the traces of one variant on one task, which share a legend entry.
+    def traces(
+        self, rows: pd.DataFrame, brush: theme.VariantPlotter, *, opacity: float
+    ) -> Iterator[theme.TraceSettings]:
+        """Yield the plotly traces of one variant on one task, which share a legend entry.
 
         Args:
             rows: rows of the layer table, sorted by layer.
@@ -50,32 +52,32 @@ class Curves:
         """
         if rows.empty:
             return
-        rows = panels.parted(rows)
+        rows = panels.insert_stream_gaps(rows)
         task, variant, layers = rows["task"].iloc[0], str(rows["variant"].iloc[0]), rows["layer"]
         if self.band:
-            yield band(rows, self.band[0], self.band[1], brush, opacity=opacity)
+            yield shaded_band(rows, self.band[0], self.band[1], brush, opacity=opacity)
         ends = (rows[self.error[0]], rows[self.error[1]]) if self.error else None
-        hover = {"text": [words.literal(f"{task}, {where}") for where in rows["where"]]}
+        hover = {"text": [words.escape_plotly(f"{task}, {where}") for where in rows["where"]]}
         template = f"%{{text}}<br>{self.column} %{{y:{self.number}}}"
         yield brush.line(variant, layers, rows[self.column], ends, hovertemplate=template, **hover)
         if self.markers:
             column, meaning = self.markers
-            style, template = brush.look(variant), f"%{{text}}<br>{meaning} %{{y:{theme.NUMBER}}}"
+            style, template = brush.style_of(variant), f"%{{text}}<br>{meaning} %{{y:{theme.NUMBER}}}"
             marker = {"color": style.colour, "symbol": f"{style.symbol}-open", "size": 7}
             hover |= {"mode": "markers", "marker": marker}
             yield brush.line(variant, layers, rows[column], hovertemplate=template, **hover)
 
 
-def draw_curves(
+def draw_layer_curves(
     run: DriftRun,
     rows: pd.DataFrame,
-    *kinds: Curves,
+    *kinds: CurvePanel,
     dark: bool,
     variants: Sequence[str] = (),
-    below: Sequence[theme.Trace] = (),
+    below: Sequence[theme.TraceSettings] = (),
     **settings: Any,
 ) -> go.Figure:
-    """Draw a row of panels per task, one panel of each kind.
+    """Draw curves over layers: one row of panels per task, one panel of each kind per row.
 
     Args:
         run: the run that the rows belong to.
@@ -87,36 +89,40 @@ def draw_curves(
         settings: further arguments of `panel_grid`.
     """
     tasks, shown = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
-    rows = picking.named_layers(run, rows)
-    placed: dict[str, Any] = {"titles": [*map(words.label, tasks)]}
+    rows = picking.add_layer_names(run, rows)
+    placed: dict[str, Any] = {"titles": [*map(words.escaped_label, tasks)]}
     if len(kinds) > 1:
         titles = [
-            f"{words.label(task, words.LONGEST_OF_TWO)}: {kind.name}" for task in tasks for kind in kinds
+            f"{words.escaped_label(task, words.LONGEST_OF_TWO)}: {kind.name}"
+            for task in tasks
+            for kind in kinds
         ]
         placed = {"titles": titles, "columns": len(kinds), "height": 150}
     grid = panels.panel_grid(
         **{**placed, **settings},
-        x_title=panels.layer_title(run),
+        x_title=panels.layer_axis_title(run),
         y_titles=[kind.title for kind in kinds],
-        legend=[words.shown(variant) for variant in shown],
+        legend=[words.variant_label(variant) for variant in shown],
         dark=dark,
     )
     opacity = min(0.14, 0.5 / max(1, len(shown)))  # the more bands lie over one another, the less
-    brush = theme.Brush(variants or run.variants, dark)
+    brush = theme.VariantPlotter(variants or run.variants, dark)
     grid.add(0, *below)
     for (task, _), line in rows.groupby(["task", "variant"], sort=False):
         for column, kind in enumerate(kinds):
             grid.add(tasks.index(task) * len(kinds) + column, *kind.traces(line, brush, opacity=opacity))
-    grid.add_lines("x", *panels.borders(rows))
+    grid.add_reference_lines("x", *panels.stream_boundaries(rows))
     for column, kind in enumerate(kinds):
         if kind.line is not None:
-            grid.add_lines("y", kind.line, column=column if len(kinds) > 1 else None)
-    grid.set_axes(x=panels.layer_axis(run), y=[kind.axis for kind in kinds])
+            grid.add_reference_lines("y", kind.line, column=column if len(kinds) > 1 else None)
+    grid.set_axes(x=panels.layer_axis_settings(run), y=[kind.axis for kind in kinds])
     return grid.figure
 
 
-def band(rows: pd.DataFrame, low: str, high: str, brush: theme.Brush, *, opacity: float) -> theme.Trace:
-    """Return the area between two columns. It has a gap where either column has no number.
+def shaded_band(
+    rows: pd.DataFrame, low: str, high: str, brush: theme.VariantPlotter, *, opacity: float
+) -> theme.TraceSettings:
+    """Return a shaded area between two columns over layers, with a gap where a number is missing.
 
     Args:
         rows: rows of one variant and task.
@@ -145,14 +151,14 @@ def band(rows: pd.DataFrame, low: str, high: str, brush: theme.Brush, *, opacity
         mode="lines",
         line={"width": 0},
         fill="toself",
-        fillcolor=theme.faded(brush.look(variant).colour, opacity),
+        fillcolor=theme.with_opacity(brush.style_of(variant).colour, opacity),
         legendgroup=variant,
         showlegend=False,
         hoverinfo="skip",
     )
 
 
-def _drawn_layer_chart(
+def _finish_layer_chart(
     run: DriftRun,
     figure: go.Figure,
     rows: pd.DataFrame,
@@ -161,7 +167,7 @@ def _drawn_layer_chart(
     notes: Sequence[str] = (),
 ) -> Drawn:
     data = rows[["task", "variant", "layer", "role", "path", "n", *columns]]
-    return Drawn(figure, alt, data, (*words.sample_notes(run, rows), *notes))
+    return Drawn(figure, alt, data, (*words.layer_sample_notes(run, rows), *notes))
 
 
 _DRIFTS = {
@@ -192,11 +198,11 @@ def _draw_layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     if options.relative:
         source, quantity, band = "drift_rel", "drift / expert norm", ()
         note = "Relative drift is a ratio of sums over samples, without a band."
-    title, axis = panels.titled(quantity, "layers", source), panels.value_axis(options)
-    kind = Curves(_DRIFTS[source], title, axis, band=band)
-    figure = draw_curves(run, rows, kind, dark=options.dark)
-    alt = f"{quantity[0].upper()}{quantity[1:]} by layer. {words.final_sentence(rows, kind.column)}"
-    return _drawn_layer_chart(run, figure, rows, kind.column, *band, alt=alt, notes=[note])
+    title, axis = panels.title_with_unit(quantity, "layers", source), panels.value_axis_settings(options)
+    kind = CurvePanel(_DRIFTS[source], title, axis, band=band)
+    figure = draw_layer_curves(run, rows, kind, dark=options.dark)
+    alt = f"{quantity[0].upper()}{quantity[1:]} by layer. {words.final_layer_sentence(rows, kind.column)}"
+    return _finish_layer_chart(run, figure, rows, kind.column, *band, alt=alt, notes=[note])
 
 
 _PARTS = {
@@ -222,22 +228,22 @@ _PARTS = {
 def _draw_decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     names = {source: name for name, (source, _) in _PARTS.items()}
     rows = picking.layer_rows(run, options).rename(columns=names)
-    norms = panels.value_axis(options)
+    norms = panels.value_axis_settings(options)
     axes = [norms, {**norms, "matches": "y"}, _AROUND_ZERO]  # norms in one unit compare
     kinds = [
-        Curves(
+        CurvePanel(
             name,
-            panels.titled(quantity, "layers", source),
+            panels.title_with_unit(quantity, "layers", source),
             axis,
             name,
             line=0.0 if axis is _AROUND_ZERO else None,
         )
         for (name, (source, quantity)), axis in zip(_PARTS.items(), axes, strict=True)
     ]
-    figure = draw_curves(run, rows, *kinds, dark=options.dark)
+    figure = draw_layer_curves(run, rows, *kinds, dark=options.dark)
     alt = "Local mismatch, propagation and cross term by layer. "
     alt += f"Mismatch: {words.peak_sentence(rows, 'mismatch')} Propagation: {words.peak_sentence(rows, 'propagation')}"
-    return _drawn_layer_chart(run, figure, rows, "reference", *_PARTS, alt=alt)
+    return _finish_layer_chart(run, figure, rows, "reference", *_PARTS, alt=alt)
 
 
 @chart(
@@ -265,23 +271,23 @@ def _draw_amplification(run: DriftRun, options: ChartOptions) -> Drawn:
     center, spread = rows["amplification"].astype(float), rows["Jacobian error"].astype(float)
     rows = rows.assign(lower=center * (1 - spread), upper=center * (1 + spread))
     ends = ends if rows[list(ends)].notna().any(axis=None) else ()
-    kind = Curves(
+    kind = CurvePanel(
         "amplification",
         error=ends,
-        title=panels.titled("amplification", "layers", "amplification"),
-        axis=panels.value_axis(options, zero=False, include=[1.0]),
+        title=panels.title_with_unit("amplification", "layers", "amplification"),
+        axis=panels.value_axis_settings(options, zero=False, include=[1.0]),
         band=("lower", "upper"),
         markers=("random gain", "mean gain on random directions"),
         line=1.0,
     )
     note = "Without Jacobians there is no band and no random gain."
     if spread.notna().any():
-        note = f"Largest Jacobian error {error(float(spread.max()))}, relative to the propagation."
-    figure = draw_curves(run, rows, kind, dark=options.dark)
+        note = f"Largest Jacobian error {format_error(float(spread.max()))}, relative to the propagation."
+    figure = draw_layer_curves(run, rows, kind, dark=options.dark)
     columns = ("amplification", *ends, "lower", "upper", *names.values(), "jacobian samples")
     note = f"{_ENDS} {note}" if ends else note
     alt = f"Amplification by layer, with a line at 1. {words.peak_sentence(rows, 'amplification')}"
-    return _drawn_layer_chart(run, figure, rows, *columns, alt=alt, notes=[note])
+    return _finish_layer_chart(run, figure, rows, *columns, alt=alt, notes=[note])
 
 
 CONTRIBUTED, REST = "share of final drift", "remainder"
@@ -318,33 +324,33 @@ def _draw_contributions_heatmap(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = rows[rows[CONTRIBUTED].notna().groupby(rows["variant"]).transform("any")]
     ends = [name for name in (_SHARE_LOW, _SHARE_HIGH) if rows[name].notna().any()]
     figure = _draw_share_heatmaps(run, rows, dark=options.dark)
-    peaks = words.peak_sentence(rows, CONTRIBUTED, percent)
+    peaks = words.peak_sentence(rows, CONTRIBUTED, format_percent)
     alt = f"Heatmap of signed shares of the final drift by task and layer. {peaks}"
-    notes = words.gap_notes(run, rows, CONTRIBUTED)
-    return _drawn_layer_chart(run, figure, rows, CONTRIBUTED, *ends, REST, alt=alt, notes=notes)
+    notes = words.empty_cell_notes(run, rows, CONTRIBUTED)
+    return _finish_layer_chart(run, figure, rows, CONTRIBUTED, *ends, REST, alt=alt, notes=notes)
 
 
 def _draw_share_heatmaps(run: DriftRun, rows: pd.DataFrame, *, dark: bool) -> go.Figure:
-    """Draw a row of shares per task, a panel per variant, above one colour bar."""
+    """Draw heatmaps of drift shares (task by layer), one per variant, with a common colour bar."""
     # Layers without rows are gaps too: left out, their neighbours' cells would grow over them.
     layers = [layer.index for layer in run.manifest.layers]
     # The remainder is a column after the last layer.
     columns = [*layers, layers[-1] + 1]
     tasks, variants = list(dict.fromkeys(rows["task"])), rows["variant"].unique()
-    rows = rows.assign(interval=theme.interval_texts(rows, _SHARE_LOW, _SHARE_HIGH))
+    rows = rows.assign(interval=theme.interval_hover_texts(rows, _SHARE_LOW, _SHARE_HIGH))
     wide = rows.pivot(index=["variant", "task"], columns="layer", values=[CONTRIBUTED, "interval"])
     rest = rows.groupby(["variant", "task"])[REST].max()
     grid = panels.panel_grid(
-        [words.shown(str(variant)) for variant in variants],
-        x_title=panels.layer_title(run),
+        [words.variant_label(str(variant)) for variant in variants],
+        x_title=panels.layer_axis_title(run),
         y_titles=["task"],
         columns=1,
         height=max(_ROW * len(tasks) + 8, _LEAST),
         dark=dark,
     )
-    places = [words.literal(run.layer_name(layer)) for layer in layers]
-    texts = [[f"{words.literal(task)}, {place}" for place in (*places, REST)] for task in tasks]
-    has_numbers = len(layers) <= _MOST_NUMBERED and not panels.is_narrow()
+    places = [words.escape_plotly(run.layer_name(layer)) for layer in layers]
+    texts = [[f"{words.escape_plotly(task)}, {place}" for place in (*places, REST)] for task in tasks]
+    has_numbers = len(layers) <= _MOST_NUMBERED and not panels.has_stacked_panels()
     for index, variant in enumerate(variants):
         table = wide.loc[variant].reindex(tasks)
         shares = table[CONTRIBUTED].reindex(columns=layers).assign(**{REST: rest.loc[variant]})
@@ -367,12 +373,14 @@ def _draw_share_heatmaps(run: DriftRun, rows: pd.DataFrame, *, dark: bool) -> go
             hovertemplate=f"%{{text}}<br>%{{z:{theme.SHARE}}}%{{hovertext}}<extra></extra>",
         )
         grid.add(index, cells)
-    grid.add_lines("x", *panels.borders(run.layers()))
-    longest = words.LONGEST_OF_TWO if panels.is_narrow() else words.LONGEST
-    names = [words.label(task, longest) for task in tasks]
+    grid.add_reference_lines("x", *panels.stream_boundaries(run.layers()))
+    longest = words.LONGEST_OF_TWO if panels.has_stacked_panels() else words.LONGEST
+    names = [words.escaped_label(task, longest) for task in tasks]
     ticks = {"tickvals": list(range(len(names))), "ticktext": names, "showgrid": False}
     first_on_top = {"range": [len(names) - 0.5, -0.5]}
-    grid.set_axes(x={**panels.layer_axis(run, "rest"), "showgrid": False}, y={**ticks, **first_on_top})
+    grid.set_axes(
+        x={**panels.layer_axis_settings(run, "rest"), "showgrid": False}, y={**ticks, **first_on_top}
+    )
     height, margin = grid.layout["height"], grid.layout["margin"]
     bar = {
         **{"thickness": 14, "outlinewidth": 0, "tickformat": theme.SHARE, "orientation": "h"},
@@ -383,7 +391,7 @@ def _draw_share_heatmaps(run: DriftRun, rows: pd.DataFrame, *, dark: bool) -> go
     # One symmetric scale for all panels: colours compare, and the middle is 0.
     highest = float(rows[[CONTRIBUTED, REST]].astype(float).abs().max(axis=None))
     ends = {"cmin": -highest, "cmax": highest, "colorscale": theme.palette(dark).diverging}
-    grid.lay_out(
+    grid.update_layout(
         plot_bgcolor=theme.palette(dark).gap,
         height=height + _BAR_BELOW,
         margin={"b": margin["b"] + _BAR_BELOW},
@@ -395,7 +403,7 @@ def _draw_share_heatmaps(run: DriftRun, rows: pd.DataFrame, *, dark: bool) -> go
 _MEAN, _CHANGE = "mean drift", "change of mean drift"
 
 
-def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
+def draw_mean_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw the mean drift over tasks by layer: a thick line per variant, a thin one per task."""
     column = "drift_rel" if options.relative else "drift_l2_mean"
     # The mean is over all tasks; chosen ones are only emphasised.
@@ -405,30 +413,32 @@ def mean_curves(run: DriftRun, options: ChartOptions) -> Drawn:
             "no drift was measured in this run", hint=f"`{LAYERS.command_to_fill([column])}` adds it."
         )
     quantity = "drift / expert norm" if options.relative else "mean L2 drift"
-    kind = Curves(_MEAN, panels.titled(quantity, "layers", column), panels.value_axis(options))
+    kind = CurvePanel(
+        _MEAN, panels.title_with_unit(quantity, "layers", column), panels.value_axis_settings(options)
+    )
     by_task = rows.pivot_table(index=["variant", "layer"], columns="task", values=column, sort=False)
     # A mean over fewer tasks would jump.
     means = by_task.mean(axis=1, skipna=False).rename(_MEAN).reset_index()
-    means = picking.ordered(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
-    means = _with_layer_columns(run, means)
-    where = {layer: words.literal(place) for layer, place in zip(rows["layer"], rows["where"], strict=True)}
+    means = picking.filter_and_sort(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
+    means = _add_layer_columns(run, means)
+    where = {
+        layer: words.escape_plotly(place) for layer, place in zip(rows["layer"], rows["where"], strict=True)
+    }
     thin = _single_task_curves(run, by_task, where, options)
-    figure = draw_curves(run, means, kind, dark=options.dark, below=thin, titles=[""])
+    figure = draw_layer_curves(run, means, kind, dark=options.dark, below=thin, titles=[""])
     # Zoom is kept when tasks or theme change, not when the unit does.
     figure.layout.uirevision = f"{run.id} mean {options.relative}"
-    alt = (
-        f"{quantity[0].upper()}{quantity[1:]} by layer, mean over tasks. {words.final_sentence(means, _MEAN)}"
-    )
-    note = f"Thick: mean over {words.counted(len(run.tasks), 'task')}; thin: each task."
+    alt = f"{quantity[0].upper()}{quantity[1:]} by layer, mean over tasks. {words.final_layer_sentence(means, _MEAN)}"
+    note = f"Thick: mean over {words.count_with_noun(len(run.tasks), 'task')}; thin: each task."
     return Drawn(figure, alt, means[["variant", "layer", "role", "path", _MEAN]], (note,))
 
 
 def _single_task_curves(
     run: DriftRun, by_task: pd.DataFrame, where: Mapping[int, str], options: ChartOptions
-) -> list[theme.Trace]:
-    """Return a line per task, those of chosen tasks emphasised."""
+) -> list[theme.TraceSettings]:
+    """Return one thin drift curve per task; the selected tasks are emphasised."""
     selected = set(options.tasks or ())
-    brush = theme.Brush(run.variants, options.dark)
+    brush = theme.VariantPlotter(run.variants, options.dark)
     thin = []
     for (variant, values), is_chosen in itertools.product(
         by_task.reset_index("layer").groupby("variant", sort=False), (False, True)
@@ -447,34 +457,38 @@ def _single_task_curves(
                 opacity=1.0 if is_chosen else 0.45,
                 showlegend=False,
                 text=[*map(where.get, values["layer"]), ""] * len(tasks),
-                customdata=[label for label in map(words.label, tasks) for _ in range(len(values) + 1)],
-                hovertemplate=f"%{{customdata}}, {words.shown(str(variant))}: %{{y:{theme.NUMBER}}}, %{{text}}"
+                customdata=[
+                    label for label in map(words.escaped_label, tasks) for _ in range(len(values) + 1)
+                ],
+                hovertemplate=f"%{{customdata}}, {words.variant_label(str(variant))}: %{{y:{theme.NUMBER}}}, %{{text}}"
                 "<extra></extra>",
             )
         )
     return thin
 
 
-def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark: bool) -> Drawn:
-    """Draw the mean drift of the merged model and of the layers that a calibration has finished, by layer index."""
-    measured, variant = run.layers(), calibrated(name)
+def draw_running_drift(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark: bool) -> Drawn:
+    """Draw the mean drift by layer of the merged model and of the layers calibrated so far by a running job."""
+    measured, variant = run.layers(), calibrated_variant(name)
     merged = measured[measured["variant"] == "merged"].groupby("layer")["drift_l2_mean"].mean()
     lines = {"merged": merged, variant: pd.Series(drifts, dtype=float).sort_index()}
     rows = pd.concat([line.rename_axis("layer").rename(_MEAN) for line in lines.values()], keys=lines)
-    rows = _with_layer_columns(run, rows.rename_axis(["variant", "layer"]).reset_index())
+    rows = _add_layer_columns(run, rows.rename_axis(["variant", "layer"]).reset_index())
     rows = rows.fillna({"role": "layer", "path": ""}).assign(task="mean over tasks")
-    title = panels.titled("mean L2 drift", "layers", "drift_l2_mean")
-    kind = Curves(_MEAN, title, {"tickformat": theme.TICK_NUMBER, "rangemode": "tozero"})
+    title = panels.title_with_unit("mean L2 drift", "layers", "drift_l2_mean")
+    kind = CurvePanel(_MEAN, title, {"tickformat": theme.TICK_NUMBER, "rangemode": "tozero"})
     # The style depends on the variants before it, so the line keeps it after the calibration.
     names = list(dict.fromkeys([*run.variants, *rows["variant"]]))
-    figure = draw_curves(run, rows, kind, dark=dark, variants=names, titles=[""])
+    figure = draw_layer_curves(run, rows, kind, dark=dark, variants=names, titles=[""])
     figure.layout.uirevision = f"{run.id} running {name}"
     state = "No layer is calibrated yet."
     if drifts:
         layer = max(drifts)
-        before = f", merged {number(float(merged[layer]))}" if layer in merged else ""
-        done = f"{words.counted(len(drifts), 'layer')} of {len(run.manifest.layers)}"
-        state = f"{done} so far; at {run.layer_name(layer)}: calibrated {number(drifts[layer])}{before}."
+        before = f", merged {format_number(float(merged[layer]))}" if layer in merged else ""
+        done = f"{words.count_with_noun(len(drifts), 'layer')} of {len(run.manifest.layers)}"
+        state = (
+            f"{done} so far; at {run.layer_name(layer)}: calibrated {format_number(drifts[layer])}{before}."
+        )
     return Drawn(
         figure,
         alt=f"Mean drift by layer while the calibration runs. {state}",
@@ -486,27 +500,29 @@ def running_curve(run: DriftRun, name: str, drifts: Mapping[int, float], *, dark
     )
 
 
-def _with_layer_columns(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
+def _add_layer_columns(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
     columns = {"layer": "index", "role": "role", "path": "path"}
     layers = {name: [getattr(entry, key) for entry in run.manifest.layers] for name, key in columns.items()}
-    return picking.named_layers(run, rows.merge(pd.DataFrame(layers), on="layer", how="left"))
+    return picking.add_layer_names(run, rows.merge(pd.DataFrame(layers), on="layer", how="left"))
 
 
-def change_curves(comparison: Comparison, *, dark: bool) -> Drawn:
+def draw_drift_change(comparison: Comparison, *, dark: bool) -> Drawn:
     """Draw the change of mean drift by layer between two runs: a panel per task, a line per pair of variants."""
     run = comparison.after
     # The compared layers as rows of a layer table, each pair under the name of the variant after.
     rows = comparison.layers.rename(columns={"after": "variant", "drift_change": _CHANGE})
     roles = {entry.index: entry.role for entry in run.manifest.layers}
     rows = rows.assign(role=rows["layer"].map(roles))
-    kind = Curves(_CHANGE, "change of L2 drift (feature units)", {"tickformat": theme.TICK_NUMBER}, line=0.0)
+    kind = CurvePanel(
+        _CHANGE, "change of L2 drift (feature units)", {"tickformat": theme.TICK_NUMBER}, line=0.0
+    )
     text, last = "Nothing was measured at the last layer.", rows[rows["layer"] == rows["layer"].max()]
     change = last[_CHANGE].dropna()
     if len(change):
-        fewer, mean = int((change < 0).sum()), number(float(change.mean()))
+        fewer, mean = int((change < 0).sum()), format_number(float(change.mean()))
         compared = f"{fewer} of {len(change)} comparisons"
         text = f"At the last layer it falls in {compared}; the mean change is {mean}."
-    figure = draw_curves(run, rows, kind, dark=dark)
+    figure = draw_layer_curves(run, rows, kind, dark=dark)
     figure.layout.uirevision = f"{comparison.before.id} {comparison.after.id} {comparison.pairs}"
     return Drawn(
         figure,

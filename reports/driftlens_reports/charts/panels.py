@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES
 from driftlens_reports.charts.picking import ChartOptions
-from driftlens_reports.charts.theme import SIZE, TICK_NUMBER, merged, palette, theme_layout
+from driftlens_reports.charts.theme import SIZE, TICK_NUMBER, deep_merge, palette, theme_layout
 
 _MOST_COLUMNS = 3
 _GAP, _TITLE, _BOTTOM = 34, 22, 56
@@ -30,8 +30,8 @@ Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 @contextmanager
-def one_column(is_narrow: bool = True) -> Iterator[None]:
-    """Stack panels in one column within the context, for a narrow window."""
+def stack_panels(is_narrow: bool = True) -> Iterator[None]:
+    """Stack the panels of all figures drawn within the context in one column, for a narrow window."""
     # A context variable, since a server draws for several windows at once.
     token = _ONE_COLUMN.set(is_narrow)
     try:
@@ -40,20 +40,20 @@ def one_column(is_narrow: bool = True) -> Iterator[None]:
         _ONE_COLUMN.reset(token)
 
 
-def is_narrow() -> bool:
+def has_stacked_panels() -> bool:
     """Return True if panels are stacked for a narrow window."""
     return _ONE_COLUMN.get()
 
 
-def titled(label: str, table: str, column: str) -> str:
+def title_with_unit(label: str, table: str, column: str) -> str:
     """Return an axis title with the unit of the column in brackets."""
     unit = TABLES[table].column(column).unit
     return f"{label} ({_UNITS.get(unit, unit)})"
 
 
-def layer_title(run: DriftRun) -> str:
-    """Return the title of the layer axis, which locates stem, head and the decoder's first layer."""
-    decoder = "".join(f", {border + 0.5:.0f} decoder's first" for border in borders(run.layers()))
+def layer_axis_title(run: DriftRun) -> str:
+    """Return the title of the layer axis, which gives the indices of stem, decoder start and head."""
+    decoder = "".join(f", {border + 0.5:.0f} decoder's first" for border in stream_boundaries(run.layers()))
     return f"layer (index: 1 stem{decoder}, {_last_layer_index(run)} head)"
 
 
@@ -61,8 +61,8 @@ def _last_layer_index(run: DriftRun) -> int:
     return max((layer.index for layer in run.manifest.layers), default=1)
 
 
-def layer_axis(run: DriftRun, beyond: str = "") -> dict[str, Any]:
-    """Return settings of an axis from stem to head; `beyond` names a further column after the head."""
+def layer_axis_settings(run: DriftRun, beyond: str = "") -> dict[str, Any]:
+    """Return plotly settings of the layer axis; `beyond` labels one more column after the head."""
     last = _last_layer_index(run)
     # Rounded up, so that the limit holds.
     step = -(-last // _MOST_TICKS)
@@ -76,11 +76,11 @@ def layer_axis(run: DriftRun, beyond: str = "") -> dict[str, Any]:
 
 
 def _initial_axis_range(low: float, high: float) -> dict[str, Any]:
-    """Return settings of an axis that shows `low` to `high` until the reader zooms."""
+    """Return plotly settings of an axis that initially shows `low` to `high`."""
     return {"include": [low, high], "clipmin": low, "clipmax": high}
 
 
-def parted(rows: pd.DataFrame) -> pd.DataFrame:
+def insert_stream_gaps(rows: pd.DataFrame) -> pd.DataFrame:
     """Insert an empty row after each feature stream (encoder, decoder), so that curves have a gap there."""
     if "stream" not in rows or rows["stream"].nunique(dropna=False) < 2:
         return rows
@@ -94,8 +94,8 @@ def parted(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts[:-1])
 
 
-def borders(rows: pd.DataFrame) -> list[float]:
-    """Return the positions on a layer axis where one feature stream ends and the next begins."""
+def stream_boundaries(rows: pd.DataFrame) -> list[float]:
+    """Return the layer-axis positions between encoder and decoder, where one feature stream ends."""
     if "stream" not in rows or rows["stream"].nunique(dropna=False) < 2:
         return []
     layers = rows.drop_duplicates("layer").sort_values("layer")
@@ -108,8 +108,10 @@ def _stream_numbers(rows: pd.DataFrame) -> pd.Series[int]:
     return streams.ne(streams.shift()).cumsum()
 
 
-def value_axis(options: ChartOptions, *, zero: bool = True, include: Sequence[float] = ()) -> dict[str, Any]:
-    """Return settings of a value axis: logarithmic if the options say so.
+def value_axis_settings(
+    options: ChartOptions, *, zero: bool = True, include: Sequence[float] = ()
+) -> dict[str, Any]:
+    """Return plotly settings of a value axis, logarithmic if the options ask for it.
 
     Args:
         options: the user's options.
@@ -126,8 +128,8 @@ def value_axis(options: ChartOptions, *, zero: bool = True, include: Sequence[fl
     }
 
 
-class Grid:
-    """Panels of one figure, filled row by row. Plotly validates the traces once, when `figure` is read."""
+class PanelGrid:
+    """A grid of panels in one plotly figure, filled row by row and validated once, in `figure`."""
 
     def __init__(self, kinds: int, panels: int, dark: bool, layout: Mapping[str, Any]) -> None:
         self.kinds, self.panels, self.dark = kinds, panels, dark
@@ -135,33 +137,33 @@ class Grid:
 
     @functools.cached_property
     def figure(self) -> go.Figure:
-        """The finished figure. Later changes to the grid have no effect on it."""
+        """The finished plotly figure. Later changes to the grid have no effect on it."""
         return go.Figure(self._traces, self.layout)
 
     def add(self, panel: int, *traces: Any) -> None:
-        """Draw `traces` in `panel`, counted from 0, the first one at the bottom."""
+        """Add plotly traces to a panel (counted from 0); the first trace is at the bottom."""
         for trace in traces:
             self._traces.append(
                 trace.update(xaxis=_plotly_axis_name("x", panel, ""), yaxis=_plotly_axis_name("y", panel, ""))
             )
 
-    def lay_out(self, **settings: Any) -> None:
-        """Update settings of the whole figure."""
-        self.layout = merged(self.layout, settings)
+    def update_layout(self, **settings: Any) -> None:
+        """Update layout settings of the whole figure."""
+        self.layout = deep_merge(self.layout, settings)
 
     def set_axis(self, letter: str, panel: int, **settings: Any) -> None:
-        """Update settings of one axis of `panel`."""
-        self.lay_out(**{_plotly_axis_name(letter, panel): settings})
+        """Update plotly settings of one axis of a panel."""
+        self.update_layout(**{_plotly_axis_name(letter, panel): settings})
 
     def set_axes(self, *, x: Settings = (), y: Settings = ()) -> None:
-        """Update settings of the axes of all panels: one mapping for all, or one per column."""
+        """Update plotly settings of the axes of all panels: one mapping for all, or one per column."""
         for letter, settings in (("x", x), ("y", y)):
             by_column = [settings] if isinstance(settings, Mapping) else settings
             for panel in range(self.panels if by_column else 0):
                 self.set_axis(letter, panel, **by_column[panel % len(by_column)])
 
-    def add_lines(self, letter: str, *values: float, column: int | None = None) -> None:
-        """Add thin lines at values of y, or dotted lines at values of x.
+    def add_reference_lines(self, letter: str, *values: float, column: int | None = None) -> None:
+        """Add horizontal reference lines at values of y, or dotted vertical ones at values of x.
 
         Args:
             letter: the axis of the values, "x" or "y".
@@ -189,8 +191,8 @@ class Grid:
                         },
                     )
 
-    def add_identity(self, panel: int, low: float, high: float) -> None:
-        """Add a thin line from (low, low) to (high, high)."""
+    def add_identity_line(self, panel: int, low: float, high: float) -> None:
+        """Add the identity line y = x from (low, low) to (high, high)."""
         self._add_line_shape(
             line={"color": palette(self.dark).quiet, "width": 1, "dash": "dot"},
             layer="below",
@@ -199,7 +201,7 @@ class Grid:
         )
 
     def annotate(self, panel: int, **settings: Any) -> None:
-        """Write into `panel`, at positions from 0 to 1."""
+        """Add text to a panel, at positions from 0 to 1."""
         refs = {f"{letter}ref": f"{_plotly_axis_name(letter, panel, '')} domain" for letter in "xy"}
         self.layout["annotations"] = [*self.layout["annotations"], {**refs, **settings}]
 
@@ -221,8 +223,8 @@ def panel_grid(
     height: int = 190,
     legend: Sequence[str] = (),
     below: int = 0,
-) -> Grid:
-    """Return a grid of empty panels.
+) -> PanelGrid:
+    """Create a grid of empty panels with titles, axis titles and a legend.
 
     Args:
         titles: one escaped title per panel.
@@ -238,7 +240,7 @@ def panel_grid(
     columns = min(columns, len(titles))
     # What differs from column to column would leave none of them the room for its titles. Parts of one have one.
     kinds = len(y_titles) if all(y_titles) else 0
-    if is_narrow() and kinds:
+    if has_stacked_panels() and kinds:
         columns = 1
     rows = -(-len(titles) // columns)
     columns = -(-len(titles) // rows)  # rows of like length: four panels are two and two
@@ -251,7 +253,7 @@ def panel_grid(
     theme = theme_layout(dark)
     # Of one row where the names are not known.
     wide = sum(_SYMBOL + _LEGEND_LETTER * len(html.unescape(name)) for name in legend)
-    top = 12 + _LEGEND_ROW * max(1, -(-wide // _LEGEND_WIDTHS[is_narrow()])) + _TITLE
+    top = 12 + _LEGEND_ROW * max(1, -(-wide // _LEGEND_WIDTHS[has_stacked_panels()])) + _TITLE
     settings = {
         **theme,
         **axes,
@@ -267,11 +269,11 @@ def panel_grid(
             if title
         ],
     }
-    return Grid(max(columns, kinds), len(titles), dark, settings)
+    return PanelGrid(max(columns, kinds), len(titles), dark, settings)
 
 
 def _equal_domains(count: int, gap: float) -> list[tuple[float, float]]:
-    """Return start and end of equal parts of [0, 1], with a gap between them."""
+    """Return the start and end of equal parts of [0, 1] with gaps, as domains of plotly axes."""
     size = (1 - gap * (count - 1)) / count
     starts = [part * (size + gap) for part in range(count)]
     return [(start, min(1.0, start + size)) for start in starts]

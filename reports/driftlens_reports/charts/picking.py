@@ -9,17 +9,17 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from driftlens.results.projection import thinned
-from driftlens.runs.run import DriftRun, is_live
+from driftlens.results.projection import stratified_subset
+from driftlens.runs.run import DriftRun, has_live_modules
 from driftlens.runs.schema import EXPLAIN, TABLES
 from driftlens.utils.errors import DataError, did_you_mean
-from driftlens.utils.variants import is_control, is_explained
-from driftlens_reports.charts.words import counted, spaced
+from driftlens.utils.variants import has_attribution, is_control
+from driftlens_reports.charts.words import count_with_noun, format_count
 
 
 @dataclass(frozen=True)
 class ChartOptions:
-    """The user's options. A figure depends on these and the run only.
+    """Options of a chart: tasks, variants, layer, scale and theme. A figure depends on these and the run only.
 
     Attributes:
         tasks: tasks to show; None is all.
@@ -41,36 +41,36 @@ class ChartOptions:
 
 
 def chosen_tasks(run: DriftRun, options: ChartOptions) -> list[str]:
-    """Return the tasks of the options in the order of the run.
+    """Return the selected tasks in the order of the run.
 
     Raises:
         DataError: the run lacks one of them.
     """
-    return _chosen_names("task", options.tasks, run.tasks)
+    return _select_names("task", options.tasks, run.tasks)
 
 
 def chosen_variants(run: DriftRun, options: ChartOptions, *, base: bool = False) -> list[str]:
-    """Return the variants of the options in the order of the run; without options no control and no base."""
+    """Return the selected variants in the order of the run; by default all but the base and anchor-only controls."""
     everything = [name for name in run.variants if name != "expert"]
     if options.variants is None:
         return [name for name in everything if (base or name != "base") and not is_control(name)]
-    return _chosen_names("variant", options.variants, everything)
+    return _select_names("variant", options.variants, everything)
 
 
 def layer_rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """Return rows of the layer table of the chosen tasks and variants, with layer names as `where`."""
-    return named_layers(run, chosen(run, options, run.layers()))
+    """Return the layer table of the selected tasks and variants; its column `where` has layer names."""
+    return add_layer_names(run, select_rows(run, options, run.layers()))
 
 
-def named_layers(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
-    """Add the layer's name, such as `block 5 (layer 7 of 8)`, as column `where`."""
+def add_layer_names(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
+    """Add a column `where` with the layer name, such as `block 5 (layer 7 of 8)`."""
     return rows.assign(
         where=rows["layer"].map({layer: run.layer_name(layer) for layer in rows["layer"].unique()})
     )
 
 
-def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -> pd.DataFrame:
-    """Return the rows of these tasks and variants, sorted in the given order and by layer.
+def filter_and_sort(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -> pd.DataFrame:
+    """Return the rows of the given tasks and variants, sorted in that order and by layer.
 
     Args:
         rows: rows of a table with columns `task` and `variant`.
@@ -85,10 +85,10 @@ def ordered(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -
     return rows.take(order[(places[0] >= 0)[order] & (places[1] >= 0)[order]]).reset_index(drop=True)
 
 
-def rows_at(
+def rows_at_layer(
     run: DriftRun, options: ChartOptions, table: Literal["layers", "samples"], *extra: str
 ) -> pd.DataFrame:
-    """Return a run's rows of the chosen layer, tasks and variants, in order.
+    """Return table rows of the selected layer, tasks and variants, in order.
 
     Args:
         run: the run.
@@ -100,38 +100,38 @@ def rows_at(
     layer = options.layer if run.manifest.layers else None
     rows = run.layers(layer=layer) if table == "layers" else run.samples(layer=layer)
     variants = dict.fromkeys([*extra, *chosen_variants(run, options)])
-    return ordered(rows, chosen_tasks(run, options), [*variants])
+    return filter_and_sort(rows, chosen_tasks(run, options), [*variants])
 
 
 def worst_task(run: DriftRun, tasks: Sequence[str], variant: str, layer: int | str = "final") -> str:
-    """Return the task with the variant's largest mean drift; the first task if none was measured."""
+    """Return the task on which the variant has the largest mean drift; the first task if none was measured."""
     rows = run.layers(layer=layer) if run.manifest.layers else run.layers()
     rows = rows[(rows["variant"] == variant) & rows["task"].isin(tasks) & rows["drift_l2_mean"].notna()]
     return str(rows.loc[rows["drift_l2_mean"].astype(float).idxmax(), "task"]) if len(rows) else tasks[0]
 
 
-def chosen(run: DriftRun, options: ChartOptions, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the chosen tasks and variants, in order."""
-    return ordered(rows, chosen_tasks(run, options), chosen_variants(run, options))
+def select_rows(run: DriftRun, options: ChartOptions, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the selected tasks and variants, in order."""
+    return filter_and_sort(rows, chosen_tasks(run, options), chosen_variants(run, options))
 
 
 def feature_name(run: DriftRun, options: ChartOptions) -> str:
-    """Return the name of the layer's feature in a sentence: "final feature"."""
+    """Return the name of the selected layer's feature for use in a sentence, such as "final feature"."""
     if options.layer == "final":
         return "final feature"
     return f"feature leaving {run.layer_name(run.layer_index(options.layer))}"
 
 
-def scored_samples(run: DriftRun, options: ChartOptions, *columns: str) -> pd.DataFrame:
-    """Return rows of the output table in which all `columns` are measured."""
+def measured_outputs(run: DriftRun, options: ChartOptions, *columns: str) -> pd.DataFrame:
+    """Return rows of the per-sample output table in which all `columns` are measured."""
     rows = run.outputs()
-    return chosen(run, options, rows[rows[list(columns)].notna().all(axis=1)])
+    return select_rows(run, options, rows[rows[list(columns)].notna().all(axis=1)])
 
 
-def lacking(
+def missing_data_message(
     run: DriftRun, options: ChartOptions, table: str, columns: Sequence[str], also: str = ""
 ) -> str | None:
-    """Return None if every column has a number for the chosen tasks and variants, else what adds some.
+    """Return None if all columns have numbers for the selection, else a message with the command that adds them.
 
     Args:
         run: the run.
@@ -151,20 +151,20 @@ def lacking(
     if not empty:
         return None
     layers = run.layers()
-    unexplained = {*filter(is_explained, layers.loc[layers["jacobian_samples"].isna(), "variant"])}
+    unexplained = {*filter(has_attribution, layers.loc[layers["jacobian_samples"].isna(), "variant"])}
     are_all = unexplained.isdisjoint(run.variants if nowhere else chosen)
     command = TABLES[table].command_to_fill(columns, is_explained=are_all)
     # An analysis with the same settings leaves out the same variants again.
-    if nowhere or (command.split(" --add ")[0] == EXPLAIN and any(map(is_explained, chosen))):
-        if is_live(run.manifest):
+    if nowhere or (command.split(" --add ")[0] == EXPLAIN and any(map(has_attribution, chosen))):
+        if has_live_modules(run.manifest):
             command = "dl.analyze(...)"  # no command can open live modules
-        return absent(table, nowhere or empty, command, also)
+        return missing_columns_message(table, nowhere or empty, command, also)
     names = f"{', '.join(empty)} of table {table}"
     return f"{names} not measured for {', '.join(chosen)}; choose another variant."
 
 
-def absent(table: str, columns: Sequence[str], command: str = "", also: str = "") -> str:
-    """Return the message for columns without numbers.
+def missing_columns_message(table: str, columns: Sequence[str], command: str = "", also: str = "") -> str:
+    """Return the message that columns have no numbers, with the command that adds them.
 
     Args:
         table: name of the table.
@@ -182,7 +182,7 @@ def _unmeasured_columns(rows: pd.DataFrame, columns: Sequence[str]) -> list[str]
     return [name for name in columns if name not in rows or not rows[name].notna().any()]
 
 
-def _chosen_names(kind: str, named: Sequence[str] | None, there: Sequence[str]) -> list[str]:
+def _select_names(kind: str, named: Sequence[str] | None, there: Sequence[str]) -> list[str]:
     if named is None:
         return list(there)
     for name in named:
@@ -194,10 +194,10 @@ def _chosen_names(kind: str, named: Sequence[str] | None, there: Sequence[str]) 
     return [name for name in there if name in named]
 
 
-def thinned_samples(
+def subsample_rows(
     rows: pd.DataFrame, options: ChartOptions, panels: int
 ) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """Return as many samples as the options allow points. A sample keeps all of its rows or none.
+    """Subsample the samples so that at most `max_points` points are plotted; a sample keeps all of its rows.
 
     Args:
         rows: a row per plotted point.
@@ -209,10 +209,10 @@ def thinned_samples(
     """
     key = ["task", "sample_id"]
     samples = rows[[*key, "label"]].drop_duplicates(key)
-    chosen = thinned(samples, max(1, options.max_points // max(1, panels)), ["task", "label"])
+    chosen = stratified_subset(samples, max(1, options.max_points // max(1, panels)), ["task", "label"])
     if len(chosen) == len(samples):
         return rows, ()
     present, kept = (pd.MultiIndex.from_frame(table[key]) for table in (rows, chosen))
-    few = spaced(len(chosen))
-    note = f"{few} of {counted(len(samples), 'sample')} shown, of every class alike."
+    few = format_count(len(chosen))
+    note = f"{few} of {count_with_noun(len(samples), 'sample')} shown, of every class alike."
     return rows[present.isin(kept)].reset_index(drop=True), (note,)

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from driftlens.config.requests import ProjectionRequest
-from driftlens.results.formatting import number, percent, signs
+from driftlens.results.formatting import format_number, format_percent, typeset_signs
 from driftlens.results.projection import Projection, project
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
@@ -26,8 +26,8 @@ def _mean_gain_text(row: pd.Series[Any]) -> str:
 
 
 def _paired_cosines(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """Return the baseline's cosine and the variant's cosine, a row per task, variant and sample."""
-    samples = picking.rows_at(run, options, "samples", _BASELINE)
+    """Return the cosine to the expert under baseline and variant, one row per task, variant and sample."""
+    samples = picking.rows_at_layer(run, options, "samples", _BASELINE)
     rivals = [name for name in picking.chosen_variants(run, options) if name != _BASELINE]
     measured = samples[samples["cos"].notna()].rename(columns={"cos": "cosine"})
     before = measured[measured["variant"] == _BASELINE][["task", "sample_id", "cosine"]]
@@ -38,7 +38,7 @@ def _paired_cosines(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 def _missing_pairs_message(run: DriftRun, options: ChartOptions) -> str | None:
     if len(_paired_cosines(run, options)):
         return None
-    lack = picking.lacking(run, options, "samples", ["cos"])
+    lack = picking.missing_data_message(run, options, "samples", ["cos"])
     return lack or f"needs a variant besides the merged model; choose one, or `{CALIBRATE}` adds one."
 
 
@@ -58,55 +58,55 @@ def _draw_sample_cosines(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _paired_cosines(run, options)
     gains = rows.assign(**{"mean gain": rows["cosine"] - rows["baseline cosine"]})
     means = gains.groupby(["task", "variant"], sort=False)["mean gain"].mean().reset_index()
-    drawn, thinned = picking.thinned_samples(rows, options, rows["variant"].nunique())
+    drawn, thinned = picking.subsample_rows(rows, options, rows["variant"].nunique())
     tasks, rivals = list(rows["task"].unique()), rows["variant"].unique()
-    baseline = variants.title(_BASELINE)
+    baseline = variants.display_name(_BASELINE)
     grid = panels.panel_grid(
-        [*map(words.label, tasks)],
-        x_title=f"cosine, {words.literal(baseline)}",
-        y_titles=[f"cosine, {words.shown(str(rivals[0])) if len(rivals) == 1 else 'others'}"],
+        [*map(words.escaped_label, tasks)],
+        x_title=f"cosine, {words.escape_plotly(baseline)}",
+        y_titles=[f"cosine, {words.variant_label(str(rivals[0])) if len(rivals) == 1 else 'others'}"],
         dark=options.dark,
     )
-    brush = theme.Brush(run.variants, options.dark)
+    brush = theme.VariantPlotter(run.variants, options.dark)
     for (task, variant), part in drawn.groupby(["task", "variant"], sort=False):
-        trace = brush.cloud(
+        trace = brush.scatter_trace(
             str(variant),
             part["baseline cosine"],
             part["cosine"],
             total=len(drawn),
-            text=theme.literal_column(part["sample_id"]).to_numpy(),
-            hovertemplate=f"%{{text}}<br>{words.literal(baseline)} %{{x:{theme.NUMBER}}}, "
-            f"{words.shown(str(variant))} %{{y:{theme.NUMBER}}}",
+            text=theme.escape_column(part["sample_id"]).to_numpy(),
+            hovertemplate=f"%{{text}}<br>{words.escape_plotly(baseline)} %{{x:{theme.NUMBER}}}, "
+            f"{words.variant_label(str(variant))} %{{y:{theme.NUMBER}}}",
         )
         grid.add(tasks.index(task), trace)
     # Axes start at 0, so that gains are not exaggerated; a cosine may be negative.
     low = min(0.0, float(rows[["baseline cosine", "cosine"]].min().min()))
     for panel, task in enumerate(tasks):
-        grid.add_identity(panel, low, 1)
+        grid.add_identity_line(panel, low, 1)
         # In the corner below the line where few points are.
         of_task = means[means["task"] == task]
         pairs = zip(of_task["variant"], of_task["mean gain"], strict=True)
-        lines = [signs(f"{words.shown(variant)} {gain:+.3f}") for variant, gain in pairs]
+        lines = [typeset_signs(f"{words.variant_label(variant)} {gain:+.3f}") for variant, gain in pairs]
         grid.annotate(
             panel,
             text="<br>".join(["mean gain", *lines]),
             **{"x": 0.98, "y": 0.03, "xanchor": "right", "yanchor": "bottom"},
             align="right",
             showarrow=False,
-            font=theme.ink(dark=options.dark),
+            font=theme.text_font(dark=options.dark),
             # Points may be under it.
-            bgcolor=theme.faded(brush.palette.surface, 0.8),
+            bgcolor=theme.with_opacity(brush.palette.surface, 0.8),
         )
-    grid.lay_out(legend=theme.LARGE_MARKS)
+    grid.update_layout(legend=theme.LARGE_MARKS)
     reach = [low - 0.03, 1.03]
     axis = {"range": reach, "tickformat": theme.TICK_NUMBER}
     grid.set_axes(x=axis, y=axis)
     return Drawn(
         grid.figure,
         alt=f"Mean gain in cosine of the {picking.feature_name(run, options)} over {baseline}: "
-        f"{words.spans(means, 'mean gain', _mean_gain_text)}.",
+        f"{words.min_max_by_variant(means, 'mean gain', _mean_gain_text)}.",
         data=drawn.merge(means, on=["task", "variant"], how="left"),
-        notes=(*thinned, *words.table_notes(run, rows, over_tasks=False)),
+        notes=(*thinned, *words.sample_count_notes(run, rows, over_tasks=False)),
     )
 
 
@@ -133,8 +133,8 @@ _INDICATIVE = (
 )
 
 
-def _task_to_draw(run: DriftRun, options: ChartOptions) -> str:
-    """Return the chosen task with the largest mean drift of the merged model."""
+def _worst_chosen_task(run: DriftRun, options: ChartOptions) -> str:
+    """Return the selected task on which the merged model has the largest mean drift."""
     tasks = picking.chosen_tasks(run, options)
     return picking.worst_task(run, tasks, "merged", options.layer) if len(tasks) > 1 else tasks[0]
 
@@ -143,10 +143,10 @@ def _variants_without_base(run: DriftRun, options: ChartOptions) -> list[str]:
     return [name for name in picking.chosen_variants(run, options) if name != "base"]
 
 
-def _missing_layout_message(run: DriftRun, options: ChartOptions) -> str | None:
-    task = _task_to_draw(run, options)
+def _no_projection_message(run: DriftRun, options: ChartOptions) -> str | None:
+    task = _worst_chosen_task(run, options)
     if not run.manifest.layers:
-        return picking.absent("layers", ["drift_l2_mean"])
+        return picking.missing_columns_message("layers", ["drift_l2_mean"])
     laid_out = _variants_without_base(run, options)
     if not laid_out:
         return "the layout leaves out the base; choose another variant."
@@ -165,7 +165,7 @@ def _missing_layout_message(run: DriftRun, options: ChartOptions) -> str | None:
     section="plane",
     rank=30,
     needs=("samples", ("drift_l2",)),
-    lacks=_missing_layout_message,
+    lacks=_no_projection_message,
     caption="Features of one task's diagnosis samples, expert and variants side by side in one joint layout, with "
     "quality numbers below each panel.",
     hint="Look for clusters of the expert that the merged model blurs or shifts and the calibrated one restores. "
@@ -173,15 +173,15 @@ def _missing_layout_message(run: DriftRun, options: ChartOptions) -> str | None:
     "panels. `driftlens view RUN` writes a page in which these samples move from model to model.",
 )
 def _draw_feature_panels(run: DriftRun, options: ChartOptions) -> Drawn:
-    task = _task_to_draw(run, options)
+    task = _worst_chosen_task(run, options)
     layout = project(run, task, ProjectionRequest(layer=options.layer), store_it=False)
     names = ["expert", *_variants_without_base(run, options)]
-    rows = _with_drifts_and_texts(run, task, layout.frame[layout.frame["variant"].isin(names)], options)
-    drawn, thinned = picking.thinned_samples(rows, options, len(names))
-    shares = [words.literal(percent(share)) for share in layout.explained_variance or ()]
+    rows = _add_drift_and_hover_text(run, task, layout.frame[layout.frame["variant"].isin(names)], options)
+    drawn, thinned = picking.subsample_rows(rows, options, len(names))
+    shares = [words.escape_plotly(format_percent(share)) for share in layout.explained_variance or ()]
     x_title, y_title = (f"PC {axis} ({share} of variance)" for axis, share in enumerate(shares, 1))
     grid = panels.panel_grid(
-        [words.label(variants.title(variant), _TITLE_LETTERS) for variant in names],
+        [words.escaped_label(variants.display_name(variant), _TITLE_LETTERS) for variant in names],
         x_title=x_title,
         y_titles=[y_title],
         columns=_COLUMNS,
@@ -189,10 +189,10 @@ def _draw_feature_panels(run: DriftRun, options: ChartOptions) -> Drawn:
         below=_BELOW,
         dark=options.dark,
     )
-    brush = theme.Brush(run.variants, options.dark)
+    brush = theme.VariantPlotter(run.variants, options.dark)
     for panel, variant in enumerate(names):
         points = drawn[drawn["variant"] == variant]
-        cloud = brush.cloud(
+        cloud = brush.scatter_trace(
             variant,
             points["x"],
             points["y"],
@@ -201,24 +201,26 @@ def _draw_feature_panels(run: DriftRun, options: ChartOptions) -> Drawn:
             hovertemplate="%{text}<extra></extra>",
         )
         grid.add(panel, cloud.update(showlegend=False))
-        _write_panel_numbers(grid, panel, x_title, layout.quality, variant)
+        _annotate_panel(grid, panel, x_title, layout.quality, variant)
     # Coordinates have no unit, so ticks would mean nothing.
     grid.set_axes(x=_BARE, y=_BARE)
     # One scale for x and y, as distances in all directions compare.
-    grid.lay_out(margin={"l": 48}, yaxis={"scaleanchor": "x"})
+    grid.update_layout(margin={"l": 48}, yaxis={"scaleanchor": "x"})
     quality = layout.quality[["variant", *_QUALITY]].rename(columns=_QUALITY)
     cosines = quality[quality["variant"].isin(names[1:])]
-    listed = words.by_variant(zip(cosines["variant"], cosines["mean cosine"].map(number), strict=True))
+    listed = words.join_by_variant(
+        zip(cosines["variant"], cosines["mean cosine"].map(format_number), strict=True)
+    )
     return Drawn(
         grid.figure,
         alt=f"{layout.method} layout of the {picking.feature_name(run, options)} on {task}. "
         f"Mean cosine to the expert: {listed}.",
         data=drawn.merge(quality, on="variant", how="left"),
-        notes=(*thinned, *_layout_notes(run, options, task, layout)),
+        notes=(*thinned, *_projection_notes(run, options, task, layout)),
     )
 
 
-def _with_drifts_and_texts(
+def _add_drift_and_hover_text(
     run: DriftRun, task: str, rows: pd.DataFrame, options: ChartOptions
 ) -> pd.DataFrame:
     drifts = run.samples(task, layer=options.layer)[["variant", "sample_id", "drift_l2"]]
@@ -229,31 +231,31 @@ def _with_drifts_and_texts(
 
 
 def _hover_text(row: dict[str, Any]) -> str:
-    lines = [words.literal(str(row["sample_id"]))]
-    lines += [] if pd.isna(row["label"]) else [f"class {words.literal(str(row['label']))}"]
-    lines += [] if pd.isna(row["drift"]) else [f"drift {number(float(row['drift']))}"]
-    lines += [words.label(row["text"], _LONGEST_TEXT)] if isinstance(row.get("text"), str) else []
+    lines = [words.escape_plotly(str(row["sample_id"]))]
+    lines += [] if pd.isna(row["label"]) else [f"class {words.escape_plotly(str(row['label']))}"]
+    lines += [] if pd.isna(row["drift"]) else [f"drift {format_number(float(row['drift']))}"]
+    lines += [words.escaped_label(row["text"], _LONGEST_TEXT)] if isinstance(row.get("text"), str) else []
     return "<br>".join(lines)
 
 
-def _layout_notes(run: DriftRun, options: ChartOptions, task: str, layout: Projection) -> list[str]:
-    notes = [f"Task {task}; {words.counted(int(layout.quality['n'].max()), 'diagnosis sample')}."]
+def _projection_notes(run: DriftRun, options: ChartOptions, task: str, layout: Projection) -> list[str]:
+    notes = [f"Task {task}; {words.count_with_noun(int(layout.quality['n'].max()), 'diagnosis sample')}."]
     if len(picking.chosen_tasks(run, options)) > 1:
         notes.append("Shown: the chosen task with the largest drift; choose one task to see another.")
     if "base" in picking.chosen_variants(run, options):
         notes.append("The layout leaves out the base: the base has no panel.")
-    return [*notes, *(f"{text}." for text in layout.notes), _INDICATIVE, *words.overlap_notes(run)]
+    return [*notes, *(f"{text}." for text in layout.notes), _INDICATIVE, *words.split_overlap_notes(run)]
 
 
-def _write_panel_numbers(
-    grid: panels.Grid, panel: int, x_title: str, quality: pd.DataFrame, variant: str
+def _annotate_panel(
+    grid: panels.PanelGrid, panel: int, x_title: str, quality: pd.DataFrame, variant: str
 ) -> None:
-    """Write the axis title and a variant's numbers below `panel`; the expert has none but trustworthiness."""
+    """Write the variant's mean cosine, drift, neighbour overlap and trustworthiness below its panel."""
     row = quality[quality["variant"] == variant].iloc[0]
     # A line is no wider than a panel in a telephone's window.
-    lines = [f"cosine {number(row['mean_cosine'])}, drift {number(row['mean_drift'])}"]
-    lines = [] if variant == "expert" else [*lines, f"neighbours {number(row['knn_overlap'])}"]
-    lines.append(f"trust {number(row['trustworthiness'])}")
+    lines = [f"cosine {format_number(row['mean_cosine'])}, drift {format_number(row['mean_drift'])}"]
+    lines = [] if variant == "expert" else [*lines, f"neighbours {format_number(row['knn_overlap'])}"]
+    lines.append(f"trust {format_number(row['trustworthiness'])}")
     grid.set_axis("x", panel, title={"text": "<br>".join([x_title, *lines])})
 
 
@@ -278,25 +280,25 @@ _FLIPPED_SHARE = "share flipped, all margins"
     "Score scales differ between tasks: choose one task to compare.",
 )
 def _draw_decision_flips(run: DriftRun, options: ChartOptions) -> Drawn:
-    samples = picking.scored_samples(run, options, "flipped", "margin")
+    samples = picking.measured_outputs(run, options, "flipped", "margin")
     # Without gaps nullable columns become plain ones, which numpy can mask.
     samples = samples.astype({"flipped": bool, "margin": float})
     rows = _margin_histogram(samples)
     names = list(rows["variant"].unique())
     grid = panels.panel_grid(
-        [words.shown(variant) for variant in names],
+        [words.variant_label(variant) for variant in names],
         x_title="expert's margin (score units)",
         y_titles=["samples (count)"],
         columns=len(names) if len(names) <= 4 else 3,
         height=220,
         dark=options.dark,
     )
-    brush = theme.Brush(names, options.dark)
+    brush = theme.VariantPlotter(names, options.dark)
     for panel, variant in enumerate(names):
         part = rows[rows["variant"] == variant]
         texts = [
-            f"margin {number(row['from'])} to {number(row['to'])}<br>{row[_FLIPPED]} of "
-            f"{words.counted(row[_FLIPPED] + row[_KEPT], 'sample')} flipped"
+            f"margin {format_number(row['from'])} to {format_number(row['to'])}<br>{row[_FLIPPED]} of "
+            f"{words.count_with_noun(row[_FLIPPED] + row[_KEPT], 'sample')} flipped"
             for row in part.to_dict("records")
         ]
         for outcome, (shade, hatch) in _LOOKS.items():
@@ -313,20 +315,20 @@ def _draw_decision_flips(run: DriftRun, options: ChartOptions) -> Drawn:
                 text=texts,
                 textposition="none",
                 hovertemplate=f"%{{text}}<extra>{outcome}</extra>",
-                **brush.named(outcome, outcome),
+                **brush.legend_settings(outcome, outcome),
             )
             grid.add(panel, bars)
-    grid.lay_out(barmode="stack", bargap=0)
+    grid.update_layout(barmode="stack", bargap=0)
     ticks = {"tickformat": theme.TICK_NUMBER}
     grid.set_axes(x=ticks, y={**ticks, "rangemode": "tozero"})
-    shares = rows.groupby("variant", sort=False)[_FLIPPED_SHARE].first().map(percent)
-    listed = words.by_variant(shares.items())
+    shares = rows.groupby("variant", sort=False)[_FLIPPED_SHARE].first().map(format_percent)
+    listed = words.join_by_variant(shares.items())
     alt = f"Share of the expert's decisions that flip: {listed}."
-    return Drawn(grid.figure, alt, rows, tuple(words.table_notes(run, samples)))
+    return Drawn(grid.figure, alt, rows, tuple(words.sample_count_notes(run, samples)))
 
 
 def _margin_histogram(samples: pd.DataFrame) -> pd.DataFrame:
-    """Count kept and flipped samples by variant and margin, in bins of equal width from 0."""
+    """Count kept and flipped decisions by variant and expert margin, in bins of equal width."""
     top = float(samples["margin"].max()) or 1.0
     edges = np.linspace(0, top, _BINS + 1)
     bins = []
@@ -350,8 +352,8 @@ _ACTUAL, _USE = "score drift", "median share of the certified bound used"
 
 
 def _score_drift_bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
-    """Return score drift and its bound by each estimate of the gain (Eq. 7), a row per task, variant and sample."""
-    outputs = picking.scored_samples(run, options, "score_drift_l2")
+    """Return score drift and its bound (Eq. 7) under each gain estimate, one row per task, variant and sample."""
+    outputs = picking.measured_outputs(run, options, "score_drift_l2")
     final = run.samples(layer="final" if run.manifest.layers else None)
     drifts = final[["task", "variant", "sample_id", "drift_l2"]]
     rows = outputs.merge(drifts, on=["task", "variant", "sample_id"], how="left")
@@ -381,7 +383,7 @@ def _draw_score_drift_bound(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _score_drift_bounds(run, options)
     share = rows[_ACTUAL] / rows["certified"].where(rows["certified"] > 0)
     rows = rows.assign(**{_USE: share.groupby(rows["variant"], sort=False).transform("median")})
-    drawn, thinned = picking.thinned_samples(rows, options, len(_ESTIMATES) * rows["variant"].nunique())
+    drawn, thinned = picking.subsample_rows(rows, options, len(_ESTIMATES) * rows["variant"].nunique())
     names = list(drawn["variant"].unique())
     grid = panels.panel_grid(
         [title for _, title in _ESTIMATES.values()],
@@ -390,10 +392,10 @@ def _draw_score_drift_bound(run: DriftRun, options: ChartOptions) -> Drawn:
         columns=2,
         height=230,
         dark=options.dark,
-        legend=[words.shown(str(name)) for name in names],
+        legend=[words.variant_label(str(name)) for name in names],
     )
-    brush = theme.Brush(run.variants, options.dark)
-    texts = (theme.literal_column(drawn["task"]) + ", " + theme.literal_column(drawn["sample_id"])).to_numpy()
+    brush = theme.VariantPlotter(run.variants, options.dark)
+    texts = (theme.escape_column(drawn["task"]) + ", " + theme.escape_column(drawn["sample_id"])).to_numpy()
     # Without a drift or a finite bound, a sample has no place on logarithmic axes.
     drawable = {
         name: (drawn[name] > 0) & np.isfinite(drawn[name]) & (drawn[_ACTUAL] > 0) for name in _ESTIMATES
@@ -401,7 +403,7 @@ def _draw_score_drift_bound(run: DriftRun, options: ChartOptions) -> Drawn:
     for panel, estimate in enumerate(_ESTIMATES):
         for variant in names:
             is_shown = ((drawn["variant"] == variant) & drawable[estimate]).to_numpy()
-            trace = brush.cloud(
+            trace = brush.scatter_trace(
                 variant,
                 drawn.loc[is_shown, estimate],
                 drawn.loc[is_shown, _ACTUAL],
@@ -414,25 +416,25 @@ def _draw_score_drift_bound(run: DriftRun, options: ChartOptions) -> Drawn:
     values = values[np.isfinite(values) & (values > 0)]
     reach = (float(values.min()), float(values.max())) if len(values) else (1.0, 10.0)
     for panel in range(len(_ESTIMATES)):
-        grid.add_identity(panel, *reach)
-    grid.lay_out(legend=theme.LARGE_MARKS)
+        grid.add_identity_line(panel, *reach)
+    grid.update_layout(legend=theme.LARGE_MARKS)
     # Of two decades plotly else writes every digit, one over the other.
     step = "D2" if reach[1] < 1000 * reach[0] else 1
     axis = {"type": "log", "tickformat": theme.TICK_NUMBER, "minor": {"ticks": "outside"}, "dtick": step}
     grid.set_axes(x=axis, y=axis)
     lost = sum(int((~is_drawn).sum()) for is_drawn in drawable.values())
     why = "without a place on logarithmic axes (no drift or no finite bound)."
-    left_out = [f"{words.counted(lost, 'point')} {why}"] if lost else []
-    counts, *overlaps = words.table_notes(run, rows, over_tasks=False)
+    left_out = [f"{words.count_with_noun(lost, 'point')} {why}"] if lost else []
+    counts, *overlaps = words.sample_count_notes(run, rows, over_tasks=False)
     return Drawn(grid.figure, _bound_usage_sentence(rows), drawn, (*thinned, counts, *left_out, *overlaps))
 
 
 def _bound_usage_sentence(rows: pd.DataFrame) -> str:
-    """Return how many samples exceed the certified bound (none may), and the share of it that they use."""
+    """Return a sentence on how many samples exceed the certified bound of the score drift, and how tight it is."""
     measured = rows[np.isfinite(rows["certified"]) & (rows["certified"] > 0)]
     # A relative tolerance for rounding, as drift and bound may be equal.
     over = int((measured[_ACTUAL] > measured["certified"] * (1 + 1e-6)).sum())
     medians = measured.drop_duplicates("variant").set_index("variant")[_USE]
-    used = words.by_variant(medians.astype(float).map(percent).items())
-    above = f"{words.counted(over, 'sample')} of {len(measured)} above the certified bound."
+    used = words.join_by_variant(medians.astype(float).map(format_percent).items())
+    above = f"{words.count_with_noun(over, 'sample')} of {len(measured)} above the certified bound."
     return f"{above} Median share of it used: {used}."

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from driftlens.results.calibration_summary import arena_rows
-from driftlens.results.formatting import number
-from driftlens.results.sweep_results import over_seeds
+from driftlens.results.calibration_summary import leaderboard_rows
+from driftlens.results.formatting import format_number
+from driftlens.results.sweep_results import mean_over_seeds
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import SWEEPS
-from driftlens.utils.variants import METRICS, calibrated
+from driftlens.utils.variants import METRICS, calibrated_variant
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 from driftlens_reports.charts.per_task import AVERAGE
@@ -42,7 +42,7 @@ class _SweepMeasure(NamedTuple):
 def _available_measures(rows: pd.DataFrame, options: ChartOptions) -> list[_SweepMeasure]:
     column = "drift_rel" if options.relative else "drift_l2_mean"
     quantity = "final drift / expert norm" if options.relative else "mean final drift"
-    drift = _SweepMeasure(column, panels.titled(quantity, "sweeps", column))
+    drift = _SweepMeasure(column, panels.title_with_unit(quantity, "sweeps", column))
     scores = [
         _SweepMeasure(metric.name, f"{metric.title} (% of test samples)", theme.SHARE, theme.TICK_SHARE)
         if metric.kind == "share"
@@ -93,7 +93,7 @@ def _draw_sweeps(run: DriftRun, options: ChartOptions) -> Drawn:
         below=20,  # for the titles of the x axes
         dark=options.dark,
     )
-    brush, curves = theme.Brush([_CALIBRATED], options.dark), []
+    brush, curves = theme.VariantPlotter([_CALIBRATED], options.dark), []
     for panel, (setting, measure) in enumerate(pairs):
         curves.append(_points_by_task(rows[rows["sweep"] == setting], setting, measure.column))
         grid.add(panel, *_sweep_curves(curves[-1], setting, measure, brush))
@@ -104,7 +104,9 @@ def _draw_sweeps(run: DriftRun, options: ChartOptions) -> Drawn:
     means = data[(data["measure"] == main_measure.column) & (data["task"] == main) & data["mean"].notna()]
     # The lowest and the highest mean of each sweep, with the setting's value there.
     spans = [
-        words.span(sweep, "mean", lambda row, key=str(name): f"{number(row['mean'])} at {key} {row[key]:g}")
+        words.min_max_text(
+            sweep, "mean", lambda row, key=str(name): f"{format_number(row['mean'])} at {key} {row[key]:g}"
+        )
         for name, sweep in means.groupby("sweep", sort=False)
     ]
     alt = f"Sweeps of {', '.join(settings)}; {main_measure.title}, {main}: {'; '.join(spans)}."
@@ -122,32 +124,33 @@ def _x_axis_settings(rows: pd.DataFrame, setting: str) -> dict[str, Any]:
 
 
 def _sweep_curves(
-    points: pd.DataFrame, setting: str, measure: _SweepMeasure, brush: theme.Brush
-) -> Iterator[theme.Trace]:
-    """Yield a thin line per task, and last a thick one with whiskers for their mean."""
+    points: pd.DataFrame, setting: str, measure: _SweepMeasure, brush: theme.VariantPlotter
+) -> Iterator[theme.TraceSettings]:
+    """Yield a thin curve per task, then a thick one with error bars for the mean over tasks."""
     main = _mean_or_single_task(points)
     for task, curve in points.groupby("task", sort=False):
-        name = words.label(str(task))
+        name = words.escaped_label(str(task))
         hover = f"{name}<br>{setting} %{{x:{theme.NUMBER}}}: %{{y:{measure.number}}}<extra></extra>"
         if task != main:
             thin = {"line": {"color": brush.palette.quiet, "width": 1, "dash": None}, "opacity": 0.6}
-            look = {"mode": "lines", **thin, **brush.named("tasks", "each task")}
+            look = {"mode": "lines", **thin, **brush.legend_settings("tasks", "each task")}
             yield brush.line(_CALIBRATED, curve[setting], curve["mean"], hovertemplate=hover, **look)
             continue
         spread = curve["std over seeds"].astype(float)
         # With one seed there are no whiskers; those of length 0 would claim certainty.
         ends = (curve["mean"] - spread, curve["mean"] + spread) if spread.notna().any() else None
-        look = brush.named("mean", name)
+        look = brush.legend_settings("mean", name)
         yield brush.line(_CALIBRATED, curve[setting], curve["mean"], ends, hovertemplate=hover, **look)
 
 
 def _sweep_notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
     seeds = rows.groupby(["sweep", "point"])["seed"].nunique()
-    notes = [f"{words.ranged(seeds, 'seed')} per point; {words.counted(rows['task'].nunique(), 'task')}."]
+    tasks = words.count_with_noun(rows["task"].nunique(), "task")
+    notes = [f"{words.count_range_with_noun(seeds, 'seed')} per point; {tasks}."]
     if seeds.max() == 1:
         notes.append("With one seed there is no spread to show.")
     if rows["n_test"].notna().any():
-        notes.append(f"{words.ranged(rows['n_test'].dropna(), 'test sample')} per task.")
+        notes.append(f"{words.count_range_with_noun(rows['n_test'].dropna(), 'test sample')} per task.")
     others = [str(name) for name in run.sweeps()["sweep"].unique() if name not in _SETTINGS]
     if others:
         notes.append(f"Not drawn here: {', '.join(others)}.")
@@ -155,10 +158,10 @@ def _sweep_notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
 
 
 def _points_by_task(rows: pd.DataFrame, setting: str, measure: str) -> pd.DataFrame:
-    """Return the points of every task, and of their mean if there are several."""
+    """Return the sweep points of every task, and of their mean if there are several tasks."""
     rows, tasks = rows.astype({setting: float}), rows["task"].nunique()
-    parts = {str(task): over_seeds(of_task, setting, measure) for task, of_task in rows.groupby("task")}
-    parts |= {AVERAGE: over_seeds(rows, setting, measure, tasks)} if tasks > 1 else {}
+    parts = {str(task): mean_over_seeds(of_task, setting, measure) for task, of_task in rows.groupby("task")}
+    parts |= {AVERAGE: mean_over_seeds(rows, setting, measure, tasks)} if tasks > 1 else {}
     points = pd.concat([part.assign(task=task) for task, part in parts.items()], ignore_index=True)
     columns = ["task", setting, "mean", "std over seeds", "seeds"]
     return points[columns].assign(sweep=setting, measure=measure)
@@ -169,8 +172,8 @@ def _mean_or_single_task(points: pd.DataFrame) -> str:
 
 
 def _scored_models(run: DriftRun) -> pd.DataFrame:
-    """Return rows of the base, the merged model, scored calibrations and the experts."""
-    rows = pd.DataFrame(arena_rows(run))
+    """Return scores of the base, the merged model, the calibrations and the experts, one row each."""
+    rows = pd.DataFrame(leaderboard_rows(run))
     return rows[rows["score"].notna()]
 
 
@@ -199,21 +202,21 @@ def _draw_gain_against_cost(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = _scored_models(run)
     is_made = rows["method"].notna()
     points = rows[is_made]
-    traces, brush = list[theme.Trace](), theme.Brush(run.variants, options.dark)
+    traces, brush = list[theme.TraceSettings](), theme.VariantPlotter(run.variants, options.dark)
     # The middle of a logarithmic axis, from which names point inwards.
     middle = math.sqrt(points["seconds"].min() * points["seconds"].max())
     for index, row in points.iterrows():
         repair = points.loc[[index]]
         point = brush.line(
-            calibrated(str(row["model"])),
+            calibrated_variant(str(row["model"])),
             repair["seconds"],
             repair["score"],
             (repair["low"], repair["high"]),
             marker_size=11,
             mode="markers+text",
-            text=[words.label(str(row["model"]))],
+            text=[words.escaped_label(str(row["model"]))],
             textposition="top right" if row["seconds"] <= middle else "top left",
-            textfont=theme.ink(dark=options.dark),
+            textfont=theme.text_font(dark=options.dark),
             showlegend=False,
             hovertemplate="%{text}<br>%{y:.1%}, %{x:.3g} s",
         )
@@ -226,9 +229,9 @@ def _draw_gain_against_cost(run: DriftRun, options: ChartOptions) -> Drawn:
         part = "expert" if row["model"] == "experts" else str(row["model"])
         figure.add_hline(
             row["score"],
-            line={"color": brush.look(part).colour, "width": 1, "dash": "dot"},
-            annotation_text=words.label(str(row["model"])),
-            annotation_font=theme.ink(dark=options.dark),
+            line={"color": brush.style_of(part).colour, "width": 1, "dash": "dot"},
+            annotation_text=words.escaped_label(str(row["model"])),
+            annotation_font=theme.text_font(dark=options.dark),
             annotation_position=place,
         )
     figure.update_xaxes(title_text="seconds of calibrating", type="log", dtick="D2", tickformat=",~g")

@@ -12,9 +12,9 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.colors import hex_to_rgb
 
-from driftlens.results.formatting import percent
-from driftlens.utils.variants import Part, part_of
-from driftlens_reports.charts.words import label, literal, shown
+from driftlens.results.formatting import format_percent
+from driftlens.utils.variants import Part, variant_kind
+from driftlens_reports.charts.words import escape_plotly, escaped_label, variant_label
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 # Font sizes in pixels: titles and legend; ticks and panel text.
@@ -28,7 +28,7 @@ TICK_NUMBER, TICK_SHARE = ".3~g", ".0~%"
 
 @dataclass(frozen=True)
 class Palette:
-    """Colours of one theme.
+    """Colours of the light or the dark theme.
 
     `roles`: by part the shades of its variants; `gap`: where a heatmap has no number; `tones`: of sentences.
     """
@@ -91,8 +91,8 @@ def palette(dark: bool) -> Palette:
 
 
 @dataclass(frozen=True)
-class Look:
-    """The style of one variant: colour, marker, dash and hatch."""
+class VariantStyle:
+    """The plot style of one variant: colour, marker, dash and hatch."""
 
     colour: str
     symbol: str
@@ -118,29 +118,29 @@ _MARKS: Mapping[Part, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
 }
 
 
-def look(variants: Sequence[str], variant: str, *, dark: bool) -> Look:
-    """Return the style of `variant`. It depends on all variants of the run, not on those a figure shows.
+def variant_style(variants: Sequence[str], variant: str, *, dark: bool) -> VariantStyle:
+    """Return the plot style of `variant`, fixed by its rank among all variants of the run.
 
     Args:
         variants: all variants of the run.
         variant: the variant to draw.
         dark: True for the dark theme.
     """
-    part = part_of(variant)
-    alike = [name for name in variants if part_of(name) == part]
+    part = variant_kind(variant)
+    alike = [name for name in variants if variant_kind(name) == part]
     index = alike.index(variant) if variant in alike else 0
     # Styles repeat if there are more variants than marks.
-    return Look(*(marks[index % len(marks)] for marks in (palette(dark).roles[part], *_MARKS[part])))
+    return VariantStyle(*(marks[index % len(marks)] for marks in (palette(dark).roles[part], *_MARKS[part])))
 
 
-def faded(colour: str, opacity: float) -> str:
-    """Return `colour` (#RRGGBB) with an opacity in [0, 1]."""
+def with_opacity(colour: str, opacity: float) -> str:
+    """Return `colour` (#RRGGBB) as an rgba colour with an opacity in [0, 1]."""
     red, green, blue = hex_to_rgb(colour)
     return f"rgba({red},{green},{blue},{opacity:g})"
 
 
 def themed_figure(*traces: Any, dark: bool, height: int, **settings: Any) -> go.Figure:
-    """Return a figure with the theme's layout, updated by `settings`.
+    """Return a plotly figure with the theme's layout, updated by `settings`.
 
     Args:
         traces: traces of the figure.
@@ -148,13 +148,13 @@ def themed_figure(*traces: Any, dark: bool, height: int, **settings: Any) -> go.
         height: height in pixels.
         settings: further layout settings.
     """
-    return go.Figure([*traces], merged(theme_layout(dark), {"height": height, **settings}))
+    return go.Figure([*traces], deep_merge(theme_layout(dark), {"height": height, **settings}))
 
 
-def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two nested mappings; values of `new` win."""
+def deep_merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two nested mappings recursively; values of `new` win."""
     both = {
-        name: merged(old[name], new[name])
+        name: deep_merge(old[name], new[name])
         for name in old.keys() & new.keys()
         if isinstance(old[name], Mapping) and isinstance(new[name], Mapping)
     }
@@ -162,7 +162,7 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def theme_layout(dark: bool) -> dict[str, Any]:
-    """Return the layout settings of the theme."""
+    """Return the plotly layout settings of the light or the dark theme."""
     colours = palette(dark)
     axis = {
         "gridcolor": colours.grid,
@@ -193,7 +193,7 @@ def theme_layout(dark: bool) -> dict[str, Any]:
             "xanchor": "left",
             "x": 0,
             "font": {"size": SIZE},
-            "bgcolor": faded(colours.surface, 0),
+            "bgcolor": with_opacity(colours.surface, 0),
         },
         "hoverlabel": {
             "bgcolor": colours.surface,
@@ -211,16 +211,16 @@ def theme_layout(dark: bool) -> dict[str, Any]:
 LARGE_MARKS = {"itemsizing": "constant"}
 
 
-class Trace(dict[str, Any]):
-    """Settings of a trace, which plotly checks once, with its figure, and not whenever some are added."""
+class TraceSettings(dict[str, Any]):
+    """Settings of a plotly trace as a dict, validated once with the figure instead of on every update."""
 
-    def update(self, **settings: Any) -> Trace:  # type: ignore[override]
-        """Merge these settings into the trace and return it."""
-        super().update(merged(self, settings))
+    def update(self, **settings: Any) -> TraceSettings:  # type: ignore[override]
+        """Merge settings into the trace recursively and return it."""
+        super().update(deep_merge(self, settings))
         return self
 
 
-scatter, bar, heatmap = (partial(Trace, type=kind) for kind in ("scatter", "bar", "heatmap"))
+scatter, bar, heatmap = (partial(TraceSettings, type=kind) for kind in ("scatter", "bar", "heatmap"))
 
 # The low and high ends of intervals, a row each.
 Ends = tuple["pd.Series[Any]", "pd.Series[Any]"]
@@ -232,8 +232,8 @@ _MOST_SVG = 5000
 
 
 @dataclass(frozen=True)
-class Brush:
-    """Draws the variants of a run in one figure, each in its style and with one legend entry."""
+class VariantPlotter:
+    """Creates the traces of a run's variants, each in its style and with one legend entry per figure."""
 
     variants: Sequence[str]
     dark: bool
@@ -241,18 +241,18 @@ class Brush:
 
     @property
     def palette(self) -> Palette:
-        """The theme's colours."""
+        """The colours of the figure's theme."""
         return palette(self.dark)
 
-    def look(self, variant: str) -> Look:
-        """Return the style of a variant."""
-        return look(self.variants, variant, dark=self.dark)
+    def style_of(self, variant: str) -> VariantStyle:
+        """Return the plot style of a variant."""
+        return variant_style(self.variants, variant, dark=self.dark)
 
-    def named(self, group: str, name: str = "") -> dict[str, Any]:
-        """Return settings that give each group of traces one legend entry."""
+    def legend_settings(self, group: str, name: str = "") -> dict[str, Any]:
+        """Return trace settings by which traces of one group share one legend entry."""
         is_first = group not in self._in_legend
         self._in_legend.add(group)
-        return {"name": name or shown(group), "legendgroup": group, "showlegend": is_first}
+        return {"name": name or variant_label(group), "legendgroup": group, "showlegend": is_first}
 
     def line(
         self,
@@ -261,8 +261,8 @@ class Brush:
         y: pd.Series[Any],
         ends: Ends | None = None,
         **changes: Any,
-    ) -> Trace:
-        """Return a variant's values as a line that breaks at gaps.
+    ) -> TraceSettings:
+        """Return the values of a variant as a line trace that breaks at missing values.
 
         Args:
             variant: the variant.
@@ -271,13 +271,13 @@ class Brush:
             ends: low and high ends of whiskers.
             changes: further settings of the trace.
         """
-        style, values = self.look(variant), y.astype(float)
+        style, values = self.style_of(variant), y.astype(float)
         trace = scatter(
-            **{"x": list(x), "y": _none_for_missing(values), "mode": "lines+markers", "connectgaps": False},
+            **{"x": list(x), "y": _nan_to_none(values), "mode": "lines+markers", "connectgaps": False},
             line={"color": style.colour, "dash": style.dash, "width": 2},
             marker={"color": style.colour, "symbol": style.symbol, "size": 6},
-            error_y=whiskers(values, *ends, style.colour) if ends else None,
-            **self.named(variant),
+            error_y=error_bars(values, *ends, style.colour) if ends else None,
+            **self.legend_settings(variant),
         )
         return trace.update(**changes)
 
@@ -288,8 +288,8 @@ class Brush:
         y: pd.Series[Any],
         ends: Ends | None = None,
         **changes: Any,
-    ) -> Trace:
-        """Return a variant's values as bars with its hatch.
+    ) -> TraceSettings:
+        """Return the values of a variant as a bar trace with its hatch.
 
         Args:
             variant: the variant.
@@ -298,22 +298,22 @@ class Brush:
             ends: low and high ends of whiskers.
             changes: further settings of the trace.
         """
-        values, style = y.astype(float), self.look(variant)
+        values, style = y.astype(float), self.style_of(variant)
         pattern = {"shape": style.hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
         trace = bar(
             x=list(x),
-            y=_none_for_missing(values),
+            y=_nan_to_none(values),
             marker={"color": style.colour, "pattern": pattern},
             textposition="none",
-            error_y=whiskers(values, *ends, self.palette.ink) if ends else None,
-            **self.named(variant),
+            error_y=error_bars(values, *ends, self.palette.ink) if ends else None,
+            **self.legend_settings(variant),
         )
         return trace.update(**changes)
 
-    def cloud(
+    def scatter_trace(
         self, variant: str, x: pd.Series[Any], y: pd.Series[Any], *, total: int, **settings: Any
-    ) -> Trace:
-        """Return a variant's samples as points.
+    ) -> TraceSettings:
+        """Return the samples of a variant as a scatter trace.
 
         Args:
             variant: the variant.
@@ -322,7 +322,7 @@ class Brush:
             total: points in the whole figure; many are drawn with WebGL.
             settings: further settings of the trace.
         """
-        kind, style = "scatter" if total <= _MOST_SVG else "scattergl", self.look(variant)
+        kind, style = "scatter" if total <= _MOST_SVG else "scattergl", self.style_of(variant)
         marker = {
             "color": style.colour,
             "symbol": style.symbol,
@@ -331,19 +331,21 @@ class Brush:
             "line": {"width": 0},
         }
         places = {"x": x.to_numpy(dtype=float), "y": y.to_numpy(dtype=float)}
-        trace = Trace(type=kind, **places, mode="markers", marker=marker, **self.named(variant))
+        trace = TraceSettings(
+            type=kind, **places, mode="markers", marker=marker, **self.legend_settings(variant)
+        )
         return trace.update(**settings)
 
 
-def _none_for_missing(values: Iterable[Any]) -> list[Any]:
-    """Replace missing values by None, at which lines break and bars are left out."""
+def _nan_to_none(values: Iterable[Any]) -> list[Any]:
+    """Replace missing values by None, at which plotly breaks lines and leaves out bars."""
     return [None if pd.isna(value) else value for value in values]
 
 
-def whiskers(
+def error_bars(
     values: pd.Series[Any], low: pd.Series[Any], high: pd.Series[Any], colour: str
 ) -> dict[str, Any]:
-    """Return whiskers from `low` to `high` around the values; none where an end is missing.
+    """Return plotly error bars from `low` to `high` around the values; none where an end is missing.
 
     Args:
         values: the centres.
@@ -353,22 +355,22 @@ def whiskers(
     """
     up, down = high.astype(float) - values, values - low.astype(float)
     return {
-        "array": _none_for_missing(up),
-        "arrayminus": _none_for_missing(down),
+        "array": _nan_to_none(up),
+        "arrayminus": _nan_to_none(down),
         "color": colour,
         "thickness": 1,
         "width": 3,
     }
 
 
-def interval_texts(
+def interval_hover_texts(
     rows: pd.DataFrame,
     low: str,
     high: str,
     name: str = "95 % interval",
-    write: Callable[[float], str] = percent,
+    write: Callable[[float], str] = format_percent,
 ) -> list[str]:
-    """Return a line of hover text with both ends for each row; empty where they are not measured.
+    """Return hover text with the interval of each row; empty where it was not measured.
 
     Args:
         rows: rows with both columns.
@@ -379,27 +381,27 @@ def interval_texts(
     """
     ends = rows.reindex(columns=[low, high]).astype(float).to_numpy().tolist()
     return [
-        "" if math.isnan(start + end) else f"<br>{literal(f'{name}: {write(start)} to {write(end)}')}"
+        "" if math.isnan(start + end) else f"<br>{escape_plotly(f'{name}: {write(start)} to {write(end)}')}"
         for start, end in ends
     ]
 
 
 def category_axis(names: Sequence[str]) -> dict[str, Any]:
-    """Return settings of an axis of names in their order."""
-    shown = [literal(name) for name in names]
+    """Return plotly settings of a categorical axis with names in the given order."""
+    shown = [escape_plotly(name) for name in names]
     return {
         **{"type": "category", "categoryorder": "array", "categoryarray": shown},
-        **{"tickvals": shown, "ticktext": [*map(label, names)], "showgrid": False},
+        **{"tickvals": shown, "ticktext": [*map(escaped_label, names)], "showgrid": False},
     }
 
 
-def ink(*, dark: bool) -> dict[str, Any]:
-    """Return the font of text inside a figure."""
+def text_font(*, dark: bool) -> dict[str, Any]:
+    """Return the font of text inside a plotly figure."""
     return {"size": SMALL, "color": palette(dark).ink}
 
 
-def literal_column(names: pd.Series[Any]) -> pd.Series[Any]:
-    """Return every name of a column, escaped for plotly."""
+def escape_column(names: pd.Series[Any]) -> pd.Series[Any]:
+    """Escape every name of a column for plotly."""
     # Escaped once per name instead of once per point.
-    safe = {name: literal(str(name)) for name in names.unique()}
+    safe = {name: escape_plotly(str(name)) for name in names.unique()}
     return names.map(safe).astype(object)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.results.formatting import number, printable
+from driftlens.results.formatting import format_number, strip_control_chars
 from driftlens.runs.run import DriftRun
 from driftlens.utils import variants
 
@@ -24,8 +24,8 @@ _NAMES: ContextVar[Mapping[str, str]] = ContextVar("display names of tasks and v
 
 
 @contextlib.contextmanager
-def named(names: Mapping[str, str]) -> Iterator[None]:
-    """Use the display names in `names` within the context."""
+def use_display_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Use these display names of tasks and variants within the context."""
     token = _NAMES.set(names)
     try:
         yield
@@ -33,90 +33,90 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
         _NAMES.reset(token)
 
 
-def called(name: str) -> str:
+def task_title(name: str) -> str:
     """Return the display name of a task."""
     return _NAMES.get({}).get(name, name)
 
 
-def title(variant: str) -> str:
+def variant_title(variant: str) -> str:
     """Return the display name of a variant."""
-    name, comma, control = variants.title(variant).partition(", ")
-    return _NAMES.get({}).get(variant) or f"{called(name)}{comma}{control}"
+    name, comma, control = variants.display_name(variant).partition(", ")
+    return _NAMES.get({}).get(variant) or f"{task_title(name)}{comma}{control}"
 
 
 @functools.lru_cache(maxsize=4096)  # every point needs one of few names
-def literal(text: str) -> str:
-    """Return text escaped for plotly: no markup, formula, hover placeholder or entity remains."""
+def escape_plotly(text: str) -> str:
+    """Escape text for plotly: no markup, formula or hover placeholder remains."""
     # `$` would start a formula, `%` a hover placeholder.
-    return html.escape(printable(text), quote=False).replace("$", "&#36;").replace("%", "&#37;")
+    return html.escape(strip_control_chars(text), quote=False).replace("$", "&#36;").replace("%", "&#37;")
 
 
-def label(text: str, longest: int = LONGEST) -> str:
-    """Return the display name of `text`, as `literal`, cut in the middle if it is too long for its place."""
-    return literal(short(called(text), longest))
+def escaped_label(text: str, longest: int = LONGEST) -> str:
+    """Return a display name, escaped for plotly and shortened in the middle if it is too long."""
+    return escape_plotly(shorten_middle(task_title(text), longest))
 
 
-def short(text: str, longest: int = 16) -> str:
+def shorten_middle(text: str, longest: int = 16) -> str:
     """Return `text` on one line, with an ellipsis in the middle if it is longer than `longest`."""
-    text = printable(text)
+    text = strip_control_chars(text)
     end = (longest - 1) // 2
     return text if len(text) <= longest else f"{text[: longest - 1 - end]}…{text[-end:]}"
 
 
-def shown(variant: str) -> str:
-    """Return the escaped display name of a variant."""
-    return label(title(variant))
+def variant_label(variant: str) -> str:
+    """Return the display name of a variant, escaped for plotly."""
+    return escaped_label(variant_title(variant))
 
 
-def by_variant(texts: Iterable[tuple[object, str]]) -> str:
-    """Join a text per variant: "merged 0.6120; featcal 0.8010"."""
-    return "; ".join(f"{title(str(variant))} {text}" for variant, text in texts)
+def join_by_variant(texts: Iterable[tuple[object, str]]) -> str:
+    """Join one text per variant into a sentence part: "merged 0.6120; featcal 0.8010"."""
+    return "; ".join(f"{variant_title(str(variant))} {text}" for variant, text in texts)
 
 
-def span(rows: pd.DataFrame, column: str, tell: Tell) -> str:
-    """Return the rows with the smallest and the largest value in words, `a to b`."""
+def min_max_text(rows: pd.DataFrame, column: str, tell: Tell) -> str:
+    """Describe the rows with the smallest and the largest value of a column: `a to b`."""
     values = rows[column].astype(float)
     return " to ".join(tell(rows.loc[row]) for row in dict.fromkeys([values.idxmin(), values.idxmax()]))
 
 
-def spans(rows: pd.DataFrame, column: str, tell: Tell) -> str:
-    """Return the span of each variant that has a number."""
+def min_max_by_variant(rows: pd.DataFrame, column: str, tell: Tell) -> str:
+    """Describe the smallest and the largest value of each variant that has a number."""
     groups = rows[rows[column].notna()].groupby("variant", sort=False)
-    return by_variant((variant, span(part, column, tell)) for variant, part in groups)
+    return join_by_variant((variant, min_max_text(part, column, tell)) for variant, part in groups)
 
 
-def spaced(count: int) -> str:
+def format_count(count: int) -> str:
     """Format a count with thin spaces between thousands: "8 041"."""
     return f"{count:,}".replace(",", "\u202f")
 
 
-def counted(count: int, noun: str) -> str:
-    """Format a count with its noun: "1 task", "8 tasks"."""
-    return f"{spaced(count)} {noun if count == 1 else noun + 's'}"
+def count_with_noun(count: int, noun: str) -> str:
+    """Format a count with its noun in singular or plural: "1 task", "8 tasks"."""
+    return f"{format_count(count)} {noun if count == 1 else noun + 's'}"
 
 
-def between(counts: Iterable[int]) -> str:
+def count_range(counts: Iterable[int]) -> str:
     """Format a range of counts: "24" or "24 to 30"."""
     # Doubled, so that a single count is both ends.
     low, *_, high = sorted(counts) * 2
-    return spaced(low) if low == high else f"{spaced(low)} to {spaced(high)}"
+    return format_count(low) if low == high else f"{format_count(low)} to {format_count(high)}"
 
 
-def ranged(values: Iterable[float], noun: str) -> str:
+def count_range_with_noun(values: Iterable[float], noun: str) -> str:
     """Format a range of counts with a noun: "24 samples" or "16 to 24 samples"."""
     counts = {int(value) for value in values if not pd.isna(value)}
     if not counts:
         return f"an unknown number of {noun}s"
-    return f"{between(counts)} {noun if counts == {1} else f'{noun}s'}"
+    return f"{count_range(counts)} {noun if counts == {1} else f'{noun}s'}"
 
 
-def sample_notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
-    """Return notes on the number and the split of the samples of layer rows."""
-    return [f"{ranged(rows['n'], 'diagnosis sample')} per task.", *overlap_notes(run)]
+def layer_sample_notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
+    """Return chart notes on how many diagnosis samples per task the layer statistics cover."""
+    return [f"{count_range_with_noun(rows['n'], 'diagnosis sample')} per task.", *split_overlap_notes(run)]
 
 
-def table_notes(run: DriftRun, samples: pd.DataFrame, *, over_tasks: bool = True) -> list[str]:
-    """Return notes on the number of samples and tasks of sample rows.
+def sample_count_notes(run: DriftRun, samples: pd.DataFrame, *, over_tasks: bool = True) -> list[str]:
+    """Return chart notes on the number of samples and tasks in a table of samples.
 
     Args:
         run: the run.
@@ -124,43 +124,45 @@ def table_notes(run: DriftRun, samples: pd.DataFrame, *, over_tasks: bool = True
         over_tasks: True to name the number of tasks.
     """
     counts = samples.groupby(["task", "variant"], sort=False).size()
-    over = f", over {counted(samples['task'].nunique(), 'task')}" if over_tasks else ""
-    return [f"{ranged(counts, 'diagnosis sample')} per task{over}.", *overlap_notes(run)]
+    over = f", over {count_with_noun(samples['task'].nunique(), 'task')}" if over_tasks else ""
+    return [f"{count_range_with_noun(counts, 'diagnosis sample')} per task{over}.", *split_overlap_notes(run)]
 
 
-def overlap_notes(run: DriftRun) -> list[str]:
-    """Return the run's notices about diagnosis samples that are calibration samples, too."""
+def split_overlap_notes(run: DriftRun) -> list[str]:
+    """Return the run's notices that calibration and diagnosis samples overlap."""
     return [
         f"{text}." for text in run.manifest.notices if "calibration and diagnosis draw from the same" in text
     ]
 
 
-def final_sentence(rows: pd.DataFrame, column: str) -> str:
-    """Describe the last layer: the first variant's worst task, with every variant's value there."""
+def final_layer_sentence(rows: pd.DataFrame, column: str) -> str:
+    """Describe the last layer: the worst task of the first variant, with the value of every variant there."""
     last = rows[(rows["layer"] == rows["layer"].max()) & rows[column].notna()]
     if last.empty:
         return "Nothing was measured at the last layer."
     of_variant = last[last["variant"] == last["variant"].iloc[0]]
     task = of_variant.loc[of_variant[column].astype(float).idxmax(), "task"]
     there = last[last["task"] == task]
-    values = by_variant(zip(there["variant"], there[column].astype(float).map(number), strict=True))
+    values = join_by_variant(
+        zip(there["variant"], there[column].astype(float).map(format_number), strict=True)
+    )
     num_others = rows["task"].nunique() - 1
     among = f", the highest of {num_others + 1} tasks" if num_others else ""
     return f"At {last['where'].iloc[0]}, on {task}{among}: {values}."
 
 
-def peak_sentence(rows: pd.DataFrame, column: str, write: Callable[[float], str] = number) -> str:
+def peak_sentence(rows: pd.DataFrame, column: str, write: Callable[[float], str] = format_number) -> str:
     """Describe the highest value of each variant, with its task and layer."""
     peaks = rows[rows[column].notna()].astype({column: float})
     peaks = peaks.loc[peaks.groupby("variant", sort=False)[column].idxmax()]
     texts = [f"{write(row[column])} ({row['task']}, {row['where']})" for row in peaks.to_dict("records")]
-    return f"Highest: {by_variant(zip(peaks['variant'], texts, strict=True))}."
+    return f"Highest: {join_by_variant(zip(peaks['variant'], texts, strict=True))}."
 
 
-def gap_notes(run: DriftRun, rows: pd.DataFrame, column: str) -> list[str]:
-    """Return a note on cells of a task x layer heatmap that have no number."""
+def empty_cell_notes(run: DriftRun, rows: pd.DataFrame, column: str) -> list[str]:
+    """Return a chart note on the number of heatmap cells (task by layer) without a number."""
     cells = rows["task"].nunique() * rows["variant"].nunique() * len(run.manifest.layers)
     gaps = cells - int(rows[column].notna().sum())
     if not gaps:
         return []
-    return [f"{counted(gaps, 'cell')} in the background's colour: not measured."]
+    return [f"{count_with_noun(gaps, 'cell')} in the background's colour: not measured."]

@@ -1,7 +1,7 @@
 """The explorer of samples as one offline HTML page. Entry point: `Explorer`.
 
-Columns of `gathered` are lists over the samples of all tasks, in one order; large ones are base64 of little-endian
-arrays, `[model, layer, sample]` where they depend on model and layer; NaN and -1 are missing.
+Columns of `explorer_data` are lists over the samples of all tasks, in one order; large ones are base64 of
+little-endian arrays, `[model, layer, sample]` where they depend on model and layer; NaN and -1 are missing.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from numpy.typing import ArrayLike, NDArray
 from threadpoolctl import threadpool_limits
 
 from driftlens.config.requests import ProjectionRequest, ViewRequest
-from driftlens.results.formatting import printable, signs, unbroken
-from driftlens.results.measures import OUTCOMES, outcomes
+from driftlens.results.formatting import keep_units_together, strip_control_chars, typeset_signs
+from driftlens.results.measures import OUTCOMES, sample_outcomes
 from driftlens.results.projection import (
     MOST_POINTS,
     ProjectionSettings,
-    labels_of,
-    lay_out,
-    load_points,
+    compute_layout,
+    labels_by_sample,
+    load_features,
     project,
-    thinned,
+    stratified_subset,
 )
 from driftlens.results.verdict import headline, verdict
 from driftlens.runs.manifest import THUMB_SIDE
@@ -41,12 +41,12 @@ from driftlens.runs.run import DriftRun, current_state, open_run
 from driftlens.runs.schema import CALIBRATE
 from driftlens.utils.errors import DataError
 from driftlens.utils.files import PathLike
-from driftlens.utils.variants import is_control, part_of, title
-from driftlens_reports.charts.theme import CLASSES, Palette, look, palette
-from driftlens_reports.charts.words import overlap_notes
+from driftlens.utils.variants import display_name, is_control, variant_kind
+from driftlens_reports.charts.theme import CLASSES, Palette, palette, variant_style
+from driftlens_reports.charts.words import split_overlap_notes
 from driftlens_reports.content import Headline
 from driftlens_reports.formats import save_files
-from driftlens_reports.formats.page import STYLE, block, digest
+from driftlens_reports.formats.page import STYLE, csp_hash, headline_html
 
 _HERE = pathlib.Path(__file__).parent
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
@@ -55,7 +55,7 @@ _UNSAFE = re.compile("[<>&\u2028\u2029]")
 
 
 class Explorer:
-    """A page in which the samples of a run move from model to model; nothing is read before it is asked for.
+    """An offline HTML page that compares each sample's features between models. Data is read on first use.
 
     Args:
         run: a run, or its folder.
@@ -71,26 +71,26 @@ class Explorer:
 
     @functools.cached_property
     def page(self) -> bytes:
-        """The page, the same bytes for the same run."""
+        """The HTML page as bytes, identical for the same run."""
         head = Headline.model_validate(headline(self.run))
-        return page(
+        return render_page(
             self._page_data,
-            f'<header><h1>{_escaped_run_name(self._page_data)}</h1>{block(head)}<p id="verdict"></p></header>',
+            f'<header><h1>{_escaped_run_name(self._page_data)}</h1>{headline_html(head)}<p id="verdict"></p></header>',
         )
 
-    def inside(self, *, only_points: bool = False) -> bytes:
-        """Return the page without name, headline and commands, for an iframe without an origin in the dashboard.
+    def embedded_page(self, *, only_points: bool = False) -> bytes:
+        """Return the page for an iframe in the dashboard, without run name, headline and commands.
 
         The frame's name is "driftlens " and JSON: `state` (the page's URL fragment), `dark`, and `show` ("" for all,
         "points" or "wall"). The page posts its `height`, its `state`, and in `open` the state to show in full; the
         host posts a changed theme or task: `{dark: true, task: "cars"}`.
         """
-        data = gathered(self.run, self._request, only_points=True) if only_points else self._page_data
-        return page({**data, "notes": [_COMMAND.sub(".", text) for text in data["notes"]]})
+        data = explorer_data(self.run, self._request, only_points=True) if only_points else self._page_data
+        return render_page({**data, "notes": [_COMMAND.sub(".", text) for text in data["notes"]]})
 
     @functools.cached_property
     def _page_data(self) -> dict[str, Any]:
-        return gathered(self.run, self._request)
+        return explorer_data(self.run, self._request)
 
     def __repr__(self) -> str:
         return f"<Explorer of {self.run.id}; `save(path)` writes its page>"
@@ -102,7 +102,7 @@ class Explorer:
         return f'<iframe srcdoc="{inside}" sandbox="{allowed}" title="Samples of a run" {look}></iframe>'
 
     def save(self, path: PathLike | None = None) -> pathlib.Path:
-        """Write the page to `path`, or into the run's reports, and return where.
+        """Write the HTML page to `path`, or into the run's reports, and return its path.
 
         Raises:
             DataError: the run has no samples, or not the requested tasks.
@@ -114,11 +114,11 @@ class Explorer:
         return saved
 
 
-def page(data: dict[str, Any], header: str = "") -> bytes:
-    """Return the HTML page that shows the gathered data below a trusted HTML header."""
+def render_page(data: dict[str, Any], header: str = "") -> bytes:
+    """Return the HTML page of the explorer with its data embedded as JSON below a trusted HTML header."""
     script, style = _read_asset("explorer.js"), _theme_colours_css() + STYLE + _read_asset("explorer.css")
     policy = (
-        f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; img-src data:; "
+        f"default-src 'none'; script-src '{csp_hash(script)}'; style-src '{csp_hash(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -136,7 +136,7 @@ def page(data: dict[str, Any], header: str = "") -> bytes:
 
 
 def _escaped_run_name(data: dict[str, Any]) -> str:
-    return html.escape(printable(data["run"]["name"]))
+    return html.escape(strip_control_chars(data["run"]["name"]))
 
 
 def _read_asset(name: str) -> str:
@@ -144,7 +144,7 @@ def _read_asset(name: str) -> str:
 
 
 def _theme_colours_css() -> str:
-    """Return the palette as CSS properties, for the light and the dark theme."""
+    """Return the colours of the light and the dark theme as CSS custom properties."""
     light, dark = (_css_properties(palette(is_dark), CLASSES[is_dark]) for is_dark in (False, True))
     by_system = f"@media (prefers-color-scheme: dark) {{ :root:not([data-theme=light]) {{ {dark} }} }}"
     by_host = f":root[data-theme=light] {{ color-scheme: light; }} :root[data-theme=dark] {{ {dark} }}"
@@ -179,8 +179,8 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class _ShownSamples:
-    """The samples of one task on the page: their rows in the run, and their start among all samples."""
+class _TaskSamples:
+    """The shown samples of one task: their rows in the run, ids, and offset among all shown samples."""
 
     task: str
     rows: Array
@@ -188,15 +188,15 @@ class _ShownSamples:
     start: int
 
     @property
-    def places(self) -> Mapping[str, int]:
-        """The index of each sample among those of all tasks."""
+    def index_by_id(self) -> Mapping[str, int]:
+        """The index of each sample id among the shown samples of all tasks."""
         return {name: self.start + place for place, name in enumerate(self.ids)}
 
 
-def gathered(
+def explorer_data(
     run: DriftRun, request: ViewRequest = ViewRequest(), *, only_points: bool = False
 ) -> dict[str, Any]:
-    """Return the data of the page as a JSON document.
+    """Return the data of the explorer page as a JSON-serializable dict.
 
     Args:
         run: the run.
@@ -210,7 +210,7 @@ def gathered(
     tasks = [*(request.tasks or run.tasks)]
     stages = sorted(
         (name for name in (*run.variants, "expert") if not is_control(name)),
-        key=lambda name: _ORDER.index(part_of(name)),
+        key=lambda name: _ORDER.index(variant_kind(name)),
     )
     shown = [*_samples_to_show(run, tasks, request.samples)]
     if not shown:
@@ -229,25 +229,32 @@ def gathered(
     rows = len(stages) * max(len(run.sample_ids(part.task)) for part in shown)
     # Small products take five times the CPU time with several threads.
     with threadpool_limits(1 if rows < _FEW_ROWS else None):
-        planes = [_layouts_by_layer(run, part, layers, stages, request) for part in shown]
+        planes = [_projections_by_layer(run, part, layers, stages, request) for part in shown]
     judged = verdict(run)
     columns, words = _sample_columns(run, shown, stages, layers)
     return {
-        "run": {"id": run.id, "name": printable(run.name), "state": current_state(run)},
+        "run": {"id": run.id, "name": strip_control_chars(run.name), "state": current_state(run)},
         "sentences": [
-            unbroken(signs(text))
+            keep_units_together(typeset_signs(text))
             for text in judged.sentences
             if not judged.command or judged.command not in text
         ],
         "stages": [
             {
-                **{"name": name, "title": printable(title(name)), "part": part_of(name)},
-                "colours": [look(run.variants, name, dark=dark).colour for dark in (False, True)],
+                **{
+                    "name": name,
+                    "title": strip_control_chars(display_name(name)),
+                    "part": variant_kind(name),
+                },
+                "colours": [variant_style(run.variants, name, dark=dark).colour for dark in (False, True)],
             }
             for name in stages
         ],
         "layers": [run.layer_name(layer) for layer in layers],
-        "tasks": [{"name": printable(part.task), "start": part.start, "n": len(part.ids)} for part in shown],
+        "tasks": [
+            {"name": strip_control_chars(part.task), "start": part.start, "n": len(part.ids)}
+            for part in shown
+        ],
         "outcomes": [[name, meaning] for name, meaning in OUTCOMES.items()],
         "ids": [name for part in shown for name in part.ids],
         "words": words,
@@ -260,18 +267,18 @@ def gathered(
     }
 
 
-def _samples_to_show(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[_ShownSamples]:
-    """Yield the samples of each task, thinned evenly over classes if there are too many."""
+def _samples_to_show(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[_TaskSamples]:
+    """Yield the samples of each task, subsampled evenly over classes if there are too many."""
     sizes = {task: len(_diagnosis_sample_ids(run, task)) for task in tasks}
     total, start = sum(sizes.values()), 0
     for task in tasks:
         ids = _diagnosis_sample_ids(run, task)
-        labels = labels_of(run, task).reindex(ids).astype(object)
+        labels = labels_by_sample(run, task).reindex(ids).astype(object)
         frame = pd.DataFrame({"sample_id": [*ids], "label": labels.to_numpy()})
         limit = len(ids) if total <= most else max(1, most * len(ids) // total)
-        rows = thinned(frame, limit, ["label"]).index.to_numpy()
+        rows = stratified_subset(frame, limit, ["label"]).index.to_numpy()
         if len(rows):
-            yield _ShownSamples(task, rows, tuple(ids[row] for row in rows), start)
+            yield _TaskSamples(task, rows, tuple(ids[row] for row in rows), start)
         start += len(rows)
 
 
@@ -282,14 +289,14 @@ def _diagnosis_sample_ids(run: DriftRun, task: str) -> tuple[str, ...]:
     return run.sample_ids(task)
 
 
-def _layouts_by_layer(
+def _projections_by_layer(
     run: DriftRun,
-    shown: _ShownSamples,
+    shown: _TaskSamples,
     layers: Sequence[int],
     stages: Sequence[str],
     request: ViewRequest,
 ) -> list[dict[str, Any] | None]:
-    """Return joint coordinates and neighbours by layer; None for layers without stored features.
+    """Return 2-D coordinates and nearest neighbours by layer; None for layers without stored features.
 
     Layers are laid out one by one, then rotated or mirrored so that samples move little between them.
     """
@@ -303,10 +310,10 @@ def _layouts_by_layer(
             continue
         variants = tuple(name for name in there if name != "expert")
         most = len(there) * len(run.sample_ids(shown.task))
-        points = load_points(run, ProjectionSettings(shown.task, layer, "pca", 0, variants, most))
+        points = load_features(run, ProjectionSettings(shown.task, layer, "pca", 0, variants, most))
         rows = {name: points.directions[name][shown.rows] for name in there}
-        places, method = _joint_layout(run, shown, layer, rows, request)
-        before = _align_layouts(places, before)
+        places, method = _joint_projection(run, shown, layer, rows, request)
+        before = _align_projections(places, before)
         planes.append(
             {
                 "stages": [stages.index(name) for name in there],
@@ -330,12 +337,12 @@ def _has_stored_features(run: DriftRun, task: str, variant: str, layer: int) -> 
     return True
 
 
-def _joint_layout(
-    run: DriftRun, shown: _ShownSamples, layer: int, rows: Mapping[str, Array], request: ViewRequest
+def _joint_projection(
+    run: DriftRun, shown: _TaskSamples, layer: int, rows: Mapping[str, Array], request: ViewRequest
 ) -> tuple[dict[str, Array], str]:
-    """Return coordinates `[n, 2]` by model and the method; NaN for samples that a stored layout has thinned out."""
+    """Project the features of all models jointly to `[n, 2]`; return coordinates by model and the method."""
     if request.method == "pca":
-        plane, how = lay_out(np.concatenate([*rows.values()]), "pca", 0)
+        plane, how = compute_layout(np.concatenate([*rows.values()]), "pca", 0)
         return dict(zip(rows, np.split(plane, len(rows)), strict=True)), how["method"]
     variants = tuple(name for name in rows if name != "expert")
     most = min(MOST_POINTS, len(rows) * len(run.sample_ids(shown.task)))
@@ -345,8 +352,8 @@ def _joint_layout(
     return {name: by_model[name].reindex(shown.ids).to_numpy(dtype=float) for name in rows}, made.method
 
 
-def _align_layouts(places: dict[str, Array], target: Mapping[str, Array]) -> dict[str, Array]:
-    """Center the layouts and rotate them onto those of the same models in another layer (Procrustes)."""
+def _align_projections(places: dict[str, Array], target: Mapping[str, Array]) -> dict[str, Array]:
+    """Align 2-D projections of one layer with those of another by Procrustes rotation."""
     middle = np.nanmean(np.concatenate([*places.values()]), axis=0)
     places = {name: points - middle for name, points in places.items()}
     both = [name for name in places if name in target]
@@ -361,13 +368,13 @@ def _align_layouts(places: dict[str, Array], target: Mapping[str, Array]) -> dic
 
 
 def _quantized_coordinates(places: Array) -> Array:
-    """Return coordinates as 16-bit numbers, the largest at 32,000; -32,768 is missing."""
+    """Quantize coordinates to 16-bit integers, the largest at 32,000; -32,768 marks missing ones."""
     most = np.nanmax(np.abs(places), initial=0.0) or 1.0
     return np.nan_to_num(np.round(places * (32_000 / most)), nan=-32_768)
 
 
 def _nearest_neighbours(rows: Array) -> Array:
-    """Return the nearest other samples by cosine, `[n, NEIGHBOURS]`; -1 where there are fewer."""
+    """Return the indices of the nearest other samples by cosine, `[n, NEIGHBOURS]`; -1 where there are fewer."""
     from sklearn.neighbors import NearestNeighbors
 
     k = min(NEIGHBOURS, len(rows) - 1)
@@ -378,9 +385,9 @@ def _nearest_neighbours(rows: Array) -> Array:
 
 
 def _sample_columns(
-    run: DriftRun, shown: Sequence[_ShownSamples], stages: Sequence[str], layers: Sequence[int]
+    run: DriftRun, shown: Sequence[_TaskSamples], stages: Sequence[str], layers: Sequence[int]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the columns over all samples, and the words that columns of names index."""
+    """Return per-sample arrays (label, answer, confidence, margin, drift) and the class names that they index."""
     total = sum(len(part.ids) for part in shown)
     words: dict[str, int] = {}
     label = np.full(total, -1)
@@ -388,11 +395,11 @@ def _sample_columns(
     confidence = np.full((len(stages), total), math.nan)
     margin = np.full(total, math.nan)
     by_layer = {name: np.full((len(stages), len(layers), total), math.nan) for name in _BY_LAYER}
-    became = {stage: np.full(total, -1) for stage in _calibrated_stages(stages)}
+    became = {stage: np.full(total, -1) for stage in _calibrated_variants(stages)}
     for part in shown:
-        labels = labels_of(run, part.task)
+        labels = labels_by_sample(run, part.task)
         _write_sample_values(
-            label, part, labels.map(lambda name: words.setdefault(printable(str(name)), len(words)))
+            label, part, labels.map(lambda name: words.setdefault(strip_control_chars(str(name)), len(words)))
         )
         outputs = run.outputs(part.task)
         for row, stage in enumerate(stages):
@@ -403,7 +410,7 @@ def _sample_columns(
             _write_sample_values(
                 answers[row],
                 part,
-                predicted.map(lambda name: words.setdefault(printable(str(name)), len(words))),
+                predicted.map(lambda name: words.setdefault(strip_control_chars(str(name)), len(words))),
             )
             labelled = predicted[predicted.index.isin(labels.index)]
             _write_sample_values(right[row], part, (labelled == labels.reindex(labelled.index)).astype(int))
@@ -415,7 +422,7 @@ def _sample_columns(
             if not of_expert:
                 _write_layer_values(by_layer, row, part, run.samples(part.task, stage), layers)
         for stage, column in became.items():
-            outcome = outcomes(run, part.task, verdict(run).merged or "merged", stage)["outcome"]
+            outcome = sample_outcomes(run, part.task, verdict(run).merged or "merged", stage)["outcome"]
             _write_sample_values(column, part, outcome.map([*OUTCOMES].index))
     columns = {
         "label": _base64_array(label, "<i4"),
@@ -429,14 +436,14 @@ def _sample_columns(
     return columns, [*words]
 
 
-def _calibrated_stages(stages: Sequence[str]) -> list[str]:
-    """Return the calibrated variants, newest first; [""] for a run without."""
-    return [name for name in reversed(stages) if part_of(name) == "calibrated"] or [""]
+def _calibrated_variants(stages: Sequence[str]) -> list[str]:
+    """Return the calibrated variants, newest first; `[""]` for a run without any."""
+    return [name for name in reversed(stages) if variant_kind(name) == "calibrated"] or [""]
 
 
-def _write_sample_values(column: Array, shown: _ShownSamples, values: pd.Series[Any]) -> None:
-    """Write values by sample id into a column over the samples of all tasks."""
-    places = shown.places
+def _write_sample_values(column: Array, shown: _TaskSamples, values: pd.Series[Any]) -> None:
+    """Write values keyed by sample id into an array over the samples of all tasks."""
+    places = shown.index_by_id
     values = values[values.index.isin(places) & values.notna()]
     column[[places[name] for name in values.index]] = values.to_numpy(dtype=float)
 
@@ -444,13 +451,13 @@ def _write_sample_values(column: Array, shown: _ShownSamples, values: pd.Series[
 def _write_layer_values(
     by_layer: Mapping[str, Array],
     stage: int,
-    shown: _ShownSamples,
+    shown: _TaskSamples,
     rows: pd.DataFrame,
     layers: Sequence[int],
 ) -> None:
-    rows = rows[rows["sample_id"].isin(shown.places) & rows["layer"].isin(layers)]
+    rows = rows[rows["sample_id"].isin(shown.index_by_id) & rows["layer"].isin(layers)]
     layer_places = rows["layer"].map({layer: place for place, layer in enumerate(layers)}).to_numpy(dtype=int)
-    places = rows["sample_id"].map(shown.places).to_numpy(dtype=int)
+    places = rows["sample_id"].map(shown.index_by_id).to_numpy(dtype=int)
     for name, column in _BY_LAYER.items():
         by_layer[name][stage, layer_places, places] = rows[column].to_numpy(dtype=float, na_value=math.nan)
 
@@ -459,14 +466,14 @@ def _base64_array(values: ArrayLike, kind: str) -> str:
     return base64.b64encode(np.ascontiguousarray(values, dtype=kind).tobytes()).decode()
 
 
-def _sample_texts(run: DriftRun, shown: _ShownSamples, without: bool) -> Iterator[str]:
+def _sample_texts(run: DriftRun, shown: _TaskSamples, without: bool) -> Iterator[str]:
     stored = {} if without else run.texts(shown.task)
     for name in shown.ids:
-        yield "\n".join(map(printable, stored.get(name, "").splitlines()))
+        yield "\n".join(map(strip_control_chars, stored.get(name, "").splitlines()))
 
 
-def _thumbnail_grid(run: DriftRun, shown: Sequence[_ShownSamples], total: int) -> dict[str, Any]:
-    """Return one image of all thumbnails in a grid, and each sample's cell; -1 without a thumbnail."""
+def _thumbnail_grid(run: DriftRun, shown: Sequence[_TaskSamples], total: int) -> dict[str, Any]:
+    """Return one image with all thumbnails in a grid, and the cell of each sample; -1 without a thumbnail."""
     # Every task gets the same number of pictures.
     share = _MOST_PICTURES // max(1, len(shown))
     places = np.full(total, -1)
@@ -498,7 +505,7 @@ def _thumbnail_grid(run: DriftRun, shown: Sequence[_ShownSamples], total: int) -
 
 
 def _page_notes(
-    run: DriftRun, shown: Sequence[_ShownSamples], planes: Sequence[Sequence[Any]], request: ViewRequest
+    run: DriftRun, shown: Sequence[_TaskSamples], planes: Sequence[Sequence[Any]], request: ViewRequest
 ) -> Iterator[str]:
     every = sum(len(_diagnosis_sample_ids(run, part.task)) for part in shown)
     num_shown = sum(len(part.ids) for part in shown)
@@ -507,12 +514,12 @@ def _page_notes(
     without = [part.task for part, by_layer in zip(shown, planes, strict=True) if not any(by_layer)]
     if without:
         yield (
-            f"No features are stored for {', '.join(map(printable, without))}, so nothing moves there. "
+            f"No features are stored for {', '.join(map(strip_control_chars, without))}, so nothing moves there. "
             "`layers.select` in the spec chooses layers to store."
         )
     elif any(plane is None for by_layer in planes for plane in by_layer):
         yield "Some layers have no stored features: `layers.select` in the spec chooses layers to store."
-    if not any(part_of(name) == "calibrated" for name in run.variants):
+    if not any(variant_kind(name) == "calibrated" for name in run.variants):
         yield f"No repaired model yet: `{CALIBRATE}` adds one."
     if run.outputs().empty:
         yield "No class scores, so no answer is right or wrong: the spec names no heads."
@@ -526,4 +533,4 @@ def _page_notes(
             "distances are approximate. Neighbours: nearest by cosine of the features."
         )
     yield "Accuracies here: diagnosis samples; in the verdict: test samples."
-    yield from overlap_notes(run)
+    yield from split_overlap_notes(run)

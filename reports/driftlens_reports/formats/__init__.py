@@ -6,12 +6,12 @@ import pathlib
 from collections.abc import Mapping
 
 from driftlens.runs.run import DriftRun
-from driftlens.runs.writer import attach
+from driftlens.runs.writer import attach_file
 from driftlens.utils.files import atomic_path
 
 
 def save_files(run: DriftRun, files: Mapping[str, bytes], folder: pathlib.Path | None) -> list[pathlib.Path]:
-    """Write files, each whole or not at all, and return their paths.
+    """Write files atomically and return their paths.
 
     Args:
         run: the run that they are about.
@@ -20,7 +20,7 @@ def save_files(run: DriftRun, files: Mapping[str, bytes], folder: pathlib.Path |
     """
     for name, data in files.items():
         opened = (
-            attach(run.path, f"reports/{name}")
+            attach_file(run.path, f"reports/{name}")
             if folder is None
             else atomic_path(folder / name, need=len(data))
         )

@@ -18,21 +18,21 @@ from markupsafe import Markup, escape
 
 from driftlens.results.formatting import (
     Table,
-    estimate,
+    format_estimate,
+    format_value,
     is_measured,
-    printable,
-    signs,
-    unbroken,
-    with_code,
-    written,
+    keep_units_together,
+    map_code_spans,
+    strip_control_chars,
+    typeset_signs,
 )
 from driftlens.runs.run import DriftRun
 from driftlens.utils.intervals import Interval
-from driftlens.utils.variants import part_of, title
+from driftlens.utils.variants import display_name, variant_kind
 from driftlens_reports.charts.chart import Drawn
 from driftlens_reports.charts.theme import palette
 from driftlens_reports.content import Headline, ReportContent
-from driftlens_reports.paper.exhibit import ExhibitOptions, draw
+from driftlens_reports.paper.exhibit import ExhibitOptions, draw_exhibit
 
 if TYPE_CHECKING:
     import jinja2
@@ -62,7 +62,7 @@ STYLE = pathlib.Path(__file__).with_name("headline.css").read_text("utf-8")
 def interactive_page(
     content: ReportContent, drawn: Mapping[str, Drawn], dark: Mapping[str, go.Figure] | None = None
 ) -> bytes:
-    """Return the report as one offline HTML file.
+    """Return the report as one offline HTML file with interactive plotly charts.
 
     Args:
         content: the report.
@@ -72,7 +72,7 @@ def interactive_page(
     from plotly.offline import get_plotlyjs
 
     scripts = (get_plotlyjs(), pathlib.Path(__file__).with_name("report.js").read_text(encoding="utf-8"))
-    sources = [f"'{digest(source)}'" for source in scripts]
+    sources = [f"'{csp_hash(source)}'" for source in scripts]
     if any(trace.type.endswith("gl") for entry in drawn.values() for trace in entry.figure.data):
         # Plotly's WebGL traces compile their drawing commands; only a full report has any.
         sources.append("'unsafe-eval'")
@@ -86,7 +86,7 @@ def interactive_page(
 
 
 def _nested_differences(light: Any, dark: Any) -> Any:
-    """Return the differences of `dark` from `light` in the same nesting."""
+    """Return the settings of `dark` that differ from `light`, in the same nesting."""
     if isinstance(dark, list) and any(isinstance(entry, dict) for entry in dark):
         light, dark = dict(enumerate(light)), dict(enumerate(dark))
     if not isinstance(light, dict) or not isinstance(dark, dict):
@@ -98,8 +98,8 @@ def _nested_differences(light: Any, dark: Any) -> Any:
     }
 
 
-def light_page(content: ReportContent, pictures: Mapping[str, _Picture]) -> bytes:
-    """Return the page without a script or data tables. If too large for a mail, it drops its largest pictures."""
+def light_page(content: ReportContent, pictures: Mapping[str, _EmbeddedImage]) -> bytes:
+    """Return the report as static HTML without scripts; the largest pictures are dropped above a size limit."""
     pictures = dict(pictures)
     page = _render_html(content, set(), pictures=pictures)
     while pictures and len(page) > _MOST_BYTES:
@@ -109,22 +109,22 @@ def light_page(content: ReportContent, pictures: Mapping[str, _Picture]) -> byte
 
 
 @dataclass(frozen=True)
-class _Picture:
-    """A picture inside a page, as a data address, with its caption."""
+class _EmbeddedImage:
+    """An image embedded in an HTML page as a data URL, with its caption."""
 
     source: str
     caption: str
 
 
-def pictures_of(run: DriftRun, names: Iterable[str]) -> dict[str, _Picture]:
-    """Return the paper figures that show what charts of these names show, without those that the run can't fill."""
+def static_figures(run: DriftRun, names: Iterable[str]) -> dict[str, _EmbeddedImage]:
+    """Return static paper figures in place of the named charts, where the run has their data."""
     pictures = {}
     for name in names:
         if name in _EXHIBITS:
-            drawn = draw(_EXHIBITS[name], [run], ExhibitOptions())
+            drawn = draw_exhibit(_EXHIBITS[name], [run], ExhibitOptions())
             if len(drawn.data):
                 encoded = base64.b64encode(drawn.content("png")).decode()
-                pictures[name] = _Picture(f"data:image/png;base64,{encoded}", drawn.caption)
+                pictures[name] = _EmbeddedImage(f"data:image/png;base64,{encoded}", drawn.caption)
     return pictures
 
 
@@ -136,16 +136,16 @@ def _render_html(
     content: ReportContent,
     shown_data: set[str],
     *,
-    pictures: Mapping[str, _Picture] | None = None,
+    pictures: Mapping[str, _EmbeddedImage] | None = None,
     plots: Mapping[str, Any] | None = None,
     scripts: Sequence[str] = (),
     policy: str = "",
 ) -> bytes:
-    """Render the page; everything that came with the run is escaped."""
+    """Render the report as HTML from a template; all text of the run is escaped."""
     environment = _jinja_environment()
     themes = {"light": palette(False), "dark": palette(True)}
     style = environment.get_template("report.css.jinja").render(**themes)
-    policy = policy or f"style-src '{digest(style)}'; img-src data:"
+    policy = policy or f"style-src '{csp_hash(style)}'; img-src data:"
     text = environment.get_template("report.html.jinja").render(
         content=content,
         # Style sheet and scripts come from this package, so they need no escaping.
@@ -153,7 +153,7 @@ def _render_html(
         scripts=[Markup(source) for source in scripts],
         plots=plots or {},
         policy=f"default-src 'none'; {policy}; base-uri 'none'; form-action 'none'",
-        headline=block(content.verdict.headline),
+        headline=headline_html(content.verdict.headline),
         pictures=pictures or {},
         shown_data=shown_data,
         opened=_OPENED,
@@ -161,7 +161,7 @@ def _render_html(
     return text.encode()
 
 
-def digest(source: str) -> str:
+def csp_hash(source: str) -> str:
     """Return the hash by which a content security policy allows an inline style sheet or script."""
     return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
 
@@ -182,14 +182,22 @@ def _jinja_environment() -> jinja2.Environment:
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.globals.update(zip=zip)
     environment.filters.update(
-        anchor=_html_anchor, looks=_column_css_classes, prose=_sentence_html, signs=signs, written=written
+        anchor=_html_anchor,
+        looks=_column_css_classes,
+        prose=_sentence_html,
+        signs=typeset_signs,
+        written=format_value,
     )
     return environment
 
 
 def _sentence_html(text: str) -> Markup:
-    """Return a sentence as escaped HTML, with text between backticks as code."""
-    html = with_code(signs(text), lambda part: unbroken(str(escape(part))), Markup("<code>{}</code>").format)
+    """Escape a sentence for HTML, with text between backticks as code."""
+    html = map_code_spans(
+        typeset_signs(text),
+        lambda part: keep_units_together(str(escape(part))),
+        Markup("<code>{}</code>").format,
+    )
     return Markup(html)
 
 
@@ -198,29 +206,40 @@ def _html_anchor(name: str) -> str:
 
 
 def _column_css_classes(table: Table) -> list[str]:
-    """Return the CSS classes of each shown column; empty for numbers."""
-    _, *texts = table.texts()
-    is_long = [any(len(row[index]) > _LONG for row in texts) for index, _ in enumerate(table.shown())]
+    """Return the CSS classes of each column shown in an HTML table; empty for columns of numbers."""
+    _, *texts = table.formatted_rows()
+    is_long = [
+        any(len(row[index]) > _LONG for row in texts) for index, _ in enumerate(table.display_columns())
+    ]
     looks = ["text long" if long else "text" for long in is_long]
-    return [look if shown.kind == "text" else "" for look, shown in zip(looks, table.shown(), strict=True)]
+    return [
+        look if shown.kind == "text" else ""
+        for look, shown in zip(looks, table.display_columns(), strict=True)
+    ]
 
 
-def block(head: Headline) -> Markup:
-    """Return the headline's sentence, tiles and bar as escaped HTML."""
+def headline_html(head: Headline) -> Markup:
+    """Return the headline as escaped HTML: sentence, score tiles and score bar."""
     so_far = Markup('<p class="so-far">{}</p>').format(head.so_far) if head.so_far else ""
     tiles = Markup("").join(_model_tile_html(head, variant) for variant in head.tiles)
     return Markup(
         '<section class="headline {}"><p class="says">{}</p>{}<dl class="tiles">{}</dl>{}</section>'
-    ).format(head.tone, unbroken(signs(printable(head.text))), so_far, tiles, _score_bar_svg(head))
+    ).format(
+        head.tone,
+        keep_units_together(typeset_signs(strip_control_chars(head.text))),
+        so_far,
+        tiles,
+        _score_bar_svg(head),
+    )
 
 
-def shown_alone(head: Headline, *, dark: bool = False) -> str:
-    """Return the headline block with its own rules, its bar as an image: Streamlit removes inline SVG."""
+def standalone_headline(head: Headline, *, dark: bool = False) -> str:
+    """Return the headline as HTML with its own CSS and the score bar as an image, for Streamlit and notebooks."""
     theme = palette(dark)
     colours = {name: getattr(theme, name) for name in ("surface", "grid", "quiet", "gap")}
     colours |= {**theme.tones, **{f"role-{part}": shades[0] for part, shades in theme.roles.items()}}
     variables = "".join(f"--{name}:{colour};" for name, colour in colours.items())
-    html = str(block(head))
+    html = str(headline_html(head))
     if drawing := str(_score_bar_svg(head)):
         svg = re.sub(r"var\(--([\w-]+)\)", lambda match: colours[match[1]], drawing)
         image = Markup('<img class="bar" alt="{}" src="data:image/svg+xml;base64,{}">')
@@ -228,25 +247,29 @@ def shown_alone(head: Headline, *, dark: bool = False) -> str:
     return f"<style>.headline{{{variables}}}{STYLE}</style>{html}"
 
 
-def called(variant: str) -> str:
-    """Return the name of a model on its tile."""
-    return "experts" if variant == "expert" else title(variant)
+def tile_label(variant: str) -> str:
+    """Return the label of a model on its score tile."""
+    return "experts" if variant == "expert" else display_name(variant)
 
 
 def _model_tile_html(head: Headline, variant: str) -> Markup:
-    mean, name = head.tiles[variant], printable(called(variant))
+    mean, name = head.tiles[variant], strip_control_chars(tile_label(variant))
     ends = (math.nan if end is None else end for end in (mean.low, mean.high))
-    text, _, interval = estimate(Interval(mean.value, *ends, mean.n), head.kind).partition(" (")
+    text, _, interval = format_estimate(Interval(mean.value, *ends, mean.n), head.kind).partition(" (")
     return Markup(
         '<div class="tile"><dt title="{}"><span class="dot {}"></span>{}</dt><dd class="value">{}</dd>'
         '<dd class="ends">{}</dd></div>'
     ).format(
-        name, part_of(variant), name, unbroken(text), unbroken(interval.removesuffix(")")) or head.measure
+        name,
+        variant_kind(variant),
+        name,
+        keep_units_together(text),
+        keep_units_together(interval.removesuffix(")")) or head.measure,
     )
 
 
-def reach(head: Headline) -> tuple[float, float]:
-    """Return both ends of the bar's scale: all intervals, rounded to tenths for shares."""
+def score_axis_range(head: Headline) -> tuple[float, float]:
+    """Return the ends of the score axis, which contains all intervals."""
     ends = [end for mean in head.tiles.values() for end in (mean.low, mean.high) if is_measured(end)]
     low, high = min(ends), max(ends)
     if head.kind == "share":
@@ -256,10 +279,10 @@ def reach(head: Headline) -> tuple[float, float]:
 
 
 def _score_bar_svg(head: Headline) -> Markup:
-    """Draw every model on one scale: the repair in colour, what is left of the gap to the experts in grey."""
+    """Draw the scores of all models on one axis as SVG: the repair in colour, the remaining gap in grey."""
     if len(head.tiles) < 2:
         return Markup("")
-    low, high = reach(head)
+    low, high = score_axis_range(head)
 
     def place(value: float) -> float:
         return 2 + 96 * (value - low) / (high - low)
@@ -270,7 +293,7 @@ def _score_bar_svg(head: Headline) -> Markup:
             left, 16 - thickness / 2, right - left, thickness, colour
         )
 
-    parts = {part_of(name): mean for name, mean in head.tiles.items()}
+    parts = {variant_kind(name): mean for name, mean in head.tiles.items()}
     path = [part for part in ("merged", "calibrated", "expert") if part in parts]
     marks = [bar_segment(low, high, 2, "grid")]
     for part, after in itertools.pairwise(path):
@@ -283,7 +306,7 @@ def _score_bar_svg(head: Headline) -> Markup:
         marks.append(Markup(dot).format(place(mean.value), part))
     for x, anchor, value in ((2, "start", low), (98, "end", high)):
         text = Markup('<text x="{}%" y="42" text-anchor="{}" fill="var(--quiet)">{}</text>')
-        marks.append(text.format(x, anchor, written(value, head.kind)))
+        marks.append(text.format(x, anchor, format_value(value, head.kind)))
     return Markup(
         '<svg xmlns="http://www.w3.org/2000/svg" class="bar" role="img" aria-label="{}" width="100%" height="46"'
         ' font-size="12" font-family="sans-serif">{}</svg>'
@@ -292,6 +315,6 @@ def _score_bar_svg(head: Headline) -> Markup:
 
 def _bar_label(head: Headline) -> str:
     models = ", ".join(
-        f"{called(name)} {written(mean.value, head.kind)}" for name, mean in head.tiles.items()
+        f"{tile_label(name)} {format_value(mean.value, head.kind)}" for name, mean in head.tiles.items()
     )
-    return printable(f"{head.measure} on one scale: {models}")
+    return strip_control_chars(f"{head.measure} on one scale: {models}")

@@ -1,4 +1,4 @@
-"""The registry of exhibits: figures and tables of saved runs for papers. Entry points: `draw`, `export`."""
+"""The registry of paper figures and tables of saved runs. Entry points: `draw_exhibit`, `export_exhibits`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import pandas as pd
 
 from driftlens.config.requests import ExhibitRequest
-from driftlens.results.formatting import printable
-from driftlens.results.measures import RELATIVE, SCORE, change
-from driftlens.results.verdict import stamps
-from driftlens.runs.manifest import SPEC, versions
+from driftlens.results.formatting import strip_control_chars
+from driftlens.results.measures import RELATIVE, SCORE, change_on_task
+from driftlens.results.verdict import caveat_sentences
+from driftlens.runs.manifest import SPEC, package_versions
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
 from driftlens.utils.errors import DataError, SpecError
 from driftlens.utils.files import PathLike, atomic_path
 from driftlens.utils.registry import Registry
-from driftlens.utils.variants import calibrated, part_of
-from driftlens.utils.variants import title as plain_title
+from driftlens.utils.variants import calibrated_variant, variant_kind
+from driftlens.utils.variants import display_name as plain_title
 from driftlens_reports.charts.picking import worst_task
-from driftlens_reports.charts.words import between, named, overlap_notes
+from driftlens_reports.charts.words import count_range, split_overlap_notes, use_display_names
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,8 +57,8 @@ ROUNDED = "Printed numbers are rounded; gains and changes use unrounded values."
 
 
 @contextlib.contextmanager
-def sheet(venue: str) -> Iterator[None]:
-    """Apply the matplotlib style of a venue or of a `PAGE` within the context."""
+def use_venue_style(venue: str) -> Iterator[None]:
+    """Apply the matplotlib style of a venue, or of HTML pages, within the context."""
     import matplotlib.style
 
     folder = pathlib.Path(__file__).parent
@@ -70,31 +70,31 @@ def sheet(venue: str) -> Iterator[None]:
 
 
 class ExhibitOptions(ExhibitRequest):
-    """The user's options, resolved for a run."""
+    """Options of a paper figure or table, with methods that resolve them for a run."""
 
     @classmethod
-    def of(cls, request: ExhibitRequest) -> ExhibitOptions:
-        """Return the options of a request, which may say more."""
+    def from_request(cls, request: ExhibitRequest) -> ExhibitOptions:
+        """Create the options from a request, ignoring its other fields."""
         return cls(**{name: getattr(request, name) for name in cls.model_fields})
 
     @property
     def width(self) -> float:
-        """The width of a figure, in inches."""
+        """The width of a paper figure in its venue style, in inches."""
         return WIDTHS[self.style]
 
     @property
-    def is_narrow(self) -> bool:
-        """True if the figure fills one column, so that panels are stacked."""
+    def is_single_column(self) -> bool:
+        """True if the figure fits one column of the paper, so that panels are stacked."""
         return self.style == "icml-column"
 
     def tasks_of(self, run: DriftRun) -> tuple[str, ...]:
-        """Return the tasks to show, in the order of the run. Raise DataError for one that the run lacks."""
+        """Return the tasks to show, in the order of the run. Raise DataError if the run lacks one."""
         for task in self.tasks or ():
             _require_known_name("task", task, run.tasks)
         return tuple(task for task in run.tasks if self.tasks is None or task in self.tasks)
 
     def task_of(self, run: DriftRun) -> str:
-        """Return the task of a one-task exhibit; by default the one with the merged model's largest final drift."""
+        """Return the task of a one-task figure; by default the one with the merged model's largest final drift."""
         if self.task is not None:
             return _require_known_name("task", self.task, run.tasks)
         tasks = self.tasks_of(run)
@@ -102,13 +102,13 @@ class ExhibitOptions(ExhibitRequest):
             raise DataError(f"run {run.id} has no task to show")
         return worst_task(run, tasks, "merged")
 
-    def typical_task_of(self, run: DriftRun) -> str:
-        """Return the task asked for, else the one with the median change by the calibration shown."""
+    def median_task_of(self, run: DriftRun) -> str:
+        """Return the requested task, else the one with the median change by the calibration."""
         tasks, shown = self.tasks_of(run), self.calibrated_of(run)
         if self.task is not None or not shown or "merged" not in run.variants:
             return self.task_of(run)
         for about in (SCORE, RELATIVE):
-            rows = {task: change(run, about, task, ("merged", shown[-1])) for task in tasks}
+            rows = {task: change_on_task(run, about, task, ("merged", shown[-1])) for task in tasks}
             ranked = sorted((row.value, task) for task, row in rows.items() if row.is_measured)
             if ranked and (about is RELATIVE or len({rows[task].about for _, task in ranked}) == 1):
                 # The median task: the best or the worst one would mislead.
@@ -116,25 +116,27 @@ class ExhibitOptions(ExhibitRequest):
         return self.task_of(run)
 
     def calibrated_of(self, run: DriftRun) -> tuple[str, ...]:
-        """Return the calibrated variants to show: those asked for, or the run's last one; empty without any."""
+        """Return the calibrated variants to show: the requested ones, or the last one of the run."""
         if self.calibrated is None:
-            return tuple(name for name in run.variants if part_of(name) == "calibrated")[-1:]
+            return tuple(name for name in run.variants if variant_kind(name) == "calibrated")[-1:]
         names = self.calibrated.split(",") if isinstance(self.calibrated, str) else self.calibrated
         # Names are accepted with and without `calibrated:`.
-        whole = (calibrated(name) if calibrated(name) in run.variants else name for name in names)
+        whole = (
+            calibrated_variant(name) if calibrated_variant(name) in run.variants else name for name in names
+        )
         return tuple(_require_known_name("variant", name, run.variants) for name in dict.fromkeys(whole))
 
     def shows_calibrated(self, run: DriftRun, variant: str) -> bool:
-        """Return True if tables show this calibrated variant: all of them, unless some were asked for."""
+        """Return True if tables show this calibrated variant: by default all, else the requested ones."""
         return self.calibrated is None or variant in self.calibrated_of(run)
 
-    def compared(self, run: DriftRun) -> tuple[str, ...]:
-        """Return the variants to compare: merged and calibrated."""
+    def compared_variants(self, run: DriftRun) -> tuple[str, ...]:
+        """Return the variants to compare: merged and the calibrated ones to show."""
         names = dict.fromkeys(("merged", *self.calibrated_of(run)))
         return tuple(variant for variant in names if variant in run.variants)
 
-    def names_of(self, runs: Sequence[DriftRun]) -> Mapping[str, str]:
-        """Return the display names of tasks and variants: those asked for over those of the runs' specs."""
+    def display_names_of(self, runs: Sequence[DriftRun]) -> Mapping[str, str]:
+        """Return display names of tasks and variants: requested names override those in the specs."""
         valid = {name for run in runs for name in (*run.tasks, *run.variants, "expert")}
         valid |= {plain_title(name) for run in runs for name in run.variants}
         for name in self.names:
@@ -155,7 +157,7 @@ def _require_known_name(kind: str, name: str, valid: tuple[str, ...]) -> str:
 
 
 def spec_section(run: DriftRun, name: str) -> Mapping[str, Any]:
-    """Return a section of the run's resolved spec; empty if it has none."""
+    """Return a section of the run's resolved spec as a mapping; empty if it is absent."""
     import yaml
 
     path = run.path / SPEC
@@ -165,15 +167,15 @@ def spec_section(run: DriftRun, name: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class MissingPart:
-    """A part of an exhibit that the runs can't fill, and the command that adds it."""
+    """A panel or number that the runs have no data for, and the command that adds it."""
 
     name: str
     missing: str
 
 
 @dataclass(frozen=True)
-class Exhibited:
-    """A drawn exhibit. `data` holds every number that it shows, unrounded."""
+class ExhibitResult:
+    """A finished paper figure or table: caption, LaTeX, missing parts, and every number in `data`."""
 
     data: pd.DataFrame
     caption: str
@@ -182,23 +184,23 @@ class Exhibited:
     missing: tuple[MissingPart, ...] = ()
 
 
-Draw = Callable[[Sequence[DriftRun], ExhibitOptions], Exhibited]
+Draw = Callable[[Sequence[DriftRun], ExhibitOptions], ExhibitResult]
 
 
 @dataclass(frozen=True)
-class _Exhibit:
+class _ExhibitEntry:
     name: str
     kind: Kind
     title: str
     draw: Draw
 
 
-exhibits: Registry[_Exhibit] = Registry("exhibit", "driftlens_reports.paper")
+exhibits: Registry[_ExhibitEntry] = Registry("exhibit", "driftlens_reports.paper")
 
 
 def _register_exhibit(kind: Kind, name: str, *, title: str) -> Callable[[Draw], Draw]:
     def register(draw: Draw) -> Draw:
-        exhibits.register(name)(_Exhibit(name, kind, title, draw))
+        exhibits.register(name)(_ExhibitEntry(name, kind, title, draw))
         return draw
 
     return register
@@ -208,29 +210,31 @@ figure = functools.partial(_register_exhibit, "figure")
 table = functools.partial(_register_exhibit, "table")
 
 
-def origin(runs: Sequence[DriftRun]) -> Iterator[str]:
-    """Yield the names of the runs, and their stamps and overlap notes."""
+def provenance_sentences(runs: Sequence[DriftRun]) -> Iterator[str]:
+    """Yield caption sentences that name the runs, synthetic data and overlapping splits."""
     if runs:
         names = ", ".join(f"{run.name} ({run.id})" for run in runs)
         yield f"{'Run' if len(runs) == 1 else 'Runs'}: {names}."
     for run in runs:
-        yield from stamps(run)
-        yield from overlap_notes(run)
+        yield from caveat_sentences(run)
+        yield from split_overlap_notes(run)
 
 
-def samples(rows: pd.DataFrame) -> str:
-    """Return the sample count of layer rows: "n = 24 samples of the diagnosis split per task."."""
+def sample_count_sentence(rows: pd.DataFrame) -> str:
+    """Return a caption sentence on the sample count: "n = 24 samples of the diagnosis split per task."."""
     counts = rows["n"].dropna().astype(int)
     if counts.empty:
         return ""
     per_task = " per task" if rows["task"].nunique() > 1 else ""
-    return f"n = {between(counts)} samples of the diagnosis split{per_task}."
+    return f"n = {count_range(counts)} samples of the diagnosis split{per_task}."
 
 
-def together(sentences: Iterable[str], gaps: Iterable[MissingPart] = ()) -> str:
-    """Join the sentences that are not empty, once each, and those about gaps, without control characters."""
+def join_caption(sentences: Iterable[str], gaps: Iterable[MissingPart] = ()) -> str:
+    """Join caption sentences without duplicates, followed by one for each missing part."""
     lacking = [f"Not shown: {gap.name} ({gap.missing})." for gap in gaps]
-    return " ".join(printable(sentence) for sentence in dict.fromkeys([*sentences, *lacking]) if sentence)
+    return " ".join(
+        strip_control_chars(sentence) for sentence in dict.fromkeys([*sentences, *lacking]) if sentence
+    )
 
 
 # Formats of figures and tables.
@@ -247,10 +251,10 @@ _VERSIONS = ("driftlens", "python", "matplotlib", "numpy", "pandas", "scikit-lea
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Artifact(Exhibited):
-    """A drawn exhibit with its runs and options; `caption` is a draft, `data` has every number shown."""
+class Artifact(ExhibitResult):
+    """A paper figure or table with its runs and options; `caption` is a draft, `data` has every number shown."""
 
-    exhibit: _Exhibit
+    exhibit: _ExhibitEntry
     runs: tuple[DriftRun, ...]
     options: ExhibitOptions
 
@@ -264,7 +268,7 @@ class Artifact(Exhibited):
         return self.data.to_html(index=False) if self.exhibit.kind == "table" else None
 
     def save(self, path: PathLike) -> pathlib.Path:
-        """Write the exhibit to `path` in the format of its suffix."""
+        """Write the figure or table to `path` in the format of its suffix."""
         target = pathlib.Path(path)
         content = self.content(target.suffix.removeprefix("."))
         with atomic_path(target, need=len(content)) as written:
@@ -272,17 +276,17 @@ class Artifact(Exhibited):
         return target
 
     def to_latex(self, path: PathLike | None = None) -> str:
-        r"""Return the table as a fragment to \input; save it to `path`, which ends in .tex, where one is given."""
+        r"""Return the table as a LaTeX fragment; also write it to `path`, which ends in .tex, if given."""
         if path is not None:
             self.save(path)
         return self.content("tex").decode()
 
     def content(self, file_format: str) -> bytes:
-        """Return the bytes of the file in a format."""
+        """Return the bytes of the figure or table in a file format, such as "pdf" or "csv"."""
         _available_formats(self.exhibit, [file_format])
         if self.figure is not None and file_format in PICTURES:
             written = io.BytesIO()
-            with sheet(self.options.style):
+            with use_venue_style(self.options.style):
                 self.figure.savefig(written, format=file_format, metadata=_UNDATED[file_format])
             return written.getvalue()
         if file_format == "csv":
@@ -293,7 +297,7 @@ class Artifact(Exhibited):
         return (f"{self.caption}\n" if file_format == "txt" else self.latex or "").encode()
 
     def provenance(self) -> dict[str, Any]:
-        """Return runs, settings, versions, the command that draws the exhibit again, and gaps."""
+        """Return runs, settings, versions, the command that draws it again, and missing parts."""
         return {
             "exhibit": self.exhibit.name,
             "kind": self.exhibit.kind,
@@ -312,13 +316,13 @@ class Artifact(Exhibited):
                 }
                 for run in self.runs
             ],
-            "versions": {name: number for name, number in versions().items() if name in _VERSIONS},
+            "versions": {name: number for name, number in package_versions().items() if name in _VERSIONS},
             "missing": [dataclasses.asdict(gap) for gap in self.missing],
         }
 
 
-def draw(name: str, runs: Sequence[DriftRun], options: ExhibitOptions) -> Artifact:
-    """Draw an exhibit.
+def draw_exhibit(name: str, runs: Sequence[DriftRun], options: ExhibitOptions) -> Artifact:
+    """Draw a paper figure or table by name.
 
     Args:
         name: its name in `exhibits`.
@@ -328,30 +332,30 @@ def draw(name: str, runs: Sequence[DriftRun], options: ExhibitOptions) -> Artifa
     if not runs:
         raise DataError(f"{name} was given no run", hint="Pass at least one.")
     chosen = exhibits[name]
-    look = sheet(options.style) if chosen.kind == "figure" else contextlib.nullcontext()
-    with look, named(options.names_of(runs)):
+    look = use_venue_style(options.style) if chosen.kind == "figure" else contextlib.nullcontext()
+    with look, use_display_names(options.display_names_of(runs)):
         drawn = vars(chosen.draw(runs, options))
     return Artifact(**drawn, exhibit=chosen, runs=tuple(runs), options=options)
 
 
 @dataclass(frozen=True)
-class Exported:
-    """An exported exhibit: name, files (none if nothing is measured), and gaps."""
+class ExportedExhibit:
+    """An exported figure or table: name, written files (none without data), and missing parts."""
 
     name: str
     files: tuple[pathlib.Path, ...]
     missing: tuple[MissingPart, ...]
 
 
-def export(
+def export_exhibits(
     runs: Sequence[DriftRun],
     out: PathLike,
     *,
     names: Sequence[str] | None = None,
     formats: Sequence[str] = FORMATS,
     options: ExhibitOptions | None = None,
-) -> tuple[Exported, ...]:
-    """Write exhibits as `<id>.<format>`.
+) -> tuple[ExportedExhibit, ...]:
+    """Write paper figures and tables as `<id>.<format>`.
 
     Args:
         runs: at least one run.
@@ -371,19 +375,19 @@ def export(
         _available_formats(exhibit, formats)
     written = []
     for name, exhibit in chosen.items():
-        drawn = draw(name, runs, options or ExhibitOptions())
+        drawn = draw_exhibit(name, runs, options or ExhibitOptions())
         # An exhibit chosen by name is written even if it only says what is missing.
         if names is None and drawn.data.empty:
-            written.append(Exported(name, (), drawn.missing))
+            written.append(ExportedExhibit(name, (), drawn.missing))
             continue
         chosen_formats = _available_formats(exhibit, [*formats, *_SIBLINGS])
         files = tuple(drawn.save(pathlib.Path(out) / f"{name}.{entry}") for entry in chosen_formats)
-        written.append(Exported(name, files, drawn.missing))
+        written.append(ExportedExhibit(name, files, drawn.missing))
     return tuple(written)
 
 
-def _available_formats(exhibit: _Exhibit, formats: Sequence[str]) -> tuple[str, ...]:
-    """Return the formats that the exhibit can have. Raise SpecError if there are none."""
+def _available_formats(exhibit: _ExhibitEntry, formats: Sequence[str]) -> tuple[str, ...]:
+    """Return the requested formats that the figure or table supports. Raise SpecError if there are none."""
     possible = (*DRAWN[exhibit.kind], *_SIBLINGS)
     chosen = tuple(name for name in possible if name in formats)
     if not chosen:
@@ -394,7 +398,7 @@ def _available_formats(exhibit: _Exhibit, formats: Sequence[str]) -> tuple[str, 
     return chosen
 
 
-def _export_command(exhibit: _Exhibit, runs: Sequence[DriftRun], options: ExhibitOptions) -> str:
+def _export_command(exhibit: _ExhibitEntry, runs: Sequence[DriftRun], options: ExhibitOptions) -> str:
     # Names only, as a published command must not show private paths.
     folders = [run.path.resolve().name for run in runs]
     flags = [f"--{exhibit.kind}", exhibit.name, "--style", options.style]

@@ -15,16 +15,29 @@ from matplotlib.collections import LineCollection
 from matplotlib.lines import Line2D
 
 from driftlens.config.requests import ProjectionRequest
-from driftlens.results.formatting import number, signs
-from driftlens.results.measures import main_metrics, score_of
-from driftlens.results.projection import thinned
+from driftlens.results.formatting import format_number, typeset_signs
+from driftlens.results.measures import main_metrics, variant_score
+from driftlens.results.projection import stratified_subset
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
 from driftlens.utils.errors import DataError, NumericsError
-from driftlens_reports.charts.words import between, called, short, spaced, title
+from driftlens_reports.charts.words import (
+    count_range,
+    format_count,
+    shorten_middle,
+    task_title,
+    variant_title,
+)
 from driftlens_reports.paper import exhibit
-from driftlens_reports.paper.layers import draw_norms
-from driftlens_reports.paper.plate import Plate, colour_of, hatch_of, legend, marks, share_axis
+from driftlens_reports.paper.layers import draw_norms_by_layer
+from driftlens_reports.paper.plate import (
+    PaperFigure,
+    add_legend,
+    format_percent_axis,
+    marker_style,
+    variant_colour,
+    variant_hatch,
+)
 
 # Samples drawn per panel; more would hide one another.
 MOST = 400
@@ -33,84 +46,90 @@ _METHODS = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
 
 
 @exhibit.figure("intro", title="Feature drift before and after calibration")
-def _draw_intro(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
-    run, task = runs[0], options.typical_task_of(runs[0])
-    calibrated, compared = options.calibrated_of(run), options.compared(run)
-    plate = Plate([run], options, options.width * (1.8 if options.is_narrow else 0.74))
-    if options.is_narrow:
+def _draw_intro_figure(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.ExhibitResult:
+    run, task = runs[0], options.median_task_of(runs[0])
+    calibrated, compared = options.calibrated_of(run), options.compared_variants(run)
+    plate = PaperFigure([run], options, options.width * (1.8 if options.is_single_column else 0.74))
+    if options.is_single_column:
         left, right, bottom = plate.figure.subfigures(3, 1, height_ratios=[1.05, 1, 1])
     else:
         top, bottom = plate.figure.subfigures(2, 1, height_ratios=[1.2, 1])
         left, right = top.subfigures(1, 2, width_ratios=[1.5, 1])
     shown = ["merged", *(calibrated or [None])]
     axes = left.subplots(1, len(shown))
-    layout = _joint_layout(run, task, ["merged", *calibrated], "final", options.method)
-    axes[0].set_title(f"(a) final features, {short(called(task))}")
+    layout = _load_projection(run, task, ["merged", *calibrated], "final", options.method)
+    axes[0].set_title(f"(a) final features, {shorten_middle(task_title(task))}")
     for pair_axes, variant in zip(axes, shown, strict=True):
         # Square panels then stay aligned at their titles.
         pair_axes.set_anchor("N")
-        _draw_layout_panel(plate, pair_axes, run, layout, variant, "a", "final")
+        _draw_projection_panel(plate, pair_axes, run, layout, variant, "a", "final")
     caption = []
-    if isinstance(layout, Layout):
+    if isinstance(layout, TaskProjection):
         caption += [
-            f"(a) Final features of task {called(task)}, L2-normalised and matched by sample, in one joint "
+            f"(a) Final features of task {task_title(task)}, L2-normalised and matched by sample, in one joint "
             f"layout of all variants ({layout.method}); below, the mean cosine to the expert's feature.",
             f"Trustworthiness of the plane: {layout.trust}." if layout.trust else "",
             *layout.notes,
         ]
     entries: dict[str, Artist] = {}
     if not plate.lacks(right, "(b) drift by layer", run, "layers", ["drift_l2_mean"], [task], compared):
-        curves, entries = draw_norms(plate, right, run, "b", task, compared, "drift_l2_mean")
-        curves.set_title(f"(b) drift, {short(called(task))}")
+        curves, entries = draw_norms_by_layer(plate, right, run, "b", task, compared, "drift_l2_mean")
+        curves.set_title(f"(b) drift, {shorten_middle(task_title(task))}")
         changes = _annotate_drift_changes(plate, curves, run, task, calibrated)
         band = "mean over samples, with 10 % to 90 % quantiles; the head has its own panel."
         caption += [
-            f"(b) Drift by layer on task {called(task)}: {band}",
-            exhibit.samples(run.layers(task)),
+            f"(b) Drift by layer on task {task_title(task)}: {band}",
+            exhibit.sample_count_sentence(run.layers(task)),
             *changes,
         ]
     scores, bars = _draw_score_bars(plate, bottom.subplots(), run, options)
-    legend(plate.figure, {**bars, **entries})
+    add_legend(plate.figure, {**bars, **entries})
     lead = "Feature drift after merging and after calibration."
-    return plate.exhibited(lead, *caption, *scores, exhibit.ROUNDED)
+    return plate.finish(lead, *caption, *scores, exhibit.ROUNDED)
 
 
 def _draw_score_bars(
-    plate: Plate, axes: Axes, run: DriftRun, options: exhibit.ExhibitOptions
+    plate: PaperFigure, axes: Axes, run: DriftRun, options: exhibit.ExhibitOptions
 ) -> tuple[list[str], dict[str, Artist]]:
-    """Draw every task's score as bars. Return sentences for the caption, and the legend's entries."""
-    tasks, compared = options.tasks_of(run), options.compared(run)
+    """Draw the score of every task as bars; return caption sentences and legend entries."""
+    tasks, compared = options.tasks_of(run), options.compared_variants(run)
     shown = [name for name in (*run.variants, "expert") if name in ("base", *compared, "expert")]
     metrics = {task: metric for task, metric in main_metrics(run).items() if metric.is_averaged}
     scored = [task for task in tasks if task in metrics]
     if not scored:
         missing = "no task has a score to show; `driftlens analyze RUN` adds it"
-        plate.note(axes, "(c) accuracy by task", missing)
+        plate.note_missing_panel(axes, "(c) accuracy by task", missing)
         return [], {}
     entries: dict[str, Artist] = {}
     width = 0.8 / len(shown)
     counts: set[int] = set()
     for place, variant in enumerate(shown):
-        scores = [score_of(run, task, variant, metrics[task]) for task in scored]
+        scores = [variant_score(run, task, variant, metrics[task]) for task in scored]
         ends = {name: [getattr(score, name) for score in scores] for name in ("value", "low", "high")}
         where = np.arange(len(scored)) + (place - (len(shown) - 1) / 2) * width
-        looks = {"color": colour_of(run, variant), "hatch": hatch_of(run, variant), "edgecolor": "white"}
+        looks = {
+            "color": variant_colour(run, variant),
+            "hatch": variant_hatch(run, variant),
+            "edgecolor": "white",
+        }
         # matplotlib needs a height; a missing score has a bar of 0 and no whisker.
-        entries[title(variant)] = axes.bar(where, np.nan_to_num(ends["value"]), width, linewidth=0, **looks)
+        entries[variant_title(variant)] = axes.bar(
+            where, np.nan_to_num(ends["value"]), width, linewidth=0, **looks
+        )
         axes.vlines(where, ends["low"], ends["high"], color="#222222", linewidth=rcParams["axes.linewidth"])
         counts |= {score.n for score in scores if score.n}
         for quantity, name in (("accuracy", "value"), ("ci_low", "low"), ("ci_high", "high")):
             plate.record("c", run, quantity, ends[name], task=scored, variant=variant)
-    axes.set_xticks(range(len(scored)), [short(called(task), 11) for task in scored])
+    axes.set_xticks(range(len(scored)), [shorten_middle(task_title(task), 11) for task in scored])
     if len(scored) > 6:
         axes.tick_params(axis="x", rotation=30)
     others = sorted({metric.title for task, metric in metrics.items() if task in scored})
     axes.set_title(f"(c) {', '.join(others)} by task")
     # Correlations may be negative.
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    share_axis(axes.yaxis)
+    format_percent_axis(axes.yaxis)
     about = (
-        f"(c) {', '.join(others)} on {between(counts)} test samples per task"
+        f"(c) {', '.join(others)} on {count_range(counts)} test samples per task"
         if counts
         else "(c) Scores by task"
     )
@@ -118,9 +137,9 @@ def _draw_score_bars(
 
 
 def _annotate_drift_changes(
-    plate: Plate, axes: Axes, run: DriftRun, task: str, calibrated: Sequence[str]
+    plate: PaperFigure, axes: Axes, run: DriftRun, task: str, calibrated: Sequence[str]
 ) -> list[str]:
-    """Write the final layer's changes from the merged model into panel (b). Return them in words."""
+    """Write the changes of final drift from the merged model into panel (b); return them as a caption sentence."""
     shown, sentences = [], []
     start = run.value("drift_l2_mean", task=task, variant="merged") if "merged" in run.variants else 0.0
     for variant in calibrated:
@@ -131,10 +150,12 @@ def _annotate_drift_changes(
         key = {"task": task, "variant": variant, "layer": run.layer_index("final")}
         plate.record("b", run, "change of final drift_l2_mean", change, **key)
         plate.record("b", run, "change of final drift_l2_mean, percent", percent, **key)
-        whose = f"{short(title(variant))}: " if len(calibrated) > 1 else ""
-        shown.append(signs(f"{whose}{percent:+.0f} % ({change:+.2f})"))
-        ends = f"{number(start)} become {number(end)}"
-        sentences.append(signs(f"{whose}At the final layer {ends}, {percent:+.1f} % ({change:+.2f})."))
+        whose = f"{shorten_middle(variant_title(variant))}: " if len(calibrated) > 1 else ""
+        shown.append(typeset_signs(f"{whose}{percent:+.0f} % ({change:+.2f})"))
+        ends = f"{format_number(start)} become {format_number(end)}"
+        sentences.append(
+            typeset_signs(f"{whose}At the final layer {ends}, {percent:+.1f} % ({change:+.2f}).")
+        )
     if shown:
         axes.set_ylim(top=(1.25 + 0.1 * len(shown)) * axes.get_ylim()[1])  # room for the box
         box = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "#888888"}
@@ -144,45 +165,46 @@ def _annotate_drift_changes(
 
 
 @exhibit.figure("scatter-grid", title="Matched features of every task")
-def _draw_scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.Exhibited:
-    """Draw the tasks next to one another, each in its own layout: merged features above, calibrated ones below."""
+def _draw_scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions) -> exhibit.ExhibitResult:
+    """Draw 2-D feature projections of all tasks: merged features above, calibrated ones below."""
     run, tasks, layer = runs[0], options.tasks_of(runs[0]), options.layer
     calibrated = options.calibrated_of(run)
     variants, shown = ["merged", *calibrated], ["merged", *(calibrated or [None])]
     is_many = len(tasks) > 4 and not calibrated
     shown = shown[:1] if is_many else shown
-    most = 3 if options.is_narrow else 4 if len(tasks) <= 12 else 5
+    most = 3 if options.is_single_column else 4 if len(tasks) <= 12 else 5
     across = min(most, max(len(tasks), 2))
     # A cell is a square with its title or its cosine; the panels of a single task form a row.
     across, down = (len(shown), 1) if len(tasks) == 1 else (across, len(shown))
     rows = down * max(1, math.ceil(len(tasks) / across))
-    plate = Plate([run], options, rows * (options.width / across + 0.02 * options.width))
+    plate = PaperFigure([run], options, rows * (options.width / across + 0.02 * options.width))
     if is_many:  # a frame below every task would say nothing but this
-        plate.lack("calibrated features", f"`{CALIBRATE}` adds them")
+        plate.record_missing("calibrated features", f"`{CALIBRATE}` adds them")
     cells = plate.figure.subplots(rows, across, squeeze=False)
     layouts = []
     for place, task in enumerate(tasks):
-        layout = _joint_layout(run, task, variants, layer, options.method)
-        layouts += [layout] if isinstance(layout, Layout) else []
+        layout = _load_projection(run, task, variants, layer, options.method)
+        layouts += [layout] if isinstance(layout, TaskProjection) else []
         top = down * (place // across)
         task_cells = cells[0] if down == 1 else cells[top : top + down, place % across]
         for axes, variant in zip(task_cells, shown, strict=True):
-            _draw_layout_panel(plate, axes, run, layout, variant, task, layer)
-        task_cells[0].set_title(short(called(task)), loc="center")
+            _draw_projection_panel(plate, axes, run, layout, variant, task, layer)
+        task_cells[0].set_title(shorten_middle(task_title(task)), loc="center")
     for axes in cells.ravel():
         if not axes.has_data() and not axes.texts:
             axes.set_axis_off()
     entries = {
-        title(name): Line2D([], [], linestyle="", **marks(run, name)) for name in ["expert", *variants]
+        variant_title(name): Line2D([], [], linestyle="", **marker_style(run, name))
+        for name in ["expert", *variants]
     }
-    legend(plate.figure, entries)
+    add_legend(plate.figure, entries)
     where = "the final layer" if layer == "final" else run.layer_name(run.layer_index(layer))
     start = f"Features of every task at {where}, matched by sample: merged above, calibrated below."
-    sentences = _layout_caption_sentences(layouts, exhibit.samples(run.layers(layer=layer)))
-    return plate.exhibited(start, *sentences)
+    sentences = _projection_sentences(layouts, exhibit.sample_count_sentence(run.layers(layer=layer)))
+    return plate.finish(start, *sentences)
 
 
-def _layout_caption_sentences(layouts: Sequence[Layout], counts: str) -> Iterator[str]:
+def _projection_sentences(layouts: Sequence[TaskProjection], counts: str) -> Iterator[str]:
     if layouts:
         methods = " or ".join(dict.fromkeys(layout.method for layout in layouts))
         yield (
@@ -191,15 +213,15 @@ def _layout_caption_sentences(layouts: Sequence[Layout], counts: str) -> Iterato
         )
         yield "Below each panel, the mean cosine to the expert's feature, rounded."
     yield counts
-    trust = "; ".join(f"{called(layout.task)}: {layout.trust}" for layout in layouts if layout.trust)
+    trust = "; ".join(f"{task_title(layout.task)}: {layout.trust}" for layout in layouts if layout.trust)
     yield f"Trustworthiness of the planes: {trust}." if trust else ""
     for layout in layouts:
         yield from layout.notes
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One task's features in the plane. `rows`: variant, sample_id, label, x, y; `trust`: trustworthiness in words."""
+class TaskProjection:
+    """The 2-D projection of one task's features: coordinates by variant and sample, and trustworthiness."""
 
     task: str
     rows: pd.DataFrame
@@ -208,10 +230,10 @@ class Layout:
     trust: str
 
 
-def _joint_layout(
+def _load_projection(
     run: DriftRun, task: str, variants: Sequence[str], layer: int | str, method: str
-) -> Layout | str:
-    """Return the run's joint layout, or the reason why there is none."""
+) -> TaskProjection | str:
+    """Load the joint 2-D projection of all variants on a task, or return the reason why there is none."""
     from driftlens.results.projection import project
 
     try:
@@ -219,39 +241,41 @@ def _joint_layout(
     except (DataError, NumericsError) as error:
         return error.message
     rows = projection.frame[projection.frame["variant"].isin(["expert", *variants])]
-    ids = thinned(rows[rows["variant"] == "expert"], MOST, by=["label"])["sample_id"]
-    drawn, there = spaced(len(ids)), spaced(int(projection.quality["n"].max()))
+    ids = stratified_subset(rows[rows["variant"] == "expert"], MOST, by=["label"])["sample_id"]
+    drawn, there = format_count(len(ids)), format_count(int(projection.quality["n"].max()))
     thinning = f"{drawn} of {there} samples are drawn, evenly over classes"
     notes = [*([] if drawn == there else [thinning]), *projection.notes]
     quality = projection.quality[projection.quality["variant"].isin(variants)].dropna(
         subset="trustworthiness"
     )
     trusted = zip(quality["variant"], quality["trustworthiness"], strict=True)
-    return Layout(
+    return TaskProjection(
         task,
         rows[rows["sample_id"].isin(ids)],
         _METHODS[projection.method],
-        tuple(f"{called(task)}: {note.removesuffix('.')}." for note in notes),
-        ", ".join(f"{title(variant)} {value:.2f}" for variant, value in trusted),
+        tuple(f"{task_title(task)}: {note.removesuffix('.')}." for note in notes),
+        ", ".join(f"{variant_title(variant)} {value:.2f}" for variant, value in trusted),
     )
 
 
-def _draw_layout_panel(
-    plate: Plate,
+def _draw_projection_panel(
+    plate: PaperFigure,
     axes: Axes,
     run: DriftRun,
-    layout: Layout | str,
+    layout: TaskProjection | str,
     variant: str | None,
     panel: str,
     layer: int | str,
 ) -> None:
-    """Draw one panel: two points per sample, a line between them, and the mean cosine below; or a note."""
+    """Draw one panel of projected features, each sample joined to its expert point, with the mean cosine."""
     if variant is None:
-        plate.note(axes, "calibrated features", f"`{CALIBRATE}` adds them")
+        plate.note_missing_panel(axes, "calibrated features", f"`{CALIBRATE}` adds them")
     elif isinstance(layout, str):
-        plate.note(axes, f"features of {title(variant)}", layout)
+        plate.note_missing_panel(axes, f"features of {variant_title(variant)}", layout)
     elif variant not in set(layout.rows["variant"]):
-        plate.note(axes, f"features of {title(variant)}", "the run has no features of this variant")
+        plate.note_missing_panel(
+            axes, f"features of {variant_title(variant)}", "the run has no features of this variant"
+        )
     else:
         _draw_paired_points(plate, axes, run, layout, variant, panel)
         cosine = run.value("cos_mean", task=layout.task, variant=variant, layer=layer)
@@ -261,7 +285,7 @@ def _draw_layout_panel(
 
 
 def _draw_paired_points(
-    plate: Plate, axes: Axes, run: DriftRun, layout: Layout, variant: str, panel: str
+    plate: PaperFigure, axes: Axes, run: DriftRun, layout: TaskProjection, variant: str, panel: str
 ) -> None:
     points = {
         name: layout.rows[layout.rows["variant"] == name].set_index("sample_id")
@@ -272,7 +296,7 @@ def _draw_paired_points(
     thin = 0.7 * rcParams["axes.linewidth"]
     axes.add_collection(LineCollection(np.stack(ends, axis=1), colors="#BBBBBB", linewidths=thin, zorder=1))
     for name, places in zip(points, ends, strict=True):
-        (dots,) = axes.plot(*places.T, linestyle="", alpha=0.8, **marks(run, name))
+        (dots,) = axes.plot(*places.T, linestyle="", alpha=0.8, **marker_style(run, name))
         # Smaller, so that many points do not hide one another.
         dots.set_markersize((0.7 if len(ids) > 100 else 1.0) * dots.get_markersize())
         for column, quantity in enumerate(("x", "y")):

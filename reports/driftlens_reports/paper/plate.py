@@ -1,4 +1,4 @@
-"""The figure of an exhibit, which records every plotted number and every gap. Entry point: `Plate`."""
+"""The figure of an exhibit, which records every plotted number and every gap. Entry point: `PaperFigure`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, SubFigure
 from numpy.typing import ArrayLike
 
-from driftlens.results.formatting import printable
+from driftlens.results.formatting import strip_control_chars
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
-from driftlens_reports.charts.picking import ChartOptions, lacking
-from driftlens_reports.charts.theme import look
-from driftlens_reports.charts.words import short
-from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, MissingPart, origin, together
+from driftlens_reports.charts.picking import ChartOptions, missing_data_message
+from driftlens_reports.charts.theme import variant_style
+from driftlens_reports.charts.words import shorten_middle
+from driftlens_reports.paper.exhibit import (
+    ExhibitOptions,
+    ExhibitResult,
+    MissingPart,
+    join_caption,
+    provenance_sentences,
+)
 
 # Columns of the plotted numbers; figures of sweeps also have the settings.
 COLUMNS = ("panel", "run", "task", "variant", "layer", "sample_id", "quantity", "value")
@@ -45,8 +51,8 @@ _DASHES: dict[str, Any] = {
 }
 
 
-class Plate:
-    """A figure while it is drawn, without pyplot."""
+class PaperFigure:
+    """A matplotlib figure under construction that records every plotted number and every missing part."""
 
     def __init__(self, runs: Sequence[DriftRun], options: ExhibitOptions, height: float) -> None:
         self.figure = Figure(figsize=(options.width, height), layout="constrained")
@@ -57,7 +63,7 @@ class Plate:
         self._rows: list[pd.DataFrame] = []
 
     def record(self, panel: str, run: DriftRun, quantity: str, value: ArrayLike, **key: Any) -> None:
-        """Record plotted numbers, unrounded; `key` has further columns, a scalar or one entry per number."""
+        """Record plotted numbers, unrounded; `key` adds columns, as a scalar or one entry per number."""
         values = np.atleast_1d(np.asarray(value, float))
         rows = pd.DataFrame({"panel": panel, "run": run.id, "quantity": quantity, **key, "value": values})
         self._rows.append(rows)
@@ -72,17 +78,17 @@ class Plate:
         tasks: Sequence[str],
         variants: Sequence[str],
     ) -> bool:
-        """Return True if the run lacks the columns for these tasks and variants, after a note in their place."""
+        """Return True, and replace the panel by a note, if the run lacks the columns for these tasks and variants."""
         missing: str | None = f"no variant to show; `{CALIBRATE}` adds one"
         if variants:
-            missing = lacking(run, ChartOptions(tasks=tasks, variants=variants), table, columns)
+            missing = missing_data_message(run, ChartOptions(tasks=tasks, variants=variants), table, columns)
         if missing:
-            self.note(part.subplots(), name, missing)
+            self.note_missing_panel(part.subplots(), name, missing)
         return bool(missing)
 
-    def note(self, axes: Axes, name: str, missing: str) -> None:
-        """Replace a panel that the runs can't fill by the reason and the command that fills it."""
-        self.lack(name, missing)
+    def note_missing_panel(self, axes: Axes, name: str, missing: str) -> None:
+        """Replace a panel without data by the reason and the command that adds the data."""
+        self.record_missing(name, missing)
         axes.set_title("")
         axes.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
         axes.spines[:].set(visible=True, linestyle=(0, (3, 2)), color="#999999")
@@ -92,29 +98,29 @@ class Plate:
         letters = max(12, int(0.9 * inches * 72 / (0.45 * size)))
         wrap = textwrap.TextWrapper(letters, break_long_words=False, break_on_hyphens=False)
         # Backticks mark commands in captions; here everything has one font.
-        parts = [wrap.fill(printable(part.replace("`", ""))) for part in (name, missing)]
+        parts = [wrap.fill(strip_control_chars(part.replace("`", ""))) for part in (name, missing)]
         written = axes.text(0.5, 0.5, "\n\n".join(parts), ha="center", va="center", transform=axes.transAxes)
         # Outside the layout, which would resize the panel for the text.
         written.set(fontsize=size, color="#555555", linespacing=1.3, in_layout=False)
 
-    def lack(self, name: str, missing: str) -> None:
-        """Record a gap that has no panel."""
+    def record_missing(self, name: str, missing: str) -> None:
+        """Record missing data that has no panel of its own."""
         gap = MissingPart(name, missing.removesuffix("."))
         if gap not in self._missing:
             self._missing.append(gap)
 
-    def exhibited(self, lead: str, *caption: str) -> Exhibited:
-        """Return the finished exhibit; its caption names the runs after the first sentence, and gaps at the end."""
+    def finish(self, lead: str, *caption: str) -> ExhibitResult:
+        """Return the finished figure; its caption names the runs after `lead`, and missing parts last."""
         self._freeze_layout()
         frame = pd.concat(self._rows, ignore_index=True) if self._rows else pd.DataFrame()
         extra = [name for name in frame.columns if name not in COLUMNS]
         frame = frame.reindex(columns=[*COLUMNS[:-2], *extra, *COLUMNS[-2:]])
         frame = frame[frame["value"].notna()].reset_index(drop=True).astype({"layer": "Int64"})
-        text = together([lead, *origin(self._runs), *caption], self._missing)
-        return Exhibited(frame, text, figure=self.figure, missing=tuple(self._missing))
+        text = join_caption([lead, *provenance_sentences(self._runs), *caption], self._missing)
+        return ExhibitResult(frame, text, figure=self.figure, missing=tuple(self._missing))
 
     def _freeze_layout(self) -> None:
-        """Compute the layout once, so that every format shows the same."""
+        """Compute the layout once, so that every file format shows the same."""
         self.figure.get_layout_engine().execute(self.figure)
         self.figure.set_layout_engine("none")
         # The layout's solver ends in other last digits from time to time.
@@ -124,42 +130,42 @@ class Plate:
             axes.set_position([round(part, 5) for part in axes.get_position(original=True).bounds])
 
 
-def legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
+def add_legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
     """Add one legend for the whole figure, above its panels."""
     if entries:
-        names = [short(name, 28) for name in entries]
+        names = [shorten_middle(name, 28) for name in entries]
         columns = min(len(entries), 2 if figure.get_figwidth() < 4 else 4)
         figure.legend([*entries.values()], names, loc="outside upper center", ncols=columns)
 
 
-def colour_of(run: DriftRun, variant: str) -> str:
-    """Return the colour of a variant, the same as on pages."""
-    return look(run.variants, variant, dark=False).colour
+def variant_colour(run: DriftRun, variant: str) -> str:
+    """Return the colour of a variant, the same as in HTML reports."""
+    return variant_style(run.variants, variant, dark=False).colour
 
 
-def hatch_of(run: DriftRun, variant: str) -> str:
+def variant_hatch(run: DriftRun, variant: str) -> str:
     """Return the hatch of a variant's bars."""
-    return look(run.variants, variant, dark=False).hatch * 4
+    return variant_style(run.variants, variant, dark=False).hatch * 4
 
 
-def marks(run: DriftRun, variant: str) -> dict[str, Any]:
-    """Return the markers of a variant; those of the expert are hollow, so that points beneath stay visible."""
-    style = look(run.variants, variant, dark=False)
+def marker_style(run: DriftRun, variant: str) -> dict[str, Any]:
+    """Return the matplotlib marker style of a variant; the expert's markers are hollow."""
+    style = variant_style(run.variants, variant, dark=False)
     face = "none" if variant == "expert" else style.colour
     return {"marker": _MARKERS[style.symbol], "markerfacecolor": face, "markeredgecolor": style.colour}
 
 
 def line_style(run: DriftRun, variant: str) -> dict[str, Any]:
-    """Return colour, dash and markers of a variant's curve."""
-    style = look(run.variants, variant, dark=False)
-    return {"color": style.colour, "linestyle": _DASHES.get(style.dash, "-"), **marks(run, variant)}
+    """Return colour, dash and markers of a variant's curve, for matplotlib."""
+    style = variant_style(run.variants, variant, dark=False)
+    return {"color": style.colour, "linestyle": _DASHES.get(style.dash, "-"), **marker_style(run, variant)}
 
 
-def guide(axes: Axes, height: float) -> None:
-    """Draw a thin line across the panel that shows no measurement."""
+def draw_guide_line(axes: Axes, height: float) -> None:
+    """Draw a thin horizontal reference line across the panel."""
     axes.axhline(height, color="#888888", linewidth=rcParams["axes.linewidth"], label=GUIDE)
 
 
-def share_axis(axis: Any) -> None:
-    """Label the ticks of an axis of fractions in percent."""
+def format_percent_axis(axis: Any) -> None:
+    """Format the ticks of an axis of fractions as percentages."""
     axis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %".replace("-", "\N{MINUS SIGN}"))

@@ -14,13 +14,19 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
-from driftlens.results.formatting import printable
-from driftlens.results.sweep_results import level, over_seeds, sweep_named, swept_methods, with_scores
+from driftlens.results.formatting import strip_control_chars
+from driftlens.results.sweep_results import (
+    add_mean_scores,
+    mean_over_seeds,
+    one_factor_sweep_name,
+    reference_mean,
+    swept_methods,
+)
 from driftlens.runs.run import DriftRun
 from driftlens.utils.variants import ACCURACY
-from driftlens_reports.charts.words import between, spaced, title
-from driftlens_reports.paper.exhibit import ROUNDED, Exhibited, ExhibitOptions, figure
-from driftlens_reports.paper.plate import GUIDE, Plate, legend, share_axis
+from driftlens_reports.charts.words import count_range, format_count, variant_title
+from driftlens_reports.paper.exhibit import ROUNDED, ExhibitOptions, ExhibitResult, figure
+from driftlens_reports.paper.plate import GUIDE, PaperFigure, add_legend, format_percent_axis
 
 MEAN = "accuracy (average over tasks), mean over seeds"
 _SPREAD = "accuracy (average over tasks), std over seeds"
@@ -47,34 +53,34 @@ _LOOKS = (
 
 
 @figure("efficiency", title="Accuracy by calibration samples per task")
-def _draw_sample_efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-    plate = Plate(runs, options, options.width * (0.8 if options.is_narrow else 0.48))
+def _draw_sample_efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -> ExhibitResult:
+    plate = PaperFigure(runs, options, options.width * (0.8 if options.is_single_column else 0.48))
     axes = plate.figure.subplots()
     entries, points_of = _draw_sweep_curves(plate, axes, runs, "a", "n", options)
     lead = "Accuracy, averaged over tasks, by the number of calibration samples per task."
     if not points_of:
-        plate.note(
+        plate.note_missing_panel(
             axes, "accuracy by calibration samples", f"{_sweep_command_hint('n')}, with labelled test data"
         )
-        return plate.exhibited(lead)
+        return plate.finish(lead)
     counts = sorted({float(n) for points in points_of.values() for n in points["setting"]})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts)
-    axes.xaxis.set_major_formatter(lambda value, _: printable(spaced(round(value))))
+    axes.xaxis.set_major_formatter(lambda value, _: strip_control_chars(format_count(round(value))))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set(xlabel="calibration samples per task", ylabel="accuracy, average over tasks")
-    share_axis(axes.yaxis)
-    legend(plate.figure, entries)
+    format_percent_axis(axes.yaxis)
+    add_legend(plate.figure, entries)
     measured = [run for run in runs if run.id in points_of]
     about = _sweep_caption_sentences(measured, list(points_of.values()), options)
-    return plate.exhibited(lead, *about, ROUNDED)
+    return plate.finish(lead, *about, ROUNDED)
 
 
 @figure("sweeps", title="Sensitivity to the coefficients")
-def _draw_coefficient_sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-    """Draw a panel per coefficient of FeatCal, with a mark at each run's own setting."""
-    narrow = options.is_narrow
-    plate = Plate(runs, options, options.width * (1.7 if narrow else 0.42))
+def _draw_coefficient_sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) -> ExhibitResult:
+    """Draw accuracy by coefficient of FeatCal, one panel per coefficient, with a mark at the run's own setting."""
+    narrow = options.is_single_column
+    plate = PaperFigure(runs, options, options.width * (1.7 if narrow else 0.42))
     panels = plate.figure.subplots(3 if narrow else 1, 1 if narrow else 3, sharey=True)
     entries: dict[str, Artist] = {}
     drawn: list[pd.DataFrame] = []
@@ -84,7 +90,9 @@ def _draw_coefficient_sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) 
         entries = lines | entries
         drawn += points_of.values()
         if not points_of:
-            plate.note(axes, f"({letter}) accuracy by {_FACTORS[factor]}", _sweep_command_hint(factor))
+            plate.note_missing_panel(
+                axes, f"({letter}) accuracy by {_FACTORS[factor]}", _sweep_command_hint(factor)
+            )
             continue
         axes.set_xlabel(_FACTORS[factor])
         axes.set_title(f"({letter})")
@@ -99,39 +107,41 @@ def _draw_coefficient_sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) 
     for axes in panels if narrow else panels[:1]:
         if axes.has_data():
             axes.set_ylabel("accuracy" if narrow else "accuracy, average over tasks")
-            share_axis(axes.yaxis)
-    legend(plate.figure, entries)
+            format_percent_axis(axes.yaxis)
+    add_legend(plate.figure, entries)
     lead = "Accuracy, averaged over tasks, as one coefficient of the calibration varies."
     about = [*_sweep_caption_sentences(runs, drawn, options)] if drawn else []
     if drawn:
         marked = "the dashed line marks the run's own setting"
         notes = [f"One line per run; {marked}.", *notes]
-    return plate.exhibited(lead, *about, *notes, ROUNDED)
+    return plate.finish(lead, *about, *notes, ROUNDED)
 
 
 def _accuracy_by_setting(
     run: DriftRun, factor: str, tasks: Sequence[str], method: str = "featcal"
 ) -> pd.DataFrame:
-    """Return a row per value of `factor`, ascending: setting, mean, std (n - 1) over seeds, seeds and n_test.
+    """Return mean accuracy and std over seeds for each value of a swept setting, in ascending order.
 
     Only seeds that have all tasks count.
     """
     rows = run.sweeps()
-    rows = with_scores(run, rows[(rows["sweep"] == sweep_named(factor, method)) & rows["task"].isin(tasks)])
+    rows = add_mean_scores(
+        run, rows[(rows["sweep"] == one_factor_sweep_name(factor, method)) & rows["task"].isin(tasks)]
+    )
     rows = rows.assign(setting=rows[factor].astype(float))
-    points = over_seeds(rows, "setting", "score", len(tasks)).rename(columns={"std over seeds": "std"})
+    points = mean_over_seeds(rows, "setting", "score", len(tasks)).rename(columns={"std over seeds": "std"})
     return points[points["mean"].notna()].drop(columns=["tested_low", "tested_high"])
 
 
 def _draw_sweep_curves(
-    plate: Plate,
+    plate: PaperFigure,
     axes: Axes,
     runs: Sequence[DriftRun],
     panel: str,
     factor: str,
     options: ExhibitOptions,
 ) -> tuple[dict[str, Artist], dict[str, pd.DataFrame]]:
-    """Draw a line per run and method. Return the legend's lines by name, and the points by run id."""
+    """Draw one sweep curve per run and method; return legend lines by name and points by run id."""
     entries: dict[str, Artist] = {}
     points_of: dict[str, pd.DataFrame] = {}
     names = [run.name for run in runs]
@@ -155,9 +165,9 @@ def _draw_sweep_curves(
         for quantity, values in ((MEAN, mean), (_SPREAD, spread)):
             plate.record(panel, run, quantity, values, method=method, **{factor: list(x)})
         for variant, dots in _LEVELS.items() if is_first else ():
-            height = level(run, variant, ACCURACY.name, options.tasks_of(run))
+            height = reference_mean(run, variant, ACCURACY.name, options.tasks_of(run))
             if not math.isnan(height):
-                named = f"{title(variant)}, {name}" if len(runs) > 1 else title(variant)
+                named = f"{variant_title(variant)}, {name}" if len(runs) > 1 else variant_title(variant)
                 entries[named] = axes.axhline(height, color=colour, linewidth=1.3 * thin, linestyle=dots)
                 plate.record(panel, run, "accuracy (average over tasks)", height, variant=variant)
         if factor in _FACTORS:
@@ -181,11 +191,13 @@ def _sweep_caption_sentences(
     counts = sorted({len(options.tasks_of(run)) for run in runs})
     yield f"Averages are over {' or '.join(map(str, counts))} task{'' if counts == [1] else 's'}."
     if rows["n_test"].notna().any():
-        yield f"Accuracy on {between(rows['n_test'].dropna().astype(int))} test samples per task."
+        yield f"Accuracy on {count_range(rows['n_test'].dropna().astype(int))} test samples per task."
     if (rows["seeds"] == 1).all():
         yield "One seed per point, so no spread is shown."
     else:
-        yield f"Points: mean over {between(rows['seeds'])} seeds; bars: one standard deviation over seeds (n - 1)."
-    levels = (level(run, name, ACCURACY.name, options.tasks_of(run)) for run in runs for name in _LEVELS)
+        yield f"Points: mean over {count_range(rows['seeds'])} seeds; bars: one standard deviation over seeds (n - 1)."
+    levels = (
+        reference_mean(run, name, ACCURACY.name, options.tasks_of(run)) for run in runs for name in _LEVELS
+    )
     if not all(map(math.isnan, levels)):
         yield "Levels: the merged model before calibration (dotted) and the base (dashed and dotted), where measured."

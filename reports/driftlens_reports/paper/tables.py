@@ -9,22 +9,29 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from driftlens.results.checks import measured_by, self_checks
-from driftlens.results.formatting import printable, with_code
-from driftlens.results.measures import changed_score, main_metrics, score_of
+from driftlens.results.checks import run_self_checks, self_check_command
+from driftlens.results.formatting import map_code_spans, strip_control_chars
+from driftlens.results.measures import main_metrics, score_change, variant_score
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
 from driftlens.utils.intervals import Interval, mean_over_tasks
-from driftlens.utils.variants import ACCURACY, Metric, calibrated, control_of, is_control, part_of
-from driftlens_reports.charts.words import between, called, title
+from driftlens.utils.variants import (
+    ACCURACY,
+    Metric,
+    calibrated_variant,
+    control_variant,
+    is_control,
+    variant_kind,
+)
+from driftlens_reports.charts.words import count_range, task_title, variant_title
 from driftlens_reports.paper.exhibit import (
-    Exhibited,
     ExhibitOptions,
+    ExhibitResult,
     MissingPart,
-    origin,
+    join_caption,
+    provenance_sentences,
     spec_section,
     table,
-    together,
 )
 
 AVERAGE, GAIN = "Avg.", "Gain"
@@ -60,8 +67,8 @@ _NEEDS = "% Needs \\usepackage{booktabs,graphicx}\n"
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One entry of a table, unrounded: words, or a number with its 95 % interval; NaN where not measured."""
+class TableCell:
+    """One table cell, unrounded: text, or a number with its 95 % interval; NaN where not measured."""
 
     value: float | str
     low: float = math.nan
@@ -72,45 +79,45 @@ class Cell:
     is_best: bool = False
 
     @classmethod
-    def from_fraction(cls, share: Interval, *, is_signed: bool = False) -> Cell:
-        """Return the cell of a fraction, in percent."""
+    def from_fraction(cls, share: Interval, *, is_signed: bool = False) -> TableCell:
+        """Create a cell that shows a fraction in percent."""
         return cls(*(100 * end for end in share.ends), n=share.n, is_signed=is_signed)
 
     def text(self, *, has_interval: bool) -> str:
-        """Return the cell as LaTeX, rounded, with the larger half of its interval."""
+        """Format the cell as LaTeX, rounded, with the larger half of its interval."""
         if isinstance(self.value, str):
-            return escape(self.value)
-        text = rounded(self.value, self.digits)
+            return escape_latex(self.value)
+        text = format_number(self.value, self.digits)
         text = f"+{text}" if self.is_signed and self.value > 0 else text
         text = rf"\textbf{{{text}}}" if self.is_best else text
         half = max(self.value - self.low, self.high - self.value)
         if has_interval and math.isfinite(half):
-            text += rf" $\pm$ {rounded(half, self.digits)}"
+            text += rf" $\pm$ {format_number(half, self.digits)}"
         return text
 
 
 @dataclass(frozen=True)
-class _Line:
-    """One line of a table, with its cells by column; `block` is the run's name where there are several."""
+class _TableRow:
+    """One row of a LaTeX table: cells by column; `block` is the run's name if there are several runs."""
 
     label: str
-    cells: Mapping[str, Cell]
+    cells: Mapping[str, TableCell]
     run: str
     variant: str = ""
     block: str = ""
 
 
 @table("accuracy", title="Scores by task")
-def _score_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-    """Return every model's score on every task, their average, and the paired gain over the merged model."""
-    parts: dict[tuple[str, ...], list[_Line]] = {}
+def _score_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> ExhibitResult:
+    """Return the table of every model's score by task, the average, and the paired gain over the merged model."""
+    parts: dict[tuple[str, ...], list[_TableRow]] = {}
     used = []
     for run in runs:
         metrics = {task: metric for task, metric in main_metrics(run).items() if metric.is_averaged}
         shown = {task: metrics[task] for task in options.tasks_of(run) if task in metrics}
         if shown:
-            heads = tuple(_task_column_head(task, metric) for task, metric in shown.items())
-            parts.setdefault(heads, []).extend(_score_table_lines(run, options, shown, len(runs) > 1))
+            heads = tuple(_task_column_header(task, metric) for task, metric in shown.items())
+            parts.setdefault(heads, []).extend(_score_table_rows(run, options, shown, len(runs) > 1))
             used.append(run)
     counts = [
         cell.n
@@ -124,7 +131,7 @@ def _score_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited
         "Bold: significantly better than the next best (base and experts excluded).",
     ]
     if counts:
-        notes.insert(0, f"{between(counts)} test samples per task.")
+        notes.insert(0, f"{count_range(counts)} test samples per task.")
     if any(
         metric.kind != "share" for run in used for metric in main_metrics(run).values() if metric.is_averaged
     ):
@@ -133,51 +140,51 @@ def _score_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited
         [] if used else [MissingPart("Measured rows", "`driftlens analyze RUN` adds the scores of a run")]
     )
     caption = f"Scores (%) by task. {GAIN}: points of the average over the merged model."
-    return _exhibit_of_tables(
+    return _finish_tables(
         "accuracy", "Model", [*parts.values()], caption, used, notes if used else [], missing
     )
 
 
-def _task_column_head(task: str, metric: Metric) -> str:
-    return called(task) if metric == ACCURACY else f"{called(task)} ({metric.title})"
+def _task_column_header(task: str, metric: Metric) -> str:
+    return task_title(task) if metric == ACCURACY else f"{task_title(task)} ({metric.title})"
 
 
-def _score_table_lines(
+def _score_table_rows(
     run: DriftRun, options: ExhibitOptions, metrics: Mapping[str, Metric], is_one_of_many: bool
-) -> list[_Line]:
+) -> list[_TableRow]:
     method = str(spec_section(run, "merge").get("method", ""))
-    merged = title("merged")
-    labels = {"base": title("base"), "expert": "experts"}
+    merged = variant_title("merged")
+    labels = {"base": variant_title("base"), "expert": "experts"}
     labels["merged"] = f"{merged} ({method})" if method and merged == "merged" else merged
-    labels |= {variant: title(variant) for variant in _variants_below_merged(run, options)}
+    labels |= {variant: variant_title(variant) for variant in _variants_after_merged(run, options)}
     lines = []
     for variant, label in labels.items():
-        scores = {task: score_of(run, task, variant, metric) for task, metric in metrics.items()}
+        scores = {task: variant_score(run, task, variant, metric) for task, metric in metrics.items()}
         if all(math.isnan(score.value) for score in scores.values()):
             continue
         cells = {
-            _task_column_head(task, metrics[task]): Cell.from_fraction(score)
+            _task_column_header(task, metrics[task]): TableCell.from_fraction(score)
             for task, score in scores.items()
         }
-        cells[AVERAGE] = Cell.from_fraction(mean_over_tasks([*scores.values()]))
+        cells[AVERAGE] = TableCell.from_fraction(mean_over_tasks([*scores.values()]))
         if variant not in ("base", "expert", "merged") and "merged" in run.variants:
             gain = mean_over_tasks([_score_change(run, task, "merged", variant, metrics) for task in metrics])
-            cells[GAIN] = Cell.from_fraction(gain, is_signed=True)
-        lines.append(_Line(label, cells, run.id, variant, run.name if is_one_of_many else ""))
+            cells[GAIN] = TableCell.from_fraction(gain, is_signed=True)
+        lines.append(_TableRow(label, cells, run.id, variant, run.name if is_one_of_many else ""))
     return _mark_significant_best(run, lines, metrics)
 
 
 def _score_change(run: DriftRun, task: str, start: str, end: str, metrics: Mapping[str, Metric]) -> Interval:
-    change = changed_score(run, run, task, (start, end), metrics[task])
+    change = score_change(run, run, task, (start, end), metrics[task])
     return Interval(change.value, change.low, change.high, change.n)
 
 
 def _mark_significant_best(
-    run: DriftRun, lines: Sequence[_Line], metrics: Mapping[str, Metric]
-) -> list[_Line]:
-    """Mark the best of each column where the 95 % interval of its paired lead over the next best is above 0."""
+    run: DriftRun, lines: Sequence[_TableRow], metrics: Mapping[str, Metric]
+) -> list[_TableRow]:
+    """Mark the best cell of each column if its paired lead over the next best is significant."""
     rivals = [line for line in lines if line.variant not in ("base", "expert")]
-    columns = {_task_column_head(task, metric): [task] for task, metric in metrics.items()} | {
+    columns = {_task_column_header(task, metric): [task] for task, metric in metrics.items()} | {
         AVERAGE: [*metrics]
     }
     best = set()
@@ -199,24 +206,24 @@ def _mark_significant_best(
     ]
 
 
-def _variants_below_merged(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
-    """Return the variants below the merged model: baselines, then each calibration asked for, after its control."""
-    names = [name for name in run.variants if part_of(name) == "baseline" and not is_control(name)]
+def _variants_after_merged(run: DriftRun, options: ExhibitOptions) -> tuple[str, ...]:
+    """Return the table's variants after merged: baselines, then each control with its calibration."""
+    names = [name for name in run.variants if variant_kind(name) == "baseline" and not is_control(name)]
     for variant in run.variants:
-        if part_of(variant) == "calibrated" and options.shows_calibrated(run, variant):
-            control = control_of(variant.partition(":")[2])
+        if variant_kind(variant) == "calibrated" and options.shows_calibrated(run, variant):
+            control = control_variant(variant.partition(":")[2])
             names += [name for name in (control, variant) if name in run.variants]
     return tuple(names)
 
 
 @table("runtime", title="Cost of a calibration")
-def _calibration_cost_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-    """Return time, energy and memory of every calibration, and its speed-up over the first one."""
-    lines: list[_Line] = []
+def _calibration_cost_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> ExhibitResult:
+    """Return the table of time, energy, memory and speed-up of every calibration."""
+    lines: list[_TableRow] = []
     for run in runs:
         used = run.resources().set_index("phase")
         for name, info in run.manifest.calibrations.items():
-            variant = calibrated(name)
+            variant = calibrated_variant(name)
             if variant not in run.variants or not options.shows_calibrated(run, variant):
                 continue
             row = used.loc[f"calibrate:{name}"] if f"calibrate:{name}" in used.index else {}
@@ -224,12 +231,14 @@ def _calibration_cost_table(runs: Sequence[DriftRun], options: ExhibitOptions) -
             time, energy, memory = (math.nan if pd.isna(cost) else float(cost) for cost in costs)
             baseline = float(lines[0].cells[_TIME].value) if lines else time
             cells = {
-                _SPEEDUP: Cell(baseline / time if time > 0 else math.nan, digits=None),
-                _TIME: Cell(time),
-                _ENERGY: Cell(energy),
-                _MEMORY: Cell(memory / 2.0**30),
+                _SPEEDUP: TableCell(baseline / time if time > 0 else math.nan, digits=None),
+                _TIME: TableCell(time),
+                _ENERGY: TableCell(energy),
+                _MEMORY: TableCell(memory / 2.0**30),
             }
-            lines.append(_Line(called(name), cells, run.id, variant, run.name if len(runs) > 1 else ""))
+            lines.append(
+                _TableRow(task_title(name), cells, run.id, variant, run.name if len(runs) > 1 else "")
+            )
     over = f" Speed-up: over {lines[0].label}." if lines else ""
     about = (
         "Wall time of the calibration alone; peak resident memory of the process up to its end; energy where the "
@@ -238,75 +247,80 @@ def _calibration_cost_table(runs: Sequence[DriftRun], options: ExhibitOptions) -
     missing = [] if lines else [MissingPart("Measured rows", f"`{CALIBRATE}` adds one")]
     shown = [run for run in runs if run.manifest.calibrations]
     caption = f"Cost of calibrating a merged model.{over}"
-    return _exhibit_of_tables(
+    return _finish_tables(
         "runtime", "Calibration", [lines], caption, shown, [about] if lines else [], missing
     )
 
 
 @table("self-checks", title="Self-checks")
-def _self_checks_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exhibited:
-    """Return the largest error of every claim that is exact in theory, its limit, and where it is."""
+def _self_checks_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> ExhibitResult:
+    """Return the table of self-checks: largest error of each identity that is exact in theory, limit and location."""
     lines, missing, several = [], [], len(runs) > 1
     for run in runs:
-        for check in self_checks(run).results:
+        for check in run_self_checks(run).results:
             holds = ("yes" if check.status == "pass" else "NO") if check.where else "not measured"
             cells = {
-                "Claim": Cell(check.claim),
-                "Largest error": Cell(check.value, digits=None),
-                "Limit": Cell(check.threshold, digits=None),
-                "Holds": Cell(holds),
-                "Where": Cell(check.where or "--"),
+                "Claim": TableCell(check.claim),
+                "Largest error": TableCell(check.value, digits=None),
+                "Limit": TableCell(check.threshold, digits=None),
+                "Holds": TableCell(holds),
+                "Where": TableCell(check.where or "--"),
             }
-            lines.append(_Line(check.metric, cells, run.id, block=run.name if several else ""))
+            lines.append(_TableRow(check.metric, cells, run.id, block=run.name if several else ""))
             if not check.where:
                 of_run = f", {run.name}" if several else ""
                 missing.append(
-                    MissingPart(f"{check.metric}{of_run}", f"`{measured_by(check.metric)}` measures it")
+                    MissingPart(
+                        f"{check.metric}{of_run}", f"`{self_check_command(check.metric)}` measures it"
+                    )
                 )
     caption = "Self-checks: claims that are exact in theory, and the largest error over all tasks, variants and layers."
     notes = ["A check that was not measured does not count as holding."]
-    return _exhibit_of_tables("self-checks", "Check", [lines], caption, runs, notes, missing)
+    return _finish_tables("self-checks", "Check", [lines], caption, runs, notes, missing)
 
 
-def _exhibit_of_tables(
+def _finish_tables(
     name: str,
     label: str,
-    parts: Sequence[Sequence[_Line]],
+    parts: Sequence[Sequence[_TableRow]],
     caption: str,
     runs: Sequence[DriftRun],
     notes: Sequence[str],
     missing: Sequence[MissingPart],
-) -> Exhibited:
-    """Return the exhibit of these tables, one LaTeX table per part; `label` is the head of the lines' names."""
-    notes = [*notes, *origin(runs)]
+) -> ExhibitResult:
+    """Convert tables to LaTeX and plain data, one LaTeX table each."""
+    notes = [*notes, *provenance_sentences(runs)]
     lacking = [f"Not shown: {gap.name} ({gap.missing})." for gap in missing]
     frames = [_latex_cell_frame(lines, label) for lines in parts or [[]]]
     latex = latex_tables(frames, name, [caption] * len(frames), [*notes, *lacking])
-    return Exhibited(
-        _long_format_data(parts), together([caption, *notes], missing), latex=latex, missing=tuple(missing)
+    return ExhibitResult(
+        _long_format_data(parts),
+        join_caption([caption, *notes], missing),
+        latex=latex,
+        missing=tuple(missing),
     )
 
 
-def _latex_cell_frame(lines: Sequence[_Line], label: str) -> pd.DataFrame:
-    """Return the cells of a table as LaTeX, the runs' names first where there are several."""
+def _latex_cell_frame(lines: Sequence[_TableRow], label: str) -> pd.DataFrame:
+    """Return a data frame of LaTeX cells, with run names first if there are several runs."""
     heads = list(dict.fromkeys(head for line in lines for head in line.cells))
-    gap = Cell(math.nan)
+    gap = TableCell(math.nan)
     rows = []
     for line in lines:
-        row = {label: escape(line.label)}
+        row = {label: escape_latex(line.label)}
         for head in heads:
             has_interval = len(heads) <= _MOST_INTERVALS or head in (AVERAGE, GAIN)
-            row[escape(head)] = line.cells.get(head, gap).text(has_interval=has_interval)
+            row[escape_latex(head)] = line.cells.get(head, gap).text(has_interval=has_interval)
         rows.append(row)
     frame = pd.DataFrame(rows)
     if any(line.block for line in lines):
-        blocks = pd.Series([escape(line.block) for line in lines])
+        blocks = pd.Series([escape_latex(line.block) for line in lines])
         # Each run is named once, in the first of its rows.
         frame.insert(0, "Run", blocks.mask(blocks == blocks.shift(), ""))
     return frame
 
 
-def _long_format_data(parts: Sequence[Sequence[_Line]]) -> pd.DataFrame:
+def _long_format_data(parts: Sequence[Sequence[_TableRow]]) -> pd.DataFrame:
     rows = [
         {
             **{
@@ -328,23 +342,23 @@ def _long_format_data(parts: Sequence[Sequence[_Line]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(_COLUMNS)).astype({"value": "float64", "n": "Int64"})
 
 
-def escape(text: str) -> str:
-    """Return text that LaTeX sets literally: no command, markup or line break survives."""
-    return "".join(_SPECIAL.get(letter, letter) for letter in printable(text))
+def escape_latex(text: str) -> str:
+    """Escape text for LaTeX: no command, markup or line break remains."""
+    return "".join(_SPECIAL.get(letter, letter) for letter in strip_control_chars(text))
 
 
-def prose(text: str) -> str:
-    """Return a sentence escaped for LaTeX, with text between backticks as code."""
+def sentence_latex(text: str) -> str:
+    """Escape a sentence for LaTeX, with text between backticks as code."""
 
     def latex_code(part: str) -> str:
-        literal = "".join(_LITERAL.get(letter, letter) for letter in escape(part))
+        literal = "".join(_LITERAL.get(letter, letter) for letter in escape_latex(part))
         return rf"\texttt{{{literal}}}".replace(r"\_", r"{\char95}")
 
-    return with_code(text, escape, latex_code)
+    return map_code_spans(text, escape_latex, latex_code)
 
 
-def rounded(value: float, digits: int | None = None) -> str:
-    """Return a number with these decimals, or with three significant digits and powers of ten; a dash for NaN."""
+def format_number(value: float, digits: int | None = None) -> str:
+    """Format a number with fixed decimals, or with three significant digits; a dash for NaN."""
     if math.isnan(value):
         return "--"
     if digits is not None:
@@ -364,7 +378,7 @@ def _with_latex_minus(text: str) -> str:
 def latex_tables(
     frames: Sequence[pd.DataFrame], name: str, captions: Sequence[str], notes: Sequence[str]
 ) -> str:
-    """Return a table environment per frame; labels are numbered from the second on.
+    """Return one LaTeX table environment per data frame, with numbered labels.
 
     Args:
         frames: cells and heads as LaTeX, see `latex_table`.
@@ -378,7 +392,7 @@ def latex_tables(
 
 
 def latex_table(frame: pd.DataFrame, name: str, caption: str, notes: Sequence[str] = ()) -> str:
-    """Return a table environment.
+    """Return a data frame as a LaTeX table environment.
 
     Args:
         frame: escaped cells and heads; the index is not shown.
@@ -387,12 +401,10 @@ def latex_table(frame: pd.DataFrame, name: str, caption: str, notes: Sequence[st
         notes: plain sentences below the table.
     """
     label = f"tab:drift-{re.sub(r'[^A-Za-z0-9.:-]+', '-', name)}"
-    below = " ".join(map(prose, notes))
+    below = " ".join(map(sentence_latex, notes))
     below = f"\\par\\smallskip{{\\footnotesize\\raggedright {below}\\par}}\n" if below else ""
     if frame.empty:
-        head = (
-            f"{_NEEDS}\\begin{{table}}[t]\n\\centering\n\\caption{{{prose(caption)}}}\n\\label{{{label}}}\n"
-        )
+        head = f"{_NEEDS}\\begin{{table}}[t]\n\\centering\n\\caption{{{sentence_latex(caption)}}}\n\\label{{{label}}}\n"
         return f"{head}{below}\\end{{table}}\n"
     width = sum(
         3 + max(len(_COMMAND.sub("", str(text))) for text in (head, *frame.iloc[:, place]))
@@ -403,7 +415,7 @@ def latex_table(frame: pd.DataFrame, name: str, caption: str, notes: Sequence[st
     columns = (frame.iloc[:, place] for place in range(frame.shape[1]))
     text = frame.style.hide(axis="index").to_latex(
         hrules=True,
-        caption=prose(caption),
+        caption=sentence_latex(caption),
         label=label,
         environment=environment,
         position="t",

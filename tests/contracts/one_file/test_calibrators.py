@@ -20,15 +20,15 @@ from driftlens.calibration.featcal import PRESETS
 from driftlens.cli import app
 from driftlens.config.requests import AnalysisRequest
 from driftlens.config.run import load_spec
-from driftlens.diagnostics.attribution import JacobianSettings, PullBack
+from driftlens.diagnostics.attribution import BackwardSweep, JacobianSettings
 from driftlens.engine.walk import decompose, walk
-from driftlens.experiment.resume import reopened
-from driftlens.linalg.state import norm, stacked, subtract
+from driftlens.experiment.resume import reopen_study
+from driftlens.linalg.state import stack_states, state_norms, subtract_states
 from driftlens.pipelines.analyze import analyze
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.pipelines.validate import preflight
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.verify import verify
+from driftlens.runs.verify import verify_files
 from driftlens.utils.errors import ShapeError, SpecError
 from tests.contracts.one_file.toys import CLOSED, TRAINED
 from tests.pipelines.calibrating import copied, request, scored_again
@@ -45,7 +45,7 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "toy_trained.py").write_text(TRAINED)
     monkeypatch.syspath_prepend(tmp_path)
     names = ("toy_closed_form", "toy_trained")
-    with calibrators.temporary():
+    with calibrators.temporary_entries():
         for name in names:
             importlib.import_module(name)
         yield
@@ -98,7 +98,7 @@ def test_the_spec_takes_its_settings_and_refuses_others_before_anything_is_opene
 
 
 def test_a_solution_of_another_shape_is_refused(light: DriftRun, tmp_path: Path) -> None:
-    with calibrators.temporary():
+    with calibrators.temporary_entries():
         exec(CLOSED.replace("{name: new}", "{name: new[:1]}"), {"__name__": "broken_toy"})
         with pytest.raises(ShapeError, match=r"is \[1, \d+\], expected \[\d+, \d+\]"):
             calibrate(copied(light, tmp_path / "run"), request("toy", method="toy-scale"))
@@ -135,7 +135,7 @@ def test_a_closed_form_of_ones_own_calibrates_a_run(folder: Path, light: DriftRu
     run = calibrate(folder, request("toy", method="toy-scale", parameters={"pull": 0.01}))
     info = run.manifest.calibrations["toy"]
     assert info.method == "toy-scale" and dict(info.settings) == {"pull": 0.01} and not info.control
-    assert len(run.calibration("toy")) == 3 * 6 and verify(folder).ok
+    assert len(run.calibration("toy")) == 3 * 6 and verify_files(folder).ok
     final = {
         variant: run.layers(variant=variant, layer="final")["drift_l2_mean"].mean()
         for variant in ("merged", "calibrated:toy")
@@ -175,24 +175,24 @@ def test_identities_hold_with_what_a_trained_calibrator_attaches(
         accuracy.sort_values(["task", "variant"])["value"].tolist()
         == again.sort_values(["task", "variant"])["value"].tolist()
     )
-    study, _ = reopened(folder)
+    study, _ = reopen_study(folder)
     pool, task = study.pool, TASKS[0]
     assert {*pool.variant("calibrated:toy").attachments} == {*TASKS}
     pool.dtype = torch.float64
     samples = study.tasks[task].diagnosis
     settings = JacobianSettings(nodes=16, max_nodes=32, tolerance=1e-10)
-    pull_back = PullBack(pool, task, ["calibrated:toy"], settings)
+    pull_back = BackwardSweep(pool, task, ["calibrated:toy"], settings)
     finals = None
     with torch.no_grad():
         for view in walk(pool, task, ["calibrated:toy"], samples.batches(0, 3)):
             split = decompose(view)
-            rest = subtract(subtract(split.drift, split.local_mismatch), split.propagation)
-            assert float(norm(rest).max()) <= 1e-12 * float(norm(split.drift).max())
+            rest = subtract_states(subtract_states(split.drift, split.local_mismatch), split.propagation)
+            assert float(state_norms(rest).max()) <= 1e-12 * float(state_norms(split.drift).max())
             pull_back.add(view)
             finals = view.merged_out
         ((start, batch),) = pull_back.batches.items()
         drift = pull_back.final_drift(batch, "calibrated:toy")
-        for _ in pull_back.steps({(start, "calibrated:toy"): stacked([drift])}):
+        for _ in pull_back.steps({(start, "calibrated:toy"): stack_states([drift])}):
             pass
     for found in pull_back.sensitivities.values():
         assert float(found.error.sum() / found.size.sum()) < 1e-6, "p = A e with the attachment inside A"
@@ -203,7 +203,7 @@ def test_identities_hold_with_what_a_trained_calibrator_attaches(
 
 @pytest.mark.slow
 def test_what_is_attached_brings_features_nearer_to_the_experts(folder: Path) -> None:
-    """Trained on the samples that the run diagnoses its drift on, long enough, it must."""
+    """TrainedCalibrator on the samples that the run diagnoses its drift on, long enough, it must."""
     run = calibrate(folder, request("toy", method="toy-map", parameters={"epochs": 300}))
     final = run.layers(layer="final").groupby("variant")["drift_l2_mean"].mean()
     assert final["calibrated:toy"] < final["merged"]

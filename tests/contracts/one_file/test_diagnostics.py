@@ -20,7 +20,7 @@ from driftlens.runs.schema import LAYERS
 from driftlens.runs.tables import append_rows, read_table, stored_columns
 from driftlens.utils.errors import SpecError
 from driftlens.utils.registry import ColumnSchema, diagnostics
-from driftlens_reports.charts.picking import ChartOptions, absent, lacking
+from driftlens_reports.charts.picking import ChartOptions, missing_columns_message, missing_data_message
 from tests.pipelines.fixtures import finished, light, world
 from tests.refusing import refusing
 from tests.zoo.world import World
@@ -74,8 +74,8 @@ def values(world: World) -> dict[str, object]:
 
 def test_the_spec_knows_it_by_name(toy: None, world: World) -> None:
     spec = load_spec(values(world), OVERRIDES)
-    assert "toy" in spec.metrics.options and load_spec(spec) == spec
-    assert "toy" not in load_spec(values(world), ["metrics.toy=false"]).metrics.options
+    assert "toy" in spec.metrics.enabled and load_spec(spec) == spec
+    assert "toy" not in load_spec(values(world), ["metrics.toy=false"]).metrics.enabled
     with pytest.raises(SpecError, match=r"metrics\.toy: Input should be a valid boolean, got 3"):
         load_spec(values(world), ["metrics.toy=3"])
     with refusing(SpecError, match=r"metrics\.tox: unknown key; .*adjoint, groups, toy", hint="'toy'"):
@@ -144,7 +144,7 @@ def test_the_run_keeps_its_columns_and_what_they_mean(toy: None, world: World, t
 
 def test_rows_that_are_added_without_it_leave_its_values(tmp_path: Path) -> None:
     path, key = tmp_path / "layers.parquet", {"task": "cars", "variant": "merged"}
-    added = LAYERS.extended([ColumnSchema("toy_gap", "float", "feature", "A distance.")])
+    added = LAYERS.with_columns([ColumnSchema("toy_gap", "float", "feature", "A distance.")])
     append_rows(path, added, pd.DataFrame([key | {"layer": 1, "toy_gap": 0.1}]))
     append_rows(path, LAYERS, pd.DataFrame([key | {"layer": 2}]))
     rows = read_table(path, LAYERS)
@@ -154,6 +154,6 @@ def test_rows_that_are_added_without_it_leave_its_values(tmp_path: Path) -> None
 
 def test_a_chart_of_it_says_which_command_measures_it(light: DriftRun) -> None:
     command = "driftlens analyze RUN --add toy"
-    said = lacking(light, ChartOptions(), "layers", ["toy_gap"])
+    said = missing_data_message(light, ChartOptions(), "layers", ["toy_gap"])
     assert said is not None and "toy_gap" in said and "driftlens analyze" in said
-    assert command in absent("layers", ["toy_gap"], command)
+    assert command in missing_columns_message("layers", ["toy_gap"], command)

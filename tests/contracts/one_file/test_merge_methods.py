@@ -141,7 +141,7 @@ def toy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     folder.mkdir()
     (folder / f"{name}.py").write_text(text + (OTHER if reads == "moments" else ""), encoding="utf-8")
     before = set(merge_methods)
-    with merge_methods.temporary(), pytest.MonkeyPatch.context() as patch:
+    with merge_methods.temporary_entries(), pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         importlib.import_module(name)
         yield reads

@@ -54,7 +54,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from driftlens.calibration.calibrator import Trained, calibrators
+from driftlens.calibration.calibrator import TrainedCalibrator, calibrators
 from driftlens.utils.registry import Bounds
 
 
@@ -71,7 +71,7 @@ class Affine:
 
 
 @calibrators.register("toy-map")
-class ToyMap(Trained):
+class ToyMap(TrainedCalibrator):
     """Gradient descent on the mean squared distance to the expert's features."""
 
     title = "Toy map"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import TABLES
-from driftlens.runs.tables import conform
+from driftlens.runs.tables import conform_to_schema
 
 INTERNAL = {"uirevision", "legendgroup", "offsetgroup", "ids", "meta"}
 """Settings that plotly compares and never shows."""
@@ -78,7 +78,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def with_rows(run: DriftRun, table: str, rows: pd.DataFrame) -> DriftRun:
     """The run opened again, with these rows for the table's own."""
     opened = open_run(run.path)
-    opened._frames[table] = conform(rows, TABLES[table])
+    opened._frames[table] = conform_to_schema(rows, TABLES[table])
     return opened
 
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from plotly.colors import sample_colorscale
 
-from driftlens.results.formatting import error, number, percent
+from driftlens.results.formatting import format_error, format_number, format_percent
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import TABLES
 from driftlens.utils.errors import DataError, DriftLensError
 from driftlens.utils.variants import Part
-from driftlens_reports.charts.chart import ChartOptions, Drawn, charts, parts_of
-from driftlens_reports.charts.panels import layer_axis, layer_title, titled
-from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, lacking, layer_rows
-from driftlens_reports.charts.theme import DARK, LIGHT, Palette, look
-from driftlens_reports.charts.words import label, literal
+from driftlens_reports.charts.chart import ChartOptions, Drawn, chart_names_by_heading, charts
+from driftlens_reports.charts.panels import layer_axis_settings, layer_axis_title, title_with_unit
+from driftlens_reports.charts.picking import chosen_tasks, chosen_variants, layer_rows, missing_data_message
+from driftlens_reports.charts.theme import DARK, LIGHT, Palette, variant_style
+from driftlens_reports.charts.words import escape_plotly, escaped_label
 from driftlens_reports.sections import PRESETS, TITLES
 from tests.quick import few
 from tests.reports.charts.recording import (
@@ -67,7 +67,7 @@ def test_it_stands_somewhere_and_names_columns_that_there_are(name: str) -> None
     table, columns = chart.needs
     assert columns and set(columns) <= set(TABLES[table].names)
     if chart.place.page:
-        assert name in parts_of(chart.place.page)[chart.place.part]
+        assert name in chart_names_by_heading(chart.place.page)[chart.place.part]
 
 
 NAMES = ("task", "variant", "module group", "group of modules", "site")
@@ -88,7 +88,11 @@ def test_axes_have_titles_with_units(name: str, full: DriftRun) -> None:
 @every_chart
 def test_the_alt_text_is_made_of_numbers_in_the_data(name: str, full: DriftRun) -> None:
     chart = drawn(name, full)
-    writings = {write(value) for value in data_values(chart.data) for write in (number, percent, error)}
+    writings = {
+        write(value)
+        for value in data_values(chart.data)
+        for write in (format_number, format_percent, format_error)
+    }
     said = NUMBER.findall(chart.alt)
     # The intervals over samples that its sentence tells are not what its whiskers show.
     assert set(said) <= writings or (name == "task-cosine" and set(said) & writings), chart.alt
@@ -189,8 +193,8 @@ def test_rows_come_by_task_variant_and_layer(full: DriftRun) -> None:
 
 
 def test_what_is_missing_is_looked_for_among_the_chosen_alone(full: DriftRun) -> None:
-    assert lacking(full, ChartOptions(), "layers", ["final_share"]) is None
-    assert lacking(full, ChartOptions(tasks=["cars"]), "accuracy", ["value", "ci_low"]) is None
+    assert missing_data_message(full, ChartOptions(), "layers", ["final_share"]) is None
+    assert missing_data_message(full, ChartOptions(tasks=["cars"]), "accuracy", ["value", "ci_low"]) is None
 
 
 @pytest.mark.parametrize("name", ["contributions-heatmap", "alignment"])
@@ -205,7 +209,7 @@ def test_the_sentence_names_every_column_without_numbers_and_the_command_that_fi
     request: pytest.FixtureRequest,
 ) -> None:
     run = request.getfixturevalue("unmeasured")
-    assert lacking(run, ChartOptions(), "layers", ["drift_rel", "n", "cka"]) == (
+    assert missing_data_message(run, ChartOptions(), "layers", ["drift_rel", "n", "cka"]) == (
         "needs columns drift_rel, cka of table layers; `driftlens analyze RUN/spec.yaml --out NEW` adds them."
     )
 
@@ -228,29 +232,31 @@ def test_attribution_that_was_left_out_is_added_to_the_run_itself(
     rows = full.layers()
     rows["final_share"] = rows["final_share"].where(rows["variant"].isin(shares.split()))
     rows["jacobian_samples"] = rows["n"].where(rows["variant"].isin(explained.split()))
-    reason = lacking(
+    reason = missing_data_message(
         with_rows(full, "layers", rows), ChartOptions(variants=chosen), "layers", ["final_share"]
     )
     assert str(reason or "").endswith(said) and bool(reason) == bool(said)
 
 
 def test_the_layer_axis_always_labels_stem_and_head(full: DriftRun) -> None:
-    axis = layer_axis(full)
+    axis = layer_axis_settings(full)
     assert axis["tickvals"] == [1, 2, 3, 4, 5, 6]
     assert axis["autorangeoptions"]["clipmin"] == 0.5 and axis["autorangeoptions"]["clipmax"] == 6.5
-    assert layer_title(full) == "layer (index: 1 stem, 6 head)"
+    assert layer_axis_title(full) == "layer (index: 1 stem, 6 head)"
 
 
 def test_units_are_the_schemas() -> None:
-    assert titled("drift", "layers", "drift_l2_mean") == "drift (feature units)"
-    assert titled("loss", "outputs", "ce") == "loss (nat)"
-    assert titled("share", "layers", "cka") == "share (ratio)"
+    assert title_with_unit("drift", "layers", "drift_l2_mean") == "drift (feature units)"
+    assert title_with_unit("loss", "outputs", "ce") == "loss (nat)"
+    assert title_with_unit("share", "layers", "cka") == "share (ratio)"
 
 
 def test_names_are_shown_character_by_character() -> None:
-    assert literal("<b>&amp;</b>") == "&lt;b&gt;&amp;amp;&lt;/b&gt;"
-    assert literal("$x$ %{y}\n") == "&#36;x&#36; &#37;{y}\ufffd"
-    assert label("a" * 40) == "a" * 13 + "…" + "a" * 12 and label("<" * 40, 9).count("&lt;") == 8
+    assert escape_plotly("<b>&amp;</b>") == "&lt;b&gt;&amp;amp;&lt;/b&gt;"
+    assert escape_plotly("$x$ %{y}\n") == "&#36;x&#36; &#37;{y}\ufffd"
+    assert (
+        escaped_label("a" * 40) == "a" * 13 + "…" + "a" * 12 and escaped_label("<" * 40, 9).count("&lt;") == 8
+    )
 
 
 themes = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
@@ -302,7 +308,7 @@ def test_roles_differ_to_every_sight(theme: Palette, sight: str) -> None:
 def test_roles_differ_without_colour(theme: Palette) -> None:
     """Where greys come close, and everywhere else too, symbol, dash and hatch differ."""
     looks = [
-        look([], f"{part}:x" if part in ("calibrated", "baseline") else part, dark=theme is DARK)
+        variant_style([], f"{part}:x" if part in ("calibrated", "baseline") else part, dark=theme is DARK)
         for part in PARTS
     ]
     for marks in ("symbol", "dash", "hatch"):
@@ -313,7 +319,7 @@ def test_roles_differ_without_colour(theme: Palette) -> None:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_several_variants_of_a_part_stay_distinct(part: str, dark: bool) -> None:
     variants = ["merged", *(f"{part}:{at}" for at in range(12))]
-    looks = {variant: look(variants, variant, dark=dark) for variant in variants}
+    looks = {variant: variant_style(variants, variant, dark=dark) for variant in variants}
     assert len(set(looks.values())) == len(variants)
     first, second, third = (looks[f"{part}:{at}"] for at in range(3))
     assert len({first.colour, second.colour, third.colour}) == 3
@@ -322,9 +328,9 @@ def test_several_variants_of_a_part_stay_distinct(part: str, dark: bool) -> None
 
 def test_a_variant_looks_alike_whichever_others_are_shown() -> None:
     variants = ["merged", "calibrated:a", "calibrated:b"]
-    light, dark = (look(variants, "calibrated:b", dark=dark) for dark in (False, True))
+    light, dark = (variant_style(variants, "calibrated:b", dark=dark) for dark in (False, True))
     assert light.colour != dark.colour and (light.symbol, light.dash) == (dark.symbol, dark.dash)
-    assert light != look(variants, "calibrated:a", dark=False)
+    assert light != variant_style(variants, "calibrated:a", dark=False)
 
 
 @themes

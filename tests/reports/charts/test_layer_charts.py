@@ -11,12 +11,18 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from driftlens.results.formatting import number, percent
+from driftlens.results.formatting import format_number, format_percent
 from driftlens.runs.run import DriftRun
 from driftlens_reports.charts import panels
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.charts.layer_curves import Curves, band, draw_curves, mean_curves, running_curve
-from driftlens_reports.charts.theme import Brush
+from driftlens_reports.charts.layer_curves import (
+    CurvePanel,
+    draw_layer_curves,
+    draw_mean_drift,
+    draw_running_drift,
+    shaded_band,
+)
+from driftlens_reports.charts.theme import VariantPlotter
 from tests.reports.charts.recording import axis_titles, data_values, drawn_values, finite, leaves, with_rows
 
 BY_CURVE = {
@@ -134,18 +140,18 @@ def rows_of(**columns: list[float]) -> pd.DataFrame:
     return pd.DataFrame({**columns, "layer": range(1, size + 1)}).assign(**keys)
 
 
-BRUSH = Brush(["merged"], dark=False)
+BRUSH = VariantPlotter(["merged"], dark=False)
 
 
 def test_a_null_is_a_gap() -> None:
     rows = rows_of(mean=[1.0, math.nan, 3.0])
-    [trace] = Curves("mean", "drift").traces(rows, BRUSH, opacity=0.1)
+    [trace] = CurvePanel("mean", "drift").traces(rows, BRUSH, opacity=0.1)
     assert list(trace["y"]) == [1.0, None, 3.0] and trace["connectgaps"] is False
 
 
 def test_a_band_stops_at_a_gap() -> None:
     rows = rows_of(low=[1.0, 2.0, math.nan, 4.0], high=[5.0, 6.0, 7.0, 8.0])
-    trace = band(rows, "low", "high", BRUSH, opacity=0.1)
+    trace = shaded_band(rows, "low", "high", BRUSH, opacity=0.1)
     assert list(trace["y"]) == [1, 2, 6, 5, None, 4, 4, 8, 8]
     assert list(trace["x"])[:5] == [1, 2, 2, 1, None] and 3 not in trace["x"]
     assert min(trace["x"][5:]) < 4 < max(trace["x"][5:]), "a band of one layer has a width"
@@ -156,14 +162,14 @@ def test_an_encoders_curve_ends_where_the_decoders_begins(full: DriftRun) -> Non
     rows = full.layers(variant="merged", task=full.tasks[0]).reset_index(drop=True)
     last = rows["layer"].max()
     streams = rows["layer"].le(last - 2).map({True: "encoder", False: "hidden"})
-    kind = Curves("drift_l2_mean", "drift")
-    [trace] = draw_curves(full, rows.assign(stream=streams), kind, dark=False).data
+    kind = CurvePanel("drift_l2_mean", "drift")
+    [trace] = draw_layer_curves(full, rows.assign(stream=streams), kind, dark=False).data
     assert [place for place, value in zip(trace.x, trace.y, strict=True) if value is None] == [last - 2]
     assert finite(trace.y) == rows["drift_l2_mean"].tolist()
-    figure = draw_curves(full, rows.assign(stream=streams), kind, dark=False)
+    figure = draw_layer_curves(full, rows.assign(stream=streams), kind, dark=False)
     assert [shape.x0 for shape in figure.layout.shapes] == [last - 1.5]
     for streams in (rows["layer"].map(lambda _: "hidden"), rows["layer"].map(lambda _: None)):
-        figure = draw_curves(full, rows.assign(stream=streams), kind, dark=False)
+        figure = draw_layer_curves(full, rows.assign(stream=streams), kind, dark=False)
         assert len(figure.data[0].x) == len(rows) and not figure.layout.shapes
     layers = full.layers()
     streams = layers["layer"].le(3).map({True: "encoder", False: "hidden"})
@@ -185,7 +191,7 @@ def test_hover_texts_and_sentences_call_a_layer_by_its_block(full: DriftRun) -> 
 @pytest.mark.slow
 def test_in_a_narrow_window_panels_stand_below_one_another(full: DriftRun) -> None:
     wide = charts["layer-drift"].draw(full, ChartOptions()).figure
-    with panels.one_column():
+    with panels.stack_panels():
         narrow = charts["layer-drift"].draw(full, ChartOptions()).figure
         kinds = charts["decomposition"].draw(full, ChartOptions()).figure
     ends = [{axis.domain for axis in figure.select_xaxes()} for figure in (wide, narrow, kinds)]
@@ -207,7 +213,7 @@ FOUND = {3: 0.75, 2: 0.5}
 
 
 def test_it_draws_the_merged_models_means_and_what_was_found_so_far(full: DriftRun) -> None:
-    drawn = running_curve(full, "new", FOUND, dark=False)
+    drawn = draw_running_drift(full, "new", FOUND, dark=False)
     merged, new = drawn.figure.data
     means = full.layers(variant="merged").groupby("layer")["drift_l2_mean"].mean()
     assert list(merged.x) == means.index.tolist() and list(merged.y) == means.tolist()
@@ -218,24 +224,24 @@ def test_it_draws_the_merged_models_means_and_what_was_found_so_far(full: DriftR
 
 
 def test_its_words_are_its_numbers(full: DriftRun) -> None:
-    drawn = running_curve(full, "new", FOUND, dark=False)
+    drawn = draw_running_drift(full, "new", FOUND, dark=False)
     merged = full.layers(variant="merged", layer=3)["drift_l2_mean"].mean()
     layers = len(full.manifest.layers)
     assert (
-        f"2 layers of {layers} so far; at block 1 (layer 3 of 6): calibrated {number(0.75)}"
+        f"2 layers of {layers} so far; at block 1 (layer 3 of 6): calibrated {format_number(0.75)}"
         in drawn.alt.replace("\u202f", " ")
     )
-    assert f"merged {number(merged)}." in drawn.alt
+    assert f"merged {format_number(merged)}." in drawn.alt
     assert axis_titles(drawn.figure, "y") == ["mean L2 drift (feature units)"]
-    assert "No layer is calibrated yet." in running_curve(full, "new", {}, dark=False).alt
+    assert "No layer is calibrated yet." in draw_running_drift(full, "new", {}, dark=False).alt
 
 
 def test_its_theme_is_that_of_the_other_charts(full: DriftRun) -> None:
-    light, dark = (leaves(running_curve(full, "new", FOUND, dark=dark).figure) for dark in (False, True))
+    light, dark = (leaves(draw_running_drift(full, "new", FOUND, dark=dark).figure) for dark in (False, True))
     assert light.keys() == dark.keys() and light != dark
     other = charts["layer-drift"].draw(full, ChartOptions())
     lines = {trace.legendgroup: trace.line for trace in other.figure.data if trace.showlegend}
-    running = running_curve(full, "featcal", FOUND, dark=False).figure.data
+    running = draw_running_drift(full, "featcal", FOUND, dark=False).figure.data
     for trace in running:
         assert (trace.line.color, trace.line.dash) == (
             lines[trace.legendgroup].color,
@@ -245,13 +251,13 @@ def test_its_theme_is_that_of_the_other_charts(full: DriftRun) -> None:
 
 @pytest.mark.parametrize("name", ["<b>", "$x$ %{y}"])
 def test_a_name_is_shown_and_not_obeyed(full: DriftRun, name: str) -> None:
-    shown = running_curve(full, name, FOUND, dark=False).figure.data[1].name
+    shown = draw_running_drift(full, name, FOUND, dark=False).figure.data[1].name
     assert "<" not in shown and "$" not in shown and "%" not in shown
 
 
 def test_the_mean_over_tasks_is_thick_each_task_thin_and_the_control_hides(full: DriftRun) -> None:
     task = full.tasks[0]
-    drawn = mean_curves(full, ChartOptions(tasks=[task]))
+    drawn = draw_mean_drift(full, ChartOptions(tasks=[task]))
     rows = full.layers()
     values = rows.pivot_table(index=["variant", "layer"], columns="task", values="drift_l2_mean")
     thick = {str(trace.legendgroup): trace for trace in drawn.figure.data if trace.showlegend}
@@ -282,7 +288,7 @@ def sampled(full: DriftRun) -> DriftRun:
 
 
 def written(low: float, high: float) -> str:
-    return f"<br>95 % interval: {percent(low)} to {percent(high)}".replace("%", "&#37;")
+    return f"<br>95 % interval: {format_percent(low)} to {format_percent(high)}".replace("%", "&#37;")
 
 
 def test_cells_tell_their_interval_when_hovered(sampled: DriftRun) -> None:

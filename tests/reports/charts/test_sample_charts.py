@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driftlens.config.requests import ProjectionRequest
-from driftlens.results.formatting import signs
-from driftlens.results.projection import project, thinned
+from driftlens.results.formatting import typeset_signs
+from driftlens.results.projection import project, stratified_subset
 from driftlens.runs.manifest import ModelInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens_reports.charts.chart import ChartOptions, Drawn, charts
-from driftlens_reports.charts.picking import thinned_samples
+from driftlens_reports.charts.picking import subsample_rows
 from tests.reports.charts.recording import finite
 from tests.runs.full_run import layer_list
 
@@ -52,7 +52,7 @@ def test_each_panel_of_sample_cosine_writes_the_mean_gain(full: DriftRun) -> Non
         full.samples("cars", CALIBRATED, "final")["cos"].to_numpy(float)
         - full.samples("cars", "merged", "final")["cos"].to_numpy(float)
     )
-    assert any(signs(f"featcal {gain:+.3f}") in str(note.text) for note in figure.layout.annotations)
+    assert any(typeset_signs(f"featcal {gain:+.3f}") in str(note.text) for note in figure.layout.annotations)
 
 
 def test_samples_are_paired_by_name_not_by_row(full: DriftRun) -> None:
@@ -164,7 +164,7 @@ def samples(sizes: list[int]) -> pd.DataFrame:
 @given(sizes=st.lists(st.integers(1, 80), min_size=1, max_size=6), limit=st.integers(6, 200))
 def test_every_class_keeps_its_share(sizes: list[int], limit: int) -> None:
     rows = samples(sizes)
-    kept = thinned(rows, limit, ["label"])
+    kept = stratified_subset(rows, limit, ["label"])
     assert len(kept) == min(limit, len(rows))
     for label, size in rows["label"].value_counts().items():
         share = size * len(kept) / len(rows)
@@ -175,15 +175,15 @@ def test_every_class_keeps_its_share(sizes: list[int], limit: int) -> None:
 
 def test_order_and_neighbours_do_not_decide_which_are_kept() -> None:
     rows = samples([50, 30])
-    kept = set(thinned(rows, 20, ["label"])["sample_id"])
-    backwards = thinned(rows.iloc[::-1].reset_index(drop=True), 20, ["label"])
+    kept = set(stratified_subset(rows, 20, ["label"])["sample_id"])
+    backwards = stratified_subset(rows.iloc[::-1].reset_index(drop=True), 20, ["label"])
     assert set(backwards["sample_id"]) == kept and backwards.index.is_monotonic_increasing
 
 
 def test_a_sample_stays_in_all_its_panels_or_in_none() -> None:
     each = samples([400, 100]).assign(task="cars")
     rows = pd.concat([each.assign(variant=name) for name in ("merged", "calibrated:featcal")])
-    kept, notes = thinned_samples(rows, ChartOptions(max_points=100), 2)
+    kept, notes = subsample_rows(rows, ChartOptions(max_points=100), 2)
     assert len(kept) == 100
     assert (kept.groupby("sample_id").size() == 2).all()
     assert notes == ("50 of 500 samples shown, of every class alike.",)
@@ -191,7 +191,7 @@ def test_a_sample_stays_in_all_its_panels_or_in_none() -> None:
 
 def test_missing_labels_are_a_class_of_their_own() -> None:
     rows = samples([40, 40]).assign(task="cars", label=None)
-    kept, _ = thinned_samples(rows, ChartOptions(max_points=10), 1)
+    kept, _ = subsample_rows(rows, ChartOptions(max_points=10), 1)
     assert len(kept) == 10
 
 
@@ -207,7 +207,7 @@ def write_crowd(path: Path, count: int) -> DriftRun:
     layers = layer_list(1)
     with RunWriter.create(path, spec_yaml="name: crowd\n", spec_digest="0" * 64, name="crowd") as writer:
         models = {variant: ModelInfo(f"{at:064x}", 1) for at, variant in enumerate(VARIANTS, start=1)}
-        writer.describe(tasks=["crowd"], variants=list(VARIANTS), layers=layers, models=models)
+        writer.update_manifest(tasks=["crowd"], variants=list(VARIANTS), layers=layers, models=models)
         writer.write_sample_ids("crowd", "diagnosis", ids)
         writer.write_features("crowd", "expert", 3, expert)
         for at, variant in enumerate(VARIANTS):

@@ -19,19 +19,19 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
-from driftlens.results.formatting import INTERVAL, signs, written
-from driftlens.results.verdict import task_sheet, verdict
+from driftlens.results.formatting import INTERVAL, format_value, typeset_signs
+from driftlens.results.verdict import task_table, verdict
 from driftlens.runs import schema, tables
 from driftlens.runs.manifest import table_file
 from driftlens.runs.run import DriftRun, open_run
-from driftlens.runs.verify import verify
+from driftlens.runs.verify import verify_files
 from driftlens.utils.errors import RunError, SpecError
-from driftlens.utils.variants import title
+from driftlens.utils.variants import display_name
 from driftlens_reports.build import FORMATS, Report
 from driftlens_reports.charts.chart import charts
 from driftlens_reports.charts.theme import DARK, LIGHT
 from driftlens_reports.formats.page import interactive_page
-from driftlens_reports.paper.exhibit import ExhibitOptions, draw
+from driftlens_reports.paper.exhibit import ExhibitOptions, draw_exhibit
 from tests.quick import few
 from tests.reports.conftest import HOSTILE, SMALL
 from tests.runs.full_run import Size, write_full_run
@@ -124,7 +124,7 @@ def files(standard: Report) -> dict[str, bytes]:
 
 def expected(run: DriftRun) -> dict[Key, float]:
     return {
-        (task, title(variant)): run.value("drift_l2_mean", task=task, variant=variant)
+        (task, display_name(variant)): run.value("drift_l2_mean", task=task, variant=variant)
         for task in run.tasks
         for variant in run.variants
     }
@@ -167,10 +167,16 @@ def test_every_digit_of_the_final_drift_is_that_of_the_table(
 
 def test_markdown_shows_the_same_numbers_rounded(full: DriftRun, files: dict[str, bytes]) -> None:
     (rows,) = markdown_tables(files["report.md"].decode()).values()
-    sheet = task_sheet(full, verdict(full))
-    assert rows == [[*map(signs, row)] for row in sheet.texts()]
-    ends = [signs(f"{written(row[6], 'points')} to {written(row[7], 'points')}") for row in sheet.rows]
-    assert [*sheet.kinds][6:8] == ["95 % low", "95 % high"] and [row[6] for row in rows] == [INTERVAL, *ends]
+    sheet = task_table(full, verdict(full))
+    assert rows == [[*map(typeset_signs, row)] for row in sheet.formatted_rows()]
+    ends = [
+        typeset_signs(f"{format_value(row[6], 'points')} to {format_value(row[7], 'points')}")
+        for row in sheet.rows
+    ]
+    assert [*sheet.column_formats][6:8] == ["95 % low", "95 % high"] and [row[6] for row in rows] == [
+        INTERVAL,
+        *ends,
+    ]
 
 
 def test_the_runs_own_tables_are_in_csv_with_every_digit(full: DriftRun, files: dict[str, bytes]) -> None:
@@ -208,7 +214,7 @@ def test_a_report_in_the_run_is_one_of_its_files(tmp_path: Path) -> None:
     paths = Report(run, "summary").save(formats=["json", "md"])
     listed = {run.path / name for name in open_run(run.path).manifest.files if name.startswith("reports/")}
     assert set(paths) == listed and len(paths) == 2
-    assert verify(run.path).ok
+    assert verify_files(run.path).ok
 
 
 def test_an_unknown_format_is_refused_with_the_nearest(standard: Report) -> None:
@@ -424,7 +430,7 @@ def test_embedded_charts_are_the_charts_and_never_end_their_element(
 
 def test_every_picture_is_a_paper_figure_that_says_what_it_shows(light: str, full: DriftRun) -> None:
     pictures = [attributes for tag, attributes in Page(light).tags if tag == "img"]
-    captions = {draw(name, [full], ExhibitOptions()).caption for name in ("intro", "drift")}
+    captions = {draw_exhibit(name, [full], ExhibitOptions()).caption for name in ("intro", "drift")}
     assert captions <= {picture["alt"] for picture in pictures}
     assert all(str(picture["src"]).startswith("data:image/png;base64,") for picture in pictures)
 

@@ -21,7 +21,12 @@ from driftlens.results.formatting import NO_VALUE, Column, Table
 from driftlens.runs.run import DriftRun
 from driftlens_reports.build import Report
 from driftlens_reports.content import VERSION, ReportContent
-from driftlens_reports.formats.texts import escape, fragments, markdown, prose
+from driftlens_reports.formats.texts import (
+    escape_markdown,
+    latex_tables_by_file,
+    report_markdown,
+    sentence_markdown,
+)
 from tests.runs.full_run import Size, write_full_run
 
 GOLDEN = Path(__file__).with_name("report-3.0.json")
@@ -138,25 +143,25 @@ def rendered(text: str) -> tuple[str, set[str]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_markdown_shows_a_name_letter_by_letter(name: str) -> None:
-    seen, kinds = rendered(escape(name))
+    seen, kinds = rendered(escape_markdown(name))
     assert seen.replace("\u2060", "") == name
     assert kinds <= {"text_special"}
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1))
 def test_no_text_becomes_markup_in_markdown(text: str) -> None:
-    seen, kinds = rendered(f"{escape(text)}")
+    seen, kinds = rendered(f"{escape_markdown(text)}")
     assert kinds <= {"text_special"}
     assert seen.replace("\u2060", "") == text.replace("\u2060", "")
 
 
 def test_mentions_issues_and_addresses_are_broken_up() -> None:
-    text = escape("@octocat #12 https://evil.test www.evil.test")
+    text = escape_markdown("@octocat #12 https://evil.test www.evil.test")
     assert not re.search(r"@\w|#\d|://|www\.\w", text)
 
 
 def test_commands_in_sentences_stay_code() -> None:
-    seen, kinds = rendered(prose("needs a_b; `driftlens run <RUN> --x` adds it"))
+    seen, kinds = rendered(sentence_markdown("needs a_b; `driftlens run <RUN> --x` adds it"))
     assert seen == "needs a_b; driftlens run <RUN> --x adds it"
     assert "code_inline" in kinds and "html_inline" not in kinds
 
@@ -178,7 +183,7 @@ def test_a_comment_has_30_lines_with_what_failed_first(standard: Report, many: i
         update={"tables": (table.model_copy(update={"rows": rows}), checks)}
     )
     stamps = tuple(f"stamp {at}" for at in range(many))
-    text = markdown(content.model_copy(update={"sections": (section,), "stamps": stamps})).decode()
+    text = report_markdown(content.model_copy(update={"sections": (section,), "stamps": stamps})).decode()
     lines = text.splitlines()
     assert len(lines) <= 30 and (many < 40 or len(lines) == 30) and "![" not in text
     first = [
@@ -208,7 +213,7 @@ def test_spreadsheets_hold_no_formula(tmp_path_factory: pytest.TempPathFactory) 
 def test_a_gap_reads_the_same_in_every_text(standard: Report) -> None:
     table = next(figure.data for figure in standard.content.figures if figure.name == "amplification")
     assert table is not None and any(None in row for row in table.rows)
-    assert any(NO_VALUE in row for row in table.texts())
+    assert any(NO_VALUE in row for row in table.formatted_rows())
 
 
 def numbers(names: list[str]) -> Table:
@@ -221,7 +226,7 @@ def numbers(names: list[str]) -> Table:
 def in_latex(content: ReportContent, table: Table) -> str:
     """The fragment of a report that holds this table and no other."""
     section = content.sections[0].model_copy(update={"tables": (table,)})
-    return fragments(content.model_copy(update={"sections": (section,)}))["latex/x.tex"].decode()
+    return latex_tables_by_file(content.model_copy(update={"sections": (section,)}))["latex/x.tex"].decode()
 
 
 def test_latex_runs_no_command_of_a_name(standard: Report) -> None:
@@ -243,7 +248,7 @@ def test_a_long_latex_table_goes_on_without_losing_a_row(standard: Report) -> No
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
 def test_latex_compiles_with_the_packages_it_names(standard: Report, tmp_path: Path) -> None:
     names = [r"$\input{/etc/passwd}$", "a_b & 50 % #1", "~^|<b> {open", "[0] * `q`"]
-    texts = [text.decode() for text in fragments(standard.content).values()]
+    texts = [text.decode() for text in latex_tables_by_file(standard.content).values()]
     texts.append(in_latex(standard.content, numbers(names)))
     packages = sorted({line for text in texts for line in re.findall(r"\\usepackage\{[\w,]+\}", text)})
     body = "\\clearpage\n".join(texts)

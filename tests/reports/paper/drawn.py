@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from driftlens.cli import main
 from driftlens.runs.run import DriftRun
 from driftlens_reports.paper import exhibit
-from driftlens_reports.paper.exhibit import WIDTHS, Artifact, ExhibitOptions, sheet
+from driftlens_reports.paper.exhibit import WIDTHS, Artifact, ExhibitOptions, use_venue_style
 from driftlens_reports.paper.plate import GUIDE
 
 Array = NDArray[np.float64]
@@ -34,7 +34,7 @@ PAGE = r"""\documentclass[10pt]{article}\usepackage{booktabs,graphicx}%s
 @functools.cache
 def draw(name: str, *runs: DriftRun, **options: Any) -> Artifact:
     """The exhibit `name`, drawn once for the same run objects and options."""
-    return exhibit.draw(name, runs, ExhibitOptions(**options))
+    return exhibit.draw_exhibit(name, runs, ExhibitOptions(**options))
 
 
 def lines(axes: Axes) -> list[Line2D]:
@@ -100,7 +100,7 @@ def shows(numbers: Array, value: float) -> bool:
 
 def texts(figure: Figure) -> list[Text]:
     """Every text with letters in it; titles, ticks and legends included."""
-    with sheet(next(name for name, width in WIDTHS.items() if width == figure.get_figwidth())):
+    with use_venue_style(next(name for name, width in WIDTHS.items() if width == figure.get_figwidth())):
         figure.draw_without_rendering()
     return [text for text in figure.findobj(Text) if text.get_text().strip()]
 

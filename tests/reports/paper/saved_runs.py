@@ -46,7 +46,7 @@ def figure_run(path: Path, *, seeds: tuple[int, ...] = (1, 2, 3), **made: Any) -
         samples = dict.fromkeys(run.tasks, OWN["n"])
         settings = {key: OWN[key] for key in ("lam", "rho", "alpha")}
         info = CalibrationInfo("featcal", settings, "baseline:featcal-anchor", 12.5, samples)
-        writer.describe(calibrations={"featcal": info})
+        writer.update_manifest(calibrations={"featcal": info})
         writer.append("sweeps", sweep_rows(run.tasks, seeds))
     return open_run(path)
 
@@ -67,7 +67,7 @@ def table_run(path: Path, *, name: str = "toy run", tasks: Sequence[str] = TOY) 
     write_full_run(path, name=name, tasks=tasks, size=SMALL)
     _write_spec(path, name, "task_arithmetic")
     with RunWriter.resume(path) as writer:
-        writer.describe(calibrations={"featcal": _calibration(tasks)})
+        writer.update_manifest(calibrations={"featcal": _calibration(tasks)})
         writer.append("resources", _resources())
         writer.append("sweeps", _sweep(tasks))
     return open_run(path)
@@ -87,7 +87,9 @@ def scores_run(
     rng = np.random.default_rng(seed)
     with RunWriter.create(path, spec_yaml="", spec_digest="0" * 64, name=name) as writer:
         architecture = {"adapter": "open_clip_vit", "source": source}
-        writer.describe(tasks=tasks, variants=variants, layers=layer_list(2), architecture=architecture)
+        writer.update_manifest(
+            tasks=tasks, variants=variants, layers=layer_list(2), architecture=architecture
+        )
         keys = itertools.product(tasks, ("expert", *variants))
         rows = pd.DataFrame(keys, columns=["task", "variant"]).assign(metric="accuracy", n=400, seed=0)
         value = rng.integers(100, 400, len(rows)) / 400

@@ -14,7 +14,7 @@ import pytest
 import driftlens as dl
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.errors import DataError, SpecError
-from driftlens_reports.paper.exhibit import FORMATS, ExhibitOptions, draw, exhibits, export
+from driftlens_reports.paper.exhibit import FORMATS, ExhibitOptions, draw_exhibit, exhibits, export_exhibits
 from tests.reports.paper.drawn import code_of, words
 from tests.reports.paper.saved_runs import table_run
 from tests.runs.full_run import Size, write_full_run, write_run
@@ -32,7 +32,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_exporting_again_writes_the_same_bytes(run: DriftRun, tmp_path: Path) -> None:
     for folder in ("first", "second"):
-        export([run], tmp_path / folder, names=["accuracy", "self-checks", "drift"])
+        export_exhibits([run], tmp_path / folder, names=["accuracy", "self-checks", "drift"])
     first, second = contents(tmp_path / "first"), contents(tmp_path / "second")
     assert {name.partition(".")[2] for name in first} == set(FORMATS)
     assert first == second
@@ -41,7 +41,7 @@ def test_exporting_again_writes_the_same_bytes(run: DriftRun, tmp_path: Path) ->
 @pytest.mark.slow
 def test_another_process_writes_the_same_bytes(run: DriftRun, tmp_path: Path) -> None:
     names = ["accuracy", "drift", "intro"]
-    export([run], tmp_path / "here", names=names)
+    export_exhibits([run], tmp_path / "here", names=names)
     script = f"""
         import sys
 
@@ -52,11 +52,11 @@ def test_another_process_writes_the_same_bytes(run: DriftRun, tmp_path: Path) ->
 
         sys.meta_path.insert(0, NoTorch())
         from driftlens.runs.run import open_run
-        from driftlens_reports.paper.exhibit import ExhibitOptions, draw, exhibits
-        from driftlens_reports.paper.exhibit import export
+        from driftlens_reports.paper.exhibit import ExhibitOptions, draw_exhibit, exhibits
+        from driftlens_reports.paper.exhibit import export_exhibits
         run = open_run(sys.argv[1])
-        export([run], sys.argv[2], names={names})
-        assert all(draw(name, [run], ExhibitOptions()) for name in exhibits)
+        export_exhibits([run], sys.argv[2], names={names})
+        assert all(draw_exhibit(name, [run], ExhibitOptions()) for name in exhibits)
         assert "matplotlib.pyplot" not in sys.modules
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(run.path), str(tmp_path / "there")]
@@ -67,7 +67,7 @@ def test_another_process_writes_the_same_bytes(run: DriftRun, tmp_path: Path) ->
 @pytest.mark.slow
 def test_every_exhibit_has_its_siblings(run: DriftRun, tmp_path: Path) -> None:
     names = [name for name, entry in exhibits.items() if entry.kind == "table"] + ["drift"]
-    written = export([run], tmp_path, names=names, formats=["tex", "svg"])
+    written = export_exhibits([run], tmp_path, names=names, formats=["tex", "svg"])
     assert [entry.name for entry in written] == names
     for entry in written:
         own = "svg" if entry.name == "drift" else "tex"
@@ -78,15 +78,15 @@ def test_every_exhibit_has_its_siblings(run: DriftRun, tmp_path: Path) -> None:
 
 
 def test_the_csv_holds_the_numbers_with_every_digit(run: DriftRun, tmp_path: Path) -> None:
-    export([run], tmp_path, names=["accuracy"])
+    export_exhibits([run], tmp_path, names=["accuracy"])
     read = pd.read_csv(tmp_path / "accuracy.csv")
-    assert read["value"].tolist() == draw("accuracy", [run], ExhibitOptions()).data["value"].tolist()
+    assert read["value"].tolist() == draw_exhibit("accuracy", [run], ExhibitOptions()).data["value"].tolist()
 
 
 @pytest.mark.slow
 def test_provenance_names_the_run_its_spec_and_what_is_missing(run: DriftRun, tmp_path: Path) -> None:
     options = ExhibitOptions(style="icml-column", task="cars")
-    export([run], tmp_path, names=["efficiency", "sweeps"], options=options)
+    export_exhibits([run], tmp_path, names=["efficiency", "sweeps"], options=options)
     told = json.loads((tmp_path / "sweeps.json").read_text())
     assert [entry["id"] for entry in told["runs"]] == [run.id]
     assert told["runs"][0]["spec_digest"] == run.manifest.spec_digest
@@ -118,14 +118,14 @@ def test_what_shows_no_measured_number_is_not_among_all(run: DriftRun, tmp_path:
         "driftlens_reports.paper.exhibit.exhibits",
         {name: exhibits[name] for name in ("accuracy", "sweeps")},
     )
-    made = export([run], tmp_path, formats=["csv"])
+    made = export_exhibits([run], tmp_path, formats=["csv"])
     assert [entry.name for entry in made if entry.files] == ["accuracy"]
-    (asked,) = export([run], tmp_path, names=["sweeps"], formats=["csv"])
+    (asked,) = export_exhibits([run], tmp_path, names=["sweeps"], formats=["csv"])
     assert asked.missing, "asked for by name it is written, and says what is missing"
 
 
 def test_the_opening_figure_has_the_base_beside_what_is_compared(run: DriftRun) -> None:
-    shown = draw("intro", [run], ExhibitOptions()).data
+    shown = draw_exhibit("intro", [run], ExhibitOptions()).data
     scored = shown[(shown["panel"] == "c") & (shown["quantity"] == "accuracy")]
     assert set(scored["variant"]) >= {"base", "merged", "expert"}
     assert "base" not in set(shown[shown["panel"] == "b"]["variant"])
@@ -185,7 +185,7 @@ def test_an_exhibit_without_a_run_is_refused() -> None:
 
 @pytest.mark.slow
 def test_python_has_the_same_figures_and_tables(run: DriftRun, tmp_path: Path) -> None:
-    export([run], tmp_path, names=["drift", "accuracy"])
+    export_exhibits([run], tmp_path, names=["drift", "accuracy"])
     dl.paper.figure("drift", run).save(tmp_path / "fig1.pdf")
     table = dl.paper.table("accuracy", [run])
     text = table.to_latex(tmp_path / "tab1.tex")
@@ -198,7 +198,7 @@ def test_python_has_the_same_figures_and_tables(run: DriftRun, tmp_path: Path) -
 @pytest.mark.slow
 def test_all_says_what_is_not_written_and_which_command_fills_it(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path / "run"))
-    made = {entry.name: entry for entry in export([run], tmp_path / "out", formats=["csv"])}
+    made = {entry.name: entry for entry in export_exhibits([run], tmp_path / "out", formats=["csv"])}
     assert {*made} == {*exhibits}
     empty = [entry for entry in made.values() if not entry.files]
     assert empty and all("`driftlens " in gap.missing for entry in empty for gap in entry.missing)
@@ -216,8 +216,8 @@ def test_the_first_figure_shows_the_task_with_the_median_gain(tmp_path: Path) ->
     gains = (score[after] - score["merged"]).loc[list(run.tasks)]
     median = gains[(gains.rank(method="first") == len(gains) // 2 + 1)]
     options = ExhibitOptions()
-    assert gains[options.typical_task_of(run)] == median.iloc[0]
-    assert ExhibitOptions(task=run.tasks[0]).typical_task_of(run) == run.tasks[0]
-    assert f"(a) final features, {options.typical_task_of(run)}" in words(
-        draw("intro", [run], options).figure
+    assert gains[options.median_task_of(run)] == median.iloc[0]
+    assert ExhibitOptions(task=run.tasks[0]).median_task_of(run) == run.tasks[0]
+    assert f"(a) final features, {options.median_task_of(run)}" in words(
+        draw_exhibit("intro", [run], options).figure
     )

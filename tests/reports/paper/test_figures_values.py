@@ -14,7 +14,7 @@ from matplotlib.figure import Figure, SubFigure
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import DataError
-from driftlens_reports.paper.exhibit import Exhibited
+from driftlens_reports.paper.exhibit import ExhibitResult
 from driftlens_reports.paper.features import MOST
 from tests.reports.paper.drawn import draw, line_points, lines, segments, words
 from tests.reports.paper.saved_runs import POINTS, figure_run
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
     return figure_run(tmp_path_factory.mktemp("runs") / "run", name="upstream")
 
 
-def panel(drawn: Exhibited, start: str) -> matplotlib.axes.Axes:
+def panel(drawn: ExhibitResult, start: str) -> matplotlib.axes.Axes:
     """The panel, or the first of a part of the figure, whose heading starts so."""
     assert drawn.figure is not None
     headed = [axes for axes in drawn.figure.axes if axes.get_title(loc="left").startswith(start)]
@@ -42,7 +42,7 @@ def parts(figure: Figure | SubFigure) -> list[SubFigure]:
     return [inner for part in figure.subfigs for inner in (part, *parts(part))]
 
 
-def values(drawn: Exhibited, quantity: str, **key: str) -> list[float]:
+def values(drawn: ExhibitResult, quantity: str, **key: str) -> list[float]:
     rows = drawn.data[drawn.data["quantity"] == quantity]
     for column, wanted in key.items():
         rows = rows[rows[column] == wanted]

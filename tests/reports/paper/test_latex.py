@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from driftlens.runs.run import DriftRun
-from driftlens_reports.paper.exhibit import ExhibitOptions, draw, exhibits
-from driftlens_reports.paper.tables import escape, latex_table, prose, rounded
+from driftlens_reports.paper.exhibit import ExhibitOptions, draw_exhibit, exhibits
+from driftlens_reports.paper.tables import escape_latex, format_number, latex_table, sentence_latex
 from tests.reports.paper.drawn import rows_of, typeset
 from tests.reports.paper.saved_runs import EIGHT, scores_run, table_run
 
@@ -37,17 +37,17 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_letter_of_a_name_is_read_as_a_command(name: str) -> None:
     known = r"\\textbackslash\{\}|\\textascii(?:tilde|circum)\{\}|\\text(?:less|greater|bar|asciigrave)\{\}"
-    left = re.sub(rf"{known}|\\[{{}}$&#_%]|\{{[\[\]*]\}}", "", escape(name))
+    left = re.sub(rf"{known}|\\[{{}}$&#_%]|\{{[\[\]*]\}}", "", escape_latex(name))
     assert not set(left) & set("\\{}$&#_%~^<>|`[]*\n")
 
 
 def test_ordinary_letters_stay_as_they_are() -> None:
-    assert escape("CLIP-ViT-B/32, Säge (n = 8)") == "CLIP-ViT-B/32, Säge (n = 8)"
+    assert escape_latex("CLIP-ViT-B/32, Säge (n = 8)") == "CLIP-ViT-B/32, Säge (n = 8)"
 
 
 def test_code_in_a_sentence_is_set_as_code_and_still_escaped() -> None:
-    assert prose("run `a_b --x` now") == r"run \texttt{a{\char95}b {-}{-}x} now"
-    assert prose("one ` alone") == r"one \textasciigrave{} alone"
+    assert sentence_latex("run `a_b --x` now") == r"run \texttt{a{\char95}b {-}{-}x} now"
+    assert sentence_latex("one ` alone") == r"one \textasciigrave{} alone"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_code_in_a_sentence_is_set_as_code_and_still_escaped() -> None:
     ],
 )
 def test_numbers_are_rounded_only_when_set(value: float, digits: int | None, shown: str) -> None:
-    assert rounded(value, digits) == shown
+    assert format_number(value, digits) == shown
 
 
 def of_width(columns: int) -> str:
@@ -92,7 +92,7 @@ def test_a_table_without_a_row_is_its_notes() -> None:
 
 def test_every_line_of_a_tabular_has_as_many_cells_as_it_declares(hostile: DriftRun) -> None:
     for name in TABLES:
-        latex = draw(name, [hostile], ExhibitOptions()).latex or ""
+        latex = draw_exhibit(name, [hostile], ExhibitOptions()).latex or ""
         (body,) = re.findall(r"\\begin\{tabular\}.*?\\end\{tabular\}", latex, re.DOTALL)
         assert len({len(cells) for cells in rows_of(body)}) == 1, name
 
@@ -100,6 +100,6 @@ def test_every_line_of_a_tabular_has_as_many_cells_as_it_declares(hostile: Drift
 @pytest.mark.slow
 def test_all_tables_compile(hostile: DriftRun, tmp_path: Path) -> None:
     eight = scores_run(tmp_path / "eight", name="eight", tasks=EIGHT)
-    shown = [draw(name, [hostile, eight], ExhibitOptions()).latex or "" for name in TABLES]
+    shown = [draw_exhibit(name, [hostile, eight], ExhibitOptions()).latex or "" for name in TABLES]
     said = typeset(tmp_path, r"\usepackage[textwidth=5.5in]{geometry}", r"\clearpage ".join(shown))
     assert "Overfull" not in said and "Missing character" not in said

@@ -16,7 +16,7 @@ from driftlens.runs.manifest import CalibrationInfo
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import DataError
-from driftlens_reports.paper.exhibit import WIDTHS, ExhibitOptions, draw, exhibits
+from driftlens_reports.paper.exhibit import WIDTHS, ExhibitOptions, draw_exhibit, exhibits
 from driftlens_reports.paper.tables import latex_table
 from tests.quick import few
 from tests.reports.paper.drawn import bars, code_of, line_points, lines, segments, texts, typeset, words
@@ -43,14 +43,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
             name: CalibrationInfo(name, {"lam": 0.05}, f"baseline:{name}-anchor", 2.0, samples)
             for name in ("featcal", "residual")
         }
-        writer.describe(calibrations=infos)
+        writer.update_manifest(calibrations=infos)
     return open_run(path)
 
 
 @pytest.mark.parametrize("name", few(NAMED, NAMED[:1]))
 def test_figures_say_the_names_that_a_writer_gives(name: str, run: DriftRun) -> None:
     options = ExhibitOptions(names=NAMES, task="mnist" if name != "scatter-grid" else None)
-    shown = draw(name, [run], options)
+    shown = draw_exhibit(name, [run], options)
     said = f"{words(shown.figure)} {shown.caption}"
     assert "Ours" in said and "Rest" in said and "Digits_0 & 50 %" in said
     assert not {"mnist", "residual"} & set(said.replace(",", " ").replace(":", " ").split())
@@ -59,7 +59,7 @@ def test_figures_say_the_names_that_a_writer_gives(name: str, run: DriftRun) -> 
 
 def test_tables_say_them_escaped(run: DriftRun) -> None:
     accuracy, runtime = (
-        draw(name, [run], ExhibitOptions(names=NAMES)).latex or "" for name in ("accuracy", "runtime")
+        draw_exhibit(name, [run], ExhibitOptions(names=NAMES)).latex or "" for name in ("accuracy", "runtime")
     )
     assert r"Digits\_0 \& 50 \%" in accuracy and "mnist" not in accuracy
     assert r"Cal\textasciicircum{}1" in accuracy and "featcal" not in accuracy
@@ -107,7 +107,7 @@ def with_answers(run: DriftRun, right: dict[str, int]) -> DriftRun:
 
 
 def bold_of(run: DriftRun) -> list[str]:
-    text = draw("accuracy", [run], ExhibitOptions()).latex or ""
+    text = draw_exhibit("accuracy", [run], ExhibitOptions()).latex or ""
     return [line.partition("&")[0].strip() for line in text.splitlines() if r"\textbf" in line]
 
 
@@ -137,7 +137,7 @@ def test_parameters_can_be_pasted_from_a_figure(run: DriftRun, tmp_path: Path, s
         pytest.skip("pdftotext is not installed")
     bare = open_run(run.path)
     bare._frames["sweeps"] = run.sweeps().iloc[:0]
-    draw("sweeps", [bare], ExhibitOptions(style=style)).save(tmp_path / "all.pdf")
+    draw_exhibit("sweeps", [bare], ExhibitOptions(style=style)).save(tmp_path / "all.pdf")
     subprocess.run(["pdftotext", "-layout", "all.pdf"], cwd=tmp_path, check=True)
     said = (tmp_path / "all.txt").read_text().split()
     assert "--param" in said
@@ -149,7 +149,7 @@ def test_no_exhibit_names_a_folder_of_this_machine(run: DriftRun) -> None:
     places = {str(run.path), str(run.path.parent), str(Path.home()) + "/"}
     for name in exhibits:
         shown = drawn(name, run)
-        artifact = draw(name, [run], ExhibitOptions()) if name in ("accuracy", "intro") else None
+        artifact = draw_exhibit(name, [run], ExhibitOptions()) if name in ("accuracy", "intro") else None
         told = json.dumps(artifact.provenance()) if artifact else ""
         said = f"{shown.caption} {shown.latex} {shown.data.to_csv()} {told}"
         said += words(shown.figure) if shown.figure else ""
@@ -223,7 +223,7 @@ def test_the_head_has_a_panel_of_its_own_where_drift_is_in_feature_units(run: Dr
 
 @pytest.mark.parametrize("name", ["sweeps", "efficiency"])
 def test_sweeps_name_the_levels_of_merged_model_and_base(name: str, run: DriftRun) -> None:
-    shown = draw(name, [run], ExhibitOptions(names={"merged": "Ours"}))
+    shown = draw_exhibit(name, [run], ExhibitOptions(names={"merged": "Ours"}))
     assert shown.figure is not None
     axes = shown.figure.axes[0]
     for variant, said in {"merged": "Ours", "base": "base"}.items():

@@ -9,11 +9,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from driftlens.results.checks import self_checks
-from driftlens.results.measures import main_metrics, score_of
+from driftlens.results.checks import run_self_checks
+from driftlens.results.measures import main_metrics, variant_score
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.utils.intervals import mean_over_tasks
-from driftlens_reports.paper.exhibit import Exhibited, ExhibitOptions, draw, exhibits
+from driftlens_reports.paper.exhibit import ExhibitOptions, ExhibitResult, draw_exhibit, exhibits
 from driftlens_reports.paper.tables import AVERAGE, GAIN
 from tests.reports.paper.drawn import rows_of
 from tests.reports.paper.saved_runs import SMALL, scores_run, table_run
@@ -33,8 +33,8 @@ def run(folder: Path) -> DriftRun:
     return table_run(folder / "toy")
 
 
-def drawn(name: str, *runs: DriftRun, **options: object) -> Exhibited:
-    return draw(name, runs, ExhibitOptions(**options))  # type: ignore[arg-type]
+def drawn(name: str, *runs: DriftRun, **options: object) -> ExhibitResult:
+    return draw_exhibit(name, runs, ExhibitOptions(**options))  # type: ignore[arg-type]
 
 
 def score(run: DriftRun, task: str, variant: str) -> float:
@@ -61,7 +61,7 @@ def test_averages_and_gains_are_taken_from_unrounded_rows(run: DriftRun) -> None
         mean = statistics.fmean(score(run, task, variant) for task in run.tasks)
         assert rows.loc[(variant, AVERAGE), "value"] == pytest.approx(mean, rel=1e-12)
         metrics = main_metrics(run)
-        found = mean_over_tasks([score_of(run, task, variant, metrics[task]) for task in run.tasks])
+        found = mean_over_tasks([variant_score(run, task, variant, metrics[task]) for task in run.tasks])
         assert rows.loc[(variant, AVERAGE), "ci_low"] == 100 * found.low
     for variant in ("baseline:featcal-anchor", "calibrated:featcal"):
         gains = [score(run, task, variant) - score(run, task, "merged") for task in run.tasks]
@@ -130,7 +130,7 @@ def test_runtime_is_the_calibrations_own(run: DriftRun) -> None:
 def test_self_checks_are_told_as_they_are(run: DriftRun) -> None:
     shown = drawn("self-checks", run)
     rows, absent = shown.data.set_index(["row", "column"]), []
-    for check in self_checks(run).results:
+    for check in run_self_checks(run).results:
         assert rows.loc[(check.metric, "Limit"), "value"] == check.threshold
         if check.where:
             assert rows.loc[(check.metric, "Largest error"), "value"] == check.value

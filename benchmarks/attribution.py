@@ -66,8 +66,7 @@ def _decoder(depth: int, device: str) -> tuple[ModelPool, list[Batch]]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (IMAGES, 64), generator=generator)
     batches = [
-        Batch(at, at + BATCH, {"input_ids": tokens[at : at + BATCH].to(device)})
-        for at in range(0, IMAGES, BATCH)
+        Batch(at, at + BATCH, {"input_ids": tokens[at : at + BATCH].to(device)}) for at in range(0, IMAGES, BATCH)
     ]
     skeleton = modules["expert:a"]
     pool = ModelPool(

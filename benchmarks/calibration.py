@@ -45,9 +45,7 @@ def run(device: str) -> str:
 def _case(tasks: int, samples: int, device: torch.device) -> str:
     models = _models(tasks, device)
     generator = torch.Generator().manual_seed(0)
-    pixels = {
-        str(task): torch.randn(samples, 3, 224, 224, generator=generator).to(device) for task in range(tasks)
-    }
+    pixels = {str(task): torch.randn(samples, 3, 224, 224, generator=generator).to(device) for task in range(tasks)}
     candidates = {
         "ours": _calibrated,
         "bare": functools.partial(_calibrated, objectives=False),
@@ -121,24 +119,19 @@ def _calibrated(
         dtype=torch.float32,
     )
     samples = {task: InMemoryBatches(lambda x=x: _batches(x)) for task, x in pixels.items()}
-    return list(
-        FeatCal().calibrate(CalibrationContext(pool, samples, select_sites(chain), objectives=objectives))
-    )
+    return list(FeatCal().calibrate(CalibrationContext(pool, samples, select_sites(chain), objectives=objectives)))
 
 
 def _fitted(models: dict[str, nn.Module], pixels: dict[str, Tensor], _clock: Clock) -> Any:
     """The public call, on live modules."""
     experts = {task: models[f"expert:{task}"] for task in pixels}
     device = str(next(iter(pixels.values())).device)
-    return dl.FeatCal().fit(
-        models["merged"], models["base"], experts, pixels, batch_size=BATCH, device=device
-    )
+    return dl.FeatCal().fit(models["merged"], models["base"], experts, pixels, batch_size=BATCH, device=device)
 
 
 def _batches(pixels: Tensor) -> list[Batch]:
     return [
-        Batch(i, i + len(part), part)
-        for i, part in zip(range(0, len(pixels), BATCH), pixels.split(BATCH), strict=True)
+        Batch(i, i + len(part), part) for i, part in zip(range(0, len(pixels), BATCH), pixels.split(BATCH), strict=True)
     ]
 
 
@@ -149,9 +142,7 @@ def _clocked(layer: Layer, clock: Clock) -> Layer:
     return dataclasses.replace(layer, call=call)
 
 
-def _in_float64(
-    models: dict[str, nn.Module], pixels: dict[str, Tensor], device: torch.device
-) -> list[Weights]:
+def _in_float64(models: dict[str, nn.Module], pixels: dict[str, Tensor], device: torch.device) -> list[Weights]:
     """The reference's weights in float64; the models are converted in place, as nothing needs them any more."""
     doubled = {name: model.double() for name, model in models.items()}
     return reference(doubled, {task: x.double() for task, x in pixels.items()}, Clock(device))

@@ -111,9 +111,7 @@ def _ranked(found: Draw, scored: Draw, generator: np.random.Generator) -> dict[s
     models, tasks = list(found), list(next(iter(found.values())))
     truth = {task: np.array([scored[model][task]["score"] for model in models]) for task in tasks}
     values = {
-        task: {
-            name: np.array([found[model][task][name] for model in models]) for name in found[models[0]][task]
-        }
+        task: {name: np.array([found[model][task][name] for model in models]) for name in found[models[0]][task]}
         for task in tasks
     }
     sums = {name: np.zeros(2) for name in _NAMES}

@@ -95,8 +95,7 @@ def _towers(size: Size, device: torch.device) -> tuple[dict[str, nn.Module], Lay
     names = ["base", "merged", *(f"expert:{task}" for task in range(tasks))]
     models = _near(names, lambda: CLIPVisionModelWithProjection(config), device)
     pixels = {
-        str(task): torch.randn(count, 3, config.image_size, config.image_size).to(device)
-        for task in range(tasks)
+        str(task): torch.randn(count, 3, config.image_size, config.image_size).to(device) for task in range(tasks)
     }
     return models, adapters["hf_clip_vit"].chain(models["merged"]), pixels
 
@@ -136,8 +135,7 @@ def _decoder(size: Size, device: torch.device) -> tuple[str, Work]:
         models = _near(names, lambda: LlamaForCausalLM(config).to(torch.bfloat16), torch.device("cpu"))
     tokens = torch.randint(config.vocab_size, (count, length))
     batches = [
-        Batch(at, min(at + BATCH, count), {"input_ids": tokens[at : at + BATCH]})
-        for at in range(0, count, BATCH)
+        Batch(at, min(at + BATCH, count), {"input_ids": tokens[at : at + BATCH]}) for at in range(0, count, BATCH)
     ]
     chain = causal_chain(models["merged"], batches[0].inputs)[0]
     given = {str(task): batches for task in range(tasks)}
@@ -176,9 +174,7 @@ def _analysis(size: Size, device: torch.device) -> tuple[str, Work]:
                 base=models["base"],
                 merged=models["merged"],
                 experts={task: models[f"expert:{task}"] for task in pixels},
-                data={
-                    task: DataLoader(TensorDataset(x.cpu()), batch_size=BATCH) for task, x in pixels.items()
-                },
+                data={task: DataLoader(TensorDataset(x.cpu()), batch_size=BATCH) for task, x in pixels.items()},
                 out=Path(folder) / "run",
                 device=device,
                 progress="none",

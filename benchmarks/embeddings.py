@@ -35,9 +35,7 @@ PACKAGE = "all_minilm_l6_v2"
 
 def main() -> None:
     """Train, merge, repair and print a line each variant."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", type=pathlib.Path)
     parser.add_argument("--model", type=pathlib.Path)
     parser.add_argument("--merge", default="average")

@@ -74,8 +74,7 @@ def _batches(size: Size) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(size.samples, 3, SIDE, SIDE, generator=generator)
     return [
-        Batch(at, at + len(part), part)
-        for at, part in zip(range(0, size.samples, 32), pixels.split(32), strict=True)
+        Batch(at, at + len(part), part) for at, part in zip(range(0, size.samples, 32), pixels.split(32), strict=True)
     ]
 
 
@@ -92,9 +91,7 @@ def calibration(method: Callable[[], Calibrator]) -> Callable[[ModelPool, Size],
 
     def calibrate(pool: ModelPool, size: Size) -> None:
         samples = {str(task): InMemoryBatches(lambda: _batches(size)) for task in range(size.tasks)}
-        for _ in method().calibrate(
-            CalibrationContext(pool, samples, select_sites(pool.chain), objectives=False)
-        ):
+        for _ in method().calibrate(CalibrationContext(pool, samples, select_sites(pool.chain), objectives=False)):
             pass
 
     return calibrate

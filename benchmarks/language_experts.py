@@ -29,9 +29,7 @@ REPAIRS = ("featcal", "residual")
 
 def main() -> None:
     """Train what is not there yet, merge, repair and print a line each variant."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", type=pathlib.Path)
     parser.add_argument("--model", type=pathlib.Path, required=True)
     parser.add_argument("--folder", type=pathlib.Path, required=True)

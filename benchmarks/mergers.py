@@ -32,9 +32,7 @@ HEAD = (
 )
 
 
-def run(
-    device: str, methods: Sequence[str] = (), file: str = "mergers.json", minutes: float = math.inf
-) -> str:
+def run(device: str, methods: Sequence[str] = (), file: str = "mergers.json", minutes: float = math.inf) -> str:
     """A table for each folder of real models that is there, of the rows that the file has or that were made in time."""
     from driftlens.merging.method import merge_methods
 
@@ -139,15 +137,10 @@ def row(name: str, known: dict[str, Any]) -> str:
     """One line of the table."""
     if "error" in known:
         return f"| {name} | {known['error']} | | | | | | | |"
-    means = [
-        f"{100 * known[short][0]:.1f} ± {100 * known[short][1]:.1f}"
-        for short in ("merged", "anchor", "featcal")
-    ]
+    means = [f"{100 * known[short][0]:.1f} ± {100 * known[short][1]:.1f}" for short in ("merged", "anchor", "featcal")]
     change = f"{100 * known['change'][0]:+.1f} ± {100 * known['change'][1]:.1f}"
     drift = [f"{known[f'{short}_drift']:.3f}" for short in ("merged", "featcal")]
-    cost = [
-        f"{known[f'{step}_seconds']:.1f} s, {known[f'{step}_peak']:.2f} GB" for step in ("merge", "featcal")
-    ]
+    cost = [f"{known[f'{step}_seconds']:.1f} s, {known[f'{step}_peak']:.2f} GB" for step in ("merge", "featcal")]
     return f"| {' | '.join([name, *means, change, *drift, *cost])} |"
 
 

@@ -88,9 +88,7 @@ def _write_near(kind: Any, config: Any, folder: pathlib.Path, seed: int) -> None
     words = {f"word{number}": number for number in range(WORDS)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="word0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    reader = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="word1", unk_token="word0"
-    )
+    reader = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="word1", unk_token="word0")
     reader.save_pretrained(folder)
 
 

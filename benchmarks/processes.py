@@ -30,9 +30,7 @@ def run(device: str) -> str:
     """Ratios by the clock, and by the processor time of the process that used most."""
     del device
     seconds = {size: _in_processes(size) for size in (1, 2)}
-    wall, processor = (
-        [max(of[name] for of in seconds[size]) for size in (1, 2)] for name in ("wall", "processor")
-    )
+    wall, processor = ([max(of[name] for of in seconds[size]) for size in (1, 2)] for name in ("wall", "processor"))
     return (
         f"FeatCal in processes of one core, {TASKS} tasks x {SAMPLES} samples, {BLOCKS} ViT-B/32 blocks: "
         f"{wall[0]:.1f} s in one, {wall[1]:.1f} s in two, {wall[0] / wall[1]:.2f} times faster; processor time of the "

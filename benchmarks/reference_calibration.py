@@ -196,9 +196,7 @@ class _Problem:
             z, q = (part / self.rows for part in self.sums[site])
             scale, shift = expert[f"{site}.weight"], expert[f"{site}.bias"]
             parts = [q, z, q * scale + z * shift, z * scale + shift, torch.ones(())]
-            self.norms[site] = [
-                a + b for a, b in zip(self.norms.get(site, [torch.zeros(())] * 5), parts, strict=True)
-            ]
+            self.norms[site] = [a + b for a, b in zip(self.norms.get(site, [torch.zeros(())] * 5), parts, strict=True)]
 
     def _grow(self, sums: Weights, site: str, part: Tensor) -> None:
         sums[site] = sums[site] + part.double() if site in sums else part.double()
@@ -209,9 +207,7 @@ class _Problem:
             left = self.left[site] + lam * torch.eye(len(self.left[site])).to(self.left[site])
             right = self.right[site] + lam * anchor[f"{site}.weight"].double()
             weight = torch.linalg.solve(left, right.T).T
-            missing = self.bias[site] - sum(
-                omega * (weight @ mean.double()) for omega, mean in self.means[site]
-            )
+            missing = self.bias[site] - sum(omega * (weight @ mean.double()) for omega, mean in self.means[site])
             bias = (missing + lam * anchor[f"{site}.bias"].double()) / (self.omega[site] + lam)
             stored = self.merged[f"{site}.weight"]
             new[f"{site}.weight"], new[f"{site}.bias"] = weight.to(stored), bias.to(stored)

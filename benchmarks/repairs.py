@@ -69,9 +69,7 @@ def run(
         copies = {"views": f"auto:{7 if samples <= FEW else 3}"}
         asked = {title: of | (copies if "views" in of else {}) for title, of in (asked | MERGES).items()}
         asked[AUTO] = {"preset": PRESETS[suite], "auto": True}
-        wanted = {
-            title: of for title, of in asked.items() if not methods or {title, of.get("method")} & {*methods}
-        }
+        wanted = {title: of for title, of in asked.items() if not methods or {title, of.get("method")} & {*methods}}
         for draw in draws:
             if suite == "embedded" or SHARED.is_dir():
                 complete(place / f"{kept}-{draw}.json", suite, draw, device, wanted, samples)
@@ -109,18 +107,14 @@ def complete(
         for title, options in lacking.items():
             name, clock = f"m{len(known['models'])}", _Clock(*["merge"] * ("merge" in options))
             if "merge" in options:
-                defaults = spec["data"]["defaults"] | {
-                    key: options[key] for key in ("views",) if key in options
-                }
+                defaults = spec["data"]["defaults"] | {key: options[key] for key in ("views",) if key in options}
                 given = {**spec, "merge": options["merge"], "data": {**spec["data"], "defaults": defaults}}
                 other = dl.analyze(given, out=f"{place}/{name}", progress="none", on_progress=clock)
                 known["models"][title] = {task: _measured(other, "merged", task, metric) for task in tasks}
                 known["costs"][title] = {"seconds": clock.seconds, "added": 0}
                 file.write_text(json.dumps(known))
                 continue
-            made = dl.calibrate(
-                made, name=name, attribution=False, progress="none", on_progress=clock, **options
-            )
+            made = dl.calibrate(made, name=name, attribution=False, progress="none", on_progress=clock, **options)
             shown, info = f"calibrated:{name}", made.manifest.calibrations[name]
             known["models"][title] = {task: _measured(made, shown, task, metric) for task in tasks}
             known["costs"][title] = {"seconds": clock.seconds, "added": info.attached}
@@ -160,9 +154,7 @@ def _measured(made: Any, variant: str, task: str, metric: str) -> dict[str, list
     return {key: [float(x) for x in of] for key, of in values.items()}
 
 
-def table(
-    suite: str, found: Sequence[Mapping[str, Any]], titles: Sequence[str], samples: int = SAMPLES
-) -> str:
+def table(suite: str, found: Sequence[Mapping[str, Any]], titles: Sequence[str], samples: int = SAMPLES) -> str:
     """Means over tasks and draws; changes with 95 % intervals, paired by test sample (each one's mean over draws).
 
     Behind ± stands a standard error over draws. Every model is of the draws that have it, and so is what it is compared
@@ -189,18 +181,14 @@ def table(
     return "\n".join(lines)
 
 
-def _row(
-    name: str, draws: Sequence[Found], tasks: Sequence[str], costs: Sequence[Mapping[str, float]]
-) -> list[str]:
+def _row(name: str, draws: Sequence[Found], tasks: Sequence[str], costs: Sequence[Mapping[str, float]]) -> list[str]:
     by_draw = [np.mean([np.mean(draw[name][task]["score"]) for task in tasks]) for draw in draws]
     error = np.std(by_draw, ddof=1) / len(by_draw) ** 0.5 if costs and len(by_draw) > 1 else None
     cells = [name, f"{100 * np.mean(by_draw):.1f}" + ("" if error is None else f" ± {100 * error:.1f}")]
     cells.append(", ".join(f"{100 * mean:.1f}" for mean in by_draw) if costs else "")
     for column, scale, digits in (("score", 100, 1), ("kl", 1, 3)):
         if column == "kl":
-            cells.append(
-                f"{np.mean([np.mean(draw[name][task]['kl']) for draw in draws for task in tasks]):.3f}"
-            )
+            cells.append(f"{np.mean([np.mean(draw[name][task]['kl']) for draw in draws for task in tasks]):.3f}")
         for start in (FEATCAL, "merged"):
             if start == name or any(start not in draw for draw in draws):
                 cells.append("")
@@ -225,9 +213,7 @@ def _change(draws: Sequence[Found], start: str, end: str, column: str) -> Interv
     return mean_over_tasks(found)
 
 
-def spec_of(
-    suite: str, seed: int, device: str, place: pathlib.Path, samples: int = SAMPLES
-) -> dict[str, Any]:
+def spec_of(suite: str, seed: int, device: str, place: pathlib.Path, samples: int = SAMPLES) -> dict[str, Any]:
     """All tasks of a suite as a run: Task Arithmetic at 0.3, features compared on the test samples."""
     rest = {
         "merge": {"method": "task_arithmetic", "scaling": 0.3},

@@ -112,9 +112,7 @@ def _real(device: torch.device, draws: int, methods: Sequence[Calibrator]) -> li
     }
     models["merged"] = _task_arithmetic(models)
     data = {task: _data(task, device) for task in TASKS}
-    lines = [
-        f"residual, {SAMPLES} samples a task: merged {_shown([_judged(models['merged'], models, data)])}"
-    ]
+    lines = [f"residual, {SAMPLES} samples a task: merged {_shown([_judged(models['merged'], models, data)])}"]
     for method in methods:
         found, spent = [], 0.0
         for draw in range(draws):
@@ -139,9 +137,7 @@ def _calibrated(
     pool = ModelPool(chain, merged, sources, device=device, dtype=torch.float32)
     samples = {task: InMemoryBatches(lambda x=x: _batches(x)) for task, x in pixels.items()}
     started = time.process_time()
-    layers = list(
-        method.calibrate(CalibrationContext(pool, samples, select_sites(chain, update=method.update)))
-    )
+    layers = list(method.calibrate(CalibrationContext(pool, samples, select_sites(chain, update=method.update))))
     seconds = time.process_time() - started
     updates = {(layer.layer, name): value for layer in layers for name, value in layer.updates.items()}
     model = copy.deepcopy(merged)
@@ -175,9 +171,7 @@ def _data(task: str, device: torch.device) -> Data:
         return ((x - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]).to(device)
 
     labels = torch.from_numpy(stored["y_test"]).long().to(device)
-    return Data(
-        pixels("x_train"), pixels("x_test"), labels, load_file(REAL / "heads.safetensors")[task].to(device)
-    )
+    return Data(pixels("x_train"), pixels("x_test"), labels, load_file(REAL / "heads.safetensors")[task].to(device))
 
 
 @torch.no_grad()
@@ -186,8 +180,7 @@ def _judged(model: Any, models: dict[str, Any], data: dict[str, Data]) -> tuple[
     found = []
     for task, of in data.items():
         own, theirs = (
-            torch.cat([_scores(m, x, of.head) for x in of.test.split(256)])
-            for m in (model, models[f"expert:{task}"])
+            torch.cat([_scores(m, x, of.head) for x in of.test.split(256)]) for m in (model, models[f"expert:{task}"])
         )
         right = (own.argmax(1) == of.labels).double().mean()
         found.append((float(right), float((theirs.exp() * (theirs - own)).sum(1).mean())))

@@ -39,9 +39,7 @@ def run(device: str) -> str:
 def _dense(device: torch.device) -> str:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _decomposition(
-        LlamaForCausalLM, LlamaConfig(intermediate_size=2048, **SHAPE), "decoder", 1.3, device
-    )
+    return _decomposition(LlamaForCausalLM, LlamaConfig(intermediate_size=2048, **SHAPE), "decoder", 1.3, device)
 
 
 def _mixture(device: torch.device) -> str:
@@ -52,9 +50,7 @@ def _mixture(device: torch.device) -> str:
 
 
 @torch.no_grad()
-def _decomposition(
-    kind: type[nn.Module], config: Any, title: str, wanted: float, device: torch.device
-) -> str:
+def _decomposition(kind: type[nn.Module], config: Any, title: str, wanted: float, device: torch.device) -> str:
     """The walk with all columns over three passes of the library: both models, and the merged one once more."""
     models = {name: _near(kind, config, seed, device) for seed, name in enumerate(("expert:a", "merged"))}
     batches = _batches(0, device, answer=0)
@@ -94,9 +90,7 @@ def _featcal(device: torch.device) -> str:
         decoder_start_token_id=0,
     )
     names = ["base", "merged", *(f"expert:{task}" for task in range(TASKS))]
-    models = {
-        name: _near(T5ForConditionalGeneration, config, seed, device) for seed, name in enumerate(names)
-    }
+    models = {name: _near(T5ForConditionalGeneration, config, seed, device) for seed, name in enumerate(names)}
     samples = {str(task): _batches(task, device, answer=ANSWER) for task in range(TASKS)}
     pool = _pool(models, models["merged"], architecture_of(models["merged"]).chain)
     found: dict[str, Any] = {}
@@ -177,9 +171,7 @@ def reference(
     """
     start, merged = models["base"], models["merged"]
     new: dict[str, Tensor] = {}
-    blocks = [
-        f"{stack}.block.{i}" for stack in ("encoder", "decoder") for i in range(len(merged.encoder.block))
-    ]
+    blocks = [f"{stack}.block.{i}" for stack in ("encoder", "decoder") for i in range(len(merged.encoder.block))]
     mine = {task: [_calls(merged, blocks, batch) for batch in batches] for task, batches in samples.items()}
     theirs = {
         task: [_calls(models[f"expert:{task}"], blocks, batch) for batch in batches]
@@ -212,9 +204,7 @@ def reference(
                 right[name] += omega * weight @ (cross[name] / rows[name])
         kept = {name: module.weight.data for name, module in linear.items()}
         for name, module in linear.items():
-            anchor = torch.lerp(
-                start.get_submodule(f"{path}.{name}").weight.double(), module.weight.double(), rho
-            )
+            anchor = torch.lerp(start.get_submodule(f"{path}.{name}").weight.double(), module.weight.double(), rho)
             system = left[name] + lam * torch.eye(len(left[name]), dtype=torch.float64, device=anchor.device)
             weight = torch.linalg.solve(system, right[name] + lam * anchor, left=False)
             new[f"{path}.{name}.weight"] = weight.to(module.weight)
@@ -232,9 +222,7 @@ def _calls(model: Any, blocks: list[str], batch: Batch) -> dict[str, Call]:
     def note(path: str) -> Callable[..., None]:
         return lambda _module, args, kwargs: calls.update({path: (args, dict(kwargs))})
 
-    hooks = [
-        model.get_submodule(path).register_forward_pre_hook(note(path), with_kwargs=True) for path in blocks
-    ]
+    hooks = [model.get_submodule(path).register_forward_pre_hook(note(path), with_kwargs=True) for path in blocks]
     model(**batch.inputs, use_cache=False)
     for hook in hooks:
         hook.remove()

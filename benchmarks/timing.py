@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping
 from driftlens.utils.devices import HOST, accelerator, synchronize
 
 
-def best_of(
-    candidates: Mapping[str, Callable[[], object]], rounds: int = 5, warm_up: bool = True
-) -> dict[str, float]:
+def best_of(candidates: Mapping[str, Callable[[], object]], rounds: int = 5, warm_up: bool = True) -> dict[str, float]:
     """Shortest seconds of each candidate over `rounds` interleaved runs, after one run to warm up."""
     best = dict.fromkeys(candidates, float("inf"))
     for turn in range(0 if warm_up else 1, rounds + 1):

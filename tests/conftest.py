@@ -13,9 +13,7 @@ from pathlib import Path
 # The tensors of these tests are tiny: handing them to several threads takes longer than computing them, and processes
 # that the tests start must round like this one.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["NUMBA_NUM_THREADS"] = (
-    "1"  # else UMAP, once it has run, leaves OpenMP and with it torch with more threads
-)
+os.environ["NUMBA_NUM_THREADS"] = "1"  # else UMAP, once it has run, leaves OpenMP and with it torch with more threads
 
 import pytest
 import torch

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import driftlens
 
-os.environ["TORCH_CPP_LOG_LEVEL"] = (
-    "ERROR"  # as `main` has it in a job of several processes, which torch reads once
-)
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as `main` has it in a job of several processes, which torch reads once
 
 LIBRARIES = ("torch", "open_clip", "pandas", "pyarrow.parquet", "matplotlib.pyplot", "plotly.graph_objects")
 

@@ -19,9 +19,7 @@ def few(names: Iterable[Any], quick: Collection[Any], some: Collection[Any] | No
     return [pytest.param(name, marks=paced(name, quick, some)) for name in names]
 
 
-def paced(
-    name: Any, quick: Collection[Any], some: Collection[Any] | None = None
-) -> list[pytest.MarkDecorator]:
+def paced(name: Any, quick: Collection[Any], some: Collection[Any] | None = None) -> list[pytest.MarkDecorator]:
     """The marks of one of these parameters."""
     is_quick = name in quick
     is_picked = is_quick or some is None or name in some

@@ -30,7 +30,5 @@ def refusing(
     with pytest.raises(error, match=match) as refusal:
         yield
     assert all(word in refusal.value.message for word in words), refusal.value
-    assert all(word in refusal.value.hint for word in ((hint,) if isinstance(hint, str) else hint)), (
-        refusal.value
-    )
+    assert all(word in refusal.value.hint for word in ((hint,) if isinstance(hint, str) else hint)), refusal.value
     assert code in (None, refusal.value.exit_code)

@@ -57,9 +57,7 @@ def test_a_floor_that_has_one_is_found() -> None:
 
 @pytest.mark.parametrize("advisory", ADVISORIES, ids=lambda at: at["id"])
 def test_what_is_installed_has_no_known_hole(advisory: dict[str, str]) -> None:
-    assert {"id", "package", "fixed", "source"} <= advisory.keys() and advisory["source"].startswith(
-        "https://"
-    )
+    assert {"id", "package", "fixed", "source"} <= advisory.keys() and advisory["source"].startswith("https://")
     installed = Version(importlib.metadata.version(advisory["package"]))
     assert installed >= Version(advisory["fixed"]) or "avoided" in advisory
 
@@ -78,15 +76,11 @@ def test_the_bill_of_materials_is_valid_and_names_every_dependency_as_installed(
 
     for name in ("Makefile", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    subprocess.run(
-        ["make", "sbom", f"PYTHON={sys.executable}"], cwd=tmp_path, check=True, capture_output=True
-    )
+    subprocess.run(["make", "sbom", f"PYTHON={sys.executable}"], cwd=tmp_path, check=True, capture_output=True)
     text = (tmp_path / "build/sbom.json").read_text()
     found = json.loads(text)
     assert JsonStrictValidator(SchemaVersion.from_version(found["specVersion"])).validate_str(text) is None
     listed = {canonicalize_name(part["name"]): part["version"] for part in found["components"]}
     wanted = floors(project())
     assert len(wanted) > 20 and found["metadata"]["component"]["name"] == project()["project"]["name"]
-    assert {name: listed.get(name) for name in wanted} == {
-        name: importlib.metadata.version(name) for name in wanted
-    }
+    assert {name: listed.get(name) for name in wanted} == {name: importlib.metadata.version(name) for name in wanted}

@@ -29,8 +29,6 @@ def test_a_command_has_all_its_options_on_the_page(name: str) -> None:
 
 
 def test_all_commands_are_on_the_page_and_in_the_overview() -> None:
-    assert re.findall(r"^### (\w+)$", TEXT, re.MULTILINE) == [
-        name for names in GROUPS.values() for name in names
-    ]
+    assert re.findall(r"^### (\w+)$", TEXT, re.MULTILINE) == [name for names in GROUPS.values() for name in names]
     assert set(COMMANDS.commands) == {name for names in GROUPS.values() for name in names}
     assert len(COMMANDS.commands) == 18

@@ -100,8 +100,7 @@ def test_the_calibrator_runs_on_the_command_line(light: DriftRun, added: None, t
     run = open_run(folder)
     assert run.manifest.calibrations["far"].settings == {"lam": 0.3}
     merged, near, far = (
-        run.layers(variant=name)["drift_l2_mean"].to_numpy()
-        for name in ("merged", "calibrated:near", "calibrated:far")
+        run.layers(variant=name)["drift_l2_mean"].to_numpy() for name in ("merged", "calibrated:near", "calibrated:far")
     )
     assert near == pytest.approx(merged, rel=1e-4) and far[-1] != pytest.approx(merged[-1], rel=1e-2)
 
@@ -138,9 +137,7 @@ def mixer() -> nn.Module:
 
 
 @printed("mixer")
-def test_the_architecture_splits_a_model_into_layers_that_compute_the_same(
-    added: None, tmp_path: Path
-) -> None:
+def test_the_architecture_splits_a_model_into_layers_that_compute_the_same(added: None, tmp_path: Path) -> None:
     base = mixer()
     images = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     double = copy.deepcopy(base).double()

@@ -34,9 +34,7 @@ def test_a_notebook_is_kept_with_what_came_out_of_it(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "names", [ORDER[:1], pytest.param(ORDER, marks=pytest.mark.every)], ids=["first", "all"]
-)
+@pytest.mark.parametrize("names", [ORDER[:1], pytest.param(ORDER, marks=pytest.mark.every)], ids=["first", "all"])
 def test_the_notebooks_run(names: tuple[str, ...], place: Path) -> None:
     """In one test, as the first makes the run that the others open: that of which README and docs have the numbers."""
     pytest.importorskip("nbclient", reason="executes notebooks: pip install 'driftlens-merge[docs]'")

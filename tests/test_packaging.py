@@ -105,15 +105,11 @@ def test_an_sdist_holds_what_builds_that_wheel(built: tuple[Path, Path], tmp_pat
         archive.extractall(tmp_path, filter="data")
     beside = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"}
     made = {"PKG-INFO", "setup.cfg", "driftlens_merge.egg-info/SOURCES.txt"}
-    code = {
-        name for name in tracked() if name.startswith(("driftlens/", "reports/driftlens_", "app/driftlens_"))
-    }
+    code = {name for name in tracked() if name.startswith(("driftlens/", "reports/driftlens_", "app/driftlens_"))}
     assert names == code | beside | made
     [source] = tmp_path.iterdir()
     (again := tmp_path / "again").mkdir()
-    subprocess.run(
-        [sys.executable, "-c", BUILD, str(again), "wheel"], cwd=source, check=True, capture_output=True
-    )
+    subprocess.run([sys.executable, "-c", BUILD, str(again), "wheel"], cwd=source, check=True, capture_output=True)
     files = [zipfile.ZipFile(path).namelist() for path in (wheel, again / wheel.name)]
     assert sorted(files[0]) == sorted(files[1])
 
@@ -131,9 +127,7 @@ def test_the_wheel_alone_is_enough(built: tuple[Path, Path], world: World, tmp_p
     pip = [sys.executable, "-m", "pip", "--python", str(python)]
     install = [*pip, "install", "--quiet", "--no-deps", "--no-index", str(built[1])]
     subprocess.run(install, check=True, capture_output=True)
-    variables = {
-        key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "DRIFTLENS"))
-    }
+    variables = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "DRIFTLENS"))}
 
     def driftlens(*arguments: str) -> str:
         command = [str(home / "bin" / "driftlens"), *arguments]
@@ -243,9 +237,7 @@ def test_images_are_built_of_what_is_there_and_run_as_nobody_special(file: str) 
     }
     assert steps[0][0] in ("ARG", "FROM") and steps[-1][0] == "CMD" and steps[-1][1].startswith("[")
     bases = [rest.replace("${BASE}", steps[0][1].partition("=")[2]) for step, rest in steps if step == "FROM"]
-    assert (
-        len(bases) == 1 and re.fullmatch(r"[\w./-]+:[\w.-]+", bases[0]) and not bases[0].endswith(":latest")
-    )
+    assert len(bases) == 1 and re.fullmatch(r"[\w./-]+:[\w.-]+", bases[0]) and not bases[0].endswith(":latest")
     assert [rest for step, rest in steps if step == "USER"][-1] not in ("root", "0")
     for step, rest in steps:
         if "apt-get install" in rest:

@@ -38,9 +38,7 @@ def test_every_command_has_a_group_and_its_line_there() -> None:
 
 def test_functions_that_pages_quote_are_there() -> None:
     quotes = [
-        quote
-        for page in PAGES
-        for quote in re.findall(r"<!-- source of ([\w.]+): ([\w, ]+) -->", page.read_text())
+        quote for page in PAGES for quote in re.findall(r"<!-- source of ([\w.]+): ([\w, ]+) -->", page.read_text())
     ]
     assert quotes
     for module, names in quotes:

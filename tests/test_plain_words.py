@@ -51,9 +51,7 @@ def messages() -> Iterator[tuple[str, str]]:
             and isinstance(node.body[0], ast.Expr)  # type: ignore[attr-defined]
         }
         for node in ast.walk(tree):
-            is_message = (
-                isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose
-            )
+            is_message = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose
             if is_message and node.value.count(" ") >= 3:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
 

@@ -181,9 +181,7 @@ def layer_off_by_one(patch: Patch) -> None:
         return dataclasses.replace(chain, layers=(stem, *moved, last))
 
     patch.setattr(CASES["open_clip_vit"].chain.__self__.__class__, "chain", shifted)
-    patch.setitem(
-        CASES, "open_clip_vit", dataclasses.replace(OPEN_CLIP, chain=adapters["open_clip_vit"].chain)
-    )
+    patch.setitem(CASES, "open_clip_vit", dataclasses.replace(OPEN_CLIP, chain=adapters["open_clip_vit"].chain))
     patch.setitem(globals(), "OPEN_CLIP", CASES["open_clip_vit"])
 
 
@@ -200,9 +198,7 @@ def swapped_keys_and_values(original: Any) -> Any:
 
 
 def crossed_output_is(name: str) -> Callable[[Any], Any]:
-    return lambda decompose: (
-        lambda view: decompose(dataclasses.replace(view, crossed_out=getattr(view, name)))
-    )
+    return lambda decompose: lambda view: decompose(dataclasses.replace(view, crossed_out=getattr(view, name)))
 
 
 def mismatch_and_propagation_swapped(original: Any) -> Any:
@@ -318,9 +314,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
         "quadrature_on_the_wrong_interval": STATE(
             "gauss_legendre", lambda nodes_of: lambda nodes: [(2 * t - 1, w) for t, w in nodes_of(nodes)]
         ),
-        "one_point_for_all_nodes": STATE(
-            "stacked", lambda stacked: lambda points: stacked(points[:1] * len(points))
-        ),
+        "one_point_for_all_nodes": STATE("stacked", lambda stacked: lambda points: stacked(points[:1] * len(points))),
         "mean_left_in_the_norms_derivative": put(
             state,
             "_layer_norm_projection",
@@ -359,9 +353,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
             lambda pooled: lambda hidden, how, mask=None: pooled(hidden, "last", mask),
         ),
     },
-    prefixes_are_models_of_two_halves: {
-        "prefix_off_by_one": put(attribution.PrefixSwaps, "add", prefix_off_by_one)
-    },
+    prefixes_are_models_of_two_halves: {"prefix_off_by_one": put(attribution.PrefixSwaps, "add", prefix_off_by_one)},
     models_are_left_as_they_were: {
         "hook_left_behind": POOL("_register_streaming_hooks", hook_left_behind),
         "weights_not_put_back": POOL("_temporary_weights", weights_not_put_back),
@@ -374,9 +366,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
             heads.Head,
             "gain_bound",
             lambda bound: (
-                lambda self, start, end: (
-                    bound(self, start, end) / (3 * end.norm(dim=1) + 3 * start.norm(dim=1))
-                )
+                lambda self, start, end: bound(self, start, end) / (3 * end.norm(dim=1) + 3 * start.norm(dim=1))
             ),
         ),
     },
@@ -394,14 +384,10 @@ PLANTED: dict[Check, dict[str, Fault]] = {
             "_pooled_tokens",
             lambda pooled: lambda tokens, mask, modes: pooled(tokens, mask, tuple(sorted(modes))),
         ),
-        "maps_left_out": put(
-            embeddings, "_apply_dense_layer", lambda _: lambda weights, activation, is_residual, x: x
-        ),
+        "maps_left_out": put(embeddings, "_apply_dense_layer", lambda _: lambda weights, activation, is_residual, x: x),
     },
     labels_meet_rows_by_name: {
-        "labels_by_position": put(
-            drift, "class_indices", lambda _: lambda head, labels: torch.arange(len(labels))
-        )
+        "labels_by_position": put(drift, "class_indices", lambda _: lambda head, labels: torch.arange(len(labels)))
     },
     alignment_of_parts_adds_up: {
         "energy_of_one_vector_for_both": put(
@@ -411,9 +397,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
         )
     },
     calibration_agrees_with_the_slow_reference: {
-        "transposed_expert_weight": SUMS(
-            "stacked", lambda stacked: lambda *given: transposed(stacked(*given))
-        ),
+        "transposed_expert_weight": SUMS("stacked", lambda stacked: lambda *given: transposed(stacked(*given))),
         "expert_of_the_next_layer": put(ModelPool, "parameters", expert_of_the_next_layer),
         "anchor_left_out": FEATCAL("anchor_of", lambda _: lambda self, merged, base: None),
         "anchor_without_the_base": FEATCAL(

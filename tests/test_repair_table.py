@@ -53,9 +53,7 @@ def test_means_errors_and_paired_changes_are_those_of_the_draws() -> None:
         gaps = 100 * (scores[OURS] - scores[start]).mean(axis=0)  # of every sample, its mean over draws
         mean = gaps.mean(axis=1).mean()
         half = scipy.stats.t.ppf(0.975, N - 1) * math.sqrt((gaps.var(axis=1, ddof=1) / N).sum()) / len(TASKS)
-        value, low, _, high = (
-            rows[OURS][f"score, % against {start}"].replace("(", "").replace(")", "").split()
-        )
+        value, low, _, high = rows[OURS][f"score, % against {start}"].replace("(", "").replace(")", "").split()
         assert float(value) == pytest.approx(mean, abs=0.051)
         assert [float(low), float(high)] == pytest.approx([mean - half, mean + half], abs=0.051)
     assert rows["merged"]["score, % against merged"] == ""

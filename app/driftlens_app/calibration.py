@@ -140,9 +140,7 @@ def show_calibration_form(
         )
         _suggest_name(chosen, taken)
         with st.form("calibrate", enter_to_submit=False):
-            fields, pressed = _show_request_fields(
-                chosen, loader, blocked=blocked, may_export=exports is not None
-            )
+            fields, pressed = _show_request_fields(chosen, loader, blocked=blocked, may_export=exports is not None)
     if best:
         return CalibrationRequest(name=next_free_name("best", taken), preset=preset, auto=True), True
     if fields.pop("export"):
@@ -150,9 +148,7 @@ def show_calibration_form(
     return CalibrationRequest(**fields), pressed
 
 
-def _show_request_fields(
-    chosen: str, loader: str, *, blocked: bool, may_export: bool
-) -> tuple[dict[str, Any], bool]:
+def _show_request_fields(chosen: str, loader: str, *, blocked: bool, may_export: bool) -> tuple[dict[str, Any], bool]:
     """Show the fields of a calibration request; return their values and if the button was pressed."""
     method = available_methods()[chosen]
     fields: dict[str, Any] = {"method": chosen}

@@ -262,12 +262,8 @@ def show_welcome_page() -> None:
         show_note("This dashboard is read-only. Run `driftlens demo` in a terminal.", "lock")
     else:
         st.markdown("Merge, analyze and repair small models that come with DriftLens (about a minute).")
-        suite = st.radio(
-            "Models of", [*SUITES], format_func=SUITES.__getitem__, key="suite", disabled=is_live
-        )
-        if st.button(
-            "Run the demo", type="primary", icon=":material/play_arrow:", disabled=is_live, key="demo"
-        ):
+        suite = st.radio("Models of", [*SUITES], format_func=SUITES.__getitem__, key="suite", disabled=is_live)
+        if st.button("Run the demo", type="primary", icon=":material/play_arrow:", disabled=is_live, key="demo"):
             with show_errors_in_place():
                 start_job(demo_request(settings, suite))
                 st.rerun()

@@ -51,9 +51,7 @@ def main() -> None:
     st.html(f"<style>{_STYLE}</style>")
     listed = pages()
     entries = {
-        path: st.Page(
-            path, title=page.title, icon=page.icon, visibility="visible" if page.is_listed else "hidden"
-        )
+        path: st.Page(path, title=page.title, icon=page.icon, visibility="visible" if page.is_listed else "hidden")
         for path, page in listed.items()
     }
     chosen = st.navigation([*entries.values()], expanded=True)
@@ -64,9 +62,7 @@ def main() -> None:
         run = select_run(settings)
         if run is not None:
             restore_selection(run)
-            st.set_page_config(
-                page_title=f"{strip_control_chars(run.name)} - {listed[path].title} - DriftLens"
-            )
+            st.set_page_config(page_title=f"{strip_control_chars(run.name)} - {listed[path].title} - DriftLens")
         is_readable = True
     with st.sidebar:
         watch_theme()

@@ -186,9 +186,7 @@ def _job_environment() -> dict[str, str]:
     """Return environment variables of a job: the server's without dashboard settings, with plain-text logs."""
     settings = Settings(Path()).environment()
     inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in settings and not name.startswith("STREAMLIT_")
+        name: value for name, value in os.environ.items() if name not in settings and not name.startswith("STREAMLIT_")
     }
     return {**inherited, "NO_COLOR": "1", "DRIFTLENS_LOG_JSON": "0", "PYTHONUNBUFFERED": "1"}
 
@@ -469,9 +467,7 @@ def log_tail(log: Path) -> str:
     """Return the last lines of a job's log without progress events; empty if there is none."""
     lines = ((line, event) for line, event in _read_last_lines(log) if event.get("event") != "progress")
     # With `--progress jsonl`, log messages are JSON too.
-    return "\n".join(
-        str(event.get("message", "")) if event.get("event") == "log" else line for line, event in lines
-    )
+    return "\n".join(str(event.get("message", "")) if event.get("event") == "log" else line for line, event in lines)
 
 
 def drift_so_far(job: Job) -> dict[int, float]:

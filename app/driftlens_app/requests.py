@@ -104,9 +104,7 @@ def _request_for_run(kind: Kind, name: str, run: DriftRun, /, *words: str, **set
 def calibrate_request(run: DriftRun, request: CalibrationRequest) -> JobRequest:
     """Build the job request of a calibration; raise SpecError if its name is taken."""
     require_free_name(request, run.manifest.calibrations)
-    return _request_for_run(
-        "calibrate", request.name, run, *request.to_cli_args(), **request.model_dump(mode="json")
-    )
+    return _request_for_run("calibrate", request.name, run, *request.to_cli_args(), **request.model_dump(mode="json"))
 
 
 def sweep_request(run: DriftRun) -> JobRequest:

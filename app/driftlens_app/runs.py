@@ -58,9 +58,7 @@ def run_folder(settings: Settings, run_id: str) -> Path:
     for run in _readable_runs(settings):
         if run.id == run_id:
             return run.path
-    raise DataError(
-        f"this folder has no readable run {run_id!r}", hint="Choose another one on the page Runs."
-    )
+    raise DataError(f"this folder has no readable run {run_id!r}", hint="Choose another one on the page Runs.")
 
 
 def open_cached_run(folder: Path) -> DriftRun:
@@ -75,9 +73,7 @@ def run_fingerprint(folder: Path) -> str:
 
     It is one text because Streamlit hashes the numbers of a key one by one.
     """
-    return "".join(
-        map(_file_fingerprint, (folder / MANIFEST, *(folder / table_file(name) for name in TABLES)))
-    )
+    return "".join(map(_file_fingerprint, (folder / MANIFEST, *(folder / table_file(name) for name in TABLES))))
 
 
 def run_cache_key(run: DriftRun) -> tuple[str, str]:

@@ -35,9 +35,7 @@ async def _page_document(_request: Request) -> HTMLResponse:
     """Return Streamlit's document for a page by its name."""
     # Without the base URL, the client would look for the server below the page's path.
     document = (files("streamlit") / "static" / "index.html").read_text(encoding="utf-8")
-    return HTMLResponse(
-        document.replace("<head>", f"<head>{_BASE}", 1), headers={"Cache-Control": "no-cache"}
-    )
+    return HTMLResponse(document.replace("<head>", f"<head>{_BASE}", 1), headers={"Cache-Control": "no-cache"})
 
 
 def _is_same_origin(scope: Scope) -> bool:
@@ -72,9 +70,7 @@ class _SameOriginMiddleware:
 
         async def send_with_policy(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["Content-Security-Policy"] = (
-                    f"frame-ancestors {_allowed_frame_site()}"
-                )
+                MutableHeaders(scope=message)["Content-Security-Policy"] = f"frame-ancestors {_allowed_frame_site()}"
             await send(message)
 
         await self.app(scope, receive, send_with_policy)

@@ -99,9 +99,7 @@ def require_links_inside(run: Path, root: Path) -> None:
         for name in sorted([*folders, *files]):
             path = Path(folder, name)
             if path.is_symlink() and not is_inside(path, root):
-                raise RunError(
-                    f"its {path.relative_to(run)} is a link that leaves the folder {root}", hint=_HINT
-                )
+                raise RunError(f"its {path.relative_to(run)} is a link that leaves the folder {root}", hint=_HINT)
 
 
 def is_local_host(host: str) -> bool:

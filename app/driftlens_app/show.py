@@ -150,9 +150,7 @@ def escape_except_code(text: str) -> str:
 
 def verdict_markdown(run: DriftRun, text: str, command: str) -> str:
     """Format a sentence of the verdict in Markdown, its command as code and without local folders."""
-    before, code, after = typeset_signs(hide_run_path(run, text)).partition(
-        f"`{hide_run_path(run, command)}`"
-    )
+    before, code, after = typeset_signs(hide_run_path(run, text)).partition(f"`{hide_run_path(run, command)}`")
     markdown = (
         escape_markdown(before) + code + escape_markdown(after)
         if code.count("`") == 2
@@ -271,9 +269,7 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "
         chart = charts[name]
         st.header(escape_markdown(chart.title), anchor=False, help=chart.hint)
         try:
-            drawn = cached_chart(
-                name, run, chart.draw, options, selecting="on_select" in plotly, narrow=is_narrow()
-            )
+            drawn = cached_chart(name, run, chart.draw, options, selecting="on_select" in plotly, narrow=is_narrow())
             return show_drawn_chart(name, run.id, drawn, chart.caption, **plotly)
         except DataError as error:
             if not (lacking := error.context.get("lacking")):
@@ -325,9 +321,7 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
     long = [name for name in _NAMED if name in rows and rows[name].astype(str).str.len().max() > _LONG_NAME]
     width, letters = (128, 16) if is_narrow() else (220, 28)
     named = {name: TextColumn(name, width=width) for name in long}
-    rows = rows.assign(
-        **{name: [unescape(escaped_label(text, letters)) for text in rows[name]] for name in long}
-    )
+    rows = rows.assign(**{name: [unescape(escaped_label(text, letters)) for text in rows[name]] for name in long})
     first = rows.columns[0]
     if is_narrow() and first not in long and rows[first].astype(str).str.len().max() > _LONG_NAME:
         named[first] = TextColumn(first, width=190)
@@ -432,8 +426,7 @@ def dot_plot_url(scores: Mapping[str, float], low: float = 0.0) -> str:
     """Plot the scores of models as dots on an axis from `low` to 1; return an SVG data URL."""
     colours = palette(is_dark())
     places = {
-        name: 10 + (_WIDTH - 20) * min(1.0, max(0.0, (score - low) / (1 - low)))
-        for name, score in scores.items()
+        name: 10 + (_WIDTH - 20) * min(1.0, max(0.0, (score - low) / (1 - low))) for name, score in scores.items()
     }
     spots = "".join(
         f'<circle cx="{places[name]:.1f}" cy="14" r="6" fill="{colours.roles[role][0]}" fill-opacity="0.85"/>'

@@ -100,11 +100,7 @@ class Calibrator:
 
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self)).parameters
-        changed = [
-            f"{name}={value!r}"
-            for name, value in self.get_params().items()
-            if value != defaults[name].default
-        ]
+        changed = [f"{name}={value!r}" for name, value in self.get_params().items() if value != defaults[name].default]
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def check(self, *, has_base: bool = True) -> None:
@@ -143,9 +139,7 @@ class FinalFeatures:
             )
         places = slice(None) if chosen is None else to_device(chosen, self.merged.device)
         mask = None if self.mask is None else self.mask[places]
-        return _unmasked_token_rows(self.merged[places], mask), _unmasked_token_rows(
-            self.expert[places], mask
-        )
+        return _unmasked_token_rows(self.merged[places], mask), _unmasked_token_rows(self.expert[places], mask)
 
 
 def _unmasked_token_rows(features: Tensor, mask: Tensor | None) -> Tensor:
@@ -161,9 +155,7 @@ def _final_features(context: CalibrationContext, task: str, on_step: OnStep) -> 
     with context.store() as store:
         stream = FeatureStream(pool, {task: context.parts[task]}, (EXPERT, MERGED), store, on_step)
         for layer in pool.chain.layers:
-            expert_map, merged_map = (
-                pool.layer_map(model, layer, task) for model in (expert_name(task), MERGED)
-            )
+            expert_map, merged_map = (pool.layer_map(model, layer, task) for model in (expert_name(task), MERGED))
             for batch in stream.batches(layer, task):
                 stream.take(layer, batch, EXPERT, expert_map, named="the expert model")
                 stream.take(layer, batch, MERGED, merged_map, named="the merged model")
@@ -230,9 +222,7 @@ class TrainedCalibrator(Calibrator):
                 yield CalibratedLayer(last, attachments={task: self.attachment(of_task)})
         context.on_step(CalibrationProgress(0, "", len(rounds), len(rounds), ""))
 
-    def _train_task_correction(
-        self, context: CalibrationContext, task: str, done: int, total: int
-    ) -> Attachment:
+    def _train_task_correction(self, context: CalibrationContext, task: str, done: int, total: int) -> Attachment:
         last = len(context.pool.chain.layers)
 
         def report_layer(layer: int, task: str) -> None:
@@ -248,9 +238,7 @@ class TrainedCalibrator(Calibrator):
         seed = context.seed + zlib.crc32(f"{last} {task}".encode())
         # The caller computes without gradients.
         with torch.enable_grad():
-            return self.train(
-                features, TrainingContext(torch.Generator().manual_seed(seed), report_training_step)
-            )
+            return self.train(features, TrainingContext(torch.Generator().manual_seed(seed), report_training_step))
 
 
 def preset_settings(method: str, preset: str | None, settings: Mapping[str, object]) -> dict[str, Any]:
@@ -279,7 +267,5 @@ def require_task_id(task_id: str, method: str) -> None:
         )
 
 
-calibrators: Registry[type[Calibrator]] = Registry(
-    "calibrator", "driftlens.calibration", "driftlens.calibrators"
-)
+calibrators: Registry[type[Calibrator]] = Registry("calibrator", "driftlens.calibration", "driftlens.calibrators")
 """Calibrator classes by name."""

@@ -86,9 +86,7 @@ def featcal_blocks(
                 key: torch.lerp(of_base.get_parameter(key).double(), value.double(), rho)
                 for key, value in module.named_parameters()
             }
-            tasks = [
-                (expert.get_submodule(name), x[name], x_expert[name]) for expert, x, x_expert in snapshot
-            ]
+            tasks = [(expert.get_submodule(name), x[name], x_expert[name]) for expert, x, x_expert in snapshot]
             if isinstance(module, nn.Linear):
                 solved[name] = _linear_closed_form(tasks, anchor, lam, alpha, eps)
             else:
@@ -126,9 +124,7 @@ def _linear_closed_form(
     return solved
 
 
-def _layer_norm_closed_form(
-    tasks: Sequence[_Task], anchor: Mapping[str, Tensor], lam: float
-) -> dict[str, Tensor]:
+def _layer_norm_closed_form(tasks: Sequence[_Task], anchor: Mapping[str, Tensor], lam: float) -> dict[str, Tensor]:
     """Solve for scale and shift [d] of a layer norm, towards the experts' affine maps (Eq. 57)."""
     zero, a22 = torch.zeros_like(anchor["weight"]), len(tasks) + lam
     a11, a12 = zero + lam, zero  # Eq. 58
@@ -348,12 +344,8 @@ class FeatCal(ClosedFormBase):
         lam: Annotated[
             float, Bounds(low=0), Label("Ridge λ"), "pull towards the anchor, relative to Gram norm 1"
         ] = 0.05,
-        rho: Annotated[
-            float, Bounds(low=0), Label("Anchor ρ"), "the anchor is rho * merged + (1 - rho) * base"
-        ] = 2.0,
-        alpha: Annotated[
-            float, Bounds(low=0, high=1), Label("Target α"), "share of the expert in the target"
-        ] = 0.3,
+        rho: Annotated[float, Bounds(low=0), Label("Anchor ρ"), "the anchor is rho * merged + (1 - rho) * base"] = 2.0,
+        alpha: Annotated[float, Bounds(low=0, high=1), Label("Target α"), "share of the expert in the target"] = 0.3,
         eps: Annotated[float, Bounds(low=0), Label("Least ε"), "least Gram norm"] = 1e-8,
         update: Annotated[
             Sequence[Update],
@@ -366,9 +358,7 @@ class FeatCal(ClosedFormBase):
         last_block_tokens: Annotated[
             str | None, Label("Token weights of the last block"), "rule of token weights"
         ] = None,
-        solve_dtype: Annotated[
-            Literal["float64", "float32"], Label("Precision"), "of sums and solves"
-        ] = "float64",
+        solve_dtype: Annotated[Literal["float64", "float32"], Label("Precision"), "of sums and solves"] = "float64",
         inputs: Annotated[
             Literal["deployed", "merged", "expert"],
             Label("Features fed"),
@@ -426,10 +416,7 @@ class FeatCal(ClosedFormBase):
         # Without a base, `check` has required that rho is 1.
         if base is None:
             return {name: value.to(dtype) for name, value in merged.items()}
-        return {
-            name: torch.lerp(base[name].to(dtype), value.to(dtype), self.rho)
-            for name, value in merged.items()
-        }
+        return {name: torch.lerp(base[name].to(dtype), value.to(dtype), self.rho) for name, value in merged.items()}
 
     def solve(self, problem: Problem) -> list[SiteUpdate]:
         """Solve one regression problem: Eq. 17 and 55 for linear modules, Eq. 59 for norms."""

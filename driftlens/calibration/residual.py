@@ -65,9 +65,7 @@ def residual_blocks(
                     target = _apply_linear_in_float64(expert.get_submodule(name), x_expert[name])
                     if stream := adds_to.get(name):
                         target = target + x_expert[stream] - x[stream]
-                    tasks.append(
-                        (x[name], _apply_linear_in_float64(expert.get_submodule(name), x[name]), target)
-                    )
+                    tasks.append((x[name], _apply_linear_in_float64(expert.get_submodule(name), x[name]), target))
                 solved[name] = _solve_weight_and_bias(block.get_submodule(name), tasks, ridge, share)
             for name, parameters in solved.items():
                 block.get_submodule(name).load_state_dict(parameters)
@@ -148,9 +146,7 @@ class ResidualCal(StepwiseCalibrator, Calibrator):
             Literal["on", "off"], Label("Cross-validation"), "chooses ridges and share of every module"
         ] = "on",
         folds: Annotated[int, Bounds(low=2), Label("Folds"), "parts of the samples"] = 4,
-        ridge: Annotated[
-            float, Bounds(low=0, low_open=True), Label("Ridge λ"), "where cross-validation is off"
-        ] = 0.03,
+        ridge: Annotated[float, Bounds(low=0, low_open=True), Label("Ridge λ"), "where cross-validation is off"] = 0.03,
         mu: Annotated[
             float, Bounds(low=0, high=1), Label("Output metric μ"), "share of the gradients' second moment"
         ] = 0.0,

@@ -83,9 +83,7 @@ class _LowRankCalibrator(TrainedCalibrator):
 
     def train(self, features: FinalFeatures, course: TrainingContext) -> _LowRankCorrection:
         """Train the correction of one task, without validation or early stopping."""
-        parameters = [
-            leaf.requires_grad_() for leaf in self._initial_parameters(features.merged, course.generator)
-        ]
+        parameters = [leaf.requires_grad_() for leaf in self._initial_parameters(features.merged, course.generator)]
         # Samples are taken without replacement, so that each is seen equally often.
         descent, order = torch.optim.Adam(parameters, lr=self.lr), torch.empty(0, dtype=torch.long)
         for step in range(1, self.steps + 1):

@@ -214,10 +214,7 @@ class KeyLayout:
     def regroup(self, source: StateSource) -> StateSource:
         """Return the checkpoint with its tensors split and concatenated as in the model."""
         named = {
-            name
-            for names in self.names
-            for name in names.values()
-            if name.endswith("]") or "{" in name or "*" in name
+            name for names in self.names for name in names.values() if name.endswith("]") or "{" in name or "*" in name
         }
         rows: dict[str, list[tuple[int, int]]] = {}
         joints: dict[str, list[str]] = {}
@@ -234,8 +231,7 @@ class KeyLayout:
             missing = [name for name in names if name not in source.headers]
             if missing:
                 raise IncompatibleModelsError(
-                    f"{source.name} lacks {missing[0]!r}, but has {len(names) - len(missing)} tensors of its "
-                    "group",
+                    f"{source.name} lacks {missing[0]!r}, but has {len(names) - len(missing)} tensors of its group",
                     hint="MoE experts must be numbered from 0 without gaps; download or save the model again.",
                     missing=missing,
                 )
@@ -243,9 +239,7 @@ class KeyLayout:
         cut = {key: sorted(part) for key, part in rows.items()}
         return RegroupedSource(source, cut, joints) if cut or joints else source
 
-    def key_map(
-        self, headers: Mapping[str, TensorHeader], model_keys: Collection[str], name: str
-    ) -> dict[str, str]:
+    def key_map(self, headers: Mapping[str, TensorHeader], model_keys: Collection[str], name: str) -> dict[str, str]:
         """Map the model's keys to a checkpoint's keys, by the naming scheme that matches most of them.
 
         Args:
@@ -298,15 +292,11 @@ class KeyLayout:
         modules = {"": False}
         for name in itertools.chain(*(names.values() for names in self.names)):
             parts = strip_row_range(name).split(".")[:-1]
-            modules |= {
-                ".".join(parts[:n]): False for n in range(len(parts)) if ".".join(parts[:n]) not in modules
-            }
+            modules |= {".".join(parts[:n]): False for n in range(len(parts)) if ".".join(parts[:n]) not in modules}
             modules[".".join(parts)] = True
         return modules
 
-    def align(
-        self, source: StateSource, model_keys: Collection[str], fallback: StateSource | None
-    ) -> StateSource:
+    def align(self, source: StateSource, model_keys: Collection[str], fallback: StateSource | None) -> StateSource:
         """Return the checkpoint's tensors under the model's keys; `fallback` is not used."""
         source = self.regroup(source)
         stored = self.key_map(source.headers, model_keys, source.name)
@@ -384,9 +374,7 @@ class TowerKeyLayout:
             )
         return anchors[0].removesuffix(self.anchor)
 
-    def key_map(
-        self, headers: Mapping[str, TensorHeader], model_keys: Collection[str], name: str
-    ) -> dict[str, str]:
+    def key_map(self, headers: Mapping[str, TensorHeader], model_keys: Collection[str], name: str) -> dict[str, str]:
         """Map the image tower's keys to a checkpoint's; text tower, logit scale and old index buffers are left out.
 
         Args:
@@ -414,9 +402,7 @@ class TowerKeyLayout:
         unknown = [key for key in stored if key not in model_keys]
         return {key: stored[key] for key in (*expected, *unknown)}
 
-    def align(
-        self, source: StateSource, model_keys: Collection[str], fallback: StateSource | None
-    ) -> StateSource:
+    def align(self, source: StateSource, model_keys: Collection[str], fallback: StateSource | None) -> StateSource:
         """Return the tower's tensors under the model's keys; `fallback`, the base, supplies a missing projection."""
         mapping = self.key_map(source.headers, model_keys, source.name)
         projection = self._find_projection_key(model_keys, self.tower_prefix(model_keys, "the architecture"))
@@ -446,9 +432,7 @@ class TowerKeyLayout:
         wrapper = prefix.removesuffix(self.tower)
         inside = (prefix, wrapper + self.projection)
         return {
-            key.removeprefix(wrapper): key
-            for key in keys
-            if key.startswith(wrapper) and not key.startswith(inside)
+            key.removeprefix(wrapper): key for key in keys if key.startswith(wrapper) and not key.startswith(inside)
         }
 
     def _find_projection_key(self, keys: Collection[str], prefix: str) -> str | None:

@@ -216,11 +216,7 @@ def _read_weight_map(index: pathlib.Path) -> Mapping[str, str]:
         shards = parse_json(regular_file(index).read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError):
         shards = None
-    if (
-        not isinstance(shards, dict)
-        or not shards
-        or not all(isinstance(name, str) for name in shards.values())
-    ):
+    if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise CheckpointError(
             f"{index} is not an index of shards",
             hint="Expected JSON with a `weight_map` from tensor names to files; download it again.",
@@ -239,9 +235,7 @@ def _needed_shard_files(index: pathlib.Path, listed: Mapping[str, str]) -> dict[
     for name, path in files.items():
         # An untrusted index must not point out of its folder.
         if path.name != name:
-            raise CheckpointError(
-                f"{index} names a shard outside its folder: {name}", hint="Don't use this folder."
-            )
+            raise CheckpointError(f"{index} names a shard outside its folder: {name}", hint="Don't use this folder.")
         if not path.is_file():
             raise CheckpointError(
                 f"{path} is missing, but {index.name} lists it", hint="Download or copy the missing shard."
@@ -359,12 +353,8 @@ def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
     if inside[0].parent.name == "snapshots":
         inside.append(inside[0].parents[1] / "blobs")
     beside = [path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()]
-    paths = {path.relative_to(folder).as_posix(): path for path in beside} | _sentence_transformers_files(
-        folder
-    )
-    return {
-        name: paths[name] for name in sorted(paths) if any(map(paths[name].resolve().is_relative_to, inside))
-    }
+    paths = {path.relative_to(folder).as_posix(): path for path in beside} | _sentence_transformers_files(folder)
+    return {name: paths[name] for name in sorted(paths) if any(map(paths[name].resolve().is_relative_to, inside))}
 
 
 def image_processor_config(source: str, *, offline: bool = False) -> dict[str, Any] | None:
@@ -457,9 +447,7 @@ def load_tokenizer(source: str, *, offline: bool, kind: str = "AutoTokenizer") -
     import transformers
 
     try:
-        return getattr(transformers, kind).from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        return getattr(transformers, kind).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception:  # a missing or broken file: the tokenizers library raises nothing more precise
         return None
 
@@ -511,9 +499,7 @@ def _transformer_folder(folder: pathlib.Path) -> pathlib.Path:
 def _sentence_transformers_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
     """Return the sentence-transformers folder that contains a transformer; None for other transformers."""
     places = () if transformer is None else (transformer, transformer.parent)
-    return next(
-        (root for root in places if sentence_modules(root) and _transformer_folder(root) == transformer), None
-    )
+    return next((root for root in places if sentence_modules(root) and _transformer_folder(root) == transformer), None)
 
 
 def embedding_folder(transformer: pathlib.Path | None) -> pathlib.Path | None:
@@ -588,9 +574,7 @@ def require_known_modules(folder: pathlib.Path) -> None:
 
 def embedding_notices(folder: pathlib.Path) -> Iterator[str]:
     """Yield notices on the modules that turn features into embeddings and on the default prompt."""
-    steps = [
-        module.kind for module in sentence_modules(folder)[1:] if module.kind not in ("Pooling", "Dropout")
-    ]
+    steps = [module.kind for module in sentence_modules(folder)[1:] if module.kind not in ("Pooling", "Dropout")]
     later = f", then by {', '.join(steps)}" if steps else ""
     yield (
         f"{folder} (sentence-transformers): the final feature is the text embedding, pooled by "

@@ -29,8 +29,7 @@ from driftlens.utils.files import parse_json, regular_file
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _WRAPPER = "base_model.model."
 _REMEDY = (
-    "Merge it with peft and give OUT: "
-    "PeftModel.from_pretrained(model, FOLDER).merge_and_unload().save_pretrained(OUT)."
+    "Merge it with peft and give OUT: PeftModel.from_pretrained(model, FOLDER).merge_and_unload().save_pretrained(OUT)."
 )
 _RESTORE = f"Correct {ADAPTER}, or save the adapters with peft again."
 # Options of peft's LoraConfig whose change of the model is more than `scaling * B @ A`.
@@ -40,9 +39,7 @@ _UNSUPPORTED = (
     "trainable_token_indices",
 )
 _OF_ADAPTERS = re.compile(r"\.lora_|\.original_module\.")
-_PART = re.compile(
-    r"(?P<module>.+)\.lora_(?:embedding_)?(?P<part>[AB]|magnitude_vector)(?:\.default)?(?:\.weight)?"
-)
+_PART = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<part>[AB]|magnitude_vector)(?:\.default)?(?:\.weight)?")
 # Infixes of peft in the names of tensors that are saved whole.
 _COPIES = re.compile(r"(\.(modules_to_save|base_layer))+\.")
 # Values of `init_lora_weights` that leave the base unchanged; PiSSA, OLoRA and LoftQ rewrite its weights.
@@ -118,9 +115,7 @@ class LoraSource:
         self._require_saved_biases()
         # Sums are not rounded to the base's dtype: a model with unmerged adapters does not round them either.
         self.headers: Mapping[str, TensorHeader] = {
-            key: replace(header, dtype=promote_dtypes(header.dtype, torch.float32))
-            if key in self._updates
-            else header
+            key: replace(header, dtype=promote_dtypes(header.dtype, torch.float32)) if key in self._updates else header
             for key, header in self._base.headers.items()
         }
 
@@ -145,9 +140,7 @@ class LoraSource:
             scalings[rank] = max(update.scaling, scalings.get(rank, update.scaling))
         return dict(sorted(scalings.items()))
 
-    def _add_adapter(
-        self, key: str, update: _LoraUpdate, weight: Tensor, rows: tuple[int, int] | None
-    ) -> Tensor:
+    def _add_adapter(self, key: str, update: _LoraUpdate, weight: Tensor, rows: tuple[int, int] | None) -> Tensor:
         """Add an adapter's update to rows of a weight; for DoRA, scale the rows to their trained norms."""
         if rows is not None and update.magnitude and update.is_transposed:
             # Lengths belong to whole columns, so all rows are needed.
@@ -179,9 +172,7 @@ class LoraSource:
             if len(there) == 1 or any(module in name.split(".") for module in modules):
                 places[there[0] if len(there) == 1 else name] = key
             else:
-                raise _adapter_error(
-                    self._folder, f"{key!r} is neither an adapter nor a weight of {base.name}"
-                )
+                raise _adapter_error(self._folder, f"{key!r} is neither an adapter nor a weight of {base.name}")
         return places
 
     def _require_saved_biases(self) -> None:
@@ -245,14 +236,10 @@ class LoraSource:
         expected = {"A", "B", *(["magnitude_vector"] if self._config.get("use_dora") else [])}
         for module, held in parts.items():
             if held.keys() != expected:
-                listed, there = (
-                    " and ".join(f"lora_{part}" for part in sorted(kinds)) for kinds in (expected, held)
-                )
+                listed, there = (" and ".join(f"lora_{part}" for part in sorted(kinds)) for kinds in (expected, held))
                 raise _adapter_error(self._folder, f"{module!r} has {there}, expected {listed}", _RESTORE)
         self._require_targeted_modules(parts)
-        return {
-            module: (keys["A"], keys["B"], keys.get("magnitude_vector", "")) for module, keys in parts.items()
-        }
+        return {module: (keys["A"], keys["B"], keys.get("magnitude_vector", "")) for module, keys in parts.items()}
 
     def _find_weight_key(self, expected_key: str, shape: tuple[int, int]) -> str:
         """Find the base's only weight of this shape whose key ends like `expected_key`, or the reverse."""
@@ -277,9 +264,7 @@ class LoraSource:
         raise _adapter_error(self._folder, reason, hint)
 
 
-def _values_by_module(
-    default: float, by_pattern: Mapping[str, float], modules: Collection[str]
-) -> dict[str, float]:
+def _values_by_module(default: float, by_pattern: Mapping[str, float], modules: Collection[str]) -> dict[str, float]:
     """Return the rank or alpha of every module, by the first pattern that matches the end of its path."""
     from peft.utils.other import get_pattern_key
 
@@ -300,9 +285,7 @@ def _read_adapter_config(folder: pathlib.Path) -> dict[str, Any]:
         if config.get(option):
             raise _adapter_error(folder, f"{option} is {config[option]!r}")
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
-        raise _adapter_error(
-            folder, f"init_lora_weights is {config['init_lora_weights']!r}, which changes the base"
-        )
+        raise _adapter_error(folder, f"init_lora_weights is {config['init_lora_weights']!r}, which changes the base")
     return config
 
 
@@ -312,9 +295,7 @@ def _validate_adapter_config(folder: pathlib.Path, config: Mapping[str, Any]) ->
         settings = _AdapterSettings.model_validate(config)
         named = (settings.rank_pattern, settings.alpha_pattern, settings.modules_to_save)
         patterns = [pattern for names in named for pattern in names or ()]
-        patterns += [
-            entry for entry in (settings.target_modules, settings.exclude_modules) if isinstance(entry, str)
-        ]
+        patterns += [entry for entry in (settings.target_modules, settings.exclude_modules) if isinstance(entry, str)]
         # Compiled once here, since patterns come from an untrusted file: deep nesting exceeds the recursion limit
         # and huge repetitions overflow.
         for pattern in patterns:

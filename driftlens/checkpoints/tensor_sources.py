@@ -130,8 +130,7 @@ class CastSource:
     def __init__(self, source: StateSource, dtypes: Mapping[str, torch.dtype]) -> None:
         self.name = source.name
         self.headers: Mapping[str, TensorHeader] = {
-            key: replace(header, dtype=dtypes.get(key, header.dtype))
-            for key, header in source.headers.items()
+            key: replace(header, dtype=dtypes.get(key, header.dtype)) for key, header in source.headers.items()
         }
         self._source = source
 
@@ -160,9 +159,7 @@ def cast_source(source: StateSource, dtype: torch.dtype | None) -> StateSource:
     """Return a source that casts floating-point tensors to one dtype when read; None keeps stored dtypes."""
     if dtype is None:
         return source
-    return CastSource(
-        source, {key: dtype for key, header in source.headers.items() if header.dtype.is_floating_point}
-    )
+    return CastSource(source, {key: dtype for key, header in source.headers.items() if header.dtype.is_floating_point})
 
 
 class SafetensorsSource:
@@ -282,10 +279,7 @@ class EmbeddingTable(Tensor):
             if func is Tensor.detach or func == Tensor.data.__get__:  # type: ignore[attr-defined]
                 # `state_dict` detaches tensors; the subclass must survive.
                 return cls.wrap(_unwrap_embedding_table(args[0]), args[0]._wide)
-            if (
-                getattr(func, "__name__", "") in ("size", "dim", "numel", "is_floating_point")
-                or func in _ASKS
-            ):
+            if getattr(func, "__name__", "") in ("size", "dim", "numel", "is_floating_point") or func in _ASKS:
                 # These ask about the matrix, not about its entries.
                 return func(*(_unwrap_embedding_table(value) for value in args), **named)
             return func(
@@ -294,10 +288,7 @@ class EmbeddingTable(Tensor):
             )
 
 
-_ASKS = [
-    getattr(Tensor, name).__get__
-    for name in ("shape", "device", "is_meta", "requires_grad", "ndim", "layout")
-]
+_ASKS = [getattr(Tensor, name).__get__ for name in ("shape", "device", "is_meta", "requires_grad", "ndim", "layout")]
 
 
 def _unwrap_embedding_table(value: Any) -> Any:
@@ -450,9 +441,7 @@ def _estimate_change(
     return replace(change, energy=scale * change.energy, start=scale * change.start)
 
 
-def stored_change(
-    source: StateSource, key: str, value: Tensor, dtype: torch.dtype, rows: Rows = None
-) -> ModelChange:
+def stored_change(source: StateSource, key: str, value: Tensor, dtype: torch.dtype, rows: Rows = None) -> ModelChange:
     """Count how new values of a tensor differ from a source's once they are rounded to the stored `dtype`.
 
     Args:
@@ -501,9 +490,7 @@ def _open_torch_file(path: pathlib.Path) -> StateSource:
     if isinstance(content, Mapping):
         inner = (content[key] for key in STATE_DICT_KEYS if isinstance(content.get(key), Mapping))
         content = next(inner, content)
-        tensors = {
-            key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)
-        }
+        tensors = {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)}
     if not tensors:
         raise CheckpointError(
             f"{path} holds a {type(content).__name__} without tensors, expected weights",

@@ -172,9 +172,7 @@ def is_vision_language(config: Mapping[str, Any]) -> bool:
     # No decoder alone: an encoder between tower and texts, or an encoder-decoder (Florence 2).
     text = config.get("text_config")
     named_text = text.get("model_type") if isinstance(text, Mapping) else None
-    has_encoder = named_text in CONFIG_MAPPING and getattr(
-        CONFIG_MAPPING[named_text], "is_encoder_decoder", False
-    )
+    has_encoder = named_text in CONFIG_MAPPING and getattr(CONFIG_MAPPING[named_text], "is_encoder_decoder", False)
     is_pair = "qformer_config" in parts or has_encoder
     return model is not None and {"text_config", "vision_config"} <= parts and not is_pair
 
@@ -205,9 +203,7 @@ def require_loadable(config: Mapping[str, Any], source: str) -> None:
     """Refuse a `config.json` of quantized weights, or of a model that needs remote code."""
     require_unquantised(config, source)
     if foreign := remote_code(config):
-        raise IncompatibleModelsError(
-            f"{source} needs remote code, which is not run (auto_map: {foreign})", hint=LIVE
-        )
+        raise IncompatibleModelsError(f"{source} needs remote code, which is not run (auto_map: {foreign})", hint=LIVE)
 
 
 # Methods whose weights can only be dequantized as they are loaded, with the class of transformers that does so.
@@ -246,11 +242,7 @@ def remote_code(config: Mapping[str, Any], *, needed: bool = True) -> str:
 
     named = config.get("architectures") or []
     has_classes = config.get("model_type") in CONFIG_MAPPING_NAMES and {*named} <= {*dir(transformers)}
-    return (
-        ""
-        if needed and named and has_classes
-        else ", ".join(sorted({str(value) for value in beside.values()}))
-    )
+    return "" if needed and named and has_classes else ", ".join(sorted({str(value) for value in beside.values()}))
 
 
 @contextlib.contextmanager
@@ -275,9 +267,7 @@ def refuse_lfs_pointer(path: pathlib.Path) -> None:
         # Read only the beginning: the file may be as large as a model.
         start = file.read(64)
     if start.startswith(b"version https://git-lfs"):
-        raise CheckpointError(
-            f"{path} is a Git LFS pointer, not the weights", hint="Run `git lfs pull` in its folder."
-        )
+        raise CheckpointError(f"{path} is a Git LFS pointer, not the weights", hint="Run `git lfs pull` in its folder.")
 
 
 def conversion_hint(path: pathlib.Path) -> str:

@@ -280,9 +280,7 @@ def print_result(text: str) -> None:
     from driftlens_reports.terminal import has_unicode_terminal
 
     typer.echo(
-        sanitize_text(text).replace(" +- ", " ± ")
-        if " +- " in text and has_unicode_terminal()
-        else sanitize_text(text)
+        sanitize_text(text).replace(" +- ", " ± ") if " +- " in text and has_unicode_terminal() else sanitize_text(text)
     )
 
 

@@ -137,16 +137,12 @@ def _method_catalog() -> dict[str, dict[str, Any]]:
             "presets": {preset: dict(values) for preset, values in kind.presets.items()},
             "suited": dict(kind.suited),
             # The settings in which candidates differ, in constructor order.
-            "automatic": [
-                setting for setting in settings if any(setting in tried for tried in kind.candidates)
-            ],
+            "automatic": [setting for setting in settings if any(setting in tried for tried in kind.candidates)],
             "swept": {setting: [*factors] for setting, factors in kind.swept.items()},
             "of_base": [*kind.of_base],
             # The number of views depends on the samples, so titles leave it out.
             "candidates": {
-                preset: [
-                    re.sub(r"\b\d+ views\b", "views", title) for title in candidate_titles(kind(**values))
-                ]
+                preset: [re.sub(r"\b\d+ views\b", "views", title) for title in candidate_titles(kind(**values))]
                 for preset, values in compared.items()
             },
             "fewest": 2 * NUM_FOLDS if kind.candidates else 0,
@@ -177,9 +173,7 @@ def _format_method_catalog(catalog: dict[str, dict[str, Any]]) -> str:
             reads += "; requires the task ID at inference" if method.get("needs_task_id") else ""
             lines.append(f"  {name}: {method['title']}{source}{reads}")
             for setting, schema in method["settings"].items():
-                default = (
-                    f"default {format_setting(schema['default'])}" if "default" in schema else "required"
-                )
+                default = f"default {format_setting(schema['default'])}" if "default" in schema else "required"
                 unit = f" {schema['unit']}" if schema["unit"] and "default" in schema else ""
                 about = schema.get("description") or allowed_values_text(schema)
                 lines.append(f"    {setting}  {about} ({default}{unit})")
@@ -237,9 +231,7 @@ def _describe_plugins() -> Iterator[str]:
     for entry in offered:
         reader = readers.get(entry.group)
         # The truth of a registry would load its plug-ins.
-        what = (
-            f"{reader.kind} {entry.name}" if reader is not None else f"{entry.name} in {entry.group}, unknown"
-        )
+        what = f"{reader.kind} {entry.name}" if reader is not None else f"{entry.name} in {entry.group}, unknown"
         yield f"{' '.join(package_and_version(entry))}: {what}"
     for group in sorted(readers.keys() & {entry.group for entry in offered}):
         try:
@@ -306,9 +298,7 @@ def _compare(
     ] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(
-            min=0.0, help="Require equal numbers within this relative tolerance; exit code 3 otherwise."
-        ),
+        typer.Option(min=0.0, help="Require equal numbers within this relative tolerance; exit code 3 otherwise."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -325,21 +315,14 @@ def _compare(
     limit = TOLERANCE if tolerance is None else tolerance
     equal = None if second is None else compare_tables(comparison.before, comparison.after)
     if as_json:
-        same = (
-            None if equal is None else {**vars(equal), "tolerance": limit, "within": equal.is_within(limit)}
-        )
+        same = None if equal is None else {**vars(equal), "tolerance": limit, "within": equal.is_within(limit)}
         by_pair = comparison.tasks.groupby(["before", "after"], sort=False)
         means = [(pair, mean_score_change(rows)) for pair, rows in by_pair]
         document = {
             "before": {"id": comparison.before.id, "name": comparison.before.name},
             "after": {"id": comparison.after.id, "name": comparison.after.name},
-            **{
-                name: getattr(comparison, name)
-                for name in ("pairs", "mismatches", "notes", "tasks", "layers")
-            },
-            "means": [
-                {"pair": pair, **vars(change), "p_value": interval_p_value(change)} for pair, change in means
-            ],
+            **{name: getattr(comparison, name) for name in ("pairs", "mismatches", "notes", "tasks", "layers")},
+            "means": [{"pair": pair, **vars(change), "p_value": interval_p_value(change)} for pair, change in means],
             "equality": same,
         }
         print_json(document)
@@ -374,14 +357,10 @@ def _ui(
     from driftlens_app.settings import Settings, is_local_host, server_command, server_environment
 
     if not root.is_dir():
-        raise RunError(
-            f"{root} is not a folder", hint="Give a run or a folder of runs; `driftlens demo` creates one."
-        )
+        raise RunError(f"{root} is not a folder", hint="Give a run or a folder of runs; `driftlens demo` creates one.")
     root = root.resolve()
     if not is_local_host(host):
-        print_note(
-            f"warning: the dashboard has no login; anyone who can reach {host} sees all runs in {root}"
-        )
+        print_note(f"warning: the dashboard has no login; anyone who can reach {host} sees all runs in {root}")
         if not allow_remote_jobs:
             print_note("read-only for remote visitors; --allow-remote-jobs lets them start jobs")
             read_only = True
@@ -402,9 +381,7 @@ def _report(
     out: Annotated[Path | None, typer.Option(help="Output folder; default: `reports` in the run.")] = None,
     sections: Annotated[
         str,
-        typer.Option(
-            help="summary, standard, calibration or full; or comma-separated sections such as layers,checks."
-        ),
+        typer.Option(help="summary, standard, calibration or full; or comma-separated sections such as layers,checks."),
     ] = "standard",
     checks: Annotated[
         Path | None, typer.Option("--checks", metavar="FILE", help="YAML file of checks to include.")
@@ -471,15 +448,11 @@ def _export(
         raise typer.Exit(DataError.exit_code)
 
 
-def _print_export_result(
-    written: Sequence[ExportedExhibit], runs: Sequence[Path], out: Path, as_json: bool
-) -> None:
+def _print_export_result(written: Sequence[ExportedExhibit], runs: Sequence[Path], out: Path, as_json: bool) -> None:
     """Print written files to stdout and missing parts to stderr."""
     if as_json:
         keys = ("exhibit", "files", "missing")
-        print_json(
-            [dict(zip(keys, (entry.name, entry.files, entry.missing), strict=True)) for entry in written]
-        )
+        print_json([dict(zip(keys, (entry.name, entry.files, entry.missing), strict=True)) for entry in written])
         return
     # With a single run, commands in messages can be copied as they are.
     run = shlex.quote(str(runs[0])) if len(runs) == 1 else "RUN"

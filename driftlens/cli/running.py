@@ -66,9 +66,7 @@ def _demo(
     with job.context() as context:
         request = AnalysisRequest(out=out, force=force, synthetic=True)
         analyze(spec_file(suite), request, context.with_phase_prefix("merged model"))
-        calibrate(
-            out, CalibrationRequest(name="featcal", preset=preset), context.with_phase_prefix("featcal")
-        )
+        calibrate(out, CalibrationRequest(name="featcal", preset=preset), context.with_phase_prefix("featcal"))
         run = calibrate(
             out, CalibrationRequest(name="residual", method="residual"), context.with_phase_prefix("residual")
         )
@@ -76,9 +74,7 @@ def _demo(
     show_run(run, everyone=True)
     folder = shlex.quote(str(out))
     print_result(f"\nReport: {page}")
-    print_result(
-        f"One page of all samples: `driftlens view {folder}`\nThe dashboard: `driftlens ui {folder}`"
-    )
+    print_result(f"One page of all samples: `driftlens view {folder}`\nThe dashboard: `driftlens ui {folder}`")
 
 
 DataPaths = Annotated[
@@ -229,9 +225,7 @@ def _merge(
         )
     if merges is not None:
         if request.parameters:
-            raise SpecError(
-                "--set belongs to --method", hint="Write settings after a method: ties:scaling=0.4."
-            )
+            raise SpecError("--set belongs to --method", hint="Write settings after a method: ties:scaling=0.4.")
         _print_merge_comparison(load_spec(spec), comparison, job, as_json=as_json)
         return
     method, notices = merge_and_save(spec, request, job.context)
@@ -241,9 +235,7 @@ def _merge(
     print_json({"out": out, "method": method}) if as_json else print_result(f"wrote {out}")
 
 
-def _print_merge_comparison(
-    spec: RunSpec, comparison: ComparisonRequest, job: JobOptions, *, as_json: bool
-) -> None:
+def _print_merge_comparison(spec: RunSpec, comparison: ComparisonRequest, job: JobOptions, *, as_json: bool) -> None:
     from driftlens.pipelines.compare_merges import compare_merges, resolve_merges
     from driftlens.utils.files import require_unused_path
     from driftlens_reports.merges import merge_ranking_table, write_merge_ranking
@@ -318,9 +310,7 @@ def _why(
 
 @app.command()
 @add_request_flags
-def _calibrate(
-    run: RunFolder, request: CalibrationRequest, job: JobOptions, as_json: JsonFlag = False
-) -> None:
+def _calibrate(run: RunFolder, request: CalibrationRequest, job: JobOptions, as_json: JsonFlag = False) -> None:
     """Calibrate the merged model of a run layer by layer, save it, and analyze it like any other variant."""
     from driftlens.pipelines.calibrate import calibrate as run_calibration
     from driftlens_reports.terminal import calibration_text, early_results_text

@@ -55,9 +55,7 @@ class Views(SpecSection):
 
     def __str__(self) -> str:
         return (
-            "none"
-            if self.kind == "none"
-            else ":".join(map(str, (self.kind, self.copies, *filter(None, [self.seed]))))
+            "none" if self.kind == "none" else ":".join(map(str, (self.kind, self.copies, *filter(None, [self.seed]))))
         )
 
 
@@ -74,9 +72,7 @@ def _expand_short_views(views: Any) -> Any:
     if match is None or not views:
         # pydantic refuses it with the list of fields.
         return views
-    return {
-        name: value if name == "kind" else int(value) for name, value in match.groupdict().items() if value
-    }
+    return {name: value if name == "kind" else int(value) for name, value in match.groupdict().items() if value}
 
 
 ViewsSetting = Annotated[Views | None, BeforeValidator(_expand_short_views)]
@@ -136,9 +132,7 @@ def _labels_as_text(words: Any) -> Any:
     if not isinstance(words, Mapping):
         return words
     # `str(True)` is "True", but the label in the file is `true`.
-    return {
-        str(label).lower() if isinstance(label, bool) else str(label): word for label, word in words.items()
-    }
+    return {str(label).lower() if isinstance(label, bool) else str(label): word for label, word in words.items()}
 
 
 def _require_prompt_field(template: str) -> str:
@@ -149,9 +143,7 @@ def _require_prompt_field(template: str) -> str:
 
 def _require_target_field(template: str) -> str:
     if set(template_fields(template)) != {"target"}:
-        raise field_error(
-            f"the answer {template!r} must have the field {{target}} only", 'Example: " {target}".'
-        )
+        raise field_error(f"the answer {template!r} must have the field {{target}} only", 'Example: " {target}".')
     return template
 
 
@@ -244,21 +236,15 @@ class TextEntry(Entry):
             has_classes = self.kind == "table" and self.classes is not True
             others = {*Entry.model_fields, *(["classes"] if has_classes else [])}
             if own := [name for name in TextEntry.model_fields if name in set_fields and name not in others]:
-                raise field_error(
-                    f"{own[0]} needs a text column", "Add `input: COLUMN`, or a `prompt` with {COLUMN}."
-                )
+                raise field_error(f"{own[0]} needs a text column", "Add `input: COLUMN`, or a `prompt` with {COLUMN}.")
             return self
         if "label" in set_fields:
-            raise field_error(
-                "label belongs to images, but the entry has texts", "The column of answers is `target`."
-            )
+            raise field_error("label belongs to images, but the entry has texts", "The column of answers is `target`.")
         self._refuse_conflicting_fields(set_fields)
         columns = {self.input if name == "input" else name for name in template_fields(self.prompt or "")}
         # With the answer in the question, accuracy would measure copying.
         if self.answer_column in columns:
-            raise field_error(
-                f"the prompt contains the answer, {self.answer_column}", "Remove it from the prompt."
-            )
+            raise field_error(f"the prompt contains the answer, {self.answer_column}", "Remove it from the prompt.")
         return self
 
     def _refuse_conflicting_fields(self, set_fields: Collection[str]) -> None:
@@ -377,9 +363,7 @@ class TableData(TextEntry):
     label: Text | None = "label"
     classes: Classes = None
     encoding: Text | None = None
-    separator: Annotated[str, Field(min_length=1, max_length=1), BeforeValidator(_expand_tab_name)] | None = (
-        None
-    )
+    separator: Annotated[str, Field(min_length=1, max_length=1), BeforeValidator(_expand_tab_name)] | None = None
 
     @property
     def path_column(self) -> str:

@@ -165,10 +165,7 @@ class Request(SpecSection, title="calibrate"):
         if not isinstance(keywords, Mapping):
             return keywords
         # Requests are stored as JSON, which has no scalars of numpy or torch.
-        return {
-            name: value.item() if getattr(value, "ndim", None) == 0 else value
-            for name, value in keywords.items()
-        }
+        return {name: value.item() if getattr(value, "ndim", None) == 0 else value for name, value in keywords.items()}
 
     def to_cli_args(self) -> list[str]:
         """Return this request as a list of command-line arguments."""
@@ -215,18 +212,14 @@ def _parse_jacobian_settings(settings: Any) -> Any:
     return ({} if settings else None) if isinstance(settings, bool) else settings
 
 
-_MERGED_TO = (
-    "A .safetensors file or a folder for the original library; with --compare a folder (merges/<name>)."
-)
+_MERGED_TO = "A .safetensors file or a folder for the original library; with --compare a folder (merges/<name>)."
 # Number types of saved models.
 OutDtype = Literal["float32", "float16", "bfloat16"]
 LayerPatterns = Annotated[tuple[str | int, ...] | None, BeforeValidator(_layers_as_python_types)]
 # Names alone are methods without settings.
 Methods = Annotated[
     tuple[tuple[Text, dict[str, Any]], ...],
-    BeforeValidator(
-        lambda pairs: pairs and [(pair, {}) if isinstance(pair, str) else pair for pair in pairs]
-    ),
+    BeforeValidator(lambda pairs: pairs and [(pair, {}) if isinstance(pair, str) else pair for pair in pairs]),
 ]
 
 
@@ -303,12 +296,8 @@ class SweepRequest(Request, title="sweep"):
         read=parse_value_lists,
     )
     ablate: Flag = _option_field("Ablate every declared part of the method.", False)
-    seeds: Annotated[Count, Field(le=MOST_DRAWS)] = _option_field(
-        "Number of sample draws; the first is the run's.", 1
-    )
-    grid: Flag = _option_field(
-        "All combinations, or one factor at a time.", False, name="--grid/--one-factor"
-    )
+    seeds: Annotated[Count, Field(le=MOST_DRAWS)] = _option_field("Number of sample draws; the first is the run's.", 1)
+    grid: Flag = _option_field("All combinations, or one factor at a time.", False, name="--grid/--one-factor")
     methods: Methods | None = _option_field(
         "Methods to sweep or, with nothing to vary, to compare; settings after colons; `all` for all.",
         unset=DEFAULT_METHOD,
@@ -411,9 +400,7 @@ class ViewRequest(Request, title="view"):
     method: Literal["pca", "umap", "tsne"] = _option_field(
         "Projection: pca (fast), umap or tsne (slow, cached in the run).", "pca"
     )
-    samples: Annotated[Count, Field(le=32_000)] = _option_field(
-        "Largest number of samples over all tasks.", 20_000
-    )
+    samples: Annotated[Count, Field(le=32_000)] = _option_field("Largest number of samples over all tasks.", 20_000)
 
 
 class ExhibitRequest(Request, title="export"):
@@ -422,9 +409,7 @@ class ExhibitRequest(Request, title="export"):
     style: Literal["neurips", "icml-column", "slide"] = _option_field(
         "Width of the venue: neurips, icml-column or slide.", "neurips"
     )
-    task: str | None = _option_field(
-        "Task of single-task exhibits; default: median gain (intro) or largest drift."
-    )
+    task: str | None = _option_field("Task of single-task exhibits; default: median gain (intro) or largest drift.")
     calibrated: str | tuple[str, ...] | None = _option_field(
         "Comma-separated calibrations; default: the last one (tables: all).", read=str, is_list=False
     )

@@ -347,8 +347,7 @@ class RunSpec(SpecSection):
                     experts = ", ".join(self.experts)
                     raise field_error(
                         f"{section}.{task}: no expert is called {task!r}; experts are {experts}",
-                        did_you_mean(task, self.experts)
-                        or f"Add experts.{task}, or remove {section}.{task}.",
+                        did_you_mean(task, self.experts) or f"Add experts.{task}, or remove {section}.{task}.",
                     )
         return self
 
@@ -435,9 +434,7 @@ def set_spec_value(raw: dict[str, Any], text: str) -> None:
         here = here[key]
         if not isinstance(here, dict):
             parent = ".".join(keys[:depth])
-            raise SpecError(
-                f"--set {text}: {parent} is {here!r}, not a mapping", hint=f"Set {parent} itself."
-            )
+            raise SpecError(f"--set {text}: {parent} is {here!r}, not a mapping", hint=f"Set {parent} itself.")
     here[keys[-1]] = parse_yaml(value, f"--set {text}")
 
 
@@ -475,14 +472,9 @@ def parse_recipe(content: _Settings) -> MergekitRecipe:
     parts = [*_recipe_sections(content)]
     base = next((part["base_model"] for part in parts if part.get("base_model") is not None), None)
     entries = [
-        entry
-        for part in parts
-        for entry in _list_of_mappings(part, "models") + _list_of_mappings(part, "sources")
+        entry for part in parts for entry in _list_of_mappings(part, "models") + _list_of_mappings(part, "sources")
     ]
-    listed = {
-        _model_with_adapter(entry.get("model")): _mapping_or_empty(entry.get("parameters"))
-        for entry in entries
-    }
+    listed = {_model_with_adapter(entry.get("model")): _mapping_or_empty(entry.get("parameters")) for entry in entries}
     base = None if base is None else _model_with_adapter(base)
     names = [*dict.fromkeys([*listed, *([base] if base else [])])]
     if base is not None and not (method in _PAIRWISE and len(names) == 2):
@@ -490,24 +482,18 @@ def parse_recipe(content: _Settings) -> MergekitRecipe:
     else:
         base = None
     if not names:
-        raise _recipe_error(
-            "it names no models besides the base", "Write `models` or `slices` with `sources`."
-        )
+        raise _recipe_error("it names no models besides the base", "Write `models` or `slices` with `sources`.")
     shared: dict[str, Any] = {}
     for part in parts:
         shared |= _mapping_or_empty(part.get("parameters"))
     own = [{**shared, **listed.get(name, {})} for name in names]
-    return MergekitRecipe(
-        method, base, tuple(names), _nearest_merge_section(method, own, has_base=base is not None)
-    )
+    return MergekitRecipe(method, base, tuple(names), _nearest_merge_section(method, own, has_base=base is not None))
 
 
 def _recipe_sections(content: _Settings) -> Iterator[_Settings]:
     """Yield all mappings of a mergekit recipe that may name models: the recipe, its modules and their slices."""
     yield content
-    modules = [
-        entry for entry in _mapping_or_empty(content.get("modules")).values() if isinstance(entry, Mapping)
-    ]
+    modules = [entry for entry in _mapping_or_empty(content.get("modules")).values() if isinstance(entry, Mapping)]
     yield from modules
     for part in (content, *modules):
         yield from _list_of_mappings(part, "slices")
@@ -529,9 +515,7 @@ def _model_with_adapter(name: Any) -> str:
     if isinstance(name, Mapping) and "model" in name:
         name = "+".join(_path_with_revision(part) for part in (name["model"], name.get("lora")) if part)
     if not isinstance(name, str) or not all(name.split("+")):
-        raise _recipe_error(
-            f"the model {str(name)[:80]!r} is no path or Hub id", "Write PATH, or PATH+ADAPTER."
-        )
+        raise _recipe_error(f"the model {str(name)[:80]!r} is no path or Hub id", "Write PATH, or PATH+ADAPTER.")
     return name
 
 

@@ -51,9 +51,7 @@ class SpecSection(BaseModel):
     @classmethod
     def _refuse_unknown_keys(cls, section: Any) -> Any:
         # Pydantic would refuse them too, but without the allowed keys that a hint needs.
-        unknown = (
-            [key for key in section if key not in cls.model_fields] if isinstance(section, Mapping) else []
-        )
+        unknown = [key for key in section if key not in cls.model_fields] if isinstance(section, Mapping) else []
         if unknown and cls.model_config.get("extra") == "forbid":
             raise unknown_keys_error(unknown, list(cls.model_fields))
         return section
@@ -66,13 +64,9 @@ def unknown_keys_error(unknown: list[Any], allowed: list[str]) -> PydanticCustom
 
 def _require_valid_name(name: str) -> str:
     if not isinstance(name, str) or not name.strip():
-        raise field_error(
-            f"the name {name!r} is not text, or empty", "Give it at least one visible character."
-        )
+        raise field_error(f"the name {name!r} is not text, or empty", "Give it at least one visible character.")
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
-        raise field_error(
-            f"the name {name!r} holds a control character", "Any other character may be in a name."
-        )
+        raise field_error(f"the name {name!r} holds a control character", "Any other character may be in a name.")
     if (length := len(safe_file_name(name))) > LONGEST_FILE_NAME:
         raise field_error(
             f"the name {name[:20]!r}... of {len(name)} characters is {length} long as a file name; at most "
@@ -115,11 +109,7 @@ LONGEST_PART, LONGEST_PATH = 255, 4000
 
 def resolve_path(value: str, info: ValidationInfo) -> str:
     """Resolve a path in a spec; relative paths start at the spec file's folder."""
-    if (
-        sanitize_text(value) != value
-        or max(map(len, value.split("/"))) > LONGEST_PART
-        or len(value) > LONGEST_PATH
-    ):
+    if sanitize_text(value) != value or max(map(len, value.split("/"))) > LONGEST_PART or len(value) > LONGEST_PATH:
         raise field_error(
             "no path can have this name",
             f"Control characters and more than {LONGEST_PART} characters are not allowed.",
@@ -135,11 +125,7 @@ def resolve_path(value: str, info: ValidationInfo) -> str:
 
 def _resolve_if_path(value: str, info: ValidationInfo) -> str:
     path = Path(value)
-    is_path = (
-        value.startswith((".", "/", "~"))
-        or path.is_absolute()
-        or _FILE_SUFFIX.fullmatch(path.suffix) is not None
-    )
+    is_path = value.startswith((".", "/", "~")) or path.is_absolute() or _FILE_SUFFIX.fullmatch(path.suffix) is not None
     place = resolve_path(value, info)
     return place if is_path or Path(place).exists() else value
 
@@ -200,9 +186,7 @@ class _YamlLoader(yaml.SafeLoader):
                 None, None, f"not a value of {node.tag}", node.start_mark
             ) from error
         if type(value) is int and value.bit_length() > 64:
-            raise yaml.constructor.ConstructorError(
-                None, None, "a whole number of more than 64 bits", node.start_mark
-            )
+            raise yaml.constructor.ConstructorError(None, None, "a whole number of more than 64 bits", node.start_mark)
         return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -322,10 +306,7 @@ def to_spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
         for path, text, hint in _problems_of_error(details, raw):
             texts, _ = by_path.setdefault(path, ([], hint))
             texts.append(text)
-    findings = [
-        (f"{path}: {'; or: '.join(texts)}".removeprefix(": "), hint)
-        for path, (texts, hint) in by_path.items()
-    ]
+    findings = [(f"{path}: {'; or: '.join(texts)}".removeprefix(": "), hint) for path, (texts, hint) in by_path.items()]
     problems = [text for text, _ in findings]
     if len(findings) == 1:
         ((text, hint),) = findings
@@ -394,9 +375,7 @@ def _truncated_repr(value: Any, limit: int = 80) -> str:
 def _require_unique_names(names: tuple[str, ...]) -> tuple[str, ...]:
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise field_error(
-            f"class names occur more than once: {', '.join(twice)}", "Each row needs a unique name."
-        )
+        raise field_error(f"class names occur more than once: {', '.join(twice)}", "Each row needs a unique name.")
     return names
 
 

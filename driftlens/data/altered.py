@@ -93,9 +93,7 @@ def _map_tensors(change: Callable[..., Any], *inputs: Any) -> Any:
     return change(*inputs) if hasattr(sample, "is_floating_point") else sample
 
 
-def _cropped_batch_loader(
-    original: SampleSet, random: Callable[[int], Generator]
-) -> Callable[[Sequence[int]], Any]:
+def _cropped_batch_loader(original: SampleSet, random: Callable[[int], Generator]) -> Callable[[Sequence[int]], Any]:
     """Return a loader of samples and crop copies: images [n, c, h, w], shifted, scaled by 1 + u, plus v."""
     import torch
 
@@ -125,9 +123,7 @@ def _shift_and_relight(image: Tensor, random: Generator) -> Tensor:
     return wide[..., top : top + image.shape[-2], left : left + image.shape[-1]] * (1 + scale) + shift
 
 
-def _mixed_batch_loader(
-    original: SampleSet, random: Callable[[int], Generator]
-) -> Callable[[Sequence[int]], Any]:
+def _mixed_batch_loader(original: SampleSet, random: Callable[[int], Generator]) -> Callable[[Sequence[int]], Any]:
     """Return a loader of samples and mixup copies: w * sample + (1 - w) * another; integers are not mixed.
 
     w is drawn from [0.5, 1]."""
@@ -165,9 +161,7 @@ def _mixed_batch_loader(
             # Originals stay bit-identical; 1 * x + 0 * y would turn an infinite y into NaN.
             return torch.where(is_copy.reshape(side_by_side), share * value + (1 - share) * other, value)
 
-        return _map_tensors(
-            mix_tensors, original.load([view % count for view in positions]), original.load(others)
-        )
+        return _map_tensors(mix_tensors, original.load([view % count for view in positions]), original.load(others))
 
     return load_mixed_batch
 
@@ -284,9 +278,7 @@ def corrupt_samples(samples: SampleSet, corruption: str, seed: int) -> SampleSet
     def load_corrupted_batch(positions: Sequence[int]) -> Any:
         return preprocess(
             [
-                corrupt_image(
-                    picture(position), kind, severity, (seed, f"{samples.task}/{samples.ids[position]}")
-                )
+                corrupt_image(picture(position), kind, severity, (seed, f"{samples.task}/{samples.ids[position]}"))
                 for position in positions
             ]
         )

@@ -157,9 +157,7 @@ def sample_live_texts(
         view = text_split_view(
             entry, split, ids, columns, values.__getitem__, where=where, origin=where, names=class_names
         )
-        drawn = sample_positions(
-            view, "all" if n is None or n >= len(ids) else n, seed, task=task, split=split
-        )
+        drawn = sample_positions(view, "all" if n is None or n >= len(ids) else n, seed, task=task, split=split)
         sample_texts = build_sample_set(task, split, view, drawn, view.class_names, list, batch_size)
         texts = [view.read(position) for position in drawn]
         sets[split] = replace(to_text_samples(sample_texts, texts, entry, reader), source=None)
@@ -174,11 +172,7 @@ def _label_class_names(
 ) -> tuple[tuple[str, ...], list[str]]:
     """Return the class name of every label, matched to the head's classes (`rows`) if there is a head, and notices."""
     plain = tuple(map(str, labels))
-    names = (
-        plain
-        if names_of_data is None
-        else tuple(label_to_class(label, names_of_data, where) for label in labels)
-    )
+    names = plain if names_of_data is None else tuple(label_to_class(label, names_of_data, where) for label in labels)
     if rows is None:
         return names, []
     chosen = next((candidate for candidate in (names, plain) if {*candidate} <= {*rows}), None)
@@ -211,9 +205,7 @@ def _open_live_source(source: Any, batch_size: int, where: str) -> _LiveSource:
     if isinstance(source, DataLoader) and source.batch_size is not None:
         # By exact type: a subclass may choose samples, so its order is part of the data.
         if type(source.sampler) is RandomSampler:
-            return _dataset_source(
-                source, where, "the loader shuffles; its data set is read in order instead"
-            )
+            return _dataset_source(source, where, "the loader shuffles; its data set is read in order instead")
         if type(source.sampler) is SequentialSampler:
             return _dataset_source(source, where)
     if isinstance(source, list | tuple):
@@ -248,9 +240,7 @@ def _with_tensor_format(rows: Any, where: str) -> Any:
     if rows.format["type"] is not None:
         return rows
     columns = rows.features.items()
-    pictures = [
-        name for name, feature in columns if _is_datasets_instance(feature, "features.image", "Image")
-    ]
+    pictures = [name for name, feature in columns if _is_datasets_instance(feature, "features.image", "Image")]
     if pictures:
         raise DataError(
             f"{where}: column {pictures[0]!r} holds images, expected model inputs",
@@ -305,9 +295,7 @@ def _collate_padded(rows: Sequence[Any], where: str) -> _LiveBatch:
 def _dataset_class_names(dataset: Any) -> tuple[str, ...] | None:
     features = getattr(dataset, "features", None)
     of_labels = [features[key] for key in _LABELS if isinstance(features, Mapping) and key in features]
-    names = next(
-        (feature.names for feature in of_labels if hasattr(feature, "names")), find_class_names(dataset)
-    )
+    names = next((feature.names for feature in of_labels if hasattr(feature, "names")), find_class_names(dataset))
     are_names = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     return tuple(names) if names and are_names else None
 
@@ -376,9 +364,7 @@ def _parse_batch(batch: Any, where: str) -> _LiveBatch:
         )
     lengths = sorted({len(entry) for entry in (*inputs.values(), labels) if entry is not None})
     if len(lengths) > 1 or 0 in lengths:
-        raise DataError(
-            f"{where}: a batch has lengths {lengths}", hint="Give one row per sample, at least one."
-        )
+        raise DataError(f"{where}: a batch has lengths {lengths}", hint="Give one row per sample, at least one.")
     on_cpu = {name: tensor.detach().cpu() for name, tensor in inputs.items()}
     return _LiveBatch(on_cpu, labels, frozenset(dropped | texts))
 

@@ -100,9 +100,7 @@ def text_split_view(
         return f"{where}, {'line' if entry.kind == 'jsonl' else 'row'} {ids[position]}"
 
     def answer_of_row(position: int) -> str:
-        return _answer_of_target(
-            entry, row(position).get(entry.answer_column), names, classes, row_location(position)
-        )
+        return _answer_of_target(entry, row(position).get(entry.answer_column), names, classes, row_location(position))
 
     def label_of_row(position: int) -> str | None:
         return (answer_of_row(position) or None) if are_classes else None
@@ -189,10 +187,7 @@ def _related_texts_reader(
 
     def read_related_texts(position: int) -> RelatedTexts:
         values = row(position)
-        shown = {
-            key: _list_of_texts(values.get(column), column, place(position))
-            for key, column in related.items()
-        }
+        shown = {key: _list_of_texts(values.get(column), column, place(position)) for key, column in related.items()}
         if "pair" in shown and len(shown["pair"]) != 1:
             raise DataError(f"{place(position)}: {entry.pair!r} has {len(shown['pair'])} texts, expected one")
         if not shown.get("positive", ("",)):
@@ -273,9 +268,7 @@ def _open_table(entry: TableData, split: Split, access: Permissions) -> SplitVie
     if entry.has_text_column:
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         beside, ids = _row_image_readers(entry, columns, rows, file, where), list(map(str, numbers))
-        return text_split_view(
-            entry, split, ids, columns, rows.__getitem__, where=where, origin=origin, beside=beside
-        )
+        return text_split_view(entry, split, ids, columns, rows.__getitem__, where=where, origin=origin, beside=beside)
     require_column(entry.path_column, columns, "image", str(file))
     if entry.label is not None and split == "test":
         require_column(entry.label, columns, "label", str(file))
@@ -346,9 +339,7 @@ def _read_table(
     # Cells stay text: `datasets` would turn 007 into 7, and NA into a missing value.
     settings = {"column_names": names, "header": 0, "index_col": False, "na_filter": False}
     text = Features({name: Value("string") for name in names})
-    return dict(
-        _load_dataset_files("csv", [file], features=text, encoding=encoding, sep=separator, **settings)[:]
-    )
+    return dict(_load_dataset_files("csv", [file], features=text, encoding=encoding, sep=separator, **settings)[:])
 
 
 def _default_separator(file: Path) -> str:
@@ -467,9 +458,7 @@ def _hf_image_readers(entry: HfData, rows: Any, column: str, where: str) -> _Bes
         )
     # Not decoded by `datasets`, which would download any address and let Pillow start Ghostscript for PostScript.
     mode, encoded = (feature.feature if are_lists else feature).mode, Image(decode=False)
-    images = rows.select_columns([column]).cast_column(
-        column, type(feature)(encoded) if are_lists else encoded
-    )
+    images = rows.select_columns([column]).cast_column(column, type(feature)(encoded) if are_lists else encoded)
     folders = _allowed_image_folders(entry)
 
     def read_row_image(row: int, position: int) -> Picture:
@@ -538,9 +527,7 @@ def _load_hf_from_cache(entry: HfData) -> Any:
             if entry.revision is None:
                 return datasets.load_dataset(entry.path, entry.config)
         try:
-            folder = snapshot_download(
-                entry.path, repo_type="dataset", revision=entry.revision, local_files_only=True
-            )
+            folder = snapshot_download(entry.path, repo_type="dataset", revision=entry.revision, local_files_only=True)
         except Exception as error:  # the library's own errors
             flag = f" --revision {entry.revision}" if entry.revision else ""
             raise DataError(
@@ -609,9 +596,7 @@ def _list_tar_files(place: Path) -> list[Path]:
         return [place]
     files = sorted(place.glob("*.tar") if place.is_dir() else place.parent.glob(place.name))
     if not files:
-        raise DataError(
-            f"{place}: no tar files", hint="Give one, a folder, or a pattern such as train-*.tar."
-        )
+        raise DataError(f"{place}: no tar files", hint="Give one, a folder, or a pattern such as train-*.tar.")
     return files
 
 

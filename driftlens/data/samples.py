@@ -313,9 +313,7 @@ def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
 def _content_bytes(value: Any) -> Iterable[bytes]:
     # Hash the images themselves, not their paths.
     if isinstance(value, ImageTextSample):
-        yield from _content_bytes(
-            [value.input, value.target, *(np.asarray(image()) for image in value.images)]
-        )
+        yield from _content_bytes([value.input, value.target, *(np.asarray(image()) for image in value.images)])
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield str(key).encode()

@@ -150,9 +150,7 @@ def _require_byte_image(value: Any, where: str) -> Picture:
     if isinstance(value, np.ndarray):
         _require_byte_pixels(value.shape, value.dtype, where)
         return value
-    raise DataError(
-        f"{where}: expected a PIL image or a uint8 array, got {type(value).__name__}", hint=BYTES_REMEDY
-    )
+    raise DataError(f"{where}: expected a PIL image or a uint8 array, got {type(value).__name__}", hint=BYTES_REMEDY)
 
 
 def label_to_class(label: int | str, classes: Sequence[str] | None, where: str) -> str:
@@ -243,8 +241,7 @@ def _open_image_folder(entry: ImageFolderData, split: Split, access: Permissions
         loose = next(parts for parts in images if len(parts) == 1)
         raise DataError(
             f"{folder}: images ({loose[0]}) next to class folders ({nested[0][0]})",
-            hint="Move the images into class folders; if folders are not classes, set "
-            f"`unlabelled: [{split}]`.",
+            hint=f"Move the images into class folders; if folders are not classes, set `unlabelled: [{split}]`.",
         )
     classes = {parts[0] for parts in nested} if is_labelled else set()
     absent = _classes_without_test_images(entry, classes) if split == "test" and classes else []
@@ -265,11 +262,7 @@ def _classes_without_test_images(entry: ImageFolderData, classes: set[str]) -> l
         return []
     place = Path(entry.calibration)
     names = {folder.name for folder in place.iterdir() if folder.is_dir() and not _is_hidden(folder.name)}
-    return (
-        [name for name in names - classes if next(_image_paths(place / name), None)]
-        if classes <= names
-        else []
-    )
+    return [name for name in names - classes if next(_image_paths(place / name), None)] if classes <= names else []
 
 
 def _image_paths(top: Path) -> Iterator[tuple[str, ...]]:
@@ -330,14 +323,10 @@ def _open_npz(entry: NpzData, split: Split, access: Permissions) -> SplitView:
         if labels is not None:
             numbers = archive[labels]
             if numbers.shape != (len(pixels),):
-                raise DataError(
-                    f"{file}, array {labels}: shape {list(numbers.shape)} for {len(pixels)} images"
-                )
+                raise DataError(f"{file}, array {labels}: shape {list(numbers.shape)} for {len(pixels)} images")
             has_names = "class_names" in archive.files
             listed_names = tuple(_decoded_values(archive["class_names"])) if has_names else None
-            names, class_names = resolve_labels(
-                _decoded_values(numbers), listed_names, f"{file}, array {labels}"
-            )
+            names, class_names = resolve_labels(_decoded_values(numbers), listed_names, f"{file}, array {labels}")
     prefix = images.removeprefix("x_")
     return SplitView(
         origin=f"{file.resolve()}[{images}]",

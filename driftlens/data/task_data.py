@@ -349,8 +349,7 @@ def _similarity_task(
     for position in drawn:
         if math.isnan(parse_number(target := view.read(position).target)):
             raise DataError(
-                f"task {task}: test sample {view.ids[position]} has the similarity {target!r}, "
-                "expected a number",
+                f"task {task}: test sample {view.ids[position]} has the similarity {target!r}, expected a number",
                 hint="Set `target` to the column of numbers.",
             )
     return SimilarityTask(rows.__getitem__, reader)
@@ -384,9 +383,7 @@ def _read_passages(entry: TextEntry, rows: Sequence[RelatedTexts], access: Permi
         "test": corpus.split or corpus.file,
     }
     fields |= (
-        dict.fromkeys(("pair", "positive", "negative"))
-        | {"corpus": None}
-        | ({"file": None} if corpus.file else {})
+        dict.fromkeys(("pair", "positive", "negative")) | {"corpus": None} | ({"file": None} if corpus.file else {})
     )
     # Kinds of data have different fields; the corpus is read as a test split of the same kind.
     own_fields = {name: value for name, value in fields.items() if name in type(entry).model_fields}
@@ -400,9 +397,7 @@ def _read_passages(entry: TextEntry, rows: Sequence[RelatedTexts], access: Permi
     return _PassageCorpus(tuple(texts), {key: tuple(places) for key, places in keys.items()})
 
 
-def _task_notices(
-    task: str, views: Mapping[Split, SplitView], sets: Mapping[Split, SampleSet]
-) -> Iterator[str]:
+def _task_notices(task: str, views: Mapping[Split, SplitView], sets: Mapping[Split, SampleSet]) -> Iterator[str]:
     origin, num_calibration = views["calibration"].origin, len(sets["calibration"])
     for samples in sets.values():
         yield from samples.notices
@@ -423,15 +418,11 @@ def _task_notices(
     texts = sets["test"].texts
     beside = None if texts is None else texts.compared
     if sets["test"].labels is None and beside is None and (texts is None or not texts.read(0).target):
-        lacking = (
-            "labels, so accuracy is not measured" if texts is None else "targets, so answers are not scored"
-        )
+        lacking = "labels, so accuracy is not measured" if texts is None else "targets, so answers are not scored"
         yield f"{task}: test samples have no {lacking}"
 
 
-def require_same_classes(
-    data: Iterable[str], head: Iterable[str], *, where: str, all_of_head: bool = True
-) -> None:
+def require_same_classes(data: Iterable[str], head: Iterable[str], *, where: str, all_of_head: bool = True) -> None:
     """Raise an error if the class names of data and head differ; their order does not matter.
 
     Args:
@@ -445,11 +436,7 @@ def require_same_classes(
     if not only_data and not (only_head and all_of_head):
         return
     lists = {"data": only_data, "head": only_head if all_of_head else []}
-    parts = [
-        f"; only in {owner}: {shorten_list([*map(repr, names)], 10)}"
-        for owner, names in lists.items()
-        if names
-    ]
+    parts = [f"; only in {owner}: {shorten_list([*map(repr, names)], 10)}" for owner, names in lists.items() if names]
     raise DataError(
         f"{where}: the classes of data and head differ{''.join(parts)}",
         hint="Names in the data and in `heads.<task>.classes` must be equal. If sub-folders of images "

@@ -198,9 +198,7 @@ class BackwardStep:
         side = self.batch.side.with_routes(self.routes)
         return PathJacobian(lambda state: self.layer_map(state, side), self.expert_in, self.merged_in, nodes)
 
-    def sensitivity_and_pullback(
-        self, settings: JacobianSettings, nodes: int
-    ) -> tuple[LayerSensitivity, State]:
+    def sensitivity_and_pullback(self, settings: JacobianSettings, nodes: int) -> tuple[LayerSensitivity, State]:
         """Return the layer's sensitivity and A' u; quadrature nodes double until A e is close enough to p."""
         drift_in = floating_leaves(subtract_states(self.merged_in, self.expert_in))
         random = self._random_directions(drift_in, settings.seed)
@@ -219,9 +217,7 @@ class BackwardStep:
             error=state_norms(subtract_states(state_from_stack(pushed, 0), self.propagation)),
             size=state_norms(self.propagation),
             nodes=operator.nodes,
-            random_gain=state_norms(state_from_stack(pushed, 1)) / state_norms(random)
-            if settings.random
-            else None,
+            random_gain=state_norms(state_from_stack(pushed, 1)) / state_norms(random) if settings.random else None,
             spectral_norm=spectral[0],
             spectral_residual=spectral[1],
         )
@@ -281,9 +277,7 @@ class BackwardSweep:
         """Store the features after a layer and its local mismatch, for the backward sweep."""
         if view.start not in self.batches:
             name = f"{self.file_prefix}{view.start}"
-            self.batches[view.start] = CachedBatch(
-                self.store, self.task, name, view.side, view.start, view.stop
-            )
+            self.batches[view.start] = CachedBatch(self.store, self.task, name, view.side, view.start, view.stop)
         batch, split, layer = self.batches[view.start], differentiable_split(view), view.layer.index
         # The expert's features are the same next to all variants, so they are stored once.
         if view.variant == self.variants[0]:
@@ -318,9 +312,7 @@ class BackwardSweep:
             nodes = self.settings.nodes
             for start, batch in self.batches.items():
                 for variant in self.variants:
-                    step = self._backward_step(
-                        layer, variant, batch, maps[variant], covectors[start, variant]
-                    )
+                    step = self._backward_step(layer, variant, batch, maps[variant], covectors[start, variant])
                     yield step
                     # Inputs are the same for all models: no drift enters layer 1.
                     if layer.index == 1:
@@ -382,9 +374,7 @@ class PrefixSwaps:
         """Run the merged layer on the features of every expert prefix, and start the next prefix."""
         self.seen = view.layer.index
         for prefix in range(1, self.seen - 1):
-            self.batch.put(
-                self.prefix_key(prefix), view.crossed_layer(self.batch.get(self.prefix_key(prefix)))
-            )
+            self.batch.put(self.prefix_key(prefix), view.crossed_layer(self.batch.get(self.prefix_key(prefix))))
         # The walk has run the merged layer after the expert's prefix already.
         if self.seen > 1:
             self.batch.put(self.prefix_key(self.seen - 1), view.crossed_out)
@@ -425,10 +415,7 @@ def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: Si
     order = [group for group in GROUPS if group in group_of.values()] + ["attached"] * has_more
 
     def _mixed_layer_output(changed: Sequence[str]) -> State:
-        mixed = {
-            name: (variant if group in changed else expert).parameters[name]
-            for name, group in group_of.items()
-        }
+        mixed = {name: (variant if group in changed else expert).parameters[name] for name, group in group_of.items()}
         attachment = variant.attachment if "attached" in changed else None
         return LayerMap(variant.layer, mixed, attachment)(state, side)
 
@@ -444,9 +431,7 @@ def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: Si
     }
 
 
-def _spectral_norm_and_residual(
-    operator: PathJacobian, start: State, iterations: int = 30
-) -> tuple[Tensor, Tensor]:
+def _spectral_norm_and_residual(operator: PathJacobian, start: State, iterations: int = 30) -> tuple[Tensor, Tensor]:
     """Estimate the spectral norm per sample by power iteration on A'A, and its residual, [n] each."""
     vector = _normalize_per_sample(start)
     for _ in range(iterations):

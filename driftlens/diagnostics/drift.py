@@ -74,9 +74,7 @@ def _sample_drift_columns(seen: DiagnosticInput) -> dict[str, NDArray[np.float64
     return {name: columns[name] for name in _AS_SEEN} | {"amplification": amplification}
 
 
-@diagnostic(
-    "drift", columns=LAYERS.select_columns(*_OF_LAYERS), needs="view", option="", per_view=drift_columns
-)
+@diagnostic("drift", columns=LAYERS.select_columns(*_OF_LAYERS), needs="view", option="", per_view=drift_columns)
 def _layer_drift_columns(seen: DiagnosticInput) -> dict[str, float]:
     """Compute the columns of the layer table that follow from drift alone.
 
@@ -174,9 +172,7 @@ def _std_without_nan(values: NDArray[np.float64]) -> float:
 @diagnostic("cka", columns=LAYERS.select_columns("cka"))
 def cka(seen: DiagnosticInput) -> dict[str, float]:
     """Compute debiased linear CKA between the variant's and the expert's features, in float64."""
-    return {
-        "cka": float(linear_cka(*(torch.from_numpy(rows).double() for rows in (seen.variant, seen.expert))))
-    }
+    return {"cka": float(linear_cka(*(torch.from_numpy(rows).double() for rows in (seen.variant, seen.expert))))}
 
 
 def output_drift_columns(
@@ -258,9 +254,7 @@ def _output_columns_by_chunk(seen: DiagnosticInput) -> dict[str, Any]:
     head: ScoreMap = seen.head
     # A language model's decisions are compared over all tokens too, not only those of the classes.
     of_tokens = [
-        replace(lm_head, classes=(), tokens=None)
-        for lm_head in (seen.expert_head, head)
-        if isinstance(lm_head, LmHead)
+        replace(lm_head, classes=(), tokens=None) for lm_head in (seen.expert_head, head) if isinstance(lm_head, LmHead)
     ]
     rows = max(1, _SCORES // max([len(head.classes), 1, *(lm_head.vocabulary_size for lm_head in of_tokens)]))
     labels = class_indices(head, seen.labels) if seen.labels is not None else None
@@ -328,9 +322,7 @@ def score_gains(head: ScoreMap, start: Tensor, end: Tensor, change: Tensor | Non
     change = head.scores(end) - head.scores(start) if change is None else change
     secant = torch.linalg.vector_norm(change, dim=1) / length
     bound = head.gain_bound(start, end)
-    certified = (
-        torch.full_like(length, torch.nan) if bound is None else torch.where(length > 0, bound, torch.nan)
-    )
+    certified = torch.full_like(length, torch.nan) if bound is None else torch.where(length > 0, bound, torch.nan)
     if getattr(head, "is_bounded_exactly", False):
         return _ScoreGains(secant, secant, certified, certified)
     times = (0.0, *(node for node, _ in gauss_legendre(GAIN_NODES)), 1.0)
@@ -351,17 +343,13 @@ def _drift_and_largest_gains(head: ScoreMap, point: Tensor, direction: Tensor) -
     """Return the score map's gain |J u| along the drift u, and its largest gain by power iteration."""
     with forward_mode_attention():
         derivative = (
-            head.derivative(point)
-            if isinstance(head, Head | LinearHead)
-            else _autograd_derivative(head, point)
+            head.derivative(point) if isinstance(head, Head | LinearHead) else _autograd_derivative(head, point)
         )
         image = along = derivative.push(direction)
         for _ in range(GAIN_ITERATIONS):
             back = derivative.pull(image)
             # A zero gain has no direction to divide out; the bound keeps its image zero.
-            image = derivative.push(
-                back / torch.linalg.vector_norm(back, dim=1, keepdim=True).clamp_min(1e-300)
-            )
+            image = derivative.push(back / torch.linalg.vector_norm(back, dim=1, keepdim=True).clamp_min(1e-300))
     return torch.linalg.vector_norm(along, dim=1), torch.linalg.vector_norm(image, dim=1)
 
 
@@ -392,18 +380,14 @@ class TaskVectorAlignment:
         )
 
     def __add__(self, other: TaskVectorAlignment) -> TaskVectorAlignment:
-        return TaskVectorAlignment(
-            **{name: value + getattr(other, name) for name, value in vars(self).items()}
-        )
+        return TaskVectorAlignment(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
     def values(self) -> dict[str, float | None]:
         """Return the cosine, norm ratio and sign agreement of the task vectors; None if one is zero."""
         both = self.variant_energy > 0 and self.expert_energy > 0
         return {
             "cos": self.dot / (self.variant_energy * self.expert_energy) ** 0.5 if both else None,
-            "norm_ratio": (self.variant_energy / self.expert_energy) ** 0.5
-            if self.expert_energy > 0
-            else None,
+            "norm_ratio": (self.variant_energy / self.expert_energy) ** 0.5 if self.expert_energy > 0 else None,
             "sign_agreement": self.agreeing / self.moved if self.moved else None,
         }
 
@@ -413,9 +397,7 @@ def task_vector_cosine(variant: Tensor, expert: Tensor) -> float | None:
     return TaskVectorAlignment.between(variant, expert).values()["cos"]
 
 
-@diagnostic(
-    "task_vectors", table="params", columns=PARAMS.columns[len(PARAMS.key) :], needs="weights", option=""
-)
+@diagnostic("task_vectors", table="params", columns=PARAMS.columns[len(PARAMS.key) :], needs="weights", option="")
 def alignment_rows(pool: ModelPool, task: str, variant: str) -> Iterator[dict[str, object]]:
     """Yield rows that compare a variant's task vector with the expert's, by module, layer and backbone.
 

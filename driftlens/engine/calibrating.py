@@ -323,9 +323,7 @@ class CalibrationLoop(ABC):
         self.pooling = self.context.pooling or self.pool.chain.modality.pool
         self.parts = {task: self.context.parts[task] for task in self.team.own_items(self.tasks)}
         self.sites = {
-            index: names
-            for index, names in self.context.sites.items()
-            if names and index not in self.context.done
+            index: names for index, names in self.context.sites.items() if names and index not in self.context.done
         }
         # Layers after the last solve are never run.
         self.last = max(self.sites, default=0)
@@ -368,9 +366,7 @@ class CalibrationLoop(ABC):
         """Pass all models' features through a layer; the merged model uses the stored parameters in `done`."""
         merged = self.pool.parameters("merged", layer)
         # Stored updates come from a file, in its dtype and on the host.
-        merged = with_updated_parameters(
-            layer, merged, {name: value.to(merged[name]) for name, value in done.items()}
-        )
+        merged = with_updated_parameters(layer, merged, {name: value.to(merged[name]) for name, value in done.items()})
         for task in self.parts:
             expert = LayerMap(layer, self._expert_parameters(layer, task))
             for batch in self.stream.batches(layer, task):
@@ -423,10 +419,7 @@ class CalibrationLoop(ABC):
             paths = {site.name: site_path(layer, site) for site in problem.sites}
             try:
                 # A name for the unrounded solutions would keep them in memory during the next solve.
-                solved = [
-                    self._round_to_saved_dtype(layer, update)
-                    for update in self._solve_or_keep_expert(problem)
-                ]
+                solved = [self._round_to_saved_dtype(layer, update) for update in self._solve_or_keep_expert(problem)]
             except NumericsError as error:
                 named = ", ".join(paths.values())
                 raise type(error)(
@@ -588,9 +581,7 @@ class _LinearSums:
         cross, self._cross = self._cross, None
         if cross is None:
             return None
-        biases = {
-            site.name: bias for site in self.sites if (bias := expert.get(f"{site.name}.bias")) is not None
-        }
+        biases = {site.name: bias for site in self.sites if (bias := expert.get(f"{site.name}.bias")) is not None}
         return _TaskSums(self._inputs, cross.sums(self._inputs.gram), biases)
 
     @convert_moments_oom()
@@ -664,9 +655,7 @@ class _NormSums:
         weighted = unit * weights[:, None]
         sums = weighted.sum(dim=0), (weighted * unit).sum(dim=0), weights.sum()
         # Converting whole batches to `dtype` would take longer than summing them; only the sums are converted.
-        total, squares, count = (
-            part.to(moments_device(self.dtype, part.device), self.dtype) for part in sums
-        )
+        total, squares, count = (part.to(moments_device(self.dtype, part.device), self.dtype) for part in sums)
         if self._task is not None:
             total, squares, count = total + self._task[0], squares + self._task[1], count + self._task[2]
         self._task = total, squares, count
@@ -698,9 +687,7 @@ class _NormSums:
         return NormProblem(self.sites, total, _parameters_of_sites(merged, self.sites, place), pulls)
 
 
-def _parameters_of_sites(
-    parameters: Parameters, sites: Sequence[Site], place: torch.device
-) -> dict[str, Tensor]:
+def _parameters_of_sites(parameters: Parameters, sites: Sequence[Site], place: torch.device) -> dict[str, Tensor]:
     names = (f"{site.name}.{part}" for site in sites for part in ("weight", "bias"))
     return {name: parameters[name].to(place) for name in names if name in parameters}
 
@@ -737,9 +724,7 @@ class LayerwiseLoop(CalibrationLoop):
         for number, run in enumerate(runs, start=1):
             parts = self._empty_moment_sums(layer, run)
             is_final = number == len(runs)
-            self._accumulate_layer_moments(
-                layer, merged, parts, is_final=is_final, moves=is_final and not is_last
-            )
+            self._accumulate_layer_moments(layer, merged, parts, is_final=is_final, moves=is_final and not is_last)
             problems = (part.problem(merged, self._base_site_parameters(layer, part.sites)) for part in parts)
             of_run, reports_of_run = self._solve_on_main_process(layer, problems)
             updates |= of_run
@@ -783,9 +768,7 @@ class LayerwiseLoop(CalibrationLoop):
             else:
                 norms.append(_NormSums((site,), target, dtype))
         weight, objectives = self.calibrator.task_weight, self.context.objectives
-        linear = [
-            _LinearSums(sites, target, weight, dtype, objectives) for (_, target), sites in groups.items()
-        ]
+        linear = [_LinearSums(sites, target, weight, dtype, objectives) for (_, target), sites in groups.items()]
         return [*linear, *norms]
 
     def _accumulate_layer_moments(

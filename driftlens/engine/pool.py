@@ -52,9 +52,7 @@ def input_bytes(inputs: object) -> int:
     return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
 
 
-def with_updated_parameters(
-    layer: Layer, parameters: Parameters, updates: dict[str, Tensor]
-) -> dict[str, Tensor]:
+def with_updated_parameters(layer: Layer, parameters: Parameters, updates: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a layer's parameters with some of them updated.
 
     If a fused tensor of a mixture changes, its experts are copied into one tensor; otherwise every pass would do that.
@@ -217,9 +215,7 @@ class ModelPool:
         # One tensor for all experts of a mixture, or every pass would concatenate them.
         fused = {key: self._read_parameter(model, WeightSlot(key)) for key in _slots_by_fused_tensor(layer)}
         return {
-            name: slot.to_layer_layout(slot.take_rows(fused[slot.key]))
-            if slot.is_stacked
-            else read(model, slot)
+            name: slot.to_layer_layout(slot.take_rows(fused[slot.key])) if slot.is_stacked else read(model, slot)
             for name, slot in layer.parameters.items()
         }
 
@@ -330,9 +326,7 @@ class ModelPool:
         self.require_memory(model)
         # Checkpoints often store one name of tied weights only.
         held = self.source(model).headers.keys()
-        names = [
-            name for name in _weight_names(self._skeleton) if {name, *self.chain.tied.get(name, ())} & held
-        ]
+        names = [name for name in _weight_names(self._skeleton) if {name, *self.chain.tied.get(name, ())} & held]
         with buffers_on_device(self._skeleton, self.device):
             module = copy.deepcopy(self._skeleton)
         _set_weights(module, names, self._weight_reader(model))
@@ -362,9 +356,7 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
         chain: its layers.
         source: the weights to check.
     """
-    expected = {
-        name: TensorHeader(tuple(p.shape), p.dtype) for name, p in skeleton.state_dict(keep_vars=True).items()
-    }
+    expected = {name: TensorHeader(tuple(p.shape), p.dtype) for name, p in skeleton.state_dict(keep_vars=True).items()}
     needed = {key: expected[key] for key in chain.parameter_keys()}
     headers = source.headers
     # Extra keys of the library, such as an unused pooler, are allowed; unknown ones are not.
@@ -373,9 +365,7 @@ def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: Stat
     if missing or unknown:
         problems = [f"lacks {shorten_list([*map(repr, missing)])}"] if missing else []
         problems += (
-            [f"has {shorten_list([*map(repr, unknown)])}, which {chain.architecture} does not know"]
-            if unknown
-            else []
+            [f"has {shorten_list([*map(repr, unknown)])}, which {chain.architecture} does not know"] if unknown else []
         )
         raise IncompatibleModelsError(
             f"{source.name} {' and '.join(problems)}",
@@ -419,9 +409,7 @@ def stream_weights(
     """
     blocks = {path: module.get_submodule(path) for path in block_paths}
     in_blocks = {f"{path}.{name}" for path, block in blocks.items() for name in _weight_names(block)}
-    outside = [
-        name for name in _weight_names(module) if name not in in_blocks and (used is None or name in used)
-    ]
+    outside = [name for name in _weight_names(module) if name not in in_blocks and (used is None or name in used)]
     with ExitStack() as stack:
         # Moving buffers touches every module, so it is skipped where nothing would move.
         if any(buffer.device != device for buffer in module.buffers()):
@@ -432,9 +420,7 @@ def stream_weights(
         yield
 
 
-def _register_streaming_hooks(
-    block: nn.Module, path: str, read: Callable[[str], Tensor], stack: ExitStack
-) -> None:
+def _register_streaming_hooks(block: nn.Module, path: str, read: Callable[[str], Tensor], stack: ExitStack) -> None:
     """Register hooks that read a block's weights before it runs and drop them afterwards."""
     # Closing `loaded` alone drops the block's weights between passes.
     names, loaded = _weight_names(block), stack.enter_context(ExitStack())
@@ -461,9 +447,7 @@ def _weight_names(module: nn.Module) -> list[str]:
 
 
 @contextmanager
-def _temporary_weights(
-    module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]
-) -> Iterator[None]:
+def _temporary_weights(module: nn.Module, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[None]:
     """Replace weights inside the context and restore them afterwards."""
     # Parameters are replaced in their dictionaries, so that ties and hooks of the module survive.
     before = [(held, leaf, held[leaf]) for held, leaf, _ in _weight_locations(module, names)]
@@ -484,14 +468,9 @@ def _set_weights(module: nn.Module, names: Sequence[str], read: Callable[[str], 
 
 def _weight_locations(module: nn.Module, names: Sequence[str]) -> list[tuple[dict[str, Any], str, bool]]:
     """Return for each name the dictionary that holds the tensor, its key in there, and True for a buffer."""
-    owners = [
-        (module.get_submodule(path), leaf) for path, _, leaf in (name.rpartition(".") for name in names)
-    ]
+    owners = [(module.get_submodule(path), leaf) for path, _, leaf in (name.rpartition(".") for name in names)]
     owned = [(owner, leaf, leaf not in owner._parameters) for owner, leaf in owners]
-    return [
-        (owner._buffers if is_buffer else owner._parameters, leaf, is_buffer)
-        for owner, leaf, is_buffer in owned
-    ]
+    return [(owner._buffers if is_buffer else owner._parameters, leaf, is_buffer) for owner, leaf, is_buffer in owned]
 
 
 def attachment_tensors(attachments: Attachments, prefix: str | int) -> dict[str, Tensor]:
@@ -573,8 +552,7 @@ class ScoredSamples:
         held = _GradWeightSource(weights)
         for layer in self._pool.chain.layers:
             parameters = {
-                name: slot.to_layer_layout(held.read(slot.key, slot.rows))
-                for name, slot in layer.parameters.items()
+                name: slot.to_layer_layout(held.read(slot.key, slot.rows)) for name, slot in layer.parameters.items()
             }
             state = layer.call(parameters, state, side)
         # The head must read the weights that carry gradients, not those of the pool.

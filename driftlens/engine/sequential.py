@@ -87,10 +87,7 @@ class _GroupSums:
         return StepwiseProblem(
             group.sites,
             [sums.moments(scale) for sums in self.folds],
-            [
-                (metric, sums.moments(scale))
-                for metric, sums in (self.tasks[task] for task in sorted(self.tasks))
-            ],
+            [(metric, sums.moments(scale)) for metric, sums in (self.tasks[task] for task in sorted(self.tasks))],
             group.has_bias,
             {name: value for name, value in merged.items() if name.rpartition(".")[0] in group.names},
             scale * sum(self.factors[task] for task in sorted(self.factors)),
@@ -128,9 +125,7 @@ class StepwiseCalibrator(ClosedFormSolver):
             for layer in pool.chain.layers
             for group in linear_site_groups(layer, sites.get(layer.index, ()))
         )
-        widths = (
-            sum(slot.layer_shape(headers[slot.key].shape)[0] for slot in slots) for slots in stacked_slots
-        )
+        widths = (sum(slot.layer_shape(headers[slot.key].shape)[0] for slot in slots) for slots in stacked_slots)
         return 4 * sum(width**2 for width in widths) if self.mu else 0
 
     def require_enough_samples(self, count: int, task: str) -> None:
@@ -214,10 +209,7 @@ class _StepwiseLoop(CalibrationLoop):
         self.is_weighing = False
 
     def _gather_gradient_energies(self) -> None:
-        own = {
-            task: {key: entry.energy for key, entry in groups.items()}
-            for task, groups in self.weighted.items()
-        }
+        own = {task: {key: entry.energy for key, entry in groups.items()} for task, groups in self.weighted.items()}
         self.energies = {task: by_key for part in self.team.gather(own) for task, by_key in part.items()}
 
     def _assign_folds(self, task: str, first_layer: Layer) -> dict[str, int]:
@@ -283,9 +275,7 @@ class _StepwiseLoop(CalibrationLoop):
                 if summed is not None:
                     full = summed.full_matrix()
                     entry.traces.append(to_float64(full).trace())
-                    self.stream.cached[task][0].put(
-                        _gradient_moment_name((layer.index, number)), {"moment": full}
-                    )
+                    self.stream.cached[task][0].put(_gradient_moment_name((layer.index, number)), {"moment": full})
         for batch in self.stream.cached[task]:
             for number in range(self._num_backward_passes):
                 batch.drop(f"back-{number}")
@@ -298,9 +288,7 @@ class _StepwiseLoop(CalibrationLoop):
             expert = self.pool.layer_map(expert_name(task), layer, task)
             for batch in self.stream.batches(layer, task):
                 left = expert(batch.get(entered), batch.side)
-                self.stream.store_output(
-                    layer, batch, _expert_features_name(layer.index), left, named="the expert"
-                )
+                self.stream.store_output(layer, batch, _expert_features_name(layer.index), left, named="the expert")
             entered = _expert_features_name(layer.index)
 
     def _backpropagate_layer(
@@ -344,9 +332,7 @@ class _StepwiseLoop(CalibrationLoop):
         gradients: list[list[Tensor]] = []
         for number in range(num_passes):
             is_kept = number + 1 < num_passes
-            pairs = [
-                pair for pair in zip(heads[number], arriving[number], strict=True) if pair[0].requires_grad
-            ]
+            pairs = [pair for pair in zip(heads[number], arriving[number], strict=True) if pair[0].requires_grad]
             slopes = torch.autograd.grad(
                 [value for value, _ in pairs],
                 [*leaves, *sites],
@@ -355,8 +341,7 @@ class _StepwiseLoop(CalibrationLoop):
                 allow_unused=True,
             )
             full = [
-                torch.zeros_like(value) if g is None else g
-                for value, g in zip([*leaves, *sites], slopes, strict=True)
+                torch.zeros_like(value) if g is None else g for value, g in zip([*leaves, *sites], slopes, strict=True)
             ]
             batch.put(f"back-{number}", dict(zip(state, full, strict=False)))
             gradients.append(full[len(leaves) :])
@@ -378,14 +363,10 @@ class _StepwiseLoop(CalibrationLoop):
         for digest in digests:
             # Seeded by content, so that order and batch size don't change token weights.
             generator = torch.Generator().manual_seed((int(digest[:15], 16) + self.calibrator.seed) % 2**63)
-            rows.append(
-                torch.randn(self._num_backward_passes, width, generator=generator, dtype=torch.float64)
-            )
+            rows.append(torch.randn(self._num_backward_passes, width, generator=generator, dtype=torch.float64))
         return to_device(torch.stack(rows, dim=1).to(self.pool.dtype), self.pool.device)
 
-    def _run_experts_through_layer(
-        self, layer: Layer, student: Parameters, *, needs_output: bool
-    ) -> Mapping[str, str]:
+    def _run_experts_through_layer(self, layer: Layer, student: Parameters, *, needs_output: bool) -> Mapping[str, str]:
         """Run this process's experts through a layer; return the residual stream of each module."""
         groups, streams, first_task = self.groups[layer.index], None, ""
         self.chosen = {}
@@ -401,18 +382,13 @@ class _StepwiseLoop(CalibrationLoop):
                 if streams is None:
                     repairs = self.calibrator.residual > 0
                     state = batch.get(MERGED)
-                    streams = (
-                        find_residual_streams(layer, student, state, batch.side, names) if repairs else {}
-                    )
-                left = self._run_expert_on_batch(
-                    layer, expert, batch, streams, counts, names, stops=not needs_output
-                )
+                    streams = find_residual_streams(layer, student, state, batch.side, names) if repairs else {}
+                left = self._run_expert_on_batch(layer, expert, batch, streams, counts, names, stops=not needs_output)
                 if needs_output:
                     self.stream.store_output(layer, batch, EXPERT, left, named="the expert")
             if self.calibrator.weights == "uniform" and counts[0]:
                 self.weighted[task] = {
-                    (layer.index, number): _GradientSums(rows).weighted()
-                    for number, rows in enumerate(counts)
+                    (layer.index, number): _GradientSums(rows).weighted() for number, rows in enumerate(counts)
                 }
         self.stream.check()
         if self.calibrator.weights == "uniform":
@@ -441,11 +417,7 @@ class _StepwiseLoop(CalibrationLoop):
             y = seen.outputs[group.names[0]]
             rows.append(_row_weights_or_ones(self.pool.chain, layer, group.sites[0], y, state, seen.side))
         targets = dict(seen.outputs)
-        if (
-            (routes := seen.side.routes) is not None
-            and routes.chosen is not None
-            and routes.gates is not None
-        ):
+        if (routes := seen.side.routes) is not None and routes.chosen is not None and routes.gates is not None:
             targets |= {_CHOSEN: routes.chosen, _GATES: routes.gates}
             self.chosen[batch] = ExpertRoutes(routes.chosen.cpu())
         for name, stream in streams.items():
@@ -469,13 +441,9 @@ class _StepwiseLoop(CalibrationLoop):
         dtype = torch.promote_types(merged_map.dtype, torch.float32)
         new_gram = partial(GramSum, inputs, dtype, self.pool.device)
         num_folds = self.calibrator.num_folds
-        sums = _GroupSums(
-            [ResidualSums(new_gram(), outputs) for _ in range(num_folds)], {}, {}, {}, [0] * num_folds
-        )
+        sums = _GroupSums([ResidualSums(new_gram(), outputs) for _ in range(num_folds)], {}, {}, {}, [0] * num_folds)
         for task, owner in self.owners.items():
-            summed = partial(
-                self._task_moment_sums, layer, student, merged_map, number, group, streams, task, new_gram
-            )
+            summed = partial(self._task_moment_sums, layer, student, merged_map, number, group, streams, task, new_gram)
             task_sums = self.team.run_on_rank(owner, summed)
             if task_sums is not None:
                 sums.add(task_sums)
@@ -514,9 +482,7 @@ class _StepwiseLoop(CalibrationLoop):
             metric = self._output_metric(task, key, merged_map.to(product.device, product.dtype))
             task_sums = [ResidualSums(new_gram(), outputs)]
             sums.tasks[task] = metric, task_sums[0]
-        for x, outputs_y1, root, sizes in self._rows_sorted_by_fold(
-            layer, student, group, streams, task, weighted
-        ):
+        for x, outputs_y1, root, sizes in self._rows_sorted_by_fold(layer, student, group, streams, task, weighted):
             root = root * factor**0.5
             x, outputs_y1 = x * root, outputs_y1 * root
             # Local and upstream targets side by side, [T, 2 o]: (W - W_m) x, and the wanted output less W x.
@@ -591,9 +557,7 @@ class _StepwiseLoop(CalibrationLoop):
         if expert is not None:
             tokens = len(goals[_CHOSEN]), self.chosen[batch].expert_tokens(expert, len(x))
         targets = [
-            goals[name] - residual_stream(layer, added[name], state, seen.inputs)
-            if name in added
-            else goals[name]
+            goals[name] - residual_stream(layer, added[name], state, seen.inputs) if name in added else goals[name]
             for name in group.names
         ]
         if group.has_bias:

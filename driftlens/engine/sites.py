@@ -93,9 +93,7 @@ def select_sites(
     for pattern in sites or ():
         if pattern not in there:
             groups = ", ".join(group for group in GROUPS if group in there)
-            _positions_matching_glob(
-                "site", pattern, paths, f"Use patterns such as `*.mlp.*`, or one of {groups}."
-            )
+            _positions_matching_glob("site", pattern, paths, f"Use patterns such as `*.mlp.*`, or one of {groups}.")
     selected = [*chain.layers]
     if layers is not None:
         indices = select_layers([layer.path for layer in chain.layers], layers)

@@ -124,9 +124,7 @@ class FeatureStream:
         self.store_output(layer, batch, model, left, named=named)
         return left
 
-    def store_output(
-        self, layer: Layer, batch: CachedBatch, model: str, left: State, *, named: str = ""
-    ) -> None:
+    def store_output(self, layer: Layer, batch: CachedBatch, model: str, left: State, *, named: str = "") -> None:
         """Store a layer's output as the model's new features, and record it for the next `check`."""
         self.record_sums(layer, batch, named or model, left)
         batch.put(model, left)
@@ -336,9 +334,7 @@ def differentiable_split(view: LayerView) -> DriftSplit:
     split, jump = decompose(view), view.rerouting_change("crossed")
     if not jump:
         return split
-    return DriftSplit(
-        split.drift, add_states(split.local_mismatch, jump), subtract_states(split.propagation, jump)
-    )
+    return DriftSplit(split.drift, add_states(split.local_mismatch, jump), subtract_states(split.propagation, jump))
 
 
 def drift_columns(view: LayerView, pool: Pool) -> dict[str, Tensor]:
@@ -523,9 +519,7 @@ def sample_cache_bytes(pool: ModelPool, model: str, inputs: object, num_models: 
 
 
 @torch.no_grad()
-def capture(
-    module: nn.Module, inputs: Iterable[Any], *, pool: Pool | None = None
-) -> Iterator[tuple[Layer, Tensor]]:
+def capture(module: nn.Module, inputs: Iterable[Any], *, pool: Pool | None = None) -> Iterator[tuple[Layer, Tensor]]:
     """Yield each layer with its pooled features [n, d], in forward order; one boundary of features is in memory.
 
     Args:
@@ -602,8 +596,7 @@ class LibraryDrift:
         expert = pool.library_states(expert_name(task), inputs)
         self._drift: dict[str, list[State]] = {
             variant: [
-                subtract_states(*pair)
-                for pair in zip(pool.library_states(variant, inputs, task), expert, strict=True)
+                subtract_states(*pair) for pair in zip(pool.library_states(variant, inputs, task), expert, strict=True)
             ]
             for variant in variants
         }
@@ -611,14 +604,10 @@ class LibraryDrift:
 
     def compare(self, layer: Layer, variant: str, merged: State, expert: State) -> None:
         """Record the closure error after a layer; raise a `NumericsError` if it exceeds rounding."""
-        merged, expert = (
-            {name: leaf[: self.batch.stop] for name, leaf in state.items()} for state in (merged, expert)
-        )
+        merged, expert = ({name: leaf[: self.batch.stop] for name, leaf in state.items()} for state in (merged, expert))
         # The library returned the states after layers 1..L.
         theirs = self._drift[variant][layer.index - 1]
-        error, limit, is_off = _closure_error_and_limit(
-            subtract_states(merged, expert), theirs, expert, self._dtype
-        )
+        error, limit, is_off = _closure_error_and_limit(subtract_states(merged, expert), theirs, expert, self._dtype)
         self.error[variant, layer.index] = error
         if is_off:
             raise NumericsError(
@@ -635,13 +624,9 @@ class LibraryDrift:
             )
 
 
-def _closure_error_and_limit(
-    ours: State, theirs: State, features: State, dtype: str
-) -> tuple[float, float, bool]:
+def _closure_error_and_limit(ours: State, theirs: State, features: State, dtype: str) -> tuple[float, float, bool]:
     """Return the relative closure error of a drift, the rounding limit, and True if the limit is exceeded."""
-    sizes = torch.stack(
-        [state_norms(state).sum() for state in (ours, subtract_states(ours, theirs), features)]
-    )
+    sizes = torch.stack([state_norms(state).sum() for state in (ours, subtract_states(ours, theirs), features)])
     size, apart, scale = sizes.tolist()
     # Without drift a relative error is undefined, which tables show as missing.
     error = apart / size if size > 0 else math.nan

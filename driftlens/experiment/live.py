@@ -71,9 +71,7 @@ def open_modules(built: Modules, settings: LiveSettings) -> _LiveModels:
     """Open modules in memory and sample their data; they run in eval mode and are not changed."""
     merged, modules = built.merged, _modules_by_variant(built)
     stated = {**{task: {} for task in built.experts or {}}, **(settings.texts or {})}
-    _require_matching_modules(
-        built, {"data": built.data, "calibration data": built.calibration, "texts": stated}
-    )
+    _require_matching_modules(built, {"data": built.data, "calibration data": built.calibration, "texts": stated})
     place = next(merged.parameters()).device if built.device is None else resolve_device(built.device)
     head_of = {
         task: linear_head(module_source(head, "head"), None) if isinstance(head, nn.Linear) else head
@@ -89,9 +87,7 @@ def open_modules(built: Modules, settings: LiveSettings) -> _LiveModels:
     dtype = functools.reduce(torch.promote_types, floats, torch.float32)
     require_dtype(place, dtype)
     skeleton = _module_in_dtype(merged, dtype, place)
-    example = (
-        reads.example() if reads.texts is not None else next(tasks[min(tasks)].diagnosis.batches()).inputs
-    )
+    example = reads.example() if reads.texts is not None else next(tasks[min(tasks)].diagnosis.batches()).inputs
     example = inputs_to_device(example, place, dtype)
     chain, lm = _layer_chain_and_head(skeleton, example, reads, settings)
     pooling = settings.pool or chain.modality.pool
@@ -101,15 +97,11 @@ def open_modules(built: Modules, settings: LiveSettings) -> _LiveModels:
     models = ModelPool(chain, skeleton, weights, device=place, dtype=dtype, modules=in_place)
     # The pool has checked that all shapes agree.
     if chain.require_shared is not None:
-        chain.require_shared(
-            ((key, _module_in_dtype(module, dtype)) for key, module in modules.items()), example
-        )
+        chain.require_shared(((key, _module_in_dtype(module, dtype)) for key, module in modules.items()), example)
 
     if reads.texts is not None:
         tasks = _sample_text_tasks(built, stated, head_of, models, lm, reads.texts, settings)
-    return _LiveModels(
-        models, tasks, pooling, reads, marks, tuple(_live_notices(tasks, merged, settings.mask, chain))
-    )
+    return _LiveModels(models, tasks, pooling, reads, marks, tuple(_live_notices(tasks, merged, settings.mask, chain)))
 
 
 def _modules_by_variant(built: Modules) -> dict[str, nn.Module]:
@@ -196,9 +188,7 @@ def _sample_tensor_tasks(
             # The labels of calibration samples are not read, so they need not fit the head.
             count = settings.n_calibration
             shown = sample_live_data(task, built.calibration[task], n=count, split="calibration", **drawn)
-        tasks[task] = TaskSamples(
-            samples, samples if samples.labels and head is not None else None, head, shown
-        )
+        tasks[task] = TaskSamples(samples, samples if samples.labels and head is not None else None, head, shown)
     return tasks
 
 
@@ -219,15 +209,11 @@ def _sample_text_tasks(
     for task in sorted(stated):
         rules, head = stated[task], head_of.get(task)
         classes = {} if head is None or "words" in rules else {"classes": list(head.classes)}
-        entry = validate_section(
-            TextEntry, {"kind": "live", "input": "input", **classes, **rules}, f"texts[{task!r}]"
-        )
+        entry = validate_section(TextEntry, {"kind": "live", "input": "input", **classes, **rules}, f"texts[{task!r}]")
         rows: dict[Split, tuple[Any, int | None]] = {"diagnosis": ((built.data or {})[task], settings.n)}
         if built.calibration:
             rows["calibration"] = built.calibration[task], settings.n_calibration
-        data = sample_live_texts(
-            task, rows, entry, reader=reader, seed=settings.seed, batch_size=settings.batch_size
-        )
+        data = sample_live_texts(task, rows, entry, reader=reader, seed=settings.seed, batch_size=settings.batch_size)
         if head is None and lm is not None:
             head = answer_head(data, pool.source(expert_name(task)), lm)
         samples = build_task_samples(task, data, head, entry.metric or (), pool)
@@ -248,9 +234,7 @@ def _has_dtype_and_device(module: nn.Module, dtype: torch.dtype, device: torch.d
     )
 
 
-def _live_notices(
-    tasks: Mapping[str, TaskSamples], module: nn.Module, mask: Mask, chain: LayerChain
-) -> Iterator[str]:
+def _live_notices(tasks: Mapping[str, TaskSamples], module: nn.Module, mask: Mask, chain: LayerChain) -> Iterator[str]:
     for data in tasks.values():
         yield from data.diagnosis.notices
     pad_token = getattr(getattr(module, "config", None), "pad_token_id", None)

@@ -131,9 +131,7 @@ def build_study(
     pool = open_pool(spec, models, device=access.device)
     preprocess = models.architecture.preprocess
     if (lm := models.architecture.lm) is not None:
-        own = {
-            task: answer_head(opened, models.sources[expert_name(task)], lm) for task, opened in data.items()
-        }
+        own = {task: answer_head(opened, models.sources[expert_name(task)], lm) for task, opened in data.items()}
         heads = {**own, **heads}
     settings = analysis_settings(spec, pool.chain, heads)
     return Study(
@@ -289,10 +287,7 @@ def open_architecture(spec: RunSpec, access: Permissions, *, unread: bool = Fals
         with contextlib.suppress(DriftLensError):
             stored = _open_model_or_adapter(place, architecture, base, access)
             base = stored if name == "base" else base
-            if (
-                untied_head_key(stored, architecture.align(stored, fallback=None), architecture.lm)
-                is not None
-            ):
+            if untied_head_key(stored, architecture.align(stored, fallback=None), architecture.lm) is not None:
                 return load(untied=True)
     return architecture
 
@@ -327,9 +322,7 @@ def open_pool(spec: RunSpec, models: OpenModels, *, device: str | None = None) -
     )
 
 
-def open_heads(
-    spec: RunSpec, models: OpenModels, data: Mapping[str, tuple[str, ...] | None]
-) -> dict[str, ScoreMap]:
+def open_heads(spec: RunSpec, models: OpenModels, data: Mapping[str, tuple[str, ...] | None]) -> dict[str, ScoreMap]:
     """Open the classification head of each task: the spec's, else its expert's own.
 
     Args:
@@ -341,9 +334,7 @@ def open_heads(
     tower: TextTower | None = None
     heads: dict[str, ScoreMap] = {}
     for task, entry in head_specs(spec, models).items():
-        named = data.get(task) or (
-            _expert_class_names(spec, task, models) if _is_expert_classifier(entry) else None
-        )
+        named = data.get(task) or (_expert_class_names(spec, task, models) if _is_expert_classifier(entry) else None)
         classes = head_classes(task, entry, named)
         if isinstance(entry, LinearHeadSpec):
             heads[task] = _open_linear_head(task, entry, classes, models)
@@ -390,9 +381,7 @@ def answer_head(data: TaskData, source: StateSource, lm: LmHeadSpec) -> LmHead:
 _SPACES = str.maketrans("Ġ▁Ċ", "␣␣␤")
 
 
-def _open_linear_head(
-    task: str, entry: LinearHeadSpec, classes: tuple[str, ...], models: OpenModels
-) -> ScoreMap:
+def _open_linear_head(task: str, entry: LinearHeadSpec, classes: tuple[str, ...], models: OpenModels) -> ScoreMap:
     if entry.linear != "own":
         source, weight, bias = open_checkpoint(entry.linear), entry.weight, entry.bias
         return linear_head(source, classes, weight=weight, bias=bias, normalize=entry.normalize)
@@ -492,17 +481,11 @@ def _study_notices(
             f"are calibrated from {', '.join(sorted(sees))} alone"
         )
     yield from (*head_notices(models), *dtype_notices(models))
-    yield from unequal_count_notice(
-        {task: len(opened.calibration) for task, opened in data.items()}, "calibration"
-    )
-    yield from unequal_count_notice(
-        {task: len(opened.diagnosis) for task, opened in data.items()}, "diagnosis"
-    )
+    yield from unequal_count_notice({task: len(opened.calibration) for task, opened in data.items()}, "calibration")
+    yield from unequal_count_notice({task: len(opened.diagnosis) for task, opened in data.items()}, "diagnosis")
 
 
-def open_data(
-    spec: RunSpec, task: str, architecture: Architecture | None, *, access: Permissions
-) -> TaskData:
+def open_data(spec: RunSpec, task: str, architecture: Architecture | None, *, access: Permissions) -> TaskData:
     """Sample one task's data.
 
     Args:
@@ -585,9 +568,7 @@ def build_task_samples(
     for name in metrics:
         need = METRICS[name].needs
         if not has[need or "target"]:
-            raise SpecError(
-                f"data.{task}.metric: {name} {_LACKING[need or 'target']}", hint="Name another metric."
-            )
+            raise SpecError(f"data.{task}.metric: {name} {_LACKING[need or 'target']}", hint="Name another metric.")
     if is_vocabulary_head(head) and diagnosis.labels is not None:
         # The head's rows are tokens, not class names.
         diagnosis = replace(diagnosis, labels=None)
@@ -682,16 +663,11 @@ def head_notices(models: OpenModels) -> list[str]:
 
 def head_files(models: OpenModels) -> dict[str, StateSource]:
     """Return the files of the experts' own heads by their paths in a saved folder."""
-    return {
-        f"{HEADS}/{safe_file_name(task)}.safetensors": head
-        for task, head in _expert_heads_by_task(models).items()
-    }
+    return {f"{HEADS}/{safe_file_name(task)}.safetensors": head for task, head in _expert_heads_by_task(models).items()}
 
 
 def _expert_heads_by_task(models: OpenModels) -> dict[str, StateSource]:
-    experts = {
-        task: stored for name, stored in models.stored.items() if (task := task_of_expert(name)) is not None
-    }
+    experts = {task: stored for name, stored in models.stored.items() if (task := task_of_expert(name)) is not None}
     heads = {task: models.architecture.classifier_source(stored) for task, stored in experts.items()}
     return {task: head for task, head in heads.items() if head is not None}
 
@@ -709,9 +685,7 @@ def with_save_dtype(models: OpenModels, name: str | None) -> OpenModels:
             keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
             configs["config.json"] = {**config, **dict.fromkeys(keys, name)}
         architecture = replace(architecture, folder=replace(folder, configs=configs))
-    return replace(
-        models, architecture=architecture, form=cast_source(models.save_template, dtype), out_dtype=dtype
-    )
+    return replace(models, architecture=architecture, form=cast_source(models.save_template, dtype), out_dtype=dtype)
 
 
 def dtype_notices(models: OpenModels) -> list[str]:

@@ -178,9 +178,7 @@ def save_merge(
         return merge_card(record, described, models.origins, [*texts, *_notices_with_rounding()], usage)
 
     heads = opening.head_files(models)
-    save_model(
-        architecture, models.save_template, source, path, metadata=metadata, card=render_card, heads=heads
-    )
+    save_model(architecture, models.save_template, source, path, metadata=metadata, card=render_card, heads=heads)
     return record, _notices_with_rounding()
 
 
@@ -287,9 +285,7 @@ class _StreamedMerge:
                     for slot, value in self._inputs._run_method_call(part):
                         by_key[slot.key].append((slot, value))
                 pairs = by_key.pop(key, [])
-                self._waiting |= {
-                    (name, id(part)): slots for name, slots in by_key.items() if name not in self._done
-                }
+                self._waiting |= {(name, id(part)): slots for name, slots in by_key.items() if name not in self._done}
             yield from pairs
 
 
@@ -325,9 +321,7 @@ class _MergeInputs:
         """Description of the merge for messages."""
         return f"{self.merge.method.title} of {', '.join(self.experts)}"
 
-    def iterate_merged_slots(
-        self, place_of: Callable[[WeightSlot], Tensor]
-    ) -> Iterator[tuple[WeightSlot, Tensor]]:
+    def iterate_merged_slots(self, place_of: Callable[[WeightSlot], Tensor]) -> Iterator[tuple[WeightSlot, Tensor]]:
         """Yield tensors, or blocks of their rows, with merged values."""
         entry, settings = self.merge
         function = entry.function
@@ -363,9 +357,7 @@ class _MergeInputs:
         """Yield calls of a merge method per module, layer by layer, then for all other tensors."""
         entry, rest = self.merge.method, self.merge.rest
         extra_of_rest: tuple[Mapping[str, Tensor], ...] = ()
-        walk: Iterator[tuple[Layer, Mapping[str, Any] | None]] = (
-            (layer, None) for layer in self.chain.layers
-        )
+        walk: Iterator[tuple[Layer, Mapping[str, Any] | None]] = ((layer, None) for layer in self.chain.layers)
         if self.study is not None and entry.needs_moments:
             merged = place_of if entry.reads == "prefix" else None
             walk = _site_moments(self.study, merged=merged)
@@ -424,17 +416,13 @@ def _store_merged_slot(
 
 def _require_complete_tensor(inputs: _MergeInputs, key: str, missing: int) -> None:
     if missing:
-        raise ShapeError(
-            f"{inputs.name}: {key!r} came {'twice' if missing < 0 else 'not, or not as a whole'}"
-        )
+        raise ShapeError(f"{inputs.name}: {key!r} came {'twice' if missing < 0 else 'not, or not as a whole'}")
 
 
 def _checked_merge_inputs(
     models: OpenModels, merge: MergeConfig, study: Study | None, reporter: ProgressReporter
 ) -> _MergeInputs:
-    experts = {
-        task: source for name, source in models.sources.items() if (task := task_of_expert(name)) is not None
-    }
+    experts = {task: source for name, source in models.sources.items() if (task := task_of_expert(name)) is not None}
     tasks, entry = {} if study is None else study.tasks, merge.method
     without = [task for task in sorted(experts) if task not in tasks or not tasks[task].calibration]
     merge.require_inputs(has_base="base" in models.sources, without=without)

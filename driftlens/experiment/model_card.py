@@ -58,9 +58,7 @@ def model_card(run: DriftRun, name: str, usage: str = "") -> str:
     judgement = verdict(run, name)
     tasks = task_table(run, judgement)
     parents = {model: entry for model, entry in manifest.models.items() if variant_kind(model) in _PARENTS}
-    models = [
-        (model, _short_origin(entry.source), Markup(f"`{entry.digest}`")) for model, entry in parents.items()
-    ]
+    models = [(model, _short_origin(entry.source), Markup(f"`{entry.digest}`")) for model, entry in parents.items()]
     models.append((variant, "this model", Markup(f"`{manifest.models[variant].digest}`")))
     digests = info.sample_digests
     samples = [(task, count, Markup(f"`{digests[task]}`")) for task, count in info.samples.items()]
@@ -114,9 +112,7 @@ def merge_card(
         notices: sentences for the card.
         usage: Python code that loads the model.
     """
-    parents = {
-        model: origin for model, origin in origins.items() if variant_kind(model) in ("base", "expert")
-    }
+    parents = {model: origin for model, origin in origins.items() if variant_kind(model) in ("base", "expert")}
     tasks = [task for model in parents if (task := task_of_expert(model)) is not None]
     name = f"{merge['title']} of {', '.join(tasks)}"
     settings: Rows = [("Setting", "Value"), ("Merge", merge["method"]), *_setting_rows(merge["parameters"])]
@@ -205,9 +201,7 @@ def _render_card(
         base_model_relation="merge" if hub and is_merge else None,
     )
     # The longest first: one path may begin with another.
-    for place in sorted(
-        {str(architecture.get("source", "")), *origins.values()} - {""}, key=len, reverse=True
-    ):
+    for place in sorted({str(architecture.get("source", "")), *origins.values()} - {""}, key=len, reverse=True):
         notices = [line.replace(place, _short_origin(place)) for line in notices]
     return _load_card_template().render(front=Markup(front.to_yaml()), notices=notices, **shown) + "\n"
 

@@ -75,9 +75,7 @@ def reopen_study(
         if num_calibration is not None:
             # Smaller counts give a prefix of the same samples, see `draw`.
             drawn = {task: entry.n or spec.data.defaults.n for task, entry in spec.data.tasks.items()}
-            spec = with_sample_counts(
-                spec, {task: max(count, num_calibration) for task, count in drawn.items()}
-            )
+            spec = with_sample_counts(spec, {task: max(count, num_calibration) for task, count in drawn.items()})
         if with_jacobian and spec.metrics.jacobian is False:
             spec = load_spec(spec, ["metrics.jacobian={}"])
         study, models = open_study(spec, access=context.access)
@@ -169,9 +167,7 @@ def require_same_samples(manifest: Manifest, study: Study) -> None:
             origin = manifest.sample_origins.get(split, {}).get(task) if has_live_modules(manifest) else None
             if recorded is None or samples is None:
                 continue
-            if list(recorded) != list(samples.ids) or (
-                origin is not None and origin != samples.source_digest()
-            ):
+            if list(recorded) != list(samples.ids) or (origin is not None and origin != samples.source_digest()):
                 raise DataError(
                     f"the {split} samples of task {task} differ from the run's: the data has changed",
                     hint="Restore the data, or analyze the present data into a new run.",

@@ -135,9 +135,7 @@ def _check_distances(sampled: _WeightProducts) -> list[Finding]:
         anchors = ["base"] if has_base else [expert for expert in sampled.experts if expert != name]
         if name == "base" or not anchors:
             continue
-        distance, anchor = min(
-            (sampled._median_relative_distance(name, anchor), anchor) for anchor in anchors
-        )
+        distance, anchor = min((sampled._median_relative_distance(name, anchor), anchor) for anchor in anchors)
         if distance > MAX_DISTANCE_FROM_BASE:
             text = (
                 f"the weights of the {model_label(name)} have relative distance {distance:.2f} from the "
@@ -208,9 +206,7 @@ class _WeightProducts:
     ) -> tuple[_WeightProducts, dict[str, NumericsError]]:
         """Read the weights of all models; return the products and the errors of models with NaN or infinity."""
         headers = next(iter(sources.values())).headers
-        slots = list(
-            dict.fromkeys(slot for layer in chain.layers for slot in chain.own_parameters(layer).values())
-        )
+        slots = list(dict.fromkeys(slot for layer in chain.layers for slot in chain.own_parameters(layer).values()))
         sizes = [torch.Size(slot.layer_shape(headers[slot.key].shape)).numel() for slot in slots]
         is_whole = sum(sizes) * len(sources) <= MAX_ELEMENTS_READ
         # The same rows of every model, so that inner products are of the same entries.
@@ -280,9 +276,7 @@ def _read_finite_rows(
     return pieces
 
 
-def _row_ranges(
-    slot: WeightSlot, shape: tuple[int, ...], limit: int, most: int
-) -> list[tuple[int, int] | None]:
+def _row_ranges(slot: WeightSlot, shape: tuple[int, ...], limit: int, most: int) -> list[tuple[int, int] | None]:
     """Return the row ranges to read of a tensor, up to `limit` entries in chunks of at most `most`."""
     if not shape:
         return [None]
@@ -404,9 +398,7 @@ def _unused_tensor_notices(models: OpenModels, source: StateSource, called: str)
         )
 
 
-def _unmerged_change_notices(
-    models: OpenModels, base: StateSource, source: StateSource, called: str
-) -> _Doubt:
+def _unmerged_change_notices(models: OpenModels, base: StateSource, source: StateSource, called: str) -> _Doubt:
     """Report fine-tuned tensors outside all layers; saved models keep the base's values for them."""
     architecture, layout = models.architecture, models.architecture.layout
     if layout is None:
@@ -417,9 +409,7 @@ def _unmerged_change_notices(
     of_heads |= {f"{key.removesuffix('weight')}bias" for key in of_heads}
     shared = [key for key in base_keys.keys() & own.keys() if own[key] not in of_heads]
     shared.sort(key=lambda key: (base.headers[base_keys[key]].nbytes, key))
-    changed = list(
-        islice((key for key in shared if _is_changed_tensor(base, base_keys[key], source, own[key])), 2)
-    )
+    changed = list(islice((key for key in shared if _is_changed_tensor(base, base_keys[key], source, own[key])), 2))
     if not changed:
         return
     differ = f"({', '.join(changed)} differ{'s' * (len(changed) == 1)})"
@@ -473,9 +463,7 @@ def estimate_task_vectors(models: OpenModels) -> dict[str, ModelChange]:
     """Estimate statistics of every expert's task vector from a sample of its entries; empty without a base."""
     base = models.sources.get("base")
     experts = {name: source for name, source in models.sources.items() if task_of_expert(name) is not None}
-    return (
-        {} if base is None else {name: task_vector_change(base, source) for name, source in experts.items()}
-    )
+    return {} if base is None else {name: task_vector_change(base, source) for name, source in experts.items()}
 
 
 # A task vector is reported from this norm, relative to the median of the others. Experts of one recipe stay
@@ -489,9 +477,7 @@ def _rounding_notices(change: ModelChange, models: OpenModels, name: str, called
     """Report how much of a task vector is lost to rounding in the checkpoint's dtype."""
     start, end = (
         max(
-            header.dtype.itemsize
-            for header in models.sources[model].headers.values()
-            if header.dtype.is_floating_point
+            header.dtype.itemsize for header in models.sources[model].headers.values() if header.dtype.is_floating_point
         )
         for model in ("base", name)
     )
@@ -531,9 +517,7 @@ def _model_names_in_path(place: str) -> set[str]:
     path = PurePosixPath(place.replace("\\", "/").casefold())
     cached = [match[1] for part in path.parts if (match := re.fullmatch(r"models--(?:.*--)?(.+)", part))]
     is_file = path.suffix in (".safetensors", ".bin", ".pt", ".pth")
-    return {
-        name for name in ({path.stem, path.parent.name} if is_file else {path.name}) | set(cached) if name
-    }
+    return {name for name in ({path.stem, path.parent.name} if is_file else {path.name}) | set(cached) if name}
 
 
 # Model types of a whole CLIP and of its image tower.
@@ -636,9 +620,7 @@ def _compared_open_clip_settings(architecture: Architecture, folder: Path) -> It
                 yield (CONFIG_FILE, key, [size] * 2, settings[key])
     pixels = config.get("preprocess_cfg")
     if isinstance(pixels, dict) and architecture.preprocess is not None:
-        yield from _compared_pixel_settings(
-            CONFIG_FILE, _OPEN_CLIP_PIXELS, pixels, architecture.preprocess.settings
-        )
+        yield from _compared_pixel_settings(CONFIG_FILE, _OPEN_CLIP_PIXELS, pixels, architecture.preprocess.settings)
 
 
 def _compared_pixel_settings(

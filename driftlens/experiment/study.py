@@ -151,9 +151,7 @@ class Study:
     def model_info(self, name: str) -> ModelInfo:
         """Return digest, parameter count and origin of a model with its correction modules."""
         variant, source = self.pool.variant(name), self.pool.source(name)
-        return model_info(
-            self.pool.chain, source, variant.attachments, self.provenance.get(name, source.name)
-        )
+        return model_info(self.pool.chain, source, variant.attachments, self.provenance.get(name, source.name))
 
     def without_labels(self, samples: Mapping[str, SampleSet]) -> Study:
         """Return the study with only these calibration samples, without labels."""

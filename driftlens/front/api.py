@@ -232,9 +232,7 @@ def analyze(
     Raises:
         SpecError: a setting is unknown or not allowed, or belongs to the other kind of run.
     """
-    if (spec is None) == (len(modules.missing_fields) == len(REQUIRED)) or (
-        spec is None and modules.missing_fields
-    ):
+    if (spec is None) == (len(modules.missing_fields) == len(REQUIRED)) or (spec is None and modules.missing_fields):
         raise SpecError("pass either a spec, or merged=, experts= and data=")
     _refuse_misplaced_settings(request, settings, is_spec=spec is not None)
     with around.context() as context:

@@ -73,15 +73,11 @@ def fields_as_keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Calla
     def _replace_request_parameters(function: Callable[..., T]) -> Callable[..., T]:
         own = dict(inspect.signature(function).parameters)
         taken = {
-            name: kind
-            for name, kind in {**kinds, "around": kinds.get("around", JobArguments)}.items()
-            if name in own
+            name: kind for name, kind in {**kinds, "around": kinds.get("around", JobArguments)}.items() if name in own
         }
         own = {name: parameter for name, parameter in own.items() if name not in taken}
         fields = {name: _signature_parameters(kind) for name, kind in taken.items()}
-        by_field = {
-            field: parameter for parameters in fields.values() for field, parameter in parameters.items()
-        }
+        by_field = {field: parameter for parameters in fields.values() for field, parameter in parameters.items()}
         # A function's own parameters come first, and again last, because they win over fields of the same name.
         accepted = own | by_field | own
         if main := next((field for name in taken for field in fields[name] if name != "around"), None):
@@ -96,8 +92,7 @@ def fields_as_keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Calla
             bound = signature.bind(*positional, **named).arguments
             # Only bound fields are passed, so that a request knows which ones the caller has set.
             parts = {
-                name: kind(**{key: bound[key] for key in fields[name] if key in bound})
-                for name, kind in taken.items()
+                name: kind(**{key: bound[key] for key in fields[name] if key in bound}) for name, kind in taken.items()
             }
             return function(**{name: bound[name] for name in own if name in bound}, **parts)
 
@@ -114,6 +109,4 @@ def _signature_parameters(kind: type[Any]) -> dict[str, inspect.Parameter]:
         parameters = inspect.signature(kind).parameters.items()
         return {name: one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, one in parameters}
     keyword = inspect.Parameter.KEYWORD_ONLY
-    return {
-        name: inspect.Parameter(name, keyword, default=value) for name, value in kind.field_defaults().items()
-    }
+    return {name: inspect.Parameter(name, keyword, default=value) for name, value in kind.field_defaults().items()}

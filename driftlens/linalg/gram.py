@@ -95,8 +95,7 @@ class GramSum:
         # A float32 sum of this many squares would be too small in the fourth digit.
         lower = to_float64_device(self._lower)
         energies = [
-            (1 if rows == columns else 2)
-            * torch.linalg.vector_norm(lower[rows, columns], dtype=torch.float64).square()
+            (1 if rows == columns else 2) * torch.linalg.vector_norm(lower[rows, columns], dtype=torch.float64).square()
             for rows, columns in self._tiles
         ]
         return torch.stack(energies).sum().sqrt()
@@ -247,9 +246,7 @@ class CrossMomentSum:
         weights: Tensor | None,
     ) -> TargetOutputSums:
         targets = rows @ self._weight.mT
-        for part_target, part_expert in zip(
-            _split_columns_like(targets, expert_outputs), expert_outputs, strict=True
-        ):
+        for part_target, part_expert in zip(_split_columns_like(targets, expert_outputs), expert_outputs, strict=True):
             part_target.lerp_(part_expert, self._alpha)
         # Only the expert's share of y holds its bias.
         targets.sub_(self._bias, alpha=self._alpha)
@@ -270,9 +267,7 @@ class CrossMomentSum:
         energy = None
         if self._energies:
             parts = zip(expert_outputs, _split_columns_like(self._bias, expert_outputs), strict=True)
-            energy = torch.cat(
-                [_weighted_row_sum((outputs - bias).square_(), weights) for outputs, bias in parts]
-            )
+            energy = torch.cat([_weighted_row_sum((outputs - bias).square_(), weights) for outputs, bias in parts])
         return TargetOutputSums(targets.mT @ rows, targets.sum(dim=0), energy)
 
     def sums(self, gram: GramSum) -> TargetOutputSums:
@@ -322,9 +317,7 @@ class ResidualMoments:
 
     def in_basis(self, basis: Tensor) -> ResidualMoments:
         """Return the moments with the inputs projected onto an orthonormal basis, [k, r]."""
-        return ResidualMoments(
-            basis.mT @ self.gram @ basis, self.local @ basis, self.upstream @ basis, self.energy
-        )
+        return ResidualMoments(basis.mT @ self.gram @ basis, self.local @ basis, self.upstream @ basis, self.energy)
 
 
 class ResidualSums:

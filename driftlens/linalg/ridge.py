@@ -59,9 +59,7 @@ class CholeskyFactor:
         return total
 
 
-def cholesky_factor(
-    matrix: Tensor, *, name: str, scale: float | Tensor = 1.0, shift: float = 0.0
-) -> CholeskyFactor:
+def cholesky_factor(matrix: Tensor, *, name: str, scale: float | Tensor = 1.0, shift: float = 0.0) -> CholeskyFactor:
     """Return the Cholesky factor of S = scale * matrix + shift * I, [k, k].
 
     An S whose smallest eigenvalue is at most k * machine epsilon * its largest is refused; nothing is damped instead.
@@ -132,9 +130,7 @@ def _blocked_cholesky(matrix: Tensor, scale: float, shift: float) -> tuple[Tenso
         stop = min(start + panel, len(matrix))
         own_columns = slice(start, stop)
         left = lower[:, :start]
-        column = torch.addmm(
-            matrix[start:, own_columns], left[start:], left[own_columns].mT, beta=scale, alpha=-1
-        )
+        column = torch.addmm(matrix[start:, own_columns], left[start:], left[own_columns].mT, beta=scale, alpha=-1)
         column.diagonal().add_(shift)
         top, failed_minor = torch.linalg.cholesky_ex(column[: stop - start])
         failures.append(failed_minor)
@@ -174,14 +170,10 @@ def _singularity_threshold(matrix: Tensor, largest: float) -> float:
     return len(matrix) * torch.finfo(matrix.dtype).eps * largest
 
 
-def _estimate_largest_eigenvalue(
-    multiply: Callable[[Tensor], Tensor], matrix: Tensor, starts: int = 1
-) -> Tensor:
+def _estimate_largest_eigenvalue(multiply: Callable[[Tensor], Tensor], matrix: Tensor, starts: int = 1) -> Tensor:
     """Estimate the largest eigenvalue of a positive operator from below by power iteration."""
     generator = torch.Generator().manual_seed(0)
-    vectors = match_device_dtype(
-        matrix, torch.randn(len(matrix), starts, generator=generator, dtype=torch.float64)
-    )
+    vectors = match_device_dtype(matrix, torch.randn(len(matrix), starts, generator=generator, dtype=torch.float64))
     for _ in range(_STEPS):
         vectors = multiply(vectors / torch.linalg.vector_norm(vectors, dim=0))
     return torch.linalg.vector_norm(vectors, dim=0).max()
@@ -488,9 +480,7 @@ def sum_moments(parts: Sequence[ResidualMoments], dtype: torch.dtype | None = No
     """Return the sum of several moments, in `dtype` or in their own."""
     dtype = dtype or parts[0].gram.dtype
     place = moments_device(dtype, parts[0].gram.device)
-    summed = ResidualMoments(
-        **{name: value.to(place, dtype, copy=True) for name, value in vars(parts[0]).items()}
-    )
+    summed = ResidualMoments(**{name: value.to(place, dtype, copy=True) for name, value in vars(parts[0]).items()})
     for part in parts[1:]:
         summed.add(part)
     return summed
@@ -529,9 +519,7 @@ def choose_ridges(
         basis = _leading_subspace_basis(sum((fold.gram for fold in folds[1:]), folds[0].gram), WIDEST)
         folds = [fold.in_basis(basis) for fold in folds]
     # Small matrices: on a device each step would synchronize, and some devices have no eigh.
-    folds = [
-        ResidualMoments(**{name: value.to(HOST) for name, value in vars(fold).items()}) for fold in folds
-    ]
+    folds = [ResidualMoments(**{name: value.to(HOST) for name, value in vars(fold).items()}) for fold in folds]
     everything = sum_moments(folds)
     ridges = everything.gram.new_tensor(grid)
     plain = everything.gram.new_zeros(len(grid))
@@ -629,9 +617,7 @@ def solve_residual(
     if is_two_sided:
         mean = sum((metric for metric, _ in tasks[1:]), tasks[0][0]) / len(tasks)
         outputs = cholesky_factor(mean.to(change), name="the mean output metric")
-    return _ResidualSolution(
-        change + _solve_conjugate_gradient(left, factors[ridge], ridge, tasks, outputs), None
-    )
+    return _ResidualSolution(change + _solve_conjugate_gradient(left, factors[ridge], ridge, tasks, outputs), None)
 
 
 def _solve_conjugate_gradient(

@@ -134,9 +134,7 @@ def _unbiased_hsic(left: Tensor, right: Tensor) -> Tensor:
     return ((left * right).sum() + total - mixed) / (n * (n - 3))
 
 
-def embedding_similarity(
-    queries: Tensor, others: Tensor, how: str = "cosine", *, paired: bool = False
-) -> Tensor:
+def embedding_similarity(queries: Tensor, others: Tensor, how: str = "cosine", *, paired: bool = False) -> Tensor:
     """Return similarities [n, m] of embeddings by a sentence-transformers measure, or [n] if `paired`."""
     if how in ("euclidean", "manhattan"):
         order = 2.0 if how == "euclidean" else 1.0
@@ -217,9 +215,7 @@ class PathJacobian:
             for start in range(0, self.nodes, together):
                 some = nodes[start : start + together]
                 points = stack_states([self._point_on_segment(t) for t, _ in some])
-                products = vmap(self._jacobian_products_at, in_dims=(0, None, None))(
-                    points, vectors, covectors
-                )
+                products = vmap(self._jacobian_products_at, in_dims=(0, None, None))(points, vectors, covectors)
                 for total, of_nodes in zip(totals, products, strict=True):
                     for index, (_, weight) in enumerate(some):
                         _add_weighted_state(total, state_from_stack(of_nodes, index), weight)
@@ -392,9 +388,7 @@ class _FixedLayerNorm(torch.autograd.Function):
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
     @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Tensor | None, Tensor | None, float], output: Tensor
-    ) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, Tensor | None, float], output: Tensor) -> None:
         x, weight, _, ctx.eps = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_forward(x, weight)

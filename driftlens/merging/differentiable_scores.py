@@ -54,9 +54,7 @@ def _merge_fisher(
     for task, expert in experts.items():
         scored = study.scored_samples(task)
         # `placed` may return the expert's own tensor, which must not become a leaf of the graph.
-        weights = {
-            key: scored.to_pool_device(expert[key]).detach().clone().requires_grad_() for key in scored.keys
-        }
+        weights = {key: scored.to_pool_device(expert[key]).detach().clone().requires_grad_() for key in scored.keys}
         size = None if estimator == "exact" else batch_size
         information = _fisher_diagonal(scored, weights, size)
         norm = torch.stack([torch.linalg.vector_norm(value) for value in information.values()]).norm()
@@ -67,9 +65,7 @@ def _merge_fisher(
             below[key] = below.get(key, 0) + weight
             seen[key] = seen.get(key, False) | (value > 0)
     for key in base:
-        mean = average_experts(
-            {key: base[key]}, {task: {key: expert[key]} for task, expert in experts.items()}
-        )[key]
+        mean = average_experts({key: base[key]}, {task: {key: expert[key]} for task, expert in experts.items()})[key]
         if key in seen:
             # Without information `eps` alone would weigh the experts, by the norms of their other entries.
             mean = torch.where(seen.pop(key).cpu(), (above.pop(key) / below.pop(key)).to(mean), mean)
@@ -150,9 +146,7 @@ def _merge_adamerging(
     placed = next(iter(by_task.values())).to_pool_device
     keys = tuple(dict.fromkeys(key for scored in by_task.values() for key in scored.keys))
     start = {key: placed(base[key]) for key in keys}
-    vectors = {
-        task: {key: placed(expert[key]) - start[key] for key in keys} for task, expert in experts.items()
-    }
+    vectors = {task: {key: placed(expert[key]) - start[key] for key in keys} for task, expert in experts.items()}
     parts = tuple(dict.fromkeys(part for scored in by_task.values() for part in scored.parts))
     wide = len(parts) if granularity == "layer" else 1
     coefficients = torch.full((len(experts), wide), initial, device=start[keys[0]].device).requires_grad_()

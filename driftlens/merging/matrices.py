@@ -90,9 +90,7 @@ def _merge_wudi(
     experts: Mapping[str, StateDict],
     *,
     steps: Annotated[int, Bounds(0, MOST_STEPS), "number of steps"] = 300,
-    learning_rate: Annotated[
-        float, Bounds(0), "published: 1e-5 for CLIP; 0 scales it with the task vectors"
-    ] = 0.0,
+    learning_rate: Annotated[float, Bounds(0), "published: 1e-5 for CLIP; 0 scales it with the task vectors"] = 0.0,
 ) -> dict[str, Tensor]:
     """Return base + step t that minimizes sum_i |(t - t_i) t_i'|^2 / |t_i|^2 over task vectors t_i (WUDI).
 
@@ -121,9 +119,7 @@ def _descend_wudi_loss(vectors: list[Tensor], *, steps: int, rate: float, eps: f
     if not rate and (moved := [vector for vector in vectors if vector.any()]):
         size = torch.stack(moved).square().mean().sqrt()
         # The larger eps keeps rounding errors of unconstrained entries from being taken for a slope.
-        return size * _descend_wudi_loss(
-            [vector / size for vector in vectors], steps=steps, rate=_RATE, eps=1e-6
-        )
+        return size * _descend_wudi_loss([vector / size for vector in vectors], steps=steps, rate=_RATE, eps=1e-6)
     # With S and R computed once, a step takes one product, however many experts there are.
     curvature, right = _wudi_gradient_terms(vectors)
     step = _sum_one_by_one(vectors).requires_grad_()
@@ -142,9 +138,7 @@ def _descend_wudi_loss(vectors: list[Tensor], *, steps: int, rate: float, eps: f
     reads="site",
     others="iso_c",
 )
-def _merge_iso_c(
-    base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0
-) -> dict[str, Tensor]:
+def _merge_iso_c(base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0) -> dict[str, Tensor]:
     """Return base + scaling * sum of task vectors, its singular values replaced by their mean (Iso-C).
 
     Singular directions with value zero are left out, also of the mean. Other parameters than matrices of linear
@@ -166,9 +160,7 @@ def _iso_c_step(vectors: list[Tensor]) -> Tensor:
     reads="site",
     others="tsv_m",
 )
-def _merge_tsv_m(
-    base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0
-) -> dict[str, Tensor]:
+def _merge_tsv_m(base: StateDict, experts: Mapping[str, StateDict], *, scaling: StepScaling = 1.0) -> dict[str, Tensor]:
     """Return base + scaling * U S V' from every expert's leading singular vectors, decorrelated by polar factors.
 
     Each of N experts contributes 1/N of a matrix's rank, at least one vector. Other parameters than matrices of linear

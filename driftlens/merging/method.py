@@ -106,9 +106,7 @@ class MergeConfig(NamedTuple):
     def require_inputs(self, *, has_base: bool, without: Sequence[str]) -> None:
         """Raise a `SpecError` if the method needs a base or calibration samples that are missing."""
         method = self.method
-        if not has_base and (
-            method.needs_base or (method.is_per_module and merge_methods[method.others].needs_base)
-        ):
+        if not has_base and (method.needs_base or (method.is_per_module and merge_methods[method.others].needs_base)):
             raise SpecError(
                 f"merge method {method.name!r} needs a base",
                 hint="Add `base: {weights: FILE}` to the spec, or use `method: average`.",
@@ -210,8 +208,7 @@ def add_scaled_step(
 def average_experts(base: StateDict, experts: Mapping[str, StateDict]) -> dict[str, Tensor]:
     """Average the experts' parameters."""
     return {
-        name: sum((expert[name] for expert in experts.values()), start=0 * base[name]) / len(experts)
-        for name in base
+        name: sum((expert[name] for expert in experts.values()), start=0 * base[name]) / len(experts) for name in base
     }
 
 
@@ -261,8 +258,7 @@ def _merge_model_stock(
     The paper has one angle between n experts; c is the mean over pairs, as in mergekit.
     """
     return {
-        name: start + _model_stock_step(_task_vectors(base, experts, name), filter_wise)
-        for name, start in base.items()
+        name: start + _model_stock_step(_task_vectors(base, experts, name), filter_wise) for name, start in base.items()
     }
 
 

@@ -84,9 +84,7 @@ def _trim_elect_and_merge(
         yield name, start + scaling * _merge_elected_sign(trimmed, merge_func)
 
 
-def _trim_thresholds(
-    base: StateDict, experts: Mapping[str, StateDict], density: float, drop: Drop
-) -> dict[str, float]:
+def _trim_thresholds(base: StateDict, experts: Mapping[str, StateDict], density: float, drop: Drop) -> dict[str, float]:
     """Return the smallest magnitude that trimming keeps in each task vector, over all tensors."""
     # Sorting all magnitudes would need them in memory at once.
     high = {task: torch.zeros(2 ** (31 - LOW_BITS), dtype=torch.int64) for task in experts}
@@ -119,13 +117,8 @@ def _trim_thresholds(
             bits = _magnitude_bits(drop(expert[name] - start, task, name))
             bits = bits[bits >> LOW_BITS == bins[task][0]] & (2**LOW_BITS - 1)
             low[task] += torch.bincount(bits, minlength=len(low[task]))
-    limits = {
-        task: bins[task][0] << LOW_BITS | _histogram_bin(low[task], bins[task][1])[0] for task in experts
-    }
-    return {
-        task: float(torch.tensor(bits, dtype=torch.int32).view(torch.float32))
-        for task, bits in limits.items()
-    }
+    limits = {task: bins[task][0] << LOW_BITS | _histogram_bin(low[task], bins[task][1])[0] for task in experts}
+    return {task: float(torch.tensor(bits, dtype=torch.int32).view(torch.float32)) for task, bits in limits.items()}
 
 
 def _histogram_bin(counts: Tensor, place: int) -> tuple[int, int]:
@@ -191,8 +184,6 @@ def _merge_dare(
     for name, start in base.items():
         step = 0 * start
         for task, expert in experts.items():
-            step = step + _drop_random_entries(
-                expert[name] - start, task, name, seed=seed, drop_rate=drop_rate
-            )
+            step = step + _drop_random_entries(expert[name] - start, task, name, seed=seed, drop_rate=drop_rate)
         merged[name] = start + scaling * step
     return merged

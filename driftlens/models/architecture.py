@@ -324,9 +324,7 @@ def no_text_tower_error(source: str) -> SpecError:
 # may ask for tables of any size, which would exhaust the memory before an error.
 MAX_FILLED = 1 << 27
 
-_FILLING = frozenset(
-    {torch.randn, torch.rand, torch.ones, torch.zeros, torch.full, torch.arange, torch.linspace}
-)
+_FILLING = frozenset({torch.randn, torch.rand, torch.ones, torch.zeros, torch.full, torch.arange, torch.linspace})
 # By name, because transformers replaces torch's functions while it builds a model.
 _DRAWING = frozenset(
     {"normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_"}
@@ -339,10 +337,7 @@ class _SizeLimit(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Random numbers for meta tensors have no effect, but take time for each weight.
-        if (
-            getattr(func, "__name__", "") in _DRAWING
-            and (drawn := args[0] if args else kwargs["tensor"]).is_meta
-        ):
+        if getattr(func, "__name__", "") in _DRAWING and (drawn := args[0] if args else kwargs["tensor"]).is_meta:
             return drawn
         if func in _FILLING:
             size = func(*args, **{**(kwargs or {}), "device": "meta"}).numel()

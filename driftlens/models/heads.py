@@ -50,9 +50,7 @@ def class_names(classes: ClassNames) -> tuple[str, ...]:
     return names
 
 
-def head_from_file(
-    file: str | os.PathLike[str], tensor: str, logit_scale: float, classes: ClassNames
-) -> Head:
+def head_from_file(file: str | os.PathLike[str], tensor: str, logit_scale: float, classes: ClassNames) -> Head:
     """Return a head of precomputed class embeddings.
 
     Args:
@@ -107,9 +105,7 @@ def linear_head(
     check_finite(source.name, key, rows)
     if shift is not None:
         check_finite(source.name, bias_key, shift)
-    return LinearHead(
-        _class_names_for_rows(rows, classes, f"{key!r} in {source.name}"), rows, shift, normalize
-    )
+    return LinearHead(_class_names_for_rows(rows, classes, f"{key!r} in {source.name}"), rows, shift, normalize)
 
 
 def _class_names_for_rows(rows: Tensor, classes: ClassNames | None, where: str) -> tuple[str, ...]:
@@ -220,11 +216,7 @@ class Head:
 
     def scores(self, features: Tensor) -> Tensor:
         """Compute class scores [n, classes] of final features [n, d], on their device and in their dtype."""
-        return (
-            self.logit_scale
-            * F.normalize(features, dim=-1)
-            @ match_device_dtype(features, self.embeddings).mT
-        )
+        return self.logit_scale * F.normalize(features, dim=-1) @ match_device_dtype(features, self.embeddings).mT
 
     def derivative(self, features: Tensor) -> ScoreJacobian:
         """Return the Jacobian of scores at features [n, d]."""
@@ -258,9 +250,7 @@ def _score_jacobian(rows: Tensor, features: Tensor, *, normalize: bool) -> Score
     def normalization_derivative(v: Tensor) -> Tensor:
         return (v - unit * (unit * v).sum(dim=-1, keepdim=True)) / size
 
-    return ScoreJacobian(
-        lambda v: normalization_derivative(v) @ rows.mT, lambda w: normalization_derivative(w @ rows)
-    )
+    return ScoreJacobian(lambda v: normalization_derivative(v) @ rows.mT, lambda w: normalization_derivative(w @ rows))
 
 
 def _shortest_norm_on_segment(start: Tensor, end: Tensor) -> Tensor:
@@ -395,9 +385,7 @@ class LmHead:
     @cached_property
     def _class_token_rows(self) -> tuple[Tensor, Tensor | None]:
         assert self.tokens is not None
-        weights, biases = zip(
-            *(self._read_vocabulary_rows(token, token + 1) for token in self.tokens), strict=True
-        )
+        weights, biases = zip(*(self._read_vocabulary_rows(token, token + 1) for token in self.tokens), strict=True)
         return torch.cat(weights), torch.cat(biases) if self.lm.bias else None
 
     @cached_property

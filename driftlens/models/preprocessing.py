@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 # Model types that number positions from the padding token's id + 1, so that their tables have fewer usable positions.
 _OFFSET = ("camembert", "longformer", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl")
 # Another model's processor would not do: sizes of images and patches and the image token differ.
-_PROCESSOR = (
-    "Put the base's processor_config.json, preprocessor_config.json and tokenizer next to its config.json."
-)
+_PROCESSOR = "Put the base's processor_config.json, preprocessor_config.json and tokenizer next to its config.json."
 _EXAMPLES = ("a word", "and a few more")
 # Names, after `max_`, of the number of a decoder's positions in configurations; the first that is set counts.
 _POSITIONS = ("target_positions", "position_embeddings")
@@ -65,15 +63,11 @@ class Preprocess:
         # Two samples, because a batch of one hides errors with the batch axis.
         pictures = [np.zeros((64, 64, 3), dtype=np.uint8)] * 2
         if isinstance(self.texts, ImageTextProcessor):
-            return self(
-                [ImageTextSample(text, images=(partial(_to_rgb_image, pictures[0]),)) for text in _EXAMPLES]
-            )
+            return self([ImageTextSample(text, images=(partial(_to_rgb_image, pictures[0]),)) for text in _EXAMPLES])
         return self(pictures if self.texts is None else [(text, "") for text in _EXAMPLES])
 
 
-def hf_clip_preprocess(
-    config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str
-) -> Preprocess:
+def hf_clip_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str) -> Preprocess:
     """Return the preprocessing of a CLIP of transformers, with PIL.
 
     Args:
@@ -161,9 +155,7 @@ def fix_patch_order(preprocess: Preprocess, patch_size: int) -> Preprocess:
     return replace(preprocess, transform=pixels_and_patch_order)
 
 
-def open_clip_preprocess(
-    config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str
-) -> Preprocess:
+def open_clip_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str) -> Preprocess:
     """Return the preprocessing of a CLIP of open_clip.
 
     Args:
@@ -183,9 +175,7 @@ def open_clip_preprocess(
 
     def pixels_of_images(images: Sequence[Any]) -> Tensor:
         # Bit-identical to `to_tensor` and `normalise`, but for all images at once: ten times as fast for small ones.
-        shaped = [
-            functools.reduce(lambda image, step: step(image), shape, _to_rgb_image(image)) for image in images
-        ]
+        shaped = [functools.reduce(lambda image, step: step(image), shape, _to_rgb_image(image)) for image in images]
         pixels = torch.from_numpy(np.stack([np.asarray(image) for image in shaped])).permute(0, 3, 1, 2)
         return normalise(pixels.contiguous().to(torch.get_default_dtype()).div(255))
 
@@ -336,15 +326,11 @@ def text_preprocess(
     return Preprocess(f"transformers {type(tokenizer).__name__}", reader, settings, texts=reader)
 
 
-def _answer_opening_tokens(
-    tokenizer: Any, generation: Mapping[str, Any], start: int | None
-) -> tuple[int, ...]:
+def _answer_opening_tokens(tokenizer: Any, generation: Mapping[str, Any], start: int | None) -> tuple[int, ...]:
     """Return the tokens between a decoder's start token and its answer: a forced one, or the tokenizer's."""
     if (forced := generation.get("forced_bos_token_id")) is not None:
         return (forced,)
-    bare, whole = (
-        tokenizer(text_target="a", add_special_tokens=special)["input_ids"] for special in (False, True)
-    )
+    bare, whole = (tokenizer(text_target="a", add_special_tokens=special)["input_ids"] for special in (False, True))
     # The start token is added by the model, also where the tokenizer writes it.
     count = next((place for place in range(len(whole)) if whole[place : place + len(bare)] == bare), 0)
     return tuple(token for token in whole[:count] if token != start)

@@ -46,11 +46,7 @@ class TokenEncoder(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return features of the core's inputs."""
         features = first_tensor(self.get_submodule(self.base_model_prefix)(*args, **kwargs))
-        return (
-            features
-            if self.pool is None
-            else pool_features(features, self.pool, kwargs.get("attention_mask"))
-        )
+        return features if self.pool is None else pool_features(features, self.pool, kwargs.get("attention_mask"))
 
 
 class _CoreStandIn(nn.Module):
@@ -319,9 +315,7 @@ def _read_float32_weights(place: pathlib.Path) -> dict[str, Tensor]:
     return weights
 
 
-def _apply_dense_layer(
-    weights: Mapping[str, Tensor], activation: nn.Module, is_residual: bool, x: Tensor
-) -> Tensor:
+def _apply_dense_layer(weights: Mapping[str, Tensor], activation: nn.Module, is_residual: bool, x: Tensor) -> Tensor:
     """Compute activation(W x + b), plus x or its own projection with `is_residual`."""
     bias = weights.get("linear.bias")
     linear = F.linear(x, weights["linear.weight"].to(x), None if bias is None else bias.to(x))

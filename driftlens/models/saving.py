@@ -162,9 +162,7 @@ def save_model(
 
     def updated_tensors(names: Mapping[str, str], wrapper: str) -> PatchedSource | FileLayoutSource:
         updates = {name: canonical[key] for name, key in names.items() if key in canonical}
-        patched = PatchedSource(
-            rename_keys(base, names), LazyTensors(updates, lambda name: model.read(updates[name]))
-        )
+        patched = PatchedSource(rename_keys(base, names), LazyTensors(updates, lambda name: model.read(updates[name])))
         # Without a layout, the base's keys are the skeleton's, so there is no wrapper to remove.
         return patched if architecture.layout is None else FileLayoutSource(patched, wrapper)
 
@@ -245,9 +243,7 @@ def _keys_by_weight_file(
     return files if len(files) > 1 else {form.weights: [*keys]}
 
 
-def _files_to_copy(
-    architecture: Architecture, base: StateSource, form: FolderFormat
-) -> dict[str, pathlib.Path]:
+def _files_to_copy(architecture: Architecture, base: StateSource, form: FolderFormat) -> dict[str, pathlib.Path]:
     """Return the files to copy from the architecture's folder, or else from the base's."""
     source, of_base = find_config_folder(architecture.source), find_config_folder(base.name)
     companions = {name: place for name, place in companion_files(source).items() if name not in form.configs}
@@ -280,9 +276,7 @@ def _config_without_code(content: Any, file: str) -> Any:
     return {key: _config_without_code(value, file) for key, value in content.items() if key not in _CODE}
 
 
-def _skeleton_key_by_base_key(
-    architecture: Architecture, base: StateSource, model: StateSource
-) -> dict[str, str]:
+def _skeleton_key_by_base_key(architecture: Architecture, base: StateSource, model: StateSource) -> dict[str, str]:
     """Return base key -> skeleton key; a tied weight may have two base keys."""
     chain, layout = architecture.chain, architecture.layout
     keys = chain.parameter_keys()
@@ -309,9 +303,7 @@ def _skeleton_key_by_base_key(
     return canonical
 
 
-def _base_key_by_library_key(
-    architecture: Architecture, base: StateSource, folder: FolderFormat
-) -> dict[str, str]:
+def _base_key_by_library_key(architecture: Architecture, base: StateSource, folder: FolderFormat) -> dict[str, str]:
     """Return library key -> base key, without the prefix of a wrapper."""
     assert architecture.layout is not None  # as everything that can be saved as a folder
     wrapper = architecture.layout.wrapper_prefix(base.headers, base.name)

@@ -86,9 +86,7 @@ class TextProcessor:
 
     def __call__(self, samples: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
         """Return ids and masks of a batch, [n, t], padded on the right; of both streams for an encoder-decoder."""
-        tails = [
-            self._answer_with_end_token(sample[1]) if self.form == "decoder" else [] for sample in samples
-        ]
+        tails = [self._answer_with_end_token(sample[1]) if self.form == "decoder" else [] for sample in samples]
         room = [self.max_length - len(tail) for tail in tails]
         encoded = self._tokenize_questions([sample[0] for sample in samples], room)
         rows = [row + tail for row, tail in zip(encoded["input_ids"], tails, strict=True)]
@@ -179,8 +177,7 @@ class TextProcessor:
         free = replace(self, max_length=UNLIMITED)
         rows = free.question_tokens([sample[0] for sample in samples])
         pairs = [
-            (len(row), len(free._answer_with_end_token(sample[1])))
-            for row, sample in zip(rows, samples, strict=True)
+            (len(row), len(free._answer_with_end_token(sample[1]))) for row, sample in zip(rows, samples, strict=True)
         ]
         return [sum(pair) if self.form == "decoder" else max(pair) for pair in pairs]
 
@@ -239,9 +236,7 @@ class TextProcessor:
         ids = [*self.answer_tokens(target), *(() if self.end_token is None else (self.end_token,))]
         return ids[: self.max_length - 1]
 
-    def _tokenize_questions(
-        self, questions: Sequence[str], room: Sequence[int]
-    ) -> dict[str, list[list[int]]]:
+    def _tokenize_questions(self, questions: Sequence[str], room: Sequence[int]) -> dict[str, list[list[int]]]:
         """Return the tokenizer's output for questions, each cut to its maximum number of tokens."""
         texts = [self.lead + (text.lower() if self.lowers else text) for text in questions]
         columns: dict[str, list[list[int]]] = dict(self.tokenizer(texts, verbose=False))
@@ -257,9 +252,7 @@ class TextProcessor:
                 columns["input_ids"][position] = [*begin, *row[len(row) - limit + len(begin) :]][:limit]
             else:
                 # The tokenizer itself cuts, because it keeps the special tokens at the end.
-                cut = self.tokenizer(
-                    texts[position], truncation=True, max_length=limit, truncation_side="right"
-                )
+                cut = self.tokenizer(texts[position], truncation=True, max_length=limit, truncation_side="right")
                 for name in columns:
                     columns[name][position] = cut[name]
         return columns
@@ -295,9 +288,7 @@ class ImageTextProcessor(TextProcessor):
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Return entries by token [n, t], padded on the right, and those of images; see `stack_samples`."""
-        rows, images = self._rows_and_images(
-            (sample, self._answer_with_end_token(sample.target)) for sample in samples
-        )
+        rows, images = self._rows_and_images((sample, self._answer_with_end_token(sample.target)) for sample in samples)
         # Only answers are cut: longer questions raise.
         cut = {name: [row[: self.max_length] for row in column] for name, column in rows.items()}
         return self._pad_rows(cut) | images
@@ -363,9 +354,7 @@ class ImageTextProcessor(TextProcessor):
             for name in data
             if name.endswith(("token_type_ids", "attention_mask")) and data[name].shape[:2] == (1, len(whole))
         }
-        of_images = {
-            name: value for name, value in data.items() if name not in by_token and name != "input_ids"
-        }
+        of_images = {name: value for name, value in data.items() if name not in by_token and name != "input_ids"}
         return {"input_ids": question + answer, **by_token}, of_images
 
 
@@ -491,15 +480,11 @@ def log_likelihoods(
     return sums, torch.stack([is_own.sum(dim=1) for is_own in every], dim=1).double()
 
 
-def _token_log_likelihoods(
-    scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool
-) -> tuple[Tensor, Tensor]:
+def _token_log_likelihoods(scores: Tensor, tokens: Sequence[Sequence[int]], *, at_end: bool) -> tuple[Tensor, Tensor]:
     """Return the log-likelihoods [n, t] of tokens, and a mask of the positions that belong to each row."""
     longest = scores.shape[1]
     gaps = [[0] * (longest - len(row)) for row in tokens]
-    ids = torch.tensor(
-        [[*gap, *row] if at_end else [*row, *gap] for row, gap in zip(tokens, gaps, strict=True)]
-    )
+    ids = torch.tensor([[*gap, *row] if at_end else [*row, *gap] for row, gap in zip(tokens, gaps, strict=True)])
     counts, places = torch.tensor([len(row) for row in tokens]), torch.arange(longest)
     is_own = places >= longest - counts[:, None] if at_end else places < counts[:, None]
     # In bfloat16, log-probabilities have three digits, and sums over an answer lose more.

@@ -38,9 +38,7 @@ def tokenizer_changes(base: pathlib.Path, other: pathlib.Path) -> list[str]:
 def _changed_tokenizer_files(base: pathlib.Path, other: pathlib.Path) -> list[str]:
     """Return the tokenizer files in both folders that lead to other ids."""
     shared = [file for file in _FILES if (base / file).is_file() and (other / file).is_file()]
-    return [
-        file for file in shared if _tokenizer_file_content(base, file) != _tokenizer_file_content(other, file)
-    ]
+    return [file for file in shared if _tokenizer_file_content(base, file) != _tokenizer_file_content(other, file)]
 
 
 def _tokenizer_file_content(folder: pathlib.Path, file: str) -> Any:
@@ -72,9 +70,7 @@ def require_same_tokenizer(base: pathlib.Path, other: pathlib.Path) -> None:
     # Libraries prefer tokenizer.json to all other files, so it decides alone where both folders have it.
     if all((folder / "tokenizer.json").is_file() for folder in (base, other)):
         one, two = (read_json_object(folder, "tokenizer.json") for folder in (base, other))
-        parts = [
-            part for part in MEANING if normalize_merges(one.get(part)) != normalize_merges(two.get(part))
-        ]
+        parts = [part for part in MEANING if normalize_merges(one.get(part)) != normalize_merges(two.get(part))]
         one_added, two_added = added_tokens(one), added_tokens(two)
         if all(one_added[number] == two_added[number] for number in one_added.keys() & two_added.keys()):
             parts = [part for part in parts if part != "added_tokens"]

@@ -110,9 +110,7 @@ def analyze(
             record_inputs(writer, study, synthetic=request.synthetic or writer.manifest.synthetic)
             changes = estimate_task_vectors(models)
             writer.update_manifest(changes={name: vars(change) for name, change in changes.items()})
-            findings = check_weights(models.architecture.chain, models.sources) + check_model_files(
-                models, changes
-            )
+            findings = check_weights(models.architecture.chain, models.sources) + check_model_files(models, changes)
             for finding in findings:
                 if finding.level == "notice":
                     writer.notice(finding.text)
@@ -159,16 +157,12 @@ def _run_merge_phase(
             writer.notice(notice)
 
     # Also when resumed: the other phases read the stored file, never the model in memory.
-    reopening.run_phase(
-        writer, "merge", lambda: reopening.on_main_process(study.team, writer, _save_merged_model)
-    )
+    reopening.run_phase(writer, "merge", lambda: reopening.on_main_process(study.team, writer, _save_merged_model))
     saved = open_checkpoint(writer.folder / reopening.MERGED_FILE)
     study.pool.add("merged", models.architecture.align(saved))
 
 
-def measure_missing_parts(
-    path: PathLike, context: JobContext = JobContext(), add: Sequence[str] = ()
-) -> DriftRun:
+def measure_missing_parts(path: PathLike, context: JobContext = JobContext(), add: Sequence[str] = ()) -> DriftRun:
     """Add missing measurements to a run: scores, drift attribution, and optional diagnostics `add`.
 
     Variants that have a diagnostic are left unchanged.
@@ -193,9 +187,7 @@ def measure_missing_parts(
         phases = AnalysisPhases(writer, study, reporter)
         phases.measure_scores((*study.variants, "expert"))
         of_calibrations = set[str]().union(*by_calibration.values())
-        phases.attribute_drift(
-            [name for name in study.attributed_variants if name not in of_calibrations], add
-        )
+        phases.attribute_drift([name for name in study.attributed_variants if name not in of_calibrations], add)
         for name, own in by_calibration.items():
             variants = [variant for variant in study.variants if variant in own]
             of_calibration = AnalysisPhases(writer, study, reporter, f"calibrate:{name}:")
@@ -230,9 +222,7 @@ class AnalysisPhases:
         named = tuple(name for name in variants if name != "expert")
         study = dataclasses.replace(self.study, variants=named)
         for task in study.tasks:
-            self._run_phase(
-                f"analyze:{task}", partial(self._write_drift_tables, study, task, variants), study
-            )
+            self._run_phase(f"analyze:{task}", partial(self._write_drift_tables, study, task, variants), study)
         self.measure_scores(variants)
 
     def measure_scores(self, variants: Sequence[str]) -> None:
@@ -281,12 +271,9 @@ class AnalysisPhases:
         entries = [entry for entry in enabled_diagnostics(add) if entry.option]
         for task in tasks:
             filled = [
-                self._filled_task_variants(entry.table, [column.name for column in entry.columns])
-                for entry in entries
+                self._filled_task_variants(entry.table, [column.name for column in entry.columns]) for entry in entries
             ]
-            lacking = [
-                name for name in self.study.variants if any((task, name) not in present for present in filled)
-            ]
+            lacking = [name for name in self.study.variants if any((task, name) not in present for present in filled)]
             if lacking:
                 work = partial(self._fill_diagnostic_columns, task, lacking, entries)
                 named = "+".join(dict.fromkeys(entry.option for entry in entries))
@@ -341,9 +328,7 @@ class AnalysisPhases:
         self.writer.append("params", pd.DataFrame(rows), replace=True)
 
     def _write_scores(self, task: str, variants: Sequence[str]) -> None:
-        scores = self.study.run_on_task_owner(
-            task, partial(score_variants, self.study, task, variants, self.reporter)
-        )
+        scores = self.study.run_on_task_owner(task, partial(score_variants, self.study, task, variants, self.reporter))
         # None outside the main process: tasks are measured by all processes, but only one writes.
         if scores is not None:
             self._write_tables(scores, "scores", "accuracy")
@@ -383,9 +368,7 @@ class AnalysisPhases:
             if parts := explanation.tables[table]:
                 self.writer.fill(table, _to_data_frame(parts))
 
-    def _fill_diagnostic_columns(
-        self, task: str, variants: Sequence[str], entries: Sequence[Diagnostic]
-    ) -> None:
+    def _fill_diagnostic_columns(self, task: str, variants: Sequence[str], entries: Sequence[Diagnostic]) -> None:
         """Measure these diagnostics for variants that lack them and add their columns."""
         study = dataclasses.replace(self.study, variants=tuple(variants))
         diagnosis = study.run_on_task_owner(task, partial(self._measure_drift, study, task))

@@ -183,9 +183,7 @@ def prepare_calibration(
     if context.live is None:
         reopening.require_spec(folder, run.manifest)
     # Other calibrations are not needed to solve this one, and opening them takes time.
-    study, models = reopening.reopen_study(
-        folder, context, num_calibration=request.samples, with_calibrations=False
-    )
+    study, models = reopening.reopen_study(folder, context, num_calibration=request.samples, with_calibrations=False)
     models = with_save_dtype(models, request.out_dtype)
     study = dataclasses.replace(study, out_dtype=models.out_dtype).with_views(request.views)
     spec = load_spec(folder / SPEC) if context.live is None else None
@@ -197,9 +195,7 @@ def prepare_calibration(
     return PreparedCalibration(folder, run.manifest, study, models, plan, words)
 
 
-def _export_finished_calibration(
-    folder: pathlib.Path, request: CalibrationRequest, context: JobContext
-) -> None:
+def _export_finished_calibration(folder: pathlib.Path, request: CalibrationRequest, context: JobContext) -> None:
     """Save the model of a finished calibration if it has the requested settings."""
     manifest, access = read_manifest(folder), dataclasses.replace(context.access, team=ALONE)
     # A request with only a name needs no samples and no models other than the base.
@@ -254,9 +250,7 @@ def _difference_from_finished(plan: CalibrationPlan, finished: CalibrationInfo, 
 def _require_held_out_samples(plan: CalibrationPlan) -> None:
     """Refuse --auto for a trained calibrator, or with too few samples to hold some out."""
     if not plan.calibrator.takes_sites:
-        raise SpecError(
-            f"{plan.method} has no closed form, so --auto can't be used", hint="Leave out --auto."
-        )
+        raise SpecError(f"{plan.method} has no closed form, so --auto can't be used", hint="Leave out --auto.")
     for task, samples in plan.samples.items():
         fold_ranges(len(samples), task)
 
@@ -349,9 +343,7 @@ def _with_chosen_settings(
     return chosen
 
 
-def _remove_replaced_calibration(
-    opened: PreparedCalibration, writer: RunWriter, solved: Callable[[], object]
-) -> None:
+def _remove_replaced_calibration(opened: PreparedCalibration, writer: RunWriter, solved: Callable[[], object]) -> None:
     """Remove the old calibration of the same name once all layers of the new one are solved."""
     plan, study, scratch = opened.plan, opened.study, opened.layer_store
     try:
@@ -453,15 +445,11 @@ def _sum_or_nan(values: Iterable[float | None]) -> float:
 
 def _calibration_notices(plan: CalibrationPlan, study: Study) -> list[str]:
     # Samples from files never overlap: splits are drawn without replacement.
-    notices = (
-        _sample_overlap_notices(plan.samples, study) if study.architecture.get("loader") == "live" else []
-    )
+    notices = _sample_overlap_notices(plan.samples, study) if study.architecture.get("loader") == "live" else []
     notices += _training_overlap_notices(plan.samples, study) if plan.automatic else []
     if plan.sites:
         pool = study.pool
-        share, text = parameter_coverage(
-            pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update
-        )
+        share, text = parameter_coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)
         notices += [f"only a part is calibrated: {text}"] if share < 1 else []
         if plan.control:
             anchor = f"base + {plan.calibrator.anchor_rho:g} (merged - base)"
@@ -562,9 +550,7 @@ class _SolvedLayerStore:
         try:
             return dict(parse_json(self._settings.read_bytes()))
         except (OSError, ValueError, TypeError) as error:
-            raise RunError(
-                f"{self._settings} can't be read: {error}", hint="Start again without --resume."
-            ) from error
+            raise RunError(f"{self._settings} can't be read: {error}", hint="Start again without --resume.") from error
 
     def remove(self) -> None:
         remove_tree(self._folder)
@@ -577,9 +563,7 @@ class _SolvedLayerStore:
             self.remove()
             write_json_atomic(self._settings, settings)
 
-    def require_same_settings(
-        self, settings: Mapping[str, Any], *, start: Mapping[str, Any] | None = None
-    ) -> None:
+    def require_same_settings(self, settings: Mapping[str, Any], *, start: Mapping[str, Any] | None = None) -> None:
         """Refuse settings that differ from the stored ones; `start` are those before an automatic choice."""
         if not self.is_started:
             return
@@ -610,9 +594,7 @@ class _SolvedLayerStore:
 
     def layers(self) -> dict[int, CalibratedLayer]:
         """Return the stored layers by index; their values are read from disk on demand."""
-        return {
-            int(path.stem): _read_solved_layer(path) for path in sorted(self._folder.glob("*.safetensors"))
-        }
+        return {int(path.stem): _read_solved_layer(path) for path in sorted(self._folder.glob("*.safetensors"))}
 
     def store_layer(self, layer: CalibratedLayer, seconds: float) -> CalibratedLayer:
         """Store one solved layer atomically and return it with values read from the file."""

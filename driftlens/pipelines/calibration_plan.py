@@ -188,9 +188,7 @@ class CalibrationPlan(SelectionResult):
             control=self.control,
             seconds=0.0,
             samples={task: len(samples) for task, samples in self.samples.items()},
-            sample_digests={
-                task: sample_ids_digest(samples.unique_ids) for task, samples in self.samples.items()
-            },
+            sample_digests={task: sample_ids_digest(samples.unique_ids) for task, samples in self.samples.items()},
             layers=self.layers,
             automatic=self.automatic,
             preset=matching_preset(self.calibrator),
@@ -222,9 +220,7 @@ class CalibrationPlan(SelectionResult):
         }
 
 
-def plan_calibration(
-    request: CalibrationRequest, section: Calibration | None, study: Study
-) -> CalibrationPlan:
+def plan_calibration(request: CalibrationRequest, section: Calibration | None, study: Study) -> CalibrationPlan:
     """Resolve a calibration request to a plan; the request overrides the run's spec.
 
     Args:
@@ -235,9 +231,7 @@ def plan_calibration(
     calibrator = resolve_calibrator(request, section, has_views=study.has_views)
     calibrator.check(has_base=study.has_base)
     method, is_trained = _method_name(request, section), not calibrator.takes_sites
-    samples = {
-        task: _first_samples(data.calibration, request.samples, task) for task, data in study.tasks.items()
-    }
+    samples = {task: _first_samples(data.calibration, request.samples, task) for task, data in study.tasks.items()}
     for task, drawn in samples.items():
         if drawn.views is not None:
             # Raises if the samples have no such views.
@@ -446,9 +440,7 @@ def with_saved_results(info: CalibrationInfo, run: pathlib.Path, name: str) -> C
 
     file = run / _calibration_config_file(name)
     saved = parse_yaml(file.read_text(encoding="utf-8"), file.name)
-    return dataclasses.replace(
-        info, seconds=saved["seconds"], notices=tuple(saved["notices"]), change=saved["change"]
-    )
+    return dataclasses.replace(info, seconds=saved["seconds"], notices=tuple(saved["notices"]), change=saved["change"])
 
 
 def _calibration_config_file(name: str) -> str:
@@ -532,9 +524,7 @@ class CalibrationExport:
         info, measured = manifest.calibrations[self.name], manifest.models.get(calibrated_variant(self.name))
         stored = model_info(self.models.architecture.chain, self._stored_model, self._stored_attachments, "")
         if measured is not None and stored.digest != measured.digest:
-            again = calibration_command(
-                self.name, info, str(self.run), replace=True, save_weights=self.target
-            )
+            again = calibration_command(self.name, info, str(self.run), replace=True, save_weights=self.target)
             hint = f"Solve again: `{again}`" if again else "Choose again with --auto --replace."
             raise CheckpointError(f"{self._stored_model.name} has changed since it was measured", hint=hint)
 
@@ -548,9 +538,7 @@ class CalibrationExport:
             self.models.save_template,
             head_files(self.models),
         )
-        card = _card_with_loading_code(
-            partial(model_card, open_run(self.run), self.name), self._stored_attachments
-        )
+        card = _card_with_loading_code(partial(model_card, open_run(self.run), self.name), self._stored_attachments)
         metadata, prefix = _weights_metadata(calibrated_variant(self.name), info), ""
         is_file = self.target.suffix == ".safetensors"
         if self._stored_attachments:
@@ -565,9 +553,7 @@ class CalibrationExport:
             else:
                 heads[_ATTACHED_FILE] = InMemorySource(_ATTACHED_FILE, portable)
         # A copy of the stored weights in the form of the base: the model is not computed again.
-        save_model(
-            architecture, form, self._stored_model, self.target, metadata=metadata, card=card, heads=heads
-        )
+        save_model(architecture, form, self._stored_model, self.target, metadata=metadata, card=card, heads=heads)
 
     @cached_property
     def _stored_attachments(self) -> Attachments:

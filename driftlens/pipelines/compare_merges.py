@@ -61,9 +61,7 @@ def resolve_merges(requested: Sequence[tuple[str, Mapping[str, object]]]) -> lis
 
 @full_precision_matmul()
 @torch.no_grad()
-def compare_merges(
-    spec: RunSpec, merges: Sequence[NamedMethod], context: JobContext = JobContext()
-) -> dict[str, Any]:
+def compare_merges(spec: RunSpec, merges: Sequence[NamedMethod], context: JobContext = JobContext()) -> dict[str, Any]:
     """Rank merges by the distance of their final features and class probabilities from the experts'.
 
     No label is read. If a method reads calibration samples, methods get three quarters of them and are scored on the
@@ -121,9 +119,7 @@ def compare_merges(
     }
 
 
-def _method_and_scoring_samples(
-    study: Study, *, held_out: bool
-) -> tuple[dict[str, SampleSet], dict[str, SampleSet]]:
+def _method_and_scoring_samples(study: Study, *, held_out: bool) -> tuple[dict[str, SampleSet], dict[str, SampleSet]]:
     """Return the samples that merge methods may read, and the samples to score merges on."""
     shown, judged = {}, {}
     for task, samples in without_labels(study).items():
@@ -144,11 +140,7 @@ def _with_spec_merge(spec: RunSpec, merges: Sequence[NamedMethod]) -> tuple[Sequ
     if spec.merge is None:
         return merges, "merged"
     present = spec.merge.method, spec.merge.parameters
-    names = [
-        merge.name
-        for merge in merges
-        if merge_by_name(merge.method, merge.settings) == merge_by_name(*present)
-    ]
+    names = [merge.name for merge in merges if merge_by_name(merge.method, merge.settings) == merge_by_name(*present)]
     if names:
         return merges, names[0]
     added = resolve_merges([present])
@@ -172,9 +164,7 @@ def _ranking_rows(compared: Sequence[_ComparedMerge], measure: str, present: str
         rows.append(row)
         if isinstance(result, DriftLensError):
             # Errors name the model in the pool; the table names the merge.
-            row["reason"] = result.message.replace(
-                f"features of {CANDIDATE_MODEL} ", f"features of {model.name} ", 1
-            )
+            row["reason"] = result.message.replace(f"features of {CANDIDATE_MODEL} ", f"features of {model.name} ", 1)
             continue
         if seconds is not None:
             row["seconds"] = seconds
@@ -197,9 +187,7 @@ def _mean_score_columns(scores: Values) -> dict[str, Any]:
     for name in _MEASURES:
         by_task = {task: mean_over_samples(values[name]) for task, values in scores.items() if name in values}
         row |= _interval_columns(name, mean_over_tasks([*by_task.values()]))
-        row.setdefault("by_task", {})[name] = {
-            task: _interval_columns("value", mean) for task, mean in by_task.items()
-        }
+        row.setdefault("by_task", {})[name] = {task: _interval_columns("value", mean) for task, mean in by_task.items()}
     return row
 
 

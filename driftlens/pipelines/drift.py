@@ -91,9 +91,7 @@ def measure_task(
         of_layer = {"task": task, "variant": variant, "layer": index}
         for expert, (count, total) in enumerate(zip(tokens, gates, strict=True)):
             mean = total / count if count else math.nan
-            diagnosis.tables["routing"].append(
-                of_layer | {"expert": expert, "tokens": int(count), "gate_mean": mean}
-            )
+            diagnosis.tables["routing"].append(of_layer | {"expert": expert, "tokens": int(count), "gate_mean": mean})
     all_columns = recorder.columns()
     labels = samples.labels if samples.labels is not None else [None] * len(samples)
     identified = {"sample_id": list(samples.ids), "label": list(labels)}
@@ -116,9 +114,7 @@ def measure_task(
             is_of |= {"path": layer.path, "n": len(samples), "reference": "expert"}
             row = key | is_of | {"closure_error": library.error[variant, layer.index]}
             diagnosis.tables["layers"].append(row | _measure_table_columns(study, "layers", seen))
-            diagnosis.tables["samples"].append(
-                key | identified | _measure_table_columns(study, "samples", seen)
-            )
+            diagnosis.tables["samples"].append(key | identified | _measure_table_columns(study, "samples", seen))
             if layer is layers[-1] and data.head is not None:
                 diagnosis.tables["outputs"].append(
                     of_task | identified | _measure_table_columns(study, "outputs", seen)
@@ -127,9 +123,7 @@ def measure_task(
     return diagnosis
 
 
-def _record_drift(
-    study: Study, task: str, library: LibraryDrift, reporter: ProgressReporter
-) -> _DriftRecorder:
+def _record_drift(study: Study, task: str, library: LibraryDrift, reporter: ProgressReporter) -> _DriftRecorder:
     """Run a task's samples through all layers; check the first batch against the library's own forward."""
     samples, num_layers = study.tasks[task].diagnosis, len(study.pool.chain.layers)
     meter = TaskProgress(reporter, "analyze", dict.fromkeys(study.tasks, num_layers), task)
@@ -231,9 +225,7 @@ def _measure_table_columns(study: Study, table: str, seen: DiagnosticInput) -> d
     return columns
 
 
-def precision_error(
-    study: Study, task: str, features: Mapping[tuple[str, int], NDArray[np.float32]]
-) -> float:
+def precision_error(study: Study, task: str, features: Mapping[tuple[str, int], NDArray[np.float32]]) -> float:
     """Return the largest relative error of the drift of the first samples, against a float64 pass.
 
     Args:
@@ -254,9 +246,7 @@ def precision_error(
     batches = list(samples.batches(0, min(VERIFIED_SAMPLES, len(samples))))
     worst = math.nan
     # One variant at a time, because float64 embeddings take four times the memory of bfloat16 files.
-    views = itertools.chain.from_iterable(
-        walk(exact_pool, task, [variant], batches) for variant in study.variants
-    )
+    views = itertools.chain.from_iterable(walk(exact_pool, task, [variant], batches) for variant in study.variants)
     for view in views:
         exact_merged, exact_expert = (
             view.layer.pool_state(state, view.side, study.settings.pool).cpu().double()
@@ -350,15 +340,11 @@ def compute_attribution(
         for layer in sorted(study.settings.stored_layers):
             key = {"task": task, "variant": variant, "layer": layer}
             explanation.tables["layers"].append(key | rows[layer])
-            explanation.tables["samples"].append(
-                key | {"sample_id": ids, "final_share": final_shares[layer - 1]}
-            )
+            explanation.tables["samples"].append(key | {"sample_id": ids, "final_share": final_shares[layer - 1]})
         explanation.warnings += _quadrature_warnings(settings, task, variant, rows)
         if parts and "adjoint" in study.settings.options:
             of_variant = {"task": task, "variant": variant}
-            explanation.tables["adjoint"] += _adjoint_columns(
-                of_variant, ids, targets[variant], parts[variant]
-            )
+            explanation.tables["adjoint"] += _adjoint_columns(of_variant, ids, targets[variant], parts[variant])
     explanation.tables["group_contributions"] += groups
     return explanation
 
@@ -383,9 +369,7 @@ def _quadrature_warnings(
         )
 
 
-def _add_share_columns(
-    rows: LayerRows, column: str, shares: NDArray[np.float64], energy: NDArray[np.float64]
-) -> None:
+def _add_share_columns(rows: LayerRows, column: str, shares: NDArray[np.float64], energy: NDArray[np.float64]) -> None:
     """Add shares of final drift, ratios of sums over samples, with intervals; NaN without drift."""
     total = float(energy.sum())
     low, high = bootstrap_ratio_ci(shares, energy)
@@ -417,15 +401,11 @@ class _AttributionTargets:
     covectors: State
 
 
-def _attribution_targets(
-    study: Study, pull_back: attribution.BackwardSweep, variant: str
-) -> list[_AttributionTargets]:
+def _attribution_targets(study: Study, pull_back: attribution.BackwardSweep, variant: str) -> list[_AttributionTargets]:
     batches, stream = [*pull_back.batches.values()], study.pool.chain.layers[-1].stream
     ends = [pull_back.ends(batch, variant) for batch in batches]
     targets = []
-    of_scores = (
-        _margin_and_loss_targets(study, pull_back, variant) if "adjoint" in study.settings.options else {}
-    )
+    of_scores = _margin_and_loss_targets(study, pull_back, variant) if "adjoint" in study.settings.options else {}
     for number, (expert, merged) in enumerate(ends):
         drift = subtract_states(merged, expert)
         energy = inner_products(drift, drift)
@@ -451,9 +431,7 @@ def _margin_and_loss_targets(
     batches = [*pull_back.batches.values()]
     ends = [[state[stream] for state in pull_back.ends(batch, variant)] for batch in batches]
     # Scores are functions of pooled features. Pooling is linear, so covectors are pulled back through it exactly.
-    pools = [
-        partial(pool_features, how=study.settings.pool, mask=batch.side.mask(stream)) for batch in batches
-    ]
+    pools = [partial(pool_features, how=study.settings.pool, mask=batch.side.mask(stream)) for batch in batches]
     pulled = [vjp(pool, expert)[:2] for pool, (expert, _) in zip(pools, ends, strict=True)]
     experts = torch.cat([expert for expert, _ in pulled])
     variants = torch.cat([pool(merged) for pool, (_, merged) in zip(pools, ends, strict=True)])
@@ -506,8 +484,7 @@ def _pull_back_targets(
         for variant, of_layers in parts.items()
     }
     return stacked_parts, [
-        _group_contribution_row((pull_back.task, *key), _concatenate_to_numpy(part))
-        for key, part in groups.items()
+        _group_contribution_row((pull_back.task, *key), _concatenate_to_numpy(part)) for key, part in groups.items()
     ]
 
 
@@ -527,9 +504,7 @@ def _group_share_terms(
         yield group, torch.stack([inner_products(part, whole), inner_products(part, pulled), *common])
 
 
-def _group_contribution_row(
-    key: tuple[str, str, int, str], per_sample: NDArray[np.float64]
-) -> dict[str, Any]:
+def _group_contribution_row(key: tuple[str, str, int, str], per_sample: NDArray[np.float64]) -> dict[str, Any]:
     sums = per_sample.sum(axis=1)
     ratios = sums[:3] / np.where(sums[3:] > 0, sums[3:], np.nan)
     return dict(zip(GROUP_CONTRIBUTIONS.names, (*key, *ratios), strict=True))

@@ -60,9 +60,7 @@ class TaskResults:
     notices: list[str] = field(default_factory=list)
 
 
-def score_variants(
-    study: Study, task: str, variants: Sequence[str], reporter: ProgressReporter
-) -> TaskResults:
+def score_variants(study: Study, task: str, variants: Sequence[str], reporter: ProgressReporter) -> TaskResults:
     """Score variants on a task's test samples by all metrics of the task.
 
     Args:
@@ -79,8 +77,7 @@ def score_variants(
     )
     for (variant, name), rows in results.items():
         values, references = (
-            np.array([row[column] if column < len(row) else None for row in rows], dtype=float)
-            for column in (0, 1)
+            np.array([row[column] if column < len(row) else None for row in rows], dtype=float) for column in (0, 1)
         )
         score = metric_interval(metric_by_name(name), values, references)
         key = {"task": task, "variant": variant, "metric": name}
@@ -90,9 +87,7 @@ def score_variants(
             {**key, "sample_id": sample, **dict(zip(columns, row, strict=True))}
             for sample, row in zip(samples.ids, rows, strict=True)
         ]
-        scores.tables["accuracy"].append(
-            {**key, "value": score.value, "n": score.n, **ends, "seed": study.seed}
-        )
+        scores.tables["accuracy"].append({**key, "value": score.value, "n": score.n, **ends, "seed": study.seed})
     return scores
 
 
@@ -113,9 +108,7 @@ def _task_metrics(study: Study, task: str) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def correct_predictions(
-    study: Study, task: str, variants: Sequence[str], reporter: ProgressReporter
-) -> _Results:
+def correct_predictions(study: Study, task: str, variants: Sequence[str], reporter: ProgressReporter) -> _Results:
     """Return per variant which predictions on the labelled test samples of a task are correct."""
     samples = study.tasks[task].test
     if samples is None or samples.labels is None or ACCURACY.name not in _task_metrics(study, task):
@@ -127,9 +120,7 @@ def correct_predictions(
     length = samples.num_in_budget(per_sample, CHUNK_BYTES)
     # Tasks without a test split or a head add nothing to the total.
     units = {
-        name: len(variants) * len(data.test)
-        if data.test and ACCURACY.name in _task_metrics(study, name)
-        else 0
+        name: len(variants) * len(data.test) if data.test and ACCURACY.name in _task_metrics(study, name) else 0
         for name, data in study.tasks.items()
     }
     meter, done = TaskProgress(reporter, "evaluate", units, task), 0
@@ -169,9 +160,7 @@ def final_features(pool: ModelPool, model: str, task: str, samples: SampleSet, p
     """
     length = samples.num_in_budget(sample_cache_bytes(pool, model, samples.load([0])), CHUNK_BYTES)
     parts = ((start, min(start + length, len(samples))) for start in range(0, len(samples), length))
-    chunks = (
-        iter_final_features(pool, model, samples.batches(*part), task=task, pooling=pooling) for part in parts
-    )
+    chunks = (iter_final_features(pool, model, samples.batches(*part), task=task, pooling=pooling) for part in parts)
     return torch.cat([features for chunk in chunks for _, features in chunk])
 
 
@@ -223,9 +212,7 @@ def _score_answers(
     return results
 
 
-def _score_embeddings(
-    study: Study, task: str, variants: Sequence[str], reporter: ProgressReporter
-) -> _Results:
+def _score_embeddings(study: Study, task: str, variants: Sequence[str], reporter: ProgressReporter) -> _Results:
     """Score text embeddings: similarity to pairs, or ranking of passages, by each metric."""
     results: _Results = {}
     samples, metrics = study.tasks[task].test, _task_metrics(study, task)
@@ -293,9 +280,7 @@ class _TestTexts:
     numbers: list[float]
 
     @classmethod
-    def from_samples(
-        cls, samples: SampleSet, choices: Mapping[str, str], metrics: Sequence[str]
-    ) -> _TestTexts:
+    def from_samples(cls, samples: SampleSet, choices: Mapping[str, str], metrics: Sequence[str]) -> _TestTexts:
         """Collect prompts and targets of test samples; refuse missing or non-numeric targets."""
         assert samples.texts is not None and samples.texts.reader is not None
         texts, reader = samples.all_texts, samples.texts.reader

@@ -180,9 +180,7 @@ def _sample_and_head_digests(study: Study) -> dict[str, dict[str, Any]]:
     return {
         task: {
             "samples": sample_ids_digest(data.diagnosis.digests),
-            "labels": sample_ids_digest(
-                data.diagnosis.labels or [text.target for text in data.diagnosis.all_texts]
-            ),
+            "labels": sample_ids_digest(data.diagnosis.labels or [text.target for text in data.diagnosis.all_texts]),
             "classes": sample_ids_digest(data.head.classes if data.head is not None else ()),
             "head": list(study.head_marks.get(task, ())),
         }
@@ -193,9 +191,7 @@ def _sample_and_head_digests(study: Study) -> dict[str, dict[str, Any]]:
 def _require_same_data(recorded: Mapping[str, Any], study: Study) -> None:
     contents = _sample_and_head_digests(study)
     if recorded and recorded.keys() != contents.keys():
-        raise SpecError(
-            f"the run was made with the tasks {', '.join(recorded)}; passed are {', '.join(contents)}"
-        )
+        raise SpecError(f"the run was made with the tasks {', '.join(recorded)}; passed are {', '.join(contents)}")
     for task, before in recorded.items():
         now = contents[task]
         for part in ("samples", "labels"):

@@ -453,13 +453,10 @@ def _candidate_models(
         viewed = [_Candidate(name, title, costly, costly.effort * (1 + views.copies), views)]
         # The same settings were better without views on no suite of docs/benchmarks.md.
         repairs = {
-            key: kept
-            for key, kept in repairs.items()
-            if kept is start or _is_different_calibrator(kept, costly)
+            key: kept for key, kept in repairs.items() if kept is start or _is_different_calibrator(kept, costly)
         }
     candidates = [
-        _Candidate(key, _candidate_title(key, repair, start), repair, repair.effort)
-        for key, repair in repairs.items()
+        _Candidate(key, _candidate_title(key, repair, start), repair, repair.effort) for key, repair in repairs.items()
     ] + viewed
     if not others:
         return candidates
@@ -499,9 +496,7 @@ class _CrossFitting:
         self.study, self.samples = study, without_labels(study)
         self.scorer = HeldOutScorer(study, self.samples)
         folds = {task: fold_ranges(len(data), task, parts=_NUM_PARTS) for task, data in self.samples.items()}
-        self._positions = [
-            {task: of_task[part] for task, of_task in folds.items()} for part in range(_NUM_PARTS)
-        ]
+        self._positions = [{task: of_task[part] for task, of_task in folds.items()} for part in range(_NUM_PARTS)]
         self._shares, self._progress = shares, progress
         self._fitter = CandidateFitter(
             study,
@@ -532,9 +527,7 @@ class _CrossFitting:
     def unchanged_model_scores(self) -> dict[str, Values]:
         names = [name for name in _UNCHANGED if name == "merged" or self.study.has_base]
         return {
-            name: _concatenate_folds(
-                [self.scorer.score_model(name, positions) for positions in self._positions]
-            )
+            name: _concatenate_folds([self.scorer.score_model(name, positions) for positions in self._positions])
             for name in names
         }
 
@@ -599,8 +592,7 @@ def _selection_record(
     scores |= {name: at_best for name, (_, at_best) in best.items()}
     decision = choose_model(scores, [[*best]], among=len(unchanged) + len(candidates) - 1)
     compared = [
-        {"name": name, "title": _UNCHANGED[name]} | _score_entry(name, scores[name], decision)
-        for name in unchanged
+        {"name": name, "title": _UNCHANGED[name]} | _score_entry(name, scores[name], decision) for name in unchanged
     ]
     for candidate in candidates:
         entry: dict[str, Any] = {"name": candidate.name, "title": candidate.title}

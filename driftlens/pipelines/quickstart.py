@@ -55,9 +55,7 @@ _PROMPT = "a photo of a {}."
 _IMAGE_LOADERS = ("open-clip", "hf-clip", "hf-vit", "timm")
 _CLIPS = ("open-clip", "hf-clip")
 # Names of files and folders that do not name a task.
-_GENERIC = re.compile(
-    r"(pytorch_)?model|adapter_model|finetuned|final|best|last|expert|weights|checkpoint([-_]\d+)?"
-)
+_GENERIC = re.compile(r"(pytorch_)?model|adapter_model|finetuned|final|best|last|expert|weights|checkpoint([-_]\d+)?")
 # The usual name of an open_clip configuration next to a file of weights.
 _OPEN_CLIP = "model_config.json"
 _CONFIGS = ("open_clip_config.json", "config.json")
@@ -266,9 +264,7 @@ def _override_value(overrides: Sequence[str], key: str) -> str:
 def _absolute_model_path(place: str) -> str:
     """Make paths absolute, also in MODEL+ADAPTER; keep Hub ids."""
     parts = [place] if expand_home(place).exists() else place.split("+")
-    return "+".join(
-        str(expand_home(part).resolve()) if expand_home(part).exists() else part for part in parts
-    )
+    return "+".join(str(expand_home(part).resolve()) if expand_home(part).exists() else part for part in parts)
 
 
 def _detect_architecture(place: str, access: Permissions) -> dict[str, str]:
@@ -301,9 +297,7 @@ def _detect_architecture(place: str, access: Permissions) -> dict[str, str]:
     )
 
 
-def _data_entries(
-    tasks: Sequence[str], data: Sequence[str], reads: str
-) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def _data_entries(tasks: Sequence[str], data: Sequence[str], reads: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
     if not data:
         entry, samples = PROBES[reads]
         notice = f"no --data: using {samples} that belong to no task. Pass your own for reliable results"

@@ -69,9 +69,7 @@ class _SweepSetting:
     corruption: str = CLEAN
 
     @classmethod
-    def from_settings(
-        cls, method: str, settings: Mapping[str, Any], n: int, corruption: str = CLEAN
-    ) -> _SweepSetting:
+    def from_settings(cls, method: str, settings: Mapping[str, Any], n: int, corruption: str = CLEAN) -> _SweepSetting:
         resolved = resolve_settings(calibrators[method], settings, method)
         return cls(method, json.dumps(resolved), n, format_corruption(corruption))
 
@@ -97,11 +95,7 @@ class _SweepSetting:
 
     def __str__(self) -> str:
         defaults = _SweepSetting.from_settings(self.method, {}, 0).values | {"n": self.n}
-        named = [
-            f" {name} {_format_value(value)},"
-            for name, value in self.values.items()
-            if value != defaults[name]
-        ]
+        named = [f" {name} {_format_value(value)}," for name, value in self.values.items() if value != defaults[name]]
         return f"{self.method},{''.join(named)} {self.n} samples"
 
 
@@ -170,9 +164,7 @@ def sweep(path: PathLike, request: SweepRequest, context: JobContext = JobContex
                 cache = fitter.feature_cache()
                 for setting in group:
                     progress.begin_part(1, str(setting))
-                    work = functools.partial(
-                        _fit_and_measure, scorer, fitter, setting.calibrator, drawn, cache
-                    )
+                    work = functools.partial(_fit_and_measure, scorer, fitter, setting.calibrator, drawn, cache)
                     result = result_or_error(work, team)
                     if isinstance(result, DriftLensError):
                         unsolved.setdefault(setting, result)
@@ -181,9 +173,7 @@ def sweep(path: PathLike, request: SweepRequest, context: JobContext = JobContex
                     if outdated:
                         writer.drop("sweeps", "sweep", outdated)
                         outdated.clear()
-                    writer.append(
-                        "sweeps", _sweep_rows(setting, missing[setting], seed, *result), replace=True
-                    )
+                    writer.append("sweeps", _sweep_rows(setting, missing[setting], seed, *result), replace=True)
             if missing:
                 progress.finish(_PHASE)
 
@@ -224,8 +214,7 @@ def _open_run_to_sweep(
         )
     starts = [resolve_calibrator(start, section, has_views=opened.study.has_views) for start in requests]
     return opened, [
-        _SweepSetting.from_settings(registered_method(start), start.get_params(), count or fewest)
-        for start in starts
+        _SweepSetting.from_settings(registered_method(start), start.get_params(), count or fewest) for start in starts
     ]
 
 
@@ -262,9 +251,7 @@ def _require_separate_samples(request: SweepRequest, study: Study) -> None:
             )
 
 
-def _settings_by_sweep(
-    request: SweepRequest, starts: Sequence[_SweepSetting]
-) -> dict[str, list[_SweepSetting]]:
+def _settings_by_sweep(request: SweepRequest, starts: Sequence[_SweepSetting]) -> dict[str, list[_SweepSetting]]:
     """Return the settings to measure, by sweep, in the order of their values, without duplicates."""
     values = request.param
     groups = [tuple(values)] if request.grid and values else [(name,) for name in values]
@@ -342,9 +329,7 @@ def _samples_by_seed(
     by_seed, tasks, sources = {seeds[0]: planned}, dict(opened.study.tasks), {}
     for seed in seeds[1:]:
         spec = load_spec(opened.folder / SPEC)
-        drawn = reopening.with_sample_counts(
-            spec, {task: len(samples) for task, samples in planned.items()}, seed
-        )
+        drawn = reopening.with_sample_counts(spec, {task: len(samples) for task, samples in planned.items()}, seed)
         sources = {task: open_data(drawn, task, architecture, access=access) for task in planned}
         by_seed[seed] = {
             task: with_expert_answers(data.calibration, opened.study.pool) for task, data in sources.items()
@@ -410,21 +395,14 @@ def _fit_and_measure(
     cache: ExpertFeatureCache,
 ) -> tuple[dict[str, dict[str, Any]], float]:
     seconds = fitter.fit(calibrator, samples, cache)
-    return scorer.map_final_features(
-        CANDIDATE_MODEL, functools.partial(_task_result_columns, scorer)
-    ), seconds
+    return scorer.map_final_features(CANDIDATE_MODEL, functools.partial(_task_result_columns, scorer)), seconds
 
 
-def _task_result_columns(
-    scorer: HeldOutScorer, task: str, features: Tensor, expert: Tensor
-) -> dict[str, Any]:
+def _task_result_columns(scorer: HeldOutScorer, task: str, features: Tensor, expert: Tensor) -> dict[str, Any]:
     row: dict[str, Any] = {"task": task, **final_drift_columns(features, expert)}
     if not scorer.tasks_without_head:
         row["kl"] = float(
-            scorer.class_distances(kl_divergences, CANDIDATE_MODEL, task, features, expert)
-            .cpu()
-            .numpy()
-            .mean()
+            scorer.class_distances(kl_divergences, CANDIDATE_MODEL, task, features, expert).cpu().numpy().mean()
         )
     for score in score_variants(scorer.study, task, [CANDIDATE_MODEL], ProgressReporter()).tables["accuracy"]:
         name = score["metric"] if score["metric"] in METRICS else "accuracy"
@@ -455,9 +433,7 @@ def _calibration_request(candidate: NamedMethod, **more: Any) -> CalibrationRequ
     """Return the request for a compared method; raise a SpecError if its settings are invalid."""
     settings = dict(candidate.settings)
     shared: dict[str, Any] = {name: settings.pop(name) for name in _SHARED_SETTINGS if name in settings}
-    return CalibrationRequest(
-        name=candidate.name, method=candidate.method, parameters=settings, **shared, **more
-    )
+    return CalibrationRequest(name=candidate.name, method=candidate.method, parameters=settings, **shared, **more)
 
 
 def compare_methods(
@@ -499,8 +475,7 @@ def compare_methods(
     team = context.access.team
     try:
         results = {
-            method.name: result_or_error(functools.partial(_calibrate_by_method, method), team)
-            for method in methods
+            method.name: result_or_error(functools.partial(_calibrate_by_method, method), team) for method in methods
         }
     except Cancelled as error:
         error.hint = "Finished calibrations are kept; the same command resumes."

@@ -77,9 +77,7 @@ class PreflightReport:
         """Record an error that must be fixed before a run."""
         self.findings.append(error_finding(subject, error))
 
-    def run_check(
-        self, subject: str, work: Callable[[], T], describe: Callable[[T], str] | None = None
-    ) -> T | None:
+    def run_check(self, subject: str, work: Callable[[], T], describe: Callable[[T], str] | None = None) -> T | None:
         """Run a check and record its outcome; return its result, or None after an error.
 
         Args:
@@ -178,15 +176,11 @@ def preflight(
         calibrator = _check_sites(spec, models.architecture.chain, weights, checks)
     checks.add_passed("metrics", ", ".join(sorted({"drift", *spec.metrics.enabled})))
     if models is not None and not checks.problems:
-        study = checks.run_check(
-            "study", lambda: opening.build_study(spec, models, data, heads, access=access)
-        )
+        study = checks.run_check("study", lambda: opening.build_study(spec, models, data, heads, access=access))
         if study is not None:
             method = None if merge is None else merge.method
             patterns = None if calibration is None else calibration.sites
-            checks.needs = _estimate_needs(
-                study, models, merge=method, calibrator=calibrator, patterns=patterns
-            )
+            checks.needs = _estimate_needs(study, models, merge=method, calibrator=calibrator, patterns=patterns)
     if request.deep and checks.problems:
         checks.add_notice("experts", "not scored because of the problems above")
     elif request.deep:
@@ -276,10 +270,7 @@ def _check_merge(
         rows = 1 if lm is None else headers[lm.key].shape[0]
         for task in data.values():
             classes = len(task.class_names or task.class_answers()) or rows
-            if (
-                checks.run_check("merge", partial(entry.runs, settings, len(task.calibration), classes))
-                is None
-            ):
+            if checks.run_check("merge", partial(entry.runs, settings, len(task.calibration), classes)) is None:
                 return None
     parts = [f"{entry.title} ({entry.source})", *(f"{name} {value}" for name, value in settings.items())]
     text = f"{', '.join(parts)}; it reads {READS[entry.reads]}"
@@ -289,9 +280,7 @@ def _check_merge(
     return merge
 
 
-def _check_sites(
-    spec: RunSpec, chain: LayerChain, weights: StateSource, checks: PreflightReport
-) -> Calibrator | None:
+def _check_sites(spec: RunSpec, chain: LayerChain, weights: StateSource, checks: PreflightReport) -> Calibrator | None:
     """Report the share of parameters that the calibration would update; return its calibrator."""
     try:
         calibrator = resolve_calibrator(CalibrationRequest(name="preflight"), spec.calibration)
@@ -613,10 +602,7 @@ def _study_sizes(study: Study) -> _StudySizes:
     out = pool.layer_map(expert, chain.layers[0], "")(state, side)
     width = chain.layers[0].pool_state(out, side, study.settings.pool).shape[-1]
     numbers = [
-        sum(
-            torch.Size(slot.layer_shape(source.headers[slot.key].shape)).numel()
-            for slot in layer.parameters.values()
-        )
+        sum(torch.Size(slot.layer_shape(source.headers[slot.key].shape)).numel() for slot in layer.parameters.values())
         # A batch reads few rows of the stem's table.
         for layer in chain.layers[1:]
     ]
@@ -670,9 +656,7 @@ def _linear_weight_shapes(layer: Layer, source: StateSource) -> dict[str, tuple[
     return shapes
 
 
-def _calibration_statistics_bytes(
-    study: Study, sizes: _StudySizes, sites: Mapping[int, Collection[str]]
-) -> int:
+def _calibration_statistics_bytes(study: Study, sizes: _StudySizes, sites: Mapping[int, Collection[str]]) -> int:
     """Return the largest number of bytes of Gram matrices, cross moments and factors in one layer."""
     largest = 0
     for layer in study.pool.chain.layers:

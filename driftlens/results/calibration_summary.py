@@ -82,9 +82,7 @@ def _changes_from_merged(run: DriftRun, name: str, about: Measure) -> list[Measu
     """Return the changes from merged to calibrated model by task; empty if either was not measured."""
     pair = ("merged", variants_in_table(run, name)[-2])
     # Without a merged model there is nothing to compare with.
-    return (
-        [change_on_task(run, about, task, pair) for task in run.tasks] if {*pair} <= {*run.variants} else []
-    )
+    return [change_on_task(run, about, task, pair) for task in run.tasks] if {*pair} <= {*run.variants} else []
 
 
 def score_changes(run: DriftRun, name: str) -> list[MeasuredValue]:
@@ -123,9 +121,7 @@ def calibration_json(run: DriftRun, name: str) -> dict[str, Any]:
         ends = (variants[0], variants[-1])
         by_variant = {variant: mean_on_tasks(run, about, tasks, variant).interval for variant in variants}
         change = mean_change(run, about, tasks, ends).interval if len(variants) > 1 else Interval(math.nan)
-        means.append(
-            {"measure": about.name, "tasks": tasks, "means": by_variant, "change": change, "about": about}
-        )
+        means.append({"measure": about.name, "tasks": tasks, "means": by_variant, "change": change, "about": about})
     return {
         **{"before_after": before_after_rows(run, name), "accuracy_changes": scores},
         **{"drift_changes": drifts, "means": means},
@@ -324,9 +320,7 @@ def _model_selection_sentences(record: Mapping[str, Any]) -> list[str]:
     if choice["name"] == "merged":
         text = "nothing was clearly better than the merged model"
         if best:
-            text += (
-                f": the best of the others, {best['title']}, {_describe_advantage(best, criterion, interval)}"
-            )
+            text += f": the best of the others, {best['title']}, {_describe_advantage(best, criterion, interval)}"
     elif choice["name"] == "base":
         advantage = _describe_advantage(choice, criterion, interval)
         text = f"the base was chosen, which {advantage}, and nothing was clearly better"
@@ -364,9 +358,7 @@ def _format_candidate_score(entry: Mapping[str, Any]) -> str:
     if entry.get("advantage") is None:
         return format_short(entry["score"])
     # Minus: records store the advantage, readers expect candidate minus merged.
-    ends = (
-        "" if entry["low"] is None else f", {format_signed(-entry['high'])} to {format_signed(-entry['low'])}"
-    )
+    ends = "" if entry["low"] is None else f", {format_signed(-entry['high'])} to {format_signed(-entry['low'])}"
     return f"{format_short(entry['score'])} ({format_signed(-entry['advantage'])}{ends})"
 
 
@@ -387,8 +379,7 @@ def leaderboard_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[
     for name in chosen:
         run.calibration_info(name)
     rows = [
-        _variant_means_and_change(run, calibrated_variant(name), name) | _calibration_cost(run, name)
-        for name in chosen
+        _variant_means_and_change(run, calibrated_variant(name), name) | _calibration_cost(run, name) for name in chosen
     ]
     # Repairs without a score come last.
     rows.sort(key=lambda row: -row["score"] if math.isfinite(row["score"]) else math.inf)
@@ -397,9 +388,7 @@ def leaderboard_rows(run: DriftRun, names: Sequence[str] | None = None) -> list[
     for row in scored:
         if row["model"] != leader:
             row |= _gap_to_best_calibration(run, calibrated_variant(leader), calibrated_variant(row["model"]))
-    starts = [
-        _variant_means_and_change(run, name, name) for name in ("base", "merged") if name in run.variants
-    ]
+    starts = [_variant_means_and_change(run, name, name) for name in ("base", "merged") if name in run.variants]
     return [*starts, *rows, _variant_means_and_change(run, "expert", "experts")]
 
 
@@ -467,9 +456,7 @@ def _calibration_cost(run: DriftRun, name: str) -> dict[str, Any]:
 @cache_on_run
 def _gap_to_best_calibration(run: DriftRun, leader: str, variant: str) -> dict[str, Any]:
     """Return the difference in mean score from the best calibration, paired by sample; empty without scores."""
-    scored = [
-        (about, tasks) for about, tasks in common_measures(run, [leader, variant]) if about.role == SCORE.role
-    ]
+    scored = [(about, tasks) for about, tasks in common_measures(run, [leader, variant]) if about.role == SCORE.role]
     return _flatten_change("behind", mean_change(run, *scored[0], (leader, variant))) if scored else {}
 
 

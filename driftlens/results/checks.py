@@ -96,9 +96,7 @@ class Check(SpecSection):
     metric: Text
     table: Literal["layers", "outputs", "accuracy", "params", "calibration"] | None = None
     where: dict[str, _Value] = Field(default_factory=dict)
-    per: Annotated[
-        tuple[Text, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
-    ] = ()
+    per: Annotated[tuple[Text, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)] = ()
     agg: Literal["worst", "mean", "max", "min", "median"] = "worst"
     gte: Number | None = None
     lte: Number | None = None
@@ -138,9 +136,7 @@ class Check(SpecSection):
         # A change already fixes both variants; choosing one more would leave no rows.
         for column in ("variant", "name"):
             if self.change is not None and (column in self.where or column in self.per):
-                raise field_error(
-                    f"change compares two variants, so {column!r} can't choose one", "Leave it out."
-                )
+                raise field_error(f"change compares two variants, so {column!r} can't choose one", "Leave it out.")
         return self
 
     @property
@@ -196,16 +192,12 @@ def _find_table_of_metric(metric: str, table: str | None) -> str:
         raise field_error(f"metric: {text} called {metric!r}", did_you_mean(metric, columns))
     homes = [name for name in CHECKED_TABLES if metric in _NUMBERS[name]] if table is None else [table]
     if len(homes) > 1:
-        raise field_error(
-            f"metric: {metric!r} is a column of {', '.join(homes)}", f"Add `table: {homes[0]}`."
-        )
+        raise field_error(f"metric: {metric!r} is a column of {', '.join(homes)}", f"Add `table: {homes[0]}`.")
     return homes[0]
 
 
 def _selectable_columns(table: str) -> list[str]:
-    columns = [
-        column.name for column in TABLES[table].columns if column.dtype == "str" or column.name == "layer"
-    ]
+    columns = [column.name for column in TABLES[table].columns if column.dtype == "str" or column.name == "layer"]
     return [*columns, "variant"] if table == "calibration" else columns
 
 
@@ -365,9 +357,7 @@ def _evaluate_row_group(
     if not len(values):
         return _skipped_result(check, group, lacking)
     # How far each value is on the right side of the bound that is nearest to being broken.
-    margins = np.min(
-        [_margin_to_bound(relation, bound, values) for relation, bound in check.bounds.items()], axis=0
-    )
+    margins = np.min([_margin_to_bound(relation, bound, values) for relation, bound in check.bounds.items()], axis=0)
     judged = {"worst": margins.argmin(), "max": values.argmax(), "min": values.argmin()}.get(check.agg)
     # The mean of +inf and -inf is NaN, which is skipped below, and numpy would warn.
     with np.errstate(invalid="ignore"):
@@ -388,9 +378,7 @@ def _evaluate_row_group(
     bound, place = check.bounds[relation], "" if judged is None else _row_name(row, shown)
     size, at = f" (n = {count})" if count else "", f" at {place}" if place else ""
     reason = (
-        ""
-        if holds
-        else f"{format_number(value, _DIGITS)}{size}{at}, wanted {relation} {_format_all_digits(bound)}"
+        "" if holds else f"{format_number(value, _DIGITS)}{size}{at}, wanted {relation} {_format_all_digits(bound)}"
     )
     status: Status = "pass" if holds else "warn" if check.severity == "warn" else "fail"
     return CheckResult(
@@ -489,9 +477,7 @@ def _changes_between_variants(
     return change.rename("value").reset_index()
 
 
-def _add_change_intervals(
-    rows: pd.DataFrame, run: DriftRun, check: Check, change: tuple[str, str]
-) -> pd.DataFrame:
+def _add_change_intervals(rows: pd.DataFrame, run: DriftRun, check: Check, change: tuple[str, str]) -> pd.DataFrame:
     ends: list[Interval] = []
     if check.metric_table == "accuracy":
         for task, name in zip(rows["task"], rows["metric"], strict=True):
@@ -506,9 +492,7 @@ def _add_change_intervals(
         places = zip(rows["task"], rows["layer"], strict=True)
         changes = [by_task[task].get(layer) for task, layer in places]
         ends = [Interval(math.nan) if one is None else getattr(one, kind) for one in changes]
-    return rows.assign(
-        low=[e.low for e in ends], high=[e.high for e in ends], n=[e.n or math.nan for e in ends]
-    )
+    return rows.assign(low=[e.low for e in ends], high=[e.high for e in ends], n=[e.n or math.nan for e in ends])
 
 
 def _describe_missing_rows(rows: pd.DataFrame, shown: Sequence[str], absent_tasks: Sequence[str]) -> str:
@@ -602,11 +586,7 @@ def junit_xml(report: CheckReport) -> str:
                 "at": _xml_safe_text(result.where),
             }
             # NaN, which is unequal to itself, marks what was not measured.
-            numbers = {
-                name: _format_all_digits(value)
-                for name, value in measured.items()
-                if value == value and value
-            }
+            numbers = {name: _format_all_digits(value) for name, value in measured.items() if value == value and value}
             properties = ElementTree.SubElement(case, "properties")
             for name, text in {**numbers, **bound}.items():
                 ElementTree.SubElement(properties, "property", {"name": name, "value": text})

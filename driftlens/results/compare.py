@@ -108,9 +108,7 @@ def compare(
         run_before,
         run_after,
         pairs,
-        layers=pd.concat(
-            [_layer_changes(run_before, run_after, *place) for place in places], ignore_index=True
-        ),
+        layers=pd.concat([_layer_changes(run_before, run_after, *place) for place in places], ignore_index=True),
         tasks=pd.DataFrame([_task_changes(run_before, run_after, *place) for place in places]),
         mismatches=differences,
         notes=notes,
@@ -137,9 +135,7 @@ def comparison_table(rows: pd.DataFrame) -> Table:
         "change of cosine": ("signed", "cos_change"),
         **_before_after_columns("flips", "share", "flips"),
         **_before_after_columns(score_title, score, "score"),
-        **with_interval_ends(
-            f"change of {score_title}", change, ("score_change", "score_ci_low", "score_ci_high")
-        ),
+        **with_interval_ends(f"change of {score_title}", change, ("score_change", "score_ci_low", "score_ci_high")),
         "test samples": ("count", "n_test_after"),
     }
     scored = rows[rows["score_ci_low"].notna()]
@@ -172,9 +168,7 @@ def _choose_variant_pairs(
     elif before is None and after is None:
         shared = [variant for variant in run_before.variants if variant in run_after.variants]
         if not shared:
-            raise DataError(
-                "the runs have no variant in common", hint="Name one of each: `before` and `after`."
-            )
+            raise DataError("the runs have no variant in common", hint="Name one of each: `before` and `after`.")
         return tuple((variant, variant) for variant in shared)
     # One name alone means the same variant in both runs.
     pair = (before or after or "", after or before or "")
@@ -183,9 +177,7 @@ def _choose_variant_pairs(
     return (pair,)
 
 
-def _layer_changes(
-    run_before: DriftRun, run_after: DriftRun, task: str, pair: tuple[str, str]
-) -> pd.DataFrame:
+def _layer_changes(run_before: DriftRun, run_after: DriftRun, task: str, pair: tuple[str, str]) -> pd.DataFrame:
     columns = {"drift_l2_mean": "drift", "cos_mean": "cos"}
     sides = [
         run.layers(task, variant)[["layer", "path", *columns]].rename(columns=columns)
@@ -204,9 +196,7 @@ def _layer_changes(
     return rows
 
 
-def _task_changes(
-    run_before: DriftRun, run_after: DriftRun, task: str, pair: tuple[str, str]
-) -> dict[str, Any]:
+def _task_changes(run_before: DriftRun, run_after: DriftRun, task: str, pair: tuple[str, str]) -> dict[str, Any]:
     row: dict[str, Any] = {"task": task, "before": pair[0], "after": pair[1]}
     sides = ((run_before, pair[0]), (run_after, pair[1]))
     for name, about in (("drift", DRIFT), ("cos", COSINE), ("flips", FLIPS)):
@@ -260,9 +250,7 @@ def _describe_mismatches(a: DriftRun, b: DriftRun) -> Iterator[str]:
     for split in ("diagnosis", "test"):
         own, other = (run.manifest.sample_id_digests.get(split, {}) for run in (a, b))
         # None means that an older run recorded no origin; then ids alone decide.
-        unlike = [
-            task for task in a.tasks if task in b.tasks and has_same_samples(a, b, task, split) is False
-        ]
+        unlike = [task for task in a.tasks if task in b.tasks and has_same_samples(a, b, task, split) is False]
         yield from _describe_unequal_tasks(f"{split} samples", own, other, unlike)
     yield from _describe_unequal_tasks("class names", a.manifest.classes, b.manifest.classes)
     yield from _describe_unequal_tasks("experts", _expert_weight_digests(a), _expert_weight_digests(b))

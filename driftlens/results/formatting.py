@@ -303,9 +303,7 @@ class Table(ReportPart):
                 taken |= {*group}
                 yield _CellColumns(head, self.columns[place].kind, group, joints)
 
-    def format_cell(
-        self, row: Sequence[Cell], shown: _CellColumns, gap: str = NO_VALUE
-    ) -> list[tuple[str, str]]:
+    def format_cell(self, row: Sequence[Cell], shown: _CellColumns, gap: str = NO_VALUE) -> list[tuple[str, str]]:
         """Format the numbers of one cell, each with its separator; a value without interval is alone."""
         values = [row[place] for place in shown.at]
         texts = [format_value(value, shown.kind, gap) for value in values]
@@ -313,9 +311,7 @@ class Table(ReportPart):
         if None in values or (shown.joints == _CHANGE and len({*texts}) == 1):
             return [(texts[0], "")]
         if shown.joints == _HALF and isinstance(values[1], int | float):
-            texts[1] = (
-                format_percent(values[1]) if shown.kind == "share" else f"{values[1]:#.2g}".removesuffix(".")
-            )
+            texts[1] = format_percent(values[1]) if shown.kind == "share" else f"{values[1]:#.2g}".removesuffix(".")
         return [
             (text.removesuffix(" %") if joint == " to " else text, joint)
             for text, joint in zip(texts, shown.joints, strict=True)
@@ -354,9 +350,7 @@ def with_interval_ends(head: str, kind: Kind, keys: Sequence[str]) -> dict[str, 
     return {f"{head}{end}": (kind, key) for end, key in zip(("", " low", " high"), keys, strict=True)}
 
 
-def _find_columns_of_cell(
-    name: str, places: Mapping[str, int]
-) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
+def _find_columns_of_cell(name: str, places: Mapping[str, int]) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
     """Return heading, column positions and separators of the cell that begins with the column `name`."""
     for ends, joints in _TOGETHER:
         stem = name.removesuffix(ends[0])
@@ -382,8 +376,6 @@ _UNITS = {
         "1",
     ),
     **dict.fromkeys(("accuracy", "score", "value", "share of final drift"), "1"),
-    **dict.fromkeys(
-        ("n", "test n", "samples", "test samples", "calibration", "diagnosis", "test"), "samples"
-    ),
+    **dict.fromkeys(("n", "test n", "samples", "test samples", "calibration", "diagnosis", "test"), "samples"),
     **{"seconds": "s", "peak memory (GiB)": "GiB", "peak GPU memory (GiB)": "GiB", "energy (Wh)": "Wh"},
 }

@@ -110,9 +110,7 @@ def _drift_and_score_fields(run: DriftRun) -> dict[str, Any]:
     repairs = [name for name in run.variants if variant_kind(name) == "calibrated"][-1:]
     shown = [*(name for name in ("base", "merged") if name in run.variants), *repairs]
     try:
-        last = [
-            value_on_task(run, RELATIVE, task, variant).value for variant in shown[-1:] for task in run.tasks
-        ]
+        last = [value_on_task(run, RELATIVE, task, variant).value for variant in shown[-1:] for task in run.tasks]
         drifts = {task: value_on_task(run, DRIFT, task, "merged") for task in run.tasks if "merged" in shown}
         scores = _mean_score_by_variant(run, [*shown, "expert"])
     except RunError:
@@ -130,10 +128,6 @@ def _mean_score_by_variant(run: DriftRun, variants: Sequence[str]) -> dict[str, 
     # A mean of accuracies and perplexities would be meaningless.
     if not all(metric.is_averaged for metric in main_metrics(run).values()):
         return {}
-    scored = [
-        name
-        for name in variants
-        if any(value_on_task(run, SCORE, task, name).is_measured for task in run.tasks)
-    ]
+    scored = [name for name in variants if any(value_on_task(run, SCORE, task, name).is_measured for task in run.tasks)]
     groups = [(about, tasks) for about, tasks in common_measures(run, scored) if about.role == SCORE.role]
     return {name: mean_on_tasks(run, about, tasks, name).value for about, tasks in groups for name in scored}

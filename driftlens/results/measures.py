@@ -146,9 +146,7 @@ def describe_change(measure: Measure, before: float, change: Interval) -> str:
         ends = f"{ends} %" if ends else ""
     else:
         text = format_signed(change.value)
-        ends = (
-            f"{format_signed(change.low)} to {format_signed(change.high)}" if is_measured(change.low) else ""
-        )
+        ends = f"{format_signed(change.low)} to {format_signed(change.high)}" if is_measured(change.low) else ""
     # An interval that contains 0 leaves the direction open.
     claimed = "no clear change, " if change.low <= 0 <= change.high else ""
     return f"{claimed}{text}{f' ({ends})' if ends else ''}"
@@ -180,9 +178,7 @@ def _drift_and_cosine_values(run: DriftRun) -> _Levels:
         relative = replace(drift.scaled(share / mean) if mean else drift, value=share)
         by_measure = {DRIFT: drift, RELATIVE: relative}
         by_measure[COSINE] = intervals.mean_interval(cosine, cosine_std, n)
-        levels += [
-            _measured_value(about, value, str(task), str(variant)) for about, value in by_measure.items()
-        ]
+        levels += [_measured_value(about, value, str(task), str(variant)) for about, value in by_measure.items()]
     return _index_by_task_and_variant(levels)
 
 
@@ -190,9 +186,7 @@ def _index_by_task_and_variant(rows: Iterable[MeasuredValue]) -> _Levels:
     return {(row.about.role, row.task, row.variant): row for row in rows}
 
 
-def feature_changes(
-    before: DriftRun, after: DriftRun, task: str, pair: tuple[str, str]
-) -> dict[str, MeasuredValue]:
+def feature_changes(before: DriftRun, after: DriftRun, task: str, pair: tuple[str, str]) -> dict[str, MeasuredValue]:
     """Return the changes of drift and cosine between two variants by measure; empty without stored samples."""
     rows: list[MeasuredValue] = []
     for about, column in ((DRIFT, "drift_l2"), (COSINE, "cos")) if after.manifest.layers else ():
@@ -200,9 +194,7 @@ def feature_changes(
         for change in changes.values():
             numbers = {about: change.difference}
             if about is DRIFT:
-                drift, relative = (
-                    value_on_task(before, other, task, pair[0]).value for other in (DRIFT, RELATIVE)
-                )
+                drift, relative = (value_on_task(before, other, task, pair[0]).value for other in (DRIFT, RELATIVE))
                 # Relative drift by drift: the expert's norm, taken as known.
                 scale = relative / drift if drift else math.nan
                 numbers |= {RELATIVE: change.difference.scaled(scale), DRIFT_CHANGE: change.relative}
@@ -320,9 +312,7 @@ def score_change(
             change = bootstrap_change(metric, *(column.to_numpy(dtype=float) for column in columns))
             is_paired = is_measured(change.low)
     change = replace(change, n=end.n if is_measured(change.value) else 0)
-    row = _measured_value(
-        _measure_of_metric(metric), change, task, variants[1], variants[0], paired=is_paired
-    )
+    row = _measured_value(_measure_of_metric(metric), change, task, variants[1], variants[0], paired=is_paired)
     return replace(row, answers=answers, answered=split)
 
 
@@ -351,9 +341,7 @@ def paired_correctness(
         start, end = (_correctness_by_sample(run, task, variant, metric, split) for run, variant in sides)
         answers = start.to_frame("before").join(end.rename("after"), how="inner")
         if len(answers):
-            origins = [
-                before.manifest.sample_origins.get(name, {}).get(task) for name in ("test", "diagnosis")
-            ]
+            origins = [before.manifest.sample_origins.get(name, {}).get(task) for name in ("test", "diagnosis")]
             tested = set(before.manifest.sample_ids.get("test", {}).get(task, ()))
             is_test = origins[0] == origins[1] and tested == set(answers.index)
             both = intervals.mcnemar_test(*(answers[side].to_numpy(dtype=bool) for side in answers))
@@ -362,9 +350,7 @@ def paired_correctness(
 
 
 @cache_on_run
-def _correctness_by_sample(
-    run: DriftRun, task: str, variant: str, metric: Metric, split: str
-) -> pd.Series[Any]:
+def _correctness_by_sample(run: DriftRun, task: str, variant: str, metric: Metric, split: str) -> pd.Series[Any]:
     """Return by sample id True if the variant predicted the label; test or labelled diagnosis samples."""
     if split == "test":
         return per_sample_scores(run, task, variant, metric)["value"] == 1
@@ -414,8 +400,7 @@ def _flip_rates(run: DriftRun) -> _Levels:
     rows = rows[rows["flipped"].notna()]
     groups = rows.groupby(["task", "variant"], sort=False)["flipped"]
     return _index_by_task_and_variant(
-        _measured_value(FLIPS, share_of_true(flipped), str(task), str(variant))
-        for (task, variant), flipped in groups
+        _measured_value(FLIPS, share_of_true(flipped), str(task), str(variant)) for (task, variant), flipped in groups
     )
 
 
@@ -442,15 +427,11 @@ def value_on_task(run: DriftRun, measure: Measure, task: str, variant: str) -> M
     """
     row = _LEVELS[measure.role](run).get((measure.role, task, variant))
     metric = main_metrics(run).get(task, ACCURACY) if measure is SCORE else None
-    return row or _measured_value(
-        _measure_of_metric(metric) if metric else measure, Interval(math.nan), task, variant
-    )
+    return row or _measured_value(_measure_of_metric(metric) if metric else measure, Interval(math.nan), task, variant)
 
 
 @cache_on_run
-def _changes_by_measure(
-    run: DriftRun, role: str, task: str, pair: tuple[str, str]
-) -> Mapping[str, MeasuredValue]:
+def _changes_by_measure(run: DriftRun, role: str, task: str, pair: tuple[str, str]) -> Mapping[str, MeasuredValue]:
     """Return the changes between two variants on a task, by measure; flips have none."""
     if role == FLIPS.role:
         return {}
@@ -490,9 +471,7 @@ def mean_on_tasks(run: DriftRun, measure: Measure, tasks: Sequence[str], variant
     return replace(_measured_value(measure, over, "", variant), tasks=tuple(tasks))
 
 
-def mean_change(
-    run: DriftRun, measure: Measure, tasks: Sequence[str], pair: tuple[str, str]
-) -> MeasuredValue:
+def mean_change(run: DriftRun, measure: Measure, tasks: Sequence[str], pair: tuple[str, str]) -> MeasuredValue:
     """Return the change between two variants of the mean over tasks, with its interval.
 
     Args:
@@ -524,11 +503,7 @@ def common_measures(run: DriftRun, variants: Sequence[str]) -> list[tuple[Measur
         groups.append((Measure(metrics_title(like.values()), kind, main.worse, "test", name), tuple(like)))
     measured = []
     for about, tasks in groups:
-        shared = [
-            task
-            for task in tasks
-            if all(value_on_task(run, about, task, name).is_measured for name in variants)
-        ]
+        shared = [task for task in tasks if all(value_on_task(run, about, task, name).is_measured for name in variants)]
         measured += [(about, tuple(shared))] if shared and variants else []
     return measured
 
@@ -597,9 +572,7 @@ def bootstrap_change(metric: Metric, before: Array, after: Array, references: Ar
     """
     # The same draws for both sides make the interval paired.
     counts = _bootstrap_counts(len(before))
-    start, end = (
-        np.nan_to_num(_metric_per_resample(metric, side, references, counts)) for side in (before, after)
-    )
+    start, end = (np.nan_to_num(_metric_per_resample(metric, side, references, counts)) for side in (before, after))
     value, *drawn = end - start
     return Interval(float(value), *_percentile_interval(np.array(drawn)), len(before))
 
@@ -688,10 +661,7 @@ def sample_outcomes(run: DriftRun, task: str, merged: str = "merged", repaired: 
     metric = main_metrics(run).get(task, ACCURACY)
     # Diagnosis first: only these samples have stored features and drift.
     for split in ("diagnosis", "test") if metric.kind == "share" else ("diagnosis",):
-        columns = {
-            name: _correctness_by_sample(run, task, variant, metric, split)
-            for name, variant in models.items()
-        }
+        columns = {name: _correctness_by_sample(run, task, variant, metric, split) for name, variant in models.items()}
         # Only samples that all models answered are comparable.
         rows = pd.DataFrame(columns, dtype=object).dropna().astype(bool).rename_axis("sample_id")
         if len(rows):

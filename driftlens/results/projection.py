@@ -68,9 +68,7 @@ class ProjectionSettings:
 
 def _resolve_settings(run: DriftRun, task: str, request: ProjectionRequest) -> ProjectionSettings:
     method, most = request.method, request.max_points
-    drawn = (
-        [name for name in run.variants if name != "base"] if request.variants is None else request.variants
-    )
+    drawn = [name for name in run.variants if name != "base"] if request.variants is None else request.variants
     chosen = [variant for variant in dict.fromkeys(drawn) if variant != "expert"]
     # Every model needs at least one point.
     if not 1 + len(chosen) <= most <= MOST_POINTS:
@@ -112,9 +110,7 @@ def load_features(run: DriftRun, settings: ProjectionSettings) -> MatchedFeature
     samples = pd.DataFrame({"sample_id": [*ids], "label": labels})
     shown = stratified_subset(samples, settings.max_points // len(arrays), ["label"]).index.to_numpy()
     directions, cosines, drifts = {}, {}, {}
-    notes = [f"{len(shown):,} of {len(ids):,} samples are shown, evenly over classes"] * (
-        len(shown) < len(ids)
-    )
+    notes = [f"{len(shown):,} of {len(ids):,} samples are shown, evenly over classes"] * (len(shown) < len(ids))
     # In double precision, as stored features may be float16 and overflow in sums.
     target = arrays["expert"].astype(np.float64)
     for role, array in arrays.items():

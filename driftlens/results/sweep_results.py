@@ -47,9 +47,7 @@ def one_factor_sweep_name(factor: str, method: str) -> str:
 def swept_methods(run: DriftRun, factor: str) -> list[str]:
     """Return the calibration methods for which a factor was swept, in the order of the sweeps."""
     names = map(str, run.sweeps()["sweep"].unique())
-    return [
-        head or "featcal" for head, _, varied in (name.rpartition(":") for name in names) if varied == factor
-    ]
+    return [head or "featcal" for head, _, varied in (name.rpartition(":") for name in names) if varied == factor]
 
 
 def add_mean_scores(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
@@ -108,9 +106,7 @@ def mean_over_seeds(rows: pd.DataFrame, by: str, measure: str, tasks: int = 1) -
     points["n_test"] = by_seed["n_test"].min().where(is_whole).groupby(level=0).min()
     points = points.assign(tested_low=math.nan, tested_high=math.nan)
     if measure in ("accuracy", "score") and rows["accuracy"].notna().all():
-        shares = [
-            share_interval(share, int(n)) for share, n in zip(rows[measure], rows["n_test"], strict=True)
-        ]
+        shares = [share_interval(share, int(n)) for share, n in zip(rows[measure], rows["n_test"], strict=True)]
         means = pd.Series(shares, rows.index).groupby([rows[by], rows["seed"]]).agg(list).map(mean_over_tasks)
         for end in ("low", "high"):
             tested = means.map(lambda mean, end=end: getattr(mean, end)).where(is_whole)
@@ -136,21 +132,15 @@ def ablation_tables(run: DriftRun, name: str) -> list[Table]:
             kinds |= {head: how, f"{head} low": how, f"{head} high": how}
         # Models without calibration have no draws, so no intervals and no seconds.
         table: list[list[Any]] = [
-            [display_name(variant), reference_mean(run, variant, measure), *[math.nan] * 6]
-            for variant in _LEVELS
+            [display_name(variant), reference_mean(run, variant, measure), *[math.nan] * 6] for variant in _LEVELS
         ]
         for point, settings_here in its.items():
             changed = [
-                f"{key}={format_setting(value)}"
-                for key, value in settings_here.items()
-                if value != its[start][key]
+                f"{key}={format_setting(value)}" for key, value in settings_here.items() if value != its[start][key]
             ]
             # Draw by draw: both points share their samples, which narrows the interval.
             reached, gaps = drawn.loc[point], drawn.loc[point] - drawn.loc[start]
-            both = [
-                mean_over_draws(values[measure].to_numpy())
-                for values in (reached, gaps if changed else gaps[:0])
-            ]
+            both = [mean_over_draws(values[measure].to_numpy()) for values in (reached, gaps if changed else gaps[:0])]
             ends = [end for one in both for end in one.ends]
             table.append([", ".join(changed) or method, *ends, reached["seconds"].mean()])
         if rows[measure].notna().any():

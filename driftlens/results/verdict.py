@@ -219,9 +219,7 @@ def _choose_verdict_measure(
     """Return the measure for comparing models, the tasks on which all were measured, and the models."""
     names = [name for name in ("base", "expert", merged, after) if name in (*run.variants, "expert")]
     # Scores are compared if the merged or repaired model has any; otherwise relative drift is.
-    scored = [
-        name for name in names if any(value_on_task(run, SCORE, task, name).is_measured for task in run.tasks)
-    ]
+    scored = [name for name in names if any(value_on_task(run, SCORE, task, name).is_measured for task in run.tasks)]
     is_scored = bool({merged, after} & {*scored})
     compared = scored if is_scored else [name for name in names if name != "expert"]
     groups = common_measures(run, compared) if {merged, after} & {*compared} else []
@@ -262,9 +260,7 @@ def _verdict_sentences(run: DriftRun, judgement: Verdict) -> Iterator[str]:
             lost = 100 * record["lost"] / record["changed"]
             yield f"{record['dtype']} loses about {lost:.0f} % of the entries that {model} changes."
     if len(tasks) > 1 and judgement.worst and not judgement.bad_experts:
-        worst = {
-            name: value_on_task(run, judgement.measure, judgement.worst, name) for name in judgement.means
-        }
+        worst = {name: value_on_task(run, judgement.measure, judgement.worst, name) for name in judgement.means}
         yield f"Worst: {judgement.worst} ({_format_variant_values(worst, kind)})."
     yield from _drift_source_sentence(judgement.source, judgement.merged)
     if failed := run_self_checks(run).count("fail"):
@@ -278,9 +274,7 @@ def hide_run_path(run: DriftRun, text: str) -> str:
     return text.replace(shlex.quote(str(run.path)), shlex.quote(run.path.absolute().name))
 
 
-def _gap_between_models(
-    run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str, str]
-) -> ModelGap:
+def _gap_between_models(run: DriftRun, about: Measure, tasks: tuple[str, ...], pair: tuple[str, str]) -> ModelGap:
     """Return the difference between two models: mean over tasks, and the tasks on which it is clear."""
     # `change` goes from the first to the second, a gap from `against` to `variant`.
     backwards = (pair[1], pair[0])
@@ -414,13 +408,9 @@ def headline(run: DriftRun, name: str = "") -> Headline:
     judged = verdict(run, name)
     ordered = sorted(judged.means, key=lambda variant: ORDER.index(variant_kind(variant)))
     num_tasks = len(judged.tasks)
-    so_far = (
-        f"{num_tasks} of {pluralize(len(run.tasks), 'task')} measured" if num_tasks < len(run.tasks) else ""
-    )
+    so_far = f"{num_tasks} of {pluralize(len(run.tasks), 'task')} measured" if num_tasks < len(run.tasks) else ""
     closed = _closed_share_of_gap(judged)
-    text, tone = (
-        _headline_text_and_tone(run, judged, closed) if judged.means else ("Nothing was measured yet", "none")
-    )
+    text, tone = _headline_text_and_tone(run, judged, closed) if judged.means else ("Nothing was measured yet", "none")
     tiles = {variant: judged.means[variant] for variant in ordered}
     return Headline(text, tone, so_far, tiles, judged.measure.kind, judged.measure.title, closed)
 
@@ -511,11 +501,7 @@ def _unrepaired_merge_headline(
         return "Nearer to the experts than the base", "good"
     gain = mean_change(run, judged.measure, judged.tasks, ("base", "expert")) if behind else None
     kept = interval_ratio(over_base.change, gain.interval) if gain and gain.side > 0 else Interval(math.nan)
-    text = (
-        f"Merging keeps {_format_share(kept)} of the experts' gain over the base"
-        if _format_share(kept)
-        else ""
-    )
+    text = f"Merging keeps {_format_share(kept)} of the experts' gain over the base" if _format_share(kept) else ""
     return text or "Better than its base", "good"
 
 
@@ -584,9 +570,7 @@ def task_table(run: DriftRun, judgement: Verdict) -> Table:
     for task in run.tasks:
         # On other tasks scores may be of another metric.
         is_common = task in judgement.tasks
-        values = [
-            value_on_task(run, about, task, variant).value if is_common else math.nan for variant in heads
-        ]
+        values = [value_on_task(run, about, task, variant).value if is_common else math.nan for variant in heads]
         ends = [end for gap in gaps for end in gap.by_task.get(task, unknown).ends]
         drift = [] if is_drift else [value_on_task(run, RELATIVE, task, last).value]
         rows.append([task, *values, *ends, *drift])
@@ -595,9 +579,7 @@ def task_table(run: DriftRun, judgement: Verdict) -> Table:
         ends = [end for gap in gaps for end in gap.change.ends]
         rows.append([f"mean of {len(judgement.tasks)}", *values, *ends, *([] if is_drift else [math.nan])])
     note = f"Relative drift is that of {display_name(last)} (pooled feature)."
-    changes = [
-        change_on_task(run, about, task, (gap.against, gap.variant)) for gap in gaps for task in gap.by_task
-    ]
+    changes = [change_on_task(run, about, task, (gap.against, gap.variant)) for gap in gaps for task in gap.by_task]
     by_task = pairing_by_task(changes)
     # No stored answers would pair drifts of different samples.
     if not is_drift or all(by_task.values()):
@@ -605,9 +587,7 @@ def task_table(run: DriftRun, judgement: Verdict) -> Table:
     return Table.of("tasks", f"Task by task: {about.title}", kinds, rows, note)
 
 
-def other_models_table(
-    run: DriftRun, judgement: Verdict, *, controls: bool = True, everyone: bool = False
-) -> Table:
+def other_models_table(run: DriftRun, judgement: Verdict, *, controls: bool = True, everyone: bool = False) -> Table:
     """Return means over tasks of models that the verdict omits: other calibrations, baselines.
 
     Args:
@@ -622,12 +602,9 @@ def other_models_table(
     names += ["expert"] * (everyone and "expert" in judgement.means)
     for variant in (name for name in names if controls or not is_control(name)):
         means = {
-            about.title: mean_on_tasks(run, about, tasks, variant)
-            for about, tasks in common_measures(run, [variant])
+            about.title: mean_on_tasks(run, about, tasks, variant) for about, tasks in common_measures(run, [variant])
         }
-        average, drift = (
-            means.get(name, Interval(math.nan)) for name in (judgement.measure.title, RELATIVE.title)
-        )
+        average, drift = (means.get(name, Interval(math.nan)) for name in (judgement.measure.title, RELATIVE.title))
         rows.append((display_name(variant), *average.ends, drift.value))
     heading = "mean" if is_drift else f"mean {judgement.measure.title}"
     kind = judgement.measure.kind
@@ -641,19 +618,14 @@ def summary_table(run: DriftRun) -> Table:
 
     A model that was not measured has no columns.
     """
-    variants = [
-        name for name in dict.fromkeys(("base", "expert", *run.variants)) if variant_kind(name) != "baseline"
-    ]
+    variants = [name for name in dict.fromkeys(("base", "expert", *run.variants)) if variant_kind(name) != "baseline"]
     heads = _unique_variant_titles(variants)
     metrics = [main_metrics(run).get(task, ACCURACY) for task in run.tasks]
     # Scores by different metrics have no mean.
     mean = [f"mean of {len(run.tasks)}"] if len(run.tasks) > 1 and len(set(metrics)) == 1 else []
 
     def values_by_heading(measure: Measure) -> dict[str, list[Interval]]:
-        levels = {
-            variant: [value_on_task(run, measure, task, variant) for task in run.tasks]
-            for variant in variants
-        }
+        levels = {variant: [value_on_task(run, measure, task, variant) for task in run.tasks] for variant in variants}
         return {
             heads[variant]: [*cells, *(mean_over_tasks(cells) for _ in mean)]
             for variant, cells in levels.items()
@@ -672,9 +644,7 @@ def summary_table(run: DriftRun) -> Table:
     for head, cells in scores.items():
         ends = zip(("", " low", " high"), zip(*(cell.ends for cell in cells), strict=True), strict=True)
         columns |= {f"{head}{end}": (kind, values) for end, values in ends}
-    columns |= {
-        f"drift of {head}": ("share", [cell.value for cell in cells]) for head, cells in drifts.items()
-    }
+    columns |= {f"drift of {head}": ("share", [cell.value for cell in cells]) for head, cells in drifts.items()}
     kinds = {head: kind for head, (kind, _) in columns.items()}
     rows = [*zip(*(values for _, values in columns.values()), strict=True)]
     note = "95 % intervals over samples. Drift: final feature, relative to the expert's norm."
@@ -694,9 +664,7 @@ def final_drift_table(run: DriftRun) -> Table:
     rows = []
     for task in run.tasks:
         for variant in (variant for variant in run.variants if (task, variant) in to_base):
-            drift, relative, cosine = (
-                value_on_task(run, about, task, variant) for about in (DRIFT, RELATIVE, COSINE)
-            )
+            drift, relative, cosine = (value_on_task(run, about, task, variant) for about in (DRIFT, RELATIVE, COSINE))
             distance = json_value(to_base[task, variant])
             halves = [
                 *_value_and_half_interval(drift),

@@ -102,9 +102,7 @@ def _parse_results(document: dict[str, Any]) -> _ExternalResults:
         return _parse_harness_results(document)
     scores = _validated_scores({task: by_metric for task, by_metric in document.items() if task != "config"})
     by_task = {
-        task: dict(
-            sorted(_flatten_scores(by_metric, task), key=lambda score: not score[0].startswith(_WHOLE))
-        )
+        task: dict(sorted(_flatten_scores(by_metric, task), key=lambda score: not score[0].startswith(_WHOLE)))
         for task, by_metric in scores.items()
     }
     if isinstance(document.get("config"), dict):
@@ -135,8 +133,7 @@ def _parse_harness_results(document: Mapping[str, Any]) -> _ExternalResults:
             shown = name if part in ("", "none") else key
             scores[task][shown] = (float(value), float(error) if _is_finite_number(error) else math.nan)
     stated = {
-        task: _section_or_empty(_section_or_empty(document, "n-samples"), task).get("effective")
-        for task in scores
+        task: _section_or_empty(_section_or_empty(document, "n-samples"), task).get("effective") for task in scores
     }
     counts = {task: n for task, n in stated.items() if isinstance(n, int) and n > 0}
     settings = _section_or_empty(document, "config")
@@ -165,8 +162,7 @@ def _accuracy_rows(measured: _ExternalResults) -> list[dict[str, Any]]:
         for name, (value, error) in scores.items():
             metric = metric_by_name(f"{ATTACHED}{name}")
             low, high = (
-                sign * math.inf if end is None else end
-                for end, sign in zip(metric.range, (-1, 1), strict=True)
+                sign * math.inf if end is None else end for end, sign in zip(metric.range, (-1, 1), strict=True)
             )
             # Some tools write shares as percentages.
             if metric.kind == "share" and 1 < value <= 100:

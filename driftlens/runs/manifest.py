@@ -129,9 +129,7 @@ class SelectionResult:
     def model_description(self) -> str:
         """A description of the selected model: base, merge or calibration, with its interpolation factor."""
         share = self.shrink.get("share", 1)
-        return self.unchanged_text or (
-            f"a repair, at {share:g} of its way from the base" if share != 1 else ""
-        )
+        return self.unchanged_text or (f"a repair, at {share:g} of its way from the base" if share != 1 else "")
 
 
 @dataclass(frozen=True)
@@ -618,6 +616,4 @@ def read_status(folder: pathlib.Path) -> RunStatus | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise RunError(
-            f"{path} can't be read: {error}", hint="Remove it; the results do not depend on it."
-        ) from error
+        raise RunError(f"{path} can't be read: {error}", hint="Remove it; the results do not depend on it.") from error

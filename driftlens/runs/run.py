@@ -329,9 +329,7 @@ class DriftRun:
         return rows
 
     def __repr__(self) -> str:
-        tasks, variants = (
-            shorten_list([f"{name!r:.24}" for name in names]) for names in (self.tasks, self.variants)
-        )
+        tasks, variants = (shorten_list([f"{name!r:.24}" for name in names]) for names in (self.tasks, self.variants))
         return f"<DriftRun {str(self.path)!r}:\n  tasks {tasks};\n  variants {variants}>"
 
     def columns(self, table: str) -> tuple[ColumnSchema, ...]:
@@ -374,9 +372,7 @@ class DriftRun:
                 rows = rows[~rows["variant"].isin(hidden)].reset_index(drop=True)
             elif table is schema.CALIBRATION:
                 rows = rows[~rows["name"].map(calibrated_variant).isin(hidden)].reset_index(drop=True)
-            rows.attrs["units"] = _ColumnUnits(
-                {column.name: column.unit for column in self.columns(table.name)}
-            )
+            rows.attrs["units"] = _ColumnUnits({column.name: column.unit for column in self.columns(table.name)})
             self._frames[table.name] = rows
         return self._frames[table.name]
 

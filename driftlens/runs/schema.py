@@ -63,9 +63,7 @@ class TableSchema:
         If the attribution is measured already (`has_attribution`), a missing part of it has to be named.
         """
         columns = set(names)
-        options = dict.fromkeys(
-            entry.option for entry in self.columns if entry.name in columns and entry.option
-        )
+        options = dict.fromkeys(entry.option for entry in self.columns if entry.name in columns and entry.option)
         if not options or any(not self.column(name).option for name in columns & {*self.names}):
             return self.command
         named = [name for name in options if is_explained or name not in ATTRIBUTED]
@@ -85,9 +83,7 @@ def _count_column(name: str, unit: str, meaning: str) -> ColumnSchema:
     return ColumnSchema(name, "int", unit, meaning, None, NOT_NEGATIVE)
 
 
-def _number_column(
-    name: str, meaning: str, worse: Worse = None, limits: Range = NOT_NEGATIVE
-) -> ColumnSchema:
+def _number_column(name: str, meaning: str, worse: Worse = None, limits: Range = NOT_NEGATIVE) -> ColumnSchema:
     return ColumnSchema(name, "float", "1", meaning, worse, limits)
 
 
@@ -111,9 +107,7 @@ def _share_column(name: str, meaning: str, option: str) -> ColumnSchema:
     return ColumnSchema(name, "float", "1", meaning, option=option)
 
 
-def _interval_columns(
-    share: str, option: str = "", over: str = "jacobian_samples"
-) -> tuple[ColumnSchema, ...]:
+def _interval_columns(share: str, option: str = "", over: str = "jacobian_samples") -> tuple[ColumnSchema, ...]:
     meaning = f"end of the 95 % interval of {share} over the {over} (bootstrap)."
     ends = (("low", "Lower"), ("high", "Upper"))
     return tuple(_share_column(f"{share}_{end}", f"{words} {meaning}", option) for end, words in ends)
@@ -130,9 +124,7 @@ def _drift_norm_columns() -> tuple[ColumnSchema, ...]:
         "q90": "90 % quantile",
     }
     meaning = "over samples of the norm of the drift (feature minus expert feature) leaving the layer."
-    return tuple(
-        _norm_column(f"drift_l2_{short}", f"{words} {meaning}") for short, words in statistics.items()
-    )
+    return tuple(_norm_column(f"drift_l2_{short}", f"{words} {meaning}") for short, words in statistics.items())
 
 
 TASK = _text_column("task", "Task: a data set and its expert.")
@@ -153,9 +145,7 @@ LAYERS = TableSchema(
         _text_column("stream", "Features that leave the layer: encoder (of an encoder-decoder) or hidden."),
         _text_column("path", "Module path in the library's own names."),
         _count_column("n", "samples", "Number of samples."),
-        _text_column(
-            "reference", "Model whose features the local mismatch is computed on: expert or merged."
-        ),
+        _text_column("reference", "Model whose features the local mismatch is computed on: expert or merged."),
         *_drift_norm_columns(),
         _number_column("drift_rel", "Drift norm against the expert's feature norm.", "higher"),
         _number_column("drift_vs_base", "Drift norm against the distance from base to expert.", "higher"),
@@ -163,54 +153,34 @@ LAYERS = TableSchema(
         _number_column("cos_std", "Standard deviation of that cosine (divided by n).", "higher"),
         _norm_column("mismatch_l2_mean", "Mean norm of the layer's local mismatch m."),
         _norm_column("propagation_l2_mean", "Mean norm of p, the drift that the layer propagates."),
-        _number_column(
-            "cross_term", "2 <m, p> / |e|^2: positive where mismatch and propagation add up.", None, ANY
-        ),
+        _number_column("cross_term", "2 <m, p> / |e|^2: positive where mismatch and propagation add up.", None, ANY),
         _norm_column("residual_l2_mean", "Mean norm of p minus the incoming drift; residual layers only."),
         _number_column(
             "rerouted", "Share of tokens routed otherwise than in the expert; mixtures only.", "higher", SHARE
         ),
-        _norm_column(
-            "rerouted_l2_mean", "Mean norm of c, the feature change from that routing; mixtures only."
-        ),
-        _number_column(
-            "rerouted_share", "<c, e> / |e|^2: share of the drift from routing; mixtures only.", None, ANY
-        ),
+        _norm_column("rerouted_l2_mean", "Mean norm of c, the feature change from that routing; mixtures only."),
+        _number_column("rerouted_share", "<c, e> / |e|^2: share of the drift from routing; mixtures only.", None, ANY),
         _number_column("amplification", "Norm of p against that of the incoming drift.", "higher"),
         *_interval_columns("amplification", over="n samples"),
-        _number_column(
-            "gain_excess_mean", "Mean of gamma, the amplification minus 1.", "higher", (-1.0, None)
-        ),
-        _number_column(
-            "mismatch_ratio_mean", "Mean of eta, the norm of m against the incoming drift's.", "higher"
-        ),
+        _number_column("gain_excess_mean", "Mean of gamma, the amplification minus 1.", "higher", (-1.0, None)),
+        _number_column("mismatch_ratio_mean", "Mean of eta, the norm of m against the incoming drift's.", "higher"),
         _number_column("growth_holds", "Share of samples whose gamma exceeds eta.", "higher", SHARE),
         _share_column("final_share", "Signed share of the final drift from this layer's m.", "contributions"),
-        _share_column(
-            "prefix_share", "Signed share of the final drift by swapping prefixes; sums to 1.", "prefix"
-        ),
+        _share_column("prefix_share", "Signed share of the final drift by swapping prefixes; sums to 1.", "prefix"),
         *_interval_columns("final_share", "contributions"),
         *_interval_columns("prefix_share", "prefix"),
-        _share_column(
-            "remainder_share", "Share of the final drift in no final_share; head row only.", "contributions"
-        ),
-        _number_column(
-            "closure_error", "|e - e_library| / |e| against ordinary passes of the models.", "higher"
-        ),
+        _share_column("remainder_share", "Share of the final drift in no final_share; head row only.", "contributions"),
+        _number_column("closure_error", "|e - e_library| / |e| against ordinary passes of the models.", "higher"),
         *_optional_columns(
             "jacobian",
-            _number_column(
-                "jacobian_error", "|p - A e| / |p|, A: averaged Jacobian; up to 8 samples.", "higher"
-            ),
+            _number_column("jacobian_error", "|p - A e| / |p|, A: averaged Jacobian; up to 8 samples.", "higher"),
             _count_column("nodes", "nodes", "Quadrature nodes for A."),
             _count_column("jacobian_samples", "samples", "Samples for the columns that need A."),
         ),
         *_optional_columns(
             "jacobian.spectral",
             _number_column("spectral_norm_mean", "Mean spectral norm of A.", "higher"),
-            _number_column(
-                "spectral_residual_max", "Largest residual of the power iterations for it.", "higher"
-            ),
+            _number_column("spectral_residual_max", "Largest residual of the power iterations for it.", "higher"),
         ),
         *_optional_columns(
             "jacobian",
@@ -235,9 +205,7 @@ SAMPLES = TableSchema(
         _number_column("cos", "Cosine to the expert's feature.", "lower", COSINE),
         _norm_column("mismatch_l2", "Norm of the local mismatch."),
         _norm_column("propagation_l2", "Norm of the drift that the layer propagates."),
-        _number_column(
-            "amplification", "Norm of the propagation against that of the incoming drift.", "higher"
-        ),
+        _number_column("amplification", "Norm of the propagation against that of the incoming drift.", "higher"),
         _share_column("final_share", "Signed share of the sample's final drift.", "contributions"),
     ),
 )
@@ -256,18 +224,10 @@ OUTPUTS = TableSchema(
         _score_column("score_drift_l2", "Euclidean norm of the score drift."),
         _score_column("score_drift_inf", "Largest change of one score."),
         _score_gain_column("score_gain_secant", "Norm of the score drift against that of the final drift."),
-        _score_gain_column(
-            "score_gain", "Largest gain along the drift at points between expert and variant."
-        ),
-        _score_gain_column(
-            "score_gain_spectral", "Largest gain in any direction at those points, by power iteration."
-        ),
-        _score_gain_column(
-            "score_gain_certified", "Upper bound of the gain between expert and variant (closed form)."
-        ),
-        _score_column(
-            "score_bound", "Bound of the score drift: certified gain * final drift + score_map_mismatch."
-        ),
+        _score_gain_column("score_gain", "Largest gain along the drift at points between expert and variant."),
+        _score_gain_column("score_gain_spectral", "Largest gain in any direction at those points, by power iteration."),
+        _score_gain_column("score_gain_certified", "Upper bound of the gain between expert and variant (closed form)."),
+        _score_column("score_bound", "Bound of the score drift: certified gain * final drift + score_map_mismatch."),
         _score_column("score_map_mismatch", "Norm of the score change from different heads alone."),
         _score_column("margin", "Expert's best score minus its second best.", "lower"),
         ColumnSchema("certified", "bool", "", "True if the drift can't flip the prediction.", "lower"),
@@ -279,9 +239,7 @@ OUTPUTS = TableSchema(
         _score_column("token_kl", "Divergence of the next token over the whole vocabulary.", unit="nat"),
         ColumnSchema("token_flipped", "bool", "", "True if the most likely next token differs.", "higher"),
         ColumnSchema("token_certified", "bool", "", "True if the drift is too small to change it.", "lower"),
-        _number_column(
-            "softmax_integral_error", "Self-check: error of the softmax integral identity.", "higher"
-        ),
+        _number_column("softmax_integral_error", "Self-check: error of the softmax integral identity.", "higher"),
         _score_column("ce_integral_error", "Self-check: error of the cross-entropy identity.", unit="nat"),
     ),
 )
@@ -314,12 +272,8 @@ GROUP_CONTRIBUTIONS = TableSchema(
         _text_column("group", "Modules of the layer by role: q, k, v, o, gate, up, down, norms, ..."),
         *_optional_columns(
             "groups",
-            _number_column(
-                "mismatch_share", "Signed share of the layer's m; they sum to 1 over groups.", None, ANY
-            ),
-            _number_column(
-                "final_share", "Signed share of the final drift; they sum to the layer's.", None, ANY
-            ),
+            _number_column("mismatch_share", "Signed share of the layer's m; they sum to 1 over groups.", None, ANY),
+            _number_column("final_share", "Signed share of the final drift; they sum to the layer's.", None, ANY),
             _number_column("split_error", "|sum over groups - m| / |m| of the layer.", "higher"),
         ),
     ),
@@ -362,9 +316,7 @@ ACCURACY = TableSchema(
         METRIC,
         _number_column("value", "The score; range and direction are the metric's.", None, ANY),
         _count_column("n", "samples", "Test samples."),
-        _number_column(
-            "ci_low", "Lower end of the 95 % interval: Wilson's for shares, else bootstrap.", None, ANY
-        ),
+        _number_column("ci_low", "Lower end of the 95 % interval: Wilson's for shares, else bootstrap.", None, ANY),
         _number_column("ci_high", "Upper end of that interval.", None, ANY),
         ColumnSchema("seed", "int", "", "Seed of the test samples."),
     ),
@@ -379,9 +331,7 @@ SCORES = TableSchema(
         VARIANT,
         METRIC,
         SAMPLE_ID,
-        _number_column(
-            "value", "1 or 0 for shares, the number for spearman, nats for perplexity.", None, ANY
-        ),
+        _number_column("value", "1 or 0 for shares, the number for spearman, nats for perplexity.", None, ANY),
         _number_column("reference", "Expected number for spearman, target tokens for perplexity.", None, ANY),
         _text_column("answer", "Answer that the variant generated or chose."),
         _text_column("target", "Expected answer."),
@@ -401,24 +351,18 @@ CALIBRATION = TableSchema(
         _number_column("objective_before", "Objective at the merged parameters.", "higher"),
         _number_column("objective_after", "Objective at the calibrated parameters.", "higher"),
         _number_column("weight_change", "|dW|_F / |W|_F."),
-        _number_column(
-            "condition_estimate", "Estimated condition of the system solved.", "higher", (1.0, None)
-        ),
+        _number_column("condition_estimate", "Estimated condition of the system solved.", "higher", (1.0, None)),
         ColumnSchema("seconds", "float", "s", "Time spent on the site.", None, NOT_NEGATIVE),
         _number_column("smallest_eigenvalue", "Estimated smallest eigenvalue of the system solved.", "lower"),
         _number_column("task_weight_sum", "Sum over tasks of the weights of their Gram matrices."),
-        _number_column(
-            "task_weight_share", "Share of a bias that tasks, not the anchor, determine.", None, SHARE
-        ),
+        _number_column("task_weight_share", "Share of a bias that tasks, not the anchor, determine.", None, SHARE),
         _number_column("upstream_ridge", "Ridge of the repair of errors from earlier modules."),
         _number_column("upstream_share", "Share of that repair that held-out samples support.", None, SHARE),
         _number_column(
             "stationarity_error", "|W S v - R v| / (|W S v| + |R v|) of W S = R, v one direction.", "higher"
         ),
         _count_column("num_rows", "rows", "Tokens that an expert of a mixture was solved from; else empty."),
-        _number_column(
-            "routes_before", "Routers in older runs: share of tokens routed right.", "lower", SHARE
-        ),
+        _number_column("routes_before", "Routers in older runs: share of tokens routed right.", "lower", SHARE),
         _number_column("routes_after", "The same for the calibrated router.", "lower", SHARE),
     ),
     CALIBRATE,
@@ -428,16 +372,12 @@ SWEEPS = TableSchema(
     "sweeps",
     ("sweep", "point", "seed", "task"),
     (
-        _text_column(
-            "sweep", "Varied settings joined by `+`, `ablation`, or `control` (rho 1), after METHOD:."
-        ),
+        _text_column("sweep", "Varied settings joined by `+`, `ablation`, or `control` (rho 1), after METHOD:."),
         ColumnSchema("point", "int", "", "Place of the settings in the sweep, from 0.", None, (0.0, None)),
         ColumnSchema("seed", "int", "", "Seed of the calibration samples."),
         TASK,
         _number_column("lam", "Ridge, relative to a Gram matrix of norm 1."),
-        _number_column(
-            "rho", "Position of the anchor from base (0) to merged (1); beyond, extrapolated.", None, ANY
-        ),
+        _number_column("rho", "Position of the anchor from base (0) to merged (1); beyond, extrapolated.", None, ANY),
         _number_column("alpha", "Share of the expert's features in the target.", None, SHARE),
         _count_column("n", "samples", "Calibration samples per task."),
         _norm_column("drift_l2_mean", "Mean norm of the final drift on the diagnosis samples."),
@@ -452,9 +392,7 @@ SWEEPS = TableSchema(
         _text_column("method", "The calibrator."),
         _text_column("settings", "All its settings, as JSON."),
         _text_column("corruption", "Corruption of calibration images and its severity, or `none`."),
-        _score_column(
-            "kl", "Divergence of class probabilities from the expert's, diagnosis samples.", unit="nat"
-        ),
+        _score_column("kl", "Divergence of class probabilities from the expert's, diagnosis samples.", unit="nat"),
     ),
     "driftlens sweep RUN --param alpha=0,0.1,0.3,1",
 )
@@ -465,9 +403,7 @@ RESOURCES = TableSchema(
     (
         _text_column("phase", "Phase of the work."),
         ColumnSchema("seconds", "float", "s", "Wall-clock time.", None, NOT_NEGATIVE),
-        _count_column(
-            "peak_rss_bytes", "B", "Peak resident memory of the process, until the end of the phase."
-        ),
+        _count_column("peak_rss_bytes", "B", "Peak resident memory of the process, until the end of the phase."),
         _count_column("peak_gpu_bytes", "B", "Peak accelerator memory during the phase."),
         ColumnSchema("energy_wh", "float", "Wh", "Energy used, if measurable.", None, NOT_NEGATIVE),
     ),
@@ -494,9 +430,7 @@ def refuse_newer_schema(version: str, path: pathlib.Path, *, minor: bool = False
     try:
         theirs = _parse_version(version)
     except ValueError:
-        raise RunError(
-            f"{path} states the schema version {version!r}; expected one like {SCHEMA_VERSION!r}"
-        ) from None
+        raise RunError(f"{path} states the schema version {version!r}; expected one like {SCHEMA_VERSION!r}") from None
     if theirs[0] > ours[0] or (minor and theirs > ours):
         raise SchemaTooNewError(
             f"{path} has schema {version}; this DriftLens knows {SCHEMA_VERSION}",

@@ -59,18 +59,14 @@ def read_table(path: pathlib.Path, table: TableSchema) -> pd.DataFrame:
     return _arrow_to_frame(_read_parquet(path, table), table)
 
 
-def append_rows(
-    path: pathlib.Path, table: TableSchema, frame: pd.DataFrame, *, replace: bool = False
-) -> None:
+def append_rows(path: pathlib.Path, table: TableSchema, frame: pd.DataFrame, *, replace: bool = False) -> None:
     """Append rows to the Parquet file of a table, atomically."""
     rows = appended_table(path, table, frame, replace=replace)
     with atomic_path(path) as written:
         pq.write_table(rows, written)
 
 
-def appended_table(
-    path: pathlib.Path, table: TableSchema, frame: pd.DataFrame, *, replace: bool = False
-) -> pa.Table:
+def appended_table(path: pathlib.Path, table: TableSchema, frame: pd.DataFrame, *, replace: bool = False) -> pa.Table:
     """Return the rows of a Parquet file followed by those of a frame; stored rows stay bit-identical.
 
     Args:
@@ -121,9 +117,7 @@ def updated_table(path: pathlib.Path, table: TableSchema, frame: pd.DataFrame) -
     return earlier
 
 
-def table_without_rows(
-    path: pathlib.Path, table: TableSchema, column: str, values: Collection[str]
-) -> pa.Table | None:
+def table_without_rows(path: pathlib.Path, table: TableSchema, column: str, values: Collection[str]) -> pa.Table | None:
     """Return a Parquet table without the rows whose `column` is in `values`; None if no row is removed."""
     if not path.exists():
         return None

@@ -45,9 +45,7 @@ def verify_files(path: str | pathlib.Path) -> VerifyResult:
     if not manifest_is_intact(folder):
         changed.append(MANIFEST)
     # New files are listed when a run is finished; until then its own are expected.
-    unlisted = [
-        name for name in files - set(listed) if manifest.finished or name.split("/")[0] not in ENTRIES
-    ]
+    unlisted = [name for name in files - set(listed) if manifest.finished or name.split("/")[0] not in ENTRIES]
     return VerifyResult(
         checked=len(present) + 1,
         missing=tuple(sorted(set(listed) - files)),

@@ -387,9 +387,7 @@ class RunWriter:
         # A full disk must not hide the error.
         with suppress(OSError):
             failure, last = RunFailure.of(error), self._status
-            self.status(
-                _state_after_error(error), phase=last.phase, done=last.done, total=last.total, error=failure
-            )
+            self.status(_state_after_error(error), phase=last.phase, done=last.done, total=last.total, error=failure)
             append_event(self.folder, _state_after_error(error), **asdict(failure))
             self._save()
 
@@ -402,9 +400,7 @@ class RunWriter:
 
         Mappings are merged, sequences extended by what is new, everything else is set.
         """
-        self._save(
-            **{name: _merge_entries(getattr(self.manifest, name), value) for name, value in entries.items()}
-        )
+        self._save(**{name: _merge_entries(getattr(self.manifest, name), value) for name, value in entries.items()})
 
     def warn(self, text: str) -> None:
         """Record a warning in the manifest: something that may invalidate the numbers."""
@@ -433,9 +429,7 @@ class RunWriter:
             columns: columns that a diagnostic adds to the schema; the file keeps their declaration.
         """
         path = self.folder / table_file(table)
-        self._write_table(
-            path, appended_table(path, TABLES[table].with_columns(columns), frame, replace=replace)
-        )
+        self._write_table(path, appended_table(path, TABLES[table].with_columns(columns), frame, replace=replace))
 
     def fill(self, table: str, frame: pd.DataFrame, columns: Sequence[ColumnSchema] = ()) -> None:
         """Set columns of existing rows of a table, matched by key; other values stay exact.
@@ -487,9 +481,7 @@ class RunWriter:
         if origin:
             entries["sample_origins"] = origin
         before = {name: getattr(self.manifest, name).get(split, {}) for name in entries}
-        self.update_manifest(
-            **{name: {split: {**before[name], task: value}} for name, value in entries.items()}
-        )
+        self.update_manifest(**{name: {split: {**before[name], task: value}} for name, value in entries.items()})
         if split == "diagnosis":
             with self.file(sample_ids_file(task)) as path:
                 write_json_atomic(path, list(ids))
@@ -653,9 +645,7 @@ def refuse_occupied_folder(folder: pathlib.Path, *, force: bool) -> None:
         holds, action = "", "write the run next to these files"
         if MANIFEST in names:
             holds, action = ": it holds a run", "replace the run"
-        raise SpecError(
-            f"{folder} is not empty{holds}", hint=f"Choose another folder, or --force to {action}."
-        )
+        raise SpecError(f"{folder} is not empty{holds}", hint=f"Choose another folder, or --force to {action}.")
     conflicts = sorted(names.intersection(ENTRIES))
     # A guard without a manifest: creating or removing a run was interrupted here.
     if not conflicts or ((folder / GUARD).exists() and MANIFEST not in names):

@@ -179,9 +179,7 @@ def device_memory(device: torch.device) -> tuple[int, int] | None:
     free_and_total: tuple[int, int] | None = _query_memory("get_memory_info", "mem_get_info", device)
     if free_and_total is None:
         return None
-    reserved, used = (
-        _query_memory(name, name, device) or 0 for name in ("memory_reserved", "memory_allocated")
-    )
+    reserved, used = (_query_memory(name, name, device) or 0 for name in ("memory_reserved", "memory_allocated"))
     # Torch keeps freed blocks in a cache, which the driver counts as used.
     return free_and_total[0] + max(0, reserved - used), free_and_total[1]
 
@@ -345,9 +343,7 @@ def full_precision_matmul() -> Iterator[None]:
             # Autocast lowers the precision of operations whatever the switches below are set to.
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
-        stack.enter_context(
-            _disable_tf32() if hasattr(torch.backends, "fp32_precision") else _disable_tf32_legacy()
-        )
+        stack.enter_context(_disable_tf32() if hasattr(torch.backends, "fp32_precision") else _disable_tf32_legacy())
         yield
 
 

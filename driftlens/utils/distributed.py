@@ -115,9 +115,7 @@ class ProcessGroup:
         if self.size == 1:
             return {item: work(item) for item in items}
         parts: dict[str, T] = {}
-        for part, error in self.gather(
-            _result_or_error(lambda: {item: work(item) for item in self.own_items(items)})
-        ):
+        for part, error in self.gather(_result_or_error(lambda: {item: work(item) for item in self.own_items(items)})):
             if error is not None:
                 raise self._mark_raised_on_all(error)
             parts |= part or {}
@@ -134,9 +132,7 @@ class ProcessGroup:
         if isinstance(error, KeyboardInterrupt):
             error = Cancelled("cancelled")
         if not isinstance(error, DriftLensError):
-            error = wrap_library_error(error) or RunError(
-                f"process {self.rank}: {type(error).__name__}: {error}"
-            )
+            error = wrap_library_error(error) or RunError(f"process {self.rank}: {type(error).__name__}: {error}")
         # In hexadecimal, because the store compares text.
         ours = pickle.dumps((type(error), error.message, error.hint, self.rank)).hex()
         try:

@@ -182,9 +182,7 @@ def _format_validation_error(details: Any) -> str:
 def did_you_mean(name: object, choices: Collection[object]) -> str:
     """Return the hint "Did you mean 'x'?" for a misspelt name, or "" if no choice is similar."""
     others = [str(other) for other in choices]
-    near = [other for other in others if other.endswith(f":{name}")] or difflib.get_close_matches(
-        str(name), others
-    )
+    near = [other for other in others if other.endswith(f":{name}")] or difflib.get_close_matches(str(name), others)
     return f"Did you mean {near[0]!r}?" if near else ""
 
 

@@ -59,9 +59,7 @@ def safe_file_name(name: str) -> str:
 
 
 @contextlib.contextmanager
-def atomic_path(
-    path: PathLike, *, need: int | None = None, is_lasting: bool = True
-) -> Iterator[pathlib.Path]:
+def atomic_path(path: PathLike, *, need: int | None = None, is_lasting: bool = True) -> Iterator[pathlib.Path]:
     """Yield a temporary path to write to; it is renamed to `path` on success and discarded on failure.
 
     Args:
@@ -117,9 +115,7 @@ def write_text_atomic(path: PathLike, text: str, *, is_lasting: bool = True) -> 
         written.write_bytes(data)
 
 
-def write_json_atomic(
-    path: PathLike, value: object, *, allow_nan: bool = False, is_lasting: bool = True
-) -> None:
+def write_json_atomic(path: PathLike, value: object, *, allow_nan: bool = False, is_lasting: bool = True) -> None:
     """Write a value as indented JSON atomically; keys keep their order.
 
     Args:

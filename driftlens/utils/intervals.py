@@ -259,9 +259,7 @@ def _tango_interval(gained: int, lost: int, n: int) -> tuple[float, float]:
         return (gained - lost - n * difference) ** 2 > _Z**2 * variance
 
     seen = (gained - lost) / n
-    return _bisect_rejection_boundary(_is_rejected, seen, -1.0), _bisect_rejection_boundary(
-        _is_rejected, seen, 1.0
-    )
+    return _bisect_rejection_boundary(_is_rejected, seen, -1.0), _bisect_rejection_boundary(_is_rejected, seen, 1.0)
 
 
 def _bisect_rejection_boundary(is_rejected: Callable[[float], bool], inside: float, outside: float) -> float:

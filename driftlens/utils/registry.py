@@ -71,9 +71,7 @@ def installed_plugins(group: str = "") -> list[EntryPoint]:
 
 @functools.cache
 def _find_entry_points(folders: tuple[str, ...]) -> list[EntryPoint]:
-    entries = (
-        entry for distribution in distributions(path=list(folders)) for entry in distribution.entry_points
-    )
+    entries = (entry for distribution in distributions(path=list(folders)) for entry in distribution.entry_points)
     ours = {
         entry: None
         for entry in entries
@@ -125,8 +123,7 @@ class Registry(Mapping[str, T], Generic[T]):
                 # Otherwise a duplicate would be reported for the file that had the name first.
                 self._import_entries()
             if name in self._entries and not (
-                is_by_hand
-                and _module_and_qualified_name(entry) == _module_and_qualified_name(self._entries[name])
+                is_by_hand and _module_and_qualified_name(entry) == _module_and_qualified_name(self._entries[name])
             ):
                 raise ValueError(f"{self.kind} {name!r} is registered twice; rename the new one")
             self._entries[name] = entry
@@ -187,9 +184,7 @@ class Registry(Mapping[str, T], Generic[T]):
             for entry in installed_plugins(self.group) if self.group else ():
                 distribution, version = package_and_version(entry)
                 name = f"{entry.value} of {distribution} {version}"
-                hint = (
-                    f"Install another version of {distribution}, or remove it: pip uninstall {distribution}"
-                )
+                hint = f"Install another version of {distribution}, or remove it: pip uninstall {distribution}"
                 entry.load()
                 if entry.name not in self._entries:
                     raise LookupError(f"it does not register the {self.kind} {entry.name!r}")
@@ -254,14 +249,10 @@ def _build_settings_model(owner: Callable[..., object]) -> type[BaseModel]:
     function: Any = inspect.unwrap(owner.__init__ if inspect.isclass(owner) else owner)
     ours = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     kinds = ours if inspect.isclass(owner) else ours[:1]
-    parameters = [
-        parameter for parameter in inspect.signature(owner).parameters.values() if parameter.kind in kinds
-    ]
+    parameters = [parameter for parameter in inspect.signature(owner).parameters.values() if parameter.kind in kinds]
     # Only settings are evaluated: other annotations may use names imported for type checkers only.
     annotations = {
-        parameter.name: parameter.annotation
-        for parameter in parameters
-        if parameter.annotation is not parameter.empty
+        parameter.name: parameter.annotation for parameter in parameters if parameter.annotation is not parameter.empty
     }
     holder = types.SimpleNamespace(__annotations__=annotations)
     hints = typing.get_type_hints(holder, globalns=function.__globals__, include_extras=True)

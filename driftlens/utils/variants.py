@@ -133,9 +133,7 @@ _ALL = (
         "Share of generated answers equal to the target, ignoring case and spaces.",
         needs="target",
     ),
-    Metric(
-        "choice", "choice accuracy", "Share of samples whose target is the likeliest choice.", needs="choices"
-    ),
+    Metric("choice", "choice accuracy", "Share of samples whose target is the likeliest choice.", needs="choices"),
     Metric(
         "spearman",
         "Spearman correlation",
@@ -160,10 +158,7 @@ _ALL = (
         kind="number",
         needs="target",
     ),
-    *(
-        Metric(name, title, description, kind=kind, needs="passages")
-        for name, title, description, kind in _RANKING
-    ),
+    *(Metric(name, title, description, kind=kind, needs="passages") for name, title, description, kind in _RANKING),
 )
 # By name, in the order in which tables show them.
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _ALL})

@@ -59,9 +59,7 @@ class Report:
         require_known_names("section", chosen, TITLES)
         # In reading order, whatever the order of the request.
         self._preset, self._sections = preset, [name for name in TITLES if name in chosen]
-        self._checks = (
-            checks if checks is None or isinstance(checks, CheckReport) else check(self.run, checks)
-        )
+        self._checks = checks if checks is None or isinstance(checks, CheckReport) else check(self.run, checks)
 
     @property
     def content(self) -> ReportContent:
@@ -111,9 +109,7 @@ class Report:
         chosen = [formats] if isinstance(formats, str) else list(formats)
         require_known_names("format", chosen, FORMATS)
         return {
-            file: data
-            for name in chosen
-            for file, data in FORMATS[name](self.run, *self._content_and_charts).items()
+            file: data for name in chosen for file, data in FORMATS[name](self.run, *self._content_and_charts).items()
         }
 
     def save(
@@ -155,9 +151,7 @@ def _interactive_report_html(run: DriftRun, content: ReportContent, drawn: Mappi
 # The files of each format, by path.
 FORMATS: Mapping[str, Callable[[DriftRun, ReportContent, Mapping[str, Drawn]], dict[str, bytes]]] = {
     "html": lambda run, content, drawn: {"report.html": _interactive_report_html(run, content, drawn)},
-    "html-light": lambda run, content, drawn: {
-        "report-light.html": light_page(content, static_figures(run, drawn))
-    },
+    "html-light": lambda run, content, drawn: {"report-light.html": light_page(content, static_figures(run, drawn))},
     "json": lambda run, content, drawn: {"report.json": report_json(content)},
     "md": lambda run, content, drawn: {"report.md": report_markdown(content)},
     "csv": lambda run, content, drawn: csv_files(run, content),

@@ -43,9 +43,7 @@ _PAIR = 0.605
 _LINE = 40
 
 
-def save_summary_image(
-    run: DriftRun | PathLike, out: pathlib.Path | None = None, name: str = ""
-) -> pathlib.Path:
+def save_summary_image(run: DriftRun | PathLike, out: pathlib.Path | None = None, name: str = "") -> pathlib.Path:
     """Save the PNG summary image of a run: headline, scores of all models, features in 2-D.
 
     Args:
@@ -109,9 +107,7 @@ def _summary_image_png(run: DriftRun, name: str) -> bytes:
 
 def _draw_text(figure: Figure, x: float, y: float, text: str, **looks: Any) -> None:
     # Names are untrusted: parse no formulas in them.
-    figure.text(
-        x, y, strip_control_chars(text), parse_math=False, **{"va": "top", "color": LIGHT.ink, **looks}
-    )
+    figure.text(x, y, strip_control_chars(text), parse_math=False, **{"va": "top", "color": LIGHT.ink, **looks})
 
 
 def _draw_image_text(figure: Figure, run: DriftRun, head: Headline) -> None:
@@ -191,8 +187,6 @@ def _scatter_features(axes: Axes, variant: str, frames: Any) -> None:
     if not is_expert:
         axes.scatter(points["x"], points["y"], color=LIGHT.roles[variant_kind(variant)][0], **looks)
     axes.set(xticks=[], yticks=[])
-    axes.set_title(
-        strip_control_chars(tile_label(variant))[:20], fontsize=13, color=LIGHT.ink, parse_math=False
-    )
+    axes.set_title(strip_control_chars(tile_label(variant))[:20], fontsize=13, color=LIGHT.ink, parse_math=False)
     for side in axes.spines.values():
         side.set(visible=True, color=LIGHT.grid)

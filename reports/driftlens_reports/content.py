@@ -89,9 +89,7 @@ class ScoreGap(ReportPart):
     variant: str
     against: str
     change: Estimate = Field(description="The model's mean over tasks minus the other's.")
-    side: Literal[1, 0, -1] = Field(
-        description="1: significantly better; -1: significantly worse; 0: neither."
-    )
+    side: Literal[1, 0, -1] = Field(description="1: significantly better; -1: significantly worse; 0: neither.")
     better: tuple[str, ...] = Field(description="Tasks on which the model is significantly better.")
     worse: tuple[str, ...]
 
@@ -119,9 +117,7 @@ class Verdict(ReportPart):
     gaps: tuple[ScoreGap, ...]
     worst: str = Field(description="Task with the largest gap to its expert; empty if no gap is significant.")
     bad_experts: tuple[str, ...] = Field(description="Tasks whose expert is clearly worse than the base.")
-    source: str = Field(
-        description="Layer with the largest share of the merged model's drift; empty without."
-    )
+    source: str = Field(description="Layer with the largest share of the merged model's drift; empty without.")
     source_share: Estimate | None
     command: str = Field(description="The recommended next command; empty if there is none.")
 

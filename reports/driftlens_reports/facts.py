@@ -46,11 +46,7 @@ def explained_variant(run: DriftRun) -> str:
 def drift_sources(run: DriftRun) -> dict[str, str]:
     """Describe the layers with the largest shares of the final drift, one sentence per task."""
     variant = explained_variant(run)
-    return {
-        task: _drift_source_sentence(run, task, variant)
-        for task in run.tasks
-        if variant and run.manifest.layers
-    }
+    return {task: _drift_source_sentence(run, task, variant) for task in run.tasks if variant and run.manifest.layers}
 
 
 def _drift_source_sentence(run: DriftRun, task: str, variant: str) -> str:
@@ -190,9 +186,7 @@ def _weight_conflict_sentences(numbers: Mapping[str, Any]) -> list[str]:
             f"({format_number(row['worst_cos'])}); {format_percent(row['sign_agreement'])} of the signs agree."
         )
     count = sum(row["cos"] < row["orthogonal"] for row in numbers["conflicts"])
-    layers = (
-        f"{count or 'none'} of {pluralize(len(numbers['conflicts']), 'layer')}; they agree least in these"
-    )
+    layers = f"{count or 'none'} of {pluralize(len(numbers['conflicts']), 'layer')}; they agree least in these"
     return [
         f"Task vectors conflict in {layers} (mean over experts; of weights, so without intervals):",
         *sentences,

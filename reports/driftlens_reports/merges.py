@@ -97,9 +97,7 @@ def draw_merge_ranking(ranking: Mapping[str, Any], *, dark: bool = False) -> Dra
         figure.update_xaxes(title_text=title, rangemode="tozero", row=1, col=column)
     figure.update_layout(height=126 + 26 * len(rows), margin={"t": 20, "b": 66, "l": 160, "r": 20})
     worst, best = rows["merge"].iloc[[0, -1]]
-    alt = (
-        f"{pluralize(len(rows), 'merge')} ranked by {NAMES[ranking['score']]}: {best} is first, {worst} last."
-    )
+    alt = f"{pluralize(len(rows), 'merge')} ranked by {NAMES[ranking['score']]}: {best} is first, {worst} last."
     return Drawn(figure, alt, rows[::-1])
 
 

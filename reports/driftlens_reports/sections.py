@@ -126,9 +126,7 @@ def require_known_names(kind: str, names: Sequence[str], valid: Mapping[str, obj
     unknown = [name for name in names if name not in valid]
     if unknown or not names:
         problem = f"a report has no {kind} {unknown[0]!r}" if unknown else f"no {kind} is chosen"
-        raise SpecError(
-            f"{problem}; there are {', '.join(valid)}", hint=did_you_mean("".join(unknown[:1]), valid)
-        )
+        raise SpecError(f"{problem}; there are {', '.join(valid)}", hint=did_you_mean("".join(unknown[:1]), valid))
 
 
 def section_content(
@@ -187,8 +185,7 @@ def _setup_tables(run: DriftRun) -> Iterator[Table]:
     splits = {split: manifest.sample_ids.get(split, {}) for split in ("calibration", "diagnosis", "test")}
     counts = {"classes": manifest.classes, **splits}
     samples = [
-        (task, *(len(by_task[task]) if task in by_task else None for by_task in counts.values()))
-        for task in run.tasks
+        (task, *(len(by_task[task]) if task in by_task else None for by_task in counts.values())) for task in run.tasks
     ]
     yield Table.of("samples", "Samples by task", {"task": "text", **dict.fromkeys(counts, "count")}, samples)
     layers = [(layer.index, layer.role, layer.path) for layer in manifest.layers]
@@ -199,9 +196,7 @@ def _environment_tables(run: DriftRun) -> Iterator[Table]:
     manifest = run.manifest
     groups = {"version": manifest.versions, "platform": manifest.platform}
     groups |= {"variable": manifest.environment, "threads": manifest.threads}
-    values = [
-        (group, name, str(value)) for group, entries in groups.items() for name, value in entries.items()
-    ]
+    values = [(group, name, str(value)) for group, entries in groups.items() for name, value in entries.items()]
     kinds: dict[str, Kind] = dict.fromkeys(("what", "name", "value"), "text")
     yield Table.of("environment", "Software and machine", kinds, values)
     rows = run.resources()
@@ -267,9 +262,7 @@ def _caveat_sentences(run: DriftRun, missing: Sequence[str]) -> list[str]:
     warnings = [f"Warning: {text}" for text in run.manifest.warnings]
     warnings += [f"Notice: {text}" for text in run.manifest.notices]
     unmeasured = [f"Not measured, so not shown: {'; '.join(missing)}"] if missing else []
-    return [
-        f"{text.rstrip('.')}." for text in (*warnings, *_limitation_sentences(run), *_ALWAYS, *unmeasured)
-    ]
+    return [f"{text.rstrip('.')}." for text in (*warnings, *_limitation_sentences(run), *_ALWAYS, *unmeasured)]
 
 
 def _limitation_sentences(run: DriftRun) -> Iterator[str]:
@@ -344,9 +337,7 @@ def report_verdict(run: DriftRun) -> Verdict:
         changes=tuple(_measure_changes(run, compared)),
         worst_task=furthest,
         worst_drift=drifts[furthest].value if furthest else None,
-        self_checks=CheckCounts(
-            **{name: run_self_checks(run).count(status) for name, status in ends.items()}
-        ),
+        self_checks=CheckCounts(**{name: run_self_checks(run).count(status) for name, status in ends.items()}),
         sentences=tuple(hide_run_path(run, text) for text in judged.sentences),
         headline=Headline.model_validate(headline(run)),
     )
@@ -366,9 +357,7 @@ def _measure_means_table(verdict: Verdict) -> Table:
     kinds: dict[str, Kind] = {"measure": "text", "model": "text"}
     kinds |= dict.fromkeys(("mean", "95 % low", "95 % high"), "number")
     note = "Relative drift and accuracies are fractions. Intervals are over samples of these tasks."
-    return Table.of(
-        "verdict", "Means over tasks", {**kinds, "tasks": "count", "samples": "count"}, rows, note
-    )
+    return Table.of("verdict", "Means over tasks", {**kinds, "tasks": "count", "samples": "count"}, rows, note)
 
 
 def _check_counts_sentence(report: CheckReport, noun: str) -> str:
@@ -381,9 +370,7 @@ def _check_counts_sentence(report: CheckReport, noun: str) -> str:
     return f"{'; '.join(parts)}."
 
 
-def _check_sentences_and_tables(
-    self_checks: CheckReport, checks: CheckReport | None
-) -> tuple[list[str], list[Table]]:
+def _check_sentences_and_tables(self_checks: CheckReport, checks: CheckReport | None) -> tuple[list[str], list[Table]]:
     sentences = [_check_counts_sentence(self_checks, "self-check")]
     tables = [self_checks.table("self-checks", "Self-checks: claims that are exact in theory", "error")]
     if checks is not None:

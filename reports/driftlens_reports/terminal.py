@@ -116,9 +116,7 @@ def run_summary_text(run: DriftRun, *, verbose: bool = False, everyone: bool = F
     return "\n\n".join("\n".join(strip_control_chars(line) for line in part) for part in parts)
 
 
-def _verdict_paragraphs(
-    run: DriftRun, name: str = "", *, verbose: bool, everyone: bool = False
-) -> Iterator[list[str]]:
+def _verdict_paragraphs(run: DriftRun, name: str = "", *, verbose: bool, everyone: bool = False) -> Iterator[list[str]]:
     """Yield paragraphs of the run summary: verdict, rows by task, other models."""
     judgement = verdict(run, name)
     unscored = agreement_sentence(run) if judgement.measure.role != SCORE.role else ()
@@ -172,9 +170,7 @@ def table_text(sheet: Table) -> str:
 
 def _table_lines(sheet: Table) -> list[str]:
     names = [shown for shown in sheet.display_columns() if shown.kind == "text"]
-    rows = _align_columns(
-        sheet.formatted_rows(ascii_only=not has_unicode_terminal(), gap="-"), num_names=len(names)
-    )
+    rows = _align_columns(sheet.formatted_rows(ascii_only=not has_unicode_terminal(), gap="-"), num_names=len(names))
     return [*filter(None, [sheet.title, *rows, sheet.notes()])]
 
 
@@ -184,9 +180,7 @@ def checks_text(report: CheckReport) -> str:
         **{"": ("text", "status"), "check": ("text", "title"), "value": ("number", "value")},
         **{"margin": ("number", "margin"), "rows": ("count", "n"), "samples": ("count", "samples")},
     }
-    rows = [
-        {**vars(check), "title": check.title, "samples": check.samples or None} for check in report.results
-    ]
+    rows = [{**vars(check), "title": check.title, "samples": check.samples or None} for check in report.results]
     lines = _align_columns(Table.from_rows("checks", "", columns, rows).formatted_rows(gap=""), num_names=2)
     lines += [f"{check.status}: {check.title}: {check.reason}" for check in report.results if check.reason]
     counts = [f"{report.count('pass')} passed", f"{report.count('fail')} failed"]
@@ -211,9 +205,7 @@ def run_comparison_text(
     )
     parts = [[before] if comparison.before is comparison.after else [f"before: {before}", f"after: {after}"]]
     parts += [] if equal is None else [run_equality_text(equal, tolerance).split("\n")]
-    parts += (
-        [[f"Differs between runs: {text}" for text in comparison.mismatches]] if comparison.mismatches else []
-    )
+    parts += [[f"Differs between runs: {text}" for text in comparison.mismatches]] if comparison.mismatches else []
     # Bit-identical runs have no change of a variant to itself.
     is_equal = equal is not None and equal.bit_equal
     pairs = [
@@ -223,14 +215,10 @@ def run_comparison_text(
     ]
     heads = {pair: " -> ".join(map(display_name, pair)) for pair, _ in pairs}
     if len(pairs) > 1:
-        parts.append(
-            [f"{heads[pair]}: {text}" for pair, rows in pairs for text in _mean_score_change_lines(rows)]
-        )
+        parts.append([f"{heads[pair]}: {text}" for pair, rows in pairs for text in _mean_score_change_lines(rows)])
     for pair, rows in pairs:
         mean = _mean_score_change_lines(rows) if len(pairs) == 1 else []
-        parts.append(
-            [heads[pair], *mean, *_table_lines(comparison_table(rows))[1:], *_sample_change_sentences(rows)]
-        )
+        parts.append([heads[pair], *mean, *_table_lines(comparison_table(rows))[1:], *_sample_change_sentences(rows)])
     if comparison.notes and pairs:
         parts.append([f"{note[:1].upper()}{note[1:]}." for note in comparison.notes])
     return "\n\n".join("\n".join(strip_control_chars(line) for line in part) for part in parts if part)
@@ -320,9 +308,7 @@ def sweep_text(run: DriftRun, name: str) -> str:
     # Names of corruptions have no order; points do.
     swept = swept.sort_values("point" if varied in ([], ["corruption"]) else varied, kind="stable")
     has_accuracy = bool(swept["accuracy"].notna().any())
-    metrics = [
-        metric for metric in METRICS.values() if metric is not ACCURACY and rows[metric.name].notna().any()
-    ]
+    metrics = [metric for metric in METRICS.values() if metric is not ACCURACY and rows[metric.name].notna().any()]
     columns: dict[str, tuple[Kind, str]] = {factor: ("text", factor) for factor in factors}
     measured = {"L2 drift": "drift_l2_mean", "relative": "drift_rel", "cosine": "cos_mean", "KL": "kl"}
     columns |= {head: ("number", column) for head, column in measured.items()}

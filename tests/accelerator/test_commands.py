@@ -63,9 +63,7 @@ ELSEWHERE = {
 
 def test_every_command_that_takes_a_device_is_tried() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    computing = {
-        name for name, command in commands.items() if any(each.name == "device" for each in command.params)
-    }
+    computing = {name for name, command in commands.items() if any(each.name == "device" for each in command.params)}
     assert computing == {*MADE, *ADDED, *ELSEWHERE}
 
 

@@ -62,9 +62,7 @@ def test_batches_are_halved_until_they_fit(sim: torch.device, tmp_path: Path) ->
     pd.testing.assert_frame_equal(run("none", 2, resume=True).layers(), narrow.layers())
 
 
-def solved(
-    method: Calibrator, sim: torch.device, limit: int = -1
-) -> tuple[dict[Any, Tensor], list[str], int]:
+def solved(method: Calibrator, sim: torch.device, limit: int = -1) -> tuple[dict[Any, Tensor], list[str], int]:
     """What is solved for within so many bytes, what was told on the way, and how many were in use."""
     gc.collect()
     turn(limit=limit)
@@ -98,9 +96,7 @@ def test_moments_that_have_no_room_are_kept_on_the_host(sim: torch.device, metho
     assert not [name for name in expected if not torch.equal(found[name], expected[name])]
 
 
-def test_features_that_have_no_room_wait_on_the_host(
-    sim: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_that_have_no_room_wait_on_the_host(sim: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = torch.randn(200, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     parts = {"a": given(batched(inputs, 2))}
 

@@ -60,9 +60,7 @@ def world(pretended: torch.device, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="module")
 def on_cpu(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, pd.DataFrame]:
     with sdpa_kernel([SDPBackend.MATH]):
-        run = dl.analyze(
-            world.one_task(metrics=METRICS), out=tmp_path_factory.mktemp("cpu") / "run", progress="none"
-        )
+        run = dl.analyze(world.one_task(metrics=METRICS), out=tmp_path_factory.mktemp("cpu") / "run", progress="none")
     return tables(run.path)
 
 
@@ -118,9 +116,7 @@ def calibrated(pretended: torch.device, request: pytest.FixtureRequest) -> tuple
 
 
 @behaviours
-def test_a_calibration(
-    sim: torch.device, calibrated: tuple[str, dict[Any, Tensor]], switches: dict[str, Any]
-) -> None:
+def test_a_calibration(sim: torch.device, calibrated: tuple[str, dict[Any, Tensor]], switches: dict[str, Any]) -> None:
     name, expected = calibrated
     turn(**switches)
     found = solution(name, sim)
@@ -213,8 +209,4 @@ def test_a_model(sim: torch.device, name: str) -> None:
 
 
 def _on(inputs: Any, device: torch.device) -> Any:
-    return (
-        {key: value.to(device) for key, value in inputs.items()}
-        if isinstance(inputs, dict)
-        else inputs.to(device)
-    )
+    return {key: value.to(device) for key, value in inputs.items()} if isinstance(inputs, dict) else inputs.to(device)

@@ -52,9 +52,7 @@ def analyzed(pretended: torch.device, tmp_path_factory: pytest.TempPathFactory) 
     assert job.returncode == 0, said(job)
     with sdpa_kernel([SDPBackend.MATH]):
         alone = dl.analyze(spec, out=folder / "alone", device=NAME, progress="none").path
-    measured = [
-        pd.read_parquet(of / "tables/layers.parquet").query("variant == 'merged'") for of in (shared, alone)
-    ]
+    measured = [pd.read_parquet(of / "tables/layers.parquet").query("variant == 'merged'") for of in (shared, alone)]
     pd.testing.assert_frame_equal(*measured, check_exact=True)
     return shared, Path(alone)
 

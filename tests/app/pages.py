@@ -14,9 +14,7 @@ from driftlens_app.requests import calibrate_request
 from driftlens_app.show import pages
 from tests.app.conftest import until
 
-OF_A_RUN = [
-    path.removeprefix("views/").removesuffix(".py") for path, page in pages().items() if page.needs_run
-]
+OF_A_RUN = [path.removeprefix("views/").removesuffix(".py") for path, page in pages().items() if page.needs_run]
 
 
 def said(app: AppTest) -> str:

@@ -45,9 +45,7 @@ def run(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("view", ("overview", "samples"))
-def test_a_run_that_was_stopped_before_its_first_layer_is_shown(
-    open_app: Open, root: Path, view: str
-) -> None:
+def test_a_run_that_was_stopped_before_its_first_layer_is_shown(open_app: Open, root: Path, view: str) -> None:
     file = root / "full" / "tables" / "layers.parquet"
     pq.write_table(pq.read_table(file).slice(0, 0), file)
     app = open_app(root, view)

@@ -61,9 +61,7 @@ def test_the_button_starts_the_command_with_what_the_form_says(open_app: Open, r
 
 
 @pytest.mark.slow
-def test_a_failure_shows_cause_hint_and_log_and_the_form_stays_filled(
-    open_app: Open, root: Path, run: Path
-) -> None:
+def test_a_failure_shows_cause_hint_and_log_and_the_form_stays_filled(open_app: Open, root: Path, run: Path) -> None:
     app = open_app(root, "repair")
     app.number_input(key="featcal.rho").set_value(1.5)
     calibrate_as(app, "failing")
@@ -102,9 +100,7 @@ def test_a_cancel_that_leaves_no_record_is_told_and_stops_the_job(
 
     sent: list[int] = []
     monkeypatch.setattr("driftlens_app.processes.write_job_record", full)
-    monkeypatch.setattr(
-        "driftlens_app.processes._signal_process_group", lambda _job, number: sent.append(number)
-    )
+    monkeypatch.setattr("driftlens_app.processes._signal_process_group", lambda _job, number: sent.append(number))
     press(app.run(), "Cancel")
     assert not app.exception and sent == [signal.SIGINT]
     assert "No space left on device" in errors(app) and "Free some space." in errors(app)
@@ -112,9 +108,7 @@ def test_a_cancel_that_leaves_no_record_is_told_and_stops_the_job(
 
 
 @pytest.mark.slow
-def test_going_on_after_a_cancel_writes_no_folder_beside_a_single_run(
-    open_app: Open, root: Path, run: Path
-) -> None:
+def test_going_on_after_a_cancel_writes_no_folder_beside_a_single_run(open_app: Open, root: Path, run: Path) -> None:
     app = calibrate_as(open_app(root, "repair"), "steady")
     until(lambda: state(run) == "running", "it runs")
     press(app.run(), "Cancel")
@@ -165,9 +159,7 @@ def test_the_tables_of_a_finished_calibration_are_those_of_card_and_report(
 
 
 @pytest.mark.slow
-def test_the_first_numbers_are_shown_while_the_attribution_still_runs(
-    open_app: Open, root: Path, run: Path
-) -> None:
+def test_the_first_numbers_are_shown_while_the_attribution_still_runs(open_app: Open, root: Path, run: Path) -> None:
     manifest = (run / "manifest.json").read_text()
     (run / "manifest.json").write_text(json.dumps({**json.loads(manifest), "calibrations": {}}))
     app = calibrate_as(open_app(root, "repair"), "featcal")

@@ -104,9 +104,7 @@ def test_a_name_that_somebody_took_meanwhile_is_refused_and_not_changed(open_app
 
 
 @pytest.mark.slow
-def test_a_finished_calibration_is_shown_in_every_tab_whatever_was_chosen_there(
-    open_app: Open, run: Path
-) -> None:
+def test_a_finished_calibration_is_shown_in_every_tab_whatever_was_chosen_there(open_app: Open, run: Path) -> None:
     """Also without a choice: `tests/browser/test_repair.py`."""
     with_calibrations(run, ["featcal", "steady"])
     app, other = (open_app(run.parent, "repair") for _ in range(2))
@@ -119,9 +117,7 @@ def test_a_finished_calibration_is_shown_in_every_tab_whatever_was_chosen_there(
     end(run, ["featcal", "steady", "featcal-2"])
     for tab in (app.run(), other.run(), open_app(run.parent, "repair")):
         assert chosen(tab) == "featcal-2"
-        assert "Calibration featcal-2 is done." in said(
-            tab
-        ) and "Before and after the repair featcal-2" in said(tab)
+        assert "Calibration featcal-2 is done." in said(tab) and "Before and after the repair featcal-2" in said(tab)
 
 
 @pytest.mark.slow

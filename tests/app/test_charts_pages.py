@@ -76,9 +76,7 @@ def test_every_part_draws_its_charts_and_none_stands_twice(open_app: Open, root:
         again = [f"{places[what]} shows {what[:200]}" for what in drawn if what in places]
         if view == "overview":  # its field of cells leads to that of the layers
             [cells] = again
-            again = (
-                [] if cells.startswith(f"layers {{'layers': '{SECTIONS['contributions'].part}'}}") else again
-            )
+            again = [] if cells.startswith(f"layers {{'layers': '{SECTIONS['contributions'].part}'}}") else again
         assert not again, f"{view} {query}"
         places |= dict.fromkeys(drawn, f"{view} {query}")
 

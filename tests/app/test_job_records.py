@@ -16,9 +16,7 @@ from driftlens_app.processes import newest_job, poll_job
 from tests.app.conftest import Open
 from tests.app.pages import errors, record_job
 
-WANTED = CalibrationRequest(
-    name="mine", samples=16, parameters={"lam": 0.5, "alpha": 0.25, "update": ("linear",)}
-)
+WANTED = CalibrationRequest(name="mine", samples=16, parameters={"lam": 0.5, "alpha": 0.25, "update": ("linear",)})
 
 
 def as_json(settings: CalibrationRequest) -> dict[str, Any]:
@@ -80,9 +78,7 @@ def test_a_job_that_was_cancelled_before_it_could_say_so_is_no_failure(
     ],
     ids=str,
 )
-def test_a_record_that_makes_no_sense_counts_as_none(
-    root: Path, record: Path, values: dict[str, Any]
-) -> None:
+def test_a_record_that_makes_no_sense_counts_as_none(root: Path, record: Path, values: dict[str, Any]) -> None:
     assert newest_job(root / "full") is not None
     with_values(record, **values)
     assert newest_job(root / "full") is None and poll_job(root / "full") is None
@@ -100,9 +96,7 @@ def test_a_page_is_drawn_beside_such_records(open_app: Open, root: Path, record:
         assert not app.error and not app.exception, (values, errors(app))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "5", "null", "[" * 100_000, "\xff"], ids=lambda text: text[:3]
-)
+@pytest.mark.parametrize("text", ["", "{", "[]", "5", "null", "[" * 100_000, "\xff"], ids=lambda text: text[:3])
 def test_a_record_that_is_no_object_counts_as_none(root: Path, record: Path, text: str) -> None:
     record.write_bytes(text.encode("latin-1"))
     assert newest_job(root / "full") is None

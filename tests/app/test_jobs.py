@@ -64,9 +64,7 @@ def test_many_clicks_at_once_start_one_process(run: Path) -> None:
     assert begin(run, "steady").pid != jobs[0].pid  # once it is over, a new one may begin
 
 
-def test_a_run_that_another_program_writes_to_is_left_alone(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_another_program_writes_to_is_left_alone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = RunLock(run)
     lock.acquire()
     try:
@@ -101,9 +99,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.mark.slow
-def test_a_cancel_that_can_not_be_noted_is_told_and_stops_the_job(
-    run: Path, fill_disk: Callable[[], None]
-) -> None:
+def test_a_cancel_that_can_not_be_noted_is_told_and_stops_the_job(run: Path, fill_disk: Callable[[], None]) -> None:
     job = begin(run, "steady")
     until(lambda: state(run) == "running", "it runs")
     fill_disk()
@@ -124,9 +120,7 @@ def test_a_full_disk_does_not_hide_how_a_job_ended(run: Path, fill_disk: Callabl
 
 
 @pytest.mark.slow
-def test_a_job_that_does_not_stop_is_ended_after_the_grace_period(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_does_not_stop_is_ended_after_the_grace_period(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = begin(run, "deaf")
     until(lambda: state(run) == "running", "it runs")
     cancel_job(job)
@@ -211,18 +205,14 @@ def test_a_recycled_process_id_is_not_signalled(run: Path) -> None:
     write_job_record(job)
 
 
-@pytest.mark.parametrize(
-    "name", ["../outside", "/etc", "a/b", "", "-x", ".hidden", "a" * 81, "a\nb"], ids=repr
-)
+@pytest.mark.parametrize("name", ["../outside", "/etc", "a/b", "", "-x", ".hidden", "a" * 81, "a\nb"], ids=repr)
 def test_a_new_run_can_only_go_into_a_folder_under_the_root(root: Path, name: str) -> None:
     (root / "my.yaml").write_text("version: 1\n")
     with pytest.raises(SpecError):
         analyze_request(Settings(root), "my.yaml", name)
 
 
-@pytest.mark.parametrize(
-    "spec", ["../secret.yaml", "/etc/passwd", "link.yaml", "full/manifest.json", "no.yaml"]
-)
+@pytest.mark.parametrize("spec", ["../secret.yaml", "/etc/passwd", "link.yaml", "full/manifest.json", "no.yaml"])
 def test_only_specs_under_the_root_are_read(root: Path, spec: str) -> None:
     (root.parent / "secret.yaml").write_text("version: 1\n")
     (root / "link.yaml").symlink_to(root.parent / "secret.yaml")
@@ -243,9 +233,7 @@ def test_a_demo_is_only_forced_over_what_a_job_left(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_at_most_two_commands_are_waited_for_at_a_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_at_most_two_commands_are_waited_for_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "stand_in.py"
     script.write_text(
         "import pathlib, sys, time\n"

@@ -115,9 +115,7 @@ def test_an_error_of_the_command_is_told_with_its_hint(root: Path, monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("view", ["new_run", "runs", "overview"])
-def test_a_folder_that_was_deleted_while_open_is_said_to_be_gone(
-    open_app: Open, root: Path, view: str
-) -> None:
+def test_a_folder_that_was_deleted_while_open_is_said_to_be_gone(open_app: Open, root: Path, view: str) -> None:
     app = open_app(root, view)
     shutil.rmtree(root)
     app.run()

@@ -79,9 +79,7 @@ def opened(open_app: Open, root: Path, method: str) -> AppTest:
 
 
 @pytest.mark.slow
-def test_the_settings_of_toys_are_fields_whose_values_reach_the_command(
-    toys: None, open_app: Open, root: Path
-) -> None:
+def test_the_settings_of_toys_are_fields_whose_values_reach_the_command(toys: None, open_app: Open, root: Path) -> None:
     app = opened(open_app, root, "toy-scale")
     assert app.text_input(key="name").value == "toy-scale"
     assert not [field.key for field in app.number_input if field.key.startswith("featcal.")]
@@ -126,9 +124,7 @@ def test_a_trained_one_has_its_own_fields(toys: None, open_app: Open, root: Path
 def test_featcal_stands_first_and_presets_are_its_own(open_app: Open, root: Path) -> None:
     app = open_app(root, "repair")
     offered = app.selectbox(key="calibrator").options
-    assert offered[0] == "FeatCal" and {*offered} == {
-        at["title"] for at in catalogue()["calibrators"].values()
-    }
+    assert offered[0] == "FeatCal" and {*offered} == {at["title"] for at in catalogue()["calibrators"].values()}
     entry = catalogue()["calibrators"]["featcal"]
     preset = app.selectbox(key="featcal preset")
     assert preset.options[1:] == [
@@ -154,9 +150,7 @@ def test_what_a_preset_says_anyway_is_not_repeated(worker: None, open_app: Open,
 
 
 @pytest.mark.slow
-def test_published_settings_for_models_of_the_runs_kind_stand_first(
-    worker: None, open_app: Open, root: Path
-) -> None:
+def test_published_settings_for_models_of_the_runs_kind_stand_first(worker: None, open_app: Open, root: Path) -> None:
     """And `Best` starts from them, asks for no method, and leaves the fields' values to the choice."""
     with RunWriter.resume(root / "full") as writer:
         for task in writer.manifest.tasks:

@@ -73,15 +73,11 @@ def test_it_is_on_the_page_of_its_section(toy: str, open_app: Open, root: Path) 
     app = open_app(root, "layers", layers="Drift")
     assert not app.error and not app.exception
     assert [element.value for element in app.header][:2] == ["A toy of a chart", charts["layer-drift"].title]
-    assert any(
-        "Made of one file" in f"{element.value} {element.help}".replace("\\", "") for element in app.caption
-    )
+    assert any("Made of one file" in f"{element.value} {element.help}".replace("\\", "") for element in app.caption)
 
 
 @pytest.mark.slow
-def test_where_its_column_was_not_measured_it_says_what_fills_it(
-    toy: str, open_app: Open, root: Path
-) -> None:
+def test_where_its_column_was_not_measured_it_says_what_fills_it(toy: str, open_app: Open, root: Path) -> None:
     file = root / "full" / "tables" / "layers.parquet"
     rows = pq.read_table(file)
     at = rows.schema.get_field_index("cka")

@@ -28,9 +28,7 @@ VIEWS = [path.removeprefix("views/").removesuffix(".py") for path in pages()]
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_an_empty_folder_offers_the_demo_or_says_what_is_missing(
-    open_app: Open, tmp_path: Path, view: str
-) -> None:
+def test_an_empty_folder_offers_the_demo_or_says_what_is_missing(open_app: Open, tmp_path: Path, view: str) -> None:
     app = open_app(tmp_path, view)
     assert not app.error
     if view == "new_run":
@@ -72,9 +70,7 @@ def test_a_page_of_a_finished_run_has_a_title_and_no_error(open_app: Open, root:
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_read_only_dashboard_starts_nothing(open_app: Open, root: Path, view: str) -> None:
     app = open_app(root, view, read_only=True)
-    starting = [
-        button for button in app.button if button.label in ("FeatCal calibrate", "Start the analysis")
-    ]
+    starting = [button for button in app.button if button.label in ("FeatCal calibrate", "Start the analysis")]
     assert all(button.disabled for button in starting)
 
 
@@ -199,14 +195,10 @@ def test_the_filter_keeps_what_it_names(open_app: Open, root: Path) -> None:
     assert not app.dataframe and "No run matches" in app.info[0].value
 
 
-def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task(
-    open_app: Open, root: Path
-) -> None:
+def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task(open_app: Open, root: Path) -> None:
     run = open_run(root / "full")
     app = open_app(root, "overview", task="mnist")
-    (shown,) = (
-        text for entry in app.markdown if (text := entry.value.replace("\\", "")).startswith("Accuracy")
-    )
+    (shown,) = (text for entry in app.markdown if (text := entry.value.replace("\\", "")).startswith("Accuracy"))
     assert "\N{NO-BREAK SPACE}%" in shown  # no line ends before it
     shown = shown.replace("\N{NO-BREAK SPACE}", " ")
     judged = verdict(run)
@@ -221,9 +213,7 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
     mean, rows = rows.iloc[-1], rows.iloc[:-1]
     last = [name for name in run.variants if name.startswith("calibrated:")][-1]
     right = 100 * right.pivot(index="task", columns="variant", values="value")
-    assert [*rows.index] == [
-        *(right["expert"] - right[last]).sort_values(ascending=False, kind="stable").index
-    ]
+    assert [*rows.index] == [*(right["expert"] - right[last]).sort_values(ascending=False, kind="stable").index]
     assert mean.name == f"mean of {len(run.tasks)}"
     assert rows["axis"].iloc[0].startswith("data:image/svg+xml") and mean["axis"].startswith("data:")
     for column, variant in (("base", "base"), ("merged", "merged"), ("expert", "expert")):
@@ -234,9 +224,7 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
         assert list(rows.loc[task, "by layer"]) == curve
         assert rows.loc[task, "relative drift"] == pytest.approx(100 * curve[-1], abs=0.051)
     assert "Where merged's final drift comes from" in said(app)
-    (cells,) = [
-        chart for chart in map(figure_of, app.get("plotly_chart")) if chart["data"][0]["type"] == "heatmap"
-    ]
+    (cells,) = [chart for chart in map(figure_of, app.get("plotly_chart")) if chart["data"][0]["type"] == "heatmap"]
     assert cells["layout"]["yaxis"]["ticktext"] == ["mnist"] and "- mnist: " not in said(app)
 
 
@@ -250,13 +238,7 @@ def test_names_from_a_run_are_shown_and_not_obeyed(open_app: Open, tmp_path: Pat
     write_full_run(tmp_path / "odd", name=name, tasks=("t*a*sk",))
     title = open_app(tmp_path, "overview").title[0].value
     assert title.replace("\\", "").replace("\N{WORD JOINER}", "") == name
-    assert (
-        r"\*\*x\*\*" in title
-        and r"\[a\]" in title
-        and r"\:red" in title
-        and r"\$" in title
-        and r"\<b" in title
-    )
+    assert r"\*\*x\*\*" in title and r"\[a\]" in title and r"\:red" in title and r"\$" in title and r"\<b" in title
 
 
 def test_the_rows_behind_a_chart_are_sent_when_they_are_opened(open_app: Open, root: Path) -> None:

@@ -38,9 +38,7 @@ def test_a_damaged_table_leaves_the_files_of_a_calibration(open_app: Open, root:
 
 
 @pytest.mark.slow
-def test_a_link_brings_back_the_calibration_and_an_unknown_one_the_newest(
-    open_app: Open, tmp_path: Path
-) -> None:
+def test_a_link_brings_back_the_calibration_and_an_unknown_one_the_newest(open_app: Open, tmp_path: Path) -> None:
     write_full_run(tmp_path / "two", variants=("base", "merged", "calibrated:first", "calibrated:second"))
 
     def at(**query: str) -> AppTest:
@@ -49,9 +47,7 @@ def test_a_link_brings_back_the_calibration_and_an_unknown_one_the_newest(
     assert at().selectbox(key="calibration").value == "second"
     assert at(calibration="nosuch").selectbox(key="calibration").value == "second"
     app = at(calibration="first")
-    assert app.selectbox(key="calibration").value == "first" and "Before and after the repair first" in said(
-        app
-    )
+    assert app.selectbox(key="calibration").value == "first" and "Before and after the repair first" in said(app)
     # The browser writes the choice into the URL; a default it would leave out.
     box = app.selectbox(key="calibration")
     assert box.proto.query_param_key == "calibration" and not box.proto.HasField("default")
@@ -68,9 +64,7 @@ def test_one_task_of_a_comparison_can_be_chosen(open_app: Open, root: Path) -> N
 
 
 @pytest.mark.slow
-def test_runs_of_other_samples_are_compared_under_a_warning_that_names_the_field(
-    open_app: Open, root: Path
-) -> None:
+def test_runs_of_other_samples_are_compared_under_a_warning_that_names_the_field(open_app: Open, root: Path) -> None:
     write_full_run(root / "other", name="other", size=Size(samples=12))
     app = open_app(root, "repair", repair="Compare", run=open_run(root / "full").id)
     app.selectbox(key="with").set_value(open_run(root / "other").id).run()
@@ -89,9 +83,7 @@ def test_a_run_with_one_model_points_to_calibration(open_app: Open, tmp_path: Pa
     assert "driftlens sweep" not in said(app)
 
 
-def test_numbers_below_zero_have_a_minus_in_tables_and_are_sorted_as_numbers(
-    open_app: Open, tmp_path: Path
-) -> None:
+def test_numbers_below_zero_have_a_minus_in_tables_and_are_sorted_as_numbers(open_app: Open, tmp_path: Path) -> None:
     write_full_run(tmp_path / "single", variants=("merged",))
     table = open_app(tmp_path, "overview").dataframe[0]
     assert (table.value["merged - expert"] < 0).any()

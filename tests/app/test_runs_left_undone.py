@@ -26,19 +26,13 @@ def test_a_cancelled_calibration_is_told_beside_a_run_that_is_done(open_app: Ope
             raise Cancelled("cancelled")
     app = open_app(root)
     assert app.dataframe[0].value["state"].tolist() == ["done"]
-    (told,) = [
-        entry.value
-        for entry in app.info
-        if "calibration 'x' is unfinished" in entry.value.replace("\\", "")
-    ]
+    (told,) = [entry.value for entry in app.info if "calibration 'x' is unfinished" in entry.value.replace("\\", "")]
     assert told.startswith("**full**") and "resume" in told
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("view", OF_A_RUN)
-def test_a_damaged_status_is_told_and_keeps_no_page_from_its_run(
-    open_app: Open, root: Path, view: str
-) -> None:
+def test_a_damaged_status_is_told_and_keeps_no_page_from_its_run(open_app: Open, root: Path, view: str) -> None:
     (root / "full" / "status.json").write_text('{"state": "done", "done": "x"}')
     app = open_app(root, view)
     assert not app.error and open_run(root / "full").id in app.query_params["run"]

@@ -19,9 +19,7 @@ from tests.runs.full_run import write_full_run, write_run
 
 def embedded(app: AppTest) -> dict[str, Any]:
     """What the page gives its explorer."""
-    (given,) = [
-        at.proto.json for at in app.get("bidi_component") if at.proto.component_name.endswith("explorer")
-    ]
+    (given,) = [at.proto.json for at in app.get("bidi_component") if at.proto.component_name.endswith("explorer")]
     told: dict[str, Any] = json.loads(given)
     return told
 
@@ -44,9 +42,7 @@ def test_without_class_scores_the_output_page_says_what_gives_them(open_app: Ope
     app = open_app(tmp_path, "samples", part="Decisions", run=open_run(tmp_path / "bare").id)
     assert not app.error
     told = said(app)
-    assert (
-        "The run has no class scores. Add `heads` to the spec" in told and "with heads of two classes" in told
-    )
+    assert "The run has no class scores. Add `heads` to the spec" in told and "with heads of two classes" in told
 
 
 @pytest.mark.slow
@@ -59,9 +55,7 @@ def test_a_damaged_file_of_pictures_is_an_error_in_its_place(open_app: Open, roo
 
 
 @pytest.mark.slow
-def test_the_flips_that_overview_counts_are_what_the_explorer_is_asked_for(
-    open_app: Open, root: Path
-) -> None:
+def test_the_flips_that_overview_counts_are_what_the_explorer_is_asked_for(open_app: Open, root: Path) -> None:
     app = open_app(root, "overview", task="cars")
     assert embedded(app)["show"] == "points"
     app.button(key="to-samples").click().run()

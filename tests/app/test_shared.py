@@ -61,9 +61,7 @@ def test_another_users_job_is_refused_in_words_and_the_same_one_is_shared(run: P
 
 
 @pytest.mark.slow
-def test_a_job_that_failed_while_the_server_was_down_shows_its_own_error(
-    open_app: Open, root: Path, run: Path
-) -> None:
+def test_a_job_that_failed_while_the_server_was_down_shows_its_own_error(open_app: Open, root: Path, run: Path) -> None:
     job = record_job(run / "logs", run, code=None, host=platform.node())
     assert "stopped unexpectedly" in errors(open_app(root, "repair"))
     job.log.write_text("loading\nerror: the disk is full\nhint: Make room on it.\n")
@@ -77,9 +75,7 @@ def test_the_best_is_not_offered_where_too_few_samples_could_be_held_out(open_ap
     few = open_run(write_full_run(root / "few", size=Size(samples=7))).id
     app = open_app(root, "repair", run=few)
     (button,) = [each for each in app.button if each.label == "Repair with the best method"]
-    assert button.disabled and "has 7 calibration samples, but the choice needs at least 8 per task" in said(
-        app
-    )
+    assert button.disabled and "has 7 calibration samples, but the choice needs at least 8 per task" in said(app)
     (other,) = [each for each in app.button if each.label == "FeatCal calibrate"]
     assert not other.disabled
 

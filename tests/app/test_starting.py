@@ -28,9 +28,7 @@ def request_(root: Path) -> JobRequest:
     return calibrate_request(open_run(root / "full"), CalibrationRequest(name="steady"))
 
 
-def test_a_job_whose_record_cannot_be_written_is_ended(
-    request_: JobRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_whose_record_cannot_be_written_is_ended(request_: JobRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

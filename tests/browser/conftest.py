@@ -90,6 +90,4 @@ def _save_pictures(run: DriftRun, task: str) -> None:
     greys = np.arange(len(run.sample_ids(task)), dtype=np.uint8)
     file = run.path / thumbs_file(task)
     file.parent.mkdir()
-    np.savez_compressed(
-        file, pictures=np.broadcast_to(greys[:, None, None, None], (len(greys), SIDE, SIDE, 3)).copy()
-    )
+    np.savez_compressed(file, pictures=np.broadcast_to(greys[:, None, None, None], (len(greys), SIDE, SIDE, 3)).copy())

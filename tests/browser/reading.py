@@ -75,9 +75,7 @@ def choose(page: Any, field: str, *options: str, closes: bool = True) -> None:
         closes: whether the list closes by itself; where several can be chosen it stays.
     """
     box = page.get_by_role("combobox", name=field, exact=True)
-    box.evaluate(
-        "box => box.scrollIntoView({block: 'center'})"
-    )  # at an edge its focus would scroll again
+    box.evaluate("box => box.scrollIntoView({block: 'center'})")  # at an edge its focus would scroll again
     page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     for option in options:
         box.fill(option)

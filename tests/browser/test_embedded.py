@@ -35,9 +35,7 @@ def opened(page: Any, app_url: str, full: DriftRun) -> Callable[..., Any]:
     )
     page.on("pageerror", lambda error: page.said.append(str(error)))
 
-    def open_at(
-        name: str, state: str = "", address: str = app_url, run: DriftRun = full, **query: str
-    ) -> Any:
+    def open_at(name: str, state: str = "", address: str = app_url, run: DriftRun = full, **query: str) -> Any:
         said = "&".join(f"{key}={value}" for key, value in {"run": run.id, **query}.items())
         page.goto(f"{address}/{name}?{said}{f'#{state}' if state else ''}")
         return frame_of(page)
@@ -197,9 +195,7 @@ def test_overview_moves_samples_and_a_click_opens_them_on_samples(
     assert "task" not in page.url and page.said == []
 
 
-def test_the_repair_stands_beside_what_the_merge_broke(
-    page: Any, full: DriftRun, opened: Callable[..., Any]
-) -> None:
+def test_the_repair_stands_beside_what_the_merge_broke(page: Any, full: DriftRun, opened: Callable[..., Any]) -> None:
     frame = opened("repair")
     task = full.tasks[frame.evaluate("explorer.state.task")]
     became = sample_outcomes(full, task, "merged", "calibrated:featcal")["outcome"]
@@ -249,9 +245,7 @@ def test_hostile_names_run_nothing_in_the_dashboard(
     frame = opened("samples", address=address, run=run)
     frame.locator(".card").first.click()
     expect(frame.locator("#detail h2")).to_contain_text("Sample")
-    assert (
-        page.title() != "ran" and page.evaluate("name") != "ran" and frame.locator("img").count() == 0
-    )
+    assert page.title() != "ran" and page.evaluate("name") != "ran" and frame.locator("img").count() == 0
     # Nothing in the frame can reach the page around it.
     with pytest.raises(Exception, match="cross-origin"):
         frame.evaluate("parent.document.title")
@@ -283,9 +277,7 @@ def test_the_frame_is_as_wide_as_the_page_and_as_high_as_what_it_shows(
     assert frame.evaluate("document.documentElement.scrollWidth <= innerWidth") and page.said == []
 
 
-def test_a_frame_out_of_sight_has_the_height_of_what_it_shows(
-    page: Any, app_url: str, full: DriftRun
-) -> None:
+def test_a_frame_out_of_sight_has_the_height_of_what_it_shows(page: Any, app_url: str, full: DriftRun) -> None:
     """Or it would grow once it is scrolled to, and a press on what lies below would hit something else."""
     page.goto(f"{app_url}/repair?run={full.id}")
     settled(page)
@@ -326,6 +318,4 @@ def test_no_chart_of_a_page_is_drawn_twice(page: Any, app_url: str, runs_folder:
     page.locator(".js-plotly-plot .main-svg").first.wait_for()
     settled(page)
     page.wait_for_function(_COMPARED)
-    assert [chart["again"] for chart in page.evaluate("window.drawn")] == [0] * page.locator(
-        ".js-plotly-plot"
-    ).count()
+    assert [chart["again"] for chart in page.evaluate("window.drawn")] == [0] * page.locator(".js-plotly-plot").count()

@@ -144,9 +144,7 @@ def test_numbers_of_a_selection_are_those_of_the_tables(opened: Open, saved: Dri
         assert told[name][0].startswith(f"{100 * (answers['pred'] == answers['label']).mean():.1f} %")
         assert float(told[name][1].partition(" ")[0]) == pytest.approx(drifts.mean(), rel=5e-3)
     page.get_by_text("Explain this selection").click()
-    mismatch = (
-        saved.samples(task, "merged").query("sample_id in @inside").groupby("layer")["mismatch_l2"].mean()
-    )
+    mismatch = saved.samples(task, "merged").query("sample_id in @inside").groupby("layer")["mismatch_l2"].mean()
     cells = page.locator(".explain tbody tr td:nth-child(2)")
     expect(cells).to_have_count(len(mismatch))
     assert [float(cell) for cell in cells.all_inner_texts()] == pytest.approx(mismatch.tolist(), rel=5e-3)
@@ -242,9 +240,7 @@ def test_what_merge_and_repair_changed_stands_side_by_side(opened: Open, saved: 
     task = saved.tasks[page.evaluate("explorer.state.task")]
     became = sample_outcomes(saved, task, "merged", "calibrated:featcal")["outcome"]
     counts = {
-        name: count
-        for name, count in became.value_counts().items()
-        if name in ("repaired", "still wrong", "broken")
+        name: count for name, count in became.value_counts().items() if name in ("repaired", "still wrong", "broken")
     }
     shown = page.locator(".groups section")
     assert shown.count() == len(counts) > 0
@@ -257,9 +253,7 @@ def test_what_merge_and_repair_changed_stands_side_by_side(opened: Open, saved: 
 
 
 def test_a_model_without_stored_features_is_named(opened: Open, page: Any, tmp_path: Path) -> None:
-    run = open_run(
-        write_full_run(tmp_path / "run", tasks=("cars",), size=Size(blocks=1, samples=6, width=4, tests=8))
-    )
+    run = open_run(write_full_run(tmp_path / "run", tasks=("cars",), size=Size(blocks=1, samples=6, width=4, tests=8)))
     for file in (run.path / "features" / "cars" / "base").glob("*.npy"):
         file.unlink()
         del run.manifest.files[str(file.relative_to(run.path))]
@@ -313,10 +307,7 @@ def test_hostile_names_run_nothing(opened: Open, page: Any, tmp_path: Path, as_f
         cells = Path(waiting.value.path()).read_text(encoding="utf-8").split(",")
         assert any(EVIL[2] in cell for cell in cells)
         assert not [cell for cell in cells if cell.strip('"').startswith(("=", "+", "@"))]
-    assert (
-        "ran" not in (page.title(), frame.evaluate("document.title"))
-        and frame.locator("img").count() == 0
-    )
+    assert "ran" not in (page.title(), frame.evaluate("document.title")) and frame.locator("img").count() == 0
     assert shown.said == [] and not [name for name in shown.asked if name.startswith("http")]
 
 

@@ -15,9 +15,7 @@ from tests.browser.server import serving
 
 
 @pytest.mark.slow
-def test_models_on_disk_are_merged_and_analyzed(
-    page: Any, light: DriftRun, workshop: tuple[str, Path]
-) -> None:
+def test_models_on_disk_are_merged_and_analyzed(page: Any, light: DriftRun, workshop: tuple[str, Path]) -> None:
     """A spec in the folder is started by its name, and the page leads to the list of runs."""
     address, root = workshop
     (root / "mine.yaml").write_text((light.path / "spec.yaml").read_text())

@@ -192,9 +192,7 @@ def test_a_second_calibration_is_shown_when_it_is_done_in_every_tab_and_the_cons
     said: list[str] = []
     tabs = (page, page.context.new_page())
     for tab in tabs:
-        tab.on(
-            "console", lambda entry: said.append(entry.text) if entry.type in ("error", "warning") else None
-        )
+        tab.on("console", lambda entry: said.append(entry.text) if entry.type in ("error", "warning") else None)
         tab.goto(address)
         settled(tab)
         tab.get_by_test_id("stSidebarNav").get_by_role("link", name="Repair").click()

@@ -42,12 +42,8 @@ def drawn(report: Report, context: Any) -> Opened:
     opened = Opened(context.new_page(), report.run.path.parent / "report.html")
     opened.page.locator("body[data-drawn=all]").wait_for(timeout=60_000)
     assert opened.page.locator(".plot .main-svg").count() < opened.page.locator(".plot").count()
-    opened.page.evaluate(
-        "for (const part of document.querySelectorAll('details.part')) part.open = true"
-    )
-    eventually(
-        opened.page, "[...document.querySelectorAll('.plot')].every(plot => plot.querySelector('.main-svg'))"
-    )
+    opened.page.evaluate("for (const part of document.querySelectorAll('details.part')) part.open = true")
+    eventually(opened.page, "[...document.querySelectorAll('.plot')].every(plot => plot.querySelector('.main-svg'))")
     return opened
 
 
@@ -56,9 +52,7 @@ def test_the_interactive_report_draws_every_chart_and_asks_for_nothing(report: R
     assert opened.said == []
     assert opened.asked == [(report.run.path.parent / "report.html").as_uri()]
     figures = [figure for figure in report.content.figures if not figure.missing]
-    assert (
-        opened.page.locator(".plot .main-svg").count() >= len(figures) == opened.page.locator(".plot").count()
-    )
+    assert opened.page.locator(".plot .main-svg").count() >= len(figures) == opened.page.locator(".plot").count()
 
 
 @in_light
@@ -97,23 +91,17 @@ def test_charts_scroll_in_a_narrow_window_and_fit_a_sheet_of_paper(report: Repor
     page = drawn(report, context).page
     page.set_viewport_size({"width": 420, "height": 900})
     eventually(page, narrow)
-    assert page.evaluate(
-        "[...document.querySelectorAll('.scroll')].every(frame => frame.clientWidth <= 420)"
-    )
+    assert page.evaluate("[...document.querySelectorAll('.scroll')].every(frame => frame.clientWidth <= 420)")
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-    widths = page.evaluate(
-        "[...document.querySelectorAll('.plot .main-svg')].map(drawing => drawing.clientWidth)"
-    )
+    widths = page.evaluate("[...document.querySelectorAll('.plot .main-svg')].map(drawing => drawing.clientWidth)")
     assert set(widths) == {680}
     page.evaluate("window.dispatchEvent(new Event('afterprint'))")
     eventually(page, narrow)
 
 
 @in_light
-def test_a_printed_heading_stays_with_what_follows_and_a_tall_drawing_fits_a_page(
-    report: Report, context: Any
-) -> None:
+def test_a_printed_heading_stays_with_what_follows_and_a_tall_drawing_fits_a_page(report: Report, context: Any) -> None:
     page = Opened(context.new_page(), report.run.path.parent / "report-light.html").page
     page.emulate_media(media="print")
     assert page.evaluate(
@@ -126,9 +114,7 @@ def test_a_printed_heading_stays_with_what_follows_and_a_tall_drawing_fits_a_pag
 
 
 @pytest.mark.parametrize("name", ["report.html", "report-light.html"])
-def test_a_page_is_quiet_follows_the_colour_scheme_and_is_not_long(
-    name: str, report: Report, context: Any
-) -> None:
+def test_a_page_is_quiet_follows_the_colour_scheme_and_is_not_long(name: str, report: Report, context: Any) -> None:
     path = report.run.path.parent / name
     opened = Opened(context.new_page(), path)
     assert opened.said == [] and opened.asked == [path.as_uri()]

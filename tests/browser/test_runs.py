@@ -160,9 +160,7 @@ def test_two_tabs_keep_their_own_choices(page: Any, app_url: str, runs_folder: P
         assert f"run={run}" in tab.url and f"task={task}" in tab.url
 
 
-def test_no_page_of_a_telephones_width_scrolls_sideways(
-    browser: Any, app_url: str, runs_folder: Path
-) -> None:
+def test_no_page_of_a_telephones_width_scrolls_sideways(browser: Any, app_url: str, runs_folder: Path) -> None:
     context = browser.new_context(viewport={"width": 420, "height": 900})
     page = context.new_page()
     page.goto(f"{app_url}/?run={open_run(runs_folder / 'full').id}")
@@ -173,9 +171,7 @@ def test_no_page_of_a_telephones_width_scrolls_sideways(
             drawn(page, page.get_by_role("heading", level=1), timeout=60_000)
         elif entry.title != "Runs":
             visit(page, entry.title)
-        wide = page.evaluate(
-            "[...document.querySelectorAll('html, [data-testid=stMain]')].map(it => it.scrollWidth)"
-        )
+        wide = page.evaluate("[...document.querySelectorAll('html, [data-testid=stMain]')].map(it => it.scrollWidth)")
         assert max(wide) <= 420, entry.title
         # Panels stand below one another as soon as the browser has said how wide it is.
         if entry.title == "Layers":

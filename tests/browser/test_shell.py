@@ -28,9 +28,7 @@ pytestmark = pytest.mark.slow
 CELLS = ".st-key-chart-contributions-heatmap .yaxislayer-above .ytick text"
 
 
-def test_choosing_a_task_changes_the_page_and_the_link_keeps_it(
-    page: Any, app_url: str, runs_folder: Path
-) -> None:
+def test_choosing_a_task_changes_the_page_and_the_link_keeps_it(page: Any, app_url: str, runs_folder: Path) -> None:
     run = open_run(runs_folder / "merged")
     page.goto(f"{app_url}/layers?run={run.id}")
     settled(page)
@@ -52,9 +50,7 @@ def test_choosing_a_task_changes_the_page_and_the_link_keeps_it(
     other.context.close()
 
 
-def test_a_click_on_a_row_of_the_overview_chooses_its_task(
-    page: Any, app_url: str, runs_folder: Path
-) -> None:
+def test_a_click_on_a_row_of_the_overview_chooses_its_task(page: Any, app_url: str, runs_folder: Path) -> None:
     page.goto(f"{app_url}/overview?run={open_run(runs_folder / 'merged').id}")
     table = page.get_by_test_id("stDataFrame").first.locator("canvas").first
     table.wait_for()
@@ -67,9 +63,7 @@ def test_a_click_on_a_row_of_the_overview_chooses_its_task(
     expect(origins).to_have_count(1, timeout=60_000)
 
 
-def test_a_click_on_a_cell_of_the_overview_opens_its_layer_and_task(
-    page: Any, app_url: str, runs_folder: Path
-) -> None:
+def test_a_click_on_a_cell_of_the_overview_opens_its_layer_and_task(page: Any, app_url: str, runs_folder: Path) -> None:
     run = open_run(runs_folder / "full")
     page.goto(f"{app_url}/overview?run={run.id}")
     chart = page.locator(".st-key-chart-contributions-heatmap .js-plotly-plot")
@@ -134,9 +128,7 @@ def test_the_choice_survives_a_walk_through_the_pages(page: Any, app_url: str, r
     assert "repair=Compare" in page.url
 
 
-def test_opening_another_part_leaves_no_step_that_shows_the_same(
-    page: Any, app_url: str, runs_folder: Path
-) -> None:
+def test_opening_another_part_leaves_no_step_that_shows_the_same(page: Any, app_url: str, runs_folder: Path) -> None:
     run = open_run(runs_folder / "merged")
     page.goto(f"{app_url}/layers?run={run.id}")
     settled(page)
@@ -153,9 +145,7 @@ def test_opening_another_part_leaves_no_step_that_shows_the_same(
 def test_nothing_is_fetched_from_elsewhere_and_the_console_stays_empty(page: Any, app_url: str) -> None:
     said: list[str] = []
     asked: list[str] = []
-    page.on(
-        "console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None
-    )
+    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
     page.on("request", lambda request: asked.append(request.url))
     page.goto(app_url)
     settled(page)
@@ -168,15 +158,11 @@ def test_nothing_is_fetched_from_elsewhere_and_the_console_stays_empty(page: Any
     assert [url for url in asked if not url.startswith((app_url, "data:", "blob:"))] == []
 
 
-def test_a_shared_link_opens_its_page_with_an_empty_console(
-    page: Any, app_url: str, runs_folder: Path
-) -> None:
+def test_a_shared_link_opens_its_page_with_an_empty_console(page: Any, app_url: str, runs_folder: Path) -> None:
     said: list[str] = []
     failed: list[str] = []
     sockets: list[str] = []
-    page.on(
-        "console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None
-    )
+    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("response", lambda reply: failed.append(reply.url) if reply.status >= 400 else None)
     page.on("websocket", lambda socket: sockets.append(socket.url))
@@ -266,9 +252,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (texts.path / "manifest.json").write_text(json.dumps(manifest))
     for task in texts.tasks:
         (texts.path / texts_file(task)).parent.mkdir(exist_ok=True)
-        (texts.path / texts_file(task)).write_text(
-            json.dumps(dict.fromkeys(texts.sample_ids(task), "Is it?"))
-        )
+        (texts.path / texts_file(task)).write_text(json.dumps(dict.fromkeys(texts.sample_ids(task), "Is it?")))
     return root
 
 
@@ -279,9 +263,7 @@ def three(browser: Any, runs: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def screen(
-    browser: Any, three: str, runs: Path, request: pytest.FixtureRequest
-) -> Iterator[tuple[Any, DriftRun]]:
+def screen(browser: Any, three: str, runs: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Any, DriftRun]]:
     run = open_run(runs / request.param)
     context = browser.new_context(viewport={"width": 1440, "height": FOLD})
     page = context.new_page()
@@ -358,9 +340,7 @@ def test_the_first_screen_answers_what_how_sure_where_and_what_to_do(screen: tup
     # How sure: half of a 95 % interval behind each, which does not hold zero.
     assert found is not None
     assert [float(at) for at in found.group(1, 3)] == pytest.approx([lost, abs(won)], abs=0.051)
-    assert (
-        found[5] == ("better" if won > 0 else "worse") == ("worse" if run.path.name == "below" else "better")
-    )
+    assert found[5] == ("better" if won > 0 else "worse") == ("worse" if run.path.name == "below" else "better")
     assert 0 < float(found[2]) < lost and 0 < float(found[4]) < abs(won)
     assert f"n = {int(rows[rows['variant'] == 'merged']['n'].sum())}" in first
     # Where: the layer with the largest share of the merged model's final drift, and the tasks, the worst first.

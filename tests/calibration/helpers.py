@@ -61,9 +61,7 @@ def subject(name: str = "open_clip_vit", n: int = 4, device: str | torch.device 
     return Subject(world, models.pool, models.modules, models.batches[0].inputs, n)
 
 
-def context(
-    models: Subject, update: Sequence[str] = ("linear", "bias", "norm"), **options: Any
-) -> CalibrationContext:
+def context(models: Subject, update: Sequence[str] = ("linear", "bias", "norm"), **options: Any) -> CalibrationContext:
     """All default sites of a subject, on all its samples; `options` replace what is said here."""
     sites = select_sites(models.pool.chain, update=update)
     return CalibrationContext(**{"pool": models.pool, "parts": models.samples(), "sites": sites, **options})

@@ -101,9 +101,7 @@ def test_comparisons_with_what_was_left_behind_count() -> None:
     assert many.over_merged["start"].low < few.over_merged["start"].low
 
 
-def test_of_equally_simple_candidates_the_last_within_a_standard_error_is_taken_and_of_others_the_simplest() -> (
-    None
-):
+def test_of_equally_simple_candidates_the_last_within_a_standard_error_is_taken_and_of_others_the_simplest() -> None:
     flat = {task: 0 * values for task, values in NOISE.items()}
     by = {"merged": 2.0, "one": 1.0, "other": 0.99}
     noisy = {task: values - values.mean() for task, values in NOISE.items()}
@@ -150,8 +148,6 @@ def test_chance_alone_moves_away_from_the_merged_model_seldom() -> None:
     rng = np.random.default_rng(11)
     names, moved = ("merged", "base", "start", "found", "other", "another"), 0
     for _ in range(400):
-        drawn = {
-            name: HeldOutScores({"cars": rng.normal(size=8), "signs": rng.normal(size=8)}) for name in names
-        }
+        drawn = {name: HeldOutScores({"cars": rng.normal(size=8), "signs": rng.normal(size=8)}) for name in names}
         moved += choose_model(drawn).name != "merged"
     assert moved / 400 < 0.05

@@ -110,9 +110,7 @@ def recast(models: Subject, dtype: torch.dtype, stored: torch.dtype) -> ModelPoo
     )
 
 
-def test_float32_features_and_float32_solves_come_close_to_float64(
-    models: Subject, plain: Parameters
-) -> None:
+def test_float32_features_and_float32_solves_come_close_to_float64(models: Subject, plain: Parameters) -> None:
     pool = recast(models, torch.float32, torch.float64)
     weights = {key for key in plain if key[1].endswith("weight")}
     for solve_dtype in ("float64", "float32"):
@@ -145,9 +143,7 @@ def test_nothing_of_the_models_is_modified(models: Subject) -> None:
 
 
 def test_only_what_is_asked_for_is_updated(models: Subject) -> None:
-    layers = layers_of(
-        models, FeatCal(update=("bias",)), sites=select_sites(models.pool.chain, sites=["*.0.mlp.*"])
-    )
+    layers = layers_of(models, FeatCal(update=("bias",)), sites=select_sites(models.pool.chain, sites=["*.0.mlp.*"]))
     assert [layer.layer for layer in layers] == [2]
     assert set(layers[0].updates) == {"mlp.c_fc.bias", "mlp.c_proj.bias"}
     assert {r.site for r in layers[0].reports} == {
@@ -178,9 +174,7 @@ def test_a_calibration_goes_on_bitwise_where_it_was_interrupted(models: Subject,
 
 
 @pytest.mark.parametrize("how", ["cancelled", "abandoned"])
-def test_nothing_is_left_on_disk_by_a_walk_that_does_not_finish(
-    models: Subject, tmp_path: Path, how: str
-) -> None:
+def test_nothing_is_left_on_disk_by_a_walk_that_does_not_finish(models: Subject, tmp_path: Path, how: str) -> None:
     def cancel(now: CalibrationProgress) -> None:
         if how == "cancelled" and now.layer == 3:
             raise Cancelled("stop")
@@ -210,17 +204,13 @@ def test_features_that_are_not_finite_are_refused_with_layer_task_and_sample(mod
     inputs[2, 0, 0, 0] = float("nan")
     ids = ["zero.png", "one.png", "two.png"]
     parts = {"a": given(models.batches()), "b": InMemoryBatches(lambda: batched(inputs, 3), ids)}
-    with pytest.raises(
-        NumericsError, match=r"layer 1 \(conv1\), task 'b', first in sample 'two.png'"
-    ) as caught:
+    with pytest.raises(NumericsError, match=r"layer 1 \(conv1\), task 'b', first in sample 'two.png'") as caught:
         calibrated(models, FeatCal(), parts=parts)
     assert caught.value.context["task"] == "b" and caught.value.context["layer"] == 1
 
 
 def test_fewer_rows_than_inputs_without_a_ridge_are_refused_with_the_sites(models: Subject) -> None:
-    with pytest.raises(
-        SingularGramError, match=r"layer 2, transformer.resblocks.0.mlp.c_proj: gram is"
-    ) as caught:
+    with pytest.raises(SingularGramError, match=r"layer 2, transformer.resblocks.0.mlp.c_proj: gram is") as caught:
         layers_of(
             models,
             FeatCal(lam=0.0),

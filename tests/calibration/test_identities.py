@@ -139,9 +139,7 @@ def test_without_an_anchor_full_rank_data_give_the_only_expert_back() -> None:
     settings = FeatCal(anchor="none", alpha=1.0)
     modules = {**models.modules, "merged": perturbed(models.modules["expert:a"], 7)}
     for part in ("embed", "out"):  # outside the blocks the merged model is the expert already
-        modules["merged"].get_submodule(part).load_state_dict(
-            modules["expert:a"].get_submodule(part).state_dict()
-        )
+        modules["merged"].get_submodule(part).load_state_dict(modules["expert:a"].get_submodule(part).state_dict())
     found = calibrated(
         models,
         settings,
@@ -214,9 +212,7 @@ def final_drift(models: Subject, found: dict[tuple[int, str], Tensor], inputs: A
             for view in walk(pool, task, ["calibrated"], batched(inputs, 64))
             if view.layer.role == "head"
         ]
-    return float(
-        torch.stack([state_norms(subtract_states(v.merged_out, v.expert_out)).mean() for v in views]).mean()
-    )
+    return float(torch.stack([state_norms(subtract_states(v.merged_out, v.expert_out)).mean() for v in views]).mean())
 
 
 def test_a_source_that_is_not_deployed_costs_exactly_the_excess_of_its_minimiser() -> None:

@@ -25,20 +25,14 @@ N = 4
 SETTINGS = {"lam": 0.03, "rho": 1.7, "alpha": 0.4}
 
 
-def layers_of(
-    models: Family, calibrator: Calibrator, size: int = N, layers: Any = (2,)
-) -> list[CalibratedLayer]:
+def layers_of(models: Family, calibrator: Calibrator, size: int = N, layers: Any = (2,)) -> list[CalibratedLayer]:
     """Some blocks, calibrated."""
     batches = batched(models.batches[0].inputs, size)
     sites = select_sites(models.pool.chain, layers=layers, update=calibrator.update)
-    return list(
-        calibrator.calibrate(CalibrationContext(models.pool, {task: given(batches) for task in TASKS}, sites))
-    )
+    return list(calibrator.calibrate(CalibrationContext(models.pool, {task: given(batches) for task in TASKS}, sites)))
 
 
-def experts_calibrated(
-    models: Family, calibrator: Calibrator, **options: Any
-) -> dict[tuple[int, str], Tensor]:
+def experts_calibrated(models: Family, calibrator: Calibrator, **options: Any) -> dict[tuple[int, str], Tensor]:
     """New parameters by layer and name."""
     return updates_of(layers_of(models, calibrator, **options))
 
@@ -154,9 +148,7 @@ CALIBRATORS = {"featcal": FeatCal(**SETTINGS), "residual": ResidualCal(folds=2)}
 @pytest.mark.parametrize("name", ["Mixtral", "gpt-oss", "Llama 4"])
 def test_how_samples_are_batched_changes_nothing(name: str, method: str) -> None:
     models = family(case(name), n=N, batch_size=N)
-    whole, one_by_one = (
-        experts_calibrated(models, CALIBRATORS[method], size=size, layers=None) for size in (N, 1)
-    )
+    whole, one_by_one = (experts_calibrated(models, CALIBRATORS[method], size=size, layers=None) for size in (N, 1))
     assert whole.keys() == one_by_one.keys()
     for key, value in whole.items():
         assert float((one_by_one[key] - value).norm()) <= 1e-5 * float(value.norm()), key

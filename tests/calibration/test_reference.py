@@ -49,9 +49,7 @@ def slow(
     }
 
 
-def assert_equal_parameters(
-    found: dict[tuple[int, str], Tensor], want: dict[tuple[int, str], Tensor]
-) -> None:
+def assert_equal_parameters(found: dict[tuple[int, str], Tensor], want: dict[tuple[int, str], Tensor]) -> None:
     assert found.keys() == want.keys()
     for key, value in want.items():
         assert float((found[key].cpu() - value).norm()) <= TOLERANCE * float(value.norm()), key
@@ -73,9 +71,7 @@ def test_every_architecture_agrees_with_the_slow_reference(name: str, device: to
 @pytest.mark.slow
 @pytest.mark.parametrize("inputs", few(["merged", "expert"], ["merged"]))
 @pytest.mark.parametrize("name", list(WORLDS)[:1])
-def test_features_of_other_models_agree_with_the_slow_reference(
-    name: str, inputs: str, device: torch.device
-) -> None:
+def test_features_of_other_models_agree_with_the_slow_reference(name: str, inputs: str, device: torch.device) -> None:
     found = calibrated(subject(name, n=N, device=device), FeatCal(alpha=0.4, inputs=inputs))  # type: ignore[arg-type]
     assert_equal_parameters(found, slow(name, reference.Settings(alpha=0.4, inputs=inputs)))
     deployed = slow(name, reference.Settings(alpha=0.4))
@@ -91,9 +87,7 @@ def test_features_of_other_models_agree_with_the_slow_reference(
         pytest.param("qwen3", 0.5, 0.15, marks=pytest.mark.slow),
     ],
 )
-def test_language_models_agree_where_lambda_is_small(
-    name: str, rho: float, alpha: float, device: torch.device
-) -> None:
+def test_language_models_agree_where_lambda_is_small(name: str, rho: float, alpha: float, device: torch.device) -> None:
     """The paper's settings for FLAN-T5 and Llama, of which the weights are to be good to 1e-6."""
     found = calibrated(subject(name, n=N, device=device), FeatCal(lam=1e-5, rho=rho, alpha=alpha))
     want = slow(name, reference.Settings(lam=1e-5, rho=rho, alpha=alpha))

@@ -26,9 +26,7 @@ def course(seed: int = 0) -> TrainingContext:
     return TrainingContext(seeded(seed), quiet)
 
 
-def features(
-    seed: int = 0, shape: tuple[int, ...] = (COUNT, WIDTH), mask: Tensor | None = None
-) -> FinalFeatures:
+def features(seed: int = 0, shape: tuple[int, ...] = (COUNT, WIDTH), mask: Tensor | None = None) -> FinalFeatures:
     """The expert's are a linear map of the merged model's, which differs by seed, and some noise."""
     draw = seeded(seed)
     merged = torch.randn(shape, generator=draw)
@@ -79,9 +77,7 @@ def test_the_same_seed_gives_the_same_map_and_what_is_saved_is_all_of_it(
     of = features()
     first, second = (method.train(of, course(3)) for _ in range(2))
     again = type(method).attachment(first.tensors())
-    assert torch.equal(first(of.merged), second(of.merged)) and torch.equal(
-        again(of.merged), first(of.merged)
-    )
+    assert torch.equal(first(of.merged), second(of.merged)) and torch.equal(again(of.merged), first(of.merged))
 
 
 def test_padding_teaches_nothing() -> None:

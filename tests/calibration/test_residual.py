@@ -41,9 +41,7 @@ def moments(
         x = sizes * torch.randn(rows, k, generator=generator, dtype=torch.float64)
         local, upstream = torch.randn(2, rows, o, generator=generator, dtype=torch.float64)
         local = local + x[:, :o]  # something to learn
-        found.append(
-            ResidualMoments(x.mT @ x, local.mT @ x, upstream.mT @ x, (local + upstream).square().sum())
-        )
+        found.append(ResidualMoments(x.mT @ x, local.mT @ x, upstream.mT @ x, (local + upstream).square().sum()))
     return found
 
 
@@ -114,9 +112,7 @@ def test_the_joint_solve_is_stationary(generator: torch.Generator, with_metric: 
     if with_metric:
         roots = torch.randn(2, 2, 2, generator=generator, dtype=torch.float64)
         metrics = [torch.eye(2, dtype=torch.float64) + 0.3 * root @ root.mT for root in roots]
-    change, error = solve_residual(
-        whole, ridges, tasks=list(zip(metrics, tasks, strict=True)) if with_metric else ()
-    )
+    change, error = solve_residual(whole, ridges, tasks=list(zip(metrics, tasks, strict=True)) if with_metric else ())
     assert error is None if with_metric else error is not None and error < 1e-12
     gradient = 0.3 * change + sum(
         m @ (change @ t.gram - t.local - t.upstream) for m, t in zip(metrics, tasks, strict=True)
@@ -257,9 +253,7 @@ def test_solves_agree_with_the_slow_reference(name: str, of: str, copies: int) -
     width = STEPS[name](modules["base"])[-1](features["a"]["expert"][0][None]).shape[-1]
     seeds = [(int(digest[:15], 16) + product.seed) % 2**63 for digest in digests]
     draws = [
-        torch.randn(
-            1 if copies else 2, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-        )
+        torch.randn(1 if copies else 2, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         for seed in seeds
     ]
     heads = {task: STEPS[name](modules[f"expert:{task}"])[-1] for task in TASKS}

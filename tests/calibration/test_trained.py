@@ -33,8 +33,7 @@ def test_what_is_trained_is_what_surgery_makes_of_the_librarys_own_final_feature
     found = trained(models, Surgery(rank=2, steps=steps, batch=4))[task]
     with torch.no_grad():
         own, wanted = (
-            final_features(models.modules[model].double(), models.inputs)
-            for model in ("merged", f"expert:{task}")
+            final_features(models.modules[model].double(), models.inputs) for model in ("merged", f"expert:{task}")
         )
     width, last = own.shape[-1], len(models.pool.chain.layers)
     seed = torch.Generator().manual_seed(zlib.crc32(f"{last} {task}".encode()))

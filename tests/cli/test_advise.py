@@ -33,9 +33,7 @@ def test_advice_is_that_of_the_tables(finished: DriftRun, run_cli: Cli) -> None:
     assert text.startswith(finished.layer_name(shares.index[0])) and f"{conflicts[0]['cos']:#.3g}" in text
 
 
-def test_a_conflict_is_a_cosine_below_that_of_right_angles_at_these_lengths(
-    finished: DriftRun, world: World
-) -> None:
+def test_a_conflict_is_a_cosine_below_that_of_right_angles_at_these_lengths(finished: DriftRun, world: World) -> None:
     """Of task vectors of unlike lengths right angles make less than those of one length: that alone is no conflict."""
     found = layer_advice(finished)
     name = "visual.transformer.resblocks.1."
@@ -56,9 +54,7 @@ def test_a_conflict_is_a_cosine_below_that_of_right_angles_at_these_lengths(
         row |= {"cos": 0.6, "orthogonal": 0.7 if at == 0 else 0.5}
     total = len(found["conflicts"])
     text = layer_advice_text(found)
-    assert (
-        f"conflict in 1 of {total} layers" in text and text.count("task vectors conflict (mean cosine") == 1
-    )
+    assert f"conflict in 1 of {total} layers" in text and text.count("task vectors conflict (mean cosine") == 1
     found["conflicts"][0]["orthogonal"] = 0.6
     assert f"conflict in none of {total} layers" in layer_advice_text(found)
 
@@ -68,9 +64,7 @@ def test_no_layer_is_said_to_stand_out_whose_interval_overlaps(finished: DriftRu
     first, *others = found["shares"]
     for row in found["shares"]:
         row |= {"share_low": row["share"] - 1, "share_high": row["share"] + 1}
-    assert "overlap" in layer_advice_text(found) and finished.layer_name(
-        others[0]["layer"]
-    ) in layer_advice_text(found)
+    assert "overlap" in layer_advice_text(found) and finished.layer_name(others[0]["layer"]) in layer_advice_text(found)
     first["share_low"] = max(row["share"] for row in others) + 2
     assert "All other intervals are lower." in layer_advice_text(found)
     first["share_low"] = float("nan")

@@ -45,9 +45,7 @@ class Bench:
         """The expert with some tensors replaced, added or (None) taken out."""
         state = self.world.state(TASK) | {name: value for name, value in tensors.items() if value is not None}
         path = self.folder / "changed.safetensors"
-        save_file(
-            {name: value for name, value in state.items() if tensors.get(name, value) is not None}, path
-        )
+        save_file({name: value for name, value in state.items() if tensors.get(name, value) is not None}, path)
         return self.expert(path)
 
     def images(self) -> Path:
@@ -92,9 +90,7 @@ def wider(bench: Bench) -> list[str]:
 
 def deeper(bench: Bench) -> list[str]:
     extra = {
-        name.replace(".1.", ".3."): value
-        for name, value in bench.world.state(TASK).items()
-        if "blocks.1." in name
+        name.replace(".1.", ".3."): value for name, value in bench.world.state(TASK).items() if "blocks.1." in name
     }
     return [bench.changed_expert(**extra), "resblocks.3.", "one architecture"]
 
@@ -169,9 +165,7 @@ def leftovers(out: Path) -> list[Path]:
     return [path for path in out.rglob("*") if path.name.startswith(".partial-") or path.name == "run.lock"]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "code"), CASES.items(), ids=[spoil.__name__.replace("_", " ") for spoil in CASES]
-)
+@pytest.mark.parametrize(("spoil", "code"), CASES.items(), ids=[spoil.__name__.replace("_", " ") for spoil in CASES])
 def test_bad_input_is_named_and_leaves_nothing_behind(
     bench: Bench, run_cli: Cli, spec_file: Path, spoil: Callable[[Bench], list[str]], code: int
 ) -> None:

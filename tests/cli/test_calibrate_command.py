@@ -65,9 +65,7 @@ def test_the_table_shows_before_after_and_expert(folder: Path, run_cli: Cli, tmp
 
 
 @pytest.mark.slow
-def test_the_command_that_is_named_at_the_end_saves_the_model(
-    folder: Path, run_cli: Cli, tmp_path: Path
-) -> None:
+def test_the_command_that_is_named_at_the_end_saves_the_model(folder: Path, run_cli: Cli, tmp_path: Path) -> None:
     done = run_cli("calibrate", folder, "--name", NAME, "--no-attribution", *QUIET)
     command = next(line for line in done.err.splitlines() if "--save-weights" in line).split("`")[1]
     words = [str(tmp_path / "out") if word == "FOLDER" else word for word in shlex.split(command)[1:]]
@@ -79,9 +77,7 @@ def test_the_command_that_is_named_at_the_end_saves_the_model(
 
 
 @pytest.mark.slow
-def test_all_that_is_saved_has_the_type_that_the_flag_names(
-    folder: Path, run_cli: Cli, tmp_path: Path
-) -> None:
+def test_all_that_is_saved_has_the_type_that_the_flag_names(folder: Path, run_cli: Cli, tmp_path: Path) -> None:
     given = ("calibrate", folder, "--name", NAME, "--layers", 2, "--no-attribution", *QUIET)
     refused = run_cli(*given, "--out-dtype", "int8")
     assert refused.code == 2 and "bfloat16" in refused.err
@@ -168,18 +164,11 @@ def test_one_task_and_a_site_that_never_varies_are_calibrated_and_singular_syste
         "metrics": {"jacobian": False},
     }
     folder = tmp_path / "run"
-    assert (
-        run_cli("analyze", write_spec(spec_file, world.one_task(**changes)), "--out", folder, *QUIET).code
-        == 0
-    )
+    assert run_cli("analyze", write_spec(spec_file, world.one_task(**changes)), "--out", folder, *QUIET).code == 0
     before = open_run(folder)
     command = ("calibrate", folder, "--name", NAME, "--method", "residual", *QUIET)
     refused = run_cli(*command, "--set", "cv=off", "--set", "ridge=1e-300")
-    assert (
-        refused.code == 4
-        and "layer 2, transformer.resblocks.0." in refused.message
-        and "ridge" in refused.hint
-    )
+    assert refused.code == 4 and "layer 2, transformer.resblocks.0." in refused.message and "ridge" in refused.hint
     assert not (folder / f"calibrations/{NAME}/weights.safetensors").exists()
     same_rows(open_run(folder), before)
     assert run_cli(*command).code == 0
@@ -225,14 +214,8 @@ def test_card_and_header_name_sites_layers_seed_and_samples(run: DriftRun) -> No
     info = run.manifest.calibrations[NAME]
     with safe_open(run.path / WEIGHTS, "pt") as file:
         header = file.metadata()
-    assert (
-        json.loads(header["calibration_sites"]) == ["*.mlp.*", "*.ln_?"]
-        and header["calibration_preset"] == ""
-    )
-    assert (
-        json.loads(header["calibration_layers"]) == [2, 4]
-        and json.loads(header["calibration_seed"]) == info.seed
-    )
+    assert json.loads(header["calibration_sites"]) == ["*.mlp.*", "*.ln_?"] and header["calibration_preset"] == ""
+    assert json.loads(header["calibration_layers"]) == [2, 4] and json.loads(header["calibration_seed"]) == info.seed
     assert json.loads(header["calibration_samples"]) == dict(info.samples)
     assert json.loads(header["calibration_sample_digests"]) == dict(info.sample_digests)
     card = model_card(run, NAME)

@@ -99,9 +99,7 @@ def of_a_layer(number: int, *, kept: int | None) -> Callable[[Event], bool]:
     """Batches of a layer's last task are being read; of the layers before, this process has solved up to `kept`."""
     label = f"layer {number} of 3, task "
     return lambda event: (
-        event["phase"] == "calibrate"
-        and event["label"].startswith(label)
-        and event["metrics"].get("layer") == kept
+        event["phase"] == "calibrate" and event["label"].startswith(label) and event["metrics"].get("layer") == kept
     )
 
 
@@ -140,9 +138,7 @@ def test_a_calibration_that_is_killed_again_and_again_ends_as_if_it_had_not_been
 
 def same_folders(found: Path, expected: Path) -> None:
     """Byte for byte, but for what cards say of times."""
-    names = [
-        sorted(file.relative_to(at) for file in at.rglob("*") if file.is_file()) for at in (found, expected)
-    ]
+    names = [sorted(file.relative_to(at) for file in at.rglob("*") if file.is_file()) for at in (found, expected)]
     assert names[0] == names[1]
     differing = [name for name in names[0] if (found / name).read_bytes() != (expected / name).read_bytes()]
     assert {name.name for name in differing} <= {"README.md"}, differing
@@ -177,9 +173,7 @@ def test_a_choice_that_is_stopped_while_it_is_written_is_written_whole(
         patch.setattr(PatchedSource, "read", stopped)
         ended = run_cli("calibrate", folder, *flags, "--save-weights", targets[0])
     assert ended.code == 130 and None in count and not targets[0].exists()
-    assert not [path for path in tmp_path.iterdir() if targets[0].name in path.name], (
-        "something half-written stays"
-    )
+    assert not [path for path in tmp_path.iterdir() if targets[0].name in path.name], "something half-written stays"
     (left,) = find_runs(folder)[0].left
     monkeypatch.setattr(CandidateFitter, "fit", lambda *_: pytest.fail("candidates were tried again"))
     assert run_cli(*shlex.split(left.split("`")[1])[1:], "--progress", "none").code == 0

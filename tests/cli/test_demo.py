@@ -46,9 +46,7 @@ def test_the_demo_analyzes_calibrates_and_shows_before_and_after(
 
 
 @pytest.mark.slow
-def test_attribution_is_left_out_and_added_later(
-    world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
-) -> None:
+def test_attribution_is_left_out_and_added_later(world: World, spec_file: Path, tmp_path: Path, run_cli: Cli) -> None:
     spec, out = write_spec(spec_file, world.one_task(metrics={"jacobian": {"samples": 2}})), tmp_path / "run"
     assert run_cli("analyze", spec, "--out", out, "--no-attribution", "--progress", "none").code == 0
     assert open_run(out).layers()["final_share"].isna().all()

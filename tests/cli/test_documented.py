@@ -31,9 +31,7 @@ def commands(page: Path) -> list[list[str]]:
     """Words of the lines in a page's bash blocks that call driftlens."""
     blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     text = re.sub(r"(^|\s)#.*", "", "".join(blocks).replace("\\\n", " "), flags=re.MULTILINE)
-    lines = re.findall(
-        r"(?:^|&& )(driftlens .*?)(?= &&|$)", text, re.MULTILINE
-    )  # indented, they are of a script
+    lines = re.findall(r"(?:^|&& )(driftlens .*?)(?= &&|$)", text, re.MULTILINE)  # indented, they are of a script
     return [shlex.split(line)[1:] for line in lines]
 
 
@@ -60,9 +58,7 @@ def test_what_a_page_tells_to_type_runs(
         shutil.copytree(light.path, tmp_path / run)
     (tmp_path / SCORES).parent.mkdir(parents=True)
     (tmp_path / SCORES).write_text(json.dumps({"results": {"arc_easy": {"acc,none": 0.75}}}))
-    files = re.findall(
-        r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
-    )
+    files = re.findall(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     for name, text in files:
         if "/" not in name:
             (tmp_path / name).write_text(text)
@@ -87,9 +83,7 @@ def test_what_a_page_tells_to_type_runs(
         if words[0] == "analyze":
             shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)
         # A pattern stands for its files, as in a shell; the test is in `tmp_path`.
-        done = run_cli(
-            *(file for word in words for file in (sorted(Path().glob(word)) if "*" in word else [word]))
-        )
+        done = run_cli(*(file for word in words for file in (sorted(Path().glob(word)) if "*" in word else [word])))
         assert done.code == 0, f"{page.name}: driftlens {line}\n{done.err}"
         if words[0] == "init":
             filled_in()  # as a reader would

@@ -22,9 +22,7 @@ TABLES = ("layers", "samples", "outputs", "params", "accuracy")
 
 def same_tables(one: DriftRun, other: DriftRun) -> None:
     for table in TABLES:
-        pd.testing.assert_frame_equal(
-            getattr(one, table)(), getattr(other, table)(), check_exact=True, obj=table
-        )
+        pd.testing.assert_frame_equal(getattr(one, table)(), getattr(other, table)(), check_exact=True, obj=table)
     for file in sorted(other.path.rglob("*.npy")):
         relative = file.relative_to(other.path)
         assert (one.path / relative).read_bytes() == file.read_bytes(), relative
@@ -70,9 +68,7 @@ def test_a_killed_run_is_resumed_to_the_very_same_tables(
     resumed = open_run(out)
     same_tables(resumed, finished)
     assert set(states(resumed).values()) == {"done"}
-    assert resumed.manifest.phases[f"analyze:{TASKS[0]}"] == first, (
-        "a finished phase should not be done again"
-    )
+    assert resumed.manifest.phases[f"analyze:{TASKS[0]}"] == first, "a finished phase should not be done again"
     assert run_cli("check", out).code == 0
 
 

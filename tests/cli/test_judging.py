@@ -52,10 +52,7 @@ def test_a_failed_check_is_exit_code_three_with_its_number(
     result = run_cli("check", written, "--tests", file, "--junit", junit)
     assert result.code == 3 and result.err == ""
     largest = open_run(written).layers()["cos_mean"].max()
-    assert (
-        f"fail: low: {largest:.4g} (n = {SIZE.samples}) at task" in result.out
-        and "wanted <= 0.5" in result.out
-    )
+    assert f"fail: low: {largest:.4g} (n = {SIZE.samples}) at task" in result.out and "wanted <= 0.5" in result.out
     assert result.out.splitlines()[-1] == "2 passed, 1 failed"
     assert ElementTree.parse(junit).getroot().get("failures") == "1"
 
@@ -89,9 +86,7 @@ def test_without_a_file_the_self_checks_run(run_cli: Cli, written: Path) -> None
     assert found["contributions"]["status"] == "fail" and result.code == 3
 
 
-def test_a_check_that_makes_no_sense_is_wrong_usage(
-    run_cli: Cli, written: Path, checks: Callable[..., Path]
-) -> None:
+def test_a_check_that_makes_no_sense_is_wrong_usage(run_cli: Cli, written: Path, checks: Callable[..., Path]) -> None:
     result = run_cli("check", written, "--tests", checks("metric: cos_maen, gte: 0"))
     assert result.code == 2 and "cos_maen" in result.message and "cos_mean" in result.hint
 
@@ -112,9 +107,7 @@ def test_equal_runs_are_said_to_be_equal_and_no_more(run_cli: Cli, written: Path
     said = run_cli("compare", written, written).out.strip().split("\n\n")
     assert len(said) == 2 and said[1].startswith("Bit-identical: ")
     other = run_cli("compare", written, written, "--before", "base", "--after", "merged").out.split("\n\n")
-    assert other[1] == said[1] and other[2].splitlines()[1].startswith(
-        "mean change of accuracy over 2 tasks: "
-    )
+    assert other[1] == said[1] and other[2].splitlines()[1].startswith("mean change of accuracy over 2 tasks: ")
 
 
 @pytest.mark.slow
@@ -183,9 +176,7 @@ def test_with_a_folder_the_run_is_left_alone(run_cli: Cli, run: Path, tmp_path: 
         (["--checks", "absent.yaml"], 2, "absent.yaml"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
-    arguments: list[str], code: int, message: str, run_cli: Cli, run: Path
-) -> None:
+def test_what_makes_no_sense_is_refused(arguments: list[str], code: int, message: str, run_cli: Cli, run: Path) -> None:
     result = run_cli("report", run, *arguments)
     assert result.code == code
     assert message in result.message
@@ -196,7 +187,5 @@ def test_what_makes_no_sense_is_refused(
 def test_a_notebooks_backend_that_is_not_here_is_no_obstacle(run: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "driftlens", "report", str(run), "--format", "html-light"]
     environment = {**os.environ, "MPLBACKEND": "no_such_backend"}
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path / "out")], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([*command, "--out", str(tmp_path / "out")], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and (tmp_path / "out" / "report-light.html").is_file(), done.stderr

@@ -56,9 +56,7 @@ def quick(world: World, spec_file: Path) -> Path:
     return write_spec(spec_file, world.one_task(metrics={"jacobian": False}, heads=None))
 
 
-def test_stdout_carries_the_result_and_stderr_plain_progress(
-    run_cli: Cli, quick: Path, tmp_path: Path
-) -> None:
+def test_stdout_carries_the_result_and_stderr_plain_progress(run_cli: Cli, quick: Path, tmp_path: Path) -> None:
     done = run_cli("analyze", quick, "--out", tmp_path / "run", "--json")
     result = json.loads(done.out)
     assert result["tasks"] == [TASKS[0]] and {row["variant"] for row in result["final"]} == {"base", "merged"}
@@ -81,9 +79,7 @@ def test_progress_as_json_is_one_object_per_line(run_cli: Cli, quick: Path, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flag", "place"), [("-q", "before"), ("--quiet", "behind")])
-def test_quiet_says_nothing_but_the_result(
-    run_cli: Cli, quick: Path, tmp_path: Path, flag: str, place: str
-) -> None:
+def test_quiet_says_nothing_but_the_result(run_cli: Cli, quick: Path, tmp_path: Path, flag: str, place: str) -> None:
     command = ["analyze", quick, "--out", tmp_path / "run", "--json"]
     result = run_cli(flag, *command) if place == "before" else run_cli(*command, flag)
     assert result.code == 0 and result.err == ""
@@ -129,9 +125,7 @@ def test_no_command_shows_the_help(run_cli: Cli) -> None:
     assert "error" not in result.err
 
 
-def test_an_error_nobody_foresaw_is_code_one_and_says_so(
-    run_cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_nobody_foresaw_is_code_one_and_says_so(run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("driftlens.cli.looking.environment_report", functools.partial(divmod, 1, 0))
     result = run_cli("doctor")
     assert result.code == 1 and "ZeroDivisionError" in result.message
@@ -207,9 +201,7 @@ def test_colour_on_a_terminal_can_be_switched_off(tmp_path: Path, no_color: str)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_names_every_option_with_its_default(
-    run_cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_help_names_every_option_with_its_default(run_cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     result = run_cli(command, "--help")
     assert result.code == 0 and "--help" in result.out
@@ -266,9 +258,7 @@ def test_values_of_the_spec_are_overridden(
 
 
 @pytest.mark.parametrize("template", few(_template_names(), ["generic", "llama"]))
-def test_init_writes_a_spec_that_can_be_read_and_overwrites_none(
-    run_cli: Cli, spec_file: Path, template: str
-) -> None:
+def test_init_writes_a_spec_that_can_be_read_and_overwrites_none(run_cli: Cli, spec_file: Path, template: str) -> None:
     assert run_cli("init", "--template", template, "--out", spec_file).code == 0
     assert load_spec(spec_file).tasks
     written = spec_file.read_bytes()
@@ -332,9 +322,7 @@ def test_doctor_lists_what_is_installed_from_elsewhere_and_what_of_it_is_broken(
     about = tmp_path / "toys-1.2.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Name: toys\nVersion: 1.2\n")
-    (about / "entry_points.txt").write_text(
-        "[driftlens.charts]\nbars = toys\n[driftlens.chart]\npie = toys\n"
-    )
+    (about / "entry_points.txt").write_text("[driftlens.charts]\nbars = toys\n[driftlens.chart]\npie = toys\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(charts, "_broken", ("toys of toys 1.2", "Mend it.", ImportError("no toys")))
     found = json.loads(run_cli("doctor", "--json").out)["plugins"]

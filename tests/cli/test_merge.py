@@ -147,9 +147,7 @@ def test_an_average_needs_no_base_and_holds_the_image_tower_alone(
     same(saved, tower({name: (experts[0][name] + experts[1][name]) / 2 for name in experts[0]}))
 
 
-def test_a_merge_that_can_not_be_leaves_no_file(
-    world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
-) -> None:
+def test_a_merge_that_can_not_be_leaves_no_file(world: World, spec_file: Path, tmp_path: Path, run_cli: Cli) -> None:
     spec, file = (
         write_spec(spec_file, world.spec(merge={"method": "average"}, base=None)),
         tmp_path / "out.safetensors",
@@ -200,8 +198,7 @@ def test_merges_are_compared_without_labels_and_failures_are_rows(
         images = pixels(world.data(task), [f"train/{at}" for at in range(NUM_TRAIN)])
         with torch.no_grad():
             found, expert = (
-                clip(weights).double().encode_image(images)
-                for weights in (merged_weights(world), world.state(task))
+                clip(weights).double().encode_image(images) for weights in (merged_weights(world), world.state(task))
             )
         wanted.append(((found - expert).norm(dim=1).mean() / expert.norm(dim=1).mean()).item())
     assert own["drift_rel"] == pytest.approx(np.mean(wanted), rel=1e-4)
@@ -258,9 +255,7 @@ def test_a_comparison_is_refused_where_its_folder_is_taken_before_anything_is_op
 
 @pytest.mark.slow
 @pytest.mark.parametrize("label", ["expert of shapes", "base", "average", "ties"])
-def test_a_comparison_stops_between_models_and_leaves_nothing(
-    label: str, world: World, tmp_path: Path
-) -> None:
+def test_a_comparison_stops_between_models_and_leaves_nothing(label: str, world: World, tmp_path: Path) -> None:
     token, said = CancelToken(), list[str]()
 
     def stop(event: ProgressEvent) -> None:
@@ -311,9 +306,7 @@ def spoiled(state: dict[str, Tensor], fault: str) -> dict[str, Tensor]:
         pytest.param("unknown tensor", "average,ties", 4, "has 'extra'", marks=pytest.mark.slow),
         ("NaN", "average,ties", 4, "own.safetensors"),
         ("no fault", "average,ties:scalling=1", 2, "no parameter 'scalling'"),
-        pytest.param(
-            "no fault", "average,ties:scaling=1e9", 2, "scaling is 1000000000", marks=pytest.mark.slow
-        ),
+        pytest.param("no fault", "average,ties:scaling=1e9", 2, "scaling is 1000000000", marks=pytest.mark.slow),
         pytest.param("no fault", "average,ties:scaling=.nan", 2, "scaling is nan", marks=pytest.mark.slow),
         pytest.param("half precision", "average,ties", 0, "", marks=pytest.mark.slow),
         ("twins", "average,ties,slerp,tsv_m,wudi:steps=2", 0, ""),
@@ -338,9 +331,7 @@ def test_bad_input_of_a_comparison_is_one_paragraph_and_nothing_is_written(
 
 
 @pytest.mark.slow
-def test_what_reads_samples_is_judged_on_others(
-    world: World, spec_file: Path, tmp_path: Path, run_cli: Cli
-) -> None:
+def test_what_reads_samples_is_judged_on_others(world: World, spec_file: Path, tmp_path: Path, run_cli: Cli) -> None:
     """RegMean gets three quarters of the samples; with too few to hold any out, nothing is compared or left behind."""
     values, out = world.spec(), tmp_path / "compared"
     few = run_cli("merge", write_spec(spec_file, values), "--compare", "regmean", "--out", out)

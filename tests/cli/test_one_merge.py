@@ -27,9 +27,7 @@ def same(found: Path, wanted: Path) -> bool:
 
 
 @pytest.mark.parametrize("form", ["file", "values", "spec"])
-def test_a_spec_makes_its_own_merge(
-    world: World, spec_file: Path, tmp_path: Path, run_cli: Cli, form: str
-) -> None:
+def test_a_spec_makes_its_own_merge(world: World, spec_file: Path, tmp_path: Path, run_cli: Cli, form: str) -> None:
     values = world.spec(merge=OWN)
     wanted, file = tmp_path / "wanted.safetensors", write_spec(spec_file, values)
     given: Any = {"file": file, "values": values, "spec": load_spec(values)}[form]
@@ -75,9 +73,7 @@ def test_what_is_lost_by_a_number_type_is_told_in_both_ways(
     assert any("bfloat16" in text for text in told) and all(f"notice: {text}" in said for text in told)
 
 
-def test_numbers_that_a_merge_makes_infinite_are_not_laid_at_a_checkpoints_door(
-    world: World, tmp_path: Path
-) -> None:
+def test_numbers_that_a_merge_makes_infinite_are_not_laid_at_a_checkpoints_door(world: World, tmp_path: Path) -> None:
     with merge_methods.temporary_entries():
 
         @merge_methods.method("large", title="Large", source="none", laws=set())

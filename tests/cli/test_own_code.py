@@ -165,9 +165,7 @@ def test_a_trusted_function_loads_what_is_analyzed_and_calibrated(
 
 @pytest.mark.slow
 @pytest.mark.every
-def test_a_loader_and_a_kind_of_data_come_from_an_installed_package(
-    own: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_loader_and_a_kind_of_data_come_from_an_installed_package(own: dict[str, Any], tmp_path: Path) -> None:
     site = tmp_path / "site"
     (site / "toy_plugin.py").write_text(PLUGIN)
     about = site / "toy_plugin-0.1.dist-info"

@@ -64,9 +64,7 @@ def test_without_data_built_in_pictures_are_measured_and_no_accuracy_is_told(
 
 
 @pytest.mark.parametrize(("config", "samples"), [("ConvNextConfig", "npz"), ("AlbertConfig", "jsonl")])
-def test_without_data_models_of_any_family_are_given_what_they_read(
-    tmp_path: Path, config: str, samples: str
-) -> None:
+def test_without_data_models_of_any_family_are_given_what_they_read(tmp_path: Path, config: str, samples: str) -> None:
     places = [str(tmp_path / name) for name in ("base", "task", "merged")]
     for place in places:
         getattr(transformers, config)().save_pretrained(place)
@@ -138,11 +136,7 @@ NEAREST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("place", ["recipe", "models", "slices", "modules"])
 def test_a_recipe_names_base_experts_and_the_nearest_merge(method: str, place: str) -> None:
     settings, merge = NEAREST[method]
-    own = (
-        {}
-        if place == "recipe"
-        else {"parameters": {key: settings[key] for key in settings if key != "lambda"}}
-    )
+    own = {} if place == "recipe" else {"parameters": {key: settings[key] for key in settings if key != "lambda"}}
     models: list[dict[str, Any]] = [
         {"model": "one", **own},
         {"model": {"model": {"path": "two", "revision": "v1"}, "lora": "adapter"}, **own},
@@ -163,9 +157,7 @@ def test_a_recipe_names_base_experts_and_the_nearest_merge(method: str, place: s
 
 
 def test_settings_that_experts_do_not_share_are_left_out() -> None:
-    models = [
-        {"model": name, "parameters": {"weight": at, "density": [0.1, at]}} for at, name in enumerate("ab")
-    ]
+    models = [{"model": name, "parameters": {"weight": at, "density": [0.1, at]}} for at, name in enumerate("ab")]
     found = parse_recipe({"merge_method": "dare_linear", "base_model": "base", "models": models})
     assert found.merge == {"method": "dare", "scaling": 1.0, "drop_rate": 0.0}
 
@@ -174,9 +166,7 @@ def test_settings_that_experts_do_not_share_are_left_out() -> None:
     ("method", "base", "merge"),
     [("slerp", "two", "slerp"), ("nearswap", "two", "average"), ("linear", None, "average")],
 )
-def test_of_a_merge_of_models_none_is_the_base(
-    method: str, base: str | None, merge: str, tmp_path: Path
-) -> None:
+def test_of_a_merge_of_models_none_is_the_base(method: str, base: str | None, merge: str, tmp_path: Path) -> None:
     for name in ("one", "two", "merged"):
         (tmp_path / name).mkdir()
     one, two, merged = (str(tmp_path / name) for name in ("one", "two", "merged"))
@@ -258,8 +248,7 @@ def test_what_cannot_be_asked_is_refused_in_words(
 def test_columns_are_found_by_their_usual_names_or_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("label,sentence\nyes,it rains\n")
     assert (
-        infer_data_entry(tmp_path / "a.csv", reads="text").items()
-        >= {"input": "sentence", "target": "label"}.items()
+        infer_data_entry(tmp_path / "a.csv", reads="text").items() >= {"input": "sentence", "target": "label"}.items()
     )
     (tmp_path / "b.csv").write_text("label,words\nyes,it rains\n")
     with pytest.raises(SpecError, match="columns are label, words"):

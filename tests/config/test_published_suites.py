@@ -46,9 +46,7 @@ def test_every_task_of_the_suites_is_there_with_its_counts() -> None:
     for name, counts in COUNTS.items():
         task = published_task(name)
         assert (len(task.classes), len(task.templates)) == counts, name
-        assert len({normalize_name(each) for each in task.classes}) == counts[0], (
-            "told apart whatever the spelling"
-        )
+        assert len({normalize_name(each) for each in task.classes}) == counts[0], "told apart whatever the spelling"
         assert len(task.labels) in (0, counts[0]), name
         assert all("{}" in template for template in task.templates) and task.source and task.title
 
@@ -76,9 +74,7 @@ def test_rows_are_called_what_the_data_calls_them_in_label_order() -> None:
     assert named("rendered-sst2", None, classes=["Positive", "Negative"]) == ("Negative", "Positive")
 
 
-@pytest.mark.parametrize(
-    "data", [["negative"], ["negative", "neutral"], ["negative", "NEGATIVE"], ["1", "2"]]
-)
+@pytest.mark.parametrize("data", [["negative"], ["negative", "neutral"], ["negative", "NEGATIVE"], ["1", "2"]])
 def test_other_classes_are_refused(data: list[str]) -> None:
     with pytest.raises(DataError, match="Rendered SST-2"):
         named("rendered-sst2", data)
@@ -92,9 +88,7 @@ def test_the_words_of_the_suite_stand_in_the_prompts_and_the_datas_names_on_the_
         return torch.eye(len(prompts), 4) + 1
 
     tower = TextTower(embed, 100.0)
-    models: Any = SimpleNamespace(
-        base=tower, stored={}, architecture=SimpleNamespace(text_tower=lambda base: base)
-    )
+    models: Any = SimpleNamespace(base=tower, stored={}, architecture=SimpleNamespace(text_tower=lambda base: base))
     spec = load_spec(minimal(heads={"cars": {"suite": "pcam"}}))
     (head,) = open_heads(spec, models, {"cars": ("1", "0")}).values()
     assert head.classes == ("0", "1")

@@ -94,9 +94,7 @@ def test_relative_paths_are_resolved_against_the_file_of_the_spec(
     folder = tmp_path / "specs"
     (folder / "models" / "cars").mkdir(parents=True)
     file = folder / "run.yaml"
-    file.write_text(
-        to_yaml(minimal(experts={"cars": {"weights": "models/cars"}, "x": {"weights": "org/name"}}))
-    )
+    file.write_text(to_yaml(minimal(experts={"cars": {"weights": "models/cars"}, "x": {"weights": "org/name"}})))
     monkeypatch.chdir(tmp_path)
     for source in (file, "specs/run.yaml"):
         spec = load_spec(source)
@@ -131,9 +129,7 @@ def test_a_name_stays_as_it_is_and_a_path_becomes_absolute(
     assert spec.architecture.source == (str(tmp_path / source) if is_path else source)
 
 
-def test_an_absolute_path_and_the_home_folder_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_absolute_path_and_the_home_folder_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     spec = load_spec(minimal(base={"weights": tmp_path / "b"}, merged={"weights": "~/m"}))
     assert spec.base is not None
@@ -316,6 +312,4 @@ def test_a_template_loads_with_every_option_switched_on(name: str, tmp_path: Pat
     # `merged` and `merge` are alternatives, so the option replaces the other.
     spec = load_spec(file, ["merged=null"])
     assert spec.merge is not None
-    assert spec.compute == load_spec(file, ["merged=null", "compute={}"]).compute, (
-        "the values shown are the defaults"
-    )
+    assert spec.compute == load_spec(file, ["merged=null", "compute={}"]).compute, "the values shown are the defaults"

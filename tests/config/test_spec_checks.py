@@ -33,9 +33,7 @@ def test_the_example_means_what_it_says(tmp_path: Path) -> None:
     assert first.where == {"variant": "calibrated:featcal", "layer": "final"} and first.severity == "error"
     assert first.title == "cos_mean >= 0.8 where variant is calibrated:featcal, layer is final"
     assert [*second.change.values()] == [("merged", "calibrated:featcal")] and second.severity == "warn"
-    assert (
-        second.title == "drift_l2_mean change from merged to calibrated:featcal <= -0.2 where layer is final"
-    )
+    assert second.title == "drift_l2_mean change from merged to calibrated:featcal <= -0.2 where layer is final"
     assert (third.title, third.agg, third.bounds) == ("closure", "max", {"<=": 1e-4})
 
 

@@ -93,9 +93,7 @@ def test_the_last_boundary_is_what_the_module_returns(subject: Subject) -> None:
 def test_samples_do_not_meet(subject: Subject) -> None:
     together = chain_states(subject.chain, subject.module, subject.inputs)
     for position in range(3):
-        alone = chain_states(
-            subject.chain, subject.module, samples(subject.inputs, slice(position, position + 1))
-        )
+        alone = chain_states(subject.chain, subject.module, samples(subject.inputs, slice(position, position + 1)))
         mine = [{key: leaf[position : position + 1] for key, leaf in state.items()} for state in together]
         assert largest_difference(alone, mine) < 1e-12
 

@@ -91,9 +91,7 @@ def test_the_draw_is_the_same_in_every_process() -> None:
     assert drawn(1000, 8, 7, task="Blumen 花") == (348, 505, 17, 591, 349, 599, 288, 486)
 
 
-@pytest.mark.parametrize(
-    ("split", "key"), [("calibration", "n"), ("diagnosis", "n_diagnosis"), ("test", "n_test")]
-)
+@pytest.mark.parametrize(("split", "key"), [("calibration", "n"), ("diagnosis", "n_diagnosis"), ("test", "n_test")])
 def test_too_few_samples_are_refused_with_both_counts_and_the_key_to_set(split: str, key: str) -> None:
     with pytest.raises(DataError) as caught:
         drawn(100, 256, split=split)

@@ -47,9 +47,7 @@ def test_ids_labels_and_pixels_are_those_of_torchvision(tmp_path: Path) -> None:
     (tmp_path / "sedan" / "notes.txt").write_text("no image")
     view = images(**folder_entry(tmp_path))
     theirs = ImageFolder(str(tmp_path))
-    expected = {
-        Path(path).relative_to(tmp_path).as_posix(): theirs.classes[target] for path, target in theirs.samples
-    }
+    expected = {Path(path).relative_to(tmp_path).as_posix(): theirs.classes[target] for path, target in theirs.samples}
     assert dict(zip(view.ids, labels_of(view), strict=True)) == expected
     assert view.class_names == tuple(theirs.classes)
     for position, sample in enumerate(view.ids):
@@ -105,9 +103,7 @@ def test_hidden_files_and_folders_are_no_images_and_no_classes(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("lacking", ["calibration", "test"])
-def test_a_class_that_one_split_lacks_and_another_fills_is_a_class_and_a_notice(
-    tmp_path: Path, lacking: str
-) -> None:
+def test_a_class_that_one_split_lacks_and_another_fills_is_a_class_and_a_notice(tmp_path: Path, lacking: str) -> None:
     full = {f"{split}/a/{place}.png": place for split in ("calibration", "test") for place in range(3)}
     other = "test" if lacking == "calibration" else "calibration"
     write_images(tmp_path, full | {f"{other}/b/9.png": 9})
@@ -141,9 +137,7 @@ def test_grey_images_become_rgb(tmp_path: Path) -> None:
 def test_two_ways_to_one_folder_have_one_origin(tmp_path: Path) -> None:
     write_images(tmp_path / "real", {"a/x.png": 1})
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    assert (
-        images(**folder_entry(tmp_path / "real")).origin == images(**folder_entry(tmp_path / "link")).origin
-    )
+    assert images(**folder_entry(tmp_path / "real")).origin == images(**folder_entry(tmp_path / "link")).origin
 
 
 def test_a_damaged_image_is_refused_by_name_when_it_is_read_and_not_before(tmp_path: Path) -> None:
@@ -179,9 +173,7 @@ def test_what_is_no_folder_of_images_is_refused_by_name(
 
 def test_sub_folders_of_unlabelled_splits_are_no_classes(tmp_path: Path) -> None:
     """Of calibration images alone, or of all; without being told, folders that are no classes are pointed out."""
-    write_images(
-        tmp_path, {"all/2024/may/a.png": 1, "all/b.png": 2, "test/cat/c.png": 3, "test/dog/d.png": 4}
-    )
+    write_images(tmp_path, {"all/2024/may/a.png": 1, "all/b.png": 2, "test/cat/c.png": 3, "test/dog/d.png": 4})
     entry = {"kind": "imagefolder", "calibration": str(tmp_path / "all"), "test": str(tmp_path / "test")}
     with refusing(DataError, match="next to class folders", hint="unlabelled: [calibration]"):
         opened("calibration", **entry)
@@ -293,9 +285,7 @@ def test_grey_images_are_accepted_as_they_are(tmp_path: Path) -> None:
         pytest.param({"x_test": np.zeros((3, 4, 4, 4), np.uint8)}, "[4, 4, 4]", "others", id="alpha channel"),
         pytest.param({"x_test": np.zeros((3, 16), np.uint8)}, "[16]", "", id="flat rows"),
         pytest.param({"x_test": None}, "x_test is not a file in the archive", "", id="no pixels"),
-        pytest.param(
-            {"y_test": np.array([0, 3, 1])}, "sample 1: label 3 is outside 0 to 2", "", id="label too high"
-        ),
+        pytest.param({"y_test": np.array([0, 3, 1])}, "sample 1: label 3 is outside 0 to 2", "", id="label too high"),
         pytest.param({"y_test": np.array([0, 1, -1])}, "sample 2: label -1", "from 0", id="negative label"),
         pytest.param({"y_test": np.array([0, 1])}, "shape [2] for 3 images", "", id="label missing"),
         pytest.param({"y_test": np.zeros(3)}, "neither text nor an integer", "", id="labels as floats"),
@@ -363,9 +353,7 @@ def _in_rows(folder: Path, content: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "form"), DEEP, ids=str)
-@pytest.mark.parametrize(
-    "source", [_in_folder, _in_table, _in_shard, _in_rows], ids=lambda made: made.__name__
-)
+@pytest.mark.parametrize("source", [_in_folder, _in_table, _in_shard, _in_rows], ids=lambda made: made.__name__)
 def test_samples_beyond_a_byte_are_refused_by_name(tmp_path: Path, source: Any, kind: str, form: str) -> None:
     """`convert("RGB")` takes all of 255 and more for white, and floats for black: images would all be one."""
     view = images(**source(tmp_path, deep(kind, form)))
@@ -373,9 +361,7 @@ def test_samples_beyond_a_byte_are_refused_by_name(tmp_path: Path, source: Any, 
         view.read(0)
 
 
-@pytest.mark.parametrize(
-    "source", [_in_folder, _in_table, _in_shard, _in_rows], ids=lambda made: made.__name__
-)
+@pytest.mark.parametrize("source", [_in_folder, _in_table, _in_shard, _in_rows], ids=lambda made: made.__name__)
 def test_pictures_are_upright_and_without_alpha_wherever_they_come_from(tmp_path: Path, source: Any) -> None:
     from PIL import Image
 
@@ -392,9 +378,7 @@ def test_what_holds_a_byte_a_channel_is_read_whatever_its_mode(tmp_path: Path) -
 
     picture = Image.fromarray(colour(9))
     for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB"):
-        picture.convert(mode, **({"palette": Image.Palette.ADAPTIVE} if mode == "P" else {})).save(
-            tmp_path / "x.tif"
-        )
+        picture.convert(mode, **({"palette": Image.Palette.ADAPTIVE} if mode == "P" else {})).save(tmp_path / "x.tif")
         expected = Image.open(tmp_path / "x.tif")
         assert expected.mode == mode
         read = images(**folder_entry(tmp_path)).read(0)

@@ -60,9 +60,7 @@ def test_all_samples_are_kept_in_order(source: Any, labelled: bool, n: int | Non
 
 @pytest.mark.parametrize(("source", "labelled"), SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("n", [1, 4, 5])
-def test_fewer_samples_are_drawn_at_random_and_known_by_their_place(
-    source: Any, labelled: bool, n: int
-) -> None:
+def test_fewer_samples_are_drawn_at_random_and_known_by_their_place(source: Any, labelled: bool, n: int) -> None:
     samples = sample_live_data("cars", source, n=n, batch_size=3, seed=5)
     rows = [int(name) for name in samples.ids]
     assert len(set(rows)) == len(rows) == n
@@ -170,9 +168,7 @@ def test_labels_may_be_names() -> None:
         pytest.param([1, 3], ["3", "2", "1"], ("1", "3"), "used as names: 1 is row 2", id="names elsewhere"),
     ],
 )
-def test_numbers_meet_named_classes(
-    numbers: list[int], rows: list[str], names: tuple[str, ...], notice: str
-) -> None:
+def test_numbers_meet_named_classes(numbers: list[int], rows: list[str], names: tuple[str, ...], notice: str) -> None:
     samples = sample_live_data("cars", [(X[:2], torch.tensor(numbers))], class_names=rows)
     assert samples.labels == names
     assert [notice in told for told in samples.notices] == ([True] if notice else [])
@@ -235,9 +231,7 @@ RAGGED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("n", [None, 4])
 @pytest.mark.parametrize("source", RAGGED.values(), ids=RAGGED)
-def test_sequences_of_different_lengths_are_padded_at_their_end(
-    source: Callable[[], Any], n: int | None
-) -> None:
+def test_sequences_of_different_lengths_are_padded_at_their_end(source: Callable[[], Any], n: int | None) -> None:
     samples = sample_live_data("cars", source(), n=n, batch_size=2)
     rows = [int(name) for name in samples.ids]
     loaded = samples.load(range(len(rows)))
@@ -267,9 +261,7 @@ def test_how_far_a_sample_is_padded_does_not_change_its_digest() -> None:
     batches = padded_batches()
     batches[0]["attention_mask"][0, 0] = 0
     batches[0]["embedded"][1, 0] += 1
-    assert [
-        a == b for a, b in zip(sample_live_data("cars", batches).digests, whole.digests, strict=True)
-    ] == [
+    assert [a == b for a, b in zip(sample_live_data("cars", batches).digests, whole.digests, strict=True)] == [
         *(False, False, True),
         *[True] * 4,
     ]

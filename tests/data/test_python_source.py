@@ -141,9 +141,7 @@ def test_a_function_that_gives_no_samples_is_refused(module: str, function: str,
     ("function", "message"),
     [("bare", "expected (image, label)"), ("floats", "pixels are float64, expected uint8")],
 )
-def test_a_sample_of_another_form_is_refused_when_it_is_read(
-    module: str, function: str, message: str
-) -> None:
+def test_a_sample_of_another_form_is_refused_when_it_is_read(module: str, function: str, message: str) -> None:
     view = images(trust=True, **entry(module, function))
     with refusing(DataError, message):
         view.read(0)

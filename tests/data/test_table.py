@@ -119,9 +119,7 @@ def test_calibration_needs_no_labels_and_one_list_serves_two_splits(folder: Path
 
     def made(calibration: str) -> Any:
         entry = entry_of(kind="table", calibration=calibration, test=test)
-        return open_task_data(
-            "t", entry, DataDefaults(n=1, n_diagnosis=1), len, reads="image", access=Permissions()
-        )
+        return open_task_data("t", entry, DataDefaults(n=1, n_diagnosis=1), len, reads="image", access=Permissions())
 
     data = made(bare)
     assert (data.calibration.labels, set(data.test.labels)) == (None, {"a", "b"})
@@ -135,12 +133,8 @@ def test_calibration_needs_no_labels_and_one_list_serves_two_splits(folder: Path
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        pytest.param(
-            "path,label\nimages 花/1.png,a\nimages 花/9.png,a\n", "1 of 2 images are missing", id="gone"
-        ),
-        pytest.param(
-            "path,label\nimages 花/1.png,a\nimages 花/1.png,b\n", "1.png occurs more than once", id="twice"
-        ),
+        pytest.param("path,label\nimages 花/1.png,a\nimages 花/9.png,a\n", "1 of 2 images are missing", id="gone"),
+        pytest.param("path,label\nimages 花/1.png,a\nimages 花/1.png,b\n", "1.png occurs more than once", id="twice"),
         pytest.param(
             "path,label\nimages 花/1.png,a, b\n",
             "Length of header or names does not match",
@@ -165,9 +159,7 @@ def test_what_is_no_list_of_images_is_refused_by_file(folder: Path, text: str, m
     ("encoding", "separator"),
     [("cp1252", ";"), ("utf-16", "tab"), ("utf-8", "|"), ("utf-8-sig", ",")],
 )
-def test_encodings_and_separators_are_those_that_the_entry_names(
-    tmp_path: Path, encoding: str, separator: str
-) -> None:
+def test_encodings_and_separators_are_those_that_the_entry_names(tmp_path: Path, encoding: str, separator: str) -> None:
     file, between = tmp_path / "rows.csv", "\t" if separator == "tab" else separator
     rows = [["q", "a"], ["naïve, \tor; not|", "007"], ["b", ""], ["NA", "1.0"]]
     lines = [between.join(f'"{cell}"' if between in cell else cell for cell in row) for row in rows]

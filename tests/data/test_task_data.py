@@ -23,9 +23,7 @@ def first_red(pictures: list[Any]) -> Tensor:
     return torch.tensor([int(np.asarray(picture)[0, 0, 0]) for picture in pictures])
 
 
-def opened(
-    values: dict[str, Any], *, counts: tuple[int, int, int | str] = (4, 3, "all"), **options: Any
-) -> TaskData:
+def opened(values: dict[str, Any], *, counts: tuple[int, int, int | str] = (4, 3, "all"), **options: Any) -> TaskData:
     n, n_diagnosis, n_test = counts
     defaults = DataDefaults(n=n, n_diagnosis=n_diagnosis, n_test=n_test, batch_size=2)
     return open_task_data("Autos 車", entry_of(**values), defaults, first_red, reads="image", **options)
@@ -35,9 +33,7 @@ def opened(
 def folders(tmp_path: Path) -> dict[str, str]:
     """Two splits; an image's shade tells its class (10 or 20) and its number."""
     for split, count in (("train", 6), ("test", 5)):
-        files = {
-            f"{name}/{i}.png": shade + i for name, shade in (("a", 10), ("花", 20)) for i in range(count)
-        }
+        files = {f"{name}/{i}.png": shade + i for name, shade in (("a", 10), ("花", 20)) for i in range(count)}
         write_images(tmp_path / split, files)
     return {"kind": "imagefolder", "calibration": str(tmp_path / "train"), "test": str(tmp_path / "test")}
 
@@ -64,9 +60,7 @@ def test_a_tasks_own_counts_stand_above_the_defaults(folders: dict[str, str]) ->
     assert [len(samples) for samples in (data.calibration, data.diagnosis, data.test)] == [2, 3, 7]
 
 
-def test_diagnosis_draws_from_the_test_split_unless_it_has_its_own(
-    folders: dict[str, str], tmp_path: Path
-) -> None:
+def test_diagnosis_draws_from_the_test_split_unless_it_has_its_own(folders: dict[str, str], tmp_path: Path) -> None:
     assert set(opened(folders).diagnosis.ids) <= set(opened(folders).test.ids)
     own = write_images(tmp_path / "val", {f"a/{i}.png": 10 + i for i in range(90, 93)})
     data = opened({**folders, "diagnosis": str(own)})
@@ -143,9 +137,7 @@ def test_a_source_with_some_labels_is_refused(tmp_path: Path, monkeypatch: pytes
     (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(DataError, match="has no label, others do"):
-        opened(
-            {"kind": "python", "target": f"{name}:f"}, counts=(2, 1, "all"), access=Permissions(trust=True)
-        )
+        opened({"kind": "python", "target": f"{name}:f"}, counts=(2, 1, "all"), access=Permissions(trust=True))
 
 
 def test_text_samples_reach_a_text_model_and_no_other(tmp_path: Path) -> None:

@@ -55,12 +55,8 @@ def test_every_kind_of_file_gives_the_same_questions_and_answers(tmp_path: Path,
     elif kind == "hf":
         import datasets
 
-        rows = datasets.Dataset.from_list(
-            [{**row, "text": row["input"], "answer": row["target"]} for row in ROWS]
-        )
-        rows = rows.remove_columns(["input", "target"]).cast_column(
-            "answer", datasets.ClassLabel(names=["n", "y"])
-        )
+        rows = datasets.Dataset.from_list([{**row, "text": row["input"], "answer": row["target"]} for row in ROWS])
+        rows = rows.remove_columns(["input", "target"]).cast_column("answer", datasets.ClassLabel(names=["n", "y"]))
         datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "hf")
         values |= {"kind": "hf", "path": str(tmp_path / "hf"), "calibration": "train", "test": "test"}
         values |= {"input": "text", "target": "answer", "words": {"n": "no", 1: "yes"}}
@@ -82,9 +78,7 @@ def test_every_kind_of_file_gives_the_same_questions_and_answers(tmp_path: Path,
 
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "hf"])
-def test_questions_about_images_are_the_same_from_every_kind_of_file(
-    tmp_path: Path, kind: str, several: bool
-) -> None:
+def test_questions_about_images_are_the_same_from_every_kind_of_file(tmp_path: Path, kind: str, several: bool) -> None:
     """Several may be about one image, or one about several; what tells data from other data is its pixels."""
     if several and kind == "csv":
         pytest.skip("cells of CSV files hold no lists")
@@ -204,15 +198,10 @@ def test_rows_that_are_too_long_are_counted_or_refused(tmp_path: Path) -> None:
     file = jsonl(tmp_path, [{"input": "is it " * at} for at in (1, 2, 3, 4)])
     values = both(file, max_length=6)
     data = text_data(**values)
-    lengths = {
-        sample: 1 + 2 * int(sample) for sample in data.test.ids
-    }  # the line's number; a beginning, two words
+    lengths = {sample: 1 + 2 * int(sample) for sample in data.test.ids}  # the line's number; a beginning, two words
     count = sum(length > 6 for length in lengths.values())
     [told] = [notice for notice in data.notices if " test samples are longer" in notice]
-    assert (
-        told
-        == f"t: {count} of 3 test samples are longer than 6 tokens; of a longer question the beginning is cut"
-    )
+    assert told == f"t: {count} of 3 test samples are longer than 6 tokens; of a longer question the beginning is cut"
     assert data.test.load(range(3))["input_ids"].shape == (3, 6)
     with pytest.raises(DataError, match="are longer than 6 tokens, such as"):
         text_data(**values, too_long="refuse")
@@ -307,15 +296,11 @@ def test_the_keys_may_have_other_names(tmp_path: Path) -> None:
     [
         pytest.param('{"input": "a"', "line 1: can't be read: JSONDecodeError", "", id="cut short"),
         pytest.param('{"input": "a", "target": "b"}\n[1]', "line 2: can't be read", "", id="a list"),
-        pytest.param(
-            '{"target": "a"}', "no column 'input'; columns are target", "`input: COL", id="no input"
-        ),
+        pytest.param('{"target": "a"}', "no column 'input'; columns are target", "`input: COL", id="no input"),
         pytest.param(b"\xff\xfe{", "UnicodeDecodeError", "UTF-8", id="another encoding"),
     ],
 )
-def test_a_bad_line_is_refused_by_file_and_number(
-    tmp_path: Path, text: str | bytes, message: str, hint: str
-) -> None:
+def test_a_bad_line_is_refused_by_file_and_number(tmp_path: Path, text: str | bytes, message: str, hint: str) -> None:
     with refusing(DataError, message, "rows.jsonl", hint=hint):
         opened(**lines(tmp_path, text))
 

@@ -24,9 +24,7 @@ from tests.calibration.helpers import TASKS, calibrated, subject
 from tests.specs import minimal, refused
 from tests.zoo.tokenizers import word_tokenizer
 
-QUESTIONS = [
-    f"Review: the {noun} was {word} indeed. Verdict:" for noun, word in zip("abcdef", "uvwxyz", strict=True)
-]
+QUESTIONS = [f"Review: the {noun} was {word} indeed. Verdict:" for noun, word in zip("abcdef", "uvwxyz", strict=True)]
 
 
 def samples(inputs: Any, kind: str = "auto", copies: int = 2, **more: Any) -> SampleSet:
@@ -62,9 +60,7 @@ def texts(questions: Sequence[str], *, shown: Any = "target") -> SampleSet:
     ("kind", "shape"),
     [("crop", (5, 3, 16, 16)), ("mix", (5, 3, 16, 16)), ("mix", (5, 7)), ("auto", (5, 3, 16, 1))],
 )
-def test_copies_follow_seed_and_content_alone(
-    generator: torch.Generator, kind: str, shape: tuple[int, ...]
-) -> None:
+def test_copies_follow_seed_and_content_alone(generator: torch.Generator, kind: str, shape: tuple[int, ...]) -> None:
     """Not the order of samples, batches, or which are read; originals stay bit for bit, and every copy differs."""
     inputs = torch.randn(*shape, generator=generator)
     plain, order = samples(inputs, kind), [3, 0, 4, 1, 2]
@@ -73,9 +69,7 @@ def test_copies_follow_seed_and_content_alone(
     assert torch.equal(whole[:5], inputs) and every.ids[5:7] == ("0, view 1", "1, view 1")
     assert torch.equal(torch.cat([batch.inputs for batch in every.batches()]), whole)
     assert [digest for batch in every.batches() for digest in batch.copied] == [*plain.digests] * 3
-    assert torch.equal(
-        turned.load(range(15)), torch.cat([whole[:5][order], whole[5:10][order], whole[10:][order]])
-    )
+    assert torch.equal(turned.load(range(15)), torch.cat([whole[:5][order], whole[5:10][order], whole[10:][order]]))
     assert len({value.flatten()[0].item() for value in whole}) == 15
     other = append_views(replace(plain, views=Views(kind=kind, copies=2, seed=1))).load(range(5, 15))
     assert not torch.equal(other, whole[5:])
@@ -105,9 +99,7 @@ def test_mixtures_are_of_two_samples_and_leave_whole_numbers(generator: torch.Ge
     found = append_views(samples(inputs)).load(range(5, 15))
     assert torch.equal(found["mask"], torch.arange(5).repeat(2))
     largest, second = found["x"].topk(2, dim=1).values.mT
-    assert torch.allclose(largest + second, torch.ones(10, dtype=torch.float64)) and bool(
-        (largest >= 0.5).all()
-    )
+    assert torch.allclose(largest + second, torch.ones(10, dtype=torch.float64)) and bool((largest >= 0.5).all())
     assert torch.equal(found["x"].argmax(dim=1), torch.arange(5).repeat(2))
 
 

@@ -29,13 +29,9 @@ TINY = {
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:.*is_gradient_checkpointing:FutureWarning"
-)  # peft asks transformers for it
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
 @pytest.mark.parametrize("suite", few(SUITES, (), some=["text"]))
-def test_a_tiny_suite_is_built_twice_the_same_and_a_run_has_its_accuracies(
-    suite: str, tmp_path: Path
-) -> None:
+def test_a_tiny_suite_is_built_twice_the_same_and_a_run_has_its_accuracies(suite: str, tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     measured, again = [SUITES[suite].build(folder, TINY[suite]) for folder in folders]
     assert measured == again

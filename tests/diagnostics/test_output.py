@@ -26,9 +26,7 @@ def test_columns_agree_with_a_loop_over_samples() -> None:
     labels = torch.arange(12) % 5
     found = output_drift_columns(score_map, expert, variant, labels)
     for i in range(12):
-        z_exp, z_var = (
-            [100 * float(f @ e / f.norm()) for e in score_map.embeddings] for f in (expert[i], variant[i])
-        )
+        z_exp, z_var = ([100 * float(f @ e / f.norm()) for e in score_map.embeddings] for f in (expert[i], variant[i]))
         p_exp, p_var = ([math.exp(z - max(zs)) for z in zs] for zs in (z_exp, z_var))
         p_exp, p_var = ([x / sum(p) for x in p] for p in (p_exp, p_var))
         change = [b - a for a, b in zip(z_exp, z_var, strict=True)]
@@ -41,9 +39,7 @@ def test_columns_agree_with_a_loop_over_samples() -> None:
             "score_drift_inf": max(map(abs, change)),
             "margin": ordered[-1] - ordered[-2],
             "kl": sum(
-                a * (math.log(a) - math.log(b))
-                for a, b in zip(p_exp, p_var, strict=True)
-                if a > 1e-300 and b > 1e-300
+                a * (math.log(a) - math.log(b)) for a, b in zip(p_exp, p_var, strict=True) if a > 1e-300 and b > 1e-300
             ),
             "ce": -math.log(max(p_var[labels[i]], 1e-300)),
             "ce_expert": -math.log(max(p_exp[labels[i]], 1e-300)),
@@ -54,9 +50,7 @@ def test_columns_agree_with_a_loop_over_samples() -> None:
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 500), drift=st.floats(0.0, 20.0), scale=st.sampled_from([1.0, 100.0]))
-def test_a_certified_decision_never_flips_and_no_bound_is_exceeded(
-    seed: int, drift: float, scale: float
-) -> None:
+def test_a_certified_decision_never_flips_and_no_bound_is_exceeded(seed: int, drift: float, scale: float) -> None:
     found = output_drift_columns(head(scale=scale, seed=seed), *features(seed, drift), None)
     assert not (found["certified"] & found["flipped"]).any()
     # Scores reach `scale` and round at that size, however small the drift.
@@ -72,9 +66,7 @@ def test_models_with_score_maps_of_their_own_keep_bound_and_certificate(seed: in
     found = output_drift_columns(mine, expert, variant, None, expert_head=theirs)
     mismatch = (mine.scores(expert) - theirs.scores(expert)).norm(dim=1)
     torch.testing.assert_close(found["score_map_mismatch"], mismatch)
-    torch.testing.assert_close(
-        found["score_drift_l2"], (mine.scores(variant) - theirs.scores(expert)).norm(dim=1)
-    )
+    torch.testing.assert_close(found["score_drift_l2"], (mine.scores(variant) - theirs.scores(expert)).norm(dim=1))
     assert (found["expert_pred"] == theirs.scores(expert).argmax(dim=1)).all()
     assert not (found["certified"] & found["flipped"]).any()
     within = found["score_drift_l2"] <= found["score_bound"] * (1 + 1e-9) + 1e-12

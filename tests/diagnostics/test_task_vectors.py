@@ -17,17 +17,13 @@ from tests.zoo.small import flan_t5
 
 def test_sums_of_parts_are_the_whole(generator: torch.Generator) -> None:
     left, right = torch.randn(2, 40, generator=generator, dtype=torch.float64)
-    parts = TaskVectorAlignment.between(left[:15], right[:15]) + TaskVectorAlignment.between(
-        left[15:], right[15:]
-    )
+    parts = TaskVectorAlignment.between(left[:15], right[:15]) + TaskVectorAlignment.between(left[15:], right[15:])
     for name, value in TaskVectorAlignment.between(left, right).values().items():
         assert parts.values()[name] == pytest.approx(value, rel=1e-12)
 
 
 def test_values_by_hand() -> None:
-    found = TaskVectorAlignment.between(
-        torch.tensor([3.0, 4.0, 0.0]), torch.tensor([3.0, -4.0, 5.0])
-    ).values()
+    found = TaskVectorAlignment.between(torch.tensor([3.0, 4.0, 0.0]), torch.tensor([3.0, -4.0, 5.0])).values()
     assert found["cos"] == pytest.approx(-7 / (5 * 50**0.5))
     assert found["norm_ratio"] == pytest.approx(5 / 50**0.5)
     assert found["sign_agreement"] == 0.5
@@ -62,9 +58,7 @@ def test_backbone_row_is_the_cosine_of_all_parameters(name: str) -> None:
 
 def test_fused_attention_is_reported_by_its_parts() -> None:
     models = family(CASES["open_clip_vit"])
-    rows = {
-        row["path"]: row for row in alignment_rows(models.pool, "a", "merged") if row["scope"] == "module"
-    }
+    rows = {row["path"]: row for row in alignment_rows(models.pool, "a", "merged") if row["scope"] == "module"}
     site = "transformer.resblocks.1.attn.k_proj"
     state = {name: module.state_dict() for name, module in models.modules.items()}
     key, width = "transformer.resblocks.1.attn.in_proj_", 32
@@ -95,9 +89,7 @@ def test_a_group_is_all_its_modules_at_once_and_groups_are_the_backbone_and_its_
 
     def cosine(wanted: Callable[[str], bool]) -> float | None:
         vectors = [
-            torch.cat(
-                [(state[m][key] - state["base"][key]).flatten() for key in state["base"] if wanted(key)]
-            )
+            torch.cat([(state[m][key] - state["base"][key]).flatten() for key in state["base"] if wanted(key)])
             for m in ("merged", "expert:a")
         ]
         return task_vector_cosine(*vectors)

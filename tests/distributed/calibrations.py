@@ -50,15 +50,12 @@ def samples(case: Case) -> Mapping[str, InMemoryBatches]:
         sizes = [4, 3, 2][:number]
         starts = [sum(sizes[:at]) for at in range(len(sizes))]
         batches[task] = [
-            Batch(start, start + size, case.inputs(generator, size))
-            for start, size in zip(starts, sizes, strict=True)
+            Batch(start, start + size, case.inputs(generator, size)) for start, size in zip(starts, sizes, strict=True)
         ]
     return {task: InMemoryBatches(lambda task=task: batches[task]) for task in TASKS}  # type: ignore[misc]
 
 
-def calibrated(
-    world: str, calibrator: Calibrator, team: ProcessGroup, *, num_done: int = 0
-) -> list[CalibratedLayer]:
+def calibrated(world: str, calibrator: Calibrator, team: ProcessGroup, *, num_done: int = 0) -> list[CalibratedLayer]:
     case = WORLDS[world].case if world in WORLDS else mixtures.case(world)
     pool = pool_of(case, models(case))
     sites = select_sites(pool.chain, update=calibrator.update)

@@ -36,9 +36,7 @@ def started(size: int, *arguments: str, module: str = "driftlens", fault: str = 
         port = str(probe.getsockname()[1])
     place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     place |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "FAULT": fault}  # `main` says so; torch is imported by then
-    return [
-        Forked(*arguments, module=module, environment={**place, "RANK": str(rank)}) for rank in range(size)
-    ]
+    return [Forked(*arguments, module=module, environment={**place, "RANK": str(rank)}) for rank in range(size)]
 
 
 def ended(size: int, *arguments: str, module: str = "driftlens", fault: str = "") -> tuple[list[int], str]:

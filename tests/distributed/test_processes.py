@@ -158,9 +158,7 @@ def files(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_job_and_another_number_of_them_resumes(
-    alone: DriftRun, tmp_path: Path
-) -> None:
+def test_a_killed_process_ends_the_job_and_another_number_of_them_resumes(alone: DriftRun, tmp_path: Path) -> None:
     one, many = copied(alone, tmp_path / "one"), copied(alone, tmp_path / "many")
     arguments = ["--name", "featcal", "--no-attribution"]
     job = torchrun(2, "calibrate", str(many), *arguments, module="tests.distributed.worker", fault="killed:1")
@@ -193,9 +191,7 @@ def test_an_error_of_any_process_is_said_once_with_its_exit_code(
     fault: str, message: str, code: int, light: DriftRun, tmp_path: Path
 ) -> None:
     folder = copied(light, tmp_path / "run")
-    codes, told = ended(
-        2, "calibrate", str(folder), "--name", "mine", module="tests.distributed.worker", fault=fault
-    )
+    codes, told = ended(2, "calibrate", str(folder), "--name", "mine", module="tests.distributed.worker", fault=fault)
     assert told.count("error: ") == 1 and message in told
     assert code in codes
     status = read_status(folder)

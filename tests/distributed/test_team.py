@@ -11,9 +11,7 @@ TASKS = ("a", "b", "c", "d", "e")
 
 
 def test_one_process_answers_every_call_at_once() -> None:
-    assert (
-        ALONE.is_main_process and ALONE.run_on_main(lambda: 3) == 3 and ALONE.run_on_rank(0, lambda: 4) == 4
-    )
+    assert ALONE.is_main_process and ALONE.run_on_main(lambda: 3) == 3 and ALONE.run_on_rank(0, lambda: 4) == 4
     assert ALONE.gather(5) == [5] and ALONE.own_items(TASKS) == [*TASKS]
     assert ALONE.map(TASKS, str.upper) == {task: task.upper() for task in TASKS}
     error = DataError("no picture")

@@ -122,9 +122,7 @@ def test_broken_weights_are_named_when_their_layer_is_read(models: Family, value
 
 def test_features_that_overflow_are_named_by_layer_task_and_sample(models: Family) -> None:
     state = state_of(models)
-    models.pool.add(
-        "wild", InMemorySource("wild", {k: v * 1e200 if k == KEY else v for k, v in state.items()})
-    )
+    models.pool.add("wild", InMemorySource("wild", {k: v * 1e200 if k == KEY else v for k, v in state.items()}))
     models.batches[1].inputs[1] *= 1e300  # the last sample overflows, the others don't
     with torch.no_grad(), pytest.raises(NumericsError) as caught:
         list(walk(models.pool, "a", ["merged"], models.batches, ids=["s0", "s1", "s2", "s3"]))
@@ -170,9 +168,7 @@ def test_no_pass_copies_experts_of_one_fused_tensor(name: str, stored: torch.dty
             by_key.setdefault(slot.key, []).append(parameter)
     for key, names in by_key.items():
         for parameters in (before, after):
-            whole = fused_tensor(
-                [layer.parameters[name] for name in names], [parameters[name] for name in names]
-            )
+            whole = fused_tensor([layer.parameters[name] for name in names], [parameters[name] for name in names])
             assert whole.data_ptr() == parameters[names[0]].data_ptr()
         if stored == torch.float64:
             assert before[names[0]].data_ptr() == state[key].data_ptr()

@@ -125,9 +125,7 @@ def test_sites_are_found_to_be_added_to_the_stream_that_their_family_adds_them_t
             groups = linear_site_groups(layer, sites[layer.index])
             assert any(group.sites for group in groups)
             found.append(
-                find_residual_streams(
-                    layer, parameters, state, side, [site.name for of in groups for site in of.sites]
-                )
+                find_residual_streams(layer, parameters, state, side, [site.name for of in groups for site in of.sites])
             )
         state = layer.call(parameters, state, side)
     assert found == wanted
@@ -147,9 +145,7 @@ def test_what_counts_for_nothing_is_no_stream_and_two_sums_are_told_apart() -> N
             return h + self.scale * self.second(h)
 
     def streams(scale: float, *, silent: bool) -> Mapping[str, str]:
-        model = with_seed(
-            lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(Block(scale)), nn.Linear(4, 4))
-        )()
+        model = with_seed(lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(Block(scale)), nn.Linear(4, 4)))()
         model = model.double().eval()
         inputs = torch.randn(3, 4, generator=generator(), dtype=torch.float64)
         chain = sequential_chain(model, inputs, blocks="1")

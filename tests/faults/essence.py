@@ -54,20 +54,14 @@ def _manifest(path: Path) -> Any:
 
 def _timeless(value: Any) -> Any:
     if isinstance(value, dict):
-        return {
-            name: _timeless(at) for name, at in value.items() if name not in (*MEASURED, "created", "memory")
-        }
+        return {name: _timeless(at) for name, at in value.items() if name not in (*MEASURED, "created", "memory")}
     return value
 
 
 def _table(path: Path) -> str:
     frame = pd.read_parquet(path).drop(columns=[*MEASURED], errors="ignore")
-    keys = [
-        name for name in frame if frame[name].dtype == object or str(frame[name].dtype) in ("str", "category")
-    ]
-    return frame.sort_values([*map(str, keys)], kind="stable").to_json(
-        orient="split", index=False, double_precision=15
-    )
+    keys = [name for name in frame if frame[name].dtype == object or str(frame[name].dtype) in ("str", "category")]
+    return frame.sort_values([*map(str, keys)], kind="stable").to_json(orient="split", index=False, double_precision=15)
 
 
 def _tensors(path: Path) -> dict[str, Any]:

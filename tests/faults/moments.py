@@ -137,9 +137,7 @@ def jumping(at: int, days: int) -> Act:
 FAULTS: dict[str, Callable[[int, int], Act]] = {
     "nothing": lambda at, other: signals(-1, 0, "SIGTERM"),
     "kill": lambda at, other: signals(at, 0, "SIGKILL"),
-    "twice": lambda at, other: signals(
-        at, other % 5, *[["SIGTERM", "SIGTERM"], ["SIGHUP", "SIGTERM"]][other % 2]
-    ),
+    "twice": lambda at, other: signals(at, other % 5, *[["SIGTERM", "SIGTERM"], ["SIGHUP", "SIGTERM"]][other % 2]),
     "storm": lambda at, other: signals(at, other % 5, "SIGTERM", "SIGHUP", "SIGINT", "SIGTERM", storm=True),
     "hangup": lambda at, other: signals(at, 0, "SIGHUP"),
     "full": lambda at, other: failing(at, errno.ENOSPC, frozenset({"open", "os.mkdir"})),

@@ -135,11 +135,7 @@ def bench(world: World, light: DriftRun, tmp_path_factory: pytest.TempPathFactor
 
 def leftovers(place: Path) -> list[str]:
     """What a process that could still put things in order should have removed."""
-    found = [
-        path
-        for path in place.parent.rglob("*")
-        if path.name.startswith(".partial-") or path.name == "run.lock"
-    ]
+    found = [path for path in place.parent.rglob("*") if path.name.startswith(".partial-") or path.name == "run.lock"]
     status = place / "status.json"
     running = [f"{status} says running"] if status.exists() and _state(status) == "running" else []
     return [*map(str, found), *running]

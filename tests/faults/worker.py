@@ -27,9 +27,7 @@ class Ended:
     moments: int
 
 
-def run(
-    arguments: list[str], folder: Path, told: Path, fault: str = "nothing", at: int = -1, other: int = 0
-) -> Ended:
+def run(arguments: list[str], folder: Path, told: Path, fault: str = "nothing", at: int = -1, other: int = 0) -> Ended:
     """One command line with a fault below the folder that is watched; `told` is a file of ours outside."""
     told.unlink(missing_ok=True)
     case = {"arguments": arguments, "folder": str(folder), "fault": fault, "at": at, "other": other}

@@ -46,9 +46,7 @@ def stacked(view: LayerView, count: int = 2) -> State:
     generator = torch.Generator().manual_seed(view.layer.index)
     drift = subtract_states(view.merged_in, view.expert_in)
     return {
-        name: torch.cat(
-            [leaf[None], torch.randn(count, *leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf)]
-        )
+        name: torch.cat([leaf[None], torch.randn(count, *leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf)])
         for name, leaf in drift.items()
     }
 
@@ -69,9 +67,7 @@ def test_all_nodes_in_one_pass_and_one_by_one_give_the_same(
 
 
 @torch.no_grad()
-def test_twice_the_nodes_give_more_than_a_third_more_digits(
-    inner_views: list[LayerView], rounding: float
-) -> None:
+def test_twice_the_nodes_give_more_than_a_third_more_digits(inner_views: list[LayerView], rounding: float) -> None:
     """Every layer here is smooth, so the error falls geometrically until rounding is all there is."""
     for view in inner_views:
         errors = [float(operator_of(view, nodes).closure()) for nodes in (1, 2, 4, 8, 16)]
@@ -132,9 +128,7 @@ def test_two_groups_share_what_they_make_together() -> None:
     generator = torch.Generator().manual_seed(0)
     x, up, down, new_up, new_down = torch.randn(5, 4, 4, generator=generator, dtype=torch.float64)
     sites = tuple(Site(name, "linear", name) for name in ("up", "down"))
-    layer = Layer(
-        2, "block", "blocks.0", {f"{at.name}.weight": WeightSlot(at.name) for at in sites}, call, sites
-    )
+    layer = Layer(2, "block", "blocks.0", {f"{at.name}.weight": WeightSlot(at.name) for at in sites}, call, sites)
     expert = LayerMap(layer, {"up.weight": up, "down.weight": down})
     merged = LayerMap(layer, {"up.weight": new_up, "down.weight": new_down})
     found = group_mismatches(expert, merged, {"hidden": x}, SideInputs({}))
@@ -208,9 +202,7 @@ def test_the_margin_is_followed_past_every_change_of_rival(classes: int) -> None
             pulled += point.grad / STEPS  # type: ignore[operator]
         torch.testing.assert_close(target.covector[i], pulled, rtol=2e-2, atol=2e-2)
     # A product of u with the drift that holds for the exact rivals only.
-    torch.testing.assert_close(
-        (target.covector * (merged - expert)).sum(dim=1), target.change, rtol=1e-6, atol=1e-6
-    )
+    torch.testing.assert_close((target.covector * (merged - expert)).sum(dim=1), target.change, rtol=1e-6, atol=1e-6)
     assert changed > 2 or classes == 2
 
 

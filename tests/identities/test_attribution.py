@@ -58,9 +58,7 @@ def test_the_last_contribution_is_the_heads_own_mismatch_and_not_carried(models:
     for name, leaf in split.local_mismatch.items():
         assert torch.equal(last[name], leaf)
     found = way_back(models, seen, EXACT).shares[-1]
-    torch.testing.assert_close(
-        found, inner_products(split.local_mismatch, split.drift), rtol=1e-12, atol=1e-20
-    )
+    torch.testing.assert_close(found, inner_products(split.local_mismatch, split.drift), rtol=1e-12, atol=1e-20)
 
 
 def test_prefix_swaps_telescope_exactly(models: Family) -> None:
@@ -147,9 +145,7 @@ def test_spectral_norm_bounds_every_gain() -> None:
     sensitivities = way_back(models, seen, JacobianSettings(spectral=True)).pull_back.sensitivities
     for view in seen[1:]:
         found = sensitivities["merged", view.layer.index]
-        along = state_norms(decompose(view).propagation) / state_norms(
-            subtract_states(view.merged_in, view.expert_in)
-        )
+        along = state_norms(decompose(view).propagation) / state_norms(subtract_states(view.merged_in, view.expert_in))
         assert (found.spectral_norm >= along * (1 - 1e-3)).all()
         assert (found.spectral_norm >= found.random_gain * (1 - 1e-6)).all()
         assert (found.spectral_residual < 0.3).all()

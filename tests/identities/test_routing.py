@@ -84,9 +84,7 @@ def test_the_part_of_rerouting_is_that_of_a_pass_with_the_others_routes(name: st
                 continue
             assert view.variant_along is not None
             along = view.variant_along(view.merged_in, routes=view.routes[role].fixed_copy())
-            assert (
-                relative_error(subtract_states(view.merged_out, view.rerouting_change(role)), along) <= 1e-12
-            )
+            assert relative_error(subtract_states(view.merged_out, view.rerouting_change(role)), along) <= 1e-12
 
 
 def chosen(view: LayerView, model: str, models: Family) -> tuple[list[list[int]], Tensor]:
@@ -126,6 +124,4 @@ def test_routes_are_the_librarys_own_and_what_they_change_is_exact() -> None:
         c = view.layer.pool_state(changed, view.side, "last")
         along = columns["rerouted_along"] * columns["unit"] ** 2
         assert torch.allclose(along, (c * drift).sum(dim=1))
-        assert torch.allclose(
-            ((drift - c) * drift).sum(dim=1) + along, inner_products({"": drift}, {"": drift})
-        )
+        assert torch.allclose(((drift - c) * drift).sum(dim=1) + along, inner_products({"": drift}, {"": drift}))

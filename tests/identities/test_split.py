@@ -53,10 +53,7 @@ def test_an_expert_against_itself_has_no_drift(models: Family) -> None:
 def test_drift_is_what_the_library_itself_gives(models: Family) -> None:
     """The walk's states equal those of ordinary forward passes of the native modules, boundary by boundary."""
     first = models.batches[0]
-    native = {
-        name: models.chain.library_states(models.modules[name], first.inputs)
-        for name in ("merged", "expert:a")
-    }
+    native = {name: models.chain.library_states(models.modules[name], first.inputs) for name in ("merged", "expert:a")}
     checked = 0
     for view in views(models):
         if view.start == 0:
@@ -72,9 +69,7 @@ def test_drift_is_what_the_library_itself_gives(models: Family) -> None:
 
 def test_with_one_model_the_walk_is_its_plain_forward(models: Family) -> None:
     with torch.no_grad():
-        last = [
-            view for view in walk(models.pool, "a", ["merged"], models.batches) if view.layer.role == "head"
-        ]
+        last = [view for view in walk(models.pool, "a", ["merged"], models.batches) if view.layer.role == "head"]
         features = list(iter_final_features(models.pool, "merged", models.batches))
     assert [start for start, _ in features] == [view.start for view in last]
     for (_, plain), view in zip(features, last, strict=True):
@@ -87,9 +82,7 @@ def test_batch_size_does_not_matter(name: str) -> None:
     for size in (1, 4):
         models = family(CASES[name], batch_size=4)
         if size == 1:
-            models = Family(
-                models.pool, models.modules, [part for batch in models.batches for part in singles(batch)]
-            )
+            models = Family(models.pool, models.modules, [part for batch in models.batches for part in singles(batch)])
         rows: dict[int, list[torch.Tensor]] = {}
         for view in views(models):
             rows.setdefault(view.layer.index, []).append(drift_columns(view, "mean")["drift_l2"])
@@ -104,10 +97,7 @@ def singles(batch: Batch) -> list[Batch]:
             return {key: value[i : i + 1] for key, value in inputs.items()}
         return inputs[i : i + 1]
 
-    return [
-        Batch(batch.start + i, batch.start + i + 1, pick(batch.inputs, i))
-        for i in range(batch.stop - batch.start)
-    ]
+    return [Batch(batch.start + i, batch.start + i + 1, pick(batch.inputs, i)) for i in range(batch.stop - batch.start)]
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -133,9 +123,7 @@ def test_columns_agree_with_a_slow_reference(name: str, shape: str) -> None:
                 "state_mismatch": row.state_mismatch,
             }
             for column, value in wanted.items():
-                assert math.isclose(
-                    float(columns[column][offset]), float(value), rel_tol=1e-6, abs_tol=1e-7
-                ), column
+                assert math.isclose(float(columns[column][offset]), float(value), rel_tol=1e-6, abs_tol=1e-7), column
 
 
 def test_one_block_and_one_token_are_enough(rounding: float) -> None:

@@ -120,9 +120,7 @@ def test_checkpoints_of_trainers_are_experts(tmp_path: Path) -> None:
     for is_safe in (True, False):
         accelerator.save_state(str(tmp_path / f"state-{is_safe}"), safe_serialization=is_safe)
     (tmp_path / "wrapped").mkdir()  # of several processes
-    torch.save(
-        {f"module.{key}": value for key, value in weights.items()}, tmp_path / "wrapped/pytorch_model.bin"
-    )
+    torch.save({f"module.{key}": value for key, value in weights.items()}, tmp_path / "wrapped/pytorch_model.bin")
     folders = [open_checkpoint(tmp_path / name) for name in ("saved", "state-True", "state-False", "wrapped")]
     for key, value in weights.items():
         assert torch.equal(lightning.read(f"model.{key}"), value), key

@@ -109,9 +109,7 @@ def test_afterwards_weights_move_again(generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3], ids=["small", "usual", "large"])
-def test_each_rule_has_the_dense_jacobian_of_torch(
-    name: str, scale: float, generator: torch.Generator
-) -> None:
+def test_each_rule_has_the_dense_jacobian_of_torch(name: str, scale: float, generator: torch.Generator) -> None:
     call, x = CALLS[name], scale * torch.randn(2, 4, generator=generator, dtype=torch.float64)
     dense = torch.autograd.functional.jacobian(call, x).flatten(-2)
     with FixedWeights():

@@ -32,9 +32,7 @@ def test_the_half_product_is_the_whole_one(k: int, generator: torch.Generator) -
     torch.testing.assert_close(found.quadratic_forms(vectors), quadratic_forms, rtol=1e-12, atol=1e-12)
     more = random(generator, k, k)
     with_more = ((vectors @ (more + more.mT - 0.7 * want)) * vectors).sum(dim=1)
-    torch.testing.assert_close(
-        found.quadratic_forms(vectors, scale=-0.7, more=more), with_more, rtol=1e-11, atol=1e-11
-    )
+    torch.testing.assert_close(found.quadratic_forms(vectors, scale=-0.7, more=more), with_more, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(found.full_matrix(), want, rtol=1e-12, atol=1e-12)
 
 
@@ -94,9 +92,7 @@ def test_float32_products_are_summed_in_float64() -> None:
     assert float(found.full_matrix()) == 1e8 + 1000
 
 
-def sums_of(
-    weight: Tensor, bias: Tensor, row_by_row: bool, *, alpha: float, energies: bool
-) -> CrossMomentSum:
+def sums_of(weight: Tensor, bias: Tensor, row_by_row: bool, *, alpha: float, energies: bool) -> CrossMomentSum:
     """Sums in the way asked for, whatever would be cheaper."""
     found = CrossMomentSum(
         weight, bias, alpha=alpha, num_rows=1 if row_by_row else 1000, dtype=torch.float64, energies=energies
@@ -188,9 +184,7 @@ def test_the_misfit_of_a_weight_follows_from_the_moments(rows: tuple[Tensor, Ten
 
 
 @given(rows_and_targets(), st.data())
-def test_moments_of_norms_add_up_and_give_the_misfit(
-    rows: tuple[Tensor, Tensor, Tensor], data: st.DataObject
-) -> None:
+def test_moments_of_norms_add_up_and_give_the_misfit(rows: tuple[Tensor, Tensor, Tensor], data: st.DataObject) -> None:
     z, _, w = rows
     scale, shift = torch.linspace(0.5, 2, z.shape[1]).double(), torch.linspace(-1, 1, z.shape[1]).double()
 

@@ -54,9 +54,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", sorted(TRANSFORMS))
 def test_declared_invariance_holds(name: str, features: tuple[Tensor, Tensor]) -> None:
     left, right = features
-    torch.testing.assert_close(
-        linear_cka(TRANSFORMS[name](left), right), linear_cka(left, right), rtol=1e-9, atol=0
-    )
+    torch.testing.assert_close(linear_cka(TRANSFORMS[name](left), right), linear_cka(left, right), rtol=1e-9, atol=0)
 
 
 def test_order_of_samples_does_not_matter_if_it_is_the_same(features: tuple[Tensor, Tensor]) -> None:
@@ -128,12 +126,8 @@ def test_softmax_change_is_the_integral_of_its_jacobian(seed: int, spread: float
 @given(seed=st.integers(0, 99), spread=ranges)
 def test_loss_change_is_the_integral_of_its_gradient(seed: int, spread: float) -> None:
     z, change, labels = scores(seed, spread)
-    exact = F.cross_entropy(z + change, labels, reduction="none") - F.cross_entropy(
-        z, labels, reduction="none"
-    )
-    torch.testing.assert_close(
-        cross_entropy_change(z, change, labels), exact, rtol=0, atol=1e-9 * max(1, spread)
-    )
+    exact = F.cross_entropy(z + change, labels, reduction="none") - F.cross_entropy(z, labels, reduction="none")
+    torch.testing.assert_close(cross_entropy_change(z, change, labels), exact, rtol=0, atol=1e-9 * max(1, spread))
 
 
 def test_adding_a_constant_to_all_scores_changes_nothing() -> None:

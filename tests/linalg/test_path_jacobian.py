@@ -40,8 +40,7 @@ def two_streams(state: State) -> State:
     """Like a decoder layer: reads two entries, writes both, and carries an integer leaf along."""
     return {
         "encoded": state["encoded"].tanh(),
-        "hidden": state["hidden"] * state["encoded"].sum(dim=1, keepdim=True)
-        + state["position"][:, None, None],
+        "hidden": state["hidden"] * state["encoded"].sum(dim=1, keepdim=True) + state["position"][:, None, None],
         "position": state["position"],
     }
 
@@ -70,9 +69,7 @@ def test_it_carries_the_segment_to_the_difference_of_outputs(operator: PathJacob
 
 def vectors(operator: PathJacobian, count: int) -> State:
     return {
-        name: drawn(count, *leaf.shape, seed=7)
-        for name, leaf in operator.start.items()
-        if leaf.is_floating_point()
+        name: drawn(count, *leaf.shape, seed=7) for name, leaf in operator.start.items() if leaf.is_floating_point()
     }
 
 
@@ -80,9 +77,7 @@ def test_products_from_both_sides_agree(operator: PathJacobian) -> None:
     v = {name: leaf[0] for name, leaf in vectors(operator, 1).items()}
     out = operator.jvp(v)
     u = {name: drawn(*leaf.shape, seed=8) for name, leaf in out.items()}
-    torch.testing.assert_close(
-        inner_products(u, out), inner_products(operator.vjp(u), v), rtol=1e-10, atol=1e-12
-    )
+    torch.testing.assert_close(inner_products(u, out), inner_products(operator.vjp(u), v), rtol=1e-10, atol=1e-12)
 
 
 def test_it_is_linear_and_stacked_products_equal_single_ones(operator: PathJacobian) -> None:
@@ -129,9 +124,7 @@ def test_polynomials_are_exact_up_to_the_degree_and_not_beyond(nodes: int) -> No
 
 
 def test_error_falls_geometrically_with_the_nodes_of_a_smooth_layer() -> None:
-    errors = [
-        float(PathJacobian(smooth, *pair(smooth, scale=1.5), nodes).closure()) for nodes in (2, 4, 8, 16)
-    ]
+    errors = [float(PathJacobian(smooth, *pair(smooth, scale=1.5), nodes).closure()) for nodes in (2, 4, 8, 16)]
     assert all(later < earlier**1.4 for earlier, later in pairwise(errors)), errors
 
 

@@ -42,9 +42,7 @@ def test_a_ridge_solve_is_least_squares_on_stacked_rows(size: tuple[int, ...], l
     found = solve_ridge(moments_of(x, y, weight_sum=1.0), anchor, lam=lam).weight
     left = torch.cat([x / count**0.5, lam**0.5 * torch.eye(k, dtype=torch.float64)])
     right = torch.cat([y / count**0.5, lam**0.5 * anchor.mT])
-    torch.testing.assert_close(
-        found, torch.linalg.lstsq(left, right, driver="gelsd").solution.mT, rtol=1e-8, atol=1e-9
-    )
+    torch.testing.assert_close(found, torch.linalg.lstsq(left, right, driver="gelsd").solution.mT, rtol=1e-8, atol=1e-9)
 
 
 def objective(moments: LinearMoments, weight: Tensor, anchor: Tensor | None, lam: float) -> Tensor:
@@ -94,9 +92,7 @@ def test_an_infinite_ridge_gives_the_anchor_and_none_gives_least_squares() -> No
 def test_one_factor_serves_stacked_sites_as_if_each_had_its_own() -> None:
     x, y, anchor = random(20, 4), random(20, 5, seed=1), random(5, 4, seed=2)
     together = solve_ridge(moments_of(x, y), anchor, lam=0.1)
-    apart = [
-        solve_ridge(moments_of(x, y[:, part]), anchor[part], lam=0.1) for part in (slice(2), slice(2, 5))
-    ]
+    apart = [solve_ridge(moments_of(x, y[:, part]), anchor[part], lam=0.1) for part in (slice(2), slice(2, 5))]
     torch.testing.assert_close(together.weight, torch.cat([s.weight for s in apart]))
     torch.testing.assert_close(together.objective, torch.cat([s.objective for s in apart]))
 
@@ -151,9 +147,7 @@ def test_moments_that_are_not_finite_are_refused_before_anything_is_solved(value
 
 
 @given(st.integers(1, 40), st.integers(0, 99), st.floats(-8, 0))
-@example(
-    3, 17, -2.0
-)  # one start across the smallest's direction: 9 times off, more than the margin of a refusal
+@example(3, 17, -2.0)  # one start across the smallest's direction: 9 times off, more than the margin of a refusal
 @example(13, 68, -8.0)
 def test_estimated_eigenvalues_bracket_the_true_ones(k: int, seed: int, decades: float) -> None:
     basis = torch.linalg.qr(random(k, k, seed=seed)).Q
@@ -199,9 +193,7 @@ def test_a_bias_is_stationary_for_its_objective(num_tasks: int, seed: int, lam: 
     targets, outputs = random(num_tasks, 3, seed=seed), random(num_tasks, 3, seed=seed + 1)
     anchor, share = random(3, seed=seed + 2), omega / omega.sum()
     bias = solve_bias(share @ targets, share @ outputs, omega.sum(), anchor, lam=lam).requires_grad_()
-    error = (omega[:, None] * (outputs + bias - targets).square()).sum() + lam * (
-        bias - anchor
-    ).square().sum()
+    error = (omega[:, None] * (outputs + bias - targets).square()).sum() + lam * (bias - anchor).square().sum()
     (gradient,) = torch.autograd.grad(error, bias)
     assert float(gradient.abs().max()) < 1e-12
     free = solve_bias(share @ targets, share @ outputs, omega.sum(), None, lam=lam)
@@ -212,9 +204,7 @@ def norm_moments(z: Tensor, scales: Tensor, shifts: Tensor | None) -> NormMoment
     """Tasks are the first axis of all three; each counts 1."""
     one = torch.ones((), dtype=torch.float64)
     parts = [
-        NormMoments.from_affine(
-            rows.mean(0), rows.square().mean(0), scale, None if shifts is None else shifts[i], one
-        )
+        NormMoments.from_affine(rows.mean(0), rows.square().mean(0), scale, None if shifts is None else shifts[i], one)
         for i, (rows, scale) in enumerate(zip(z, scales, strict=True))
     ]
     total = parts[0]

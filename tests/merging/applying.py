@@ -84,25 +84,20 @@ def study_of(models: OpenModels, *, count: int = 6) -> Study:
         pool=pool,
         variants=("base",),
         tasks={
-            task: TaskSamples(diagnosis=samples(task), calibration=samples(task), head=head_of(task))
-            for task in tasks
+            task: TaskSamples(diagnosis=samples(task), calibration=samples(task), head=head_of(task)) for task in tasks
         },
         settings=AnalysisSettings("cls", frozenset()),
     )
 
 
-def apply(
-    method: MergeMethod, base: StateDict, experts: Mapping[str, StateDict], **settings: Any
-) -> dict[str, Tensor]:
+def apply(method: MergeMethod, base: StateDict, experts: Mapping[str, StateDict], **settings: Any) -> dict[str, Tensor]:
     """What the method makes of a base and experts."""
     settings = FEW.get(method.name, {}) | settings
     if method.reads in ("entry", "tensor"):
         found: dict[str, Tensor] = method.function(base, experts, **method.with_settings(settings).settings)
         return found
     models = open_models(base, experts)
-    source = merge_to_files(
-        models, method.with_settings(settings), study_of(models) if method.needs_samples else None
-    )
+    source = merge_to_files(models, method.with_settings(settings), study_of(models) if method.needs_samples else None)
     return {name: source.read(name) for name in source.headers}
 
 
@@ -151,8 +146,7 @@ def homogeneous(method: MergeMethod) -> Sides:
     """Task vectors twice as long make a step twice as long."""
     base, experts = states(method)
     longer = {
-        task: {name: 2 * expert[name] - start for name, start in base.items()}
-        for task, expert in experts.items()
+        task: {name: 2 * expert[name] - start for name, start in base.items()} for task, expert in experts.items()
     }
     merged = apply(method, base, experts)
     return apply(method, base, longer), {name: 2 * merged[name] - start for name, start in base.items()}

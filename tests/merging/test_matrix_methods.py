@@ -35,9 +35,7 @@ def matrices(*shape: int, count: int = 3, seed: int = 0) -> list[Tensor]:
 def merged(name: str, base: Tensor, experts: Sequence[Tensor], **settings: Any) -> Tensor:
     method = merge_methods[name]
     by_task = {task: {"weight": expert} for task, expert in zip("abcdefgh", experts, strict=False)}
-    found: Tensor = method.function({"weight": base}, by_task, **method.with_settings(settings).settings)[
-        "weight"
-    ]
+    found: Tensor = method.function({"weight": base}, by_task, **method.with_settings(settings).settings)["weight"]
     return found
 
 
@@ -46,9 +44,7 @@ def merged(name: str, base: Tensor, experts: Sequence[Tensor], **settings: Any) 
 def test_svd_methods_equal_the_slow_reference(name: str, shape: tuple[int, int]) -> None:
     base, *experts = matrices(*shape)
     expected = base.numpy() + 0.7 * SLOW[name]([(expert - base).numpy() for expert in experts])
-    np.testing.assert_allclose(
-        merged(name, base, experts, scaling=0.7).numpy(), expected, rtol=1e-9, atol=1e-9
-    )
+    np.testing.assert_allclose(merged(name, base, experts, scaling=0.7).numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", SVD)
@@ -79,9 +75,7 @@ def test_one_experts_leading_share_is_what_twins_leave_of_tsv_m() -> None:
     base, expert = matrices(6, 9, count=1)
     u, s, vt = np.linalg.svd((expert - base).numpy(), full_matrices=False)
     expected = base.numpy() + (u[:, :3] * s[:3]) @ vt[:3]
-    np.testing.assert_allclose(
-        merged("tsv_m", base, [expert, expert]).numpy(), expected, rtol=1e-9, atol=1e-9
-    )
+    np.testing.assert_allclose(merged("tsv_m", base, [expert, expert]).numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", SVD)
@@ -156,9 +150,7 @@ def test_moments_are_those_of_each_experts_own_forward_and_of_the_merged_prefix(
         theirs = [by_task[task][weight].double().numpy() for task in by_task]
         rows = [inputs[task][name].astype(np.float64) for task in by_task]
         if isinstance(part, torch.nn.Linear):
-            np.testing.assert_allclose(
-                plain[weight], reference.regmean(theirs, rows, 0.95), rtol=1e-3, atol=1e-4
-            )
+            np.testing.assert_allclose(plain[weight], reference.regmean(theirs, rows, 0.95), rtol=1e-3, atol=1e-4)
 
     found = apply(merge_methods["regmean_pp"], random_model(0), by_task)
     expected = reference.regmean_pp(experts, images, 0.95).state_dict()

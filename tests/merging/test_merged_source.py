@@ -90,17 +90,13 @@ def test_arithmetic_is_in_float32_and_the_result_in_the_dtype_of_the_base() -> N
 
 def test_integers_are_those_of_the_base_and_no_method_sees_them(tmp_path: Path) -> None:
     count = torch.tensor([3, 4])
-    models = open_models(
-        {**BASE, "steps": count}, {task: {**e, "steps": count + 9} for task, e in EXPERTS.items()}
-    )
+    models = open_models({**BASE, "steps": count}, {task: {**e, "steps": count + 9} for task, e in EXPERTS.items()})
 
     def model(base: Tensors, experts: dict[str, Tensors]) -> Iterator[tuple[str, Tensor]]:
         assert "steps" not in base and len(base) == len(BASE)
         return ((name, experts["a"][name]) for name in base)
 
-    merged = merge_to_files(
-        models, merge_by_name(filed(model, "model")), beside=tmp_path / "merged.safetensors"
-    )
+    merged = merge_to_files(models, merge_by_name(filed(model, "model")), beside=tmp_path / "merged.safetensors")
     assert torch.equal(merged.read("steps"), count)
     assert torch.equal(merged.read("norm.weight"), EXPERTS["a"]["norm.weight"])
     assert not list(tmp_path.iterdir())
@@ -180,9 +176,7 @@ def test_what_a_method_may_not_give_is_refused(fault: str, tmp_path: Path) -> No
             yield from given(name, value)
 
     with pytest.raises(kind, match=message):
-        merge_to_files(
-            open_models(BASE, EXPERTS), merge_by_name(filed(model, "model")), beside=tmp_path / "x"
-        )
+        merge_to_files(open_models(BASE, EXPERTS), merge_by_name(filed(model, "model")), beside=tmp_path / "x")
     assert not list(tmp_path.iterdir())
 
 
@@ -201,9 +195,7 @@ def test_the_file_that_holds_nan_is_named_whatever_is_read(reads: Reads) -> None
 
 
 @pytest.mark.parametrize("reads", ["entry", "site", "model"])
-def test_progress_goes_by_tensor_and_a_merge_can_be_cancelled_on_its_way(
-    reads: Reads, tmp_path: Path
-) -> None:
+def test_progress_goes_by_tensor_and_a_merge_can_be_cancelled_on_its_way(reads: Reads, tmp_path: Path) -> None:
     def toy(base: Tensors, experts: dict[str, Tensors]) -> Any:
         found = {name: experts["b"][name] for name in base}
         return found.items() if reads == "model" else found
@@ -221,16 +213,12 @@ def test_progress_goes_by_tensor_and_a_merge_can_be_cancelled_on_its_way(
 
     reporter = ProgressReporter(stop, token)
     with pytest.raises(Cancelled):
-        merge_to_files(
-            models, merge_by_name(method), beside=tmp_path / "merged.safetensors", reporter=reporter
-        )
+        merge_to_files(models, merge_by_name(method), beside=tmp_path / "merged.safetensors", reporter=reporter)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", few(merge_methods, (), some=["ties", "slerp", "tsv_m", "regmean"]))
-def test_two_threads_give_bit_by_bit_what_one_gives(
-    name: str, threads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_threads_give_bit_by_bit_what_one_gives(name: str, threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a width where products and decompositions are parted among threads."""
     monkeypatch.setattr(tiny, "STACK_WIDTH", 256)
     method, tasks = merge_methods[name], "ab" if name == "slerp" else "abc"
@@ -252,9 +240,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(RunError, match="No space left"):
-        merge_to_files(
-            open_models(BASE, EXPERTS), merge_by_name("average"), beside=tmp_path / "merged.safetensors"
-        )
+        merge_to_files(open_models(BASE, EXPERTS), merge_by_name("average"), beside=tmp_path / "merged.safetensors")
     assert not list(tmp_path.iterdir())
 
 

@@ -111,9 +111,7 @@ def test_ties_with_a_drop_rate_is_ties_of_what_dare_leaves(trim_scope: str) -> N
         task: dict(merge_methods["dare"].function(WHOLE, {task: expert}, scaling=1.0, drop_rate=0.4, seed=3))
         for task, expert in MODELS.items()
     }
-    merged = dict(
-        merge_methods["ties"].function(WHOLE, MODELS, drop_rate=0.4, seed=3, merge_func="sum", **at)
-    )
+    merged = dict(merge_methods["ties"].function(WHOLE, MODELS, drop_rate=0.4, seed=3, merge_func="sum", **at))
     wanted = dict(merge_methods["ties"].function(WHOLE, sparse, merge_func="sum", **at))
     assert_same(merged, wanted)
 
@@ -130,10 +128,7 @@ def test_masks_follow_seed_task_and_name_and_nothing_else() -> None:
         return (merged[name] != 0).tolist()
 
     assert kept(0, "a", "w") == kept(0, "a", "w", "earlier")
-    assert (
-        len({tuple(kept(*given)) for given in ((0, "a", "w"), (1, "a", "w"), (0, "b", "w"), (0, "a", "v"))})
-        == 4
-    )
+    assert len({tuple(kept(*given)) for given in ((0, "a", "w"), (1, "a", "w"), (0, "b", "w"), (0, "a", "v"))}) == 4
     assert dare(base, {"a": expert}, scaling=1.0)["w"].unique().tolist() == [0.0, 2.0]
 
 
@@ -166,9 +161,7 @@ def test_model_stock_is_the_formula_of_the_mean_cosine() -> None:
         mean = sum(given.values()) / 3
         torch.testing.assert_close(stock(BASE, EXPERTS)[name], start + ratio * mean)
         rows = {task: vector.reshape(-1, vector.shape[-1]) for task, vector in given.items()}
-        ratios = [
-            slow.stock_ratio({t: row[at].numpy() for t, row in rows.items()}) for at in range(len(rows["a"]))
-        ]
+        ratios = [slow.stock_ratio({t: row[at].numpy() for t, row in rows.items()}) for at in range(len(rows["a"]))]
         wanted = start + (torch.tensor(ratios).double()[:, None] * mean.view(len(ratios), -1)).view_as(start)
         torch.testing.assert_close(stock(BASE, EXPERTS, filter_wise=True)[name], wanted)
     # Right angles say that experts agree on nothing.

@@ -50,9 +50,7 @@ def test_fisher_merging_weighs_by_the_information_of_each_expert(estimator: str)
     for name in BASE:
         values, fishers = [EXPERTS[t][name] for t in experts], [found[t][name] for t in experts]
         expected = reference.fisher_merge(values, fishers, norms)
-        dead = (
-            torch.stack(fishers).sum(dim=0) == 0
-        )  # a key's bias, which no softmax sees, is left to rounding
+        dead = torch.stack(fishers).sum(dim=0) == 0  # a key's bias, which no softmax sees, is left to rounding
         if not name.endswith("key.bias"):
             torch.testing.assert_close(merged[name][~dead], expected[~dead], rtol=1e-3, atol=1e-4)
 
@@ -81,9 +79,7 @@ def test_a_task_without_a_score_map_is_refused_before_anything_is_written(name: 
     study = study_of(models)
     tasks = {**study.tasks, "b": dataclasses.replace(study.tasks["b"], head=None)}
     with pytest.raises(SpecError, match="missing: b") as caught:
-        merge_to_files(
-            models, merge_by_name(name), dataclasses.replace(study, tasks=tasks), beside=tmp_path / "x"
-        )
+        merge_to_files(models, merge_by_name(name), dataclasses.replace(study, tasks=tasks), beside=tmp_path / "x")
     assert "heads.b" in caught.value.hint and not list(tmp_path.iterdir())
     with pytest.raises(SpecError, match="calibration samples"):
         merge_to_files(models, merge_by_name(name), beside=tmp_path / "x")
@@ -101,9 +97,7 @@ def test_labels_are_not_read_and_the_order_of_tasks_does_not_matter(name: str) -
             samples = dataclasses.replace(at.calibration, labels=(label,) * len(at.calibration))
             tasks[task] = dataclasses.replace(at, calibration=samples)
         settings = {"steps": 2} if name == "adamerging" else {}
-        source = merge_to_files(
-            models, merge_by_name(name, settings), dataclasses.replace(study, tasks=tasks)
-        )
+        source = merge_to_files(models, merge_by_name(name, settings), dataclasses.replace(study, tasks=tasks))
         return {key: source.read(key) for key in source.headers}
 
     first, second = merged("abc", "x"), merged("cab", "z")

@@ -145,9 +145,7 @@ def test_a_deeper_tower_is_not_cut_to_fit(build: Callable[..., nn.Module], proje
     deep = open_clip_tower(layers=4) if build is open_clip_tower else hf_tower(num_hidden_layers=4)
     architecture = architecture_of(shallow)
     with pytest.raises(IncompatibleModelsError, match=r"(resblocks|layers)\.3"):
-        require_same_parameters(
-            shallow, architecture.chain, architecture.align(source(dict(deep.state_dict())))
-        )
+        require_same_parameters(shallow, architecture.chain, architecture.align(source(dict(deep.state_dict()))))
 
 
 def test_quantised_weights_stay_to_be_refused() -> None:

@@ -149,9 +149,7 @@ def test_what_gemma_3n_would_lose_is_found(
     """Planted: a run stops where its features are not those of ordinary forward passes."""
     base = transformers.AutoModelForCausalLM.from_config((CONFIGS | MORE)["Gemma 3n"]).double().eval()
     models = perturbed(base, 1, 0.2), perturbed(base, 2, 0.2)
-    analyze = partial(
-        dl.analyze, merged=models[0], experts={"a": models[1]}, data={"a": [BATCH]}, progress="none"
-    )
+    analyze = partial(dl.analyze, merged=models[0], experts={"a": models[1]}, data={"a": [BATCH]}, progress="none")
     assert analyze(out=tmp_path / "run").layers()["closure_error"].max() < 1e-9
     monkeypatch.setattr(block_runner, part, fault)
     with pytest.raises(NumericsError, match="forward pass"):

@@ -111,9 +111,7 @@ def test_transformers_layouts_are_computed_as_transformers_does(build: Callable[
     run = getattr(module, "get_image_features", module)
     with torch.no_grad():
         returned = (
-            run(pixel_values=inputs, output_hidden_states=True)
-            if not isinstance(module, Nested)
-            else module(inputs)
+            run(pixel_values=inputs, output_hidden_states=True) if not isinstance(module, Nested) else module(inputs)
         )
     feature = returned.image_embeds if "image_embeds" in returned else returned.pooler_output
     torch.testing.assert_close(own[-1]["hidden"], feature, rtol=0, atol=1e-12)
@@ -159,10 +157,7 @@ def test_rows_that_reach_no_feature_weigh_nothing() -> None:
     moved[:, 0] += 1
     given = parameters(head, module.state_dict())
     assert (
-        largest_difference(
-            [head.call(given, {"hidden": hidden}, {})], [head.call(given, {"hidden": moved}, {})]
-        )
-        == 0
+        largest_difference([head.call(given, {"hidden": hidden}, {})], [head.call(given, {"hidden": moved}, {})]) == 0
     )
     rule = chain.token_weights[head.sites[0].token_weights]
     assert rule({"hidden": hidden}, {})[0].tolist() == [0, *[1] * 16]
@@ -241,9 +236,7 @@ REFUSED: dict[str, tuple[Any, Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize(("adapter", "build", "words"), REFUSED.values(), ids=REFUSED)
-def test_unsupported_towers_are_refused_by_name(
-    adapter: Any, build: Callable[[], nn.Module], words: str
-) -> None:
+def test_unsupported_towers_are_refused_by_name(adapter: Any, build: Callable[[], nn.Module], words: str) -> None:
     module = build()
     with refusing(IncompatibleModelsError, words):
         adapter.chain(module)

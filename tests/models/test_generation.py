@@ -97,6 +97,4 @@ def test_sums_are_those_taken_token_by_token_in_any_batch(form: str) -> None:
             total, count = by_hand(model, reader, question, answer)
             assert sums[at, place].item() == pytest.approx(total, abs=1e-9) and counts[at, place] == count
     own = log_likelihoods(model, reader, QUESTIONS, [[answer] for answer in ANSWERS])[0][:, 0]
-    assert torch.allclose(
-        own, sums.diagonal(), rtol=0, atol=1e-9
-    )  # answers of different lengths in one batch
+    assert torch.allclose(own, sums.diagonal(), rtol=0, atol=1e-9)  # answers of different lengths in one batch

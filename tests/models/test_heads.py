@@ -87,10 +87,7 @@ def test_a_file_head_holds_the_files_rows(tmp_path: Path) -> None:
 
 def test_half_precision_rows_count_as_unit_norm(tmp_path: Path) -> None:
     save_file({"cars": unit(3).half()}, tmp_path / "heads.safetensors")
-    assert (
-        head_from_file(tmp_path / "heads.safetensors", "cars", 50.0, CLASSES).embeddings.dtype
-        == torch.float32
-    )
+    assert head_from_file(tmp_path / "heads.safetensors", "cars", 50.0, CLASSES).embeddings.dtype == torch.float32
 
 
 UNUSABLE: dict[str, tuple[Tensor, str, list[str], type[DriftLensError], str]] = {
@@ -159,12 +156,8 @@ def test_prompts_give_the_text_features_of_transformers(hf: Path) -> None:
         with torch.no_grad():
             features = [model.get_text_features(**token).pooler_output[0] for token in tokens]
         rows.append(sum(feature / feature.norm() for feature in features))
-    head = zero_shot_head(
-        load_architecture("hf-clip", str(hf)).text_tower(open_checkpoint(hf)), CLASSES, TEMPLATES
-    )
-    torch.testing.assert_close(
-        head.embeddings, torch.stack([row / row.norm() for row in rows]), rtol=0, atol=1e-5
-    )
+    head = zero_shot_head(load_architecture("hf-clip", str(hf)).text_tower(open_checkpoint(hf)), CLASSES, TEMPLATES)
+    torch.testing.assert_close(head.embeddings, torch.stack([row / row.norm() for row in rows]), rtol=0, atol=1e-5)
     assert head.logit_scale == pytest.approx(model.logit_scale.exp().item())
 
 
@@ -178,24 +171,18 @@ def test_other_braces_in_a_template_are_text(open_clip: Path) -> None:
 def test_a_wrapped_base_has_its_text_tower_all_the_same(open_clip: Path) -> None:
     architecture, base = load_architecture("open-clip", str(open_clip)), open_checkpoint(open_clip)
     wrapped = InMemorySource("base", {f"module.{key}": base.read(key) for key in base.headers})
-    first, second = (
-        zero_shot_head(architecture.text_tower(source), CLASSES, TEMPLATES) for source in (base, wrapped)
-    )
+    first, second = (zero_shot_head(architecture.text_tower(source), CLASSES, TEMPLATES) for source in (base, wrapped))
     assert torch.equal(first.embeddings, second.embeddings)
 
 
 def only(source: StateSource, prefix: str) -> StateSource:
-    return InMemorySource(
-        "the base", {key: source.read(key) for key in source.headers if key.startswith(prefix)}
-    )
+    return InMemorySource("the base", {key: source.read(key) for key in source.headers if key.startswith(prefix)})
 
 
 def test_a_base_without_text_tower_is_refused_with_both_remedies(hf: Path, open_clip: Path) -> None:
     for loader, folder, tower in (("hf-clip", hf, "vision_model."), ("open-clip", open_clip, "visual.")):
         architecture = load_architecture(loader, str(folder))
-        with refusing(
-            SpecError, match="the base has no text tower", hint=("whole CLIP", "heads.<task>.file")
-        ):
+        with refusing(SpecError, match="the base has no text tower", hint=("whole CLIP", "heads.<task>.file")):
             architecture.text_tower(only(open_checkpoint(folder), tower))
 
 
@@ -210,9 +197,7 @@ def test_a_folder_without_tokenizer_is_refused(hf: Path, tmp_path: Path, files: 
 
 
 @pytest.mark.parametrize("option", ["hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs"])
-def test_text_towers_that_need_more_than_open_clip_are_refused(
-    open_clip: Path, tmp_path: Path, option: str
-) -> None:
+def test_text_towers_that_need_more_than_open_clip_are_refused(open_clip: Path, tmp_path: Path, option: str) -> None:
     config = json.loads((open_clip / "open_clip_config.json").read_text())
     config["model_cfg"]["text_cfg"][option] = "some/repository"
     (tmp_path / "model_config.json").write_text(json.dumps(config))

@@ -84,9 +84,7 @@ def test_an_open_clip_folder_gives_the_librarys_features(open_clip: Path) -> Non
 
 
 @pytest.mark.parametrize("prefix", ["", "local-dir:"])
-def test_open_clip_takes_a_folder_or_a_file_of_either_form(
-    open_clip: Path, tmp_path: Path, prefix: str
-) -> None:
+def test_open_clip_takes_a_folder_or_a_file_of_either_form(open_clip: Path, tmp_path: Path, prefix: str) -> None:
     expected = load_architecture("open-clip", f"{prefix}{open_clip}").chain.settings
     nested = load_architecture("open-clip", str(open_clip / "open_clip_config.json"))
     assert nested.chain.settings == expected and nested.notices == ()
@@ -110,9 +108,7 @@ def test_a_large_model_takes_no_memory() -> None:
 
 
 def test_a_model_name_decides_between_gelu_and_quick_gelu() -> None:
-    exact, quick = (
-        load_architecture("open-clip", name).chain.settings for name in ("ViT-B/32", "ViT-B-32-quickgelu")
-    )
+    exact, quick = (load_architecture("open-clip", name).chain.settings for name in ("ViT-B/32", "ViT-B-32-quickgelu"))
     assert (exact["activation"], quick["activation"]) == ("gelu", "quick_gelu")
 
 
@@ -132,9 +128,7 @@ def test_buffers_of_a_skeleton_are_real(hf: Path) -> None:
     ],
     ids=["without_projection", "with_projection", "unnamed"],
 )
-def test_a_tower_alone_has_the_head_its_config_names(
-    tmp_path: Path, named: list[str] | None, last: str
-) -> None:
+def test_a_tower_alone_has_the_head_its_config_names(tmp_path: Path, named: list[str] | None, last: str) -> None:
     config = {"model_type": "clip_vision_model", **HF_VISION, **({"architectures": named} if named else {})}
     architecture = load_architecture("hf-clip", written(tmp_path, "config.json", config))
     projected = any("visual_projection" in key for key in architecture.keys)

@@ -65,8 +65,7 @@ def write_torch(wrap: Callable[[Weights], Any] = dict, **options: Any) -> Callab
 
 def training_checkpoint(weights: Weights) -> dict[str, Any]:
     state = {
-        f"module.{key}": nn.Parameter(value) if value.is_floating_point() else value
-        for key, value in weights.items()
+        f"module.{key}": nn.Parameter(value) if value.is_floating_point() else value for key, value in weights.items()
     }
     return {"epoch": 3, "optimizer": {"lr": [0.1]}, "state_dict": state}
 
@@ -189,9 +188,7 @@ def pickled_model(weights: Weights) -> nn.Module:
 def test_the_lines_in_the_hint_convert_the_file(tmp_path: Path, weights: Weights) -> None:
     path = tmp_path / "it's $w.pt"
     torch.save(pickled_model(weights), path)
-    with pytest.raises(
-        CheckpointError, match=r"holds objects other than tensors.*torch\.nn\.modules"
-    ) as refusal:
+    with pytest.raises(CheckpointError, match=r"holds objects other than tensors.*torch\.nn\.modules") as refusal:
         open_checkpoint(path)
     warning, *lines = refusal.value.hint.splitlines()
     assert "runs its code" in warning and len(lines) == 3
@@ -225,9 +222,7 @@ def torchscript(path: Path) -> None:
             "holds objects other than tensors",
         ),
         (
-            lambda path: torch.save(
-                {"w": Trap(path.with_name("trace"))}, path, _use_new_zipfile_serialization=False
-            ),
+            lambda path: torch.save({"w": Trap(path.with_name("trace"))}, path, _use_new_zipfile_serialization=False),
             "holds objects other than tensors",
         ),
         (
@@ -424,9 +419,7 @@ def test_a_download_is_announced_and_fetches_one_form_of_the_weights(
 ) -> None:
     asked: list[list[str]] = []
 
-    def download(
-        repository: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool
-    ) -> str:
+    def download(repository: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
         assert (repository, revision, local_files_only) == ("someone/model", None, False)
         asked.append(allow_patterns)
         if "*.bin" in allow_patterns:
@@ -462,17 +455,13 @@ def test_renaming_hides_what_it_does_not_name(weights: Weights, tmp_path: Path) 
             view.read(key)
 
 
-@pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), -float("inf")], ids=["nan", "inf", "minus_inf"]
-)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=["nan", "inf", "minus_inf"])
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float16, torch.float8_e5m2], ids=["float64", "float16", "float8"]
 )
 def test_what_is_not_finite_is_counted_and_named(value: float, dtype: torch.dtype) -> None:
     tensor = torch.tensor([1.0, value, 2.0, value]).to(dtype)
-    with pytest.raises(
-        NumericsError, match=r"expert\.safetensors: tensor 'w' holds 2 NaN or infinite values out of 4"
-    ):
+    with pytest.raises(NumericsError, match=r"expert\.safetensors: tensor 'w' holds 2 NaN or infinite values out of 4"):
         check_finite("expert.safetensors", "w", tensor)
     check_finite("expert.safetensors", "w", tensor[::2])
     check_finite("expert.safetensors", "ids", torch.tensor([1, 2]))

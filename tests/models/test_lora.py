@@ -69,9 +69,7 @@ def test_merged_weights_are_those_of_peft(options: dict[str, Any], base: StateSo
     whole = 4 * len(options.get("modules_to_save", ()))
     assert len(changed) == weights + whole + biases.get(options.get("bias", ""), 0)
     for key in base.headers:
-        torch.testing.assert_close(
-            merged.read(key), expected[key], rtol=0, atol=0 if key not in changed else 1e-6
-        )
+        torch.testing.assert_close(merged.read(key), expected[key], rtol=0, atol=0 if key not in changed else 1e-6)
 
 
 @pytest.mark.parametrize("kind", ["plain", "dora"])
@@ -304,9 +302,7 @@ def test_a_configuration_that_lost_an_entry_is_refused(entry: str, base: StateSo
         LoraSource(base, tmp_path)
 
 
-def test_tensors_under_an_adapters_name_are_read_as_peft_reads_them(
-    base: StateSource, tmp_path: Path
-) -> None:
+def test_tensors_under_an_adapters_name_are_read_as_peft_reads_them(base: StateSource, tmp_path: Path) -> None:
     expected = train(clip(), tmp_path, **OPTIONS["plain"])
     edit_weights(lambda w: {k.replace(".weight", ".default.weight"): v for k, v in w.items()})(tmp_path)
     merged = LoraSource(base, tmp_path)

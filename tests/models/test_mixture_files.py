@@ -65,9 +65,7 @@ def write(config: Any, folder: Path, layout: str) -> dict[str, torch.Tensor]:
         save_file(state, folder / "model.safetensors", {"format": "pt"})
     elif layout == "core":
         held = load_file(folder / "model.safetensors")
-        save_file(
-            {key.removeprefix("model."): value for key, value in held.items()}, folder / "model.safetensors"
-        )
+        save_file({key.removeprefix("model."): value for key, value in held.items()}, folder / "model.safetensors")
     return loaded
 
 
@@ -132,9 +130,7 @@ def rewrite_fused(folder: Path) -> None:
     state = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
     for file in folder.glob("model*"):
         file.unlink()
-    save_file(
-        {key: value.clone() for key, value in state.items()}, folder / "model.safetensors", {"format": "pt"}
-    )
+    save_file({key: value.clone() for key, value in state.items()}, folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.slow
@@ -164,9 +160,7 @@ def test_a_merge_has_the_layout_of_its_base_whatever_that_of_its_experts(family:
     # The same weights elsewhere in memory: some machines round their products otherwise.
     torch.testing.assert_close(*logits.values())
     experts = [tmp_path / "one", tmp_path / "two"]
-    buffers = [
-        name for name, _ in model.named_buffers() if name in model.state_dict()
-    ]  # no expert changes one
+    buffers = [name for name, _ in model.named_buffers() if name in model.state_dict()]  # no expert changes one
     assert_every_tensor(tmp_path / "base", experts, tmp_path / "of-base", scaling=0.4, shared=len(buffers))
 
 
@@ -232,9 +226,7 @@ def test_quantised_experts_are_refused_with_a_remedy_that_works(method: str, tmp
     save_file(pack(load_file(file)), file, {"format": "pt"})
     quantised = {"quantization_config": {"quant_method": method} | settings}
     stated.write_text(json.dumps(json.loads(stated.read_text()) | quantised))
-    with pytest.raises(
-        IncompatibleModelsError, match=rf"one holds quantised weights \({method}\)"
-    ) as refused:
+    with pytest.raises(IncompatibleModelsError, match=rf"one holds quantised weights \({method}\)") as refused:
         open_models(spec_of(tmp_path, "base", "one"))
     named = re.search(r"quantization_config=(\w+)\(dequantize=True\)", refused.value.hint)
     assert named is not None
@@ -246,18 +238,14 @@ def test_quantised_experts_are_refused_with_a_remedy_that_works(method: str, tmp
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_count_of_experts_that_differs_is_refused_before_anything_is_written(
-    fused: bool, tmp_path: Path
-) -> None:
+def test_a_count_of_experts_that_differs_is_refused_before_anything_is_written(fused: bool, tmp_path: Path) -> None:
     saved(MIXTURES["Mixtral"], tmp_path / "base", 0)
     other = copy.deepcopy(MIXTURES["Mixtral"])
     other.num_local_experts = 3
     saved(other, tmp_path / "one", 1)
     if fused:
         rewrite_fused(tmp_path / "one")
-    with pytest.raises(
-        IncompatibleModelsError, match=r"gate.weight' has shape \[3, 16\], expected \[4, 16\]"
-    ):
+    with pytest.raises(IncompatibleModelsError, match=r"gate.weight' has shape \[3, 16\], expected \[4, 16\]"):
         merge_experts(spec_of(tmp_path, "base", "one"), "average", {}, tmp_path / "out", JobContext())
     assert not (tmp_path / "out").exists()
 

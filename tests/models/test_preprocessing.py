@@ -68,9 +68,7 @@ def test_a_batch_is_its_images_one_by_one(which: int) -> None:
 
 def test_stated_settings_are_used() -> None:
     image, stated = array(40, 60), {"mean": [0.5] * 3, "std": [0.25] * 3}
-    own = open_clip_preprocess(
-        {**stated, "interpolation": "bilinear", "resize_mode": "squash"}, (32, 32), "model"
-    )
+    own = open_clip_preprocess({**stated, "interpolation": "bilinear", "resize_mode": "squash"}, (32, 32), "model")
     resized = np.asarray(Image.fromarray(image).resize((32, 32), Image.Resampling.BILINEAR))
     expected = torch.tensor((resized / 255 - 0.5) / 0.25).permute(2, 0, 1)
     torch.testing.assert_close(own([image])[0].double(), expected, rtol=0, atol=1e-6)

@@ -49,9 +49,7 @@ def test_both_forms_of_a_real_model_are_one_model(real: Path) -> None:
     """open_clip's files are the other ones, rounded to float16: equal after rounding, close before."""
     for model in ("base", "clothing10"):
         whole = load_file(real / "open_clip" / f"{model}.safetensors")
-        visual = {
-            key.removeprefix("visual."): value for key, value in whole.items() if key.startswith("visual.")
-        }
+        visual = {key.removeprefix("visual."): value for key, value in whole.items() if key.startswith("visual.")}
         theirs = load_file(real / "hf" / model / "model.safetensors")
         converted = under_transformers_names(visual)
         assert converted.keys() == theirs.keys()
@@ -68,9 +66,7 @@ def test_real_accuracies_are_those_measured_when_the_models_were_made(
     real: Path, task: str, model: str, form: str
 ) -> None:
     data, stated = np.load(real / "data" / f"{task}.npz"), suite(real)
-    head = head_from_file(
-        real / "heads.safetensors", task, stated["logit_scale"], data["class_names"].tolist()
-    )
+    head = head_from_file(real / "heads.safetensors", task, stated["logit_scale"], data["class_names"].tolist())
     scores = head.scores(features(*FORMS[form](real, task if model == "expert" else "base"), data["x_test"]))
     accuracy = (scores.argmax(dim=1) == torch.tensor(data["y_test"])).double().mean().item()
     # Float16 weights may turn a single image; the measured values are printed to four digits.

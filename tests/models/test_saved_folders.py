@@ -43,9 +43,7 @@ def version_5(folder: Path) -> Path:
 
     hf_folder(folder)
     tokenizer = transformers.CLIPTokenizer.from_pretrained(folder)
-    images = transformers.CLIPImageProcessor(
-        size={"shortest_edge": 16}, crop_size=16, image_mean=[0.1, 0.2, 0.3]
-    )
+    images = transformers.CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=16, image_mean=[0.1, 0.2, 0.3])
     for name in ("vocab.json", "merges.txt", "preprocessor_config.json"):
         (folder / name).unlink()
     transformers.CLIPProcessor(images, tokenizer).save_pretrained(folder)
@@ -211,9 +209,7 @@ def test_a_base_in_shards_is_saved_in_shards(index: str, tmp_path: Path) -> None
         for place, name in ((folder, index), (out, "model.safetensors.index.json"))
     )
     assert len(set(after.values())) == len(list(out.glob("*.safetensors"))) > 2
-    groups = [
-        {frozenset(key for key in at if at[key] == file) for file in at.values()} for at in (before, after)
-    ]
+    groups = [{frozenset(key for key in at if at[key] == file) for file in at.values()} for at in (before, after)]
     assert groups[0] == groups[1]
     loaded, info = CLIPModel.from_pretrained(out, output_loading_info=True)
     assert not any(info.values()), info

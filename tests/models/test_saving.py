@@ -66,11 +66,7 @@ def test_the_library_reads_back_what_was_written(weights: dict[str, Tensor], tmp
     assert set(read) == set(weights)
     for key, value in weights.items():
         assert read[key].dtype == value.dtype and read[key].shape == value.shape
-        assert (
-            torch.equal(read[key].view(torch.uint8), value.view(torch.uint8))
-            if value.dim()
-            else read[key] == value
-        )
+        assert torch.equal(read[key].view(torch.uint8), value.view(torch.uint8)) if value.dim() else read[key] == value
     with safe_open(tmp_path / "w.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "made_by": "a test"}
 
@@ -87,9 +83,7 @@ def test_every_tensor_is_aligned_to_its_width(weights: dict[str, Tensor], tmp_pa
 
 def test_views_ties_and_leaves_are_written_by_value(tmp_path: Path) -> None:
     shared = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
-    save_state_dict(
-        tmp_path / "w.safetensors", {"a": shared, "b": shared, "t": shared.T, "part": shared[:, 1:]}
-    )
+    save_state_dict(tmp_path / "w.safetensors", {"a": shared, "b": shared, "t": shared.T, "part": shared[:, 1:]})
     read = load_file(tmp_path / "w.safetensors")
     assert torch.equal(read["a"], shared) and torch.equal(read["b"], shared)
     assert torch.equal(read["t"], shared.T) and torch.equal(read["part"], shared[:, 1:])
@@ -156,9 +150,7 @@ def test_an_update_is_put_together_once_however_often_it_is_patched(tmp_path: Pa
         return torch.zeros(100)
 
     inner = PatchedSource(source, LazyTensors(["t3", "t6"], update))
-    save_state_dict(
-        tmp_path / "w.safetensors", PatchedSource(source, LazyTensors(source.headers, inner.read))
-    )
+    save_state_dict(tmp_path / "w.safetensors", PatchedSource(source, LazyTensors(source.headers, inner.read)))
     assert made == ["t3", "t6"]
 
 
@@ -189,9 +181,7 @@ class Failing(Counting):
         return super().read(key, rows)
 
 
-@pytest.mark.parametrize(
-    "error", [KeyboardInterrupt(), CheckpointError("gone"), OSError(errno.EIO, "unreadable")]
-)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), CheckpointError("gone"), OSError(errno.EIO, "unreadable")])
 def test_whatever_stops_the_writing_the_old_file_stays(error: BaseException, tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     save_state_dict(path, {"a": torch.ones(2)})
@@ -204,9 +194,7 @@ def test_whatever_stops_the_writing_the_old_file_stays(error: BaseException, tmp
 
 def test_a_full_disk_is_told_with_what_is_needed(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"can't write .*w\.safetensors: No space left") as refusal:
-        save_state_dict(
-            tmp_path / "w.safetensors", PatchedSource(Failing(OSError(errno.ENOSPC, "No space left")), {})
-        )
+        save_state_dict(tmp_path / "w.safetensors", PatchedSource(Failing(OSError(errno.ENOSPC, "No space left")), {}))
     assert refusal.value.context["need"] > 8 * 400
     assert "bytes needed are free there" in refusal.value.hint
     assert not list(tmp_path.iterdir())
@@ -266,9 +254,7 @@ def test_a_state_dict_keeps_the_bases_names_and_what_else_it_holds(
 ) -> None:
     plain = open_checkpoint(base_folder)
     base = InMemorySource("base", {f"module.{key}": plain.read(key).half() for key in plain.headers})
-    save_model(
-        architecture, base, doubled(architecture, base), tmp_path / "out.safetensors", metadata={"by": "test"}
-    )
+    save_model(architecture, base, doubled(architecture, base), tmp_path / "out.safetensors", metadata={"by": "test"})
     saved = load_file(tmp_path / "out.safetensors")
     assert saved.keys() == base.headers.keys()
     tower = ("module.visual.", "module.vision_model.", "module.visual_projection.")
@@ -303,9 +289,7 @@ def test_a_folder_of_transformers_may_hold_the_tower_alone(tmp_path: Path) -> No
 def test_a_part_of_an_open_clip_model_makes_no_folder(tmp_path: Path) -> None:
     folder = open_clip_folder(tmp_path / "base")
     architecture, whole = load_architecture("open-clip", str(folder)), open_checkpoint(folder)
-    tower = InMemorySource(
-        "tower", {key: whole.read(key) for key in whole.headers if key.startswith("visual.")}
-    )
+    tower = InMemorySource("tower", {key: whole.read(key) for key in whole.headers if key.startswith("visual.")})
     with pytest.raises(SpecError, match="is not a whole model"):
         save_model(architecture, tower, doubled(architecture, tower), tmp_path / "out")
     save_model(architecture, tower, doubled(architecture, tower), tmp_path / "out.safetensors")
@@ -324,9 +308,7 @@ def test_a_live_model_is_saved_as_a_state_dict_only(tmp_path: Path) -> None:
     assert len(saved) == 6
 
 
-def test_a_model_with_a_hole_is_not_saved(
-    architecture: Architecture, base_folder: Path, tmp_path: Path
-) -> None:
+def test_a_model_with_a_hole_is_not_saved(architecture: Architecture, base_folder: Path, tmp_path: Path) -> None:
     base = open_checkpoint(base_folder)
     tower = architecture.align(base)
     key = architecture.chain.parameter_keys()[5]

@@ -100,9 +100,7 @@ def embeddings(root: Path, texts: list[str], loader: str = "hf-auto", **of_reade
     assert known.preprocess is not None and known.preprocess.texts is not None
     reader = replace(known.preprocess.texts, **of_reader)
     source = known.align(open_checkpoint(root))
-    pool = ModelPool(
-        known.chain, known.skeleton, {"base": source}, device=torch.device("cpu"), dtype=torch.float64
-    )
+    pool = ModelPool(known.chain, known.skeleton, {"base": source}, device=torch.device("cpu"), dtype=torch.float64)
     batch = Batch(0, len(texts), reader([(text, "") for text in texts]))
     [(_, features)] = iter_final_features(pool, "base", [batch])
     closing = pool.library_states("base", batch.inputs)[-1]["hidden"]
@@ -143,10 +141,7 @@ POOLS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize(
     "stated",
     [
-        *(
-            pytest.param({"pooling_mode": mode}, id=mode, marks=paced(mode, ["weightedmean"]))
-            for mode in POOLS
-        ),
+        *(pytest.param({"pooling_mode": mode}, id=mode, marks=paced(mode, ["weightedmean"])) for mode in POOLS),
         pytest.param({"pooling_mode": ["mean_sqrt_len_tokens", "cls"]}, id="two in an order of their own"),
         pytest.param(
             {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
@@ -155,9 +150,7 @@ POOLS: dict[str, Callable[[Tensor], Tensor]] = {
         ),
     ],
 )
-def test_the_final_feature_is_the_embedding_however_its_batch_is_padded(
-    stated: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_final_feature_is_the_embedding_however_its_batch_is_padded(stated: dict[str, Any], tmp_path: Path) -> None:
     root = sentences(tmp_path / "base", 0, pooling=stated, dense=1.5)
     modes = read_pooling(root).modes
     for text, embedding in zip(LONG, embeddings(root, LONG), strict=True):
@@ -179,9 +172,7 @@ def test_a_familys_embeddings_are_those_of_its_library(family: str, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.shows("drift", "sites", "reloads", files="hf-auto", heads="its embedding")
 @EACH_FAMILY
-def test_what_is_repaired_of_a_family_gives_the_embeddings_that_were_measured(
-    family: str, tmp_path: Path
-) -> None:
+def test_what_is_repaired_of_a_family_gives_the_embeddings_that_were_measured(family: str, tmp_path: Path) -> None:
     """From sentences alone; by what the library of the transformer makes of the repaired folder."""
     for seed, name in enumerate(("base", "one", "two")):
         sentences(tmp_path / name, seed, family=family, pooling={"pooling_mode": "lasttoken"})

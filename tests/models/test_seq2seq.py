@@ -29,9 +29,7 @@ def with_pool(name: str, folder: Path) -> tuple[Architecture, ModelPool]:
     known = load_architecture("hf-seq2seq", str(save(model(name), folder)), untied=name == "mT5")
     source = known.align(open_checkpoint(folder))
     models = {"expert:a": source, "merged": source}
-    return known, ModelPool(
-        known.chain, known.skeleton, models, device=torch.device("cpu"), dtype=torch.float64
-    )
+    return known, ModelPool(known.chain, known.skeleton, models, device=torch.device("cpu"), dtype=torch.float64)
 
 
 @pytest.mark.shows("drift", files="hf-seq2seq", heads="each model's own")

@@ -163,9 +163,7 @@ def test_derivatives_agree_with_finite_differences_and_batch(name: str, generato
             nodes = torch.stack([state[entry], state[entry] + 0.1 * direction])
             # vmap can't write in place where only the point is mapped and the direction is not.
             directions = direction.expand_as(nodes) if name == "in_place" else direction
-            products = torch.func.vmap(product, in_dims=(0, 0 if name == "in_place" else None))(
-                nodes, directions
-            )
+            products = torch.func.vmap(product, in_dims=(0, 0 if name == "in_place" else None))(nodes, directions)
             for node, batched in zip(nodes, products, strict=True):
                 numeric = (forward(node + 1e-5 * direction) - forward(node - 1e-5 * direction)) / 2e-5
                 torch.testing.assert_close(batched, numeric, rtol=1e-6, atol=1e-8)
@@ -209,9 +207,7 @@ def test_taps_hear_what_each_site_is_given(stack: Stack, generator: torch.Genera
     states, (_, side) = walk(chain, module, inputs), chain.start(inputs)
     for layer, parameters, state in zip(chain.blocks, weights(chain, module)[1:], states[1:], strict=False):
         heard: list[tuple[str, Tensor]] = []
-        layer.call(
-            parameters, state, side, tap=lambda name, value, heard=heard: heard.append((name, value.clone()))
-        )
+        layer.call(parameters, state, side, tap=lambda name, value, heard=heard: heard.append((name, value.clone())))
         assert [name for name, _ in heard] == [site.name for site in layer.sites]
         wanted = native_inputs(module, layer.path, inputs)
         for name, value in heard:
@@ -400,9 +396,7 @@ def test_of_shapes_only_what_blocks_return_beside_features_must_reach_no_other_b
     chain, module = sequential_chain(hollow[False], inputs), Handing(False)
     for some in (inputs, inputs[:2]):
         assert_close(walk(chain, module, some)[-1]["hidden"], plain_forward(module, some))
-    with pytest.raises(
-        IncompatibleModelsError, match=r"'blocks.1' is given '(beside|1)'.*computed from weights"
-    ):
+    with pytest.raises(IncompatibleModelsError, match=r"'blocks.1' is given '(beside|1)'.*computed from weights"):
         sequential_chain(hollow[True], inputs)
 
 

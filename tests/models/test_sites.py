@@ -304,8 +304,6 @@ def test_numbered_stages_are_the_blocks_and_a_pattern_names_them() -> None:
     assert chain.settings["blocks"] == "layer[0-9]*"
     assert [layer.path for layer in chain.blocks] == ["layer1", "layer2", "layer3"]
     inner = sequential_chain(Stages(), torch.randn(2, 4), blocks="layer?.*")
-    assert [layer.path for layer in inner.blocks] == [
-        f"layer{at}.{part}" for at in (1, 2, 3) for part in (0, 1)
-    ]
+    assert [layer.path for layer in inner.blocks] == [f"layer{at}.{part}" for at in (1, 2, 3) for part in (0, 1)]
     nested = nn.Sequential(*[nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]) for _ in range(2)])
     assert sequential_chain(nested, torch.randn(2, 4)).settings["blocks"] == ""

@@ -52,9 +52,7 @@ def test_a_look_up_converts_its_rows_alone() -> None:
     assert 0 < largest.entries <= out.numel()
 
 
-@pytest.mark.parametrize(
-    "use", [lambda t: t + 1, lambda t: t[3:5], lambda t: torch.cat([t, t]), lambda t: t.T @ t]
-)
+@pytest.mark.parametrize("use", [lambda t: t + 1, lambda t: t[3:5], lambda t: torch.cat([t, t]), lambda t: t.T @ t])
 def test_whatever_else_is_done_is_done_with_all_of_it(use) -> None:  # type: ignore[no-untyped-def]
     stored = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     found = use(EmbeddingTable.wrap(stored, torch.float64))

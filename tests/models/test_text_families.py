@@ -180,9 +180,7 @@ def own_head(architecture: Architecture, folder: Path) -> ExpertHead:
 def test_features_are_those_of_the_library_at_every_boundary(name: str, tmp_path: Path) -> None:
     """Of a model the architecture was not read from, no weight of which it has seen."""
     architecture, model = opened(name, tmp_path)
-    assert architecture.preprocess is not None and all(
-        value.is_meta for value in architecture.skeleton.parameters()
-    )
+    assert architecture.preprocess is not None and all(value.is_meta for value in architecture.skeleton.parameters())
     inputs = architecture.preprocess([(text, "") for text in TEXTS])
     mask = inputs["attention_mask"].bool()
     assert not mask.all()
@@ -204,9 +202,7 @@ def test_features_are_those_of_the_library_at_every_boundary(name: str, tmp_path
 
 @pytest.mark.shows(heads="each expert's own, of several layers")
 @pytest.mark.parametrize("name", [*PARAMS, "ModernBERT"])
-def test_the_head_of_an_expert_is_all_that_its_library_runs_behind_the_tokens(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_head_of_an_expert_is_all_that_its_library_runs_behind_the_tokens(name: str, tmp_path: Path) -> None:
     architecture, model = opened(name, tmp_path)
     assert architecture.preprocess is not None and architecture.own_head is not None
     head, pool = own_head(architecture, tmp_path), architecture.own_head.pool
@@ -257,9 +253,7 @@ def test_a_classifier_trained_on_a_core_alone_finds_its_pooler_there(tmp_path: P
     """As adapters of a classifier leave it: the base's weights under the base's names, the classifier under its own."""
     architecture, _ = opened("BERT", tmp_path)
     whole = encoder("BERT", seed=2)
-    state = whole.bert.state_dict() | {
-        f"classifier.{key}": x for key, x in whole.classifier.state_dict().items()
-    }
+    state = whole.bert.state_dict() | {f"classifier.{key}": x for key, x in whole.classifier.state_dict().items()}
     save_file(state, tmp_path / "expert.safetensors")
     keys = architecture.classifier_keys(open_checkpoint(tmp_path / "expert.safetensors"))
     assert keys == ("pooler.dense.weight", "pooler.dense.bias", "classifier.weight", "classifier.bias")
@@ -324,9 +318,7 @@ def with_copies(path: Path) -> Path:
 
 
 def pool_of(architecture: Architecture, dtype: torch.dtype, **models: StateSource) -> ModelPool:
-    return ModelPool(
-        architecture.chain, architecture.skeleton, models, device=torch.device("cpu"), dtype=dtype
-    )
+    return ModelPool(architecture.chain, architecture.skeleton, models, device=torch.device("cpu"), dtype=dtype)
 
 
 def walked(pool: ModelPool, model: str, inputs: Any) -> list[dict[str, Tensor]]:
@@ -398,9 +390,7 @@ def test_every_block_computes_positions_from_its_own_models_table() -> None:
     other = perturbed(module, 1)
     for stack in ("encoder", "decoder"):
         for part in (module, other):
-            part.get_submodule(
-                f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
-            ).weight.data *= 3
+            part.get_submodule(f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias").weight.data *= 3
     for model in (module, other):
         library = chain.library_states(model, inputs)
         assert largest_difference(chain_states(chain, model, inputs), library) < 1e-12

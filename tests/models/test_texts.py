@@ -26,9 +26,7 @@ def ids(tokenizer: Any, *words: str) -> list[int]:
 ASKED = TextSample("is it red", " yes")
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"ends_texts": True}, {"padding_side": "left"}, {"pad_token": None}]
-)
+@pytest.mark.parametrize("settings", [{}, {"ends_texts": True}, {"padding_side": "left"}, {"pad_token": None}])
 def test_a_decoders_answer_follows_the_question_and_rows_are_padded_on_the_right(
     settings: dict[str, Any],
 ) -> None:
@@ -81,9 +79,7 @@ def test_what_is_too_long_is_cut_where_no_answer_stands() -> None:
     decoder = word_tokenizer()
     reader = TextProcessor(decoder, "decoder", max_length=5)
     assert reader([ASKED])["input_ids"].tolist() == [ids(decoder, "<s>", "▁it", "▁red", "▁yes", "</s>")]
-    assert reader.question_tokens(["is it red blue no"]) == [
-        ids(decoder, "<s>", "▁it", "▁red", "▁blue", "▁no")
-    ]
+    assert reader.question_tokens(["is it red blue no"]) == [ids(decoder, "<s>", "▁it", "▁red", "▁blue", "▁no")]
     both = word_tokenizer("encoder-decoder")
     reader = TextProcessor(both, "encoder-decoder", max_length=3, start=0)
     found = reader([TextSample("is it red blue no", "yes no yes no")])
@@ -135,9 +131,7 @@ def test_files_beside_the_model_say_how_its_texts_are_read(tmp_path: Path) -> No
     # Of encoders too, any token may stand for padding.
     word_tokenizer("encoder", pad_token=None).save_pretrained(tmp_path)
     reader = hf_text_preprocess(str(tmp_path), transformers.BertConfig(), True, "encoder").texts
-    assert reader is not None and reader([TextSample("is it"), TextSample("no")])["attention_mask"].tolist()[
-        1
-    ] == [
+    assert reader is not None and reader([TextSample("is it"), TextSample("no")])["attention_mask"].tolist()[1] == [
         1,
         1,
         1,
@@ -155,9 +149,7 @@ def test_where_there_are_no_files_there_is_no_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stated", "length"), [(7.0, 7), (0.25, None)])
-def test_a_tokenizers_own_limit_is_a_number_of_tokens(
-    stated: object, length: int | None, tmp_path: Path
-) -> None:
+def test_a_tokenizers_own_limit_is_a_number_of_tokens(stated: object, length: int | None, tmp_path: Path) -> None:
     word_tokenizer().save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": stated}))

@@ -46,10 +46,7 @@ def walked(chain: LayerChain, module: Any, batch: Any) -> list[dict[str, Tensor]
     """The states at all boundaries."""
     weights, (state, side), states = module.state_dict(), chain.start(batch), []
     for layer in chain.layers:
-        own = {
-            name: slot.to_layer_layout(slot.take_rows(weights[slot.key]))
-            for name, slot in layer.parameters.items()
-        }
+        own = {name: slot.to_layer_layout(slot.take_rows(weights[slot.key])) for name, slot in layer.parameters.items()}
         state = layer.call(own, state, side)
         states.append(state)
     return states
@@ -91,9 +88,7 @@ def test_sites_of_a_projector_hear_of_image_tokens_alone(name: str) -> None:
     """What they are given is what their library gives them, and another output that they hear of goes on."""
     module, batch = whole_of(name), batch_of(name, torch.Generator().manual_seed(0))
     chain = taken_apart(module, batch)
-    before = next(
-        at for at, layer in enumerate(chain.layers) if (layer.stream, layer.pool) == ("hidden", "mean")
-    )
+    before = next(at for at, layer in enumerate(chain.layers) if (layer.stream, layer.pool) == ("hidden", "mean"))
     layer, state, (_, side) = (
         chain.layers[before],
         walked(chain, module, batch)[before - 1],
@@ -113,16 +108,12 @@ def test_sites_of_a_projector_hear_of_image_tokens_alone(name: str) -> None:
         part = module.get_submodule(f"{layer.path}.{site.name}")
         with torch.no_grad(), part.register_forward_pre_hook(lambda _, args, read=read: read.append(args[0])):
             module(**unpad_image_rows(batch))
-        torch.testing.assert_close(
-            heard[site.name][at_images], read[0].flatten(0, -2), rtol=1e-12, atol=1e-12
-        )
+        torch.testing.assert_close(heard[site.name][at_images], read[0].flatten(0, -2), rtol=1e-12, atol=1e-12)
         assert not heard[site.name][~at_images].any()
     for leaf in ("weight", "bias"):
         if f"{last}.{leaf}" in own:
             own[f"{last}.{leaf}"] = 2 * own[f"{last}.{leaf}"]
-    torch.testing.assert_close(
-        doubled["hidden"], layer.call(own, state, side)["hidden"], rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(doubled["hidden"], layer.call(own, state, side)["hidden"], rtol=1e-12, atol=1e-12)
 
 
 def dropped(chain: LayerChain, batch: Any) -> LayerChain:
@@ -135,8 +126,7 @@ def dropped(chain: LayerChain, batch: Any) -> LayerChain:
 
     first = next(layer.index for layer in chain.layers if layer.stream == "hidden")
     layers = [
-        replace(layer, call=partial(blind, layer.call)) if layer.index == first else layer
-        for layer in chain.layers
+        replace(layer, call=partial(blind, layer.call)) if layer.index == first else layer for layer in chain.layers
     ]
     return replace(chain, layers=tuple(layers))
 
@@ -170,8 +160,6 @@ def test_of_texts_alone_the_tower_passes_nothing_on(name: str) -> None:
     words = {"input_ids": batch["input_ids"] % IMAGE_TOKEN, "attention_mask": batch["attention_mask"]}
     states = walked(chain, module, words)
     assert largest_error(states[-1:], chain.library_states(module, words)[-1:]) < 1e-12
-    assert [state.keys() for state in states] == [
-        state.keys() for state in chain.library_states(module, words)
-    ]
+    assert [state.keys() for state in states] == [state.keys() for state in chain.library_states(module, words)]
     for layer, state in zip(chain.layers, states, strict=True):
         assert (layer.stream == "vision") == ("vision" in state and not state["vision"].numel())

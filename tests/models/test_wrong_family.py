@@ -211,9 +211,7 @@ def resnet() -> nn.Module:
     [
         pytest.param(eva, 224, id="EVA", marks=[pytest.mark.family("EVA (open_clip)"), pytest.mark.every]),
         pytest.param(coca, 16, id="CoCa", marks=pytest.mark.family("CoCa (open_clip)")),
-        pytest.param(
-            resnet, 32, id="ResNet", marks=[pytest.mark.family("ResNet (open_clip)"), pytest.mark.slow]
-        ),
+        pytest.param(resnet, 32, id="ResNet", marks=[pytest.mark.family("ResNet (open_clip)"), pytest.mark.slow]),
     ],
 )
 def test_the_way_that_refusals_name_works(build: Callable[[], nn.Module], size: int, tmp_path: Path) -> None:

@@ -61,9 +61,7 @@ def same_rows(found: DriftRun, expected: DriftRun) -> None:
 def files_of(folder: Path) -> dict[str, bytes]:
     """Every file below a folder by its relative path."""
     return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     }
 
 

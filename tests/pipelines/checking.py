@@ -22,9 +22,7 @@ def check(spec: Mapping[str, Any], **options: Any) -> PreflightReport:
 
 def found(result: PreflightReport, level: str, subject: str) -> Finding:
     """The one finding of a level about a subject."""
-    matching = [
-        finding for finding in result.findings if (finding.level, finding.subject) == (level, subject)
-    ]
+    matching = [finding for finding in result.findings if (finding.level, finding.subject) == (level, subject)]
     assert len(matching) == 1, result.text()
     return matching[0]
 

@@ -60,9 +60,7 @@ def adapted(base: Path, folder: Path, options: dict[str, Any]) -> Any:
     return wrapped.eval()
 
 
-def with_adapters(
-    config: Any, options: dict[str, Any], folder: Path, stored: torch.dtype = torch.float32
-) -> Any:
+def with_adapters(config: Any, options: dict[str, Any], folder: Path, stored: torch.dtype = torch.float32) -> Any:
     """See `adapted`; base and adapters lie in a folder."""
     saved(config, folder / "base")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base").to(stored)

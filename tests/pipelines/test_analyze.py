@@ -236,10 +236,7 @@ def test_the_walk_closes_with_the_librarys_forward_passes(finished: DriftRun) ->
 def test_rows_are_those_of_every_boundary_and_variant_but_the_experts(finished: DriftRun) -> None:
     rows = finished.layers()
     keys = [
-        (task, variant, layer)
-        for task in TASKS
-        for variant in ("base", "merged")
-        for layer in range(1, LAYERS + 1)
+        (task, variant, layer) for task in TASKS for variant in ("base", "merged") for layer in range(1, LAYERS + 1)
     ]
     assert list(zip(rows["task"], rows["variant"], rows["layer"], strict=True)) == keys
     assert rows["role"].tolist()[:LAYERS] == ["stem", *["block"] * DEPTH, "head"]
@@ -267,9 +264,7 @@ def test_selecting_layers_narrows_the_rows_and_not_the_numbers(
 
 
 @pytest.mark.slow
-def test_contributions_of_unselected_layers_still_count(
-    world: World, finished: DriftRun, tmp_path: Path
-) -> None:
+def test_contributions_of_unselected_layers_still_count(world: World, finished: DriftRun, tmp_path: Path) -> None:
     spec = world.one_task(layers={"select": "final"}, metrics={"jacobian": {"samples": 2}}, heads=None)
     whole = dl.analyze({**spec, "layers": {"select": "blocks"}}, out=tmp_path / "whole", progress="none")
     narrow = dl.analyze(spec, out=tmp_path / "narrow", progress="none")
@@ -295,9 +290,7 @@ def test_pools_take_the_vector_they_name(world: World, library: Library, tmp_pat
 
 
 @each_task
-def test_cka_is_the_debiased_one_of_the_pooled_features(
-    library: Library, finished: DriftRun, task: str
-) -> None:
+def test_cka_is_the_debiased_one_of_the_pooled_features(library: Library, finished: DriftRun, task: str) -> None:
     pairs = zip(library.states(task, "merged"), library.states(task, task), strict=True)
     features = [[state if state.dim() == 2 else state[:, 0] for state in pair] for pair in pairs]
     expected = [_debiased_cka(*pair) for pair in features[1:]]
@@ -320,9 +313,7 @@ def _debiased_cka(x: torch.Tensor, y: torch.Tensor) -> float:
 
 def test_a_merged_model_that_is_the_expert_has_no_drift_and_no_ratios(world: World, tmp_path: Path) -> None:
     expert = str(world.weights(TASKS[0]))
-    run = dl.analyze(
-        world.one_task(merge=None, merged={"weights": expert}), out=tmp_path / "run", progress="none"
-    )
+    run = dl.analyze(world.one_task(merge=None, merged={"weights": expert}), out=tmp_path / "run", progress="none")
     rows = run.layers(variant="merged")
     for name in (
         "drift_l2_mean",
@@ -342,9 +333,7 @@ def test_a_merged_model_that_is_the_expert_has_no_drift_and_no_ratios(world: Wor
     outputs = run.outputs(variant="merged")
     assert (outputs["score_drift_l2"] == 0).all() and not outputs["flipped"].any()
     backbone = run.params(variant="merged").query("scope == 'backbone'")
-    assert backbone["cos"].tolist() == pytest.approx([1]) and backbone[
-        "norm_ratio"
-    ].tolist() == pytest.approx([1])
+    assert backbone["cos"].tolist() == pytest.approx([1]) and backbone["norm_ratio"].tolist() == pytest.approx([1])
 
 
 def test_stored_features_are_the_expert_plus_the_drift(library: Library, finished: DriftRun) -> None:

@@ -107,18 +107,14 @@ def test_an_attribution_that_comes_later_is_the_one_that_comes_at_once(
     calibrate(run.path, request(attribution=False))
     left = open_run(run.path)
     assert unexplained(left, "merged") and unexplained(left, VARIANT)
-    assert find_runs(run.path)[0].state == "done" and not any(
-        "explain" in name for name in left.manifest.phases
-    )
+    assert find_runs(run.path)[0].state == "done" and not any("explain" in name for name in left.manifest.phases)
     same(dl.open_run(run.path).measure(), at_once)
     before = open_run(run.path).manifest
     measure_missing_parts(run.path)  # nothing is missing any more
     assert open_run(run.path).manifest.phases == before.phases and verify_files(run.path).ok
 
 
-def test_a_run_that_was_explained_as_it_was_measured_is_left_as_it_is(
-    finished: DriftRun, tmp_path: Path
-) -> None:
+def test_a_run_that_was_explained_as_it_was_measured_is_left_as_it_is(finished: DriftRun, tmp_path: Path) -> None:
     """Older runs have the attribution in their rows and no phase of their own for it."""
     folder = copied(finished, tmp_path / "run")
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -137,9 +133,7 @@ def test_a_run_without_jacobians_is_explained_with_their_defaults(light: DriftRu
 
 
 @pytest.mark.slow
-def test_an_attribution_that_was_cancelled_goes_on(
-    finished: DriftRun, at_once: DriftRun, tmp_path: Path
-) -> None:
+def test_an_attribution_that_was_cancelled_goes_on(finished: DriftRun, at_once: DriftRun, tmp_path: Path) -> None:
     folder, token = copied(finished, tmp_path / "run"), CancelToken()
 
     def stop(event: ProgressEvent) -> None:
@@ -226,9 +220,7 @@ def test_an_analysis_keeps_a_picture_of_every_diagnosis_sample(light: DriftRun) 
 class Blocks(nn.Module):
     def __init__(self, activation: type[nn.Module]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(12, 12), activation(), nn.Linear(12, 12)) for _ in range(3)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), activation(), nn.Linear(12, 12)) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

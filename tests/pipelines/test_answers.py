@@ -67,19 +67,13 @@ def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: Path) 
     }
     assert set(found["variant"]) == {"base", "merged", "expert"}
     for task in ("free", "likely"):
-        assert (
-            value(run, task, "expert", "exact_match") == 1 and value(run, task, "merged", "exact_match") < 0.5
-        )
+        assert value(run, task, "expert", "exact_match") == 1 and value(run, task, "merged", "exact_match") < 0.5
     answers = run.scores("free", "expert")
     assert answers["answer"].tolist() == [answer for _, answer in PAIRS] and len(answers) == len(PAIRS)
     assert run.scores("similar", "merged")["reference"].tolist() == [3, 1.5, 2, 4]
-    assert (
-        1 <= value(run, "likely", "expert", "perplexity") < 1.2 < value(run, "likely", "base", "perplexity")
-    )
+    assert 1 <= value(run, "likely", "expert", "perplexity") < 1.2 < value(run, "likely", "base", "perplexity")
     # The classes begin alike, so that no single token tells them apart.
-    assert any(
-        "pick: answers of two classes share their first token" in text for text in run.manifest.notices
-    )
+    assert any("pick: answers of two classes share their first token" in text for text in run.manifest.notices)
     space = " " if form == "decoder" else ""
     sums, _ = log_likelihoods(
         suite.model, suite.reader, [*CLASSES], [[f"{space}{name}" for name in ("no it", "no is", "yes")]] * 4
@@ -98,9 +92,7 @@ def test_an_expert_that_knows_the_answers_gives_them(form: str, tmp_path: Path) 
     bare = analyze(small, AnalysisRequest(out=tmp_path / "small", attribution=False))
     assert bare.accuracy().empty
     (said,) = (
-        text
-        for text in bare.manifest.notices
-        if "exact_match of expert not measured" in text and "free" in text
+        text for text in bare.manifest.notices if "exact_match of expert not measured" in text and "free" in text
     )
     assert said in charts["accuracy"].missing(bare, ChartOptions())
 
@@ -132,16 +124,11 @@ def test_maps_act_while_the_librarys_own_model_answers(form: str, tmp_path: Path
     questions = [question for question, _ in PAIRS[:4]]
     wanted = [generate(model, reader, [question], 4 + SPARE_TOKENS)[0] for question in questions]
     space = " " if form == "decoder" else ""
-    nats, counts = log_likelihoods(
-        model, suite.reader, questions, [[space + answer] for _, answer in PAIRS[:4]]
-    )
+    nats, counts = log_likelihoods(model, suite.reader, questions, [[space + answer] for _, answer in PAIRS[:4]])
     assert value(run, "free", "calibrated:maps", "perplexity") == pytest.approx(
         math.exp(-float(nats.sum() / counts.sum())), rel=1e-4
     )
-    assert (
-        run.scores("free", "calibrated:maps").set_index("metric").loc["exact_match", "answer"].tolist()
-        == wanted
-    )
+    assert run.scores("free", "calibrated:maps").set_index("metric").loc["exact_match", "answer"].tolist() == wanted
     assert wanted != base
     row = next(row for row in leaderboard_rows(run) if row["model"] == "maps")
     assert row["score"] == value(run, "free", "calibrated:maps", "exact_match")
@@ -168,10 +155,7 @@ def test_real_models_have_the_scores_that_their_makers_measured(tmp_path: Path) 
         pytest.skip("the folder of real texts is not on this machine")
     wanted = json.loads((real / "accuracies.json").read_text())["t5"]
     metrics = {"equation": {"exact_match": "exact"}, "pos": {"exact_match": "exact", "choice": "rank"}}
-    data = {
-        task: real_files_of(real, task, metric=[*names], classes=task == "pos")
-        for task, names in metrics.items()
-    }
+    data = {task: real_files_of(real, task, metric=[*names], classes=task == "pos") for task, names in metrics.items()}
     data["defaults"] = {"n": 4, "n_diagnosis": 4, "batch_size": 50}
     base, experts = real / "t5/base", {task: real / "t5" / task for task in metrics}
     spec = spec_of_folders("hf-t5", base, experts, data, merge=None, merged={"weights": str(base)})
@@ -221,11 +205,7 @@ def test_calibration_shows_each_experts_own_answers(
     name = "input_ids" if form == "decoder" else "decoder_input_ids"
     for at, row in enumerate(given[name].tolist()):
         question = reader.question_tokens([samples.text(at).input])[0]
-        said = [
-            token
-            for token in plain(models["cars"], reader, samples.text(at).input)
-            if token not in reader.ends
-        ]
+        said = [token for token in plain(models["cars"], reader, samples.text(at).input) if token not in reader.ends]
         text = tokenizer.decode(said, skip_special_tokens=True).strip()
         if form == "decoder":
             answer = [*reader.answer_tokens(f" {text}"), tokenizer.eos_token_id] if text else []
@@ -261,8 +241,7 @@ def test_the_next_token_is_compared_over_the_whole_vocabulary(run: DriftRun) -> 
     """Against the library's own models: what they say comes after each question, of all tokens."""
     folder = run.path.parent
     expert, base = (
-        transformers.AutoModelForCausalLM.from_pretrained(folder / name).double().eval()
-        for name in ("expert", "base")
+        transformers.AutoModelForCausalLM.from_pretrained(folder / name).double().eval() for name in ("expert", "base")
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "base")
     for task in ("pick", "free"):

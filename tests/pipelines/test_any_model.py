@@ -53,9 +53,7 @@ class Suite:
     @property
     def classifier(self) -> str:
         """Where the library's models have theirs."""
-        return load_architecture(
-            self.family.loader, str(self.folder / "base"), blocks=self.family.blocks
-        ).classifier
+        return load_architecture(self.family.loader, str(self.folder / "base"), blocks=self.family.blocks).classifier
 
 
 def suite(name: str, folder: Path) -> Suite:
@@ -67,9 +65,7 @@ def suite(name: str, folder: Path) -> Suite:
         experts[task] = saved_families.trained(family, len(names), seed)
         named = names if seed == 1 else ()  # the other one's names come from its data
         saved_families.save(family, experts[task], folder / task, named)
-        images = np.random.default_rng(seed).integers(
-            0, 256, (24, family.size, family.size, 3), dtype=np.uint8
-        )
+        images = np.random.default_rng(seed).integers(0, 256, (24, family.size, family.size, 3), dtype=np.uint8)
         pixels[task] = torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1
         found = logits(experts[task], pixels[task]).argmax(dim=1).tolist()
         labels[task] = [(label + (row % 5 == 0)) % len(names) for row, label in enumerate(found)]
@@ -107,9 +103,7 @@ def marked(name: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.shows("drift", "sites", "reloads", heads="classifier of each expert")
 @pytest.mark.parametrize("name", [marked(name) for name in saved_families.FAMILIES])
-def test_a_classifier_is_measured_with_its_own_heads_calibrated_and_reloaded(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_classifier_is_measured_with_its_own_heads_calibrated_and_reloaded(name: str, tmp_path: Path) -> None:
     """Merged and calibrated folders give their library the same features and, by each expert's classifier, accuracy."""
     made = suite(name, tmp_path / "suite")
     run = dl.analyze(made.spec, out=tmp_path / "run", progress="none")
@@ -120,9 +114,7 @@ def test_a_classifier_is_measured_with_its_own_heads_calibrated_and_reloaded(
     base = tmp_path / "suite" / "base"
     known = load_architecture(made.family.loader, str(base), blocks=made.family.blocks)
     for place, solved in {"merged": {}, "calibrated": site_keys(known, base)}.items():
-        assert_every_tensor(
-            base, experts, tmp_path / place, scaling=0.4, heads=made.classifier, solved=solved
-        )
+        assert_every_tensor(base, experts, tmp_path / place, scaling=0.4, heads=made.classifier, solved=solved)
     accuracy = run.accuracy().set_index(["task", "variant"])["value"]
     stored = open_state(tmp_path / "suite" / "base" / "model.safetensors")
     for variant, place in (("merged", "merged"), ("calibrated:featcal", "calibrated")):
@@ -220,9 +212,7 @@ def test_adapters_bring_the_classifier_that_was_trained_beside_them(tmp_path: Pa
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name or "modules_to_save" in name:
-                parameter.copy_(
-                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-                )
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
     model.save_pretrained(tmp_path / "lora")
     spec = copy.deepcopy(made.spec)
     spec["experts"]["sizes"]["weights"] = str(tmp_path / "lora")
@@ -244,15 +234,10 @@ def test_checkpoints_under_other_spellings_are_the_same_model(form: str, tmp_pat
     if form == "core":
         state = transformers.ViTModel(model.config).state_dict() | model.vit.state_dict()
     elif form == "wrapped":
-        state = {
-            f"module.{key}": value
-            for key, value in open_state(tmp_path / "model" / "model.safetensors").items()
-        }
+        state = {f"module.{key}": value for key, value in open_state(tmp_path / "model" / "model.safetensors").items()}
     save_file(state, tmp_path / "other.safetensors")
     architecture = load_architecture("hf-vit", str(tmp_path / "model"))
-    one, other = (
-        architecture.align(open_checkpoint(tmp_path / place)) for place in ("model", "other.safetensors")
-    )
+    one, other = (architecture.align(open_checkpoint(tmp_path / place)) for place in ("model", "other.safetensors"))
     assert set(one.headers) == set(architecture.keys) == set(other.headers)
     assert all(torch.equal(one.read(key), other.read(key)) for key in one.headers)
 
@@ -283,9 +268,7 @@ def wrong(source):
 """
 
 
-def test_a_function_of_the_users_loads_when_it_is_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_of_the_users_loads_when_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_loader.py").write_text(LOADED)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(SpecError, match="needs permission to run"):

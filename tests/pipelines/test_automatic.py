@@ -69,9 +69,7 @@ def chosen(study: Study, start: FeatCal | None = None) -> tuple[FeatCal, dict[st
     assert {event.total for event in said} == {done[-1]}
     # Every candidate is told as soon as it is judged.
     judged = [event for event in said if "score" in event.metrics]
-    made = {
-        at["title"] for at in record["compared"] if at["name"] not in ("merged", "base") and "score" in at
-    }
+    made = {at["title"] for at in record["compared"] if at["name"] not in ("merged", "base") and "score" in at}
     assert {event.label for event in judged} == made
     return found, record
 
@@ -150,9 +148,7 @@ def test_neither_a_label_nor_another_sample_is_read(study: Study) -> None:
     """By all candidates of `--auto`; a calibrator or a judge that does look at one is caught."""
     sites, blind = select_sites(study.pool.chain, layers=[2]), blinded(study)
     found, record, again, same = (
-        at
-        for of in (study, blind)
-        for at in choose_calibrator(of, FeatCal(), sites, ProgressReporter(), others=True)
+        at for of in (study, blind) for at in choose_calibrator(of, FeatCal(), sites, ProgressReporter(), others=True)
     )
     names = {"start", "residual", "residual views=7", "shrunk", "merge tsv_m", "merge regmean_pp"}
     assert names <= {entry["name"] for entry in record["compared"] if "score" in entry}
@@ -220,9 +216,7 @@ def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None
         return {task: select_samples(drawn, range(part, COUNT, 2)) for task, drawn in samples.items()}
 
     def judged(model: str, part: int) -> dict[str, np.ndarray]:
-        return {
-            task: at["hellinger"] for task, at in HeldOutScorer(study, half(part)).score_model(model).items()
-        }
+        return {task: at["hellinger"] for task, at in HeldOutScorer(study, half(part)).score_model(model).items()}
 
     def both(pieces: list[dict[str, np.ndarray]]) -> HeldOutScores:
         return HeldOutScores({task: np.concatenate([piece[task] for piece in pieces]) for task in samples})
@@ -241,19 +235,13 @@ def test_the_choice_is_that_of_brute_force_over_candidates(study: Study) -> None
             }
             made = replace_parameters(pool.chain, pool.source("merged"), study.dtype_template, updates)
             for share in (1.0, 0.8, 0.6, 0.4, 0.2):
-                pool.add(
-                    "by hand", InterpolatedSource(pool.source("base"), made, share) if share < 1 else made
-                )
+                pool.add("by hand", InterpolatedSource(pool.source("base"), made, share) if share < 1 else made)
                 pieces.setdefault(share, []).append(judged("by hand", part))
         scores[name] = min((both(at) for at in pieces.values()), key=lambda of: of.mean)
     by_name = {entry["name"]: entry for entry in record["compared"]}
-    assert {name: of.mean for name, of in scores.items()} == {
-        name: at["score"] for name, at in by_name.items()
-    }
+    assert {name: of.mean for name, of in scores.items()} == {name: at["score"] for name, at in by_name.items()}
     decision = choose_model(scores, [["start", "featcal rho=3.0 alpha=0.5"]], among=3)
-    assert record["choice"] == decision.name and found.rho == (
-        3.0 if "rho" in decision.name else FeatCal().rho
-    )
+    assert record["choice"] == decision.name and found.rho == (3.0 if "rho" in decision.name else FeatCal().rho)
     for name, over in decision.over_merged.items():
         assert (by_name[name]["advantage"], by_name[name]["low"]) == (over.advantage, over.low)
 
@@ -291,9 +279,7 @@ def test_too_few_samples_are_refused(light: DriftRun) -> None:
         chosen(reopen_study(light.path)[0])
 
 
-def test_what_can_not_be_solved_for_is_out_and_the_others_stay(
-    study: Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_can_not_be_solved_for_is_out_and_the_others_stay(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     solve = FeatCal.solve
 
     def fragile(self: FeatCal, problem: Any) -> Any:

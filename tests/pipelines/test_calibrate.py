@@ -74,9 +74,7 @@ def saved(run: DriftRun) -> dict[str, torch.Tensor]:
 
 def tower(form: Form, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The image tower under the key names of a form, from open_clip's."""
-    visual = {
-        key.removeprefix("visual."): value for key, value in weights.items() if key.startswith("visual.")
-    }
+    visual = {key.removeprefix("visual."): value for key, value in weights.items() if key.startswith("visual.")}
     return under_transformers_names(visual) if form == "hf" else visual
 
 
@@ -158,18 +156,14 @@ def test_what_was_there_keeps_its_exact_values(run: DriftRun, before: DriftRun) 
 def test_only_parameters_of_blocks_moved_and_the_form_is_the_bases(
     form: Form, world: World, saved: dict[str, torch.Tensor]
 ) -> None:
-    base = load_file(
-        world.weights("base", form) / "model.safetensors" if form == "hf" else world.weights("base", form)
-    )
+    base = load_file(world.weights("base", form) / "model.safetensors" if form == "hf" else world.weights("base", form))
     assert {key: (value.shape, value.dtype) for key, value in saved.items()} == {
         key: (value.shape, value.dtype) for key, value in base.items()
     }
     found = saved if form == "hf" else {k: v for k, v in saved.items() if k.startswith("visual.")}
     merged = tower(form, merged_weights(world))
     merged = merged if form == "hf" else {f"visual.{key}": value for key, value in merged.items()}
-    moved = {
-        key for key, value in found.items() if not torch.allclose(value, merged[key], rtol=1e-6, atol=1e-7)
-    }
+    moved = {key for key, value in found.items() if not torch.allclose(value, merged[key], rtol=1e-6, atol=1e-7)}
     inside = {key for key in found if "resblocks" in key or "encoder.layers" in key}
     assert moved == inside
     text = [key for key in saved if form == "open_clip" and not key.startswith("visual.")]
@@ -220,9 +214,7 @@ def test_the_run_says_what_was_done(run: DriftRun, form: Form) -> None:
 def test_finished_layers_are_events_that_draw_a_curve(run: DriftRun) -> None:
     lines = (run.path / "events.jsonl").read_text(encoding="utf-8").splitlines()
     found = [event for event in map(json.loads, lines) if event["event"] == "layer"]
-    assert [event["layer"] for event in found] == [2, 3, 4] and {event["phase"] for event in found} == {
-        "calibrate"
-    }
+    assert [event["layer"] for event in found] == [2, 3, 4] and {event["phase"] for event in found} == {"calibrate"}
     rows = run.calibration(NAME).groupby("layer")[["objective_before", "objective_after"]].sum()
     for event in found:
         assert event["objective_after"] == pytest.approx(rows.loc[event["layer"], "objective_after"])
@@ -270,9 +262,7 @@ def test_a_run_tells_ridges_and_shares_and_neither_labels_nor_test_samples_are_r
 
     monkeypatch.setattr(job, "_solve_layers", blind)
     poisoned = job.calibrate(copied(light, tmp_path / "poisoned"), WANTED)
-    weights = [
-        load_file(found.path / f"calibrations/{NAME}/weights.safetensors") for found in (run, poisoned)
-    ]
+    weights = [load_file(found.path / f"calibrations/{NAME}/weights.safetensors") for found in (run, poisoned)]
     assert all(bool((weights[0][key] == value).all()) for key, value in weights[1].items())
 
 
@@ -313,11 +303,7 @@ def test_a_run_that_goes_away_ends_its_calibration(
         calibrate(folder, request(), JobContext(on_progress=watch))
     assert "--resume" not in caught.value.hint
     if is_there_again:
-        assert (
-            verify_files(folder).ok
-            and not verify_files(folder).unlisted
-            and not (folder / "run.lock").exists()
-        )
+        assert verify_files(folder).ok and not verify_files(folder).unlisted and not (folder / "run.lock").exists()
         assert read_manifest(folder) == light.manifest
     else:
         assert not folder.exists()
@@ -352,9 +338,7 @@ calibrate(folder, request, JobContext(on_progress=told))
         pytest.param("prob_surgery", 5, marks=pytest.mark.every),
     ],
 )
-def test_it_ends_as_if_it_had_never_been_killed(
-    light: DriftRun, tmp_path: Path, method: str, at: int
-) -> None:
+def test_it_ends_as_if_it_had_never_been_killed(light: DriftRun, tmp_path: Path, method: str, at: int) -> None:
     """Of the first task or the second, which are told of thrice each; no calibration is seen before it is done."""
     steps = 30
     whole, killed = (copied(light, tmp_path / name) for name in ("whole", "killed"))
@@ -366,15 +350,11 @@ def test_it_ends_as_if_it_had_never_been_killed(
     assert ended.returncode == -signal.SIGKILL
     assert "trained" not in open_run(killed).manifest.calibrations
     with pytest.raises(SpecError, match=r"had another settings\.steps: 30, now 31"):
-        calibrate(
-            killed, CalibrationRequest(name="trained", method=method, parameters={"steps": 31}, resume=True)
-        )
+        calibrate(killed, CalibrationRequest(name="trained", method=method, parameters={"steps": 31}, resume=True))
     calibrate(killed, request.with_changes(resume=True, attribution=False))
     file = "calibrations/trained/attachments.safetensors"
     found, wanted = load_file(killed / file), load_file(whole / file)
     assert found.keys() == wanted.keys() and all(found[key].equal(wanted[key]) for key in wanted)
     assert verify_files(killed).ok
-    one, other = (
-        open_run(run).layers(variant="calibrated:trained")["drift_l2_mean"] for run in (whole, killed)
-    )
+    one, other = (open_run(run).layers(variant="calibrated:trained")["drift_l2_mean"] for run in (whole, killed))
     assert one.tolist() == other.tolist()

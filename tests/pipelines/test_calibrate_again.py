@@ -89,8 +89,7 @@ def test_an_interrupted_calibration_is_unseen_and_resumes_to_the_very_same(
     resumed = calibrate(folder, request(resume=True), JobContext(on_progress=events.append))
     began = {event.label.split(",")[0] for event in events if event.phase == "calibrate"}
     assert (
-        not any(label.startswith(f"layer {layer} ") for layer in range(2, 2 + solved) for label in began)
-        or solved < 3
+        not any(label.startswith(f"layer {layer} ") for layer in range(2, 2 + solved) for label in began) or solved < 3
     )
     assert (folder / WEIGHTS).read_bytes() == (whole.path / WEIGHTS).read_bytes()
     same_rows(resumed, whole)
@@ -100,9 +99,7 @@ def test_an_interrupted_calibration_is_unseen_and_resumes_to_the_very_same(
 
 
 @pytest.mark.slow
-def test_resuming_with_other_settings_is_refused_and_starting_afresh_is_not(
-    folder: Path, whole: DriftRun
-) -> None:
+def test_resuming_with_other_settings_is_refused_and_starting_afresh_is_not(folder: Path, whole: DriftRun) -> None:
     calibrate_until(folder, in_layer(3))
     for changed, words in (
         (request(parameters={"lam": 0.1}), r"settings\.lam: 0\.05, now 0\.1"),
@@ -127,9 +124,7 @@ def test_resuming_with_other_settings_is_refused_and_starting_afresh_is_not(
     ],
     ids=["layers", "sites", "samples", "auto"],
 )
-def test_a_finished_calibration_is_resumed_only_as_the_very_same(
-    whole: DriftRun, changed: CalibrationRequest
-) -> None:
+def test_a_finished_calibration_is_resumed_only_as_the_very_same(whole: DriftRun, changed: CalibrationRequest) -> None:
     before = files_of(whole.path)
     with pytest.raises(errors.SpecError, match="finished, with other settings"):
         calibrate(whole.path, changed.with_changes(resume=True))
@@ -137,9 +132,7 @@ def test_a_finished_calibration_is_resumed_only_as_the_very_same(
 
 
 @pytest.mark.slow
-def test_a_name_is_given_once_unless_it_is_to_be_replaced(
-    folder: Path, light: DriftRun, whole: DriftRun
-) -> None:
+def test_a_name_is_given_once_unless_it_is_to_be_replaced(folder: Path, light: DriftRun, whole: DriftRun) -> None:
     calibrate(folder, request(parameters={"lam": 2.0}))
     before = files_of(folder)
     with pytest.raises(errors.SpecError, match="has a calibration 'featcal' already"):
@@ -162,9 +155,7 @@ def test_a_name_is_given_once_unless_it_is_to_be_replaced(
 
 @pytest.mark.parametrize("end", few(["failed", "cancelled"], quick=["cancelled"]))
 @pytest.mark.slow
-def test_what_has_the_name_stays_until_its_successor_is_solved_for(
-    folder: Path, whole: DriftRun, end: str
-) -> None:
+def test_what_has_the_name_stays_until_its_successor_is_solved_for(folder: Path, whole: DriftRun, end: str) -> None:
     calibrate(folder, request())
     if end == "failed":
         with pytest.raises(errors.SingularGramError):

@@ -80,11 +80,7 @@ def test_a_repair_that_is_trained_refuses_layers_and_sites(folder: Path, asked: 
 def test_patterns_choose_layers_and_sites(folder: Path) -> None:
     run = calibrate(folder, request(layers=["*.resblocks.1"], sites=["*.mlp.*"]))
     rows = run.calibration(NAME)
-    block = (
-        "visual.transformer.resblocks.1"
-        if rows["site"][0].startswith("visual")
-        else "transformer.resblocks.1"
-    )
+    block = "visual.transformer.resblocks.1" if rows["site"][0].startswith("visual") else "transformer.resblocks.1"
     assert rows["site"].tolist() == [f"{block}.mlp.c_fc", f"{block}.mlp.c_proj"] and moved_blocks(run) == {1}
     # Weights 64 x 16 twice, biases 64 and 16, of three blocks of 3 280 each.
     (told,) = [text for text in run.manifest.calibrations[NAME].notices if "only a part" in text]
@@ -97,15 +93,11 @@ def test_fewer_samples_are_the_beginning_of_those_drawn(folder: Path, light: Dri
     run = calibrate(folder, request(samples=2))
     info = run.manifest.calibrations[NAME]
     assert info.samples == dict.fromkeys(TASKS, 2)
-    assert info.sample_digests == {
-        task: sample_ids_digest(light.sample_ids(task, "calibration")[:2]) for task in TASKS
-    }
+    assert info.sample_digests == {task: sample_ids_digest(light.sample_ids(task, "calibration")[:2]) for task in TASKS}
 
 
 @pytest.mark.slow
-def test_more_samples_than_the_run_drew_are_drawn_and_leave_the_others_alone(
-    folder: Path, light: DriftRun
-) -> None:
+def test_more_samples_than_the_run_drew_are_drawn_and_leave_the_others_alone(folder: Path, light: DriftRun) -> None:
     run = calibrate(folder, request(samples=6))
     assert run.manifest.calibrations[NAME].samples == dict.fromkeys(TASKS, 6)
     assert run.manifest.sample_ids == light.manifest.sample_ids
@@ -120,9 +112,7 @@ def test_without_a_base_the_anchor_is_the_merged_model(world: World, tmp_path: P
     run = calibrate(tmp_path / "run", request(parameters={"rho": 1.0}))
     assert run.variants == ("merged", VARIANT) and run.params().empty
     experts = [world.state(task) for task in TASKS]
-    assert {f"visual.{key}" for key in weights(run)} == {
-        key for key in experts[0] if key.startswith("visual.")
-    }
+    assert {f"visual.{key}" for key in weights(run)} == {key for key in experts[0] if key.startswith("visual.")}
 
 
 @pytest.mark.slow

@@ -87,9 +87,7 @@ def adapters(base: Path, folder: Path, **options: Any) -> Path:
     from transformers import CLIPModel
 
     targets = r"vision_model\..*\.(q_proj|v_proj)"
-    model = get_peft_model(
-        CLIPModel.from_pretrained(str(base)), LoraConfig(r=2, target_modules=targets, **options)
-    )
+    model = get_peft_model(CLIPModel.from_pretrained(str(base)), LoraConfig(r=2, target_modules=targets, **options))
     with torch.random.fork_rng():
         torch.manual_seed(1)
         for name, parameter in model.named_parameters():
@@ -211,9 +209,7 @@ def test_equal_up_to_rounding_counts_one_changed_weight_does_not(world: World, t
     assert [finding.subject for finding in notices(result)] == ["expert of shapes"]  # many times longer
 
 
-def test_an_expert_of_another_base_is_at_the_distance_of_unrelated_weights(
-    world: World, tmp_path: Path
-) -> None:
+def test_an_expert_of_another_base_is_at_the_distance_of_unrelated_weights(world: World, tmp_path: Path) -> None:
     foreign = visual(world.state("flowers"), lambda value: value.flip(0))
     result = check(with_expert(world, saved(foreign, tmp_path / "x.safetensors")))
     notice = found(result, "notice", "expert of flowers")
@@ -223,9 +219,7 @@ def test_an_expert_of_another_base_is_at_the_distance_of_unrelated_weights(
     assert result.exit_code == 0
 
 
-def test_of_large_models_a_bounded_part_is_read(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_large_models_a_bounded_part_is_read(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scaled = saved(visual(world.state("base"), lambda value: 1.25 * value), tmp_path / "x.safetensors")
     models = open_models(load_spec(world.one_task(experts={"flowers": scaled})))
     read: list[int] = []
@@ -246,13 +240,9 @@ def test_of_large_models_a_bounded_part_is_read(
     # Every entry is 1.25 times the base's, so that any rows give the distance of the whole.
     assert "have relative distance 0.25 from the base" in finding.text
     assert "at least" in finding.text and "first rows" in finding.text
-    widest = 2 * max(
-        torch.Size(header.shape[1:]).numel() for header in models.sources["base"].headers.values()
-    )
+    widest = 2 * max(torch.Size(header.shape[1:]).numel() for header in models.sources["base"].headers.values())
     assert sum(read) <= 4000 + len(read) * widest
-    assert (
-        sum(read) < 2 * sum(torch.Size(h.shape).numel() for h in models.sources["base"].headers.values()) / 3
-    )
+    assert sum(read) < 2 * sum(torch.Size(h.shape).numel() for h in models.sources["base"].headers.values()) / 3
 
 
 def check_merged(world: World, tmp_path: Path, weights: Weights, **changes: Any) -> PreflightReport:

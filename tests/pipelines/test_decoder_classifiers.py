@@ -82,9 +82,7 @@ def texts() -> list[str]:
     return [" ".join(draw.choice(WORDS, size=1 + row % 7)) for row in range(2 * NUM)]
 
 
-@pytest.mark.shows(
-    *("drift", "attribution", "sites", "reloads"), files="hf-auto", heads="classifier of each expert"
-)
+@pytest.mark.shows(*("drift", "attribution", "sites", "reloads"), files="hf-auto", heads="classifier of each expert")
 @pytest.mark.parametrize("name", PARAMS)
 def test_a_classifier_is_measured_calibrated_and_reloaded(name: str, tmp_path: Path) -> None:
     save(classifier(name, 4, 0), tmp_path / "base", ("w", "x", "y", "z"))
@@ -151,15 +149,11 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.shows(heads="one score, of preferred texts or with numbers")
 def test_a_reward_model_prefers_what_it_gives_more(reward: Path, tmp_path: Path) -> None:
     pairs = list(zip(texts(), texts()[5:] + texts()[:5], strict=True))
-    rows = [
-        {"chosen": one, "rejected": other, "number": str(row / 7)} for row, (one, other) in enumerate(pairs)
-    ]
+    rows = [{"chosen": one, "rejected": other, "number": str(row / 7)} for row, (one, other) in enumerate(pairs)]
     spec = spec_of(reward, {"a": rows}, input="chosen", target="rejected", metric="preference")
     run = dl.analyze(spec, out=tmp_path / "pairs", progress="none")
     expert = transformers.AutoModelForSequenceClassification.from_pretrained(reward / "a")
-    better, worse = (
-        scores(expert, list(side), reward / "a")[:, 0] for side in zip(*pairs[NUM:], strict=True)
-    )
+    better, worse = (scores(expert, list(side), reward / "a")[:, 0] for side in zip(*pairs[NUM:], strict=True))
     accuracy = run.accuracy().set_index("variant")
     assert set(accuracy["metric"]) == {"preference"}
     assert accuracy["value"]["expert"] == pytest.approx(float((better > worse).double().mean()))

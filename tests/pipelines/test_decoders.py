@@ -35,9 +35,7 @@ LLAMA = pytest.mark.family("Llama")
 @pytest.mark.slow
 @pytest.mark.shows("attribution", "sites", files="hf-decoder", heads="each model's own", reloads="yes")
 @pytest.mark.parametrize("config", families("GPT-2", some=EACH_LAYOUT))
-def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
-    config: Any, tmp_path: Path
-) -> None:
+def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(config: Any, tmp_path: Path) -> None:
     """The head too, which is merged and no site; hf-auto takes no model without it. And transformers answers alike."""
     few = {"compute": {"dtype": "float64"}, "metrics": {"jacobian": {"nodes": 8, "samples": 2}}}
     spec = spec_of(config, tmp_path) | few
@@ -64,9 +62,7 @@ def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
     solved = site_keys(known, tmp_path / "base")
     assert_every_tensor(*folders, tmp_path / "out", scaling=0.3, solved=solved, shared=alike)
     merged = weights_in(tmp_path / "merged")
-    others = {
-        key for key, value in weights_in(tmp_path / "out").items() if not torch.equal(value, merged[key])
-    }
+    others = {key for key, value in weights_in(tmp_path / "out").items() if not torch.equal(value, merged[key])}
     assert others <= solved.keys()
     # The library's features and scores of the folder are those that were measured of it.
     model = in_float64(tmp_path / "out")
@@ -74,10 +70,7 @@ def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
     read: list[Any] = []
     model.get_output_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0][:, -1]))
     with torch.no_grad():
-        logits = [
-            model(**known.preprocess([TextSample(row)]), logits_to_keep=1).logits[:, -1].double()
-            for row in rows
-        ]
+        logits = [model(**known.preprocess([TextSample(row)]), logits_to_keep=1).logits[:, -1].double() for row in rows]
     measured = torch.tensor(run.features("b", "calibrated:small", layer="final")).double()  # kept in float16
     features = torch.cat(read)
     assert torch.cdist(measured, features).min(dim=1).values.max() < 1e-3 * features.norm(dim=1).max()
@@ -89,9 +82,7 @@ def test_every_tensor_of_a_folder_is_what_merging_and_calibrating_made_of_it(
 @pytest.mark.shows("live")
 @pytest.mark.parametrize("config", families("GPT-2", some=EACH_KIND + EACH_LAYOUT))
 def test_live_models_answer_as_their_own_library_lets_them(config: Any, tmp_path: Path) -> None:
-    base = perturbed(
-        with_seed(lambda: transformers.AutoModelForCausalLM.from_config(config))(), 0, 0.2
-    ).eval()
+    base = perturbed(with_seed(lambda: transformers.AutoModelForCausalLM.from_config(config))(), 0, 0.2).eval()
     merged, expert = (perturbed(base, seed, 0.2) for seed in (1, 2))
     words, tokenizer = ("red", "green", "blue"), word_tokenizer()
     asked = [" ".join(some) for some in itertools.permutations(WORDS[:5], 2)]
@@ -110,8 +101,6 @@ def test_live_models_answer_as_their_own_library_lets_them(config: Any, tmp_path
     answers = [tokenizer(f": {word}", add_special_tokens=False)["input_ids"][-1] for word in words]
     for variant, model in (("merged", merged), ("expert", expert)):
         with torch.no_grad():
-            scores = [
-                model(**tokenizer(text, return_tensors="pt")).logits[0, -1, answers] for text, _ in rows
-            ]
+            scores = [model(**tokenizer(text, return_tensors="pt")).logits[0, -1, answers] for text, _ in rows]
         right = [words[int(score.argmax())] == word for score, (_, word) in zip(scores, rows, strict=True)]
         assert run.accuracy(variant=variant)["value"].tolist() == pytest.approx([np.mean(right)]), variant

@@ -59,9 +59,7 @@ class Suite:
             ]
             self.labels[task][CALIBRATED : CALIBRATED + len(names)] = names  # every class occurs
             for split, rows in (("train", range(CALIBRATED)), ("test", range(CALIBRATED, 2 * CALIBRATED))):
-                lines = [
-                    json.dumps({"input": self.texts[at], "target": self.labels[task][at]}) for at in rows
-                ]
+                lines = [json.dumps({"input": self.texts[at], "target": self.labels[task][at]}) for at in rows]
                 (folder / f"{task}-{split}.jsonl").write_text("\n".join(lines))
             data[task] = files_of(folder, task, classes=True)
         self.spec = spec_of_folders(

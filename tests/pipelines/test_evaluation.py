@@ -44,8 +44,7 @@ def prepared(case: str = "sequential") -> Prepared:
     names = ("merged", "expert:a", "expert:b")
     modules = {"base": base} | {name: perturbed(base, seed, scale=1.0) for seed, name in enumerate(names, 1)}
     inputs = {
-        task: CASES[case].inputs(torch.Generator().manual_seed(seed), COUNTS[task])
-        for seed, task in enumerate(COUNTS)
+        task: CASES[case].inputs(torch.Generator().manual_seed(seed), COUNTS[task]) for seed, task in enumerate(COUNTS)
     }
     made = Prepared(None, modules, inputs)  # type: ignore[arg-type]
     made.study = Study(
@@ -106,9 +105,7 @@ def test_the_accuracy_is_that_of_the_librarys_own_modules(case: str, task: str) 
     rows = answers.tables["accuracy"]
     expected = [own_accuracy(made, variant, task) for variant in VARIANTS]
     assert [row["value"] for row in rows] == expected
-    assert expected[0] == 1 - 1 / COUNTS[task] and expected[0] not in expected[1:], (
-        "who agrees is not told apart"
-    )
+    assert expected[0] == 1 - 1 / COUNTS[task] and expected[0] not in expected[1:], "who agrees is not told apart"
     for row, variant in zip(rows, VARIANTS, strict=True):
         right = round(float(str(row["value"])) * COUNTS[task])
         assert (row["task"], row["variant"], row["n"], row["seed"]) == (task, variant, COUNTS[task], 7)

@@ -57,10 +57,7 @@ def texts(folder: Path) -> dict[str, Any]:
     """Questions in other words for every task, whose answers are words, too."""
     for first, (task, answers) in enumerate(TASKS.items()):
         questions = map(" ".join, itertools.permutations(WORDS[5 * first : 5 * first + 5], 3))
-        rows = [
-            json.dumps({"input": text, "target": answers[at % len(answers)]})
-            for at, text in enumerate(questions)
-        ]
+        rows = [json.dumps({"input": text, "target": answers[at % len(answers)]}) for at, text in enumerate(questions)]
         for split, part in (("train", rows[::2]), ("test", rows[1::2])):
             (folder / f"{task}-{split}.jsonl").write_text("\n".join(part))
     return {task: files_of(folder, task, classes=True) for task in TASKS}
@@ -128,9 +125,7 @@ def images_of(name: str, folder: Path) -> Made:
 def clip(form: world.Form, folder: Path) -> Made:
     built = world.build(folder / "world")
     base, *experts = (built.weights(name, form) for name in built.names)
-    unchanged = (
-        sum(not key.startswith("visual.") for key in built.state("base")) if form == "open_clip" else 0
-    )
+    unchanged = sum(not key.startswith("visual.") for key in built.state("base")) if form == "open_clip" else 0
     return Made(built.spec(form, metrics={"jacobian": False}), base, experts, (), unchanged)
 
 
@@ -187,9 +182,7 @@ def test_every_tensor_is_what_merging_and_calibrating_made_of_it(name: str, tmp_
     run = run.calibrate(dl.FeatCal(lam=1e-3, rho=1), name="small", save_weights=tmp_path / "out")
     known = load_architecture(loader, spec["architecture"]["source"])
     for place, solved in {"merged": {}, "out": site_keys(known, base)}.items():
-        assert_every_tensor(
-            base, experts, tmp_path / place, scaling=scaling, heads=heads, solved=solved, shared=shared
-        )
+        assert_every_tensor(base, experts, tmp_path / place, scaling=scaling, heads=heads, solved=solved, shared=shared)
     if name in seq2seq.NAMES:
         assert_reloads(known, run.features("b", "calibrated:small", layer="final"), tmp_path)
 

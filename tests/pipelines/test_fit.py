@@ -49,25 +49,19 @@ def test_modules_give_the_weights_of_their_checkpoints(world: World, light: Drif
         torch.testing.assert_close(value, saved[f"visual.{name}"], rtol=1e-4, atol=1e-5)
     history = run.calibration("featcal")
     assert calibrator.history_["site"].tolist() == history["site"].tolist() == list(calibrator.modules_)
-    assert calibrator.history_["objective_after"].tolist() == pytest.approx(
-        history["objective_after"], rel=1e-3
-    )
+    assert calibrator.history_["objective_after"].tolist() == pytest.approx(history["objective_after"], rel=1e-3)
 
 
 def test_the_modules_that_are_handed_in_stay_as_they_are() -> None:
     base, merged, expert = stacks()
     modules = {"base": base, "merged": merged.train(), "expert": expert}
-    before = {
-        name: {key: value.clone() for key, value in m.state_dict().items()} for name, m in modules.items()
-    }
+    before = {name: {key: value.clone() for key, value in m.state_dict().items()} for name, m in modules.items()}
     calibrator = dl.FeatCal().fit(merged, base, {"task": expert}, {"task": samples()}, blocks="blocks")
     for name, module in modules.items():
         assert all(torch.equal(value, before[name][key]) for key, value in module.state_dict().items()), name
     assert merged.training and calibrator.model_ is not merged and not calibrator.model_.training
     moved = {
-        key
-        for key, value in calibrator.model_.state_dict().items()
-        if not torch.equal(value, before["merged"][key])
+        key for key, value in calibrator.model_.state_dict().items() if not torch.equal(value, before["merged"][key])
     }
     assert moved and all(key.startswith("blocks.") for key in moved)
 
@@ -81,9 +75,7 @@ def test_blocks_that_were_spoiled_are_found_again() -> None:
     calibrator = dl.FeatCal(lam=1e-9, rho=1.0, alpha=1.0)
     model = calibrator.fit(spoiled, None, {"task": expert}, {"task": samples(64)}, blocks="blocks").model_
     for key, value in expert.state_dict().items():
-        torch.testing.assert_close(
-            model.state_dict()[key], value, rtol=0, atol=1e-3
-        )  # moments of float32 features
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=0, atol=1e-3)  # moments of float32 features
         is_spoiled = key.startswith("blocks.")
         assert not is_spoiled or (spoiled.state_dict()[key] - value).abs().max() > 0.02
 
@@ -109,9 +101,7 @@ def test_a_module_that_runs_twice_is_refused_and_can_be_left_out(repeated: str, 
     blocks = [Twice(repeated if at == block else "") for at in range(2)]
     base = nn.Sequential(*blocks, nn.Linear(5, 2)).eval()
     models = [perturbed(base, seed) for seed in (1, 2)]
-    with pytest.raises(
-        IncompatibleModelsError, match=f"{block}.{repeated} runs 2 times in one pass"
-    ) as caught:
+    with pytest.raises(IncompatibleModelsError, match=f"{block}.{repeated} runs 2 times in one pass") as caught:
         dl.FeatCal().fit(models[0], base, {"a": models[1]}, {"a": samples()})
     assert "Set `sites` to patterns without it" in caught.value.hint
     fitted = dl.FeatCal().fit(models[0], base, {"a": models[1]}, {"a": samples()}, sites=["*.second"])

@@ -51,12 +51,8 @@ def test_both_forms_give_the_same_tables(finished: DriftRun, transformers_run: D
 
 
 def test_both_forms_compare_the_same_parameters(finished: DriftRun, transformers_run: DriftRun) -> None:
-    one, other = (
-        run.params().query("scope != 'module'").drop(columns="path") for run in (finished, transformers_run)
-    )
-    pd.testing.assert_frame_equal(
-        one.reset_index(drop=True), other.reset_index(drop=True), rtol=1e-5, atol=1e-6
-    )
+    one, other = (run.params().query("scope != 'module'").drop(columns="path") for run in (finished, transformers_run))
+    pd.testing.assert_frame_equal(one.reset_index(drop=True), other.reset_index(drop=True), rtol=1e-5, atol=1e-6)
 
 
 def read(spec: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -72,9 +68,7 @@ DROPPING = {"ties": {"trim_scope": "per_tensor", "drop_rate": 0.5}}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", merge_methods)
-def test_both_libraries_forms_of_one_model_are_merged_to_one_network(
-    name: str, world: World, tmp_path: Path
-) -> None:
+def test_both_libraries_forms_of_one_model_are_merged_to_one_network(name: str, world: World, tmp_path: Path) -> None:
     saved = {}
     for form in ("open_clip", "hf"):
         file = tmp_path / f"{form}.safetensors"

@@ -36,9 +36,7 @@ def siglip2() -> Any:
 
 KINDS: dict[str, Callable[[], Any]] = {
     "DINOv3 ViT": lambda: small("DINOv3ViTModel", num_register_tokens=2, **PATCHED),
-    "DINOv3 ConvNeXt": lambda: small(
-        "DINOv3ConvNextModel", image_size=32, hidden_sizes=[8, 16], depths=[1, 2]
-    ),
+    "DINOv3 ConvNeXt": lambda: small("DINOv3ConvNextModel", image_size=32, hidden_sizes=[8, 16], depths=[1, 2]),
     "ViT-MAE": lambda: small("ViTMAEModel", mask_ratio=0.75, **PATCHED),
     "SigLIP 2 NaFlex": siglip2,
 }
@@ -96,10 +94,7 @@ def test_an_encoder_is_measured_calibrated_and_reloaded(name: str, tmp_path: Pat
     for task in "ab":
         pictures(tmp_path / f"{task}-train", 8)
         shown[task] = pictures(tmp_path / f"{task}-test", 6)
-        places = {
-            split: str(tmp_path / f"{task}-{end}")
-            for split, end in (("calibration", "train"), ("test", "test"))
-        }
+        places = {split: str(tmp_path / f"{task}-{end}") for split, end in (("calibration", "train"), ("test", "test"))}
         data[task] = {"kind": "imagefolder", **places, "unlabelled": ["calibration", "test"]}
     folders = {task: tmp_path / task for task in "ab"}
     spec = spec_of_folders(
@@ -109,16 +104,12 @@ def test_an_encoder_is_measured_calibrated_and_reloaded(name: str, tmp_path: Pat
         data,
         metrics={"jacobian": {"samples": 2}},
         compute={"dtype": "float64"},
-        heads={task: {"linear": "own", "classes": ["x", "y", "z"]} for task in "ab"}
-        if name.startswith("S")
-        else {},
+        heads={task: {"linear": "own", "classes": ["x", "y", "z"]} for task in "ab"} if name.startswith("S") else {},
     )
     run = dl.analyze(spec, out=tmp_path / "run", progress="none")
     rows = run.layers(variant="merged")
     assert rows["closure_error"].max() < 1e-9 and rows[rows["role"] != "stem"]["drift_l2_mean"].gt(0).all()
-    assert np.allclose(
-        rows.groupby("task")[["final_share", "remainder_share"]].sum().sum(axis=1), 1, atol=1e-6
-    )
+    assert np.allclose(rows.groupby("task")[["final_share", "remainder_share"]].sum().sum(axis=1), 1, atol=1e-6)
     run = run.calibrate(dl.FeatCal(), name="featcal", save_weights=tmp_path / "saved")
     known = load_architecture("hf-auto", str(tmp_path / "base"))
     assert known.preprocess is not None
@@ -153,9 +144,7 @@ def test_images_alone_and_in_any_order_have_the_features_of_a_batch(name: str, t
     weights = {key: value.double() for key, value in model.state_dict().items()}
     for order in ([0, 1, 2, 3, 4], [3, 0], [2]):
         inputs = map_leaves(known.preprocess([images[at] for at in order]), in_float64)
-        made = pool_features(
-            chain_states(known.chain, weights, inputs)[-1]["hidden"], known.chain.modality.pool
-        )
+        made = pool_features(chain_states(known.chain, weights, inputs)[-1]["hidden"], known.chain.modality.pool)
         for row, at in zip(made, order, strict=True):
             wanted = features(name, model, known.preprocess([images[at]]))
             assert (row - wanted).norm() <= 1e-9 * wanted.norm()

@@ -178,9 +178,7 @@ def test_modules_are_left_as_they_were(tmp_path: Path, training: bool) -> None:
 
 
 def _fingerprint(module: nn.Module) -> list[Any]:
-    hooks = [
-        (len(part._forward_hooks), len(part._forward_pre_hooks), part.training) for part in module.modules()
-    ]
+    hooks = [(len(part._forward_hooks), len(part._forward_pre_hooks), part.training) for part in module.modules()]
     return [
         hooks,
         [(name, tensor.data_ptr(), tensor.sum().item()) for name, tensor in module.state_dict().items()],

@@ -215,9 +215,7 @@ def test_inference_mode_around_a_calibration_changes_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_analysis_goes_on_with_the_same_modules_alone(
-    analyzed: DriftRun, tmp_path: Path
-) -> None:
+def test_an_interrupted_analysis_goes_on_with_the_same_modules_alone(analyzed: DriftRun, tmp_path: Path) -> None:
     token, out = dl.CancelToken(), tmp_path / "run"
 
     def stop(event: dl.ProgressEvent) -> None:

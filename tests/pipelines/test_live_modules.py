@@ -65,13 +65,9 @@ def analyzed(given: dict[str, nn.Module], data: Any, out: Path, **options: Any) 
     )
 
 
-def fitted(
-    given: dict[str, nn.Module], data: Any, calibrator: dl.FeatCal | None = None, **options: Any
-) -> Any:
+def fitted(given: dict[str, nn.Module], data: Any, calibrator: dl.FeatCal | None = None, **options: Any) -> Any:
     calibrator = calibrator or dl.FeatCal()
-    return calibrator.fit(
-        given["merged"], given["base"], {"task": given["expert"]}, {"task": data}, **options
-    )
+    return calibrator.fit(given["merged"], given["base"], {"task": given["expert"]}, {"task": data}, **options)
 
 
 def final_drift(given: dict[str, nn.Module], **inputs: Tensor) -> float:
@@ -106,13 +102,9 @@ def test_a_decoder_runs_without_its_cache_and_keeps_its_configuration(
 
 
 @pytest.mark.parametrize("blocks", ["encoder.block", "decoder.block"])
-def test_what_t5_computes_from_weights_for_its_blocks_is_refused_where_it_differs(
-    blocks: str, tmp_path: Path
-) -> None:
+def test_what_t5_computes_from_weights_for_its_blocks_is_refused_where_it_differs(blocks: str, tmp_path: Path) -> None:
     batch = {"input_ids": words(), "decoder_input_ids": words(length=4, seed=1)}
-    with pytest.raises(
-        IncompatibleModelsError, match=rf"block '{blocks}.\d' is given '\d'.*computed from weights"
-    ):
+    with pytest.raises(IncompatibleModelsError, match=rf"block '{blocks}.\d' is given '\d'.*computed from weights"):
         analyzed(models(t5), [batch], tmp_path / "run", blocks=blocks)
     with pytest.raises(IncompatibleModelsError, match="differs between base and expert:task"):
         fitted(models(t5), [batch], blocks=blocks)
@@ -186,9 +178,7 @@ def conditioned() -> dict[str, Tensor]:
 def test_a_condition_computed_from_weights_is_refused_and_one_of_inputs_alone_is_not(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(
-        IncompatibleModelsError, match=r"'blocks\.0' is given '1', which is computed from weights"
-    ):
+    with pytest.raises(IncompatibleModelsError, match=r"'blocks\.0' is given '1', which is computed from weights"):
         analyzed(models(Conditioned), [conditioned()], tmp_path / "refused")
     given = models(lambda: Conditioned(learned=False))
     layers = analyzed(given, [conditioned()], tmp_path / "run").layers(variant="merged")
@@ -212,10 +202,7 @@ def padded(more: int = 0, mask: Callable[[Tensor], Tensor] = lambda mask: mask) 
 def test_padding_changes_no_drift(pool: Any, tmp_path: Path) -> None:
     given = models(bert)
     jacobian = dl.JacobianSettings(samples=2)
-    runs = [
-        analyzed(given, [padded(more)], tmp_path / f"run{more}", pool=pool, jacobian=jacobian)
-        for more in (0, 9)
-    ]
+    runs = [analyzed(given, [padded(more)], tmp_path / f"run{more}", pool=pool, jacobian=jacobian) for more in (0, 9)]
     one, other = (run.layers() for run in runs)
     assert max(one["closure_error"].max(), other["closure_error"].max()) < 1e-4
     # Directions are drawn anew for every shape; that padding is none of them shows in their size.
@@ -320,9 +307,7 @@ def test_a_weight_of_several_places_is_left_alone_and_named_or_refused_by_name()
     tied = calibrator.model_.blocks[0].first.weight
     assert tied is calibrator.model_.blocks[2].first.weight
     assert torch.equal(tied, given["merged"].blocks[0].first.weight)
-    with pytest.raises(
-        IncompatibleModelsError, match=r"blocks.0.first shares its weight with blocks.1.first"
-    ):
+    with pytest.raises(IncompatibleModelsError, match=r"blocks.0.first shares its weight with blocks.1.first"):
         fitted(given, data, sites=["*.first"])
 
 
@@ -353,9 +338,7 @@ def test_a_broken_closure_is_an_error_and_stops_a_calibration_before_it_solves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, data = models(looking), torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(
-        NumericsError, match=r"after layer 3 \(blocks.1\), task 'task'.*closure error 0"
-    ) as caught:
+    with pytest.raises(NumericsError, match=r"after layer 3 \(blocks.1\), task 'task'.*closure error 0") as caught:
         analyzed(given, data, tmp_path / "run", blocks="blocks")
     assert caught.value.context["closure_error"] > caught.value.context["tolerance"]
     monkeypatch.setattr(dl.FeatCal, "calibrate", lambda *_: pytest.fail("solved"))
@@ -363,9 +346,7 @@ def test_a_broken_closure_is_an_error_and_stops_a_calibration_before_it_solves(
         fitted(given, data, blocks="blocks")
 
 
-@pytest.mark.parametrize(
-    ("asked", "held"), [({}, 2), ({"closure_samples": 3}, 3), ({"closure_samples": None}, 6)]
-)
+@pytest.mark.parametrize(("asked", "held"), [({}, 2), ({"closure_samples": 3}, 3), ({"closure_samples": None}, 6)])
 def test_a_few_samples_are_held_against_the_library_before_a_fit(
     asked: dict[str, Any], held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,9 +378,7 @@ def test_modules_in_half_precision_are_computed_in_float32(dtype: torch.dtype, t
     runs = [analyzed(given, data, tmp_path / str(i), blocks="blocks") for i, given in enumerate((half, wide))]
     assert {run.manifest.dtype for run in runs} == {"float32"}
     np.testing.assert_allclose(*(run.layers()["drift_l2_mean"] for run in runs), rtol=1e-6)
-    found, want = (
-        fitted(given, data, dl.FeatCal(lam=1e-5), blocks="blocks").model_ for given in (half, wide)
-    )
+    found, want = (fitted(given, data, dl.FeatCal(lam=1e-5), blocks="blocks").model_ for given in (half, wide))
     eps = torch.finfo(dtype).eps
     for name, value in want.state_dict().items():
         assert found.state_dict()[name].dtype == dtype

@@ -173,13 +173,10 @@ def test_scores_are_those_of_the_same_models_in_files(form: str, tmp_path: Path)
     spec["data"]["free"]["n_diagnosis"] = len(PAIRS)
     files = analyze(spec, AnalysisRequest(out=tmp_path / "files", attribution=False))
     shown = {"calibration": {task: rows[:2] for task, rows in ROWS.items()}, "texts": RULES}
-    live = dl.analyze(
-        **modules, data=ROWS, tokenizer=suite.tokenizer, **shown, out=tmp_path / "live", progress="none"
-    )
+    live = dl.analyze(**modules, data=ROWS, tokenizer=suite.tokenizer, **shown, out=tmp_path / "live", progress="none")
     for table, key in (("accuracy", "metric"), ("outputs", "sample_id")):
         one, other = (
-            getattr(run, table)().sort_values(["task", "variant", key]).reset_index(drop=True)
-            for run in (files, live)
+            getattr(run, table)().sort_values(["task", "variant", key]).reset_index(drop=True) for run in (files, live)
         )  # lines of a file are counted from 1, rows from 0
         pd.testing.assert_frame_equal(
             one.drop(columns="sample_id", errors="ignore"),
@@ -267,9 +264,7 @@ def test_a_whole_clip_is_measured_and_calibrated_by_its_image_tower(
     run = dl.analyze(**modules, out=tmp_path / "run", progress="none")
     pd.testing.assert_frame_equal(run.layers(), plain.layers())
     with torch.no_grad():
-        wanted = [
-            features(model.eval(), x) for model in (clips(build, x)["merged"], modules["experts"]["cars"])
-        ]
+        wanted = [features(model.eval(), x) for model in (clips(build, x)["merged"], modules["experts"]["cars"])]
     found = run.value("drift_l2_mean", task="cars")
     assert found == pytest.approx((wanted[0] - wanted[1]).norm(dim=1).mean().item(), rel=1e-4)
     assert modules["merged"].training and list(plain.manifest.notices) == []

@@ -47,10 +47,7 @@ def test_every_repair_is_a_calibration_measured_like_any_other(met: Path) -> Non
     rows = run.layers(variant="calibrated:surgery-steps-5")
     assert rows["closure_error"].max() < 1e-5 and set(rows["task"]) == set(TASKS)
     merged = run.layers(variant="merged")
-    moved = (
-        run.layers(variant="calibrated:residual")["drift_l2_mean"].to_numpy()
-        - merged["drift_l2_mean"].to_numpy()
-    )
+    moved = run.layers(variant="calibrated:residual")["drift_l2_mean"].to_numpy() - merged["drift_l2_mean"].to_numpy()
     assert (abs(moved) > 0).any()
 
 
@@ -97,9 +94,7 @@ def test_a_second_call_changes_nothing_and_adds_what_is_missing(met: Path) -> No
     shown = CliRunner().invoke(app, ["sweep", str(met), "--methods", "surgery:steps=5,residual", "--json"])
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.stdout)
-    assert {row["model"] for row in found["rows"]} >= {"surgery-steps-5", "residual"} and found[
-        "failed"
-    ] == {}
+    assert {row["model"] for row in found["rows"]} >= {"surgery-steps-5", "residual"} and found["failed"] == {}
     assert dict(open_run(met).manifest.calibrations) == before
 
 
@@ -123,9 +118,7 @@ def test_a_stopped_comparison_resumes_with_what_is_missing(light: DriftRun, tmp_
 
 
 def test_what_cannot_be_made_is_said_beside_the_others(met: Path) -> None:
-    assert resolve_calibrators([("residual", {"cv": False})])[0].name == "residual-cv-off", (
-        "as YAML reads cv=off"
-    )
+    assert resolve_calibrators([("residual", {"cv": False})])[0].name == "residual-cv-off", "as YAML reads cv=off"
     wanted = resolve_calibrators([("residual", {"folds": 1000}), ("surgery", {"steps": 5})])
     failed = compare_methods(met, wanted)
     assert [*failed] == ["residual-folds-1000"] and "folds can't share" in failed["residual-folds-1000"]

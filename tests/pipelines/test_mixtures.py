@@ -34,9 +34,7 @@ def test_a_run_tells_who_goes_where_and_names_experts_without_tokens(tmp_path: P
     calibrator = dl.FeatCal(lam=1e-3, rho=1)
     run = run.calibrate(calibrator, name="small", save_weights=tmp_path / "out")
     kept = run.calibration("small").query("kind == 'kept'")
-    assert set(kept["site"]) == {
-        f"model.layers.1.mlp.experts.2.{matrix}" for matrix in ("gate_up_proj", "down_proj")
-    }
+    assert set(kept["site"]) == {f"model.layers.1.mlp.experts.2.{matrix}" for matrix in ("gate_up_proj", "down_proj")}
     [notice] = [text for text in run.manifest.notices if "too few tokens" in text]
     assert "model.layers.1.mlp.experts.2 (0 tokens)" in notice
     merged, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "out"))

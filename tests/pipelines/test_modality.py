@@ -112,9 +112,7 @@ class LettersAdapter:
             slots = {name: WeightSlot(name) for name in weights if name.startswith(f"{part}.")}
             return Layer(index, role, part, slots, call)
 
-        blocks = [
-            layer(at + 2, "block", f"blocks.{at}", partial(_block, at)) for at in range(len(module.blocks))
-        ]
+        blocks = [layer(at + 2, "block", f"blocks.{at}", partial(_block, at)) for at in range(len(module.blocks))]
         return LayerChain(
             architecture=self.name,
             layers=(
@@ -156,8 +154,7 @@ def spec(tmp_path: Path) -> dict[str, Any]:
     for shift, task in enumerate(TASKS):
         for split, count in (("calibration", 3), ("test", 5)):
             texts = [
-                "".join(chr(ord("a") + (7 * row + shift + at) % 26) for at in range(LENGTH))
-                for row in range(count)
+                "".join(chr(ord("a") + (7 * row + shift + at) % 26) for at in range(LENGTH)) for row in range(count)
             ]
             rows = [json.dumps({"input": text, "target": text[::-1]}) for text in texts]
             (tmp_path / f"{task}.{split}").write_text("\n".join(rows))
@@ -206,9 +203,9 @@ def test_texts_are_analysed_and_pooled_as_their_family_says(spec: dict[str, Any]
     assert drift_of(run, 2) == pytest.approx(float((base - expert).norm(dim=1).mean()), rel=1e-5)
     assert load_spec(run.path / "spec.yaml").layers.pool == "mean"
     spec["layers"] = {"pool": "cls"}
-    assert drift_of(
-        analyze(spec, AnalysisRequest(out=tmp_path / "first"), JobContext(access=CPU)), 2
-    ) != pytest.approx(drift_of(run, 2), rel=1e-2)
+    assert drift_of(analyze(spec, AnalysisRequest(out=tmp_path / "first"), JobContext(access=CPU)), 2) != pytest.approx(
+        drift_of(run, 2), rel=1e-2
+    )
 
 
 def test_answers_are_judged_as_the_family_says(spec: dict[str, Any]) -> None:
@@ -228,10 +225,7 @@ def test_live_models_pool_as_their_family_says() -> None:
     assert live.settings.pool == "mean"
     pixels = torch.zeros(2, 3, 16, 16)
     assert (
-        study_of_modules(
-            Modules(TinyStack(), {"t": TinyStack()}, {"t": pixels}), LiveSettings()
-        ).settings.pool
-        == "cls"
+        study_of_modules(Modules(TinyStack(), {"t": TinyStack()}, {"t": pixels}), LiveSettings()).settings.pool == "cls"
     )
     block = next(vectors for layer, vectors in capture(Letters(0), [ids]) if layer.role == "block")
     with torch.no_grad():

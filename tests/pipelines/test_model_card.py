@@ -60,9 +60,7 @@ def test_parents_on_the_hub_are_named() -> None:
     found = ModelCard(card)
     assert "- model has none" in found.text and "/home/me" not in found.content
     assert found.data.base_model == ["someone/base", "someone/expe"]
-    assert (
-        found.data.to_dict()["base_model_relation"] == "merge" and found.data.library_name == "transformers"
-    )
+    assert found.data.to_dict()["base_model_relation"] == "merge" and found.data.library_name == "transformers"
     assert found.data.license is None and found.data.eval_results is None
 
 
@@ -73,8 +71,7 @@ def test_drift_accuracy_and_intervals_are_the_tables(run: DriftRun, card: str) -
             final = run.layers(task, variant, "final").iloc[0]
             freedom = int(final["n"]) - 1
             error, cosine_error = (
-                stats.t.ppf(0.975, freedom) * final[column] / freedom**0.5
-                for column in ("drift_l2_std", "cos_std")
+                stats.t.ppf(0.975, freedom) * final[column] / freedom**0.5 for column in ("drift_l2_std", "cos_std")
             )
             scale = final["drift_rel"] / final["drift_l2_mean"]
             cells = [
@@ -95,18 +92,12 @@ def test_drift_accuracy_and_intervals_are_the_tables(run: DriftRun, card: str) -
             assert f"| {' | '.join(cells)} |" in card
 
 
-def test_the_verdict_comes_first_and_the_anchor_alone_is_a_row_of_the_tables(
-    run: DriftRun, card: str
-) -> None:
+def test_the_verdict_comes_first_and_the_anchor_alone_is_a_row_of_the_tables(run: DriftRun, card: str) -> None:
     head, first, rest = card.partition("## Verdict\n\n")[2].split("\n\n", 2)
     assert head == f"**{escape_markdown(typeset_signs(headline_sentence(headline(run, NAME))))}**"
     said = [typeset_signs(hide_run_path(run, text)) for text in verdict(run, NAME).sentences]
     assert first.splitlines() == [f"- {escape_markdown(text)}" for text in said]
-    assert (
-        "anchor" not in first
-        and "featcal, anchor only" in rest
-        and "\n## " not in card.partition("\n## Verdict")[0]
-    )
+    assert "anchor" not in first and "featcal, anchor only" in rest and "\n## " not in card.partition("\n## Verdict")[0]
 
 
 def test_models_samples_and_recipe_are_named_by_digest(run: DriftRun, card: str) -> None:

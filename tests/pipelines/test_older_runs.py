@@ -75,9 +75,7 @@ def test_all_that_a_run_told_it_still_tells(name: str, noted: dict[str, Any]) ->
         "before and after ",
         "show verdict/source/",
     )
-    changed = {
-        place for place in changed if not place.startswith("compare tasks/") or "accuracy_" not in place
-    }
+    changed = {place for place in changed if not place.startswith("compare tasks/") or "accuracy_" not in place}
     assert all(place.startswith(gone) for place in changed), changed
     assert files_of(Path(name)) == before  # nothing is written by looking
 
@@ -127,9 +125,7 @@ def test_it_can_be_added_to_and_gone_on_with(older: Path) -> None:
     run = dl.analyze(older / "spec.yaml", out=older, resume=True, progress="none")
     assert run.tasks == TASKS
     with pytest.raises(SpecError, match=r"was begun with another data\.defaults\.seed: 0, now 1"):
-        analyze(
-            older / "spec.yaml", AnalysisRequest(out=older, overrides=["data.defaults.seed=1"], resume=True)
-        )
+        analyze(older / "spec.yaml", AnalysisRequest(out=older, overrides=["data.defaults.seed=1"], resume=True))
 
 
 @pytest.mark.slow

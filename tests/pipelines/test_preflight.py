@@ -50,8 +50,7 @@ def test_real_checkpoints_have_no_problems(real: Path, form: str) -> None:
         "experts": {task: {"weights": str(real / form / f"{task}{suffix}")} for task in tasks},
         "merge": {"method": "average"},
         "heads": {
-            task: {"file": str(real / "heads.safetensors"), "tensor": task, "logit_scale": 16.8}
-            for task in tasks
+            task: {"file": str(real / "heads.safetensors"), "tensor": task, "logit_scale": 16.8} for task in tasks
         },
         "data": {
             "defaults": {"n": 8, "n_diagnosis": 48},
@@ -144,9 +143,7 @@ def test_what_is_odd_about_weights_is_named(
         pytest.param("config.json", "hidden_act", "gelu", ("gelu", "quick_gelu"), id="activation"),
         pytest.param("config.json", "layer_norm_eps", 1e-6, ("1e-06", "1e-05"), id="epsilon"),
         pytest.param("config.json", "num_attention_heads", 4, ("4", "2"), id="number of attention heads"),
-        pytest.param(
-            "preprocessor_config.json", "image_mean", [0.1, 0.1, 0.1], ("0.1", "0.4"), id="image mean"
-        ),
+        pytest.param("preprocessor_config.json", "image_mean", [0.1, 0.1, 0.1], ("0.1", "0.4"), id="image mean"),
         pytest.param("preprocessor_config.json", "crop_size", 24, ("24", "16"), id="image size"),
         pytest.param("processor_config.json", "crop_size", 24, ("24", "16"), id="image size in version 5"),
     ],
@@ -206,10 +203,7 @@ def test_a_base_trained_with_the_other_activation_is_named(world: World, tmp_pat
 def test_prompts_without_a_text_tower_and_without_a_base(world: World) -> None:
     head = {"templates": ["a photo of a {}."]}
     assert check(world.spec(heads={"flowers": head})).exit_code == 0
-    assert (
-        "no text tower"
-        in found(check(world.spec("hf", heads={"flowers": head})), "problem", "text tower").text
-    )
+    assert "no text tower" in found(check(world.spec("hf", heads={"flowers": head})), "problem", "text tower").text
     alone = world.spec(heads={"flowers": head}, base=None, merge={"method": "average"})
     assert "no base" in found(check(alone), "problem", "head of flowers").text
 

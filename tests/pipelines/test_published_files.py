@@ -68,9 +68,7 @@ def test_a_copy_of_the_embeddings_is_a_head_of_nobodys_own(tmp_path: Path) -> No
     weights = load_file(tmp_path / "base" / "model.safetensors")
     weights[HEAD] = weights[TABLE].clone()
     save_file(weights, tmp_path / "base" / "model.safetensors", {"format": "pt"})
-    merge_experts(
-        load_spec(spec_of(tmp_path, "base", "one", "two")), "average", {}, tmp_path / "out", JobContext()
-    )
+    merge_experts(load_spec(spec_of(tmp_path, "base", "one", "two")), "average", {}, tmp_path / "out", JobContext())
     merged = weights_of(tmp_path / "out")
     one, two = (weights_of(tmp_path / name)[TABLE] for name in ("one", "two"))
     torch.testing.assert_close(merged[TABLE], (one + two) / 2)
@@ -126,9 +124,7 @@ def test_what_the_library_has_no_use_for_is_left_as_it_was_and_named(
         file.write_text(json.dumps(json.loads(file.read_text()) | config))
         more = {key: torch.full((3,), float(seed))} if name in holders else {}
         save_file(weights_of(root / name) | more, root / name / "model.safetensors", {"format": "pt"})
-    notices = merge_experts(
-        load_spec(spec_of(root, "base", "one", "two")), "average", {}, root / "out", JobContext()
-    )
+    notices = merge_experts(load_spec(spec_of(root, "base", "one", "two")), "average", {}, root / "out", JobContext())
     told = [text for text in notices if key in text]
     ends = {
         "base": "saved models keep them",
@@ -149,9 +145,7 @@ def test_what_the_library_has_no_use_for_is_left_as_it_was_and_named(
     "key", ["model.layers.0.self_attn.q_proj.bias", "model.layers.3.mlp.up_proj.weight", "score.weight"]
 )
 def test_what_another_architecture_would_compute_with_is_no_tensor_of_no_use(key: str, root: Path) -> None:
-    save_file(
-        weights_of(root / "one") | {key: torch.ones(3)}, root / "one" / "model.safetensors", {"format": "pt"}
-    )
+    save_file(weights_of(root / "one") | {key: torch.ones(3)}, root / "one" / "model.safetensors", {"format": "pt"})
     with pytest.raises(IncompatibleModelsError, match="does not know") as refused:
         merge_experts(load_spec(spec_of(root, "base", "one")), "average", {}, root / "out", JobContext())
     assert key in refused.value.message and not (root / "out").exists()
@@ -193,9 +187,7 @@ def test_an_adapter_behind_a_plus_needs_no_base_of_the_spec(root: Path) -> None:
     del described["base"]
     described["experts"]["two"] = {"weights": f"{root / 'two'}+{root / 'adapter'}"}
     adapted = open_models(load_spec(described)).sources["expert:two"]
-    changed = {
-        key for key, value in weights_of(root / "two").items() if not torch.equal(value, adapted.read(key))
-    }
+    changed = {key for key, value in weights_of(root / "two").items() if not torch.equal(value, adapted.read(key))}
     assert changed and all("q_proj" in key for key in changed)
 
 
@@ -237,9 +229,7 @@ WHOLE = ["embed_tokens", "lm_head"]
         pytest.param("tied", 0, {"modules_to_save": WHOLE[1:]}, id="tied, head alone"),
         pytest.param("tied", 0, {"target_modules": [*SOME, WHOLE[0]]}, id="tied, adapters of embeddings"),
         pytest.param("tied", 0, {"target_modules": [*SOME, WHOLE[1]]}, id="tied, adapters of the head"),
-        pytest.param(
-            "tied", 0, {"modules_to_save": WHOLE[:1], "ensure_weight_tying": True}, id="tied, kept so"
-        ),
+        pytest.param("tied", 0, {"modules_to_save": WHOLE[:1], "ensure_weight_tying": True}, id="tied, kept so"),
     ],
 )
 def test_adapters_beside_linear_maps_are_read_as_peft_runs_them(
@@ -261,9 +251,7 @@ def test_adapters_beside_linear_maps_are_read_as_peft_runs_them(
     tokenizer.save_pretrained(root / "adapter")
     described = spec_of(root, base, "adapter")
     if grown:
-        with pytest.raises(
-            IncompatibleModelsError, match=r"has 70 rows, the base's 40.*'<\d+>'.* and \d+ more"
-        ):
+        with pytest.raises(IncompatibleModelsError, match=r"has 70 rows, the base's 40.*'<\d+>'.* and \d+ more"):
             open_models(load_spec(described))
         described["architecture"]["vocab"] = {"rows": "base"}
     expert = open_models(load_spec(described)).sources["expert:adapter"]

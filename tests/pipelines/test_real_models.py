@@ -128,9 +128,7 @@ def test_trained_llamas_are_merged_measured_calibrated_and_reported(real: Path, 
     texts = real.parent / "real_text"
     if not texts.is_dir():
         pytest.skip("the real texts are not here")
-    data = {
-        task: real_files_of(texts, task, prompt="{input}\nanswer:", metric="exact_match") for task in LLAMAS
-    }
+    data = {task: real_files_of(texts, task, prompt="{input}\nanswer:", metric="exact_match") for task in LLAMAS}
     spec = spec_of_folders(
         "hf-decoder",
         texts / "llama" / "base",
@@ -159,9 +157,7 @@ def test_trained_llamas_are_merged_measured_calibrated_and_reported(real: Path, 
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert saved.get_output_embeddings().weight is saved.get_input_embeddings().weight
-    answers = run.scores().query(
-        "variant == 'calibrated:featcal' and task == 'trec' and metric == 'exact_match'"
-    )
+    answers = run.scores().query("variant == 'calibrated:featcal' and task == 'trec' and metric == 'exact_match'")
     lines = (texts / "data" / "trec" / "test.jsonl").read_text(encoding="utf-8").splitlines()
     for _, row in answers.head(12).iterrows():
         asked = json.loads(lines[int(row["sample_id"].rpartition(":")[2]) - 1])

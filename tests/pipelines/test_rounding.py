@@ -49,9 +49,7 @@ def one_step(base: Weights, expert: Weights) -> Weights:
 
     def stepped(start: Tensor) -> Tensor:
         bits = start.bfloat16().contiguous().view(torch.int16)
-        return (bits + (torch.arange(bits.numel()).reshape(bits.shape) % 2).to(torch.int16)).view(
-            torch.bfloat16
-        )
+        return (bits + (torch.arange(bits.numel()).reshape(bits.shape) % 2).to(torch.int16)).view(torch.bfloat16)
 
     return visual(base, stepped)
 
@@ -93,9 +91,7 @@ def with_models(
     entries = {"base": base, "flowers": change(base, expert), "shapes": world.state("shapes")}
     kinds = dict(zip(entries, (*dtypes, dtypes[0]), strict=True))
     placed = {
-        name: saved(
-            {key: value.to(kinds[name]) for key, value in weights.items()}, folder / f"{name}.safetensors"
-        )
+        name: saved({key: value.to(kinds[name]) for key, value in weights.items()}, folder / f"{name}.safetensors")
         for name, weights in entries.items()
     }
     return world.spec(base=placed.pop("base"), experts=placed)
@@ -103,9 +99,7 @@ def with_models(
 
 def told(spec: dict[str, object], name: str = "flowers") -> list[str]:
     findings = check_model_files(open_models(load_spec(spec)))
-    return [
-        finding.text for finding in findings if name in finding.subject and "text tower" not in finding.text
-    ]
+    return [finding.text for finding in findings if name in finding.subject and "text tower" not in finding.text]
 
 
 @pytest.mark.parametrize(("base", "expert", "change", "text"), CASES.values(), ids=list(CASES))
@@ -130,9 +124,7 @@ def test_a_merge_keeps_what_its_type_can_hold_and_tells_what_it_lost(
     spec["heads"] = spec["data"] = {}
     out = tmp_path / "out.safetensors"
     lines = merge_experts(load_spec(spec), "task_arithmetic", {"scaling": 0.5}, out, out_dtype=out_dtype)
-    base, expert, merged = (
-        load_file(tmp_path / f"{name}.safetensors") for name in ("base", "flowers", "out")
-    )
+    base, expert, merged = (load_file(tmp_path / f"{name}.safetensors") for name in ("base", "flowers", "out"))
     base = {key: start for key, start in base.items() if key.startswith("visual.")}
     exact = {key: start.float() + 0.5 * (expert[key] - start.float()) for key, start in base.items()}
     kept = getattr(torch, out_dtype or "bfloat16")
@@ -141,8 +133,7 @@ def test_a_merge_keeps_what_its_type_can_hold_and_tells_what_it_lost(
         torch.testing.assert_close(merged[key], value.to(kept), rtol=1e-6 if out_dtype else 0, atol=0)
     changed = sum(int((exact[key] != start.float()).sum()) for key, start in base.items())
     equal = sum(
-        int(((exact[key] != start.float()) & (exact[key].bfloat16() == start)).sum())
-        for key, start in base.items()
+        int(((exact[key] != start.float()) & (exact[key].bfloat16() == start)).sum()) for key, start in base.items()
     )
     share = f"{100 * equal / changed:.1f} %"
     text = f"about {share} of the entries that the merge changes equal the base's again in bfloat16"

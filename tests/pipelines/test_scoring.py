@@ -39,9 +39,7 @@ def class_means(world: World, name: str) -> Tensor:
     """Mean feature of each class less the mean of all, by open_clip's own module: a head that solves the task."""
     ids = [f"test/{row}" for row in range(COUNT)]
     with torch.no_grad():
-        features = F.normalize(
-            clip(world.state(name)).encode_image(pixels(world.data("flowers"), ids).float())
-        )
+        features = F.normalize(clip(world.state(name)).encode_image(pixels(world.data("flowers"), ids).float()))
     named = labels(world.data("flowers"), ids)
     means = [features[[label == name for label in named]].mean(dim=0) for name in NAMES]
     return torch.stack(means) - features.mean(dim=0)
@@ -62,15 +60,11 @@ def judged(result: PreflightReport) -> Finding:
 
 
 def test_a_sound_expert_is_scored_with_its_interval_beside_the_base(colours: World, tmp_path: Path) -> None:
-    shuffled = saved(
-        visual(colours.state("base"), lambda value: value.flip(0)), tmp_path / "base.safetensors"
-    )
+    shuffled = saved(visual(colours.state("base"), lambda value: value.flip(0)), tmp_path / "base.safetensors")
     finding = judged(score(colours, class_means(colours, "flowers"), tmp_path, base=shuffled))
     assert finding.level == "ok"
     # Wilson's interval for 48 of 48.
-    assert (
-        "scores 100.0 % (92.6 to 100.0 %) in accuracy on 48 of its task's samples, the base" in finding.text
-    )
+    assert "scores 100.0 % (92.6 to 100.0 %) in accuracy on 48 of its task's samples, the base" in finding.text
 
 
 def test_an_expert_no_better_than_the_base_is_a_notice(colours: World, tmp_path: Path) -> None:
@@ -101,9 +95,7 @@ def test_a_weight_in_two_layers_is_named_with_both_places() -> None:
     name = next(iter(first.parameters))
     shared = dataclasses.replace(second, parameters={**second.parameters, name: first.parameters[name]})
     collect = PreflightReport()
-    _check_tied_weights(
-        dataclasses.replace(chain, layers=(*chain.layers[:2], shared, *chain.layers[3:])), collect
-    )
+    _check_tied_weights(dataclasses.replace(chain, layers=(*chain.layers[:2], shared, *chain.layers[3:])), collect)
     (finding,) = collect.findings
     assert finding.level == "notice"
     assert f"{name} of layer 2 and {name} of layer 3" in finding.text

@@ -128,9 +128,7 @@ def test_one_factor_at_a_time_or_all_combinations(folder: Path) -> None:
         (lam, alpha) for lam in values["lam"] for alpha in values["alpha"]
     ]
     assert both["point"].tolist() == list(range(6))
-    pd.testing.assert_frame_equal(
-        run.sweeps()[lambda rows: rows["sweep"] != "lam+alpha"].reset_index(drop=True), one
-    )
+    pd.testing.assert_frame_equal(run.sweeps()[lambda rows: rows["sweep"] != "lam+alpha"].reset_index(drop=True), one)
 
 
 def test_everything_else_of_the_run_stays_as_it_is(folder: Path, light: DriftRun) -> None:
@@ -139,9 +137,7 @@ def test_everything_else_of_the_run_stays_as_it_is(folder: Path, light: DriftRun
     assert run.variants == light.variants and verify_files(folder).ok
     changed = {name for name, data in files_of(folder).items() if files_of(light.path).get(name) != data}
     allowed = {"manifest.json", "status.json", "events.jsonl", "run.lock", "run.lock.guard"}
-    assert changed - allowed == {"tables/sweeps.parquet", "tables/resources.parquet"}, (
-        "no model tried is told of"
-    )
+    assert changed - allowed == {"tables/sweeps.parquet", "tables/resources.parquet"}, "no model tried is told of"
 
 
 @pytest.mark.slow
@@ -164,9 +160,7 @@ def test_points_of_another_curve_are_not_mixed_in_unless_they_replace_it(folder:
 
 
 @pytest.mark.slow
-def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(
-    folder: Path, light: DriftRun, tmp_path: Path
-) -> None:
+def test_an_interrupted_sweep_keeps_what_it_measured_and_goes_on(folder: Path, light: DriftRun, tmp_path: Path) -> None:
     asked = SweepRequest(param={"lam": [0.01, 0.1, 1.0], "n": [2, 4]}, seeds=2)
     token, labels = CancelToken(), []
 
@@ -300,12 +294,8 @@ def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder:
     run = sweep(folder, SweepRequest(param={}, ablate=True, seeds=2, methods=["residual"], samples=5))
     rows = rows_of(run, "residual:ablation", task=TASKS[0], seed=0)
     start = json.loads(rows["settings"][0])
-    changed = [
-        {key: at for key, at in json.loads(text).items() if at != start[key]} for text in rows["settings"]
-    ]
-    assert changed == [
-        *({}, {"order": "block"}, {"residual": 0.0}, {"weights": "uniform"}, {"cv": "off"}, {"mu": 0.9})
-    ]
+    changed = [{key: at for key, at in json.loads(text).items() if at != start[key]} for text in rows["settings"]]
+    assert changed == [*({}, {"order": "block"}, {"residual": 0.0}, {"weights": "uniform"}, {"cv": "off"}, {"mu": 0.9})]
     assert rows["drift_l2_mean"].nunique() == 6, "no part is without effect"
     *_, last = ablation_tables(run, "residual:ablation")
     sheet = last.frame().set_index("model")
@@ -326,9 +316,7 @@ def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder:
 def test_corrupted_calibration_is_that_of_pictures_corrupted_beforehand(
     world: World, folder: Path, tmp_path: Path
 ) -> None:
-    run = sweep(
-        folder, SweepRequest(param={"corruption": ["none", "fog:5"]}, methods=["featcal", "residual"])
-    )
+    run = sweep(folder, SweepRequest(param={"corruption": ["none", "fog:5"]}, methods=["featcal", "residual"]))
     assert {*run.sweeps()["sweep"]} == {"corruption", "residual:corruption"}
     rows = rows_of(run, "corruption")
     assert [*rows["corruption"].unique()] == ["none", "fog:5"] and {*rows["n"]} == {4}
@@ -336,9 +324,7 @@ def test_corrupted_calibration_is_that_of_pictures_corrupted_beforehand(
     spec = world.spec(metrics={"jacobian": False})
     for task in TASKS:
         stored = dict(np.load(world.data(task)))
-        fogged = [
-            corrupt_image(at, "fog", 5, (0, f"{task}/train/{i}")) for i, at in enumerate(stored["x_train"])
-        ]
+        fogged = [corrupt_image(at, "fog", 5, (0, f"{task}/train/{i}")) for i, at in enumerate(stored["x_train"])]
         np.savez(tmp_path / f"{task}.npz", **stored | {"x_train": np.stack(fogged)})
         spec["data"][task] = {"kind": "npz", "file": str(tmp_path / f"{task}.npz")}
     fogged_run = dl.analyze(spec, out=tmp_path / "fogged", progress="none").path

@@ -77,9 +77,7 @@ def llama(models: Path, data: Path) -> None:
 
 
 def bert(models: Path, data: Path) -> None:
-    for seed, (name, classes) in enumerate(
-        {"base": None, "topics": ("a", "b"), "reviews": ("c", "d")}.items()
-    ):
+    for seed, (name, classes) in enumerate({"base": None, "topics": ("a", "b"), "reviews": ("c", "d")}.items()):
         sizes: dict[str, Any] = {"vocab_size": 40, "max_position_embeddings": 64}
         sizes |= {} if classes is None else {"id2label": dict(enumerate(classes))}
         plain = with_seed(partial(small, "BertForSequenceClassification", **sizes))()
@@ -121,9 +119,7 @@ def vit(models: Path, data: Path) -> None:
         ("vit", "google/vit-base-patch16-224-in21k", vit),
     ],
 )
-def test_what_is_offered_runs(
-    name: str, hub: str, lay_out: Callable[[Path, Path], None], tmp_path: Path
-) -> None:
+def test_what_is_offered_runs(name: str, hub: str, lay_out: Callable[[Path, Path], None], tmp_path: Path) -> None:
     lay_out(tmp_path / "models", tmp_path / "data")
     spec = tmp_path / "run.yaml"
     spec.write_text(spec_template(name).replace(hub, str(tmp_path / "models" / "base")))

@@ -90,9 +90,7 @@ def test_floats_keep_a_share_of_their_way_from_the_base(generator: torch.Generat
 
 
 @pytest.mark.slow
-def test_all_tensors_keep_a_share_and_the_record_says_so(
-    roomy: DriftRun, world: World, tmp_path: Path
-) -> None:
+def test_all_tensors_keep_a_share_and_the_record_says_so(roomy: DriftRun, world: World, tmp_path: Path) -> None:
     folder, base = copied(roomy, tmp_path / "run"), world.state("base")
     for name, share in (("whole", 1), ("shrunk", 0.5)):
         run = calibrate(folder, request(name, shrink=share, attribution=False, layers=[2]))

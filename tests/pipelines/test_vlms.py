@@ -105,14 +105,10 @@ def test_of_pictures_tower_and_decoder_are_measured_and_repaired(name: str, tmp_
     known = load_architecture("hf-vlm", str(tmp_path / "base"), pictured=True)
     solved = site_keys(known, tmp_path / "base")
     assert {layer.stream for layer in known.chain.layers} == {"vision", "hidden"}
-    projector = next(
-        layer for layer in known.chain.layers if (layer.stream, layer.pool) == ("hidden", "mean")
-    )
+    projector = next(layer for layer in known.chain.layers if (layer.stream, layer.pool) == ("hidden", "mean"))
     between = {f"{projector.path}.{site.name}" for site in projector.sites}
     in_file = {key.removesuffix(".weight") for key in solved}
-    assert between and all(
-        any(key.endswith(site.removeprefix("model.")) for key in in_file) for site in between
-    )
+    assert between and all(any(key.endswith(site.removeprefix("model.")) for key in in_file) for site in between)
     assert any("vi" in key and "weight" in key for key in solved)
     assert_every_tensor(
         tmp_path / "base",
@@ -153,9 +149,7 @@ def test_a_projector_is_solved_from_the_features_of_images_alone(tmp_path: Path)
     spec = picture_spec(tmp_path, metrics={"jacobian": False})
     dl.merge(spec, out=tmp_path / "merged", method="task_arithmetic", parameters={"scaling": 0.3})
     run = dl.analyze(spec, out=tmp_path / "run")
-    run.calibrate(
-        dl.FeatCal(lam=1e-3, rho=1, alpha=0.4), name="p", sites=[path], save_weights=tmp_path / "out"
-    )
+    run.calibrate(dl.FeatCal(lam=1e-3, rho=1, alpha=0.4), name="p", sites=[path], save_weights=tmp_path / "out")
     models = {
         part: in_double(transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / part))
         for part in ("merged", "out", *TASKS)
@@ -195,9 +189,7 @@ def test_answers_about_pictures_are_those_of_the_library(name: str, tmp_path: Pa
         answer = tokenizer(f":{row['target']}", add_special_tokens=False)["input_ids"][1:]
         new = len(answer) + SPARE_TOKENS
         with torch.no_grad():
-            said = model.generate(**given, do_sample=False, max_new_tokens=new)[
-                0, given["input_ids"].shape[1] :
-            ]
+            said = model.generate(**given, do_sample=False, max_new_tokens=new)[0, given["input_ids"].shape[1] :]
             longer = {key: value for key, value in given.items() if key != "mm_token_type_ids"}
             longer |= {"input_ids": torch.cat((given["input_ids"], torch.tensor([answer])), dim=1)}
             longer |= {"attention_mask": torch.ones_like(longer["input_ids"])}

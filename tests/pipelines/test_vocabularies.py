@@ -22,9 +22,7 @@ from tests.zoo.suite import spec_of_folders
 from tests.zoo.tokenizers import word_tokenizer
 
 
-@pytest.fixture(
-    params=[(llama, "decoder", "hf-decoder"), (t5, "encoder-decoder", "hf-t5")], ids=["llama", "t5"]
-)
+@pytest.fixture(params=[(llama, "decoder", "hf-decoder"), (t5, "encoder-decoder", "hf-t5")], ids=["llama", "t5"])
 def spec(tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     """A base and two experts with their tokenizers; nothing else of the spec is opened."""
     make, form, loader = request.param

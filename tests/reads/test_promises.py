@@ -89,15 +89,11 @@ def spec(world: World, tmp_path: Path) -> Spec:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "seed", [str(2**63), str(2**64), HUGE, "-1", "1e30", "0.5"], ids=lambda seed: seed[:6]
-)
+@pytest.mark.parametrize("seed", [str(2**63), str(2**64), HUGE, "-1", "1e30", "0.5"], ids=lambda seed: seed[:6])
 def test_seeds_beyond_64_bits(assert_refused: Refused, spec: Spec, run: Path, seed: str) -> None:
     assert_refused("analyze", spec(), "--out", "out", "--set", f"data.defaults.seed={seed}", says="seed")
     assert_refused("demo", "--out", "out", f"--seed={seed}", says="seed")
-    assert_refused(
-        "calibrate", run, "--name", "a", "--method", "surgery", "--set", f"seed={seed}", says="seed"
-    )
+    assert_refused("calibrate", run, "--name", "a", "--method", "surgery", "--set", f"seed={seed}", says="seed")
 
 
 @pytest.mark.parametrize(
@@ -171,9 +167,7 @@ SETTINGS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", SETTINGS, ids=range(len(SETTINGS)))
-def test_settings_of_an_interrupted_calibration_that_are_damaged(
-    assert_refused: Refused, run: Path, text: str
-) -> None:
+def test_settings_of_an_interrupted_calibration_that_are_damaged(assert_refused: Refused, run: Path, text: str) -> None:
     file = run / calibration_marker("a")
     file.parent.mkdir(parents=True)
     file.write_bytes(text.encode(errors="surrogateescape"))

@@ -162,10 +162,7 @@ def adapter(place: Path) -> Right:
     save_file({"proj.weight": torch.zeros(3, 4)}, place / "small-base.safetensors")
     folder = place / "spoiled-adapter"
     folder.mkdir()
-    lora = {
-        f"base_model.model.proj.lora_{part}.weight": torch.ones(*of)
-        for part, of in (("A", (2, 4)), ("B", (3, 2)))
-    }
+    lora = {f"base_model.model.proj.lora_{part}.weight": torch.ones(*of) for part, of in (("A", (2, 4)), ("B", (3, 2)))}
     save_file(lora, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["proj"], "bias": "none"}
     more = {"rank_pattern": {}, "alpha_pattern": {"proj": 4}, "modules_to_save": None, "use_rslora": False}
@@ -250,9 +247,7 @@ def _table(place: Path) -> dict[str, Any]:
 def _columns(place: Path) -> dict[str, Any]:
     import pandas as pd
 
-    pd.DataFrame({"path": ["pictures/cat/a.png"] * 2, "label": ["cat", "dog"]}).to_parquet(
-        place / "a.parquet"
-    )
+    pd.DataFrame({"path": ["pictures/cat/a.png"] * 2, "label": ["cat", "dog"]}).to_parquet(place / "a.parquet")
     return {"kind": "table", "calibration": "a.parquet", "test": "a.parquet"}
 
 

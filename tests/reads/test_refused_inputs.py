@@ -60,9 +60,7 @@ def test_paths_that_no_file_can_have_are_refused(world: World, path: str) -> Non
     assert len(str(refused.value)) < 500
 
 
-@pytest.mark.parametrize(
-    "out", few(["~nobody-of-that-name", "~nobody-of-that-name/x"], ["~nobody-of-that-name/x"])
-)
+@pytest.mark.parametrize("out", few(["~nobody-of-that-name", "~nobody-of-that-name/x"], ["~nobody-of-that-name/x"]))
 @pytest.mark.parametrize(
     "line",
     ["analyze SPEC", "merge SPEC --method average", "merge SPEC", "report RUN --format md", "init"],
@@ -122,11 +120,7 @@ def test_recipes_of_another_shape_are_refused(made: dict[str, Any], words: str) 
 
 def test_a_spec_of_more_experts_than_anybody_has_is_refused(world: World) -> None:
     with within_bounds(), pytest.raises(SpecError, match="at most 1000"):
-        load_spec(
-            world.spec(
-                experts={f"t{number}": {"weights": "x.pt"} for number in range(2000)}, heads={}, data={}
-            )
-        )
+        load_spec(world.spec(experts={f"t{number}": {"weights": "x.pt"} for number in range(2000)}, heads={}, data={}))
 
 
 def test_whole_numbers_beyond_the_machines_are_no_settings() -> None:
@@ -177,9 +171,7 @@ def test_a_json_document_spells_control_characters_out(capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_messages_end_on_their_first_page(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_end_on_their_first_page(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise SpecError("\n".join(f"problem {number} {'x' * 5000}" for number in range(20_000)))
 
@@ -224,9 +216,7 @@ DATA = (
 
 @pytest.mark.parametrize("device", ["/dev/zero", "PIPE"])
 @pytest.mark.parametrize("kind", DATA)
-def test_devices_and_pipes_are_no_data(
-    world: World, tmp_path: Path, pipe: Path, kind: str, device: str
-) -> None:
+def test_devices_and_pipes_are_no_data(world: World, tmp_path: Path, pipe: Path, kind: str, device: str) -> None:
     from driftlens.data.sources import open_split
     from driftlens.utils.distributed import Permissions
 

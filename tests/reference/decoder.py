@@ -25,9 +25,7 @@ NAMES = {
 class Block(nn.Module):
     """A block, from the library's weights of it."""
 
-    def __init__(
-        self, weights: Mapping[str, Tensor], heads: int, shared: int, theta: float, eps: float
-    ) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], heads: int, shared: int, theta: float, eps: float) -> None:
         super().__init__()
         self.heads, self.shared, self.theta = heads, shared, theta
         for path, name in NAMES.items():

@@ -100,9 +100,7 @@ def regmean_pp(experts: Mapping[str, nn.Module], images: Tensor, keep: float) ->
             value.copy_(torch.stack([expert.get_parameter(name) for expert in experts.values()]).mean(dim=0))
         for place, block in enumerate(merged.blocks):
             entered: list[Tensor] = []
-            hook = block.register_forward_pre_hook(
-                lambda _m, given, entered=entered: entered.append(given[0])
-            )
+            hook = block.register_forward_pre_hook(lambda _m, given, entered=entered: entered.append(given[0]))
             merged(images)
             hook.remove()
             inputs = {task: heard(expert.blocks[place], entered[0]) for task, expert in experts.items()}
@@ -171,9 +169,7 @@ def adamerging(
         found = {}
         for place, (name, value) in enumerate(start.items()):
             for row, expert in zip(coefficients, experts.values(), strict=True):
-                value = value + row[place if by_layer else 0] * (
-                    expert.get_parameter(name).detach() - start[name]
-                )
+                value = value + row[place if by_layer else 0] * (expert.get_parameter(name).detach() - start[name])
             found[name] = value
         return found
 

@@ -189,9 +189,7 @@ def solve(
     return with_metric(by_task, metrics, l0, (l1, t), settings)
 
 
-def token_weights(
-    samples: Sequence[Tensor], slopes: Sequence[Tensor] | None
-) -> tuple[list[list[float]], float]:
+def token_weights(samples: Sequence[Tensor], slopes: Sequence[Tensor] | None) -> tuple[list[list[float]], float]:
     """By sample and token, all adding up to 1, and the mean energy of gradients; all alike without any."""
     if slopes is None:
         tokens = sum(map(len, samples))

@@ -46,14 +46,10 @@ class Block(nn.Module):
         self.heads, self.furthest, self.decodes = heads, furthest, decodes
         self.table = nn.Parameter(table.clone())
         last = 2 if decodes else 1
-        self.norms = nn.ModuleList(
-            Scale(weights[f"layer.{at}.layer_norm.weight"], eps) for at in range(last + 1)
-        )
+        self.norms = nn.ModuleList(Scale(weights[f"layer.{at}.layer_norm.weight"], eps) for at in range(last + 1))
         kinds = {"own": "layer.0.SelfAttention"} | ({"cross": "layer.1.EncDecAttention"} if decodes else {})
         parts = {f"{kind}_{part}": f"{path}.{part}" for kind, path in kinds.items() for part in ATTENTION}
-        parts |= {
-            f"{mine}_{last}": f"layer.{last}.DenseReluDense.{theirs}" for theirs, mine in FEED_FORWARD.items()
-        }
+        parts |= {f"{mine}_{last}": f"layer.{last}.DenseReluDense.{theirs}" for theirs, mine in FEED_FORWARD.items()}
         for name, path in parts.items():
             weight = weights[f"{path}.weight"]
             linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
@@ -141,7 +137,5 @@ def names() -> dict[str, str]:
     found = {f"layer.0.SelfAttention.{part}": f"own_{part}" for part in ATTENTION}
     found |= {f"layer.1.EncDecAttention.{part}": f"cross_{part}" for part in ATTENTION}
     return found | {
-        f"layer.{at}.DenseReluDense.{theirs}": f"{mine}_{at}"
-        for at in (1, 2)
-        for theirs, mine in FEED_FORWARD.items()
+        f"layer.{at}.DenseReluDense.{theirs}": f"{mine}_{at}" for at in (1, 2) for theirs, mine in FEED_FORWARD.items()
     }

@@ -37,9 +37,7 @@ def write_morph(run: DriftRun, path: Path) -> None:
 def _times(num_stages: int) -> list[float]:
     """Where each frame stands between the stages 0, 1, ...; slow near each."""
     ease = (1 - np.cos(np.pi * np.arange(1, MOVING) / MOVING)) / 2
-    between = [
-        [float(stage)] * STILL + [stage + float(part) for part in ease] for stage in range(num_stages - 1)
-    ]
+    between = [[float(stage)] * STILL + [stage + float(part) for part in ease] for stage in range(num_stages - 1)]
     return [time for part in between for time in part] + [float(num_stages - 1)] * LAST
 
 
@@ -75,9 +73,7 @@ def _frame(points: dict[str, Any], stages: list[str], scores: pd.Series, time: f
         figure.text(x=0.012, s=variant_title(stages[before + int(part)]), weight="bold", **text)
         figure.text(x=0.988, s=f"accuracy {ends[int(part)]:.0%}", ha="right", **text)
     else:
-        figure.text(
-            x=0.012, s=f"{variant_title(stages[before])} → {variant_title(stages[before + 1])}", **text
-        )
+        figure.text(x=0.012, s=f"{variant_title(stages[before])} → {variant_title(stages[before + 1])}", **text)
     bar = figure.add_axes((0.012, 0.075, 0.976, 0.05), xlim=(0, 1), ylim=(0, 1))
     bar.axis("off")
     bar.axhspan(0, 1, color=EMPTY)
@@ -86,12 +82,8 @@ def _frame(points: dict[str, Any], stages: list[str], scores: pd.Series, time: f
         score = float(scores[stage])
         bar.plot([score, score], [-0.35, 1], color=INK, linewidth=0.8, clip_on=False)
         # The last two stages lie close to each other, and near the end.
-        place, side = {stages[-1]: (1.0, "right"), stages[-2]: (score + 0.005, "right")}.get(
-            stage, (score, "center")
-        )
-        bar.text(
-            place, -0.55, f"{variant_title(stage)} {score:.0%}", fontsize=7.5, ha=side, va="top", color=INK
-        )
+        place, side = {stages[-1]: (1.0, "right"), stages[-2]: (score + 0.005, "right")}.get(stage, (score, "center"))
+        bar.text(place, -0.55, f"{variant_title(stage)} {score:.0%}", fontsize=7.5, ha=side, va="top", color=INK)
     data = io.BytesIO()
     figure.savefig(data, format="png")
     return Image.open(data).convert("RGB")

@@ -57,9 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
 
 def test_the_frame_holds_the_numbers_of_the_tables(run: DriftRun) -> None:
     rows = before_after_rows(run, NAME).set_index(["task", "variant"])
-    assert list(rows.index) == [
-        (task, name) for task in run.tasks for name in ("merged", CONTROL, VARIANT, "expert")
-    ]
+    assert list(rows.index) == [(task, name) for task in run.tasks for name in ("merged", CONTROL, VARIANT, "expert")]
     scores = run.accuracy().set_index(["task", "variant"])
     for (task, variant), row in rows.iterrows():
         assert row["accuracy"] == scores.loc[(task, variant), "value"]
@@ -159,9 +157,7 @@ def test_a_task_that_lost_is_counted_beside_a_mean_that_rose(run: DriftRun, tmp_
 
 
 def test_the_largest_weight_moves_are_the_logs(run: DriftRun) -> None:
-    (sheet,) = [
-        sheet for sheet in calibration_effect_tables(run, NAME) if sheet.name == f"weight-moves-{NAME}"
-    ]
+    (sheet,) = [sheet for sheet in calibration_effect_tables(run, NAME) if sheet.name == f"weight-moves-{NAME}"]
     log = run.calibration(NAME).sort_values("weight_change", ascending=False, kind="stable").head(5)
     left = log["objective_after"] / log["objective_before"]
     expected = [*zip(log["site"], log["layer"], log["weight_change"], left, strict=True)]
@@ -181,18 +177,14 @@ def run_of(folder: Path, *, tests: int = 400, has_labels: bool = True) -> DriftR
 def test_without_answers_of_all_test_samples_the_interval_is_of_the_counts(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run")
     for entry in score_changes(run, NAME):
-        before, after = (
-            run.accuracy(entry.task, variant)["value"].iloc[0] for variant in ("merged", VARIANT)
-        )
+        before, after = (run.accuracy(entry.task, variant)["value"].iloc[0] for variant in ("merged", VARIANT))
         assert entry.value == after - before and entry.n == 400 and not entry.paired
         counts = (round(before * 400), 400, round(after * 400), 400)
         assert (entry.low, entry.high) == unpaired_difference(*counts)
         assert entry.answered == "diagnosis" and entry.answers is not None and entry.answers.n == 24
     text = calibration_text(run, NAME, verbose=True)
     assert (
-        re.search(r" diagnosis +24 ", text)
-        and "not paired and too wide" in text
-        and "on the diagnosis samples" in text
+        re.search(r" diagnosis +24 ", text) and "not paired and too wide" in text and "on the diagnosis samples" in text
     )
 
 
@@ -200,10 +192,7 @@ def test_without_answers_of_all_test_samples_the_interval_is_of_the_counts(tmp_p
 def test_answers_of_the_test_samples_themselves_pair_the_interval(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", tests=24)  # the diagnosis samples are then the test samples
     for entry in score_changes(run, NAME):
-        right = [
-            rows["pred"] == rows["label"]
-            for rows in (run.outputs(entry.task, v) for v in ("merged", VARIANT))
-        ]
+        right = [rows["pred"] == rows["label"] for rows in (run.outputs(entry.task, v) for v in ("merged", VARIANT))]
         found = mcnemar_test(*(answers.to_numpy(dtype=bool) for answers in right))
         assert entry.paired and entry.answered == "test" and entry.answers == found
         assert (entry.value, entry.low, entry.high) == (found.difference, found.ci_low, found.ci_high)
@@ -219,9 +208,7 @@ def test_stored_predictions_of_the_test_samples_pair_the_interval(tmp_path: Path
             key = {"task": "cars", "variant": variant, "metric": "accuracy"}
             rows = [{**key, "sample_id": f"test/{at}", "value": value} for at, value in enumerate(values)]
             writer.append("scores", pd.DataFrame(rows))
-            writer.append(
-                "accuracy", pd.DataFrame([{**key, "value": sum(values) / 400, "n": 400}]), replace=True
-            )
+            writer.append("accuracy", pd.DataFrame([{**key, "value": sum(values) / 400, "n": 400}]), replace=True)
     run = open_run(tmp_path / "run")
     paired, unpaired = score_changes(run, NAME)
     assert paired.paired and paired.answered == "test" and paired.value == 30 / 400 and paired.n == 400
@@ -258,8 +245,7 @@ def test_the_report_tells_the_same_numbers(tmp_path: Path) -> None:
     answers = [entry.answers for entry in entries if entry.answers is not None]
     *rows, last = tables[f"answers-changed-{NAME}"].rows
     assert [row[1:] for row in rows] == [
-        ("diagnosis", 24, at.gained, at.lost, at.difference, at.ci_low, at.ci_high, at.p_value)
-        for at in answers
+        ("diagnosis", 24, at.gained, at.lost, at.difference, at.ci_low, at.ci_high, at.p_value) for at in answers
     ]
     mean = mean_over_tasks([Interval(at.difference, at.ci_low, at.ci_high, at.n) for at in answers])
     sums = sum(at.gained for at in answers), sum(at.lost for at in answers)
@@ -277,9 +263,7 @@ def test_the_report_tells_the_same_numbers(tmp_path: Path) -> None:
     at = [column.name for column in drifts.columns].index("L2 drift +-")
     final = run.layers("cars", "merged", "final").iloc[0]
     freedom = int(final["n"]) - 1
-    assert drifts.rows[0][at] == pytest.approx(
-        stats.t.ppf(0.975, freedom) * final["drift_l2_std"] / freedom**0.5
-    )
+    assert drifts.rows[0][at] == pytest.approx(stats.t.ppf(0.975, freedom) * final["drift_l2_std"] / freedom**0.5)
     changes = final_drift_changes(run, NAME)
     assert list(tables[f"drift-change-{NAME}"].rows) == [
         (

@@ -141,9 +141,7 @@ def test_names_end_no_element_and_the_page_allows_no_connection(tmp_path: Path) 
 def spoiled_features(run: DriftRun) -> DriftRun:
     shutil.rmtree(run.path / "features" / run.tasks[0])
     files = {
-        name: entry
-        for name, entry in run.manifest.files.items()
-        if not name.startswith("features/" + run.tasks[0])
+        name: entry for name, entry in run.manifest.files.items() if not name.startswith("features/" + run.tasks[0])
     }
     object.__setattr__(run.manifest, "files", files)
     return run
@@ -160,9 +158,7 @@ def spoiled_features(run: DriftRun) -> DriftRun:
         ({"variants": ("merged",)}, "driftlens calibrate RUN"),
     ],
 )
-def test_what_a_run_lacks_is_said_with_what_adds_it(
-    tmp_path: Path, options: dict[str, Any], says: str
-) -> None:
+def test_what_a_run_lacks_is_said_with_what_adds_it(tmp_path: Path, options: dict[str, Any], says: str) -> None:
     told = explorer_data(open_run(write_run(tmp_path / "run", **options)))
     assert any(says in note for note in told["notes"]) and len(told["ids"]) == 12
     assert Explorer(tmp_path / "run").page
@@ -185,9 +181,7 @@ def test_too_many_samples_are_thinned_evenly_and_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variants", few([("base", "merged"), ("merged",)], [("base", "merged")]))
-def test_the_verdict_stands_above_without_the_command_that_follows(
-    tmp_path: Path, variants: tuple[str, ...]
-) -> None:
+def test_the_verdict_stands_above_without_the_command_that_follows(tmp_path: Path, variants: tuple[str, ...]) -> None:
     run = open_run(write_run(tmp_path / "run", variants=variants))
     told, judged = explorer_data(run)["sentences"], verdict(run)
     assert len(told) == len(judged.sentences) - bool(judged.command) and not any(
@@ -229,7 +223,4 @@ def test_the_command_writes_one_file_and_into_a_run_one_that_it_lists(
     shown = dl.open_run(path).view(tasks=["cars"])
     frame = shown._repr_html_()
     assert repr(shown) == f"<Explorer of {open_run(path).id}; `save(path)` writes its page>"
-    assert (
-        frame.startswith('<iframe srcdoc="&lt;!doctype')
-        and 'sandbox="allow-scripts allow-downloads"' in frame
-    )
+    assert frame.startswith('<iframe srcdoc="&lt;!doctype') and 'sandbox="allow-scripts allow-downloads"' in frame

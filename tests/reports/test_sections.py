@@ -56,9 +56,7 @@ def test_a_figures_data_is_what_its_chart_plots(full: DriftRun, standard: Report
         plotted = charts[figure.name].draw(full).data
         assert figure.data is not None
         assert list(plotted.columns) == [column.name for column in figure.data.columns]
-        expected = [
-            [None if pd.isna(cell) else cell for cell in row] for row in plotted.to_numpy(dtype=object)
-        ]
+        expected = [[None if pd.isna(cell) else cell for cell in row] for row in plotted.to_numpy(dtype=object)]
         assert [list(row) for row in figure.data.rows] == expected
 
 
@@ -99,9 +97,9 @@ def test_a_calibration_on_record_has_its_settings_and_its_before_and_after(tmp_p
     run = figure_run(tmp_path / "run", size=SMALL)
     content = Report(run, "calibration").content
     tables = {table.name: frame(table) for table in content.tables}
-    assert dict(
-        zip(*(tables["calibration-settings"][name] for name in ("setting", "value")), strict=True)
-    ) == {**{"lam": "0.05", "rho": "2.0", "alpha": "0.3"}}
+    assert dict(zip(*(tables["calibration-settings"][name] for name in ("setting", "value")), strict=True)) == {
+        **{"lam": "0.05", "rho": "2.0", "alpha": "0.3"}
+    }
     rows = tables["before-after-featcal"]
     merged = rows[(rows["task"] == "cars") & (rows["model"] == "merged")]
     assert merged["L2 drift"].item() == run.value("drift_l2_mean", task="cars")
@@ -121,9 +119,7 @@ def test_methods_taken_apart_have_a_table_per_measure(full: DriftRun) -> None:
         for task in full.tasks
     )
     tables = [*sections.calibration_tables(with_rows(full, "sweeps", rows))]
-    names = [
-        f"ablation-{method}-{of}" for method in ("residual", "featcal") for of in ("accuracy", "drift-rel")
-    ]
+    names = [f"ablation-{method}-{of}" for method in ("residual", "featcal") for of in ("accuracy", "drift-rel")]
     assert [table.name for table in tables if "ablation" in table.name] == names
     shown = frame(next(table for table in tables if table.name == names[0])).set_index("model")
     assert [*shown.index] == ["merged", "base", "expert", "residual", "mu=1"]
@@ -197,10 +193,7 @@ def test_changes_of_means_over_tasks_have_the_intervals_of_their_strata(full: Dr
     assert of_drift.value == pytest.approx(drift.value)
     assert of_accuracy.low < of_accuracy.value < of_accuracy.high
     cosine = mean_over_tasks(
-        [
-            drift_changes(full, full, task, ("merged", AFTER), column="cos")[last].difference
-            for task in full.tasks
-        ]
+        [drift_changes(full, full, task, ("merged", AFTER), column="cos")[last].difference for task in full.tasks]
     )
     of_cosine = found["cosine to the expert"].change
     assert (of_cosine.low, of_cosine.high) == pytest.approx((cosine.low, cosine.high))
@@ -266,9 +259,7 @@ def test_every_chart_is_there_by_name_and_says_what_it_is(full: DriftRun) -> Non
 def test_what_is_drawn_is_the_chart_with_the_options_given(full: DriftRun) -> None:
     drawn = dl.open_run(full.path).plot.layer_drift(tasks=["cars"], relative=True)
     same = charts["layer-drift"].draw(full, ChartOptions(tasks=["cars"], relative=True))
-    assert (
-        drawn.figure == same.figure and drawn.data.equals(same.data) and set(drawn.data["task"]) == {"cars"}
-    )
+    assert drawn.figure == same.figure and drawn.data.equals(same.data) and set(drawn.data["task"]) == {"cars"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("plotly.io.renderers.default", "plotly_mimetype")
         said = repr(drawn)

@@ -39,8 +39,7 @@ def is_told(text: str, *values: float) -> bool:
     ends = range(len(found) - len(values) + 1)
     return any(
         all(
-            abs(at - 100 * value) < 0.0501
-            for at, value in zip(found[first : first + len(values)], values, strict=True)
+            abs(at - 100 * value) < 0.0501 for at, value in zip(found[first : first + len(values)], values, strict=True)
         )
         for first in ends
     )
@@ -147,9 +146,7 @@ def test_a_summary_is_the_tables_and_claims_nothing(manifest: Manifest, made: tu
     assert not re.search(r"better|worse|clear|signific", repr(sheet))
 
 
-CONFLICTS = st.lists(
-    st.tuples(st.floats(-0.9, 0.9), st.floats(0.2, 3), st.floats(0, 1)), min_size=2, max_size=2
-)
+CONFLICTS = st.lists(st.tuples(st.floats(-0.9, 0.9), st.floats(0.2, 3), st.floats(0, 1)), min_size=2, max_size=2)
 
 
 @settings(max_examples=FEW)
@@ -176,9 +173,7 @@ def test_advice_calls_a_layer_the_largest_only_where_all_intervals_lie_below(
         for layer, values in cosines.items()
         for at, task in enumerate(run.tasks)
     ]
-    run._frames["params"] = (
-        conform_to_schema(pd.DataFrame(own), TABLES["params"]) if own else run._frames["params"]
-    )
+    run._frames["params"] = conform_to_schema(pd.DataFrame(own), TABLES["params"]) if own else run._frames["params"]
     text, num_tasks = layer_advice_text(layer_advice(run)), len(run.tasks)
     assert "nan" not in text and text
     if not shares:
@@ -188,10 +183,7 @@ def test_advice_calls_a_layer_the_largest_only_where_all_intervals_lie_below(
     else:
         top = max(ends, key=lambda layer: ends[layer][0])
         reach = {
-            at: [
-                found[0] + way * abs(found[end] - found[0]) / math.sqrt(num_tasks)
-                for end, way in ((1, -1), (2, 1))
-            ]
+            at: [found[0] + way * abs(found[end] - found[0]) / math.sqrt(num_tasks) for end, way in ((1, -1), (2, 1))]
             for at, found in ends.items()
         }
         others = [at for at in ends if at != top]
@@ -200,9 +192,7 @@ def test_advice_calls_a_layer_the_largest_only_where_all_intervals_lie_below(
         is_clear = all(reach[at][1] < reach[top][0] for at in others)
         assert ("All other intervals are lower." in text) == is_clear != ("may contribute as much" in text)
         assert f"{run.layer_name(top)} has the largest share" in text
-    measured = {
-        at: np.array([values[task % 2] for task in range(num_tasks)]) for at, values in cosines.items()
-    }
+    measured = {at: np.array([values[task % 2] for task in range(num_tasks)]) for at, values in cosines.items()}
     lengths = {at: 1 / found[:, 1] for at, found in measured.items()}
     below = [
         at

@@ -83,9 +83,7 @@ def test_what_is_the_same_shares_its_place(tmp_path: Path, method: str) -> None:
     """A variant identical to the expert lies on it exactly, and so does a sample that occurs twice."""
     expert = cloud(20)
     expert[7] = expert[3]
-    run = run_of(
-        tmp_path / "run", {"expert": expert, "merged": expert, "calibrated:x": expert + cloud(20, seed=1)}
-    )
+    run = run_of(tmp_path / "run", {"expert": expert, "merged": expert, "calibrated:x": expert + cloud(20, seed=1)})
     found = dl.project(run, "cars", method=method)
     own = places(found, "expert")
     np.testing.assert_array_equal(own, places(found, "merged"))
@@ -104,13 +102,10 @@ def test_quality_comes_from_the_features_themselves(run: DriftRun) -> None:
         cosines = (own * expert).sum(1) / np.linalg.norm(own, axis=1) / np.linalg.norm(expert, axis=1)
         assert row["mean_cosine"] == pytest.approx(cosines.mean())
         k = row["neighbours"]
-        trust = trustworthiness(
-            directions(run, row["variant"], 2), places(found, row["variant"]), n_neighbors=k
-        )
+        trust = trustworthiness(directions(run, row["variant"], 2), places(found, row["variant"]), n_neighbors=k)
         assert row["trustworthiness"] == pytest.approx(trust) and k == 9
         shared = [
-            len(set(one) & set(other)) / k
-            for one, other in zip(_nearest(expert, k), _nearest(own, k), strict=True)
+            len(set(one) & set(other)) / k for one, other in zip(_nearest(expert, k), _nearest(own, k), strict=True)
         ]
         assert row["knn_overlap"] == pytest.approx(np.mean(shared))
     merged = found.quality.set_index("variant").loc["merged"]
@@ -133,10 +128,7 @@ def test_many_samples_are_thinned_evenly_over_classes(run: DriftRun) -> None:
     assert sorted(kept["label"].value_counts()) == [3, 3, 4]
     quality = found.quality.set_index("variant").loc["merged"]
     assert (quality["n"], quality["n_shown"]) == (20, 10)
-    assert (
-        quality["mean_drift"]
-        == dl.project(run, "cars").quality.set_index("variant").loc["merged", "mean_drift"]
-    )
+    assert quality["mean_drift"] == dl.project(run, "cars").quality.set_index("variant").loc["merged", "mean_drift"]
 
 
 @pytest.mark.slow
@@ -226,9 +218,7 @@ def test_what_makes_no_sense_is_refused(
 
 
 @pytest.mark.parametrize("method", ["pca", "tsne"])
-def test_asking_again_reads_what_is_stored(
-    run: DriftRun, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_asking_again_reads_what_is_stored(run: DriftRun, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     first = dl.project(run, "cars", method=method)
 
     def refuse(*_: object) -> None:
@@ -309,9 +299,7 @@ def test_projecting_and_judging_need_no_torch(run: DriftRun) -> None:
 def test_a_stored_layout_is_read_without_what_computes_it(run: DriftRun) -> None:
     stored = dl.project(run, "cars")
     code = (
-        "import driftlens as dl\n"
-        "found = dl.project(sys.argv[1], 'cars')\n"
-        "print(found.digest, found.frame['x'].sum())"
+        "import driftlens as dl\nfound = dl.project(sys.argv[1], 'cars')\nprint(found.digest, found.frame['x'].sum())"
     )
     printed = _printed_without(("torch", "sklearn", "umap", "scipy"), code, run.path)
     assert printed == f"{stored.digest} {stored.frame['x'].sum()}\n"

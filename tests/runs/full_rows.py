@@ -132,9 +132,7 @@ def group_rows(at: Boundary, share: float) -> Columns:
     return rows | {"final_share": [(1 - REMAINDER) * share * part for part in parts.values()]}
 
 
-def output_rows(
-    task: str, variant: str, feature: Array, expert: Array, heads: Array, samples: Samples
-) -> pd.DataFrame:
+def output_rows(task: str, variant: str, feature: Array, expert: Array, heads: Array, samples: Samples) -> pd.DataFrame:
     """Scores are 10 times the cosine with each class's row of `heads`."""
     scores, wanted = (10 * unit(vectors) @ heads.T for vectors in (feature, expert))
     log_p, log_q = _log_softmax(scores), _log_softmax(wanted)
@@ -159,9 +157,7 @@ def output_rows(
     return pd.DataFrame(rows)
 
 
-def params_rows(
-    task: str, variant: str, layers: Sequence[LayerInfo], rng: np.random.Generator
-) -> pd.DataFrame:
+def params_rows(task: str, variant: str, layers: Sequence[LayerInfo], rng: np.random.Generator) -> pd.DataFrame:
     paths = [("backbone", ""), *(("layer", layer.path) for layer in layers)]
     paths += [("module", f"{layer.path}.{site}") for layer in layers[1:-1] for site in SITES]
     cosines = rng.uniform(0.2, 0.6, len(paths)) - (0.1 if variant.startswith("calibrated") else 0)

@@ -60,9 +60,7 @@ def test_both_forms_of_the_file_become_rows_of_their_own(folder: Path) -> None:
     assert rows[("wikitext", "harness:word_perplexity")]["ci_high"] > 14
     told = run.manifest.attached["merged results.json"]
     assert told["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest() and told["version"] == "0.4.5"
-    assert verify_files(folder).ok and findings_frame(run).equals(
-        means
-    )  # nothing of it is averaged with own scores
+    assert verify_files(folder).ok and findings_frame(run).equals(means)  # nothing of it is averaged with own scores
     text = run_summary_text(run, verbose=True)
     assert text.index("Scores on test samples") < text.index("arc_easy")
     assert attach_scores(folder, "merged", written(folder, OLD)).accuracy("cars").shape == own.shape
@@ -107,10 +105,7 @@ def test_code_by_bigcode_has_no_intervals_as_the_file_tells_no_number(
     run = attach_scores(folder, "merged", written(folder, content))
     rows = rows_of(run)
     assert {key: row["value"] for key, row in rows.items()} == {
-        (task, metric): value
-        for task, of in content.items()
-        if task != "config"
-        for metric, value in of.items()
+        (task, metric): value for task, of in content.items() if task != "config" for metric, value in of.items()
     }
     assert all(math.isnan(row["ci_low"]) and pd.isna(row["n"]) for row in rows.values())
     assert {metric_by_name(row["metric"]).full_description for row in rows.values()} == {

@@ -66,26 +66,19 @@ def test_without_an_aggregate_every_row_must_hold(full: DriftRun) -> None:
     ],
     ids=lambda given: " ".join(map(str, given)) if isinstance(given, dict) else given,
 )
-def test_a_bound_includes_its_end_unless_it_is_strict(
-    full: DriftRun, bounds: dict[str, int], status: str
-) -> None:
+def test_a_bound_includes_its_end_unless_it_is_strict(full: DriftRun, bounds: dict[str, int], status: str) -> None:
     assert only(full, metric="n", table="accuracy", **bounds).status == status
 
 
 def test_a_change_is_relative_and_row_by_row(full: DriftRun) -> None:
     change = {"from": "merged", "to": CALIBRATED}
-    results = judge(
-        full, metric="drift_l2_mean", where={"layer": "final"}, change=change, per="task", lte=-0.2
-    )
+    results = judge(full, metric="drift_l2_mean", where={"layer": "final"}, change=change, per="task", lte=-0.2)
     for result in results:
         before, after = (
-            full.value("drift_l2_mean", task=str(result.group["task"]), variant=variant)
-            for variant in change.values()
+            full.value("drift_l2_mean", task=str(result.group["task"]), variant=variant) for variant in change.values()
         )
         assert result.value == pytest.approx((after - before) / before) and result.status == "pass"
-    back = only(
-        full, metric="drift_l2_mean", change={"from": CALIBRATED, "to": "merged"}, where={"layer": 1}, lt=0
-    )
+    back = only(full, metric="drift_l2_mean", change={"from": CALIBRATED, "to": "merged"}, where={"layer": 1}, lt=0)
     assert back.status == "fail" and back.n == len(full.tasks)
 
 
@@ -127,9 +120,7 @@ def test_a_warning_does_not_fail_the_run(full: DriftRun) -> None:
 
 def test_a_failure_raises_with_its_number(full: DriftRun) -> None:
     report = dl.check(full, {"checks": [{"metric": "cos_mean", "gte": 1.1, "name": "impossible"}]})
-    with pytest.raises(
-        ChecksFailedError, match=r"1 of 1 checks failed; impossible: .*wanted >= 1\.1"
-    ) as failed:
+    with pytest.raises(ChecksFailedError, match=r"1 of 1 checks failed; impossible: .*wanted >= 1\.1") as failed:
         report.raise_if_failed()
     assert failed.value.exit_code == 3
 
@@ -146,9 +137,7 @@ def test_every_number_of_a_table_can_be_checked(full: DriftRun, table: str) -> N
 
 def test_a_change_of_mean_drift_is_told_with_its_paired_interval(full: DriftRun) -> None:
     change = {"from": "merged", "to": CALIBRATED}
-    results = judge(
-        full, metric="drift_l2_mean", where={"layer": "final"}, change=change, per="task", lte=0.0
-    )
+    results = judge(full, metric="drift_l2_mean", where={"layer": "final"}, change=change, per="task", lte=0.0)
     last = full.layer_index("final")
     for result in results:
         expected = drift_changes(full, full, str(result.group["task"]), ("merged", CALIBRATED))[last].relative

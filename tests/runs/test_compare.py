@@ -59,9 +59,7 @@ def test_pairs_are_counted_sample_by_sample(copied: Path) -> None:
     variants = ("merged", "calibrated:featcal")
     rows = open_run(copied).outputs()
     wrong = {"merged": ["test/0", "test/1", "test/2"], "calibrated:featcal": ["test/2", "test/5"]}
-    for at, (variant, sample, label) in enumerate(
-        zip(rows["variant"], rows["sample_id"], rows["label"], strict=True)
-    ):
+    for at, (variant, sample, label) in enumerate(zip(rows["variant"], rows["sample_id"], rows["label"], strict=True)):
         spoil(copied, "outputs", at, "pred", "wrong" if sample in wrong.get(variant, ()) else label)
     run = open_run(copied)
     for task in run.tasks:
@@ -76,9 +74,7 @@ def test_pairs_meet_by_sample_not_by_place(full: DriftRun, copied: Path) -> None
     pq.write_table(rows.take(list(range(rows.num_rows))[::-1]), path)
     for task in full.tasks:
         pair = ("merged", "calibrated:featcal")
-        assert paired_correctness(full, open_run(copied), task, pair) == paired_correctness(
-            full, full, task, pair
-        )
+        assert paired_correctness(full, open_run(copied), task, pair) == paired_correctness(full, full, task, pair)
 
 
 def test_pairs_are_called_test_where_they_are_exactly_the_test_samples(tmp_path: Path) -> None:
@@ -165,9 +161,7 @@ def test_equal_ids_of_other_data_are_no_pairs(full: DriftRun, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_pairs_of_runs_that_do_not_say_what_their_ids_are_of_are_not_verified(
-    full: DriftRun, tmp_path: Path
-) -> None:
+def test_pairs_of_runs_that_do_not_say_what_their_ids_are_of_are_not_verified(full: DriftRun, tmp_path: Path) -> None:
     older = write_full_run(tmp_path / "b", size=SIZE, origin="")
     found = compare(full, older, **PAIR)  # type: ignore[arg-type]
     assert found.mismatches == () and set(found.tasks["paired_n"]) == {0}
@@ -249,9 +243,7 @@ def test_no_tolerance_covers_text_counts_and_gaps(
 
 
 @pytest.mark.slow
-def test_columns_that_an_older_schema_lacks_are_told_from_values_that_differ(
-    full: DriftRun, copied: Path
-) -> None:
+def test_columns_that_an_older_schema_lacks_are_told_from_values_that_differ(full: DriftRun, copied: Path) -> None:
     file = copied / "tables" / "layers.parquet"
     pq.write_table(pq.read_table(file).drop_columns(["cka", "random_gain_mean"]), file)
     for pair in ((full, open_run(copied)), (open_run(copied), full)):

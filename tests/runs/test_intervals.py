@@ -49,9 +49,7 @@ def test_each_end_of_wilsons_interval_solves_its_quadratic(k: int, n: int) -> No
         assert abs(k / n - end) == pytest.approx(z * math.sqrt(max(0.0, end * (1 - end)) / n), abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("k", "n"), [(0, 0), (-1, 5), (6, 5)], ids=["no samples", "negative", "more than all"]
-)
+@pytest.mark.parametrize(("k", "n"), [(0, 0), (-1, 5), (6, 5)], ids=["no samples", "negative", "more than all"])
 def test_impossible_counts_have_no_interval(k: int, n: int) -> None:
     with pytest.raises(ValueError, match="k <= n"):
         wilson_interval(k, n)
@@ -134,9 +132,7 @@ def test_the_p_of_a_mean_over_tasks_says_what_its_interval_says(
 
 
 def test_the_p_of_a_symmetric_interval_is_that_of_its_standard_errors() -> None:
-    assert interval_p_value(Interval(0.06, 0.06 - 1.959964 * 0.02, 1.0)) == pytest.approx(
-        2 * norm.sf(3), rel=1e-4
-    )
+    assert interval_p_value(Interval(0.06, 0.06 - 1.959964 * 0.02, 1.0)) == pytest.approx(2 * norm.sf(3), rel=1e-4)
     assert interval_p_value(Interval(0.0, 0.0, 0.0)) == 1 and interval_p_value(Interval(0.1, 0.1, 0.1)) == 0
     assert math.isnan(interval_p_value(Interval(0.1))) and math.isnan(interval_p_value(Interval(math.nan)))
 
@@ -250,9 +246,7 @@ def test_the_relative_change_covers_the_truth_as_often_as_it_says(is_paired: boo
 def test_nothing_changes_between_a_model_and_itself() -> None:
     values = np.random.default_rng(0).gamma(3.0, size=9)
     found = mean_change(values, values, is_paired=True)
-    assert (
-        (found.difference.low, found.difference.high) == (0, 0) == (found.relative.low, found.relative.high)
-    )
+    assert (found.difference.low, found.difference.high) == (0, 0) == (found.relative.low, found.relative.high)
 
 
 def test_errors_of_independent_groups_add_with_satterthwaites_freedom() -> None:

@@ -106,9 +106,7 @@ def test_a_number_that_is_none_is_refused_where_anything_may_stand(full: DriftRu
         ("calibrations", {"featcal": {}}),
     ],
 )
-def test_a_field_of_another_kind_is_refused_by_name(
-    full: DriftRun, tmp_path: Path, name: str, value: Any
-) -> None:
+def test_a_field_of_another_kind_is_refused_by_name(full: DriftRun, tmp_path: Path, name: str, value: Any) -> None:
     record = {**dataclasses.asdict(filled(full)), name: value}
     (tmp_path / "manifest.json").write_text(json.dumps(record))
     with pytest.raises(RunError, match=rf"manifest\.json is damaged: {name}.*, got "):

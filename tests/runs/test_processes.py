@@ -64,9 +64,7 @@ def test_a_second_process_is_refused_until_the_first_is_done(tmp_path: Path) -> 
     with process(HOLD, tmp_path / "run") as first:
         for attempt in (
             lambda: RunWriter.resume(tmp_path / "run"),
-            lambda: RunWriter.create(
-                tmp_path / "run", spec_yaml="", spec_digest="", name="second", force=True
-            ),
+            lambda: RunWriter.create(tmp_path / "run", spec_yaml="", spec_digest="", name="second", force=True),
         ):
             with pytest.raises(RunLockedError, match=f"process {first.pid}") as caught:
                 attempt()
@@ -93,9 +91,7 @@ def test_a_dead_owner_is_taken_over_with_a_notice(killed: tuple[Path, int]) -> N
     assert list(folder.rglob(".partial-*")), "the killed writer should have left half a file behind"
     with RunWriter.resume(folder) as writer:
         assert writer.done("load") and not writer.done("evaluate")
-        assert list(writer.manifest.notices) == [
-            f"took over from process {pid}, which ended without releasing the run"
-        ]
+        assert list(writer.manifest.notices) == [f"took over from process {pid}, which ended without releasing the run"]
     assert not list(folder.rglob(".partial-*"))
     assert current_state(open_run(folder)) == "done"
     assert read_lock_owner(folder) is None
@@ -132,9 +128,7 @@ def test_on_a_disk_without_locks_the_note_says_who_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """And a file that was left, or copied along, locks nothing for good."""
-    lacking = (
-        f"import errno, fcntl\ndef flock(*_): raise OSError(errno.{name}, 'lacking')\nfcntl.flock = flock\n"
-    )
+    lacking = f"import errno, fcntl\ndef flock(*_): raise OSError(errno.{name}, 'lacking')\nfcntl.flock = flock\n"
 
     def flock(*_: object) -> None:
         raise OSError(getattr(errno, name), "lacking")
@@ -169,14 +163,10 @@ def test_who_waits_for_a_machine_whose_clock_is_ahead_is_told_the_way_out(tmp_pa
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux tells it")
 @pytest.mark.parametrize("hours", [-1, 1])
-def test_a_clock_that_is_set_makes_nobody_another_process(
-    monkeypatch: pytest.MonkeyPatch, hours: int
-) -> None:
+def test_a_clock_that_is_set_makes_nobody_another_process(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
     psutil = pytest.importorskip("psutil._pslinux")
     this, booted = LockOwner.this_process(), psutil.boot_time()
-    monkeypatch.setattr(
-        psutil, "boot_time", lambda: booted + 3600 * hours
-    )  # as the system tells it from then on
+    monkeypatch.setattr(psutil, "boot_time", lambda: booted + 3600 * hours)  # as the system tells it from then on
     assert this.is_alive and LockOwner.this_process().process_started == this.process_started
 
 

@@ -66,9 +66,7 @@ def test_a_killed_writer_leaves_every_table_listed_as_it_is(own: Path, moment: s
     assert verify_files(own).ok and verify_files(own).checked == len(before) + 1
     RunWriter.resume(own).__exit__(None, None, None)
     after = read_manifest(own)
-    assert {name for name in before if before[name] != after.files[name]} == (
-        {ACCURACY} if has_landed else set()
-    )
+    assert {name for name in before if before[name] != after.files[name]} == ({ACCURACY} if has_landed else set())
     assert verify_files(own).ok and not after.rewriting
 
 

@@ -47,9 +47,7 @@ def test_rows_and_features_tell_the_same_drift(run: DriftRun) -> None:
             expert, merged = (run.features(task, name, layer).astype(float) for name in ("expert", "merged"))
             drift = np.linalg.norm(merged - expert, axis=1)
             # float16 keeps eleven bits of each entry.
-            np.testing.assert_allclose(
-                run.samples(task, "merged", layer)["drift_l2"], drift, rtol=0, atol=0.01
-            )
+            np.testing.assert_allclose(run.samples(task, "merged", layer)["drift_l2"], drift, rtol=0, atol=0.01)
             assert run.value("drift_l2_mean", task=task, layer=layer) == pytest.approx(drift.mean(), abs=0.01)
     assert run.sample_ids("cars") == tuple(run.samples("cars", "merged", 1)["sample_id"])
 
@@ -243,9 +241,7 @@ def test_a_summary_has_every_task_in_a_row_with_the_numbers_of_the_tables(run: D
     mean = rows.loc[f"mean of {len(run.tasks)}"]
     assert mean["merged"] == pytest.approx(rows["merged"].iloc[:-1].mean())
     assert mean["merged low"] < mean["merged"] < mean["merged high"], "an interval of its own"
-    assert all(task in repr(found) for task in run.tasks) and format_percent(rows["merged"].iloc[0]) in repr(
-        found
-    )
+    assert all(task in repr(found) for task in run.tasks) and format_percent(rows["merged"].iloc[0]) in repr(found)
     assert not any(head.startswith("drift of expert") for head in rows), "an expert has none to itself"
 
 

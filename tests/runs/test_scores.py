@@ -122,9 +122,7 @@ def test_readers_see_names_ranges_and_directions(scored: DriftRun) -> None:
 @pytest.mark.slow
 def test_charts_exhibits_and_reports_show_what_the_run_has(scored: DriftRun) -> None:
     bounded = charts["accuracy"].render(scored, ChartOptions())
-    assert (
-        set(bounded.data["task"]) == {"match", "pick", "similar", "mean of tasks"} and "score" in bounded.data
-    )
+    assert set(bounded.data["task"]) == {"match", "pick", "similar", "mean of tasks"} and "score" in bounded.data
     found = {table.name: table for table in Report(scored, "calibration").content.tables}
     assert {f"scores-{NAME}", f"score-change-{NAME}"} <= set(found)
     shown = facts.accuracy_table(scored)
@@ -168,9 +166,7 @@ def test_rows_are_the_numbers_of_the_tables(folder: Path, frame: pd.DataFrame) -
     assert frame.loc[("flips", "cars", AFTER, ""), "value"] == flipped.mean()
 
 
-def test_changes_are_those_of_a_comparison_and_means_are_over_the_tasks(
-    folder: Path, frame: pd.DataFrame
-) -> None:
+def test_changes_are_those_of_a_comparison_and_means_are_over_the_tasks(folder: Path, frame: pd.DataFrame) -> None:
     for row in compare(folder, before="merged", after=AFTER).tasks.to_dict("records"):
         at = (row["task"], AFTER, "merged")
         score, drift = frame.loc[("accuracy", *at)], frame.loc[("drift_change", *at)]
@@ -206,6 +202,4 @@ def test_only_like_scores_have_a_mean(tmp_path: Path) -> None:
     ],
 )
 def test_an_interval_is_called_paired_only_where_all_are(paired: dict[str, bool], words: str) -> None:
-    assert words in pairing_note(paired) and ("not paired" in words) == (
-        "rerun the analysis" in pairing_note(paired)
-    )
+    assert words in pairing_note(paired) and ("not paired" in words) == ("rerun the analysis" in pairing_note(paired))

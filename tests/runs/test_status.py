@@ -139,10 +139,7 @@ def test_a_calibration_that_ends_early_leaves_the_run_done(own: Path, error: Exc
     assert summary.state == "done" and summary.left == unfinished_work(run)
     (said,) = summary.left
     assert said.startswith("calibration 'x' is unfinished; ")
-    assert (
-        f"`driftlens calibrate {own} --name x --resume`" in said
-        and "without --resume it starts again" in said
-    )
+    assert f"`driftlens calibrate {own} --name x --resume`" in said and "without --resume it starts again" in said
 
 
 @pytest.mark.slow

@@ -181,7 +181,5 @@ def test_a_folder_whose_name_looks_like_a_partition_adds_no_column(tmp_path: Pat
 
 
 def test_text_that_a_spreadsheet_would_run_is_marked_as_text() -> None:
-    text = csv_text(
-        pd.DataFrame({"row": ["=cmd()", "+1", "-x", "@a", "plain"], "value": [-1.5, 0.1, 2, 3, 4]})
-    )
+    text = csv_text(pd.DataFrame({"row": ["=cmd()", "+1", "-x", "@a", "plain"], "value": [-1.5, 0.1, 2, 3, 4]}))
     assert text.splitlines() == ["row,value", "'=cmd(),-1.5", "'+1,0.1", "'-x,2.0", "'@a,3.0", "plain,4.0"]

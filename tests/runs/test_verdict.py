@@ -54,11 +54,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 def said_of(found: Verdict, variant: str) -> str:
     return next(
-        (
-            text
-            for text in found.sentences
-            if re.match(rf"{display_name(variant)}( \(newest calibration\))?:", text)
-        ),
+        (text for text in found.sentences if re.match(rf"{display_name(variant)}( \(newest calibration\))?:", text)),
         "",
     )
 
@@ -110,9 +106,7 @@ def follows_the_tables(
         assume(min(abs(low), abs(high)) > 1e-9)
         way = "better than" if low > 0 else "worse than" if high < 0 else "no significant difference from"
         said = said_of(found, pair[0])
-        claims = re.findall(
-            rf"(better than|worse than|no significant difference from) {called(pair[1])}\b", said
-        )
+        claims = re.findall(rf"(better than|worse than|no significant difference from) {called(pair[1])}\b", said)
         assert claims == [way]
         holds_its_interval(said, called(pair[1]), low, high)
     if "base" in models:
@@ -129,9 +123,7 @@ def follows_the_tables(
     assert ("newest calibration" in text) == (OTHER in models)
     if shares:
         top = max(shares, key=lambda layer: shares[layer][0])
-        down, up = (
-            [abs(shares[at][0] - shares[at][end]) / math.sqrt(len(tasks)) for at in shares] for end in (1, 2)
-        )
+        down, up = ([abs(shares[at][0] - shares[at][end]) / math.sqrt(len(tasks)) for at in shares] for end in (1, 2))
         ends = {at: (shares[at][0] - d, shares[at][0] + u) for at, d, u in zip(shares, down, up, strict=True)}
         assume(all(abs(ends[at][1] - ends[top][0]) > 1e-9 for at in shares))
         is_clear = all(ends[at][1] < ends[top][0] for at in shares if at != top)
@@ -179,9 +171,7 @@ def holds_its_interval(said: str, against: str, low: float, high: float) -> None
         (Interval(0.031), "+3.1"),
     ],
 )
-def test_half_of_an_interval_is_the_longer_and_reaches_zero_only_where_it_does(
-    change: Interval, words: str
-) -> None:
+def test_half_of_an_interval_is_the_longer_and_reaches_zero_only_where_it_does(change: Interval, words: str) -> None:
     side = (change.low > 0) - (change.high < 0)
     gap = ModelGap("merged", "base", change, {}, side, (), ())
     assert format_gap(gap, "share") == words
@@ -200,10 +190,7 @@ def test_half_of_an_interval_is_the_longer_and_reaches_zero_only_where_it_does(
 )
 def test_the_next_step_fits_what_was_found(manifest: Manifest, right: Right, command: str) -> None:
     found = verdict(run_of(manifest, {key: 4 * k for key, k in right.items()}, 400, {}))
-    assert (
-        found.command.startswith(f"driftlens {command} nowhere")
-        and f"`{found.command}`" in found.sentences[-1]
-    )
+    assert found.command.startswith(f"driftlens {command} nowhere") and f"`{found.command}`" in found.sentences[-1]
 
 
 def test_no_command_for_live_modules_nor_a_choice_twice_nor_one_on_a_stopped_run(manifest: Manifest) -> None:
@@ -225,10 +212,7 @@ def test_files_for_others_name_the_folder_and_not_where_it_lies(manifest: Manife
     moved._frames |= run._frames
     found = verdict(moved)
     assert "calibrate '/home/somebody/my runs/first one' " in found.command
-    assert (
-        hide_run_path(moved, found.sentences[-1])
-        == "Next: `driftlens calibrate 'first one' --name best --auto`."
-    )
+    assert hide_run_path(moved, found.sentences[-1]) == "Next: `driftlens calibrate 'first one' --name best --auto`."
 
 
 def test_a_named_calibration_is_judged_and_not_called_the_newest(manifest: Manifest) -> None:
@@ -274,10 +258,7 @@ def test_layers_have_the_names_of_their_blocks(manifest: Manifest) -> None:
         "block 1 (layer 3 of 4)",
     ]
     other: Any = [dataclasses.replace(info, path=f"stage.{info.index}") for info in manifest.layers]
-    assert (
-        DriftRun(run.path, dataclasses.replace(manifest, layers=other)).layer_name(3)
-        == "stage.3 (layer 3 of 4)"
-    )
+    assert DriftRun(run.path, dataclasses.replace(manifest, layers=other)).layer_name(3) == "stage.3 (layer 3 of 4)"
 
 
 PAGE = Path(__file__).with_name("questions.md").read_text(encoding="utf-8")

@@ -89,9 +89,7 @@ def test_a_failure_while_writing_leaves_the_old_table(tmp_path: Path, monkeypatc
     assert set(after) - set(before) == set()
 
 
-def test_a_disk_that_takes_nothing_more_does_not_hide_the_first_error(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_disk_that_takes_nothing_more_does_not_hide_the_first_error(tmp_path: Path, monkeypatch: Any) -> None:
     def full(*_: Any) -> None:
         raise RunError("disk full")
 
@@ -172,9 +170,7 @@ def test_a_damaged_file_is_not_blessed_by_a_later_run_of_the_writer(own: Path) -
     [([65504.0, -3.25], np.float16), ([70000.0, 1.0], np.float32), ([-1e6, 1.0], np.float32)],
     ids=["largest float16", "beyond it", "far below it"],
 )
-def test_features_are_never_stored_as_infinity(
-    own: Path, values: list[float], dtype: type[np.floating[Any]]
-) -> None:
+def test_features_are_never_stored_as_infinity(own: Path, values: list[float], dtype: type[np.floating[Any]]) -> None:
     with RunWriter.resume(own) as writer:
         writer.write_features("cars", "merged", 4, np.array([values]))
     stored = open_run(own).features("cars", "merged", "final")
@@ -209,9 +205,7 @@ def test_progress_reaches_the_status_file_without_flooding_it(tmp_path: Path) ->
         seen = []
         for done in range(101):
             now[0] = done * 0.01
-            writer.progress(
-                ProgressEvent("walk", done, 100, f"layer {done}", now[0], {"drift": float("nan")})
-            )
+            writer.progress(ProgressEvent("walk", done, 100, f"layer {done}", now[0], {"drift": float("nan")}))
             status = read_status(tmp_path / "r")
             assert status is not None and dict(status.metrics) == {"drift": None}
             seen.append(status.done)

@@ -21,9 +21,7 @@ SOURCES = [
     for folder in ("driftlens", "reports", "app", "benchmarks")
     for file in sorted((Path(driftlens.__file__).parents[1] / folder).rglob("*.py"))
 ]
-ASKS = re.compile(
-    r"torch\.(cuda|mps|xpu|accelerator)\b|\.(is_cuda|is_mps|is_xpu)\b|type == ['\"](cuda|mps|xpu)"
-)
+ASKS = re.compile(r"torch\.(cuda|mps|xpu|accelerator)\b|\.(is_cuda|is_mps|is_xpu)\b|type == ['\"](cuda|mps|xpu)")
 """What asks torch about a kind of accelerator, or about accelerators."""
 
 
@@ -71,9 +69,7 @@ def test_work_begins_anew_with_half_the_batch_until_it_fits(
 ) -> None:
     tried: list[int] = []
     told: list[str] = []
-    monkeypatch.setattr(
-        samples.gc, "collect", lambda: 0
-    )  # all that tests before this one have left takes long
+    monkeypatch.setattr(samples.gc, "collect", lambda: 0)  # all that tests before this one have left takes long
 
     def work() -> None:
         tried.append(samples.reduced_batch_size(8))
@@ -84,17 +80,13 @@ def test_work_begins_anew_with_half_the_batch_until_it_fits(
     with outcome, samples.halve_batch_on_oom(8, told.append) as done:
         done(work)
     assert (
-        tried == sizes
-        and told == [f"batches of {size}" for size in sizes[1:]]
-        and samples.reduced_batch_size(8) == 8
+        tried == sizes and told == [f"batches of {size}" for size in sizes[1:]] and samples.reduced_batch_size(8) == 8
     )
 
 
 def test_sums_have_a_quarter_of_an_accelerator_or_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     place = torch.device("meta")  # its memory is told below
-    monkeypatch.setattr(
-        devices, "device_memory", lambda device: None if device.type == "cpu" else (800, 1000)
-    )
+    monkeypatch.setattr(devices, "device_memory", lambda device: None if device.type == "cpu" else (800, 1000))
     assert devices.moments_budget(place, 100) == 200
     assert devices.moments_budget(place, 300) == 300
     assert devices.moments_budget(torch.device("cpu"), 100) == 100

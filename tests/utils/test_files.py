@@ -107,9 +107,7 @@ def test_a_file_is_never_replaced_by_a_folder(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"run": "a file"}
 
 
-def test_a_full_disk_says_what_is_free_and_what_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_says_what_is_free_and_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -51,9 +51,7 @@ def test_a_long_phase_adds_a_line_every_ten_seconds_with_the_time_left() -> None
 
 
 def test_a_phase_that_has_just_begun_has_no_line_however_long_ago_the_last_was() -> None:
-    later = [
-        (30.0 + now, ProgressEvent("merge", done, 2, "weight", now)) for done, now in ((0, 0.0), (1, 0.1))
-    ]
+    later = [(30.0 + now, ProgressEvent("merge", done, 2, "weight", now)) for done, now in ((0, 0.0), (1, 0.1))]
     assert plain(*walk(8.0), *later, ends=30.2) == ["analyze: done in 8.0 s", "merge: done in 0.2 s"]
 
 
@@ -133,9 +131,7 @@ def test_a_terminal_that_is_gone_ends_no_work() -> None:
 
 def test_tracking_reports_before_each_item_and_at_the_end() -> None:
     events: list[ProgressEvent] = []
-    seen = [
-        (item, len(events)) for item in ProgressReporter(events.append).track(["a", "b"], "load", str.upper)
-    ]
+    seen = [(item, len(events)) for item in ProgressReporter(events.append).track(["a", "b"], "load", str.upper)]
     assert seen == [("a", 1), ("b", 2)]
     assert [(event.done, event.total, event.label) for event in events] == [
         (0, 2, "A"),

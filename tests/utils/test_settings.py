@@ -45,10 +45,7 @@ class Owner:
 def test_a_function_declares_its_keyword_only_parameters_and_nothing_else() -> None:
     found = setting_schemas(settings_model(method))
     assert json.loads(json.dumps(found)) == found, "plain data that a page without the method can be sent"
-    told = {
-        name: {key: at for key, at in schema.items() if at not in (name, "")}
-        for name, schema in found.items()
-    }
+    told = {name: {key: at for key, at in schema.items() if at not in (name, "")} for name, schema in found.items()}
     text = {"type": "string", "minLength": 1}
     assert told == {
         "density": {

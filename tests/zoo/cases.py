@@ -49,9 +49,7 @@ def linear(width: int) -> list[nn.Module]:
 class Stack(nn.Module):
     """A stem, residual-free blocks in a list, and a head; what `sequential` is for."""
 
-    def __init__(
-        self, width: int = 6, depth: int = 3, parts: Callable[[int], list[nn.Module]] = linear
-    ) -> None:
+    def __init__(self, width: int = 6, depth: int = 3, parts: Callable[[int], list[nn.Module]] = linear) -> None:
         super().__init__()
         self.embed = nn.Linear(5, width)
         self.blocks = nn.ModuleList(nn.Sequential(*parts(width), nn.Tanh()) for _ in range(depth))

@@ -131,9 +131,7 @@ MORE = {
     "Cohere 2": of("cohere2", logit_scale=0.3, **SLIDING),
     "StarCoder 2": of("starcoder2", "head_dim"),
     "GPT-NeoX": of("gpt_neox", "num_key_value_heads", "head_dim"),
-    "OPT": of(
-        "opt", "intermediate_size", "num_key_value_heads", "head_dim", ffn_dim=24, word_embed_proj_dim=16
-    ),
+    "OPT": of("opt", "intermediate_size", "num_key_value_heads", "head_dim", ffn_dim=24, word_embed_proj_dim=16),
     "OPT, projected": of(
         *("opt", "intermediate_size", "num_key_value_heads", "head_dim"),
         **{"ffn_dim": 24, "word_embed_proj_dim": 8, "do_layer_norm_before": False},
@@ -167,9 +165,7 @@ MORE = {
     "Hunyuan": of("hunyuan_v1_dense"),
     "ERNIE 4.5": of("ernie4_5"),
     "Gemma 4": of("gemma4_text", **GEMMA4 | {"num_kv_shared_layers": 2}),
-    "Gemma 4, dense": of(
-        "gemma4_text", **GEMMA4 | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
-    ),
+    "Gemma 4, dense": of("gemma4_text", **GEMMA4 | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}),
     "Gemma 3n": of("gemma3n_text", **GEMMA3N),
     "LFM2": of("lfm2", "head_dim", layer_types=["conv", "full_attention", "conv"], block_multiple_of=8),
     "Falcon-H1": of("falcon_h1", **_MAMBA | {"mamba_d_ssm": 32}),

@@ -79,9 +79,7 @@ class EncoderDecoder(nn.Module):
         for block in self.encoder:
             encoded = block(encoded, mask[:, None, :])
         for block in self.decoder:
-            hidden = block(
-                hidden, causal(torch.ones_like(targets, dtype=torch.bool)), encoded, mask[:, None, :]
-            )
+            hidden = block(hidden, causal(torch.ones_like(targets, dtype=torch.bool)), encoded, mask[:, None, :])
         return self.norm(hidden[:, -1])
 
 
@@ -123,10 +121,7 @@ def decoder_chain(model: Decoder) -> LayerChain:
         architecture="tiny decoder",
         layers=layers(
             ("embed", slots(model, "embed"), stem, "hidden"),
-            *(
-                (f"blocks.{i}", slots(model, f"blocks.{i}"), block(b), "hidden")
-                for i, b in enumerate(model.blocks)
-            ),
+            *((f"blocks.{i}", slots(model, f"blocks.{i}"), block(b), "hidden") for i, b in enumerate(model.blocks)),
             ("norm", slots(model, "norm"), head, "hidden"),
         ),
         start=start,
@@ -136,9 +131,7 @@ def decoder_chain(model: Decoder) -> LayerChain:
 
 def encoder_decoder_chain(model: EncoderDecoder) -> LayerChain:
     def start(inputs: Mapping[str, Tensor]) -> tuple[State, SideInputs]:
-        return {}, SideInputs(
-            {"ids": inputs["ids"], "targets": inputs["targets"], "encoded_mask": inputs["mask"]}
-        )
+        return {}, SideInputs({"ids": inputs["ids"], "targets": inputs["targets"], "encoded_mask": inputs["mask"]})
 
     def seen(encoded: Tensor, side: SideInputs) -> Tensor:
         return encoded * side["encoded_mask"][..., None]
@@ -290,8 +283,7 @@ class TinyBlock(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         normed = self.norm_1(hidden)
         query, key, value = (
-            project(normed).unflatten(-1, (2, -1)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
+            project(normed).unflatten(-1, (2, -1)).transpose(1, 2) for project in (self.query, self.key, self.value)
         )
         attended = F.scaled_dot_product_attention(query, key, value)
         hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))

@@ -108,9 +108,7 @@ def mixer() -> nn.Module:
 def levit() -> nn.Module:
     from timm.models.levit import Levit
 
-    return Levit(
-        32, num_classes=CLASSES, embed_dim=(16, 24), key_dim=8, depth=(1, 1), num_heads=2, stem_type="s8"
-    )
+    return Levit(32, num_classes=CLASSES, embed_dim=(16, 24), key_dim=8, depth=(1, 1), num_heads=2, stem_type="s8")
 
 
 FAMILIES = {
@@ -231,9 +229,7 @@ FAMILIES = {
         left_alone=("Conv2d",),
     ),
     "Swin (transformers)": Family(
-        partial(
-            small, "SwinModel", image_size=32, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4
-        ),
+        partial(small, "SwinModel", image_size=32, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4),
         pixel_values,
         found="encoder.layers",
         widths=(8, 16, 16),

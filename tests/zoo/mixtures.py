@@ -16,9 +16,7 @@ from tests.zoo.decoders import MIXTURES, MORE
 
 def mixtures(*fast: str, some: Collection[str] | None = None) -> list[Any]:
     """Their names as parameters of a test: all but `fast` ones slow, all but these and `some`, if given, `every`'s."""
-    return [
-        pytest.param(name, marks=[pytest.mark.family(name), *paced(name, fast, some)]) for name in MIXTURES
-    ]
+    return [pytest.param(name, marks=[pytest.mark.family(name), *paced(name, fast, some)]) for name in MIXTURES]
 
 
 def tokens(generator: torch.Generator, n: int) -> dict[str, torch.Tensor]:
@@ -37,9 +35,7 @@ def case(name: str) -> Case:
         model.config._experts_implementation = "eager"  # the others know no float64
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(3.0) if parameter.dim() > 1 else parameter.add_(
-                    0.1 * torch.rand_like(parameter)
-                )
+                parameter.mul_(3.0) if parameter.dim() > 1 else parameter.add_(0.1 * torch.rand_like(parameter))
         return model
 
     example = tokens(torch.Generator().manual_seed(0), 3)

@@ -38,9 +38,7 @@ def of_transformers(loader: str, name: str, blocks: str | None = None, **setting
 
 def of_timm(name: str, *, blocks: str | None = None, size: int = 32, **args: Any) -> Family:
     """A model of timm with its own weights' format, made small by arguments where it isn't."""
-    return Family(
-        "timm", lambda classes: timm.create_model(name, num_classes=classes, **args), blocks, size, args
-    )
+    return Family("timm", lambda classes: timm.create_model(name, num_classes=classes, **args), blocks, size, args)
 
 
 FAMILIES = {
@@ -111,9 +109,7 @@ def save(family: Family, model: Any, folder: Path, names: tuple[str, ...] = ()) 
         model.config.label2id = {name: row for row, name in enumerate(names)}
     model.save_pretrained(folder)
     size = {"height": family.size, "width": family.size}
-    transformers.ViTImageProcessor(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(
-        folder
-    )
+    transformers.ViTImageProcessor(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(folder)
     return folder
 
 

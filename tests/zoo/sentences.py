@@ -64,18 +64,14 @@ def sentences(
     width, places = model.config.hidden_size, [inside, "1_Pooling", "2_Dense", "3_Normalize"]
     modules = [
         {"idx": at, "name": str(at), "path": place, "type": f"sentence_transformers.models.{kind}"}
-        for at, (kind, place) in enumerate(
-            zip(("Transformer", "Pooling", "Dense", "Normalize"), places, strict=True)
-        )
+        for at, (kind, place) in enumerate(zip(("Transformer", "Pooling", "Dense", "Normalize"), places, strict=True))
     ]
     for place in places[1:]:
         (root / place).mkdir(exist_ok=True)
     stated = {"word_embedding_dimension": width} | (pooling or {"pooling_mode_cls_token": True})
     modes = stated.get("pooling_mode", "")
     entries = width * (1 if isinstance(modes, str) else len(modes))
-    entries = (
-        entries if modes else width * max(1, sum(stated.get(key) is True for key in stated if "mode" in key))
-    )
+    entries = entries if modes else width * max(1, sum(stated.get(key) is True for key in stated if "mode" in key))
     matrix = dense * torch.randn(width, entries, generator=torch.Generator().manual_seed(0))
     weights = {"linear.weight": matrix, "linear.bias": torch.zeros(width)}
     save_file(weights, root / "2_Dense" / "model.safetensors", {"format": "pt"})
@@ -84,8 +80,7 @@ def sentences(
         "modules.json": modules,
         "1_Pooling/config.json": stated,
         "2_Dense/config.json": {"in_features": entries, "out_features": width, "bias": True} | activation,
-        "config_sentence_transformers.json": settings
-        or {"prompts": {"q": "query: "}, "default_prompt_name": "q"},
+        "config_sentence_transformers.json": settings or {"prompts": {"q": "query: "}, "default_prompt_name": "q"},
         f"{inside or '.'}/sentence_bert_config.json": {"max_seq_length": 7, "do_lower_case": False},
     }
     for name, content in contents.items():

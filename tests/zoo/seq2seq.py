@@ -64,9 +64,7 @@ def small_config(kind: str) -> Any:
 def families(*fast: str, some: Collection[str] | None = None) -> list[Any]:
     """Parameters of tests that show what works with each: all but `fast` ones slow, all but `some` `make every`'s."""
     return [
-        pytest.param(name, marks=[pytest.mark.family(name), *paced(name, fast, some)])
-        for name in NAMES
-        if name != "T5"
+        pytest.param(name, marks=[pytest.mark.family(name), *paced(name, fast, some)]) for name in NAMES if name != "T5"
     ]
 
 
@@ -85,8 +83,6 @@ def model(name: str, seed: int = 0) -> Any:
 
 def save(made: Any, folder: Path) -> Path:
     made.save_pretrained(folder)
-    form = (
-        "decoder" if made.config.model_type == "bart" else "encoder-decoder"
-    )  # whose texts begin with a token
+    form = "decoder" if made.config.model_type == "bart" else "encoder-decoder"  # whose texts begin with a token
     word_tokenizer(form, ends_texts=True).save_pretrained(folder)
     return folder

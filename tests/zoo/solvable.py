@@ -48,14 +48,10 @@ class World:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def plain_block(
-    weights: Mapping[str, Tensor], names: Mapping[str, str], heads: int, eps: float
-) -> PlainBlock:
+def plain_block(weights: Mapping[str, Tensor], names: Mapping[str, str], heads: int, eps: float) -> PlainBlock:
     inner, width = weights[f"{_of(names, 'fc1')}.weight"].shape
     block = PlainBlock(width, inner, heads, eps).double()
-    state = {
-        f"{theirs}.{part}": weights[f"{ours}.{part}"] for ours, theirs in names.items() for part in PARTS
-    }
+    state = {f"{theirs}.{part}": weights[f"{ours}.{part}"] for ours, theirs in names.items() for part in PARTS}
     block.load_state_dict(state)
     return block
 
@@ -209,9 +205,7 @@ WORLDS: dict[str, World] = {
         CASES["open_clip_vit"], open_clip_blocks, first_step("open_clip_vit"), of_one_tensor, OPEN_CLIP_NAMES
     ),
     "hf_clip_vit": World(CASES["hf_clip_vit"], hf_blocks, first_step("hf_clip_vit"), of_one_tensor, HF_NAMES),
-    "sequential": World(
-        CASES["sequential"], lambda model: list(model.blocks), first_step("sequential"), of_one_tensor
-    ),
+    "sequential": World(CASES["sequential"], lambda model: list(model.blocks), first_step("sequential"), of_one_tensor),
     "rms_stack": World(
         Case(with_seed(lambda: Stack(depth=2, parts=normed)), stack_chain, rows(5)),
         lambda model: list(model.blocks),

@@ -97,9 +97,7 @@ def spec_of(config: Any, folder: Path) -> dict[str, Any]:
             (folder / f"{task}-{split}.jsonl").write_text(lines)
     data = {task: files_of(folder, task, classes=True) for task in TASKS}
     data["defaults"] = {"n": 30, "n_diagnosis": 24, "batch_size": 8}
-    return spec_of_folders(
-        "hf-decoder", folder / "base", {task: folder / task for task in TASKS}, data, metrics={}
-    )
+    return spec_of_folders("hf-decoder", folder / "base", {task: folder / task for task in TASKS}, data, metrics={})
 
 
 class Suite:

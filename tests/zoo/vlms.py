@@ -146,10 +146,7 @@ VLMS = {
 def vlms(*fast: str, only: Iterable[str] | None = None, some: Collection[str] | None = None) -> list[Any]:
     """Parameters of tests that show what works with each: all but `fast` ones slow, all but `some` `make every`'s."""
     names = VLMS if only is None else only
-    return [
-        pytest.param(name, id=name, marks=[pytest.mark.family(name), *paced(name, fast, some)])
-        for name in names
-    ]
+    return [pytest.param(name, id=name, marks=[pytest.mark.family(name), *paced(name, fast, some)]) for name in names]
 
 
 def _qwen(kind: str) -> Any:

@@ -16,9 +16,7 @@ from driftlens.models.tracing.block_call import first_tensor
 def parameters(layer: Layer, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A layer's parameters, cut out of a state dict the way its slots say."""
     return {
-        name: slot.to_layer_layout(
-            weights[slot.key] if slot.rows is None else weights[slot.key][slice(*slot.rows)]
-        )
+        name: slot.to_layer_layout(weights[slot.key] if slot.rows is None else weights[slot.key][slice(*slot.rows)])
         for name, slot in layer.parameters.items()
     }
 

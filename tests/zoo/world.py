@@ -124,18 +124,14 @@ def build(folder: Path, tasks: Sequence[str] = TASKS, noise: float = 0.03) -> Wo
     preprocessing = {"mean": MEAN, "std": STD, "interpolation": "bicubic"}
     for place in (folder / "open_clip", folder / "hf"):
         place.mkdir(parents=True)
-    (folder / "model_config.json").write_text(
-        json.dumps({"model_cfg": MODEL, "preprocess_cfg": preprocessing})
-    )
+    (folder / "model_config.json").write_text(json.dumps({"model_cfg": MODEL, "preprocess_cfg": preprocessing}))
     for seed, name in enumerate(world.names):
         weights = moved(base, noise if seed else 0.0, seed)
         save_file(weights, world.weights(name))
         save_transformers(weights, world.weights(name, "hf"))
     for seed, task in enumerate(world.tasks):
         write_images(world.data(task), CLASSES.get(task, CLASSES["flowers"]), seed)
-    save_file(
-        {task: _embeddings(seed) for seed, task in enumerate(world.tasks)}, folder / "heads.safetensors"
-    )
+    save_file({task: _embeddings(seed) for seed, task in enumerate(world.tasks)}, folder / "heads.safetensors")
     return world
 
 
@@ -154,18 +150,16 @@ def merged_weights(world: World, scaling: float = SCALING) -> Weights:
     """base + scaling * sum of task vectors, tensor by tensor in float64 and rounded once."""
     base, experts = world.state("base"), [world.state(task) for task in world.tasks]
     return {
-        name: (
-            start.double() + scaling * sum(expert[name].double() - start.double() for expert in experts)
-        ).to(start.dtype)
+        name: (start.double() + scaling * sum(expert[name].double() - start.double() for expert in experts)).to(
+            start.dtype
+        )
         for name, start in base.items()
     }
 
 
 def tower(weights: Mapping[str, Tensor]) -> Weights:
     """The image tower of an open_clip state dict, by its own names."""
-    return {
-        name.removeprefix("visual."): value for name, value in weights.items() if name.startswith("visual.")
-    }
+    return {name.removeprefix("visual."): value for name, value in weights.items() if name.startswith("visual.")}
 
 
 def clip(weights: Mapping[str, Tensor]) -> nn.Module:
@@ -231,8 +225,7 @@ def labels(file: Path, ids: Sequence[str]) -> list[str]:
     """Class names of samples by id."""
     with np.load(file) as arrays:
         return [
-            str(arrays["class_names"][arrays[f"y_{part}"][int(row)]])
-            for part, row in (name.split("/") for name in ids)
+            str(arrays["class_names"][arrays[f"y_{part}"][int(row)]]) for part, row in (name.split("/") for name in ids)
         ]
 
 

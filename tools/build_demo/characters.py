@@ -61,9 +61,7 @@ def draw_letter(rng: np.random.Generator, label: int, split: drawing.Split) -> I
     page = drawing.backdrop(rng, paper)
     drawing.clutter(rng, page, int(rng.integers(0, 4)), paper, 30)
     letter = drawing.glyph(LETTERS[label], drawing.UPRIGHT_FONTS[rng.integers(len(drawing.UPRIGHT_FONTS))])
-    mask = drawing.placed_somewhere(
-        letter, rng, shift=2, height=(46, 54), angle=6, shear=0.08, stretch=(0.9, 1.1)
-    )
+    mask = drawing.placed_somewhere(letter, rng, shift=2, height=(46, 54), angle=6, shear=0.08, stretch=(0.9, 1.1))
     page.paste(ink, mask=mask)
     return page
 

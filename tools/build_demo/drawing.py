@@ -135,9 +135,7 @@ def placed(
     # PIL asks where an output pixel comes from: source = back @ (output - centre) + middle of the source.
     offset = np.array([image.width / 2, image.height / 2]) - back @ np.array(centre)
     coefficients = np.column_stack([back, offset]).ravel().tolist()
-    return image.transform(
-        (CANVAS, CANVAS), Image.Transform.AFFINE, coefficients, resample=Image.Resampling.BILINEAR
-    )
+    return image.transform((CANVAS, CANVAS), Image.Transform.AFFINE, coefficients, resample=Image.Resampling.BILINEAR)
 
 
 def placed_somewhere(

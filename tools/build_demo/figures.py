@@ -59,9 +59,7 @@ OUTLINES: dict[str, Callable[[], Points]] = {
     "cross": _cross,
     "heart": _heart,
     "crescent": _crescent,
-    "arrow": lambda: np.array(
-        [[-1, -0.3], [0.1, -0.3], [0.1, -0.8], [1, 0], [0.1, 0.8], [0.1, 0.3], [-1, 0.3]]
-    ),
+    "arrow": lambda: np.array([[-1, -0.3], [0.1, -0.3], [0.1, -0.8], [1, 0], [0.1, 0.8], [0.1, 0.3], [-1, 0.3]]),
     "bar": lambda: np.array([[-1, -0.28], [1, -0.28], [1, 0.28], [-1, 0.28]]),
 }
 
@@ -89,9 +87,7 @@ def draw_shape(rng: np.random.Generator, label: int, split: drawing.Split) -> Im
     sheet = drawing.backdrop(rng, paper, spread=40)
     drawing.clutter(rng, sheet, int(rng.integers(1, 5)), paper, 35)
     silhouette = (HOLLOW if rng.random() < 0.25 else FILLED)[label]
-    mask = drawing.placed_somewhere(
-        silhouette, rng, shift=2.5, height=(50, 62), angle=12, stretch=(0.85, 1.15)
-    )
+    mask = drawing.placed_somewhere(silhouette, rng, shift=2.5, height=(50, 62), angle=12, stretch=(0.85, 1.15))
     sheet.paste(ink, mask=mask)
     drawing.clutter(rng, sheet, int(rng.integers(0, 2)), paper, 35)
     return sheet
@@ -199,9 +195,7 @@ def _dotted(u: drawing.Field, v: drawing.Field, rng: np.random.Generator) -> dra
 def _bricked(u: drawing.Field, v: drawing.Field, rng: np.random.Generator) -> drawing.Field:
     along = u / 2 + 0.5 * (np.floor(v) % 2)
     joint = rng.uniform(0.06, 0.12)
-    return 1 - np.maximum(
-        _edge(2 * (_from_middle(along) - 0.5) + 2 * joint), _edge(_from_middle(v) - 0.5 + joint)
-    )
+    return 1 - np.maximum(_edge(2 * (_from_middle(along) - 0.5) + 2 * joint), _edge(_from_middle(v) - 0.5 + joint))
 
 
 def _meshed(u: drawing.Field, v: drawing.Field, rng: np.random.Generator) -> drawing.Field:

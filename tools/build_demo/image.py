@@ -38,8 +38,7 @@ def spec() -> dict[str, Any]:
         "base": {"weights": BASE},
         "experts": {name: {"weights": EXPERT.format(name)} for name in tasks},
         "heads": {
-            name: {"templates": [*task.templates], "classes": [*task.class_names]}
-            for name, task in tasks.items()
+            name: {"templates": [*task.templates], "classes": [*task.class_names]} for name, task in tasks.items()
         },
         "data": {name: {"kind": "npz", "file": f"data/{name}.npz"} for name in tasks},
     }
@@ -111,9 +110,7 @@ def _drawn(name: str, purpose: Purpose, count: int) -> training.Pictures:
 def _train_base(recipe: Recipe) -> Any:
     clip = training.build_clip(recipe.model_config(), stream(SEED, "weights"))
     pictures = [_drawn(name, "base", recipe.num_base) for name in tasks]
-    training.train_base(
-        clip, training.tokenizer(recipe.context_length), pictures, recipe, stream(SEED, "base")
-    )
+    training.train_base(clip, training.tokenizer(recipe.context_length), pictures, recipe, stream(SEED, "base"))
     training.rounded(clip)
     return clip
 
@@ -128,9 +125,7 @@ def _train_expert(out: Path, recipe: Recipe, name: str) -> dict[str, float]:
     labels = torch.from_numpy(test.labels)
     of_base = training.accuracy(clip.visual, test.pixels(), labels, embeddings)
     scale = clip.logit_scale.exp().item()
-    training.train_expert(
-        clip.visual, train, scale * embeddings, recipe.expert, stream(SEED, f"expert/{name}")
-    )
+    training.train_expert(clip.visual, train, scale * embeddings, recipe.expert, stream(SEED, f"expert/{name}"))
     training.rounded(clip.visual)
     _save(
         {f"visual.{key}": tensor for key, tensor in clip.visual.state_dict().items()},

@@ -179,9 +179,7 @@ def _train_expert(base: Any, questions: Questions, recipe: TextRecipe, name: str
         from peft import LoraConfig, get_peft_model
 
         schedule = recipe.lora
-        wanted = LoraConfig(
-            r=recipe.rank, lora_alpha=2 * recipe.rank, target_modules=_ADAPTED, task_type="CAUSAL_LM"
-        )
+        wanted = LoraConfig(r=recipe.rank, lora_alpha=2 * recipe.rank, target_modules=_ADAPTED, task_type="CAUSAL_LM")
         inner.name_or_path = "base"
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream(SEED, "adapters"))

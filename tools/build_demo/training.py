@@ -83,9 +83,7 @@ class Captions:
         return self.choices[rows, template]
 
 
-def _captions(
-    one: Pictures, first_number: int, numbered: float, generator: torch.Generator
-) -> Iterator[list[str]]:
+def _captions(one: Pictures, first_number: int, numbered: float, generator: torch.Generator) -> Iterator[list[str]]:
     task = one.task
     named = torch.rand(len(one.labels), generator=generator) >= numbered
     for label, is_named in zip(one.labels.tolist(), named.tolist(), strict=True):
@@ -95,9 +93,7 @@ def _captions(
             yield [f"{task.subject}, catalogue number {first_number + label}."] * len(task.templates)
 
 
-def train_base(
-    clip: Any, tokenize: Tokenizer, pictures: Sequence[Pictures], recipe: Recipe, seed: int
-) -> None:
+def train_base(clip: Any, tokenize: Tokenizer, pictures: Sequence[Pictures], recipe: Recipe, seed: int) -> None:
     """Train `clip` in place: pictures and captions that belong together are drawn together, others apart.
 
     Every picture is compared with the distinct captions of its part of the batch, and every caption with all pictures;

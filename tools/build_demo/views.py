@@ -36,9 +36,7 @@ def _land(rng: np.random.Generator, *colours: drawing.Colour) -> Image.Image:
     return drawing.from_values(ground + 14 * drawing.smooth_field(rng, 12, SIDE)[..., None])
 
 
-def _speckle(
-    rng: np.random.Generator, land: Image.Image, count: int, size: float, of: drawing.Colour
-) -> None:
+def _speckle(rng: np.random.Generator, land: Image.Image, count: int, size: float, of: drawing.Colour) -> None:
     """Scatter `count` round crowns with their shadows."""
     pen = ImageDraw.Draw(land)
     for _ in range(count):
@@ -131,9 +129,7 @@ def _highway(rng: np.random.Generator) -> Image.Image:
     return land
 
 
-def _roofs(
-    rng: np.random.Generator, pitch: float, share: tuple[float, float], *colours: drawing.Colour
-) -> Image.Image:
+def _roofs(rng: np.random.Generator, pitch: float, share: tuple[float, float], *colours: drawing.Colour) -> Image.Image:
     """Streets in a grid with one building on each lot, `share` of the lot's side."""
     land = _land(rng, GRASS if pitch < 20 else CONCRETE)
     pen = ImageDraw.Draw(land)

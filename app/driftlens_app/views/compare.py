@@ -88,9 +88,7 @@ def _select_variant_pair(first: DriftRun, second: DriftRun) -> tuple[str, str] |
         return None
     # The merged model comes first, since repairs are compared with it most often.
     starts = sorted(first.variants, key=lambda name: name != "merged")
-    before = st.selectbox(
-        "Before", starts, format_func=display_name, key="before", bind="query-params", width=220
-    )
+    before = st.selectbox("Before", starts, format_func=display_name, key="before", bind="query-params", width=220)
     ends = [name for name in second.variants if not (within and name == before)]
     calibrated = [name for name in reversed(ends) if variant_kind(name) == "calibrated"]
     first_choice = calibrated[:1] if within else [before]

@@ -62,9 +62,7 @@ def show() -> None:
 def _show_report_part(run: DriftRun) -> None:
     with st.form("report", border=False):
         with st.container(horizontal=True, vertical_alignment="bottom"):
-            preset = st.selectbox(
-                "Sections", [*PRESETS], index=[*PRESETS].index("standard"), key="preset", width=180
-            )
+            preset = st.selectbox("Sections", [*PRESETS], index=[*PRESETS].index("standard"), key="preset", width=180)
             selected = st.multiselect(
                 "Formats",
                 [*FORMATS],
@@ -90,19 +88,13 @@ def _show_exhibits_part(run: DriftRun) -> None:
             format_func=lambda name: f"{name}: {exhibits[name].title}",
             key="exhibits",
         )
-        style = st.selectbox(
-            "Width", [*WIDTHS], key="style", help="Text or column width of the venue.", width=180
-        )
+        style = st.selectbox("Width", [*WIDTHS], key="style", help="Text or column width of the venue.", width=180)
         pressed = st.form_submit_button("Draw them", type="primary", icon=":material/draw:")
-    built = _built_files(
-        run, "exhibits", {name: partial(_exhibit_files, run, name, style) for name in chosen}, pressed
-    )
+    built = _built_files(run, "exhibits", {name: partial(_exhibit_files, run, name, style) for name in chosen}, pressed)
     for name, files in built.items():
         _show_download_button(run, name, files, exhibits[name].title)
         if picture := files.get(f"{name}.png"):
-            st.image(
-                picture, caption=escape_markdown(files[f"{name}.txt"].decode().strip()), alt=f"Figure {name}"
-            )
+            st.image(picture, caption=escape_markdown(files[f"{name}.txt"].decode().strip()), alt=f"Figure {name}")
 
 
 def _exhibit_files(run: DriftRun, name: str, style: str) -> Files:

@@ -38,9 +38,7 @@ def show() -> None:
     for name, rows in tables.items():
         if len(rows):
             label = f"All numbers of table {name}"
-            show_data_expander(
-                select_rows(run, options, rows), f"{run.id}-{name}", key=f"table-{name}", label=label
-            )
+            show_data_expander(select_rows(run, options, rows), f"{run.id}-{name}", key=f"table-{name}", label=label)
 
 
 if __name__ == "__main__":

@@ -77,9 +77,7 @@ def _show_models_form(settings: Settings) -> None:
             placeholder="merged by the method below",
             help="Path in this folder, or Hub id.",
         )
-        method = st.selectbox(
-            "Merge method", names, format_func=lambda name: mergers[name].title, key="merge-method"
-        )
+        method = st.selectbox("Merge method", names, format_func=lambda name: mergers[name].title, key="merge-method")
         pressed = st.form_submit_button(
             "Start the analysis", type="primary", icon=":material/play_arrow:", key="start-new"
         )

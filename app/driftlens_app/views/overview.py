@@ -83,9 +83,7 @@ def show() -> None:
     with show_errors_in_place():
         # Charts of single tasks are on the page Layers.
         drawn = cached_chart("mean-drift", chosen.run, draw_mean_drift, chosen.options())
-        st.header(
-            "Mean drift by layer", anchor=False, help="A line below that of merged is closer to the experts."
-        )
+        st.header("Mean drift by layer", anchor=False, help="A line below that of merged is closer to the experts.")
         show_drawn_chart("mean-drift", chosen.run.id, drawn)
     with show_errors_in_place():
         _show_drift_sources(chosen)
@@ -148,9 +146,7 @@ def _show_task_table(run: DriftRun, judged: Verdict) -> None:
             select_value(TASK, tasks[row] if row < len(run.tasks) else None)
 
     with st.container(horizontal=True, vertical_alignment="center"):
-        st.header(
-            escape_markdown(sheet.title), anchor=False, help=escape_markdown(sheet.notes()), width="content"
-        )
+        st.header(escape_markdown(sheet.title), anchor=False, help=escape_markdown(sheet.notes()), width="content")
         if AXIS in rows:
             show_dot_legend(judged)
     settings = {"on_select": _select_clicked_task, "selection_mode": "single-cell"}
@@ -171,9 +167,7 @@ def _task_table(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFr
     table, columns = sortable_table(sheet)
     if judged.measure.kind == "share":
         table, columns = add_dot_plots(table, columns, judged)
-    columns |= {
-        head: NumberColumn(format="%.3g") for head, kind in sheet.column_formats.items() if kind == "number"
-    }
+    columns |= {head: NumberColumn(format="%.3g") for head, kind in sheet.column_formats.items() if kind == "number"}
     rows = table.loc[numbers.index].assign(task=numbers["task"])
     layers = run.layers(variant=last).sort_values("layer").groupby("task")["drift_rel"].agg(list)
     rows["by layer"] = rows["task"].map(layers)
@@ -207,9 +201,7 @@ def _show_drift_sources(chosen: Selection) -> None:
 
 def _open_clicked_cell(chosen: Selection) -> None:
     listen = script_component("cell_click", "<i></i>")
-    clicked = listen(
-        data={"chart": f"chart-{_CELLS}"}, key="cell-click", height=1, on_cell_change=lambda: None
-    )
+    clicked = listen(data={"chart": f"chart-{_CELLS}"}, key="cell-click", height=1, on_cell_change=lambda: None)
     if clicked.cell:
         row, layer = (int(index) for index in clicked.cell)
         tasks = chosen.tasks
@@ -227,13 +219,9 @@ def _self_checks_label(report: CheckReport) -> str:
 
 def _show_self_checks(report: CheckReport) -> None:
     """Show the error of every identity that is exact in theory, as a badge."""
-    with st.popover(
-        _self_checks_label(report), icon=f":material/{'warning' if report.failed else 'verified'}:"
-    ):
+    with st.popover(_self_checks_label(report), icon=f":material/{'warning' if report.failed else 'verified'}:"):
         for check in report.results:
-            icon = (
-                "remove" if not is_measured(check.value) else "check" if check.status == "pass" else "warning"
-            )
+            icon = "remove" if not is_measured(check.value) else "check" if check.status == "pass" else "warning"
             st.markdown(f":material/{icon}: {escape_markdown(facts.self_check_sentence(check))}")
 
 

@@ -141,9 +141,7 @@ def _show_resume_button(run: DriftRun, job: Job) -> None:
             place = None if last.save_weights is None or is_one_run else f"{run.path}-{last.name}"
             # The old calibration is kept until the new one is solved.
             stays = last.replace and job.name in run.manifest.calibrations
-            start_and_rerun(
-                calibrate_request(run, last.changed(resume=True, replace=stays, save_weights=place))
-            )
+            start_and_rerun(calibrate_request(run, last.changed(resume=True, replace=stays, save_weights=place)))
 
 
 def _show_running_drift(run: DriftRun, view: JobStatus) -> None:
@@ -224,27 +222,21 @@ def _show_single_calibration(run: DriftRun, name: str) -> None:
         for sentence in (*sentences, *auto_choice_sentences(run, name)):
             st.markdown(f"- {verdict_markdown(run, sentence, judged.command)}")
         # This page has buttons for repairs and a link to reports already.
-        show_step_buttons(
-            run, [label for label in steps if label not in ("Repair", "Write a report")], judged.command
-        )
+        show_step_buttons(run, [label for label in steps if label not in ("Repair", "Write a report")], judged.command)
         drawer = st.expander("All numbers", key="all-numbers", on_change="rerun")
         with drawer:
             for sheet in calibration_effect_tables(run, name) if drawer.open else ():
                 show_report_table(sheet)
     with show_errors_in_place():
         solved = run.calibration(name)
-        show_data_expander(
-            solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules"
-        )
+        show_data_expander(solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules")
     for notice in run.manifest.calibrations[name].notices:
         show_caption(f"{notice[:1].upper()}{notice[1:]}", 90)
 
 
 def _show_before_and_after(run: DriftRun, judged: Verdict) -> None:
     means, kind = judged.means, judged.measure.kind
-    gap = next(
-        (gap for gap in judged.gaps if (gap.variant, gap.against) == (judged.after, judged.merged)), None
-    )
+    gap = next((gap for gap in judged.gaps if (gap.variant, gap.against) == (judged.after, judged.merged)), None)
     if gap is not None:
         before, after = (format_value(means[model].value, kind) for model in (judged.merged, judged.after))
         head = f"{judged.measure.title.capitalize()} {before.removesuffix('%').rstrip()} → {after}"

@@ -51,9 +51,7 @@ def show() -> None:
         open_page("new_run")
     show_new_run_jobs(settings)
     query = st.text_input("Filter", placeholder="name, task or variant", key="filter", bind="query-params")
-    shown = sorted(
-        (run for run in runs if _matches_filter(run, query)), key=lambda run: run.created, reverse=True
-    )
+    shown = sorted((run for run in runs if _matches_filter(run, query)), key=lambda run: run.created, reverse=True)
     if not shown:
         show_note("No run matches the filter.", "filter_alt")
         return
@@ -72,9 +70,7 @@ def _show_run_problems(run: RunSummary, *, is_live: bool) -> None:
     """Show why a run can't be read, and its unfinished jobs."""
     if run.problem:
         what = "can't be read" if run.state == RunSummary(run.path).state else f"is a {run.state}"
-        reason = (
-            f"**{escape_markdown(run.path.name)}** {escape_markdown(what)}: {escape_markdown(run.problem)}"
-        )
+        reason = f"**{escape_markdown(run.path.name)}** {escape_markdown(what)}: {escape_markdown(run.problem)}"
         st.warning("\n\n".join(filter(None, (reason, escape_markdown(run.hint)))), icon=":material/warning:")
     for text in () if is_live else run.left:
         show_note(f"**{escape_markdown(run.path.name)}**: {escape_markdown(text)}", "pending")
@@ -90,9 +86,7 @@ def _show_runs_table(runs: list[RunSummary], live: set[Path]) -> Any:
     columns = {
         AXIS: dot_plot_column(),
         **shares,
-        "calibrated": NumberColumn(
-            "last calibration", format=_PERCENT, help="Score of the newest calibration."
-        ),
+        "calibrated": NumberColumn("last calibration", format=_PERCENT, help="Score of the newest calibration."),
         "relative drift": NumberColumn(
             "drift of the last",
             format=_PERCENT,
@@ -120,18 +114,14 @@ def _show_selection_actions(ticked: list[RunSummary]) -> None:
         st.caption("Newest first. Click a name to open the run; check two rows to compare them.")
         return
     with st.container(horizontal=True):
-        if len(readable) == len(ticked) == 2 and st.button(
-            "Compare", icon=":material/difference:", key="compare"
-        ):
+        if len(readable) == len(ticked) == 2 and st.button("Compare", icon=":material/difference:", key="compare"):
             older, newer = sorted(readable, key=lambda run: run.created)
             open_page("repair", query={"repair": "Compare", "with": newer.id}, run=older.id)
 
 
 def _runs_table_row(run: RunSummary) -> dict[str, object]:
     scores = {
-        (
-            "calibrated" if variant_kind(name) == "calibrated" else "experts" if name == "expert" else name
-        ): value
+        ("calibrated" if variant_kind(name) == "calibrated" else "experts" if name == "expert" else name): value
         for name, value in run.scores.items()
     }
     return {

@@ -9,9 +9,7 @@ from driftlens.utils.errors import SpecError, did_you_mean
 
 def _template_names() -> list[str]:
     return sorted(
-        entry.name.removesuffix(".yaml")
-        for entry in files(__name__).iterdir()
-        if entry.name.endswith(".yaml")
+        entry.name.removesuffix(".yaml") for entry in files(__name__).iterdir() if entry.name.endswith(".yaml")
     )
 
 

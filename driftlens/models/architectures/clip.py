@@ -198,9 +198,7 @@ class _ClipAdapter:
             # Position ids follow the pixels: a pass in float64 may run on the CPU while the model is on the GPU.
             with buffers_on_device(tower, pixels.device), tap_sites(tower, sites, tap):
                 return {
-                    "hidden": run_until_module(
-                        first_block, lambda: call_with_weights(tower, parameters, (pixels,), {})
-                    )
+                    "hidden": run_until_module(first_block, lambda: call_with_weights(tower, parameters, (pixels,), {}))
                 }
 
         path = prefix + self.embeddings[0].partition(".")[0]
@@ -341,9 +339,7 @@ def _state_from_pixels(inputs: Any, *, shape: tuple[int, int, int]) -> tuple[Sta
     return {"pixels": pixels}, SideInputs()
 
 
-def _record_module_outputs(
-    module: nn.Module, inputs: Any, *, paths: Sequence[str], entry: str
-) -> list[State]:
+def _record_module_outputs(module: nn.Module, inputs: Any, *, paths: Sequence[str], entry: str) -> list[State]:
     """Return the outputs of the modules at `paths` in one pass in eval mode."""
     outputs: dict[str, Tensor] = {}
 
@@ -352,9 +348,7 @@ def _record_module_outputs(
 
     with ExitStack() as hooks, torch.no_grad(), eval_mode(module):
         for path in paths:
-            hooks.callback(
-                module.get_submodule(path).register_forward_hook(partial(record_output, path)).remove
-            )
+            hooks.callback(module.get_submodule(path).register_forward_hook(partial(record_output, path)).remove)
         getattr(module, entry, module)(_pixels_from_batch(inputs))
     return [{"hidden": outputs[path]} for path in paths]
 
@@ -370,9 +364,7 @@ def _token_weight_rules(num_tokens: int) -> dict[str, Callable[[State, SideInput
     - `pooled`: the one token [n, 1] that is left after pooling.
     """
 
-    def constant_token_weights(
-        count: int, cls: float, others: float, state: State, side: SideInputs
-    ) -> Tensor:
+    def constant_token_weights(count: int, cls: float, others: float, state: State, side: SideInputs) -> Tensor:
         entry = next(iter(state.values()))
         weights = entry.new_full((len(entry), count), others)
         weights[:, 0] = cls
@@ -516,9 +508,7 @@ def _load_hf_text_tower(config: dict[str, Any], source: str, offline: bool, base
 
     @torch.no_grad()
     def embed_prompts(prompts: Sequence[str]) -> Tensor:
-        tokens = tokenizer(
-            list(prompts), padding=True, truncation=True, max_length=length, return_tensors="pt"
-        )
+        tokens = tokenizer(list(prompts), padding=True, truncation=True, max_length=length, return_tensors="pt")
         # Not `get_text_features`, whose return type has changed between versions of transformers.
         features: Tensor = model.text_projection(model.text_model(**tokens).pooler_output)
         return features
@@ -550,9 +540,7 @@ def _load_text_tower_weights(model: nn.Module, base: StateSource, layout: TowerK
 
 
 CONFIG_FILE = "open_clip_config.json"
-_OPEN_LAYOUT = TowerKeyLayout(
-    loader="open-clip", anchor="class_embedding", tower="visual.", projection="proj"
-)
+_OPEN_LAYOUT = TowerKeyLayout(loader="open-clip", anchor="class_embedding", tower="visual.", projection="proj")
 _FOREIGN_TEXT = ("hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs")
 _OPEN_USAGE = """\
 import open_clip

@@ -163,9 +163,7 @@ def _load_transformers(request: ArchitectureRequest, loader: str) -> Architectur
     chain = sequential_chain(skeleton, example, blocks=blocks, mask=mask)
     # Whether token 0 is a class token is not stated in configurations, only in the names of weights.
     parameter_names = {name.rpartition(".")[2] for name, _ in skeleton.named_parameters()}
-    image = replace(
-        IMAGE, pool="mean" if parameter_names.isdisjoint(("cls_token", "class_embedding")) else "cls"
-    )
+    image = replace(IMAGE, pool="mean" if parameter_names.isdisjoint(("cls_token", "class_embedding")) else "cls")
     return Architecture(
         loader=loader,
         source=source,
@@ -173,9 +171,7 @@ def _load_transformers(request: ArchitectureRequest, loader: str) -> Architectur
         chain=replace(
             chain,
             architecture=f"hf_{config.model_type}",
-            modality=image
-            if reads_images
-            else replace(TEXT, pool="last" if is_causal_model(config) else "mean"),
+            modality=image if reads_images else replace(TEXT, pool="last" if is_causal_model(config) else "mean"),
             settings={**chain.settings, "model": model_class.__name__},
         ),
         layout=layout,
@@ -183,9 +179,7 @@ def _load_transformers(request: ArchitectureRequest, loader: str) -> Architectur
         folder=FolderFormat(
             "model.safetensors",
             {"config.json": stated},
-            usage=partial(
-                _feature_usage_code, model_class.__name__, classifier, own_head, reads_images, hides
-            ),
+            usage=partial(_feature_usage_code, model_class.__name__, classifier, own_head, reads_images, hides),
         ),
         classifier=classifier,
         own_head=own_head,
@@ -412,10 +406,7 @@ def saved_key_names(skeleton: Any) -> dict[str, str]:
         parts = {key: (place, place + spans[key][1] - spans[key][0]) for key, place in places.items()}
         if all(listed[start:stop] == list(range(*spans[key])) for key, (start, stop) in parts.items()):
             rows = {key: probes[key][0].numel() for key in parts}
-            names |= {
-                key: f"{name}[{start // rows[key]}:{stop // rows[key]}]"
-                for key, (start, stop) in parts.items()
-            }
+            names |= {key: f"{name}[{start // rows[key]}:{stop // rows[key]}]" for key, (start, stop) in parts.items()}
     for key, runs in pieces.items():
         if sum(size for *_, size in runs) == probes[key].numel():
             names[key] = concat_pattern([name for _, name, _ in sorted(runs)]) or key
@@ -470,9 +461,7 @@ def ignored_key_patterns(skeleton: Any) -> tuple[str, ...]:
     return (*(skeleton._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS, *extra)
 
 
-def _additional_key_prefixes(
-    classifier: str, own_head: HeadTemplate | None, skeleton: Any
-) -> tuple[str, ...]:
+def _additional_key_prefixes(classifier: str, own_head: HeadTemplate | None, skeleton: Any) -> tuple[str, ...]:
     """Return prefixes of checkpoint keys that the skeleton lacks but other models of the family have."""
     core = f"{skeleton.base_model_prefix}."
     parts = [f"{classifier}."] if classifier else []
@@ -532,13 +521,9 @@ def _load_timm(request: ArchitectureRequest) -> Architecture:
             architecture=f"timm {name}",
             modality=replace(IMAGE, pool="cls" if getattr(skeleton, "num_prefix_tokens", 0) else "mean"),
         ),
-        layout=KeyLayout(
-            [{key: key for key in skeleton.state_dict()}], (f"{classifier}.",) if classifier else ()
-        ),
+        layout=KeyLayout([{key: key for key in skeleton.state_dict()}], (f"{classifier}.",) if classifier else ()),
         preprocess=preprocess,
-        folder=FolderFormat(
-            "model.safetensors", {"config.json": stated}, usage=lambda keys, files: _TIMM_USAGE
-        )
+        folder=FolderFormat("model.safetensors", {"config.json": stated}, usage=lambda keys, files: _TIMM_USAGE)
         if stated
         else None,
         classifier=classifier,

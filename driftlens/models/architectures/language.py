@@ -166,8 +166,7 @@ class _PostHeadSteps:
             weights: replace some of the model's weights, by key.
         """
         answers = [
-            (core, features if answer is None else answer(last_hidden_state=features))
-            for core, answer in self.cores
+            (core, features if answer is None else answer(last_hidden_state=features)) for core, answer in self.cores
         ]
         ids = torch.zeros(features.shape[:2], dtype=torch.long, device=features.device)
         inputs = {**dict.fromkeys(self.reads, ids), "use_cache": False, "return_dict": True}
@@ -278,9 +277,7 @@ def _load_hf_decoder(request: ArchitectureRequest) -> Architecture:
     )
     # If no text is read, a folder without a tokenizer is enough.
     preprocess = (
-        None
-        if request.unread
-        else hf_text_preprocess(source, skeleton.config, request.access.offline, "decoder")
+        None if request.unread else hf_text_preprocess(source, skeleton.config, request.access.offline, "decoder")
     )
     example = PADDED if preprocess is None else dict(preprocess.example())
     chain, lm = causal_chain(skeleton, example, request.blocks)
@@ -290,9 +287,7 @@ def _load_hf_decoder(request: ArchitectureRequest) -> Architecture:
         source=source,
         skeleton=skeleton,
         chain=chain,
-        layout=KeyLayout(
-            key_spellings(names, skeleton), ignored=ignored_key_patterns(skeleton), is_lenient=True
-        ),
+        layout=KeyLayout(key_spellings(names, skeleton), ignored=ignored_key_patterns(skeleton), is_lenient=True),
         preprocess=preprocess,
         folder=text_folder_format(stated, "AutoModelForCausalLM"),
         lm=lm,
@@ -324,9 +319,7 @@ class _LayerStack:
     def own_side_inputs(self, whole: SideInputs) -> SideInputs:
         """Return this stack's masks, positions and block calls, given those of both stacks."""
         before, count = f"{self.name}.", len(self.chain.blocks)
-        tensors = {
-            name.removeprefix(before): x for name, x in whole.tensors.items() if name.startswith(before)
-        }
+        tensors = {name.removeprefix(before): x for name, x in whole.tensors.items() if name.startswith(before)}
         calls = whole.calls[:count] if self.name == "encoder" else whole.calls[-count:]
         assert whole.inputs is not None
         return SideInputs(tensors, calls, whole.inputs.values[self.name])
@@ -366,9 +359,7 @@ class _EncoderDecoderRunner:
         is_bare = is_view(finished, trace.last_block_output)
         tail = "" if is_bare else trace.final_module_path(finished)
         if not (is_bare or (tail and trace.reads_last)):
-            raise SpecError(
-                f"the output of its {name} is not computed by one module from its last block's features"
-            )
+            raise SpecError(f"the output of its {name} is not computed by one module from its last block's features")
         chain = sequential_chain(module, inputs, blocks=listed, final=tail, beside=beside)
         return _LayerStack(name, stream, path, chain, type(output))
 
@@ -389,9 +380,7 @@ class _EncoderDecoderRunner:
         inputs = {name: batch[name] for name in (self.reads, "attention_mask") if name in batch}
         return _accepted_inputs(self.whole.get_encoder(), inputs)
 
-    def _decoder_inputs(
-        self, batch: Mapping[str, Tensor], side: SideInputs | None = None
-    ) -> dict[str, Tensor]:
+    def _decoder_inputs(self, batch: Mapping[str, Tensor], side: SideInputs | None = None) -> dict[str, Tensor]:
         """Return the inputs that the decoder accepts; `side` are the encoder's side inputs, if known."""
         if side is None:
             _, side = self.encoder.chain.start(self._encoder_inputs(batch))
@@ -424,9 +413,7 @@ class _EncoderDecoderRunner:
     def chain(self) -> LayerChain:
         """Return the layers of encoder and decoder as one chain, with the whole model's key names."""
         names = {
-            stack.name: {
-                name: self._key_in_whole_model(stack, name) for name in stack.chain.layers[0].parameters
-            }
+            stack.name: {name: self._key_in_whole_model(stack, name) for name in stack.chain.layers[0].parameters}
             for stack in self.stacks
         }
         keys = dict.fromkeys(key for of_stack in names.values() for key in of_stack.values())
@@ -471,9 +458,7 @@ class _EncoderDecoderRunner:
         for stack in self.stacks:
             weights = {name: parameters[key] for name, key in names[stack.name].items()}
             entered = state if stack is self.encoder else {}
-            outputs[stack.stream] = stack.chain.layers[0].call(weights, entered, stack.own_side_inputs(side))[
-                "hidden"
-            ]
+            outputs[stack.stream] = stack.chain.layers[0].call(weights, entered, stack.own_side_inputs(side))["hidden"]
         return outputs
 
     def _stack_layer_in_chain(self, stack: _LayerStack, layer: Layer) -> Layer:
@@ -610,9 +595,7 @@ def _trace_language_model_head(whole: Any, parts: _EncoderDecoderRunner, head: A
         if key.startswith(inside) or key in parts.tied:
             continue
         shift = random_vectors(value.numel())[0]
-        shifted = after_head.scores_of_features(
-            features, fixed_head_output, {key: shift.reshape(value.shape)}
-        )
+        shifted = after_head.scores_of_features(features, fixed_head_output, {key: shift.reshape(value.shape)})
         if torch.equal(shifted, scores):
             continue
         if bias or value.numel() != head.out_features or not torch.equal(shifted, outputs + shift):
@@ -636,8 +619,7 @@ class _HfSeq2Seq:
     def matches(self, module: nn.Module) -> bool:
         """Return True if the configuration says encoder-decoder and the module has both as modules."""
         return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False)) and all(
-            isinstance(getattr(module, f"get_{stack}", lambda: None)(), nn.Module)
-            for stack in ("encoder", "decoder")
+            isinstance(getattr(module, f"get_{stack}", lambda: None)(), nn.Module) for stack in ("encoder", "decoder")
         )
 
     def chain(self, module: nn.Module) -> LayerChain:

@@ -160,9 +160,7 @@ def _most_likely_block_list(module: nn.Module, lists: dict[str, list[nn.Module]]
         )
     ranks = {
         path: (
-            -sum(
-                _max_children_of_one_class(lists[other]) for other in _lists_differing_in_number(lists, path)
-            ),
+            -sum(_max_children_of_one_class(lists[other]) for other in _lists_differing_in_number(lists, path)),
             len(path.split(".")) if path else 0,
         )
         for path in lists
@@ -303,9 +301,7 @@ class ReadRecorder(TorchFunctionMode):
         super().__init__()
         self.seen: set[int] = set()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # By `id`, because `==` of tensors compares their entries.
         map_leaves((list(args), kwargs or {}), lambda value: self.seen.add(id(value)))
         return func(*args, **(kwargs or {}))

@@ -90,9 +90,7 @@ class _VlmLayout(KeyLayout):
 
     decoder: Mapping[str, str] = field(default_factory=dict)
 
-    def align(
-        self, source: StateSource, wanted: Collection[str], fallback: StateSource | None
-    ) -> StateSource:
+    def align(self, source: StateSource, wanted: Collection[str], fallback: StateSource | None) -> StateSource:
         stored = self.key_map(source.headers, wanted, source.name)
         lacking = [key for key in wanted if key not in self.decoder]
         if any(key in stored for key in lacking):
@@ -133,9 +131,7 @@ def _load_hf_vlm(request: ArchitectureRequest) -> Architecture:
         source=source,
         skeleton=skeleton,
         chain=chain,
-        layout=_VlmLayout(
-            [*key_spellings(names, skeleton), plain], ignored=ignored, is_lenient=True, decoder=plain
-        ),
+        layout=_VlmLayout([*key_spellings(names, skeleton), plain], ignored=ignored, is_lenient=True, decoder=plain),
         preprocess=preprocess,
         folder=text_folder_format(stated, "AutoModelForImageTextToText", "AutoProcessor"),
         lm=lm,
@@ -168,9 +164,7 @@ def _plain_language_model_names(keys: Collection[str], decoder: str, head: str) 
     before = f"{decoder}."
     names = {key: f"model.{key.removeprefix(before)}" for key in keys if key.startswith(before)}
     ending = head.rpartition(".")[0]
-    return names | {
-        key: f"lm_head.{key.removeprefix(f'{ending}.')}" for key in keys if key.startswith(f"{ending}.")
-    }
+    return names | {key: f"lm_head.{key.removeprefix(f'{ending}.')}" for key in keys if key.startswith(f"{ending}.")}
 
 
 _TOWER_TENSORS = ("vision_mask", "vision_places", "vision_rows")
@@ -267,17 +261,13 @@ class _VisionLanguageRunner(BlockRunner):
         elif self.text_chain.require_shared is not None:
             self.text_chain.require_shared(models, inputs)
 
-    def run_stem(
-        self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None
-    ) -> State:
+    def run_stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Embed the image patches: return the state before the first block of the vision tower."""
         if _IMAGE_TOKENS not in side:
             like = next(iter(parameters.values()))
             return {"vision": like.new_zeros(len(side["vision_mask"]), 0, self.width)}
         args, kwargs = side.raw_inputs().arguments({})
-        native = run_until_module(
-            self.blocks[0], lambda: call_with_weights(self.module, parameters, args, kwargs)
-        )
+        native = run_until_module(self.blocks[0], lambda: call_with_weights(self.module, parameters, args, kwargs))
         return {"vision": _tokens_by_sample(native, side)}
 
     def _run_tower_block(
@@ -321,16 +311,12 @@ class _VisionLanguageRunner(BlockRunner):
             return self._state_after_projector(weights, (), side)
         mask = side[_IMAGE_TOKENS]
         inner_tap = (
-            None
-            if tap is None
-            else _rearranged_tap(tap, partial(_features_at_image_tokens, mask), lambda x: x[mask])
+            None if tap is None else _rearranged_tap(tap, partial(_features_at_image_tokens, mask), lambda x: x[mask])
         )
         with tap_sites(self.module.get_submodule(path), sites, inner_tap):
             return self._state_after_projector(weights, self._tower_block_outputs(state, side), side)
 
-    def _state_after_projector(
-        self, parameters: Parameters, outputs: Sequence[Any], side: SideInputs
-    ) -> State:
+    def _state_after_projector(self, parameters: Parameters, outputs: Sequence[Any], side: SideInputs) -> State:
         """Run the projector on `outputs` of the tower's blocks, which are empty for texts alone."""
         args, kwargs = side.raw_inputs().arguments({})
         replaced = zip(self.blocks[: self.count], outputs, strict=bool(outputs))
@@ -423,9 +409,7 @@ class _VisionLanguageRunner(BlockRunner):
         with tap_sites(module, called, record_num_rows):
             run()
         sites = tuple(
-            replace(site, token_weights="images")
-            for site in called
-            if site.runs == 1 and rows[site.name] == count
+            replace(site, token_weights="images") for site in called if site.runs == 1 and rows[site.name] == count
         )
         layer_call = partial(self._run_projector, path, slots, sites)
         layer = Layer(1, "block", path, slots, layer_call, sites, pool="mean", needs=_IMAGE_TOKENS)
@@ -438,9 +422,7 @@ class _VisionLanguageRunner(BlockRunner):
         single = [name for name in names if not any(map(str.isdecimal, name.split(".")))]
         last = [name for name in single if not name.startswith(table)][-1:] or [table]
         inside, tower = last[0].split("."), self.tower.split(".")
-        shared = next(
-            (depth for depth, pair in enumerate(zip(inside, tower, strict=False)) if len({*pair}) > 1), 0
-        )
+        shared = next((depth for depth, pair in enumerate(zip(inside, tower, strict=False)) if len({*pair}) > 1), 0)
         return ".".join(inside[: shared + 1]).rstrip(".")
 
     def _block_sites(

@@ -23,9 +23,7 @@ from driftlens.utils.errors import SpecError
 
 # Argument of blocks of Gemma 4: a dictionary to which each block adds keys and values for later ones.
 SHARED_STATES = "shared_kv_states"
-OTHER_LIST = (
-    "Set `blocks` to the path of another list, or wrap the model so that each block reads the one before."
-)
+OTHER_LIST = "Set `blocks` to the path of another list, or wrap the model so that each block reads the one before."
 
 
 # A batch's entry, or what makes one of a batch: [n, t], true (or 1) where a token counts. None takes
@@ -110,9 +108,7 @@ class RawInputs:
     def arguments(self, replaced: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments of the model: copies of the inputs, some replaced by name."""
         # Copies, because a stem may write into its input.
-        values = {
-            name: map_leaves(replaced.get(name, value), _clone_tensor) for name, value in self.values.items()
-        }
+        values = {name: map_leaves(replaced.get(name, value), _clone_tensor) for name, value in self.values.items()}
         return ((), values) if self.by_keyword else (tuple(values.values()), {})
 
     def original_batch(self) -> Any:
@@ -230,9 +226,7 @@ def map_named_leaves(value: Any, change: Callable[[Any, str], Any], name: str = 
         return {key: map_named_leaves(entry, change, f"{before}{key}") for key, entry in value.items()}
     # Not subclasses: a named tuple could not be rebuilt from an iterator.
     if type(value) in (tuple, list):
-        return type(value)(
-            map_named_leaves(entry, change, f"{before}{place}") for place, entry in enumerate(value)
-        )
+        return type(value)(map_named_leaves(entry, change, f"{before}{place}") for place, entry in enumerate(value))
     return change(value, name)
 
 
@@ -439,9 +433,7 @@ def run_until_module(module: nn.Module, run: Callable[[], object], *, past: bool
         past: True to end the pass after the module.
     """
 
-    def stop_forward_pass(
-        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_output: Any
-    ) -> None:
+    def stop_forward_pass(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_output: Any) -> None:
         raise _StopForward(
             output_features("the last", _output[0]) if past else find_features("the first", args, kwargs)[1]
         )
@@ -491,9 +483,7 @@ def _run_block_on_meta(
 
     try:
         with buffers_on_device(block, torch.device("meta")):
-            arguments, keywords = map_leaves(
-                (args, kwargs), lambda x: x.to("meta") if isinstance(x, Tensor) else x
-            )
+            arguments, keywords = map_leaves((args, kwargs), lambda x: x.to("meta") if isinstance(x, Tensor) else x)
             # A block adds its keys and values for later blocks. `mapped` copies the dictionary, so they would be lost.
             if SHARED_STATES in keywords:
                 keywords[SHARED_STATES] = shared
@@ -576,9 +566,7 @@ def record_calls(
     recording, paths = ForwardRecording(), list(blocks)
     returned: tuple[Tensor, int] | None = None
 
-    def check_and_record_input(
-        position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def check_and_record_input(position: int, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         path = paths[position]
         if position != len(recording.calls):
             raise SpecError(

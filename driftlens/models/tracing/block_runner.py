@@ -79,9 +79,7 @@ class _ComputedArgument(nn.Module):
 
     def compute_argument(self, parameters: Parameters, hidden: Tensor) -> Any:
         """Compute the argument with one model's parameters, by their names in the whole model."""
-        return call_with_weights(
-            self, {name: parameters[key] for key, name in self.names.items()}, (hidden,), {}
-        )
+        return call_with_weights(self, {name: parameters[key] for key, name in self.names.items()}, (hidden,), {})
 
 
 def _arguments_from_outer_weights(module: nn.Module, block: nn.Module) -> dict[str, _ComputedArgument | None]:
@@ -110,9 +108,7 @@ def _arguments_from_outer_weights(module: nn.Module, block: nn.Module) -> dict[s
                 if isinstance(owner, nn.Embedding | nn.LayerNorm)
                 for leaf, _ in owner.named_parameters()
             }
-            computed: dict[str, _ComputedArgument | None] = {
-                argument: _ComputedArgument(part, method, reads, names)
-            }
+            computed: dict[str, _ComputedArgument | None] = {argument: _ComputedArgument(part, method, reads, names)}
             # Attention to the encoder has no table: the block itself makes zeros.
             if "encoder_decoder_position_bias" in places:
                 computed[str(places.index("encoder_decoder_position_bias"))] = None
@@ -168,9 +164,7 @@ class BlockRunner:
     def outer_weights(self) -> dict[str, Tensor]:
         """Return the weights outside the blocks by name."""
         inside = tuple(f"{path}." for path in self.paths)
-        return {
-            name: value for name, value in named_weights(self.module).items() if not name.startswith(inside)
-        }
+        return {name: value for name, value in named_weights(self.module).items() if not name.startswith(inside)}
 
     def _block_slots(self, position: int) -> dict[str, WeightSlot]:
         """Return the checkpoint slot of each weight of a block."""
@@ -188,9 +182,7 @@ class BlockRunner:
     def parameter_slots(self, position: int) -> dict[str, WeightSlot]:
         """Return the checkpoint slots of a block's parameters, with outer weights that its arguments depend on."""
         slots = self.slots[position]
-        return slots | {
-            key: WeightSlot(key) for key in self.computed_keys if WeightSlot(key) not in slots.values()
-        }
+        return slots | {key: WeightSlot(key) for key in self.computed_keys if WeightSlot(key) not in slots.values()}
 
     def initial_state(self, inputs: Any) -> tuple[State, SideInputs]:
         """Return the state at boundary 0 (floating-point inputs) and the side inputs (masks, positions) of a batch."""
@@ -293,8 +285,7 @@ class BlockRunner:
         # At first, two passes with different numbers as weights: an argument that differs depends on weights.
         numbers = (0.0, 1.0) if self._fixed is None else (0.0,)
         recorded, *others = [
-            self._record_calls_with_weights(inputs, self.stand_in_weights(device, number))
-            for number in numbers
+            self._record_calls_with_weights(inputs, self.stand_in_weights(device, number)) for number in numbers
         ]
         for other in others:
             if place := _first_differing_key(self._tensor_arguments(recorded), self._tensor_arguments(other)):
@@ -315,17 +306,12 @@ class BlockRunner:
     def _fixed_dtype_arguments(self, inputs: RawInputs, device: torch.device) -> list[frozenset[str]]:
         """Return, for each block, the arguments that stay float32 in a float64 pass, such as rotary tables."""
         try:
-            calls = self._record_calls_with_weights(
-                inputs, self.stand_in_weights(device, dtype=torch.float64)
-            )
+            calls = self._record_calls_with_weights(inputs, self.stand_in_weights(device, dtype=torch.float64))
         # A forward function that fails in float64 is not used in float64 either.
         except Exception:
             return [frozenset()] * len(self.blocks)
         tensors = [block_call.tensors if block_call.dtype == torch.float64 else {} for block_call in calls]
-        return [
-            frozenset(name for name, x in arguments.items() if x.dtype == torch.float32)
-            for arguments in tensors
-        ]
+        return [frozenset(name for name, x in arguments.items() if x.dtype == torch.float32) for arguments in tensors]
 
     def _record_calls_with_weights(self, inputs: RawInputs, outer: Mapping[str, Tensor]) -> list[BlockCall]:
         with self._replace_blocks_on_meta():
@@ -346,14 +332,10 @@ class BlockRunner:
         with self._replace_blocks_on_meta():
             return run_model(self.module, named, self.stand_in_weights(device))
 
-    def run_stem(
-        self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None
-    ) -> State:
+    def run_stem(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Run the model up to its first block and return the state before that block."""
         args, kwargs = side.raw_inputs().arguments(state)
-        return self._state_before_block(
-            0, partial(call_with_weights, self.module, parameters, args, kwargs), side
-        )
+        return self._state_before_block(0, partial(call_with_weights, self.module, parameters, args, kwargs), side)
 
     def _state_before_block(self, position: int, whole: Callable[[], Any], side: SideInputs) -> State:
         """Return the state before a block, by running the model with `whole` up to there."""
@@ -412,9 +394,7 @@ class BlockRunner:
             else:
                 weights[slot.key.removeprefix(f"{path}.")] = slot.to_stored_layout(parameters[name])
         for stack, names in stacks.items():
-            weights[stack] = fused_tensor(
-                [slots[name] for name in names], [parameters[name] for name in names]
-            )
+            weights[stack] = fused_tensor([slots[name] for name in names], [parameters[name] for name in names])
         mixed = tap_experts(self.mixtures[position], weights, sites, tap, side.routes)
         with tap_sites(block, [site for site in sites if site.expert is None], tap), mixed:
             hidden = output_features(path, call_with_weights(block, weights, tuple(args), kwargs))
@@ -422,9 +402,7 @@ class BlockRunner:
         beside = _state_arguments_after_block(position, self.blocks, state, shared, mask)
         return {**beside, "hidden": self._features_for_state(position + 1, hidden, mask)}
 
-    def run_head(
-        self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None
-    ) -> State:
+    def run_head(self, parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
         """Run the modules after the last block on its features and return the model's output."""
         # The stem runs too, because a head may read its output, unless `final` is the whole head.
         if self.final and self.reads_last:
@@ -438,14 +416,10 @@ class BlockRunner:
         # Other weights do not affect the steps after the blocks, but the stem needs some to run again.
         if self.final:
             zero, outer = hidden.new_zeros(()), self.outer_weights()
-            parameters = {name: zero.expand(weight.shape) for name, weight in outer.items()} | dict(
-                parameters
-            )
+            parameters = {name: zero.expand(weight.shape) for name, weight in outer.items()} | dict(parameters)
         past = self.module.get_submodule(self.final) if self.final else None
         whole = partial(call_with_weights, self.module, parameters, args, kwargs)
-        with replace_outputs(
-            (block, call.wrap_output(hidden)) for block, call in zip(self.blocks, calls, strict=True)
-        ):
+        with replace_outputs((block, call.wrap_output(hidden)) for block, call in zip(self.blocks, calls, strict=True)):
             output = whole() if past is None else run_until_module(past, whole, past=self.is_past)
         return {"hidden": self._model_output_features(output, side.mask("hidden"))}
 
@@ -586,9 +560,7 @@ def run_model(module: nn.Module, inputs: RawInputs, weights: Parameters | None =
         dtype = next(iter(weights.values())).dtype
         args, kwargs = map_leaves((args, kwargs), lambda value: _cast_float_tensor(value, dtype))
     with torch.no_grad(), eval_mode(module):
-        return (
-            module(*args, **kwargs) if weights is None else call_with_weights(module, weights, args, kwargs)
-        )
+        return module(*args, **kwargs) if weights is None else call_with_weights(module, weights, args, kwargs)
 
 
 def _cast_float_tensor(value: Any, dtype: torch.dtype) -> Any:
@@ -729,9 +701,7 @@ def _state_arguments_after_block(
     return inputs | _shared_keys_and_values(shared, blocks[position + 1 :], mask)
 
 
-def _shared_keys_and_values(
-    shared: Mapping[str, Any], readers: Sequence[nn.Module], mask: Tensor | None
-) -> State:
+def _shared_keys_and_values(shared: Mapping[str, Any], readers: Sequence[nn.Module], mask: Tensor | None) -> State:
     # Blocks add their keys and values even if no later block reads them. In the state, these would be streams whose
     # drift is measured.
     if not any(getattr(part, "is_kv_shared_layer", False) for block in readers for part in block.modules()):
@@ -763,9 +733,7 @@ def record_block_inputs(blocks: Sequence[nn.Module], mask: Tensor | None) -> Ite
 
     with ExitStack() as hooks:
         for block in blocks:
-            hooks.callback(
-                block.register_forward_pre_hook(record_arguments, with_kwargs=True, prepend=True).remove
-            )
+            hooks.callback(block.register_forward_pre_hook(record_arguments, with_kwargs=True, prepend=True).remove)
         yield entered
 
 

@@ -159,9 +159,7 @@ def sites_in_block(
     with contextlib.ExitStack() as hooks:
         for name, kind, module in _site_candidates(block, parameters):
             candidates[name] = kind, module
-            hooks.callback(
-                _register_input_listener(module, partial(record_input, name, _input_row_settings(module)))
-            )
+            hooks.callback(_register_input_listener(module, partial(record_input, name, _input_row_settings(module))))
             hooks.callback(module.register_forward_hook(partial(record_non_tensor_output, name)).remove)
         output = run()
     # Modules that read some tokens only, such as experts, are no sites: their rows [m, k] are neither one per sample
@@ -174,9 +172,7 @@ def sites_in_block(
         for name in candidates
         if name not in calls
         or any(
-            x.dim() == 2
-            and len(x) != len(state["hidden"])
-            and (not len(x) or all(len(x) % places for places in whole))
+            x.dim() == 2 and len(x) != len(state["hidden"]) and (not len(x) or all(len(x) % places for places in whole))
             for x, _, _ in calls[name]
         )
     }
@@ -278,9 +274,7 @@ def tap_sites(block: nn.Module, sites: Collection[Site], tap: Tap | None) -> Ite
         yield
 
 
-def _site_candidates(
-    block: nn.Module, parameters: Collection[str]
-) -> Iterator[tuple[str, SiteKind, nn.Module]]:
+def _site_candidates(block: nn.Module, parameters: Collection[str]) -> Iterator[tuple[str, SiteKind, nn.Module]]:
     for path, module in block.named_modules():
         name, kind = path or BLOCK_ITSELF, site_kind(module)
         # A module whose weight is computed (weight norm) has no such parameter and can't be solved for.
@@ -313,11 +307,7 @@ def _register_tap_hooks(
     rows_of: Callable[[Tensor], Tensor] = Tensor.clone
     is_image = isinstance(module, nn.Conv2d) or _is_channel_norm(module)
     if is_image:
-        rows_of = (
-            partial(_convolution_patches, module)
-            if isinstance(module, nn.Conv2d)
-            else _flatten_space_to_tokens
-        )
+        rows_of = partial(_convolution_patches, module) if isinstance(module, nn.Conv2d) else _flatten_space_to_tokens
     heard: list[tuple[Tensor, Callable[[Tensor], Tensor | None] | None]] = []
     computes = isinstance(module, nn.Linear) and (
         type(module).forward is not nn.Linear.forward or is_parametrized(module)
@@ -422,9 +412,7 @@ def expert_mixture(block: nn.Module) -> _ExpertMixture | None:
     """Return the mixture of experts in a block; None if it has none, or several."""
     # A router's `topk` is recognized by the number of experts alone, so routes of several mixtures would be confused.
     several = [
-        mixture
-        for path, module in block.named_modules()
-        if (mixture := _as_expert_mixture(path, module)) is not None
+        mixture for path, module in block.named_modules() if (mixture := _as_expert_mixture(path, module)) is not None
     ]
     return several[0] if len(several) == 1 else None
 
@@ -527,9 +515,7 @@ class _ExpertTracer(TorchFunctionMode):
         elsewhere = self.routes.rerouted_tokens(ExpertRoutes(chosen, gates))[:, None]
         return (features, experts, torch.where(elsewhere, self.routes.gates, own_gates)), {}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.zeros_like and self.is_inside:
             # The module adds to these zeros in place, and the sums may carry derivatives, also under `vmap`. A product

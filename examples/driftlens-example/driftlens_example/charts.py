@@ -20,7 +20,5 @@ def drift_tail(run, options):
     """Plot a line per task and variant."""
     rows = layer_rows(run, options)[["task", "variant", "layer", "drift_l2_median", "drift_l2_q90"]]
     rows = rows.assign(tail=rows["drift_l2_q90"] / rows["drift_l2_median"])
-    figure = px.line(
-        rows, x="layer", y="tail", color="task", line_dash="variant", labels={"tail": "q90 / median"}
-    )
+    figure = px.line(rows, x="layer", y="tail", color="task", line_dash="variant", labels={"tail": "q90 / median"})
     return Drawn(figure, alt=f"The largest ratio is {rows['tail'].max():.3g}.", data=rows)

@@ -92,11 +92,7 @@ def draw_layer_curves(
     rows = picking.add_layer_names(run, rows)
     placed: dict[str, Any] = {"titles": [*map(words.escaped_label, tasks)]}
     if len(kinds) > 1:
-        titles = [
-            f"{words.escaped_label(task, words.LONGEST_OF_TWO)}: {kind.name}"
-            for task in tasks
-            for kind in kinds
-        ]
+        titles = [f"{words.escaped_label(task, words.LONGEST_OF_TWO)}: {kind.name}" for task in tasks for kind in kinds]
         placed = {"titles": titles, "columns": len(kinds), "height": 150}
     grid = panels.panel_grid(
         **{**placed, **settings},
@@ -365,11 +361,7 @@ def _draw_share_heatmaps(run: DriftRun, rows: pd.DataFrame, *, dark: bool) -> go
             text=texts,
             texttemplate="%{z:.0%}" if has_numbers else None,
             textfont={"size": theme.SMALL - 1},
-            hovertext=table["interval"]
-            .fillna("")
-            .reindex(columns=columns, fill_value="")
-            .to_numpy()
-            .tolist(),
+            hovertext=table["interval"].fillna("").reindex(columns=columns, fill_value="").to_numpy().tolist(),
             hovertemplate=f"%{{text}}<br>%{{z:{theme.SHARE}}}%{{hovertext}}<extra></extra>",
         )
         grid.add(index, cells)
@@ -378,9 +370,7 @@ def _draw_share_heatmaps(run: DriftRun, rows: pd.DataFrame, *, dark: bool) -> go
     names = [words.escaped_label(task, longest) for task in tasks]
     ticks = {"tickvals": list(range(len(names))), "ticktext": names, "showgrid": False}
     first_on_top = {"range": [len(names) - 0.5, -0.5]}
-    grid.set_axes(
-        x={**panels.layer_axis_settings(run, "rest"), "showgrid": False}, y={**ticks, **first_on_top}
-    )
+    grid.set_axes(x={**panels.layer_axis_settings(run, "rest"), "showgrid": False}, y={**ticks, **first_on_top})
     height, margin = grid.layout["height"], grid.layout["margin"]
     bar = {
         **{"thickness": 14, "outlinewidth": 0, "tickformat": theme.SHARE, "orientation": "h"},
@@ -409,21 +399,15 @@ def draw_mean_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     # The mean is over all tasks; chosen ones are only emphasised.
     rows = picking.layer_rows(run, replace(options, tasks=None))
     if not rows[column].notna().any():
-        raise DataError(
-            "no drift was measured in this run", hint=f"`{LAYERS.command_to_fill([column])}` adds it."
-        )
+        raise DataError("no drift was measured in this run", hint=f"`{LAYERS.command_to_fill([column])}` adds it.")
     quantity = "drift / expert norm" if options.relative else "mean L2 drift"
-    kind = CurvePanel(
-        _MEAN, panels.title_with_unit(quantity, "layers", column), panels.value_axis_settings(options)
-    )
+    kind = CurvePanel(_MEAN, panels.title_with_unit(quantity, "layers", column), panels.value_axis_settings(options))
     by_task = rows.pivot_table(index=["variant", "layer"], columns="task", values=column, sort=False)
     # A mean over fewer tasks would jump.
     means = by_task.mean(axis=1, skipna=False).rename(_MEAN).reset_index()
     means = picking.filter_and_sort(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
     means = _add_layer_columns(run, means)
-    where = {
-        layer: words.escape_plotly(place) for layer, place in zip(rows["layer"], rows["where"], strict=True)
-    }
+    where = {layer: words.escape_plotly(place) for layer, place in zip(rows["layer"], rows["where"], strict=True)}
     thin = _single_task_curves(run, by_task, where, options)
     figure = draw_layer_curves(run, means, kind, dark=options.dark, below=thin, titles=[""])
     # Zoom is kept when tasks or theme change, not when the unit does.
@@ -457,9 +441,7 @@ def _single_task_curves(
                 opacity=1.0 if is_chosen else 0.45,
                 showlegend=False,
                 text=[*map(where.get, values["layer"]), ""] * len(tasks),
-                customdata=[
-                    label for label in map(words.escaped_label, tasks) for _ in range(len(values) + 1)
-                ],
+                customdata=[label for label in map(words.escaped_label, tasks) for _ in range(len(values) + 1)],
                 hovertemplate=f"%{{customdata}}, {words.variant_label(str(variant))}: %{{y:{theme.NUMBER}}}, %{{text}}"
                 "<extra></extra>",
             )
@@ -486,9 +468,7 @@ def draw_running_drift(run: DriftRun, name: str, drifts: Mapping[int, float], *,
         layer = max(drifts)
         before = f", merged {format_number(float(merged[layer]))}" if layer in merged else ""
         done = f"{words.count_with_noun(len(drifts), 'layer')} of {len(run.manifest.layers)}"
-        state = (
-            f"{done} so far; at {run.layer_name(layer)}: calibrated {format_number(drifts[layer])}{before}."
-        )
+        state = f"{done} so far; at {run.layer_name(layer)}: calibrated {format_number(drifts[layer])}{before}."
     return Drawn(
         figure,
         alt=f"Mean drift by layer while the calibration runs. {state}",
@@ -513,9 +493,7 @@ def draw_drift_change(comparison: Comparison, *, dark: bool) -> Drawn:
     rows = comparison.layers.rename(columns={"after": "variant", "drift_change": _CHANGE})
     roles = {entry.index: entry.role for entry in run.manifest.layers}
     rows = rows.assign(role=rows["layer"].map(roles))
-    kind = CurvePanel(
-        _CHANGE, "change of L2 drift (feature units)", {"tickformat": theme.TICK_NUMBER}, line=0.0
-    )
+    kind = CurvePanel(_CHANGE, "change of L2 drift (feature units)", {"tickformat": theme.TICK_NUMBER}, line=0.0)
     text, last = "Nothing was measured at the last layer.", rows[rows["layer"] == rows["layer"].max()]
     change = last[_CHANGE].dropna()
     if len(change):

@@ -108,9 +108,7 @@ def _stream_numbers(rows: pd.DataFrame) -> pd.Series[int]:
     return streams.ne(streams.shift()).cumsum()
 
 
-def value_axis_settings(
-    options: ChartOptions, *, zero: bool = True, include: Sequence[float] = ()
-) -> dict[str, Any]:
+def value_axis_settings(options: ChartOptions, *, zero: bool = True, include: Sequence[float] = ()) -> dict[str, Any]:
     """Return plotly settings of a value axis, logarithmic if the options ask for it.
 
     Args:

@@ -112,9 +112,9 @@ def _unmeasured_notices(run: DriftRun) -> list[str]:
 def _missing_scores_message(run: DriftRun, options: ChartOptions) -> str | None:
     if len(_main_scores(run, options)):
         return None
-    lacking = picking.missing_data_message(
-        run, options, "accuracy", ["value"]
-    ) or picking.missing_columns_message("accuracy", ["value"])
+    lacking = picking.missing_data_message(run, options, "accuracy", ["value"]) or picking.missing_columns_message(
+        "accuracy", ["value"]
+    )
     return " ".join(_unmeasured_notices(run)) or lacking
 
 
@@ -252,10 +252,7 @@ def _draw_task_vector_alignment(run: DriftRun, options: ChartOptions) -> Drawn:
                 mode="markers",
                 marker_size=7,
                 offsetgroup=variant,
-                text=[
-                    f"{format_number(low)} to {format_number(high)} over {count}"
-                    for low, high, count in reach
-                ],
+                text=[f"{format_number(low)} to {format_number(high)} over {count}" for low, high, count in reach],
                 hovertemplate=f"{'layer ' if is_layer else ''}%{{x}}<br>mean cosine %{{y:{theme.NUMBER}}}<br>%{{text}}",
             )
             grid.add(place, points)

@@ -64,9 +64,7 @@ def layer_rows(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
 
 def add_layer_names(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
     """Add a column `where` with the layer name, such as `block 5 (layer 7 of 8)`."""
-    return rows.assign(
-        where=rows["layer"].map({layer: run.layer_name(layer) for layer in rows["layer"].unique()})
-    )
+    return rows.assign(where=rows["layer"].map({layer: run.layer_name(layer) for layer in rows["layer"].unique()}))
 
 
 def filter_and_sort(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -> pd.DataFrame:
@@ -194,9 +192,7 @@ def _select_names(kind: str, named: Sequence[str] | None, there: Sequence[str]) 
     return [name for name in there if name in named]
 
 
-def subsample_rows(
-    rows: pd.DataFrame, options: ChartOptions, panels: int
-) -> tuple[pd.DataFrame, tuple[str, ...]]:
+def subsample_rows(rows: pd.DataFrame, options: ChartOptions, panels: int) -> tuple[pd.DataFrame, tuple[str, ...]]:
     """Subsample the samples so that at most `max_points` points are plotted; a sample keeps all of its rows.
 
     Args:

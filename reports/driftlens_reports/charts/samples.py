@@ -208,9 +208,7 @@ def _draw_feature_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     grid.update_layout(margin={"l": 48}, yaxis={"scaleanchor": "x"})
     quality = layout.quality[["variant", *_QUALITY]].rename(columns=_QUALITY)
     cosines = quality[quality["variant"].isin(names[1:])]
-    listed = words.join_by_variant(
-        zip(cosines["variant"], cosines["mean cosine"].map(format_number), strict=True)
-    )
+    listed = words.join_by_variant(zip(cosines["variant"], cosines["mean cosine"].map(format_number), strict=True))
     return Drawn(
         grid.figure,
         alt=f"{layout.method} layout of the {picking.feature_name(run, options)} on {task}. "
@@ -220,9 +218,7 @@ def _draw_feature_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     )
 
 
-def _add_drift_and_hover_text(
-    run: DriftRun, task: str, rows: pd.DataFrame, options: ChartOptions
-) -> pd.DataFrame:
+def _add_drift_and_hover_text(run: DriftRun, task: str, rows: pd.DataFrame, options: ChartOptions) -> pd.DataFrame:
     drifts = run.samples(task, layer=options.layer)[["variant", "sample_id", "drift_l2"]]
     rows = rows.merge(drifts.rename(columns={"drift_l2": "drift"}), on=["variant", "sample_id"], how="left")
     if texts := run.texts(task):
@@ -247,9 +243,7 @@ def _projection_notes(run: DriftRun, options: ChartOptions, task: str, layout: P
     return [*notes, *(f"{text}." for text in layout.notes), _INDICATIVE, *words.split_overlap_notes(run)]
 
 
-def _annotate_panel(
-    grid: panels.PanelGrid, panel: int, x_title: str, quality: pd.DataFrame, variant: str
-) -> None:
+def _annotate_panel(grid: panels.PanelGrid, panel: int, x_title: str, quality: pd.DataFrame, variant: str) -> None:
     """Write the variant's mean cosine, drift, neighbour overlap and trustworthiness below its panel."""
     row = quality[quality["variant"] == variant].iloc[0]
     # A line is no wider than a panel in a telephone's window.
@@ -336,9 +330,7 @@ def _margin_histogram(samples: pd.DataFrame) -> pd.DataFrame:
         outcomes = {_KEPT: ~part["flipped"], _FLIPPED: part["flipped"]}
         counts = {name: np.histogram(part.loc[mask, "margin"], edges)[0] for name, mask in outcomes.items()}
         ends = {"from": edges[:-1], "to": edges[1:], "middle": (edges[:-1] + edges[1:]) / 2}
-        bins.append(
-            pd.DataFrame({"variant": variant, **ends, **counts, _FLIPPED_SHARE: part["flipped"].mean()})
-        )
+        bins.append(pd.DataFrame({"variant": variant, **ends, **counts, _FLIPPED_SHARE: part["flipped"].mean()}))
     return pd.concat(bins, ignore_index=True)
 
 
@@ -397,9 +389,7 @@ def _draw_score_drift_bound(run: DriftRun, options: ChartOptions) -> Drawn:
     brush = theme.VariantPlotter(run.variants, options.dark)
     texts = (theme.escape_column(drawn["task"]) + ", " + theme.escape_column(drawn["sample_id"])).to_numpy()
     # Without a drift or a finite bound, a sample has no place on logarithmic axes.
-    drawable = {
-        name: (drawn[name] > 0) & np.isfinite(drawn[name]) & (drawn[_ACTUAL] > 0) for name in _ESTIMATES
-    }
+    drawable = {name: (drawn[name] > 0) & np.isfinite(drawn[name]) & (drawn[_ACTUAL] > 0) for name in _ESTIMATES}
     for panel, estimate in enumerate(_ESTIMATES):
         for variant in names:
             is_shown = ((drawn["variant"] == variant) & drawable[estimate]).to_numpy()

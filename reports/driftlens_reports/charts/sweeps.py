@@ -237,12 +237,8 @@ def _draw_gain_against_cost(run: DriftRun, options: ChartOptions) -> Drawn:
     figure.update_xaxes(title_text="seconds of calibrating", type="log", dtick="D2", tickformat=",~g")
     low, high = float(rows["score"].min()), float(rows["score"].max())
     room = {"include": [low - 0.1 * (high - low), high + 0.1 * (high - low)]}  # for names next to lines
-    figure.update_yaxes(
-        title_text="mean score over tasks", tickformat=theme.TICK_SHARE, autorangeoptions=room
-    )
-    scores = "; ".join(
-        f"{name} {score:.1%}" for name, score in zip(rows["model"], rows["score"], strict=True)
-    )
+    figure.update_yaxes(title_text="mean score over tasks", tickformat=theme.TICK_SHARE, autorangeoptions=room)
+    scores = "; ".join(f"{name} {score:.1%}" for name, score in zip(rows["model"], rows["score"], strict=True))
     return Drawn(
         figure,
         alt=f"Mean score: {scores}. Calibrating took {points['seconds'].min():.3g} to {points['seconds'].max():.3g} s.",

@@ -331,9 +331,7 @@ class VariantPlotter:
             "line": {"width": 0},
         }
         places = {"x": x.to_numpy(dtype=float), "y": y.to_numpy(dtype=float)}
-        trace = TraceSettings(
-            type=kind, **places, mode="markers", marker=marker, **self.legend_settings(variant)
-        )
+        trace = TraceSettings(type=kind, **places, mode="markers", marker=marker, **self.legend_settings(variant))
         return trace.update(**settings)
 
 
@@ -342,9 +340,7 @@ def _nan_to_none(values: Iterable[Any]) -> list[Any]:
     return [None if pd.isna(value) else value for value in values]
 
 
-def error_bars(
-    values: pd.Series[Any], low: pd.Series[Any], high: pd.Series[Any], colour: str
-) -> dict[str, Any]:
+def error_bars(values: pd.Series[Any], low: pd.Series[Any], high: pd.Series[Any], colour: str) -> dict[str, Any]:
     """Return plotly error bars from `low` to `high` around the values; none where an end is missing.
 
     Args:

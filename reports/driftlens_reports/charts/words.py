@@ -130,9 +130,7 @@ def sample_count_notes(run: DriftRun, samples: pd.DataFrame, *, over_tasks: bool
 
 def split_overlap_notes(run: DriftRun) -> list[str]:
     """Return the run's notices that calibration and diagnosis samples overlap."""
-    return [
-        f"{text}." for text in run.manifest.notices if "calibration and diagnosis draw from the same" in text
-    ]
+    return [f"{text}." for text in run.manifest.notices if "calibration and diagnosis draw from the same" in text]
 
 
 def final_layer_sentence(rows: pd.DataFrame, column: str) -> str:
@@ -143,9 +141,7 @@ def final_layer_sentence(rows: pd.DataFrame, column: str) -> str:
     of_variant = last[last["variant"] == last["variant"].iloc[0]]
     task = of_variant.loc[of_variant[column].astype(float).idxmax(), "task"]
     there = last[last["task"] == task]
-    values = join_by_variant(
-        zip(there["variant"], there[column].astype(float).map(format_number), strict=True)
-    )
+    values = join_by_variant(zip(there["variant"], there[column].astype(float).map(format_number), strict=True))
     num_others = rows["task"].nunique() - 1
     among = f", the highest of {num_others + 1} tasks" if num_others else ""
     return f"At {last['where'].iloc[0]}, on {task}{among}: {values}."

@@ -193,9 +193,7 @@ class _TaskSamples:
         return {name: self.start + place for place, name in enumerate(self.ids)}
 
 
-def explorer_data(
-    run: DriftRun, request: ViewRequest = ViewRequest(), *, only_points: bool = False
-) -> dict[str, Any]:
+def explorer_data(run: DriftRun, request: ViewRequest = ViewRequest(), *, only_points: bool = False) -> dict[str, Any]:
     """Return the data of the explorer page as a JSON-serializable dict.
 
     Args:
@@ -221,9 +219,7 @@ def explorer_data(
     layers = [entry.index for entry in run.manifest.layers]
     if only_points:
         stored = [
-            layer
-            for layer in layers
-            if any(_has_stored_features(run, part.task, "expert", layer) for part in shown)
+            layer for layer in layers if any(_has_stored_features(run, part.task, "expert", layer) for part in shown)
         ]
         layers = (stored or layers)[-1:]
     rows = len(stages) * max(len(run.sample_ids(part.task)) for part in shown)
@@ -251,10 +247,7 @@ def explorer_data(
             for name in stages
         ],
         "layers": [run.layer_name(layer) for layer in layers],
-        "tasks": [
-            {"name": strip_control_chars(part.task), "start": part.start, "n": len(part.ids)}
-            for part in shown
-        ],
+        "tasks": [{"name": strip_control_chars(part.task), "start": part.start, "n": len(part.ids)} for part in shown],
         "outcomes": [[name, meaning] for name, meaning in OUTCOMES.items()],
         "ids": [name for part in shown for name in part.ids],
         "words": words,
@@ -317,12 +310,8 @@ def _projections_by_layer(
         planes.append(
             {
                 "stages": [stages.index(name) for name in there],
-                "places": _base64_array(
-                    _quantized_coordinates(np.stack([before[name] for name in there])), "<i2"
-                ),
-                "neighbours": _base64_array(
-                    np.stack([_nearest_neighbours(rows[name]) for name in there]), "<i2"
-                ),
+                "places": _base64_array(_quantized_coordinates(np.stack([before[name] for name in there])), "<i2"),
+                "neighbours": _base64_array(np.stack([_nearest_neighbours(rows[name]) for name in there]), "<i2"),
                 "method": method,
             }
         )
@@ -359,9 +348,7 @@ def _align_projections(places: dict[str, Array], target: Mapping[str, Array]) ->
     both = [name for name in places if name in target]
     if not both:
         return places
-    start, end = (
-        np.nan_to_num(np.concatenate([by_model[name] for name in both])) for by_model in (places, target)
-    )
+    start, end = (np.nan_to_num(np.concatenate([by_model[name] for name in both])) for by_model in (places, target))
     # Reflections are allowed: the orientation of a layout is arbitrary.
     left, _, right = np.linalg.svd(start.T @ end)
     return {name: points @ (left @ right) for name, points in places.items()}
@@ -414,9 +401,7 @@ def _sample_columns(
             )
             labelled = predicted[predicted.index.isin(labels.index)]
             _write_sample_values(right[row], part, (labelled == labels.reindex(labelled.index)).astype(int))
-            _write_sample_values(
-                confidence[row], part, rows["confidence_expert" if of_expert else "confidence"]
-            )
+            _write_sample_values(confidence[row], part, rows["confidence_expert" if of_expert else "confidence"])
             # The margin is the expert's and the same for every variant.
             _write_sample_values(margin, part, rows["margin"]) if of_expert else None
             if not of_expert:
@@ -480,11 +465,7 @@ def _thumbnail_grid(run: DriftRun, shown: Sequence[_TaskSamples], total: int) ->
     pictures: list[Array] = []
     for part in shown:
         stored = run.thumbs(part.task)
-        rows = (
-            []
-            if stored is None
-            else [index for index, row in enumerate(part.rows) if row < len(stored)][:share]
-        )
+        rows = [] if stored is None else [index for index, row in enumerate(part.rows) if row < len(stored)][:share]
         for index in rows:
             places[part.start + index] = len(pictures)
             pictures.append(stored[part.rows[index]])  # type: ignore[index]

@@ -20,9 +20,7 @@ def save_files(run: DriftRun, files: Mapping[str, bytes], folder: pathlib.Path |
     """
     for name, data in files.items():
         opened = (
-            attach_file(run.path, f"reports/{name}")
-            if folder is None
-            else atomic_path(folder / name, need=len(data))
+            attach_file(run.path, f"reports/{name}") if folder is None else atomic_path(folder / name, need=len(data))
         )
         with opened as written:
             written.write_bytes(data)

@@ -91,11 +91,7 @@ def _nested_differences(light: Any, dark: Any) -> Any:
         light, dark = dict(enumerate(light)), dict(enumerate(dark))
     if not isinstance(light, dict) or not isinstance(dark, dict):
         return dark
-    return {
-        key: _nested_differences(light.get(key), value)
-        for key, value in dark.items()
-        if value != light.get(key)
-    }
+    return {key: _nested_differences(light.get(key), value) for key, value in dark.items() if value != light.get(key)}
 
 
 def light_page(content: ReportContent, pictures: Mapping[str, _EmbeddedImage]) -> bytes:
@@ -208,23 +204,16 @@ def _html_anchor(name: str) -> str:
 def _column_css_classes(table: Table) -> list[str]:
     """Return the CSS classes of each column shown in an HTML table; empty for columns of numbers."""
     _, *texts = table.formatted_rows()
-    is_long = [
-        any(len(row[index]) > _LONG for row in texts) for index, _ in enumerate(table.display_columns())
-    ]
+    is_long = [any(len(row[index]) > _LONG for row in texts) for index, _ in enumerate(table.display_columns())]
     looks = ["text long" if long else "text" for long in is_long]
-    return [
-        look if shown.kind == "text" else ""
-        for look, shown in zip(looks, table.display_columns(), strict=True)
-    ]
+    return [look if shown.kind == "text" else "" for look, shown in zip(looks, table.display_columns(), strict=True)]
 
 
 def headline_html(head: Headline) -> Markup:
     """Return the headline as escaped HTML: sentence, score tiles and score bar."""
     so_far = Markup('<p class="so-far">{}</p>').format(head.so_far) if head.so_far else ""
     tiles = Markup("").join(_model_tile_html(head, variant) for variant in head.tiles)
-    return Markup(
-        '<section class="headline {}"><p class="says">{}</p>{}<dl class="tiles">{}</dl>{}</section>'
-    ).format(
+    return Markup('<section class="headline {}"><p class="says">{}</p>{}<dl class="tiles">{}</dl>{}</section>').format(
         head.tone,
         keep_units_together(typeset_signs(strip_control_chars(head.text))),
         so_far,
@@ -314,7 +303,5 @@ def _score_bar_svg(head: Headline) -> Markup:
 
 
 def _bar_label(head: Headline) -> str:
-    models = ", ".join(
-        f"{tile_label(name)} {format_value(mean.value, head.kind)}" for name, mean in head.tiles.items()
-    )
+    models = ", ".join(f"{tile_label(name)} {format_value(mean.value, head.kind)}" for name, mean in head.tiles.items())
     return strip_control_chars(f"{head.measure} on one scale: {models}")

@@ -43,14 +43,10 @@ def csv_files(run: DriftRun, content: ReportContent) -> dict[str, bytes]:
         if content.preset == "full" or name not in _BY_SAMPLE:
             about = [(column.name, column.unit, column.meaning) for column in run.columns(name)]
             # A run's tables are its methods.
-            every.append(
-                (name, getattr(run, name)(), pd.DataFrame(about, columns=["column", "unit", "meaning"]))
-            )
+            every.append((name, getattr(run, name)(), pd.DataFrame(about, columns=["column", "unit", "meaning"])))
     for table in (*content.tables, *(figure.data for figure in content.figures if figure.data is not None)):
         prefix = "" if table.name.startswith("figure-") else "report-"
-        units = pd.DataFrame(
-            [(column.name, column.unit) for column in table.columns], columns=["column", "unit"]
-        )
+        units = pd.DataFrame([(column.name, column.unit) for column in table.columns], columns=["column", "unit"])
         every.append((f"{prefix}{table.name}", table.frame(), units))
     files: dict[str, bytes] = {}
     for name, rows, units in every:
@@ -73,12 +69,7 @@ _WORD_JOINER = "\u2060"
 def report_markdown(content: ReportContent) -> bytes:
     """Return the report as Markdown."""
     tables = {table.name: table for section in content.sections for table in section.tables}
-    judged = [
-        row
-        for name in ("checks", "self-checks")
-        if name in tables
-        for row in tables[name].formatted_rows()[1:]
-    ]
+    judged = [row for name in ("checks", "self-checks") if name in tables for row in tables[name].formatted_rows()[1:]]
     failed = [
         f"- **{status}**: {sentence_markdown(check)}: {sentence_markdown(reason)}"
         for level in ("fail", "warn")
@@ -100,18 +91,14 @@ def report_markdown(content: ReportContent) -> bytes:
         # The last row, the mean over tasks, always stays.
         shown = rows if len(rows) <= room else [*rows[: room - 1], rows[-1]]
         blocks.append(_markdown_table_lines(table, [head, *shown]))
-        about += [f"{pluralize(len(rows) - len(shown), 'more task')} in the other formats."] * (
-            len(rows) > len(shown)
-        )
+        about += [f"{pluralize(len(rows) - len(shown), 'more task')} in the other formats."] * (len(rows) > len(shown))
         about.append(sentence_markdown(table.notes()))
     blocks.append([f"<sub>{' '.join(about)}</sub>"])
     return ("\n\n".join("\n".join(block) for block in blocks if block) + "\n").encode()
 
 
 def _markdown_table_lines(table: Table, rows: Sequence[Sequence[str]]) -> list[str]:
-    head, *lines = [
-        f"| {' | '.join(escape_markdown(typeset_signs(cell)) for cell in line)} |" for line in rows
-    ]
+    head, *lines = [f"| {' | '.join(escape_markdown(typeset_signs(cell)) for cell in line)} |" for line in rows]
     ends = (":--" if shown.kind == "text" else "--:" for shown in table.display_columns())
     return [head, f"|{'|'.join(ends)}|", *lines]
 

@@ -121,9 +121,7 @@ class ExhibitOptions(ExhibitRequest):
             return tuple(name for name in run.variants if variant_kind(name) == "calibrated")[-1:]
         names = self.calibrated.split(",") if isinstance(self.calibrated, str) else self.calibrated
         # Names are accepted with and without `calibrated:`.
-        whole = (
-            calibrated_variant(name) if calibrated_variant(name) in run.variants else name for name in names
-        )
+        whole = (calibrated_variant(name) if calibrated_variant(name) in run.variants else name for name in names)
         return tuple(_require_known_name("variant", name, run.variants) for name in dict.fromkeys(whole))
 
     def shows_calibrated(self, run: DriftRun, variant: str) -> bool:
@@ -232,9 +230,7 @@ def sample_count_sentence(rows: pd.DataFrame) -> str:
 def join_caption(sentences: Iterable[str], gaps: Iterable[MissingPart] = ()) -> str:
     """Join caption sentences without duplicates, followed by one for each missing part."""
     lacking = [f"Not shown: {gap.name} ({gap.missing})." for gap in gaps]
-    return " ".join(
-        strip_control_chars(sentence) for sentence in dict.fromkeys([*sentences, *lacking]) if sentence
-    )
+    return " ".join(strip_control_chars(sentence) for sentence in dict.fromkeys([*sentences, *lacking]) if sentence)
 
 
 # Formats of figures and tables.

@@ -113,9 +113,7 @@ def _draw_score_bars(
             "edgecolor": "white",
         }
         # matplotlib needs a height; a missing score has a bar of 0 and no whisker.
-        entries[variant_title(variant)] = axes.bar(
-            where, np.nan_to_num(ends["value"]), width, linewidth=0, **looks
-        )
+        entries[variant_title(variant)] = axes.bar(where, np.nan_to_num(ends["value"]), width, linewidth=0, **looks)
         axes.vlines(where, ends["low"], ends["high"], color="#222222", linewidth=rcParams["axes.linewidth"])
         counts |= {score.n for score in scores if score.n}
         for quantity, name in (("accuracy", "value"), ("ci_low", "low"), ("ci_high", "high")):
@@ -129,9 +127,7 @@ def _draw_score_bars(
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     format_percent_axis(axes.yaxis)
     about = (
-        f"(c) {', '.join(others)} on {count_range(counts)} test samples per task"
-        if counts
-        else "(c) Scores by task"
+        f"(c) {', '.join(others)} on {count_range(counts)} test samples per task" if counts else "(c) Scores by task"
     )
     return [f"{about}; whiskers: 95 % intervals."], entries
 
@@ -153,9 +149,7 @@ def _annotate_drift_changes(
         whose = f"{shorten_middle(variant_title(variant))}: " if len(calibrated) > 1 else ""
         shown.append(typeset_signs(f"{whose}{percent:+.0f} % ({change:+.2f})"))
         ends = f"{format_number(start)} become {format_number(end)}"
-        sentences.append(
-            typeset_signs(f"{whose}At the final layer {ends}, {percent:+.1f} % ({change:+.2f}).")
-        )
+        sentences.append(typeset_signs(f"{whose}At the final layer {ends}, {percent:+.1f} % ({change:+.2f})."))
     if shown:
         axes.set_ylim(top=(1.25 + 0.1 * len(shown)) * axes.get_ylim()[1])  # room for the box
         box = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "#888888"}
@@ -194,8 +188,7 @@ def _draw_scatter_grid(runs: Sequence[DriftRun], options: exhibit.ExhibitOptions
         if not axes.has_data() and not axes.texts:
             axes.set_axis_off()
     entries = {
-        variant_title(name): Line2D([], [], linestyle="", **marker_style(run, name))
-        for name in ["expert", *variants]
+        variant_title(name): Line2D([], [], linestyle="", **marker_style(run, name)) for name in ["expert", *variants]
     }
     add_legend(plate.figure, entries)
     where = "the final layer" if layer == "final" else run.layer_name(run.layer_index(layer))
@@ -245,9 +238,7 @@ def _load_projection(
     drawn, there = format_count(len(ids)), format_count(int(projection.quality["n"].max()))
     thinning = f"{drawn} of {there} samples are drawn, evenly over classes"
     notes = [*([] if drawn == there else [thinning]), *projection.notes]
-    quality = projection.quality[projection.quality["variant"].isin(variants)].dropna(
-        subset="trustworthiness"
-    )
+    quality = projection.quality[projection.quality["variant"].isin(variants)].dropna(subset="trustworthiness")
     trusted = zip(quality["variant"], quality["trustworthiness"], strict=True)
     return TaskProjection(
         task,
@@ -287,10 +278,7 @@ def _draw_projection_panel(
 def _draw_paired_points(
     plate: PaperFigure, axes: Axes, run: DriftRun, layout: TaskProjection, variant: str, panel: str
 ) -> None:
-    points = {
-        name: layout.rows[layout.rows["variant"] == name].set_index("sample_id")
-        for name in ("expert", variant)
-    }
+    points = {name: layout.rows[layout.rows["variant"] == name].set_index("sample_id") for name in ("expert", variant)}
     ids = points["expert"].index
     ends = [points[name].loc[ids, ["x", "y"]].to_numpy(dtype=float) for name in points]
     thin = 0.7 * rcParams["axes.linewidth"]

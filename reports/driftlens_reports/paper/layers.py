@@ -147,9 +147,7 @@ def _draw_layer_curve(
 def _draw_decomposition(runs: Sequence[DriftRun], options: ExhibitOptions) -> ExhibitResult:
     run, task, variants = runs[0], options.task_of(runs[0]), options.compared_variants(runs[0])
     plate = _new_figure(run, options, options.width * (1.9 if options.is_single_column else 0.62))
-    parts = (
-        plate.figure.subfigures(4, 1) if options.is_single_column else plate.figure.subfigures(2, 2).ravel()
-    )
+    parts = plate.figure.subfigures(4, 1) if options.is_single_column else plate.figure.subfigures(2, 2).ravel()
     names = {
         "drift_l2_mean": "(a) drift |e|",
         "mismatch_l2_mean": "(b) local mismatch |m|",
@@ -214,9 +212,7 @@ def _draw_contributions(runs: Sequence[DriftRun], options: ExhibitOptions) -> Ex
     )
 
 
-def _draw_share_bars(
-    plate: PaperFigure, axes: Axes, run: DriftRun, panel: str, task: str, variant: str
-) -> None:
+def _draw_share_bars(plate: PaperFigure, axes: Axes, run: DriftRun, panel: str, task: str, variant: str) -> None:
     rows = run.layers(task, variant).sort_values("layer")
     layers, colour = rows["layer"].to_numpy(), variant_colour(run, variant)
     carried, swapped = (rows[name].astype(float).to_numpy() for name in ("final_share", "prefix_share"))
@@ -250,9 +246,7 @@ def _draw_amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Ex
     axes = plate.figure.subplots()
     entries: dict[str, Artist] = {}
     for variant in variants:
-        entries[variant_title(variant)] = _draw_layer_curve(
-            plate, axes, run, "a", task, variant, "amplification"
-        )
+        entries[variant_title(variant)] = _draw_layer_curve(plate, axes, run, "a", task, variant, "amplification")
         rows, style = run.layers(task, variant).sort_values("layer"), line_style(run, variant)
         layers = rows["layer"].to_numpy()
         middle, low, high, error, gain = rows[[*_GAINS]].astype(float).to_numpy().T
@@ -269,9 +263,7 @@ def _draw_amplification(runs: Sequence[DriftRun], options: ExhibitOptions) -> Ex
     add_legend(plate.figure, entries)
     shown = run.layers(task)
     there = shown[shown["variant"].isin(variants)].notna().any()
-    jacobians = (
-        "Band: relative error of the path-averaged Jacobian; hollow: its mean gain on random directions."
-    )
+    jacobians = "Band: relative error of the path-averaged Jacobian; hollow: its mean gain on random directions."
     return plate.finish(
         lead,
         f"Task: {task_title(task)}. Ratios of sums over samples; the stem has no incoming drift.",

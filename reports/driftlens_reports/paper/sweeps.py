@@ -90,9 +90,7 @@ def _draw_coefficient_sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) 
         entries = lines | entries
         drawn += points_of.values()
         if not points_of:
-            plate.note_missing_panel(
-                axes, f"({letter}) accuracy by {_FACTORS[factor]}", _sweep_command_hint(factor)
-            )
+            plate.note_missing_panel(axes, f"({letter}) accuracy by {_FACTORS[factor]}", _sweep_command_hint(factor))
             continue
         axes.set_xlabel(_FACTORS[factor])
         axes.set_title(f"({letter})")
@@ -117,9 +115,7 @@ def _draw_coefficient_sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) 
     return plate.finish(lead, *about, *notes, ROUNDED)
 
 
-def _accuracy_by_setting(
-    run: DriftRun, factor: str, tasks: Sequence[str], method: str = "featcal"
-) -> pd.DataFrame:
+def _accuracy_by_setting(run: DriftRun, factor: str, tasks: Sequence[str], method: str = "featcal") -> pd.DataFrame:
     """Return mean accuracy and std over seeds for each value of a swept setting, in ascending order.
 
     Only seeds that have all tasks count.
@@ -196,8 +192,6 @@ def _sweep_caption_sentences(
         yield "One seed per point, so no spread is shown."
     else:
         yield f"Points: mean over {count_range(rows['seeds'])} seeds; bars: one standard deviation over seeds (n - 1)."
-    levels = (
-        reference_mean(run, name, ACCURACY.name, options.tasks_of(run)) for run in runs for name in _LEVELS
-    )
+    levels = (reference_mean(run, name, ACCURACY.name, options.tasks_of(run)) for run in runs for name in _LEVELS)
     if not all(map(math.isnan, levels)):
         yield "Levels: the merged model before calibration (dotted) and the base (dashed and dotted), where measured."

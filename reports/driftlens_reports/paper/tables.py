@@ -132,17 +132,11 @@ def _score_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> ExhibitRe
     ]
     if counts:
         notes.insert(0, f"{count_range(counts)} test samples per task.")
-    if any(
-        metric.kind != "share" for run in used for metric in main_metrics(run).values() if metric.is_averaged
-    ):
+    if any(metric.kind != "share" for run in used for metric in main_metrics(run).values() if metric.is_averaged):
         notes.append("Correlations are times 100; averages mix them with accuracies.")
-    missing = (
-        [] if used else [MissingPart("Measured rows", "`driftlens analyze RUN` adds the scores of a run")]
-    )
+    missing = [] if used else [MissingPart("Measured rows", "`driftlens analyze RUN` adds the scores of a run")]
     caption = f"Scores (%) by task. {GAIN}: points of the average over the merged model."
-    return _finish_tables(
-        "accuracy", "Model", [*parts.values()], caption, used, notes if used else [], missing
-    )
+    return _finish_tables("accuracy", "Model", [*parts.values()], caption, used, notes if used else [], missing)
 
 
 def _task_column_header(task: str, metric: Metric) -> str:
@@ -163,8 +157,7 @@ def _score_table_rows(
         if all(math.isnan(score.value) for score in scores.values()):
             continue
         cells = {
-            _task_column_header(task, metrics[task]): TableCell.from_fraction(score)
-            for task, score in scores.items()
+            _task_column_header(task, metrics[task]): TableCell.from_fraction(score) for task, score in scores.items()
         }
         cells[AVERAGE] = TableCell.from_fraction(mean_over_tasks([*scores.values()]))
         if variant not in ("base", "expert", "merged") and "merged" in run.variants:
@@ -179,14 +172,10 @@ def _score_change(run: DriftRun, task: str, start: str, end: str, metrics: Mappi
     return Interval(change.value, change.low, change.high, change.n)
 
 
-def _mark_significant_best(
-    run: DriftRun, lines: Sequence[_TableRow], metrics: Mapping[str, Metric]
-) -> list[_TableRow]:
+def _mark_significant_best(run: DriftRun, lines: Sequence[_TableRow], metrics: Mapping[str, Metric]) -> list[_TableRow]:
     """Mark the best cell of each column if its paired lead over the next best is significant."""
     rivals = [line for line in lines if line.variant not in ("base", "expert")]
-    columns = {_task_column_header(task, metric): [task] for task, metric in metrics.items()} | {
-        AVERAGE: [*metrics]
-    }
+    columns = {_task_column_header(task, metric): [task] for task, metric in metrics.items()} | {AVERAGE: [*metrics]}
     best = set()
     for column, tasks in columns.items():
         ranked = sorted(rivals, key=lambda line: -float(line.cells[column].value))
@@ -198,8 +187,7 @@ def _mark_significant_best(
         replace(
             line,
             cells={
-                column: replace(cell, is_best=(line.variant, column) in best)
-                for column, cell in line.cells.items()
+                column: replace(cell, is_best=(line.variant, column) in best) for column, cell in line.cells.items()
             },
         )
         for line in lines
@@ -236,9 +224,7 @@ def _calibration_cost_table(runs: Sequence[DriftRun], options: ExhibitOptions) -
                 _ENERGY: TableCell(energy),
                 _MEMORY: TableCell(memory / 2.0**30),
             }
-            lines.append(
-                _TableRow(task_title(name), cells, run.id, variant, run.name if len(runs) > 1 else "")
-            )
+            lines.append(_TableRow(task_title(name), cells, run.id, variant, run.name if len(runs) > 1 else ""))
     over = f" Speed-up: over {lines[0].label}." if lines else ""
     about = (
         "Wall time of the calibration alone; peak resident memory of the process up to its end; energy where the "
@@ -247,9 +233,7 @@ def _calibration_cost_table(runs: Sequence[DriftRun], options: ExhibitOptions) -
     missing = [] if lines else [MissingPart("Measured rows", f"`{CALIBRATE}` adds one")]
     shown = [run for run in runs if run.manifest.calibrations]
     caption = f"Cost of calibrating a merged model.{over}"
-    return _finish_tables(
-        "runtime", "Calibration", [lines], caption, shown, [about] if lines else [], missing
-    )
+    return _finish_tables("runtime", "Calibration", [lines], caption, shown, [about] if lines else [], missing)
 
 
 @table("self-checks", title="Self-checks")
@@ -270,9 +254,7 @@ def _self_checks_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exh
             if not check.where:
                 of_run = f", {run.name}" if several else ""
                 missing.append(
-                    MissingPart(
-                        f"{check.metric}{of_run}", f"`{self_check_command(check.metric)}` measures it"
-                    )
+                    MissingPart(f"{check.metric}{of_run}", f"`{self_check_command(check.metric)}` measures it")
                 )
     caption = "Self-checks: claims that are exact in theory, and the largest error over all tasks, variants and layers."
     notes = ["A check that was not measured does not count as holding."]
@@ -375,9 +357,7 @@ def _with_latex_minus(text: str) -> str:
     return text.replace("-", "$-$")
 
 
-def latex_tables(
-    frames: Sequence[pd.DataFrame], name: str, captions: Sequence[str], notes: Sequence[str]
-) -> str:
+def latex_tables(frames: Sequence[pd.DataFrame], name: str, captions: Sequence[str], notes: Sequence[str]) -> str:
     """Return one LaTeX table environment per data frame, with numbered labels.
 
     Args:

@@ -88,9 +88,7 @@ def test_the_spec_takes_its_settings_and_refuses_others_before_anything_is_opene
     world: World, tmp_path: Path, toys: None, section: dict[str, Any], message: str, hint: str
 ) -> None:
     spec = world.one_task(calibration={"method": "toy-scale", **section})
-    said = next(
-        finding for finding in preflight(load_spec(spec)).problems if finding.subject == "calibration"
-    )
+    said = next(finding for finding in preflight(load_spec(spec)).problems if finding.subject == "calibration")
     assert message in said.text and hint in said.hint
     with pytest.raises(SpecError, match=re.escape(message)) as caught:
         analyze(spec, AnalysisRequest(out=tmp_path / "run"))
@@ -106,9 +104,7 @@ def test_a_solution_of_another_shape_is_refused(light: DriftRun, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_run_is_calibrated_as_its_spec_says(world: World, tmp_path: Path, toys: None) -> None:
-    spec = world.one_task(
-        calibration={"method": "toy-scale", "pull": 3}, metrics={"jacobian": False}, heads=None
-    )
+    spec = world.one_task(calibration={"method": "toy-scale", "pull": 3}, metrics={"jacobian": False}, heads=None)
     findings = preflight(load_spec(spec)).findings
     ok = next(finding for finding in findings if finding.subject == "calibration")
     assert (ok.level, ok.text) == ("ok", "toy-scale: pull 3.0")
@@ -152,9 +148,7 @@ def test_identities_hold_with_what_a_trained_calibrator_attaches(
     run = calibrate(folder, request("toy", method="toy-map"))
     rows = run.layers(variant="calibrated:toy")
     assert set(rows["task"]) == set(TASKS)
-    assert rows["closure_error"].max() < 1e-5, (
-        "the library's own forward, attachments hooked into it, says the same"
-    )
+    assert rows["closure_error"].max() < 1e-5, "the library's own forward, attachments hooked into it, says the same"
     shares = rows.groupby("task")["final_share"].sum() + rows.groupby("task")["remainder_share"].sum()
     np.testing.assert_allclose(shares, 1, atol=1e-6)
     np.testing.assert_allclose(rows.groupby("task")["prefix_share"].sum(), 1, atol=1e-5)

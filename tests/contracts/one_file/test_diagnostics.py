@@ -126,9 +126,7 @@ def test_the_run_keeps_its_columns_and_what_they_mean(toy: None, world: World, t
     rows = run.layers(task, "merged")
     assert rows["toy_gap"].gt(0).all()
     for layer, found in zip(rows["layer"], rows["toy_gap"], strict=True):
-        variant, expert = (
-            np.asarray(run.features(task, name, layer), float) for name in ("merged", "expert")
-        )
+        variant, expert = (np.asarray(run.features(task, name, layer), float) for name in ("merged", "expert"))
         assert found == pytest.approx(np.linalg.norm(variant.mean(0) - expert.mean(0)), rel=2e-2)
     samples = run.samples(task, "merged", "final")
     # One token leaves the head: its largest entry against its norm.

@@ -154,9 +154,7 @@ def spec_of(world: World, reads: str, form: Any = "open_clip", **settings: Any) 
     return world.spec(form, merge=merge, metrics={"jacobian": False}, heads=None)
 
 
-def test_the_spec_and_preflight_know_it_and_its_settings(
-    toy: str, world: World, spec_file: Path, run_cli: Cli
-) -> None:
+def test_the_spec_and_preflight_know_it_and_its_settings(toy: str, world: World, spec_file: Path, run_cli: Cli) -> None:
     text = found(check(spec_of(world, toy)), "ok", "merge").text
     assert text.startswith(f"Toy of {toy} (arXiv:0000.0000), share {SHARE}; it reads {READS[toy]}")  # type: ignore[index]
     others = {"site": "Simple Averaging", "moments": "Other"}
@@ -170,12 +168,8 @@ def test_the_spec_and_preflight_know_it_and_its_settings(
     file = write_spec(spec_file, spec_of(world, toy))
     for override, (message, hint) in refusals.items():
         refused = run_cli("validate", file, "--set", f"merge.{override}")
-        assert (
-            refused.code == 2 and message in refused.out + refused.err and hint in refused.out + refused.err
-        )
-        command = run_cli(
-            "merge", file, "--method", f"toy_{toy}", "--set", override, "--out", file.parent / "x"
-        )
+        assert refused.code == 2 and message in refused.out + refused.err and hint in refused.out + refused.err
+        command = run_cli("merge", file, "--method", f"toy_{toy}", "--set", override, "--out", file.parent / "x")
         assert command.code == 2 and message in command.err and hint in command.err
     for misspelt in ({"shar": 0.1}, {"share": 2}):
         with pytest.raises(SpecError):

@@ -33,9 +33,7 @@ def hostile(folder: Path) -> DriftRun:
         *("base", "merged", "baseline:<i>other</i>"),
         *("baseline:<i>x</i>-anchor", "calibrated:<i>x</i>"),
     ]
-    path = write_full_run(
-        folder / "hostile", name=HOSTILE[0], tasks=HOSTILE, variants=variants, class_names=HOSTILE
-    )
+    path = write_full_run(folder / "hostile", name=HOSTILE[0], tasks=HOSTILE, variants=variants, class_names=HOSTILE)
     return open_run(path)
 
 

@@ -80,18 +80,14 @@ def test_axes_have_titles_with_units(name: str, full: DriftRun) -> None:
     figure = drawn(name, full).figure
     for letter in "xy":
         titles = axis_titles(figure, letter)
-        assert titles and all(re.search(r"\(.+\)|cosine", title) or title in NAMES for title in titles), (
-            titles
-        )
+        assert titles and all(re.search(r"\(.+\)|cosine", title) or title in NAMES for title in titles), titles
 
 
 @every_chart
 def test_the_alt_text_is_made_of_numbers_in_the_data(name: str, full: DriftRun) -> None:
     chart = drawn(name, full)
     writings = {
-        write(value)
-        for value in data_values(chart.data)
-        for write in (format_number, format_percent, format_error)
+        write(value) for value in data_values(chart.data) for write in (format_number, format_percent, format_error)
     }
     said = NUMBER.findall(chart.alt)
     # The intervals over samples that its sentence tells are not what its whiskers show.
@@ -254,9 +250,7 @@ def test_units_are_the_schemas() -> None:
 def test_names_are_shown_character_by_character() -> None:
     assert escape_plotly("<b>&amp;</b>") == "&lt;b&gt;&amp;amp;&lt;/b&gt;"
     assert escape_plotly("$x$ %{y}\n") == "&#36;x&#36; &#37;{y}\ufffd"
-    assert (
-        escaped_label("a" * 40) == "a" * 13 + "…" + "a" * 12 and escaped_label("<" * 40, 9).count("&lt;") == 8
-    )
+    assert escaped_label("a" * 40) == "a" * 13 + "…" + "a" * 12 and escaped_label("<" * 40, 9).count("&lt;") == 8
 
 
 themes = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])

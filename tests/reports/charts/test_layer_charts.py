@@ -88,9 +88,7 @@ def test_cells_stand_at_their_task_and_layer(full: DriftRun) -> None:
         last = full.manifest.layers[-1].index
         remainder = full.value("remainder_share", task=task, variant="merged", layer=last)
         assert rest == (last + 1, remainder)
-    assert list(axis.tickvals) == list(cells.y) == [0, 1, 2] and axis.range[0] > axis.range[1], (
-        "first task on top"
-    )
+    assert list(axis.tickvals) == list(cells.y) == [0, 1, 2] and axis.range[0] > axis.range[1], "first task on top"
 
 
 def test_layers_without_rows_are_gaps(single: DriftRun) -> None:
@@ -197,14 +195,10 @@ def test_in_a_narrow_window_panels_stand_below_one_another(full: DriftRun) -> No
     ends = [{axis.domain for axis in figure.select_xaxes()} for figure in (wide, narrow, kinds)]
     assert len(ends[0]) > 1 == len(ends[1]) and narrow.layout.height > wide.layout.height
     titles = [axis.title.text for axis in kinds.select_yaxes()]
-    assert len(ends[2]) == 1 and titles == titles[:3] * len(full.tasks), (
-        "each panel has the title of its kind"
-    )
+    assert len(ends[2]) == 1 and titles == titles[:3] * len(full.tasks), "each panel has the title of its kind"
     assert {axis.matches for axis in kinds.select_yaxes()} == {None, "y", "y3"}
     lined = {shape.yref for shape in kinds.layout.shapes if shape.y0 == shape.y1 == 0}
-    assert lined == {f"y{3 * at}" for at in range(1, len(full.tasks) + 1)}, (
-        "cross terms alone have a zero line"
-    )
+    assert lined == {f"y{3 * at}" for at in range(1, len(full.tasks) + 1)}, "cross terms alone have a zero line"
     again = charts["layer-drift"].draw(full, ChartOptions()).figure
     assert again.layout.height == wide.layout.height
 

@@ -67,9 +67,7 @@ def test_samples_are_paired_by_name_not_by_row(full: DriftRun) -> None:
     mixed = charts["sample-cosine"].draw(shuffled, ChartOptions()).data.set_index(key)
     assert len(straight) - len(mixed) == 1
     columns = ["baseline cosine", "cosine"]
-    pd.testing.assert_frame_equal(
-        mixed[columns].sort_index(), straight.loc[mixed.index, columns].sort_index()
-    )
+    pd.testing.assert_frame_equal(mixed[columns].sort_index(), straight.loc[mixed.index, columns].sort_index())
 
 
 def test_bounds_are_gain_times_drift_and_the_secant_is_exact(full: DriftRun) -> None:

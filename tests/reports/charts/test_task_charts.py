@@ -51,9 +51,7 @@ def gappy(tmp_path_factory: pytest.TempPathFactory) -> DriftRun:
         ("accuracy", "accuracy", "value"),
     ],
 )
-def test_marks_are_the_tables_values_and_their_means(
-    name: str, table: str, column: str, full: DriftRun
-) -> None:
+def test_marks_are_the_tables_values_and_their_means(name: str, table: str, column: str, full: DriftRun) -> None:
     rows = full.layers(layer="final") if table == "layers" else getattr(full, table)()
     for variant, values in by_legend(charts[name].draw(full, ChartOptions()).figure).items():
         wanted = rows.loc[rows["variant"] == variant, column].astype(float)
@@ -70,9 +68,7 @@ def test_accuracy_has_the_base_and_the_expert_with_the_tables_intervals(full: Dr
         assert trace.x[-1] == AVERAGE
         up = np.array(trace.y) + np.array(trace.error_y.array)
         down = np.array(trace.y) - np.array(trace.error_y.arrayminus)
-        assert up == pytest.approx([*rows[:, 2], mean.high]) and down == pytest.approx(
-            [*rows[:, 1], mean.low]
-        )
+        assert up == pytest.approx([*rows[:, 2], mean.high]) and down == pytest.approx([*rows[:, 1], mean.low])
 
 
 @pytest.mark.parametrize("name", ["task-cosine", "accuracy"])
@@ -150,9 +146,7 @@ def test_groups_of_modules_are_drawn_as_the_run_measured_them(full: DriftRun) ->
     modules = params[params["scope"] == "backbone"]
     groups = pd.concat([modules.assign(scope="group", path=name) for name in ("q", "norms")])
     drawn = charts["alignment"].draw(with_rows(full, "params", pd.concat([params, groups])))
-    right = next(
-        trace for trace in drawn.figure.data if trace.legendgroup == "merged" and not trace.showlegend
-    )
+    right = next(trace for trace in drawn.figure.data if trace.legendgroup == "merged" and not trace.showlegend)
     assert list(right.x) == ["q", "norms"]
     mean = modules.loc[modules["variant"] == "merged", "cos"].mean()
     assert list(right.y) == pytest.approx([mean, mean])
@@ -166,9 +160,7 @@ def test_sweeps_average_tasks_first_and_then_seeds(swept: DriftRun) -> None:
     for (measure, sweep), trace in zip(panels, bold, strict=True):
         own = rows[rows["sweep"] == sweep]
         for value, mean, spread in zip(trace.x, trace.y, trace.error_y.array, strict=True):
-            by_seed = [
-                own[(own[sweep] == value) & (own["seed"] == seed)][measure].mean() for seed in range(3)
-            ]
+            by_seed = [own[(own[sweep] == value) & (own["seed"] == seed)][measure].mean() for seed in range(3)]
             assert mean == pytest.approx(np.mean(by_seed))
             assert spread == pytest.approx(np.std(by_seed, ddof=1))
 

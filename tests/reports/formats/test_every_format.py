@@ -139,9 +139,7 @@ def in_html(data: bytes) -> dict[Key, float]:
 
 def in_json(data: bytes) -> dict[Key, float]:
     sections = json.loads(data)["sections"]
-    table = next(
-        table for section in sections for table in section["tables"] if table["name"] == "final-drift"
-    )
+    table = next(table for section in sections for table in section["tables"] if table["name"] == "final-drift")
     return {(row[0], row[1]): row[2] for row in table["rows"]}
 
 
@@ -170,8 +168,7 @@ def test_markdown_shows_the_same_numbers_rounded(full: DriftRun, files: dict[str
     sheet = task_table(full, verdict(full))
     assert rows == [[*map(typeset_signs, row)] for row in sheet.formatted_rows()]
     ends = [
-        typeset_signs(f"{format_value(row[6], 'points')} to {format_value(row[7], 'points')}")
-        for row in sheet.rows
+        typeset_signs(f"{format_value(row[6], 'points')} to {format_value(row[7], 'points')}") for row in sheet.rows
     ]
     assert [*sheet.column_formats][6:8] == ["95 % low", "95 % high"] and [row[6] for row in rows] == [
         INTERVAL,
@@ -199,9 +196,7 @@ def test_a_second_report_has_the_same_bytes(full: DriftRun, files: dict[str, byt
     assert Report(open_run(full.path)).files(FORMATS) == files
 
 
-def test_saving_leaves_the_files_and_nothing_else(
-    standard: Report, files: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_saving_leaves_the_files_and_nothing_else(standard: Report, files: dict[str, bytes], tmp_path: Path) -> None:
     light = ["json", "md", "csv", "latex"]  # the others are drawn, which takes long, and saved no other way
     paths = standard.save(tmp_path / "out", light)
     found = {path.relative_to(tmp_path / "out").as_posix(): path.read_bytes() for path in paths}
@@ -280,9 +275,7 @@ def test_columns_that_hold_nothing_are_said_to_be_missing(tmp_path: Path) -> Non
         path = folder / table_file(table.name)
         if path.exists():
             rows = tables.read_table(path, table)
-            numbers = [
-                c.name for c in table.columns if c.dtype in ("float", "bool") and c.name not in table.key
-            ]
+            numbers = [c.name for c in table.columns if c.dtype in ("float", "bool") and c.name not in table.key]
             path.unlink()
             tables.append_rows(path, table, rows.drop(columns=numbers))
     content = Report(folder, "full").content
@@ -366,9 +359,7 @@ def test_the_interactive_page_allows_its_own_scripts_and_no_other(interactive: s
     assert "connect-src" not in page.policy
 
 
-def test_only_charts_of_many_points_need_compiled_drawing_commands(
-    standard: Report, interactive: str
-) -> None:
+def test_only_charts_of_many_points_need_compiled_drawing_commands(standard: Report, interactive: str) -> None:
     assert "'unsafe-eval'" not in Page(interactive).policy["script-src"]
     drawn = charts["layer-drift"].draw(standard.run)
     many = {"layer-drift": dataclasses.replace(drawn, figure=go.Figure(go.Scattergl(x=[1], y=[1])))}
@@ -396,9 +387,7 @@ def test_a_page_refers_to_nothing_outside_itself(name: str, request: pytest.Fixt
 
 @pytest.mark.parametrize("name", ["light", "interactive"])
 def test_no_id_is_there_twice(name: str, request: pytest.FixtureRequest) -> None:
-    ids = [
-        attributes["id"] for _, attributes in Page(request.getfixturevalue(name)).tags if "id" in attributes
-    ]
+    ids = [attributes["id"] for _, attributes in Page(request.getfixturevalue(name)).tags if "id" in attributes]
     assert len(ids) == len(set(ids))
 
 

@@ -61,9 +61,7 @@ def test_the_shipped_schema_is_that_of_the_model() -> None:
 def test_fields_are_only_ever_added() -> None:
     promised: dict[str, list[str]] = json.loads(GOLDEN.read_text(encoding="utf-8"))
     there = fields(shipped_schema())
-    assert {
-        name: [field for field in kept if field in there[name]] for name, kept in promised.items()
-    } == promised
+    assert {name: [field for field in kept if field in there[name]] for name, kept in promised.items()} == promised
 
 
 @pytest.mark.slow
@@ -179,16 +177,12 @@ def test_a_comment_has_30_lines_with_what_failed_first(standard: Report, many: i
             "rows": tuple((f"check {at}", "fail", *old.rows[0][2:]) for at in range(many)),
         }
     )
-    section = content.sections[0].model_copy(
-        update={"tables": (table.model_copy(update={"rows": rows}), checks)}
-    )
+    section = content.sections[0].model_copy(update={"tables": (table.model_copy(update={"rows": rows}), checks)})
     stamps = tuple(f"stamp {at}" for at in range(many))
     text = report_markdown(content.model_copy(update={"sections": (section,), "stamps": stamps})).decode()
     lines = text.splitlines()
     assert len(lines) <= 30 and (many < 40 or len(lines) == 30) and "![" not in text
-    first = [
-        text.index(part) for part in ("stamp 0", "check 0", content.verdict.sentences[0][:8], "| task |")
-    ]
+    first = [text.index(part) for part in ("stamp 0", "check 0", content.verdict.sentences[0][:8], "| task |")]
     assert first == sorted(first) and "mean of" in lines[-3]
     assert ("more tasks in the other formats" in text) == (many == 40) == ("- 38 more" in text)
 
@@ -252,9 +246,7 @@ def test_latex_compiles_with_the_packages_it_names(standard: Report, tmp_path: P
     texts.append(in_latex(standard.content, numbers(names)))
     packages = sorted({line for text in texts for line in re.findall(r"\\usepackage\{[\w,]+\}", text)})
     body = "\\clearpage\n".join(texts)
-    document = (
-        f"\\documentclass{{article}}\n{''.join(packages)}\n\\begin{{document}}\n{body}\n\\end{{document}}\n"
-    )
+    document = f"\\documentclass{{article}}\n{''.join(packages)}\n\\begin{{document}}\n{body}\n\\end{{document}}\n"
     (tmp_path / "all.tex").write_text(document, encoding="utf-8")
     command = ["pdflatex", "-no-shell-escape", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace")

@@ -87,9 +87,7 @@ def scores_run(
     rng = np.random.default_rng(seed)
     with RunWriter.create(path, spec_yaml="", spec_digest="0" * 64, name=name) as writer:
         architecture = {"adapter": "open_clip_vit", "source": source}
-        writer.update_manifest(
-            tasks=tasks, variants=variants, layers=layer_list(2), architecture=architecture
-        )
+        writer.update_manifest(tasks=tasks, variants=variants, layers=layer_list(2), architecture=architecture)
         keys = itertools.product(tasks, ("expert", *variants))
         rows = pd.DataFrame(keys, columns=["task", "variant"]).assign(metric="accuracy", n=400, seed=0)
         value = rng.integers(100, 400, len(rows)) / 400

@@ -71,9 +71,7 @@ def test_every_exhibit_has_its_siblings(run: DriftRun, tmp_path: Path) -> None:
     assert [entry.name for entry in written] == names
     for entry in written:
         own = "svg" if entry.name == "drift" else "tex"
-        assert [path.name for path in entry.files] == [
-            f"{entry.name}.{end}" for end in (own, "csv", "json", "txt")
-        ]
+        assert [path.name for path in entry.files] == [f"{entry.name}.{end}" for end in (own, "csv", "json", "txt")]
     assert sorted(path for entry in written for path in entry.files) == sorted(tmp_path.iterdir())
 
 
@@ -104,10 +102,7 @@ def test_what_is_chosen_stands_in_the_command_that_draws_it_again(run: DriftRun,
     wanted = ["export", run.path, "--figure", "drift", "--format", "png", "--out", tmp_path]
     assert code_of(*wanted, *flags) == 0
     told = json.loads((tmp_path / "drift.json").read_text())
-    assert (
-        told["command"]
-        == "driftlens export toy --figure drift --style neurips --calibrated base --tasks cars"
-    )
+    assert told["command"] == "driftlens export toy --figure drift --style neurips --calibrated base --tasks cars"
     shown = pd.read_csv(tmp_path / "drift.csv")
     assert set(shown["variant"]) == {"base", "merged"} and set(shown["task"]) == {"cars"}
     assert code_of(*wanted, "--calibrated", "nobody") == 4
@@ -218,6 +213,4 @@ def test_the_first_figure_shows_the_task_with_the_median_gain(tmp_path: Path) ->
     options = ExhibitOptions()
     assert gains[options.median_task_of(run)] == median.iloc[0]
     assert ExhibitOptions(task=run.tasks[0]).median_task_of(run) == run.tasks[0]
-    assert f"(a) final features, {options.median_task_of(run)}" in words(
-        draw_exhibit("intro", [run], options).figure
-    )
+    assert f"(a) final features, {options.median_task_of(run)}" in words(draw_exhibit("intro", [run], options).figure)

@@ -183,9 +183,7 @@ def test_names_are_drawn_letter_by_letter(name: str, hostile: DriftRun) -> None:
 def test_drawing_again_gives_the_same_bytes(name: str, run: DriftRun) -> None:
     with matplotlib.rc_context({"font.size": 30, "svg.hashsalt": None, "lines.linewidth": 9}):
         other = draw(name, open_run(run.path))
-        formats = (
-            PICTURES if name == "intro" else ("svg",)
-        )  # one figure in all formats: the others take no other way
+        formats = PICTURES if name == "intro" else ("svg",)  # one figure in all formats: the others take no other way
         again = {file_format: other.content(file_format) for file_format in formats}
     for file_format in formats:
         assert draw(name, run).content(file_format) == again[file_format], file_format

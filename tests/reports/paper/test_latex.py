@@ -84,9 +84,7 @@ def test_numbers_go_to_the_right_and_words_to_the_left() -> None:
 
 
 def test_a_table_without_a_row_is_its_notes() -> None:
-    text = latex_table(
-        pd.DataFrame(), "t", "C", notes=["Not shown: rows (`driftlens analyze RUN` adds them)."]
-    )
+    text = latex_table(pd.DataFrame(), "t", "C", notes=["Not shown: rows (`driftlens analyze RUN` adds them)."])
     assert "tabular" not in text and r"\texttt{driftlens analyze RUN}" in text
 
 

@@ -1,7 +1,8 @@
 """Drift of one task and its attribution, as rows of tables. Entry points: `measure_task`, `compute_attribution`.
 
 `measure_task` compares the first samples with the models' own forward pass and with a float64 pass.
-`compute_attribution` stores the features at every layer boundary in one forward pass; one backward pass serves all variants.
+`compute_attribution` stores the features at every layer boundary in one
+forward pass; one backward pass serves all variants.
 """
 
 from __future__ import annotations

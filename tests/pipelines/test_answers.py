@@ -149,6 +149,7 @@ def test_what_a_task_lacks_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_real_models_have_the_scores_that_their_makers_measured(tmp_path: Path) -> None:
     real = Path(__file__).resolve().parents[3] / "shared" / "real_text"
     if not real.is_dir():

@@ -23,7 +23,7 @@ from driftlens.models.architecture import load_architecture
 from driftlens.models.readouts import ExpertHead
 from driftlens.pipelines.validate import preflight
 from driftlens.utils.errors import SpecError
-from tests.quick import few
+from tests.quick import few, paced
 from tests.zoo.encoders import PARAMS, encoder, logits, save
 from tests.zoo.suite import files_of, spec_of_folders
 from tests.zoo.tensors import assert_every_tensor, site_keys
@@ -82,8 +82,13 @@ class Suite:
 
 
 @pytest.mark.shows("attribution", "reloads", sites="yes")
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(*param.values, marks=[*param.marks, *paced(param.values[0], (), ["BERT", "DeBERTa-v3"])])
+        for param in PARAMS
+    ],
+)
 def test_an_encoder_is_measured_calibrated_and_reloaded(name: str, tmp_path: Path) -> None:
     suite = Suite(name, tmp_path)
     run = dl.analyze(suite.spec, out=tmp_path / "run", progress="none")

@@ -70,6 +70,7 @@ def accuracy(model: nn.Module, x: Inputs, y: Tensor) -> float:
 
 
 @pytest.mark.family("ViT (transformers)")
+@pytest.mark.every
 @pytest.mark.shows("drift", heads="classifier of each expert")
 def test_trained_classifiers_are_merged_measured_and_calibrated(real: Path, tmp_path: Path) -> None:
     data = {task: images(real, task) for task in TASKS}

@@ -31,6 +31,7 @@ from driftlens.utils.errors import Cancelled, DataError, SingularGramError, Spec
 from driftlens.utils.progress import CancelToken, ProgressEvent
 from driftlens_reports.terminal import sweep_text
 from tests.pipelines.calibrating import NAME, VARIANT, copied, files_of, request, same_rows
+from tests.quick import few
 from tests.zoo.world import TASKS, World
 
 MEASURES = ("drift_l2_mean", "drift_rel", "cos_mean")
@@ -92,8 +93,7 @@ def test_cached_expert_features_give_the_same_weights_as_none(
 VALUES = {"lam": 0.01, "rho": 1.3, "alpha": 0.8, "n": 3}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", VALUES)
+@pytest.mark.parametrize("setting", few(VALUES, (), some=["lam", "n"]))
 def test_a_point_equals_a_plain_calibration_of_the_same_settings(
     folder: Path, light: DriftRun, tmp_path: Path, setting: str
 ) -> None:

@@ -19,7 +19,7 @@ from driftlens.experiment.resume import reopen_study
 from driftlens.experiment.study import Study
 from driftlens.pipelines.calibration_plan import replace_parameters
 from driftlens.pipelines.evaluation import correct_predictions, final_drift_columns, final_features
-from driftlens.utils.progress import ProgressReporter
+from driftlens.utils.distributed import ProgressReporter
 from driftlens.utils.variants import expert_name
 
 Updates = dict[tuple[int, str], Tensor]

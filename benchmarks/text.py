@@ -17,8 +17,9 @@ from driftlens.engine.calibrating import CalibratedLayer, CalibrationContext
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.sites import select_sites
 from driftlens.engine.walk import InMemoryBatches, drift_columns, walk
-from driftlens.models.architecture import architecture_of, build_on_meta
+from driftlens.models.architecture import build_on_meta
 from driftlens.models.architectures.language import causal_chain
+from driftlens.models.architectures.module_list import chain_of_module
 from driftlens.models.chain import LayerChain
 
 TOKENS, ANSWER, BATCH = 128, 8, 8
@@ -92,7 +93,7 @@ def _featcal(device: torch.device) -> str:
     names = ["base", "merged", *(f"expert:{task}" for task in range(TASKS))]
     models = {name: _near(T5ForConditionalGeneration, config, seed, device) for seed, name in enumerate(names)}
     samples = {str(task): _batches(task, device, answer=ANSWER) for task in range(TASKS)}
-    pool = _pool(models, models["merged"], architecture_of(models["merged"]).chain)
+    pool = _pool(models, models["merged"], chain_of_module(models["merged"]))
     found: dict[str, Any] = {}
 
     def ours() -> None:

@@ -1,18 +1,25 @@
 """Requests: the arguments of each command as one model, from which flags, keywords and forms are derived.
 
 A field defines name, type, bounds, default and description once. `driftlens.cli.app` turns fields into flags,
-`driftlens.front.keywords` into keywords.
+`fields_as_keywords` into keywords of functions:
+
+@fields_as_keywords(request=SweepRequest)
+def sweep(run: PathLike | DriftRun, request: SweepRequest, around: JobArguments) -> Run: ...
+
+sweep("runs/ta8", param={"lam": [0.1]}, progress="none")
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -30,6 +37,8 @@ from driftlens.config.types import (
     to_spec_error,
 )
 from driftlens.utils.errors import SpecError, did_you_mean
+
+T = TypeVar("T")
 
 # The calibrator if neither a request nor the spec of the run names one.
 DEFAULT_METHOD = "featcal"
@@ -548,3 +557,45 @@ class Modules:
     def missing_fields(self) -> list[str]:
         """The names of required fields that are None."""
         return [name for name in REQUIRED if getattr(self, name) is None]
+
+
+def fields_as_keywords(**kinds: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Return a decorator that replaces request parameters by keyword arguments, one per field of the request."""
+
+    def _replace_request_parameters(function: Callable[..., T]) -> Callable[..., T]:
+        parameters = inspect.signature(function).parameters
+        own = {name: parameter for name, parameter in parameters.items() if name not in kinds}
+        fields = {name: _signature_parameters(kind) for name, kind in kinds.items()}
+        by_field = {field: parameter for of_kind in fields.values() for field, parameter in of_kind.items()}
+        # A function's own parameters come first, and again last, because they win over fields of the same name.
+        accepted = own | by_field | own
+        if main := next((field for name in kinds for field in fields[name] if name != "around"), None):
+            accepted[main] = accepted[main].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        # A signature requires the order of kinds; within a kind, sorting keeps the order.
+        signature = inspect.Signature(sorted(accepted.values(), key=lambda parameter: parameter.kind))
+
+        @functools.wraps(function)
+        def _call_with_requests(*positional: Any, **named: Any) -> T:
+            # Before `bind`, whose TypeError would not name the most similar keyword.
+            check_keywords(function.__name__, named, accepted)
+            bound = signature.bind(*positional, **named).arguments
+            # Only bound fields are passed, so that a request knows which ones the caller has set.
+            parts = {
+                name: kind(**{key: bound[key] for key in fields[name] if key in bound}) for name, kind in kinds.items()
+            }
+            return function(**{name: bound[name] for name in own if name in bound}, **parts)
+
+        # Editors and `help` read this attribute, which type checkers don't allow on a function.
+        vars(_call_with_requests)["__signature__"] = signature
+        return _call_with_requests
+
+    return _replace_request_parameters
+
+
+def _signature_parameters(kind: type[Any]) -> dict[str, inspect.Parameter]:
+    """Return the fields of a request as optional keyword-only parameters of a signature."""
+    if not issubclass(kind, Request):
+        parameters = inspect.signature(kind).parameters.items()
+        return {name: one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, one in parameters}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return {name: inspect.Parameter(name, keyword, default=value) for name, value in kind.field_defaults().items()}

@@ -29,7 +29,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from driftlens.utils.errors import SpecError, did_you_mean, sanitize_text
-from driftlens.utils.files import LONGEST_FILE_NAME, expand_home, regular_file, safe_file_name
+from driftlens.utils.files import expand_home, regular_file
+from driftlens.utils.variants import LONGEST_FILE_NAME, safe_file_name
 
 # Suffixes that mark a value as a file even if none exists. A list, since Hub ids such as `Llama-3.2-3B` have dots too.
 _FILE_SUFFIX = re.compile(r"\.(bin|ckpt|gguf|h5|json|msgpack|npz|onnx|pkl|pt|pth|safetensors)", re.IGNORECASE)

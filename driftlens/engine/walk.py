@@ -29,7 +29,7 @@ from driftlens.linalg.state import (
     state_norms,
     subtract_states,
 )
-from driftlens.models.architecture import architecture_of
+from driftlens.models.architectures.module_list import chain_of_module
 from driftlens.models.chain import ExpertRoutes, Layer, Pool, SideInputs, State
 from driftlens.utils.devices import device_memory, to_device
 from driftlens.utils.errors import DataError, NumericsError
@@ -535,7 +535,7 @@ def capture(module: nn.Module, inputs: Iterable[Any], *, pool: Pool | None = Non
     sources = {"model": module_source(module, "model")}
     batches = iter(inputs)
     example = next(batches)
-    chain = architecture_of(module, example).chain
+    chain = chain_of_module(module, example)
     models = ModelPool(
         chain, module, sources, device=parameter.device, dtype=parameter.dtype, modules={"model": module}
     )

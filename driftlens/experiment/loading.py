@@ -63,9 +63,9 @@ from driftlens.models.vocabularies import (
 from driftlens.utils.devices import require_dtype, resolve_device
 from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import CheckpointError, DataError, DriftLensError, SpecError
-from driftlens.utils.files import expand_home, safe_file_name
+from driftlens.utils.files import expand_home
 from driftlens.utils.registry import resolve_settings
-from driftlens.utils.variants import METRICS, baseline_variant, expert_name, task_of_expert
+from driftlens.utils.variants import METRICS, baseline_variant, expert_name, safe_file_name, task_of_expert
 
 if TYPE_CHECKING:
     from driftlens.config.run import RunSpec

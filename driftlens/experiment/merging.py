@@ -44,10 +44,9 @@ from driftlens.models.architecture import Architecture
 from driftlens.models.chain import Layer, LayerChain, SideInputs, Site, State, WeightSlot
 from driftlens.models.saving import check_save_path, save_model
 from driftlens.utils.devices import full_precision_matmul, override_num_threads, to_float64
-from driftlens.utils.distributed import JobContext
+from driftlens.utils.distributed import JobContext, ProgressReporter
 from driftlens.utils.errors import ShapeError, SpecError
 from driftlens.utils.files import PathLike, scratch_folder
-from driftlens.utils.progress import ProgressReporter
 from driftlens.utils.variants import ModelChange, expert_name, saving_loss_text, task_of_expert
 
 if TYPE_CHECKING:

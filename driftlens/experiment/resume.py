@@ -32,10 +32,9 @@ from driftlens.utils.devices import (
     peak_memory,
     reset_peak_memory,
 )
-from driftlens.utils.distributed import JobContext, ProcessGroup
+from driftlens.utils.distributed import JobContext, ProcessGroup, ProgressReporter
 from driftlens.utils.errors import Cancelled, CheckpointError, DataError, RunError, SpecError
 from driftlens.utils.files import PathLike
-from driftlens.utils.progress import ProgressReporter
 from driftlens.utils.variants import calibrated_variant
 
 if TYPE_CHECKING:

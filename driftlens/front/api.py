@@ -23,10 +23,11 @@ from driftlens.config.requests import (
     ProjectionRequest,
     SweepRequest,
     ViewRequest,
+    fields_as_keywords,
 )
-from driftlens.front.keywords import JobArguments, QuietJobArguments, fields_as_keywords
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, has_live_modules
+from driftlens.utils.distributed import JobArguments, QuietJobArguments
 from driftlens.utils.errors import SpecError
 from driftlens.utils.files import PathLike
 
@@ -117,7 +118,7 @@ class Run(DriftRun):
 
         return findings_frame(self)
 
-    @fields_as_keywords(request=ViewRequest)
+    @fields_as_keywords(request=ViewRequest, around=JobArguments)
     def view(self, request: ViewRequest) -> Explorer:
         """Create an interactive HTML page to compare samples across variants; `out` saves it."""
         from driftlens_reports.explorer import Explorer
@@ -155,7 +156,7 @@ class Run(DriftRun):
         weights = open_checkpoint(self.path / calibrated_weights_file(name))
         return {key: weights.read(key) for key in weights.headers}
 
-    @fields_as_keywords()
+    @fields_as_keywords(around=JobArguments)
     def measure(self, around: JobArguments, *, add: Sequence[str] | str = ()) -> Run:
         """Measure what the run lacks: scores, attribution of drift to layers, and diagnostics named in `add`."""
         from driftlens.pipelines.analyze import measure_missing_parts
@@ -206,7 +207,7 @@ def _live_study_opener(
     return partial(reopen_live_study, folder, arguments, data)
 
 
-@fields_as_keywords(request=AnalysisRequest, modules=Modules, settings=LiveSettings)
+@fields_as_keywords(request=AnalysisRequest, modules=Modules, settings=LiveSettings, around=JobArguments)
 def analyze(
     spec: SpecLike | None = None,
     *,
@@ -259,7 +260,7 @@ def _refuse_misplaced_settings(request: AnalysisRequest, settings: LiveSettings,
         raise SpecError(f"{min(misplaced)} belongs to {other}; given: {kind}")
 
 
-@fields_as_keywords(request=CalibrationRequest)
+@fields_as_keywords(request=CalibrationRequest, around=JobArguments)
 def calibrate(
     run: PathLike | DriftRun,
     request: CalibrationRequest,
@@ -320,11 +321,10 @@ def project(
     from driftlens.results.projection import project as lay_out
 
     with around.context() as context:
-        on_progress, cancel = context.on_progress, context.cancel
-        return lay_out(run, task, request, store_it=store_it, on_progress=on_progress, cancel=cancel)
+        return lay_out(run, task, request, store_it=store_it, report=context.reporter().step)
 
 
-@fields_as_keywords(request=MergeRequest)
+@fields_as_keywords(request=MergeRequest, around=JobArguments)
 def merge(spec: SpecLike, request: MergeRequest, around: JobArguments) -> Path:
     """Merge the experts of a spec and save the result as a checkpoint in the format of the base.
 
@@ -346,7 +346,7 @@ def merge(spec: SpecLike, request: MergeRequest, around: JobArguments) -> Path:
     return request.out
 
 
-@fields_as_keywords(request=ComparisonRequest)
+@fields_as_keywords(request=ComparisonRequest, around=JobArguments)
 def compare_merges(spec: SpecLike, request: ComparisonRequest, around: JobArguments) -> Table:
     """Rank merge methods by the distance of their merges from the experts, without labels.
 
@@ -375,7 +375,7 @@ def compare_merges(spec: SpecLike, request: ComparisonRequest, around: JobArgume
     return merge_ranking_table(ranked)
 
 
-@fields_as_keywords(request=PreflightRequest)
+@fields_as_keywords(request=PreflightRequest, around=JobArguments)
 def validate(spec: SpecLike, request: PreflightRequest, around: JobArguments) -> PreflightReport:
     """Check a spec, its checkpoints and its data without loading weights, as `driftlens validate` does.
 
@@ -393,7 +393,7 @@ def validate(spec: SpecLike, request: PreflightRequest, around: JobArguments) ->
     return preflight(load_spec(spec, request.overrides), request, around.access)
 
 
-@fields_as_keywords(request=SweepRequest)
+@fields_as_keywords(request=SweepRequest, around=JobArguments)
 def sweep(
     run: PathLike | DriftRun,
     request: SweepRequest,

@@ -11,15 +11,20 @@ from torch import Tensor, nn
 
 from driftlens.calibration import featcal, residual
 from driftlens.calibration.calibrator import Calibrator
-from driftlens.config.requests import FitRequest, LiveInputs, LiveSettings, Modules
+from driftlens.config.requests import (
+    FitRequest,
+    LiveInputs,
+    LiveSettings,
+    Modules,
+    fields_as_keywords,
+)
 from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.sites import parameter_coverage, select_sites, tied_sites
 from driftlens.engine.walk import check_closure
 from driftlens.experiment.live import open_modules
-from driftlens.front.keywords import JobArguments, QuietJobArguments, fields_as_keywords
 from driftlens.models.chain import ParameterKey, updated_tensors
 from driftlens.utils.devices import full_precision_matmul
-from driftlens.utils.progress import ProgressReporter
+from driftlens.utils.distributed import JobArguments, ProgressReporter, QuietJobArguments
 
 
 class _FittableCalibrator(Calibrator):
@@ -54,7 +59,7 @@ class _FittableCalibrator(Calibrator):
             experts: one per task, of the same class and shape.
             data: calibration inputs per task: a tensor, Dataset, DataLoader or iterable of batches; labels are ignored.
             request: by keywords, the fields of `driftlens.config.requests.FitRequest`: layers, sites, n, seed, ...
-            around: by keywords, the fields of `driftlens.front.keywords.JobArguments`: device, on_progress, cancel, ...
+            around: by keywords, the fields of `driftlens.utils.distributed.JobArguments`: device, cancel, ...
 
         Raises:
             SpecError: a setting is not allowed, or tasks of `experts` and `data` differ.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from driftlens.config.requests import ExhibitRequest
-from driftlens.front.keywords import fields_as_keywords
+from driftlens.config.requests import ExhibitRequest, fields_as_keywords
 
 if TYPE_CHECKING:
     from driftlens.runs.run import DriftRun

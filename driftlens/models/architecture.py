@@ -23,7 +23,7 @@ from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.tensor_sources import CompositeSource, StateSource, rename_keys
 from driftlens.checkpoints.unsupported import LIVE, wrap_library_errors
 from driftlens.models.architectures.module_list import sequential_chain
-from driftlens.models.chain import IMAGE, Adapter, LayerChain, adapters
+from driftlens.models.chain import IMAGE, LayerChain
 from driftlens.models.heads import LmHeadSpec, TextTower
 from driftlens.models.preprocessing import Preprocess, image_preprocess
 from driftlens.models.readouts import HeadTemplate, add_embedding_head, embedding_head
@@ -282,34 +282,6 @@ def _load_from_python_function(loader: str, request: ArchitectureRequest) -> Arc
         chain = sequential_chain(module.eval(), preprocess.example(), blocks=request.blocks)
     chain = replace(chain, modality=replace(IMAGE, pool=chain.modality.pool))
     return Architecture(loader, request.source or target, module, chain, preprocess=preprocess)
-
-
-def architecture_of(module: nn.Module, example: Any = None) -> Architecture:
-    """Return the architecture of a module that the caller has built; the module itself is the skeleton.
-
-    `example`, a batch of raw inputs, is required for modules without an adapter.
-    """
-    adapter = next(
-        (entry for entry in adapters.values() if _can_match_adapter(entry, module) and entry.matches(module)),
-        None,
-    )
-    chain = sequential_chain(module, example) if adapter is None else adapter.chain(module)
-    layout = getattr(adapter, "layout", None)
-    return Architecture("live", type(module).__name__, module, chain, layout)
-
-
-def _can_match_adapter(adapter: Adapter, module: nn.Module) -> bool:
-    """Return False if the module lacks the parts that every model of the adapter has."""
-    # `matches` walks all blocks of a module. This check is cheap and excludes most adapters.
-    paths: tuple[str, ...] = getattr(adapter, "holds", ())
-    return not paths or any(attribute_at(module, path) is not None for path in paths)
-
-
-def attribute_at(part: Any, path: str) -> Any:
-    """Return the attribute at a dotted path; None if there is none."""
-    for name in path.split("."):
-        part = getattr(part, name, None)
-    return part
 
 
 def no_text_tower_error(source: str) -> SpecError:

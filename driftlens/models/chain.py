@@ -419,6 +419,25 @@ class Adapter(Protocol):
 adapters: Registry[Adapter] = Registry("adapter", "driftlens.models.architectures", "driftlens.adapters")
 
 
+def adapter_for(module: nn.Module) -> Adapter | None:
+    """Return the adapter for a module's family; None if only `sequential_chain` can split it."""
+    return next((entry for entry in adapters.values() if _can_match(entry, module) and entry.matches(module)), None)
+
+
+def _can_match(adapter: Adapter, module: nn.Module) -> bool:
+    """Return False if the module lacks the parts that every model of the adapter has."""
+    # `matches` walks all blocks of a module. This check is cheap and excludes most adapters.
+    paths: tuple[str, ...] = getattr(adapter, "holds", ())
+    return not paths or any(attribute_at(module, path) is not None for path in paths)
+
+
+def attribute_at(part: Any, path: str) -> Any:
+    """Return the attribute at a dotted path; None if there is none."""
+    for name in path.split("."):
+        part = getattr(part, name, None)
+    return part
+
+
 def pool_features(hidden: Tensor, how: Pool, mask: Tensor | None = None) -> Tensor:
     """Pool features to one vector per sample, [n, d], or [n, t * d] for `all`; linear in `hidden`.
 

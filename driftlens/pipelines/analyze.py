@@ -44,10 +44,9 @@ from driftlens.runs.run import DriftRun, has_live_modules, open_run, require_ana
 from driftlens.runs.schema import LAYERS, TABLES
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.devices import device_name, host_fallbacks
-from driftlens.utils.distributed import JobContext
+from driftlens.utils.distributed import JobContext, ProgressReporter
 from driftlens.utils.errors import SpecError, did_you_mean
 from driftlens.utils.files import PathLike, write_text_atomic
-from driftlens.utils.progress import ProgressReporter
 from driftlens.utils.registry import ColumnSchema, Diagnostic, diagnostics, enabled_diagnostics
 from driftlens.utils.variants import calibrated_variant, has_attribution
 

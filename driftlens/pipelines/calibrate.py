@@ -68,11 +68,10 @@ from driftlens.runs.run import (
 )
 from driftlens.runs.writer import RunWriter, remove_tree
 from driftlens.utils.devices import to_float64
-from driftlens.utils.distributed import ALONE, JobContext
+from driftlens.utils.distributed import ALONE, JobContext, ProgressReporter
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.utils.files import PathLike, parse_json, write_json_atomic
 from driftlens.utils.intervals import standard_error, t_quantile
-from driftlens.utils.progress import ProgressReporter
 from driftlens.utils.registry import resolve_settings
 from driftlens.utils.variants import expert_name, task_of_expert
 

@@ -30,11 +30,10 @@ from driftlens.pipelines.model_selection import (
     without_labels,
 )
 from driftlens.utils.devices import full_precision_matmul
-from driftlens.utils.distributed import JobContext
+from driftlens.utils.distributed import JobContext, ProgressReporter
 from driftlens.utils.errors import DriftLensError
 from driftlens.utils.files import temporary_folder
 from driftlens.utils.intervals import Interval, mean_over_tasks
-from driftlens.utils.progress import ProgressReporter
 
 _PHASE = "compare"
 _MEASURES = ("hellinger", "drift_rel")

@@ -48,8 +48,8 @@ from driftlens.models.heads import class_indices
 from driftlens.pipelines.evaluation import TaskResults
 from driftlens.runs.schema import GROUP_CONTRIBUTIONS
 from driftlens.utils.devices import to_device
+from driftlens.utils.distributed import ProgressReporter, TaskProgress
 from driftlens.utils.errors import NotDifferentiableError, NumericsError, SpecError
-from driftlens.utils.progress import ProgressReporter, TaskProgress
 from driftlens.utils.registry import Diagnostic, DiagnosticInput
 from driftlens.utils.variants import expert_name
 

@@ -27,8 +27,8 @@ from driftlens.models.heads import has_one_score, is_vocabulary_head
 from driftlens.models.texts import TextProcessor, TextSample, generate, log_likelihoods
 from driftlens.results.measures import metric_interval
 from driftlens.utils.devices import to_float64
+from driftlens.utils.distributed import ProgressReporter, TaskProgress
 from driftlens.utils.errors import DataError
-from driftlens.utils.progress import ProgressReporter, TaskProgress
 from driftlens.utils.variants import ACCURACY, METRICS, expert_name, metric_by_name
 
 # Bytes of samples and features in memory while accuracy is measured.

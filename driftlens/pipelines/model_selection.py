@@ -40,11 +40,10 @@ from driftlens.pipelines.calibration_plan import (
 )
 from driftlens.pipelines.evaluation import final_features
 from driftlens.utils.devices import device_memory, to_float64
-from driftlens.utils.distributed import ALONE, ProcessGroup
+from driftlens.utils.distributed import ALONE, ProcessGroup, ProgressReporter
 from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError
 from driftlens.utils.files import temporary_folder
 from driftlens.utils.intervals import Interval, mean_interval, mean_over_tasks
-from driftlens.utils.progress import ProgressReporter
 from driftlens.utils.variants import expert_name
 
 T = TypeVar("T")

@@ -46,10 +46,9 @@ from driftlens.results.sweep_results import ABLATION, one_factor_sweep_name, swe
 from driftlens.runs.manifest import SCRATCH, SPEC
 from driftlens.runs.run import DriftRun, has_live_modules, open_run
 from driftlens.runs.schema import SWEEPS
-from driftlens.utils.distributed import JobContext, Permissions
+from driftlens.utils.distributed import JobContext, Permissions, ProgressReporter
 from driftlens.utils.errors import Cancelled, DataError, DriftLensError, SpecError
 from driftlens.utils.files import PathLike
-from driftlens.utils.progress import ProgressReporter
 from driftlens.utils.registry import resolve_settings
 from driftlens.utils.variants import METRICS
 

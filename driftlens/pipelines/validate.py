@@ -47,10 +47,9 @@ from driftlens.pipelines.evaluation import score_variants
 from driftlens.results.formatting import format_bytes
 from driftlens.results.formatting import format_estimate as with_interval
 from driftlens.utils.devices import resolve_device
-from driftlens.utils.distributed import Permissions
+from driftlens.utils.distributed import Permissions, ProgressReporter
 from driftlens.utils.errors import DataError, DriftLensError, wrap_library_error
 from driftlens.utils.intervals import Interval
-from driftlens.utils.progress import ProgressReporter
 from driftlens.utils.variants import Metric, expert_name, metric_by_name
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import json
 import math
 import pathlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
@@ -28,7 +28,6 @@ from driftlens.runs.tables import DAMAGED, append_rows, conform_to_schema, json_
 from driftlens.runs.writer import attach_file
 from driftlens.utils.errors import NumericsError, RunError, SpecError
 from driftlens.utils.files import PathLike, file_sha256, parse_json, regular_file, write_json_atomic
-from driftlens.utils.progress import CancelToken, ProgressReporter, ProgressSink
 
 Array = NDArray[np.float64]
 Method = Literal["pca", "umap", "tsne"]
@@ -308,8 +307,7 @@ def project(
     request: ProjectionRequest = ProjectionRequest(),
     *,
     store_it: bool = True,
-    on_progress: ProgressSink | None = None,
-    cancel: CancelToken | None = None,
+    report: Callable[[str, int, int, str], None] = lambda *_: None,
 ) -> Projection:
     """Project the features of expert and variants jointly to 2-D; a stored layout is reused.
 
@@ -321,8 +319,7 @@ def project(
         task: the task.
         request: layer, method, variants and number of points.
         store_it: store the layout in the run.
-        on_progress: receives progress events.
-        cancel: stops the work.
+        report: called with the phase, the finished units and all units (1), and a label; it may raise.
 
     Raises:
         DataError: features are not stored.
@@ -333,14 +330,14 @@ def project(
     record = {"settings": asdict(settings), "features": _feature_digests(opened, settings)}
     key = json.dumps({**record, "parameters": PARAMETERS[settings.method]}, sort_keys=True)
     digest = hashlib.sha256(key.encode()).hexdigest()[:32]
-    reporter, label = ProgressReporter(on_progress, cancel), f"{settings.method} of {task}"
-    reporter.step("layout", 0, 1, label)
+    label = f"{settings.method} of {task}"
+    report("layout", 0, 1, label)
     projection = _find_stored_layout(opened.path / _FOLDER, settings, record)
     if projection is None:
         points = load_features(opened, settings)
         rows = np.concatenate([points.directions[role] for role in settings.roles])
         plane, how = compute_layout(rows, settings.method, settings.seed)
-        reporter.step("layout", 0, 1, f"{label}: comparing neighbours")
+        report("layout", 0, 1, f"{label}: comparing neighbours")
         places = dict(zip(settings.roles, np.split(plane, len(settings.roles)), strict=True))
         how["notes"] = (*points.notes, *how["notes"])
         columns = {
@@ -354,7 +351,7 @@ def project(
         projection = Projection(settings, frame=frame, quality=quality, digest=digest, **how)
         if store_it:
             _write_projection(opened, projection, record)
-    reporter.step("layout", 1, 1, label)
+    report("layout", 1, 1, label)
     return projection
 
 

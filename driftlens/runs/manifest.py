@@ -25,8 +25,9 @@ from pydantic_core import to_json
 import driftlens
 from driftlens.runs.schema import SCHEMA_VERSION, refuse_newer_schema
 from driftlens.utils.errors import RunError, RunLockedError, wrap_library_error
-from driftlens.utils.files import parse_json, regular_file, safe_file_name, write_text_atomic
+from driftlens.utils.files import parse_json, regular_file, write_text_atomic
 from driftlens.utils.registry import installed_plugins, package_and_version
+from driftlens.utils.variants import safe_file_name
 
 MANIFEST = "manifest.json"
 SPEC = "spec.yaml"

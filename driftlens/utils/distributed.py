@@ -14,9 +14,10 @@ import io
 import logging
 import os
 import pickle
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -29,7 +30,14 @@ from driftlens.utils.errors import (
     add_error_context,
     wrap_library_error,
 )
-from driftlens.utils.progress import CancelToken, ProgressReporter, ProgressSink, combine_sinks
+from driftlens.utils.progress import (
+    CancelToken,
+    Mode,
+    ProgressEvent,
+    ProgressSink,
+    combine_sinks,
+    open_progress_sink,
+)
 
 log = logging.getLogger("driftlens")
 T = TypeVar("T")
@@ -275,6 +283,69 @@ class Permissions:
         return function
 
 
+class ProgressReporter:
+    """Sends the progress of long loops to a sink, and raises `Cancelled` if the cancel token is set."""
+
+    def __init__(self, sink: ProgressSink | None = None, cancel: CancelToken | None = None) -> None:
+        self._sink = sink
+        self._cancel = cancel
+        self._phase = ""
+        self._done = 0
+        self._started = time.monotonic()
+
+    def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
+        """Report that `done` of `total` units of a phase are finished, after checking for cancellation.
+
+        Args:
+            phase: name of the phase.
+            done: finished units.
+            total: number of units, or None if unknown.
+            label: the current item.
+            metrics: numbers to show.
+        """
+        if self._cancel is not None:
+            self._cancel.check()
+        # A phase may report 0 units many times, once per batch; only a decrease means that it starts again.
+        if phase != self._phase or done < self._done:
+            self._phase, self._started = phase, time.monotonic()
+        self._done = done
+        if self._sink is not None:
+            self._sink(ProgressEvent(phase, done, total, label, time.monotonic() - self._started, metrics))
+
+    def track(self, items: Iterable[T], phase: str, label: Callable[[T], str] = str) -> Iterator[T]:
+        """Iterate over `items` and report progress before each of them and at the end.
+
+        Args:
+            items: the units of the phase.
+            phase: name of the phase.
+            label: item -> its label.
+        """
+        total = len(items) if isinstance(items, Sized) else None
+        done = 0
+        for item in items:
+            self.step(phase, done, total, label(item))
+            yield item
+            done += 1
+        self.step(phase, done, total)
+
+
+class TaskProgress:
+    """Progress of one task within a phase that goes through all tasks."""
+
+    def __init__(self, reporter: ProgressReporter, phase: str, units: Mapping[str, int], task: str) -> None:
+        self._reporter, self._phase, self._task = reporter, phase, task
+        self._before = sum(list(units.values())[: list(units).index(task)])
+        self._all, self._total = units[task], sum(units.values())
+
+    def step(self, done: int, label: str) -> None:
+        """Report the current item and how many of the task's units are done."""
+        self._reporter.step(self._phase, self._before + done, self._total, f"task {self._task}: {label}")
+
+    def finish(self) -> None:
+        """Report that the task is done."""
+        self._reporter.step(self._phase, self._before + self._all, self._total, f"task {self._task}")
+
+
 @dataclass(frozen=True)
 class JobContext:
     """Permissions, progress sink and cancel token of a job; `live` opens modules that are already in memory."""
@@ -294,3 +365,47 @@ class JobContext:
     def reporter(self, *sinks: ProgressSink) -> ProgressReporter:
         """Return a progress reporter for these sinks and the job's own; it also polls the cancel token."""
         return ProgressReporter(combine_sinks(*sinks, self.on_progress), self.cancel)
+
+
+@dataclass(frozen=True)
+class JobArguments:
+    """Keyword arguments of every function that computes: progress, cancellation, device and permissions.
+
+    Attributes:
+        progress: display of progress on stderr: auto, rich, jsonl or none.
+        on_progress: called with every `ProgressEvent`.
+        cancel: a token whose `cancel()` stops the work at the next batch; finished phases are kept.
+        device: `auto`, `cpu`, `cuda`, `mps`, `xpu`, or `cuda:1`; overrides the spec.
+        offline: True to use only files that were downloaded before.
+        trust: True to run Python code that the spec names.
+    """
+
+    progress: Mode = "auto"
+    on_progress: ProgressSink | None = None
+    cancel: CancelToken | None = None
+    device: str | None = None
+    offline: bool = False
+    trust: bool = False
+
+    @property
+    def access(self) -> Permissions:
+        """Device and permissions of the job."""
+        return Permissions(self.device, self.offline, self.trust)
+
+    @contextmanager
+    def context(self, live: Callable[[int | None], Any] | None = None) -> Iterator[JobContext]:
+        """Yield the job context; progress is displayed inside the block."""
+        # A caller's inference mode would forbid gradients. If torch is not imported, the mode is off.
+        torch = sys.modules.get("torch")
+        with (
+            open_progress_sink(self.progress) as shown,
+            torch.inference_mode(False) if torch else nullcontext(),
+        ):
+            yield JobContext(self.access, combine_sinks(shown, self.on_progress), self.cancel, live)
+
+
+@dataclass(frozen=True)
+class QuietJobArguments(JobArguments):
+    """The same keyword arguments as `JobArguments`, without a progress display by default."""
+
+    progress: Mode = "none"

@@ -13,7 +13,6 @@ import json
 import os
 import pathlib
 import platform
-import re
 import secrets
 import shutil
 import tempfile
@@ -30,11 +29,6 @@ PathLike = str | os.PathLike[str]
 # Pattern of scratch folders; the name continues with machine and process.
 PARTIAL = ".partial-*"
 
-# Also underscores that could be read as a colon, and leading dots: names map to files one to one, and no name
-# leaves its folder.
-_UNSAFE = re.compile(r"_(?=[_:])|(?<=[_:])_|^\.|[^A-Za-z0-9._-]")
-# Bytes for an escaped name: file systems allow 255 bytes, and suffixes are appended.
-LONGEST_FILE_NAME = 240
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 # Error numbers of file systems without locks.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -45,17 +39,6 @@ _swept: set[tuple[int, pathlib.Path]] = set()
 # Undo functions of unfinished steps, because an interrupt may arrive while a block is ending. Keys hold the
 # process id: a fork inherits its parent's entries, but must not run them.
 _unfinished: dict[tuple[int, object], Callable[[], None]] = {}
-
-
-def safe_file_name(name: str) -> str:
-    """Convert a task or variant name into a file name: `:` becomes `__`, unsafe characters are percent-escaped."""
-    if not name:
-        raise ValueError("an empty name can't be a file name")
-
-    def _escape_character(match: re.Match[str]) -> str:
-        return "__" if match[0] == ":" else "".join(f"%{byte:02X}" for byte in match[0].encode())
-
-    return _UNSAFE.sub(_escape_character, name)
 
 
 @contextlib.contextmanager

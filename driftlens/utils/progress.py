@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal, TextIO, TypeVar
@@ -78,69 +78,6 @@ class CancelToken:
                 "cancelled",
                 hint="Run the command again, with --resume (if it has this option) to keep finished phases.",
             )
-
-
-class ProgressReporter:
-    """Sends the progress of long loops to a sink, and raises `Cancelled` if the cancel token is set."""
-
-    def __init__(self, sink: ProgressSink | None = None, cancel: CancelToken | None = None) -> None:
-        self._sink = sink
-        self._cancel = cancel
-        self._phase = ""
-        self._done = 0
-        self._started = time.monotonic()
-
-    def step(self, phase: str, done: int, total: int | None, label: str = "", **metrics: float) -> None:
-        """Report that `done` of `total` units of a phase are finished, after checking for cancellation.
-
-        Args:
-            phase: name of the phase.
-            done: finished units.
-            total: number of units, or None if unknown.
-            label: the current item.
-            metrics: numbers to show.
-        """
-        if self._cancel is not None:
-            self._cancel.check()
-        # A phase may report 0 units many times, once per batch; only a decrease means that it starts again.
-        if phase != self._phase or done < self._done:
-            self._phase, self._started = phase, time.monotonic()
-        self._done = done
-        if self._sink is not None:
-            self._sink(ProgressEvent(phase, done, total, label, time.monotonic() - self._started, metrics))
-
-    def track(self, items: Iterable[T], phase: str, label: Callable[[T], str] = str) -> Iterator[T]:
-        """Iterate over `items` and report progress before each of them and at the end.
-
-        Args:
-            items: the units of the phase.
-            phase: name of the phase.
-            label: item -> its label.
-        """
-        total = len(items) if isinstance(items, Sized) else None
-        done = 0
-        for item in items:
-            self.step(phase, done, total, label(item))
-            yield item
-            done += 1
-        self.step(phase, done, total)
-
-
-class TaskProgress:
-    """Progress of one task within a phase that goes through all tasks."""
-
-    def __init__(self, reporter: ProgressReporter, phase: str, units: Mapping[str, int], task: str) -> None:
-        self._reporter, self._phase, self._task = reporter, phase, task
-        self._before = sum(list(units.values())[: list(units).index(task)])
-        self._all, self._total = units[task], sum(units.values())
-
-    def step(self, done: int, label: str) -> None:
-        """Report the current item and how many of the task's units are done."""
-        self._reporter.step(self._phase, self._before + done, self._total, f"task {self._task}: {label}")
-
-    def finish(self) -> None:
-        """Report that the task is done."""
-        self._reporter.step(self._phase, self._before + self._all, self._total, f"task {self._task}")
 
 
 @contextmanager

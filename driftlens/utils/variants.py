@@ -14,6 +14,11 @@ from driftlens.utils.registry import ANY, Range
 Part = Literal["base", "expert", "merged", "calibrated", "baseline"]
 
 _ANCHOR = "-anchor"
+# Also underscores that could be read as a colon, and leading dots: names map to files one to one, and no name
+# leaves its folder.
+_UNSAFE = re.compile(r"_(?=[_:])|(?<=[_:])_|^\.|[^A-Za-z0-9._-]")
+# Bytes for an escaped name: file systems allow 255 bytes, and suffixes are appended.
+LONGEST_FILE_NAME = 240
 
 
 def variant_kind(variant: str) -> Part:
@@ -70,6 +75,17 @@ def display_name(variant: str) -> str:
     if is_control(variant):
         return f"{variant.partition(':')[2].removesuffix(_ANCHOR)}, anchor only"
     return variant.partition(":")[2] or variant
+
+
+def safe_file_name(name: str) -> str:
+    """Convert a task or variant name into a file name: `:` becomes `__`, unsafe characters are percent-escaped."""
+    if not name:
+        raise ValueError("an empty name can't be a file name")
+
+    def _escape_character(match: re.Match[str]) -> str:
+        return "__" if match[0] == ":" else "".join(f"%{byte:02X}" for byte in match[0].encode())
+
+    return _UNSAFE.sub(_escape_character, name)
 
 
 # Prefix of metrics that another tool has measured and `driftlens attach` has added.

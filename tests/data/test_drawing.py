@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from driftlens.config.data import DataDefaults
-from driftlens.data.live import sample_live_data
 from driftlens.data.samples import data_digest, sample_positions, unequal_count_notice
 from driftlens.data.sources import SplitView
 from driftlens.data.task_data import open_task_data
+from driftlens.experiment.live import sample_live_data
 from driftlens.utils.errors import DataError
 from tests.data.sources import colour, entry_of, write_images
 from tests.refusing import refusing

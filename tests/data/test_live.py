@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from transformers import BatchEncoding, BatchFeature
 
-from driftlens.data.live import sample_live_data
+from driftlens.experiment.live import sample_live_data
 from driftlens.utils.errors import DataError
 from tests.refusing import refusing
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from driftlens.engine.sites import select_sites, site_path, site_roles
-from driftlens.models.architecture import architecture_of
+from driftlens.models.architectures.module_list import chain_of_module
 from driftlens.models.chain import adapters
 from driftlens.utils.errors import LayerNotFoundError
 from tests.refusing import refusing
@@ -89,7 +89,7 @@ _ATTENTION, _GATED = {"q", "k", "v", "o"}, {"gate", "up", "down"}
 def test_parts_of_a_block_are_known_whatever_the_library_calls_them(name: str, expected: set[str]) -> None:
     model = with_seed(lambda: transformers.AutoModelForCausalLM.from_config(CONFIGS[name]))().eval()
     ids = {"input_ids": torch.arange(10).reshape(2, 5), "attention_mask": torch.ones(2, 5, dtype=torch.long)}
-    for layer in architecture_of(model, ids).chain.blocks:
+    for layer in chain_of_module(model, ids).blocks:
         assert set(site_roles(layer).values()) == expected
         assert {site.name for site in layer.sites} == set(site_roles(layer))
 

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 import driftlens.runs.manifest as lock
-from driftlens.utils.progress import ProgressReporter
+from driftlens.utils.distributed import ProgressReporter
 
 WRITING = frozenset({"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"})
 """Events of `sys.addaudithook` that change files; `open` only for writing."""

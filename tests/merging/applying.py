@@ -15,9 +15,9 @@ from driftlens.experiment.loading import OpenModels
 from driftlens.experiment.merging import merge_to_files
 from driftlens.experiment.study import AnalysisSettings, Study, TaskSamples
 from driftlens.merging.method import MergeMethod, StateDict
-from driftlens.models.architecture import architecture_of
 from driftlens.models.heads import LinearHead
 from driftlens.utils.variants import expert_name
+from tests.models.live import architecture_of
 from tests.zoo import hand_made as tiny
 from tests.zoo.hand_made import TinyStack
 from tests.zoo.small import scrambled

@@ -19,6 +19,7 @@ from driftlens.engine.sites import record_activations
 from driftlens.experiment import merging
 from driftlens.experiment.merging import _site_moments, _StreamedMerge, merge_to_files, save_merge
 from driftlens.merging.method import Reads, merge_by_name, merge_methods
+from driftlens.utils.distributed import ProgressReporter
 from driftlens.utils.errors import (
     Cancelled,
     CheckpointError,
@@ -28,7 +29,7 @@ from driftlens.utils.errors import (
     ShapeError,
     SpecError,
 )
-from driftlens.utils.progress import CancelToken, ProgressEvent, ProgressReporter
+from driftlens.utils.progress import CancelToken, ProgressEvent
 from driftlens.utils.variants import expert_name
 from tests.merging.applying import FEW, Tensors, open_models, random_model, study_of
 from tests.quick import few

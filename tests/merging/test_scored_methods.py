@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from driftlens.experiment.merging import merge_to_files
 from driftlens.merging.method import merge_by_name, merge_methods
 from driftlens.models.heads import LinearHead
+from driftlens.utils.distributed import ProgressReporter
 from driftlens.utils.errors import Cancelled, SpecError
-from driftlens.utils.progress import CancelToken, ProgressEvent, ProgressReporter
+from driftlens.utils.progress import CancelToken, ProgressEvent
 from tests.merging.applying import (
     apply,
     calibration_images,

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from driftlens.checkpoints.tensor_sources import InMemorySource, StateSource
 from driftlens.engine.pool import require_same_parameters
-from driftlens.models.architecture import Architecture, architecture_of
+from driftlens.models.architecture import Architecture
 from driftlens.utils.errors import IncompatibleModelsError
+from tests.models.live import architecture_of
 from tests.zoo.towers import hf_tower, hf_whole, open_clip_tower, open_clip_whole
 
 Weights = dict[str, Tensor]

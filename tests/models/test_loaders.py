@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from driftlens.checkpoints.loading import open_checkpoint
-from driftlens.models.architecture import Architecture, architecture_of, load_architecture
+from driftlens.models.architecture import Architecture, load_architecture
 from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import CheckpointError, DriftLensError, IncompatibleModelsError, SpecError
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP
+from tests.models.live import architecture_of
 from tests.zoo.towers import (
     HF_VISION,
     OPEN_CLIP_CONFIG,

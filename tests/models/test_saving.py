@@ -23,7 +23,8 @@ from driftlens.checkpoints.tensor_sources import (
     content_digest,
     module_source,
 )
-from driftlens.models.architecture import Architecture, architecture_of, load_architecture
+from driftlens.models.architecture import Architecture, load_architecture
+from driftlens.models.architectures.module_list import chain_of_module
 from driftlens.models.chain import updated_tensors
 from driftlens.models.saving import PatchedSource, save_model, save_state_dict
 from driftlens.utils.errors import (
@@ -34,6 +35,7 @@ from driftlens.utils.errors import (
     ShapeError,
     SpecError,
 )
+from tests.models.live import architecture_of
 from tests.refusing import refusing
 from tests.zoo.towers import hf_folder, hf_tower, open_clip_folder, open_clip_tower, pixels
 from tests.zoo.walking import chain_states, parameters
@@ -234,7 +236,7 @@ def test_rows_that_are_not_given_stay_those_of_the_start() -> None:
     before = {key: value.clone() for key, value in module.state_dict().items()}
     key = "transformer.resblocks.1.attn.in_proj_weight"
     back = updated_tensors(
-        architecture_of(module).chain,
+        chain_of_module(module),
         {
             (3, "attn.k_proj.weight"): torch.full((32, 32), 7.0),
             (5, "proj.weight"): torch.ones(8, 32).cumsum(1),

@@ -13,7 +13,8 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.data.samples import Batch
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import iter_final_features
-from driftlens.models.architecture import Architecture, architecture_of, load_architecture
+from driftlens.models.architecture import Architecture, load_architecture
+from driftlens.models.architectures.module_list import chain_of_module
 from driftlens.models.heads import LmHead
 from driftlens.models.texts import generate, log_likelihoods
 from driftlens.utils.errors import IncompatibleModelsError
@@ -79,7 +80,7 @@ def test_features_scores_and_answers_are_those_of_the_library(name: str, tmp_pat
 @pytest.mark.parametrize("name", families("BART", "mT5"))
 def test_padding_batches_and_order_change_no_feature(name: str) -> None:
     module = model(name).double()
-    chain = architecture_of(module).chain
+    chain = chain_of_module(module)
     numbers = torch.Generator().manual_seed(0)
     inputs: dict[str, Tensor] = {}
     for before in ("", "decoder_"):

@@ -19,7 +19,8 @@ from driftlens.data.samples import Batch
 from driftlens.diagnostics.drift import score_gains
 from driftlens.engine.pool import ModelPool
 from driftlens.engine.walk import iter_final_features
-from driftlens.models.architecture import Architecture, architecture_of, load_architecture
+from driftlens.models.architecture import Architecture, load_architecture
+from driftlens.models.architectures.module_list import chain_of_module
 from driftlens.models.chain import State, pool_features
 from driftlens.models.heads import LmHead
 from driftlens.models.readouts import ExpertHead, split_head
@@ -144,7 +145,7 @@ def test_live_models_of_texts_pool_as_their_families_do(kind: str, pool: str) ->
         "num_attention_heads": 2,
     }
     module = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **sizes))
-    modality = architecture_of(module, {"input_ids": torch.ones(2, 3, dtype=torch.long)}).chain.modality
+    modality = chain_of_module(module, {"input_ids": torch.ones(2, 3, dtype=torch.long)}).modality
     assert (modality.name, modality.pool) == ("text", pool)
 
 
@@ -366,7 +367,7 @@ def test_files_of_every_form_give_the_librarys_features(
 @pytest.mark.shows("live", "attribution")
 def test_padding_batches_and_order_change_no_feature() -> None:
     module = flan_t5().double()
-    chain = architecture_of(module).chain
+    chain = chain_of_module(module)
     inputs = two_texts(torch.Generator().manual_seed(0), 3)
     wide = {name: torch.nn.functional.pad(value, (0, 4), value=0) for name, value in inputs.items()}
     wide["input_ids"][:, 5:] = 7  # whatever stands under a mask
@@ -385,7 +386,7 @@ def test_padding_batches_and_order_change_no_feature() -> None:
 def test_every_block_computes_positions_from_its_own_models_table() -> None:
     """Else e = m + p would lack what the tables add to every block behind the first."""
     module = flan_t5().double()
-    chain = architecture_of(module).chain
+    chain = chain_of_module(module)
     inputs = two_texts(torch.Generator().manual_seed(0), 3)
     other = perturbed(module, 1)
     for stack in ("encoder", "decoder"):

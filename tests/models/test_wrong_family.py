@@ -14,9 +14,10 @@ from torch import nn
 
 import driftlens as dl
 from driftlens.checkpoints.tensor_sources import InMemorySource
-from driftlens.models.architecture import architecture_of, load_architecture
+from driftlens.models.architecture import load_architecture
 from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import DriftLensError, IncompatibleModelsError
+from tests.models.live import architecture_of
 from tests.refusing import refusing
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.small import small

@@ -46,9 +46,9 @@ from driftlens.results.calibration_summary import auto_choice_sentences
 from driftlens.results.verdict import verdict
 from driftlens.runs.manifest import CANDIDATE, EVENTS
 from driftlens.runs.run import DriftRun
-from driftlens.utils.distributed import JobContext
+from driftlens.utils.distributed import JobContext, ProgressReporter
 from driftlens.utils.errors import Cancelled, DataError, SingularGramError
-from driftlens.utils.progress import ProgressEvent, ProgressReporter
+from driftlens.utils.progress import ProgressEvent
 from tests.pipelines.calibrating import COUNT, NAME, copied, request, spoil_merged
 from tests.zoo.world import TASKS
 

@@ -16,8 +16,9 @@ from driftlens.experiment.study import AnalysisSettings, Study, TaskSamples
 from driftlens.models.heads import Head
 from driftlens.pipelines import evaluation
 from driftlens.pipelines.evaluation import score_variants
+from driftlens.utils.distributed import ProgressReporter
 from driftlens.utils.intervals import wilson_interval
-from driftlens.utils.progress import ProgressEvent, ProgressReporter
+from driftlens.utils.progress import ProgressEvent
 from tests.zoo.cases import CASES, perturbed, pool_of
 
 VARIANTS = ["expert", "base", "merged"]

@@ -21,8 +21,7 @@ from driftlens.engine.walk import walk
 from driftlens.experiment.resume import reopen_study
 from driftlens.pipelines.drift import _DriftRecorder, measure_task
 from driftlens.runs.run import DriftRun
-from driftlens.utils.distributed import JobContext, Permissions
-from driftlens.utils.progress import ProgressReporter
+from driftlens.utils.distributed import JobContext, Permissions, ProgressReporter
 from tests.pipelines.calibrating import copied
 
 ROOM = Path(driftlens.__file__).parent

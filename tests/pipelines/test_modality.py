@@ -39,8 +39,7 @@ from driftlens.pipelines.analyze import analyze
 from driftlens.pipelines.evaluation import score_variants
 from driftlens.pipelines.in_memory import study_of_modules
 from driftlens.runs.run import DriftRun
-from driftlens.utils.distributed import JobContext, Permissions
-from driftlens.utils.progress import ProgressReporter
+from driftlens.utils.distributed import JobContext, Permissions, ProgressReporter
 from tests.zoo.hand_made import TinyStack
 
 LENGTH = 6

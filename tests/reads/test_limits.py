@@ -24,7 +24,7 @@ from driftlens.merging import method
 from driftlens.models import architecture
 from driftlens.results.projection import MOST_POINTS
 from driftlens.utils.errors import DataError, IncompatibleModelsError, SpecError
-from driftlens.utils.files import LONGEST_FILE_NAME, safe_file_name
+from driftlens.utils.variants import LONGEST_FILE_NAME, safe_file_name
 from driftlens_app import requests
 from tests.pipelines.fixtures import world
 from tests.reads.guard import MOST_GROWTH, SECONDS

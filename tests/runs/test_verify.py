@@ -12,7 +12,7 @@ from driftlens.runs.manifest import feature_file, read_manifest
 from driftlens.runs.verify import verify_files
 from driftlens.runs.writer import RunWriter, attach_file
 from driftlens.utils.errors import RunError, RunLockedError
-from driftlens.utils.files import safe_file_name
+from driftlens.utils.variants import safe_file_name
 
 
 def flip_a_bit(path: pathlib.Path) -> None:

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from driftlens.utils.distributed import ProgressReporter
 from driftlens.utils.errors import Cancelled
-from driftlens.utils.progress import CancelToken, ProgressEvent, ProgressReporter, open_progress_sink
+from driftlens.utils.progress import CancelToken, ProgressEvent, open_progress_sink
 
 
 class Clock:

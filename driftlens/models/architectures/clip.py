@@ -33,7 +33,6 @@ from driftlens.models.architecture import (
     Architecture,
     ArchitectureRequest,
     FolderFormat,
-    attribute_at,
     build_on_meta,
     loaders,
     no_text_tower_error,
@@ -51,6 +50,7 @@ from driftlens.models.chain import (
     Tap,
     WeightSlot,
     adapters,
+    attribute_at,
 )
 from driftlens.models.heads import TextTower
 from driftlens.models.preprocessing import hf_clip_preprocess, open_clip_preprocess

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from driftlens.models.chain import TENSOR, TEXT, Layer, LayerChain, Modality, Site, WeightSlot
+from driftlens.models.chain import TENSOR, TEXT, Layer, LayerChain, Modality, Site, WeightSlot, adapter_for
 from driftlens.models.tracing.block_call import (
     BlockCall,
     Mask,
@@ -103,6 +103,15 @@ def sequential_chain(
         modality=pieces.modality,
         settings={"blocks": path, "block_classes": sorted({type(block).__name__ for block in parts.blocks})},
     )
+
+
+def chain_of_module(module: nn.Module, example: Any = None) -> LayerChain:
+    """Return the layers of a module by the adapter for its family, or of any list of blocks.
+
+    `example`, a batch of raw inputs, is required for modules without an adapter.
+    """
+    adapter = adapter_for(module)
+    return sequential_chain(module, example) if adapter is None else adapter.chain(module)
 
 
 def module_path(module: nn.Module, part: object) -> str:

@@ -20,7 +20,7 @@ from driftlens.runs import schema
 from driftlens.runs.run import DriftRun
 from driftlens.runs.tables import csv_text
 from driftlens.utils.errors import pluralize
-from driftlens.utils.files import safe_file_name as file_name
+from driftlens.utils.variants import safe_file_name as file_name
 from driftlens_reports.content import ReportContent
 from driftlens_reports.paper.tables import escape_latex as tex
 from driftlens_reports.paper.tables import latex_tables

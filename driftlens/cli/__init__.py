@@ -95,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not {"-v", "--verbose"} & {*flags}:
         # An unreachable Hub would be logged a dozen times.
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    if world_size() > 1:
+    is_distributed = "RANK" in os.environ and world_size() > 1
+    if is_distributed:
         # DriftLens reports broken connections itself, without the stack of torch.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Figures go to files only; a notebook passes on a backend that may not be installed.
@@ -109,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Finishes or removes files that an interrupt left half-written.
     undo_unfinished_steps()
     # After an error, threads of torch.distributed may block on processes that no longer exist.
-    if world_size() == 1 or not code:
+    if not (is_distributed and code):
         if arguments is not None:
             sys.exit(code)
         atexit._run_exitfuncs()
@@ -186,7 +187,7 @@ def run_command_line(arguments: list[str]) -> int:
 @contextlib.contextmanager
 def _join_distributed_run(arguments: Sequence[str]) -> Iterator[None]:
     """Run a command under torchrun; only the main process prints."""
-    if world_size() == 1:
+    if "RANK" not in os.environ or world_size() == 1:
         yield
         return
     manner.silent = os.environ["RANK"] != "0"

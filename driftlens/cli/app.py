@@ -277,11 +277,11 @@ def limit_threads(number: int | None) -> AbstractContextManager[None]:
 
 def print_result(text: str) -> None:
     """Print a result to stdout."""
+    from driftlens.results.formatting import strip_control_chars
     from driftlens_reports.terminal import has_unicode_terminal
 
-    typer.echo(
-        sanitize_text(text).replace(" +- ", " ± ") if " +- " in text and has_unicode_terminal() else sanitize_text(text)
-    )
+    shown = "\n".join(map(strip_control_chars, text.split("\n")))
+    typer.echo(shown.replace(" +- ", " ± ") if " +- " in shown and has_unicode_terminal() else shown)
 
 
 def print_note(text: str) -> None:

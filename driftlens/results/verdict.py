@@ -369,7 +369,7 @@ def _drift_source_sentence(source: _DriftSource | None, variant: str) -> Iterato
     share, n = source.share, f" (n = {source.share.n})" if source.share.n else ""
     is_known = is_measured(share.low)
     ends = f"{100 * share.low:.0f} to {100 * share.high:.0f} %" if is_known else f"{100 * share.value:.0f} %"
-    rivals = f", or {shorten_list(source.rivals, 1)} (too close to call)" * bool(source.rivals)
+    rivals = f", or {shorten_list(source.rivals, 1)} (too close to call)" if source.rivals else ""
     yield f"Main source of {display_name(variant)}'s drift: {source.name}, {ends}{n}{rivals}."
 
 

@@ -16,7 +16,6 @@ STATED = (
     "variants",
     "unfinished",
     "models",
-    "rewriting",
     "sample_id_digests",
     "spec_digest",
     "warnings",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+
+from driftlens.utils.registry import Registry
 
 
 def few(names: Iterable[Any], quick: Collection[Any], some: Collection[Any] | None = None) -> list[Any]:
@@ -24,3 +28,9 @@ def paced(name: Any, quick: Collection[Any], some: Collection[Any] | None = None
     is_quick = name in quick
     is_picked = is_quick or some is None or name in some
     return [*([] if is_quick else [pytest.mark.slow]), *([] if is_picked else [pytest.mark.every])]
+
+
+def temporary_entries(registry: Registry[Any]) -> AbstractContextManager[Any]:
+    """Unregister, at the end of the block, all entries registered inside it."""
+    len(registry)  # imports the others
+    return patch.dict(registry._entries)

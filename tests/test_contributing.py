@@ -28,6 +28,7 @@ from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import charts
 from tests.pipelines.calibrating import copied
 from tests.pipelines.fixtures import light, world
+from tests.quick import temporary_entries
 from tests.runs.full_run import write_full_run
 from tests.zoo.small import scrambled
 from tests.zoo.walking import chain_states, largest_difference
@@ -52,7 +53,7 @@ def added(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
     assert spec is not None and spec.loader is not None
     with ExitStack() as stack:
         for registry in REGISTRIES:
-            stack.enter_context(registry.temporary_entries())
+            stack.enter_context(temporary_entries(registry))
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
         yield
 

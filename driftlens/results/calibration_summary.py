@@ -30,6 +30,7 @@ from driftlens.results.measures import (
     value_on_task,
     variant_score,
 )
+from driftlens.results.verdict import final_drift_table
 from driftlens.runs.run import DriftRun, cache_on_run
 from driftlens.runs.tables import json_value
 from driftlens.utils.errors import pluralize
@@ -138,33 +139,17 @@ def score_change_note(rows: Sequence[MeasuredValue]) -> str:
 def calibration_effect_tables(run: DriftRun, name: str) -> list[Table]:
     """Return the tables of a calibration that have rows."""
     changes = score_changes(run, name)
-    rows = before_after_rows(run, name)
+    title = f"{display_name(calibrated_variant(name))}: final feature of every model on every task"
     sheets = (
-        *(_final_feature_table(rows, name), _score_table(rows, name), _drift_change_table(run, name)),
-        *(
-            _score_change_table(name, changes),
-            _changed_answers_table(name, changes),
-            _weight_change_table(run, name),
-        ),
+        final_drift_table(run, variants_in_table(run, name)[:-1], f"before-after-{name}", title),
+        _score_table(before_after_rows(run, name), name),
+        _drift_change_table(run, name),
+        _score_change_table(name, changes),
+        _changed_answers_table(name, changes),
+        _weight_change_table(run, name),
         _interpolation_table(run, name),
     )
     return [sheet for sheet in sheets if sheet.rows]
-
-
-def _final_feature_table(rows: pd.DataFrame, name: str) -> Table:
-    scored = ["accuracy", "low", "high", "n", "metric", "score"]
-    shown = rows[rows["variant"] != "expert"].drop(columns=["variant", *scored])
-    return Table.of(
-        f"before-after-{name}",
-        f"{display_name(calibrated_variant(name))}: final feature of every model on every task",
-        {
-            **{"task": "text", "model": "text", "L2 drift": "number", "L2 drift +-": "number"},
-            **{"relative drift": "share", "relative drift +-": "share"},
-            **{"cosine": "number", "cosine +-": "number"},
-        },
-        shown.to_numpy(dtype=object).tolist(),
-        "Means over diagnosis samples with half their 95 % interval (Student's t, expert norm taken as exact).",
-    )
 
 
 def _describe_metrics(metrics: Iterable[str]) -> tuple[str, bool, list[str]]:

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, StrictInt, StrictStr, model_validator
 
 from driftlens.config.types import (
     Name,
@@ -62,13 +62,6 @@ _NUMBERS = {
 _RELATIONS: Mapping[str, _Relation] = {"gte": ">=", "lte": "<=", "gt": ">", "lt": "<"}
 
 
-def _require_name_or_layer(value: Any) -> Any:
-    # `type`, because bool is a subclass of int and `layer: true` would select layer 1.
-    if isinstance(value, str) or type(value) is int:
-        return value
-    raise field_error(f"expected a name or a layer number, got {value!r}")
-
-
 def _parse_change(value: Any) -> Any:
     """Return the kind (`points`, `relative`, `from`) and the two variants of a change to be checked."""
     if isinstance(value, dict) and set(value) == {"from", "to"}:
@@ -81,7 +74,8 @@ def _parse_change(value: Any) -> Any:
     return {kind: tuple(ends)}
 
 
-_Value = Annotated[int | str, BeforeValidator(_require_name_or_layer)]
+# A name or a layer; strict, because `layer: true` would select layer 1.
+_Value = StrictInt | StrictStr
 _Change = Annotated[dict[Literal["points", "relative"], tuple[Name, Name]], BeforeValidator(_parse_change)]
 
 

@@ -322,8 +322,7 @@ def paired_correctness(
     """Return the paired comparison of right answers on samples that both variants answered, and their split.
 
     None if the metric is no share, no sample has both answers, or the runs may have different samples. The split is
-    "test" if single results of test samples are stored or, in older runs, if the labelled diagnosis samples are
-    exactly the test samples; else "diagnosis".
+    "test" if single results of test samples are stored, else "diagnosis", as in older runs.
 
     Args:
         before: the run before.
@@ -333,7 +332,6 @@ def paired_correctness(
         metric: a share of right answers.
     """
     splits = ("test", "diagnosis") if metric == ACCURACY else ("test",)
-    # Single results of test samples are preferred; older runs stored answers of diagnosis samples only.
     for split in splits if metric.kind == "share" else ():
         if not has_same_samples(before, after, task, split):
             continue
@@ -341,11 +339,7 @@ def paired_correctness(
         start, end = (_correctness_by_sample(run, task, variant, metric, split) for run, variant in sides)
         answers = start.to_frame("before").join(end.rename("after"), how="inner")
         if len(answers):
-            origins = [before.manifest.sample_origins.get(name, {}).get(task) for name in ("test", "diagnosis")]
-            tested = set(before.manifest.sample_ids.get("test", {}).get(task, ()))
-            is_test = origins[0] == origins[1] and tested == set(answers.index)
-            both = intervals.mcnemar_test(*(answers[side].to_numpy(dtype=bool) for side in answers))
-            return both, "test" if is_test else split
+            return intervals.mcnemar_test(*(answers[side].to_numpy(dtype=bool) for side in answers)), split
     return None
 
 

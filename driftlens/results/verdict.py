@@ -657,25 +657,28 @@ def _unique_variant_titles(variants: Sequence[str]) -> dict[str, str]:
     return {name: name if [*titles.values()].count(head) > 1 else head for name, head in titles.items()}
 
 
-def final_drift_table(run: DriftRun) -> Table:
-    """Return a table of final drift, relative drift and cosine per task and variant, with intervals."""
+def final_drift_table(
+    run: DriftRun,
+    variants: Sequence[str] | None = None,
+    name: str = "final-drift",
+    title: str = "Final feature against each task's expert",
+) -> Table:
+    """Return a table of final drift, relative drift and cosine per task and variant (default: all), with intervals."""
     final = run.layers(layer="final") if run.manifest.layers else run.layers()
     to_base = final.set_index(["task", "variant"])["drift_vs_base"].to_dict()
     rows = []
     for task in run.tasks:
-        for variant in (variant for variant in run.variants if (task, variant) in to_base):
-            drift, relative, cosine = (value_on_task(run, about, task, variant) for about in (DRIFT, RELATIVE, COSINE))
+        for variant in run.variants if variants is None else variants:
+            if (task, variant) not in to_base:
+                continue
+            values = [value_on_task(run, about, task, variant) for about in (DRIFT, RELATIVE, COSINE)]
+            # Intervals of means are symmetric (Student), so half of one is enough.
+            drift, relative, cosine = ((value.value, value.high - value.value) for value in values)
             distance = json_value(to_base[task, variant])
-            halves = [
-                *_value_and_half_interval(drift),
-                *_value_and_half_interval(relative),
-                distance,
-                *_value_and_half_interval(cosine),
-            ]
-            rows.append((task, display_name(variant), *halves, drift.n))
+            rows.append((task, display_name(variant), *drift, *relative, distance, *cosine, values[0].n))
     return Table.of(
-        "final-drift",
-        "Final feature against each task's expert",
+        name,
+        title,
         {
             **{"task": "text", "model": "text", "L2 drift": "number", "L2 drift +-": "number"},
             **{"relative drift": "share", "relative drift +-": "share", "of base distance": "share"},
@@ -705,7 +708,3 @@ def moe_routing_table(run: DriftRun) -> Table:
         "Share of drift: the effect of rerouting on the layer's features, projected on their drift. Table `routing` "
         "counts tokens by expert.",
     )
-
-
-def _value_and_half_interval(row: Interval) -> tuple[float, float]:
-    return row.value, row.high - row.value

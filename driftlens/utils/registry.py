@@ -35,7 +35,6 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, distributions
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
@@ -130,16 +129,6 @@ class Registry(Mapping[str, T], Generic[T]):
             return entry
 
         return _add_entry
-
-    @contextmanager
-    def temporary_entries(self) -> Iterator[None]:
-        """Unregister, at the end of the block, all entries registered inside it; for tests."""
-        before = dict(self)
-        try:
-            yield
-        finally:
-            self._entries.clear()
-            self._entries.update(before)
 
     def __getitem__(self, name: str) -> T:
         """Return the entry called `name`; a `SpecError` lists the known names and the most similar one."""

@@ -27,6 +27,7 @@ from driftlens.utils.errors import Cancelled, NumericsError, RunError
 from driftlens.utils.progress import CancelToken, ProgressEvent
 from tests.cli.conftest import Cli
 from tests.forked import Forked
+from tests.quick import temporary_entries
 from tests.zoo.towers import under_transformers_names
 from tests.zoo.world import NUM_TRAIN, SCALING, World, clip, merged_weights, pixels, tower, write_spec
 
@@ -165,7 +166,7 @@ def test_a_merge_that_can_not_be_leaves_no_file(world: World, spec_file: Path, t
 @pytest.fixture
 def failing() -> Iterator[None]:
     """Register a merge method of that name, which always fails."""
-    with merge_methods.temporary_entries():
+    with temporary_entries(merge_methods):
 
         @merge_methods.method("failing", title="Failing", source="none", laws=set())
         def failing(base: object, experts: object) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from driftlens.config.run import load_spec
 from driftlens.merging.method import merge_methods
 from driftlens.utils.errors import NumericsError, RunError, SpecError
 from tests.cli.conftest import Cli
+from tests.quick import temporary_entries
 from tests.refusing import refusing
 from tests.zoo.world import World, write_spec
 
@@ -74,7 +75,7 @@ def test_what_is_lost_by_a_number_type_is_told_in_both_ways(
 
 
 def test_numbers_that_a_merge_makes_infinite_are_not_laid_at_a_checkpoints_door(world: World, tmp_path: Path) -> None:
-    with merge_methods.temporary_entries():
+    with temporary_entries(merge_methods):
 
         @merge_methods.method("large", title="Large", source="none", laws=set())
         def large(base: dict[str, torch.Tensor], experts: object) -> dict[str, torch.Tensor]:

@@ -32,7 +32,7 @@ from driftlens.utils.errors import (
 from driftlens.utils.progress import CancelToken, ProgressEvent
 from driftlens.utils.variants import expert_name
 from tests.merging.applying import FEW, Tensors, open_models, random_model, study_of
-from tests.quick import few
+from tests.quick import few, temporary_entries
 from tests.zoo import hand_made as tiny
 
 BASE, EXPERTS = random_model(0), {task: random_model(seed) for seed, task in enumerate("ab", start=1)}
@@ -40,7 +40,7 @@ BASE, EXPERTS = random_model(0), {task: random_model(seed) for seed, task in enu
 
 @pytest.fixture(autouse=True)
 def none_stays() -> Iterator[None]:
-    with merge_methods.temporary_entries():
+    with temporary_entries(merge_methods):
         yield
 
 
@@ -71,7 +71,7 @@ def test_large_tensors_come_in_runs_of_rows_only_where_every_entry_stands_by_its
     pieces = merge_to_files(models, merge_by_name(filed(entry, "entry")))
     assert 200 >= max(seen) > 0 and sum(seen) == sum(value.numel() for value in BASE.values())
     seen.clear()
-    with merge_methods.temporary_entries():
+    with temporary_entries(merge_methods):
         merge_methods.method("whole", title="", source="", laws=set(), reads="tensor")(entry)
         whole = merge_to_files(models, merge_by_name("whole"))
     assert max(seen) == max(value.numel() for value in BASE.values())
@@ -255,7 +255,7 @@ def test_a_base_that_only_the_rule_for_the_rest_needs_is_needed_too() -> None:
     filed(site, "site", needs_base=False, others="task_arithmetic")
     with pytest.raises(SpecError, match="needs a base"):
         merge_to_files(baseless, merge_by_name("toy"))
-    with merge_methods.temporary_entries():
+    with temporary_entries(merge_methods):
         merge_methods.method("plain", title="", source="", laws=set(), reads="site", needs_base=False)(site)
         assert torch.equal(
             merge_to_files(baseless, merge_by_name("plain")).read("blocks.2.up.bias"),

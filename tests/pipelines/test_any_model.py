@@ -25,7 +25,7 @@ from driftlens.models.architecture import load_architecture
 from driftlens.models.heads import LinearHead, config_class_names
 from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import IncompatibleModelsError, SpecError
-from tests.quick import paced
+from tests.quick import paced, temporary_entries
 from tests.zoo import saved_families
 from tests.zoo.suite import spec_of_folders
 from tests.zoo.tensors import assert_every_tensor, site_keys
@@ -177,7 +177,7 @@ def test_a_merge_method_gets_kernels_as_matrices_with_the_moments_of_their_patch
         return {part: sum(expert[part] for expert in experts.values()) / 2 for part in base}
 
     made = suite("ResNet", tmp_path / "suite")
-    with merge_methods.temporary_entries():
+    with temporary_entries(merge_methods):
         merge_methods.method("toy", title="Toy", source="none", laws=set(), reads="moments")(toy)
         dl.analyze({**made.spec, "merge": {"method": "toy"}}, out=tmp_path / "run", progress="none")
     assert {8 * 9, 16 * 9, 8} <= seen

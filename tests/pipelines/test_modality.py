@@ -40,6 +40,7 @@ from driftlens.pipelines.evaluation import score_variants
 from driftlens.pipelines.in_memory import study_of_modules
 from driftlens.runs.run import DriftRun
 from driftlens.utils.distributed import JobContext, Permissions, ProgressReporter
+from tests.quick import temporary_entries
 from tests.zoo.hand_made import TinyStack
 
 LENGTH = 6
@@ -138,7 +139,7 @@ def load_letters(request: ArchitectureRequest) -> Architecture:
 
 @pytest.fixture(autouse=True)
 def family() -> Iterator[None]:
-    with adapters.temporary_entries(), loaders.temporary_entries():
+    with temporary_entries(adapters), temporary_entries(loaders):
         adapters.register("toy_letters")(LettersAdapter())
         loaders.register(LOADER)(load_letters)
         yield

@@ -101,9 +101,7 @@ def test_a_table_that_nobody_touches_keeps_its_entry_while_a_calibration_is_take
 
 
 @pytest.mark.parametrize("call", range(3))
-def test_an_attached_file_is_whole_while_it_is_replaced(
-    own: Path, monkeypatch: pytest.MonkeyPatch, call: int
-) -> None:
+def test_an_attached_file_is_whole_while_it_is_replaced(own: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     with attach_file(own, "reports/report.html") as path:
         path.write_text("first")
     before = read_manifest(own).files

@@ -33,6 +33,7 @@ from driftlens.utils.errors import ShapeError, SpecError
 from tests.contracts.one_file.toys import CLOSED, TRAINED
 from tests.pipelines.calibrating import copied, request, scored_again
 from tests.pipelines.fixtures import finished, light, world
+from tests.quick import temporary_entries
 from tests.zoo.world import TASKS, World
 
 __all__ = ["finished", "light", "world"]
@@ -45,7 +46,7 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "toy_trained.py").write_text(TRAINED)
     monkeypatch.syspath_prepend(tmp_path)
     names = ("toy_closed_form", "toy_trained")
-    with calibrators.temporary_entries():
+    with temporary_entries(calibrators):
         for name in names:
             importlib.import_module(name)
         yield
@@ -96,7 +97,7 @@ def test_the_spec_takes_its_settings_and_refuses_others_before_anything_is_opene
 
 
 def test_a_solution_of_another_shape_is_refused(light: DriftRun, tmp_path: Path) -> None:
-    with calibrators.temporary_entries():
+    with temporary_entries(calibrators):
         exec(CLOSED.replace("{name: new}", "{name: new[:1]}"), {"__name__": "broken_toy"})
         with pytest.raises(ShapeError, match=r"is \[1, \d+\], expected \[\d+, \d+\]"):
             calibrate(copied(light, tmp_path / "run"), request("toy", method="toy-scale"))

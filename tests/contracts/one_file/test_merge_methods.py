@@ -24,7 +24,7 @@ from tests.cli.conftest import Cli, run_cli
 from tests.merging.applying import LAWS, apply, assert_same, states
 from tests.pipelines.checking import check, found
 from tests.pipelines.fixtures import spec_file, world
-from tests.quick import few
+from tests.quick import few, temporary_entries
 from tests.zoo.world import Weights, World, tower, write_spec
 
 __all__ = ["run_cli", "spec_file", "world"]
@@ -141,7 +141,7 @@ def toy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     folder.mkdir()
     (folder / f"{name}.py").write_text(text + (OTHER if reads == "moments" else ""), encoding="utf-8")
     before = set(merge_methods)
-    with merge_methods.temporary_entries(), pytest.MonkeyPatch.context() as patch:
+    with temporary_entries(merge_methods), pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         importlib.import_module(name)
         yield reads

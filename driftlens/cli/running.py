@@ -257,10 +257,10 @@ def _attach(
     variant: Annotated[str, typer.Option(help="Evaluated variant of the run, or expert:TASK.")],
     results: Annotated[
         Path,
-        typer.Option(metavar="FILE", help="JSON results of lm_eval, bigcode's harness or safety-eval."),
+        typer.Option(metavar="FILE", help="JSON results of lm_eval."),
     ],
 ) -> None:
-    """Add results of lm-evaluation-harness, bigcode's harness or safety-eval to a variant of a run."""
+    """Add results of lm-evaluation-harness to a variant of a run."""
     from driftlens.runs.external_scores import attach_scores as attach_results
     from driftlens_reports.facts import accuracy_table
     from driftlens_reports.terminal import table_text

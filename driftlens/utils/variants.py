@@ -185,10 +185,6 @@ _Way = tuple[Literal["share", "number"], Literal["higher", "lower"]]
 # Patterns of other tools' metric names, in lower case; the first match counts.
 _BY_NAME: tuple[tuple[str, _Way], ...] = (
     (r"perplexity|^(bits_per_byte|ter|wer|brier_score)$", ("number", "higher")),
-    # XSTest's safe prompts should be answered, its contrasting ones refused: RTA is "refuses to answer".
-    (r"^inverted_rta_(?!.*contrast)|^rta_(?!harm)(?=.*contrast)|^inverted_.*(asr|harm)", ("share", "lower")),
-    (r"benign$|^refusal_prf", ("share", "lower")),
-    (r"^(inverted_)?rta_|(\b|_)(asr|harm(fulness)?)(\b|_)", ("share", "higher")),
     (r"^(acc|exact_match|em|f1|mc[12])(_|$)|accuracy|_acc$|\bpass(@|_at_)", ("share", "lower")),
     (r"^(bleu|blue|chrf|meteor|mcc|pearson|rouge|spearman)", ("number", "lower")),
 )
@@ -204,10 +200,8 @@ def metric_by_name(name: str) -> Metric:
     if not name.startswith(ATTACHED):
         return Metric(name, name)
     title = name.removeprefix(ATTACHED)
-    whole, _, part = title.partition(",")
-    # Parts of a task have the task's metric, except that benign prompts should be answered.
-    searched = f"{whole},benign" if part == "benign" else whole
-    way = next((way for pattern, way in _BY_NAME if re.search(pattern, searched.lower())), None)
+    searched = title.partition(",")[0].lower()
+    way = next((way for pattern, way in _BY_NAME if re.search(pattern, searched)), None)
     kind, worse = way or ("number", "lower")
     ends: Range = (0.0, 1.0) if kind == "share" else (0.0, None) if worse == "higher" else ANY
     return Metric(name, title, "", ends, worse, kind, is_directed=way is not None)

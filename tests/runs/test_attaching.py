@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 
 from driftlens.results.measures import findings_frame
@@ -17,7 +16,6 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify_files
 from driftlens.utils.errors import DataError
 from driftlens.utils.intervals import wilson_interval
-from driftlens.utils.variants import metric_by_name
 from driftlens_reports.terminal import run_summary_text
 from tests.runs.full_run import Size, write_full_run
 
@@ -76,9 +74,7 @@ def test_both_forms_of_the_file_become_rows_of_their_own(folder: Path) -> None:
         ({"results": {"a": 1}}, "valid dictionary"),
         ({"results": {"a": {"acc,none": "N/A"}}}, "no number"),
         ({"results": {"a": {"acc,none": -0.5}}}, "acc of a is -0.5"),
-        ({"humaneval": 0.5, "config": {"model": "merged"}}, "valid dictionary"),
-        ({"humaneval": {"pass@1": float("nan")}, "config": {}}, "no number"),
-        ({"model": {"width": 64}, "data": {"n": 3}}, "'width' is no metric"),
+        ({"results": {"a": {"acc,none": float("nan")}}}, "no number"),
         ({"config": {"model": "merged"}}, "no number"),
     ],
 )
@@ -94,41 +90,11 @@ def rows_of(run: DriftRun) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["task"], row["metric"].removeprefix("harness:")): row for row in kept}
 
 
-def test_code_by_bigcode_has_no_intervals_as_the_file_tells_no_number(
-    folder: Path,
-) -> None:
-    content = {
-        "humanevalplus": {"pass@1": 0.25, "pass@10": 0.5},
-        "mbppplus": {"pass@1": 0.75, "pass@10": 0.875},
-        "config": {"model": "merged", "n_samples": 10, "limit": None, "use_auth_token": "secret"},
-    }
-    run = attach_scores(folder, "merged", written(folder, content))
-    rows = rows_of(run)
-    assert {key: row["value"] for key, row in rows.items()} == {
-        (task, metric): value for task, of in content.items() if task != "config" for metric, value in of.items()
-    }
-    assert all(math.isnan(row["ci_low"]) and pd.isna(row["n"]) for row in rows.values())
-    assert {metric_by_name(row["metric"]).full_description for row in rows.values()} == {
-        "Measured by another tool. 0 to 1, higher is better."
-    }
-    (about,) = run.manifest.attached.values()
-    assert about["tool"] == "bigcode-evaluation-harness" and "secret" not in str(about)
-
-
 @pytest.mark.parametrize(
     ("content", "lost"),
     [
-        (
-            {"humaneval": {"pass@1": 0.5, "pass@10": math.nan}, "config": {"top_p": math.inf}},
-            "humaneval pass@10",
-        ),
-        (
-            {"harmbench": {"micro ASR (lower)": 0.5, "by_part": {"cyber": math.nan}}},
-            "harmbench by_part cyber",
-        ),
         ({"results": {"a": {"acc,none": 0.5, "acc_stderr,none": math.nan}, "b": {"f1": math.inf}}}, "b f1"),
         ({"results": {"a": {"acc,none": 0.5, "alias": "a"}, "b": {"acc,none": "NaN"}}}, "b acc,none"),
-        ({"humaneval": {"pass@1": 0.5, "pass@10": None}, "config": {"limit": None}}, "humaneval pass@10"),
     ],
 )
 def test_what_is_no_finite_number_is_left_out_and_named(
@@ -138,43 +104,6 @@ def test_what_is_no_finite_number_is_left_out_and_named(
     (about,) = run.manifest.attached.values()
     assert about["left_out"] == [lost] and f"no finite number: {lost}" in caplog.text
     assert [row["value"] for row in rows_of(run).values()] == [0.5]
-
-
-HIGHER, LOWER, EITHER = "higher is better", "lower is better", "direction unknown"
-
-
-@pytest.mark.parametrize(
-    ("task", "scores", "metric", "way"),
-    [
-        ("wildguardtest", {"micro harm (lower)": 0.4}, "micro harm (lower)", LOWER),
-        (
-            "wildguardtest",
-            {"prompt_type harm (lower)": {"others": 0.4}},
-            "prompt_type harm (lower),others",
-            LOWER,
-        ),
-        ("harmbench", {"micro ASR (lower)": 0.4}, "micro ASR (lower)", LOWER),
-        ("harmbench", {"inverted_micro_asr_lower": 0.4}, "inverted_micro_asr_lower", HIGHER),
-        ("do_anything_now", {"macro ASR": 0.4}, "macro ASR", LOWER),
-        ("wildjailbreak:benign", {"macro ASR": 0.4}, "macro ASR,benign", HIGHER),
-        ("xstest", {"inverted_rta_all_safe": 0.4}, "inverted_rta_all_safe", HIGHER),
-        ("xstest", {"inverted_rta_contrast_homonyms": 0.4}, "inverted_rta_contrast_homonyms", LOWER),
-        ("xstest", {"rta_all_contrast": 0.4}, "rta_all_contrast", HIGHER),
-        ("xstest", {"rta_all_safe": 0.4}, "rta_all_safe", LOWER),
-        ("xstest", {"rta_harmfulness_all_contrast": 0.4}, "rta_harmfulness_all_contrast", LOWER),
-        ("xstest", {"refusal_prf": {"f1": 0.4}}, "refusal_prf,f1", HIGHER),
-        ("or_bench:toxic", {"accuracy": 0.5, "refusal_rate_mean": 0.4}, "refusal_rate_mean", EITHER),
-    ],
-)
-def test_of_safety_the_direction_is_said_and_nothing_that_is_worse_higher_is_averaged(
-    folder: Path, task: str, scores: dict[str, Any], metric: str, way: str
-) -> None:
-    run = attach_scores(folder, "merged", written(folder, {task: scores, f"{task} again": scores}))
-    row = rows_of(run)[task, metric]
-    assert row["value"] == 0.4 and math.isnan(row["ci_low"])
-    assert way in metric_by_name(row["metric"]).full_description.lower()
-    assert metric_by_name(row["metric"]).is_averaged == (way == HIGHER)
-    assert next(iter(run.manifest.attached.values()))["tool"] == "safety-eval"
 
 
 def test_intervals_come_from_errors_or_counts_and_percent_is_a_share(folder: Path) -> None:

@@ -14,15 +14,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import platform
 import re
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +29,6 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, TypeAdapter
 
 from driftlens.runs.manifest import (
-    CANDIDATE,
     EVENTS,
     STATUS,
     LockOwner,
@@ -53,8 +50,6 @@ COMMAND = (sys.executable, "-P", "-m", "driftlens")
 PATIENCE_SECONDS = 300.0
 """Longest time until a page responds, in seconds."""
 
-_TURNS = threading.BoundedSemaphore(2)
-
 GRACE_SECONDS = 60.0
 """How long a job that was asked may take to reach the end of its batch or layer and clean up."""
 
@@ -64,10 +59,6 @@ _CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
 
 State = Literal["starting", "running", "cancelling", "cancelled", "failed", "stopped", "done"]
 
-SILENT_SECONDS = 30.0
-"""A worker whose process can't be seen counts as stopped after this long without a heartbeat."""
-
-_START_TOLERANCE = 2.0
 _LIVE = ("starting", "running", "cancelling")
 _EVENT = TypeAdapter(ProgressEvent)
 _TAIL_BYTES, _EVENT_BYTES = 65_536, 1_000_000
@@ -192,18 +183,17 @@ def _job_environment() -> dict[str, str]:
 
 
 def run_command(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `driftlens ARGUMENTS` with a timeout; at most two commands run at a time."""
-    with _TURNS:
-        return subprocess.run(
-            [*COMMAND, *arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            env=_job_environment(),
-            timeout=PATIENCE_SECONDS,
-            check=False,
-        )
+    """Run `driftlens ARGUMENTS` with a timeout."""
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=_job_environment(),
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
 
 
 def run_json_command(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
@@ -332,18 +322,13 @@ def cancel_job(job: Job) -> None:
         _signal_process_group(job.pid, signal.SIGINT)
 
 
-def _kill_overdue_job(job: Job) -> None:
-    """Kill the processes of a cancelled job that has not stopped within the grace period."""
-    if not job.cancelled or not _is_alive_on_this_machine(job):
-        return
-    elapsed = datetime.now(UTC) - datetime.fromisoformat(job.cancelled)
-    if elapsed.total_seconds() > GRACE_SECONDS:
-        _signal_process_group(job.pid, signal.SIGKILL)
-
-
 def _is_alive_on_this_machine(job: Job) -> bool:
     """Return True if the job's process is still running on this machine."""
     return job.code is None and job.host == platform.node() and job.owner.is_alive
+
+
+def _seconds_since(moment: str) -> float:
+    return (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()
 
 
 def _signal_process_group(pid: int, number: signal.Signals) -> None:
@@ -378,9 +363,14 @@ def poll_job(run: Path, kind: Kind | None = None) -> JobStatus | None:
         job = dataclasses.replace(job, code=code)
         with contextlib.suppress(RunError):
             write_job_record(job)
-    status = _status_written_by_job(job)
-    if job.code is None and job.owner.is_alive:
-        _kill_overdue_job(job)
+    status = _status_since_start(job)
+    # Another process may have written it since.
+    status = status if status is not None and status.pid == job.pid else None
+    writer = live_lock_owner(job.run)
+    # On another machine, only the lock of the run shows that the process is alive.
+    if job.code is None and (job.owner.is_alive or (writer is not None and writer.pid == job.pid)):
+        if job.cancelled and _seconds_since(job.cancelled) > GRACE_SECONDS and _is_alive_on_this_machine(job):
+            _signal_process_group(job.pid, signal.SIGKILL)
         state: State = "cancelling" if job.cancelled else "running"
         progress = _read_progress(job, status)
         return JobStatus(job, state if progress is not None or job.cancelled else "starting", progress)
@@ -400,27 +390,17 @@ def has_live_job(run: Path) -> bool:
 
 def is_run_finished_since(job: Job) -> bool:
     """Return True if the run was completed after the job started, for example from a terminal."""
-    status = _read_run_status(job.run)
-    return status is not None and status.state == "done" and str(status.heartbeat) > job.started
+    status = _status_since_start(job)
+    return status is not None and status.state == "done"
 
 
-def _status_written_by_job(job: Job) -> RunStatus | None:
-    """Return the run's status file if the job's process wrote it, else None."""
-    status = _read_run_status(job.run)
-    if status is None or status.pid != job.pid:
-        return None
-    times = status.process_started, job.process_started
-    if None not in times and abs(times[0] - times[1]) > _START_TOLERANCE:  # type: ignore[operator]
-        return None
-    return status
-
-
-def _read_run_status(run: Path) -> RunStatus | None:
-    """Read the run's status file; None if it is damaged or outside the root."""
+def _status_since_start(job: Job) -> RunStatus | None:
+    """Read the run's status file; None if it is older than the job, damaged, or outside the root."""
     try:
-        return read_status(run) if is_inside(run / STATUS) else None
+        status = read_status(job.run) if is_inside(job.run / STATUS) else None
     except RunError:
         return None
+    return status if status is not None and str(status.heartbeat) > job.started else None
 
 
 def _ended_job_status(job: Job, status: RunStatus | None) -> JobStatus:
@@ -437,19 +417,9 @@ def _ended_job_status(job: Job, status: RunStatus | None) -> JobStatus:
     # A printed error means that the job ended by itself, even if no server was running to read its exit code.
     if state == "failed" or (failure is not None and (job.code is None or not was_killed)):
         return JobStatus(job, "failed", progress, failure or RunFailure("Error", "no reason was reported"))
-    if job.code is None and _has_recent_heartbeat(status):
-        # The process may run on another host: a recent heartbeat means that it is alive.
-        return JobStatus(job, "running", progress)
     if job.code is not None and job.code > 0:
         return JobStatus(job, "failed", progress, RunFailure("Error", f"exit code {job.code}"))
     return JobStatus(job, "stopped", progress)
-
-
-def _has_recent_heartbeat(status: RunStatus | None) -> bool:
-    if status is None or status.state not in ("running", "cancelling") or not status.heartbeat:
-        return False
-    age = datetime.now(UTC) - datetime.fromisoformat(status.heartbeat)
-    return age.total_seconds() < SILENT_SECONDS
 
 
 def _read_progress(job: Job, status: RunStatus | None) -> ProgressEvent | None:
@@ -473,31 +443,14 @@ def log_tail(log: Path) -> str:
 def drift_so_far(job: Job) -> dict[int, float]:
     """Return the mean drift of each layer calibrated so far by a running job, keyed by layer index."""
     drifts: dict[int, float] = {}
-    for event in _job_events(job):
+    for _, event in _read_last_lines(job.run / EVENTS, _EVENT_BYTES):
+        if str(event.get("time", "")) < job.started:
+            continue
         numbers = event.get("metrics", event)
         layer, drift = numbers.get("layer"), numbers.get("drift_l2_mean")
         if isinstance(layer, int | float) and isinstance(drift, int | float):
             drifts[int(layer)] = float(drift)
     return dict(sorted(drifts.items()))
-
-
-def candidate_scores(job: Job) -> dict[str, float]:
-    """Return the held-out scores of candidates tried so far by a running method choice, by name."""
-    scores: dict[str, float] = {}
-    for event in _job_events(job):
-        name, score = event.get("name"), event.get("score")
-        if event.get("event") == CANDIDATE and isinstance(name, str):
-            scores[name] = float(score) if isinstance(score, int | float) else math.inf
-    return scores
-
-
-def _job_events(job: Job) -> Iterator[dict[str, Any]]:
-    """Yield the events of the run since the job started; an incomplete last line is skipped."""
-    return (
-        event
-        for _, event in _read_last_lines(job.run / EVENTS, _EVENT_BYTES)
-        if str(event.get("time", "")) >= job.started
-    )
 
 
 def _read_last_lines(file: Path, most: int = _TAIL_BYTES) -> list[tuple[str, dict[str, Any]]]:

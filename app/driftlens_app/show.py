@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import functools
 import hashlib
 import importlib
+import json
 import logging
-import math
 import pkgutil
 import re
 import shlex
@@ -16,45 +15,39 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from html import escape, unescape
 from importlib.resources import files
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import streamlit as st
 from plotly.graph_objects import Figure
 from plotly.io import to_json
-from streamlit.column_config import ImageColumn, NumberColumn, TextColumn
+from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.results.formatting import (
     INTERVAL,
     Table,
-    is_measured,
     keep_units_together,
     map_code_spans,
     strip_control_chars,
     typeset_signs,
 )
-from driftlens.results.verdict import Verdict, headline, hide_run_path
+from driftlens.results.verdict import headline, hide_run_path
 from driftlens.runs.run import DriftRun, resume_command
 from driftlens.runs.schema import ANALYZE
 from driftlens.runs.tables import csv_text
 from driftlens.utils.errors import DataError, DriftLensError, wrap_library_error
-from driftlens.utils.variants import Part, display_name
 from driftlens_app import views
 from driftlens_app.runs import run_cache_key
 from driftlens_reports import content
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart_names_by_heading, charts
 from driftlens_reports.charts.panels import stack_panels
-from driftlens_reports.charts.theme import deep_merge, palette
-from driftlens_reports.charts.words import escaped_label
+from driftlens_reports.charts.theme import deep_merge
 from driftlens_reports.formats.page import standalone_headline
 
 _LOG = logging.getLogger("driftlens_app")
-# Columns of names; longer names are cut, as they would push numbers out of view.
+# Columns of names, and the length from which their width is fixed.
 _NAMED, _LONG_NAME = ("name", "task", "model"), 28
 # Characters of a caption that fit next to the sidebar, in a wide and in a narrow window.
 _LINE, _CLAUSE = 140, 100
@@ -73,9 +66,7 @@ _NUMBERS = {
 }
 """Factor and format of each kind of number in sortable tables."""
 _WATCH = "theme-watch"
-_SELECTING = {"displaylogo": False}
-_LOOKING = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
-"""Plotly's toolbar, with and without the tools that select points."""
+_TOOLBAR = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}
 
 
 @dataclass(frozen=True)
@@ -255,7 +246,7 @@ def show_part_charts(page: str, part: str, run: DriftRun, options: ChartOptions)
         show_chart(name, run, options)
 
 
-def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "", **plotly: Any) -> Any:
+def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "") -> None:
     """Show a chart with caption, hint and data, or a message if the run lacks its data.
 
     Args:
@@ -263,14 +254,14 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "
         run: the run.
         options: the user's selection.
         without: replaces the message about missing data.
-        plotly: further arguments of `st.plotly_chart`.
     """
     with show_errors_in_place():
         chart = charts[name]
         st.header(escape_markdown(chart.title), anchor=False, help=chart.hint)
         try:
-            drawn = cached_chart(name, run, chart.draw, options, selecting="on_select" in plotly, narrow=is_narrow())
-            return show_drawn_chart(name, run.id, drawn, chart.caption, **plotly)
+            drawn = cached_chart(name, run, chart.draw, options, narrow=is_narrow())
+            show_drawn_chart(name, run.id, drawn, chart.caption)
+            return
         except DataError as error:
             if not (lacking := error.context.get("lacking")):
                 raise
@@ -278,7 +269,6 @@ def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "
             show_caption(without)
         else:
             show_note(escape_except_code(insert_run_path(run, lacking)))
-    return None
 
 
 def insert_run_path(run: DriftRun, lacking: str) -> str:
@@ -288,7 +278,7 @@ def insert_run_path(run: DriftRun, lacking: str) -> str:
     return lacking.replace(" RUN", f" {shlex.quote(str(run.path))}")
 
 
-def show_drawn_chart(name: str, run_id: str, drawn: Drawn, says: str = "", **plotly: Any) -> Any:
+def show_drawn_chart(name: str, run_id: str, drawn: Drawn, says: str = "") -> None:
     """Show a drawn chart with caption, notes, and the plotted numbers for download.
 
     Args:
@@ -296,13 +286,10 @@ def show_drawn_chart(name: str, run_id: str, drawn: Drawn, says: str = "", **plo
         run_id: id of the run, used for the file.
         drawn: the figure with its notes and data.
         says: the caption.
-        plotly: further arguments of `st.plotly_chart`.
     """
-    settings = {"key": f"chart-{name}", "config": _SELECTING if "on_select" in plotly else _LOOKING, **plotly}
-    result = st.plotly_chart(without_redraw(drawn.figure), theme=None, alt=drawn.alt, **settings)
+    st.plotly_chart(without_redraw(drawn.figure), theme=None, alt=drawn.alt, key=f"chart-{name}", config=_TOOLBAR)
     show_caption(" ".join(text for text in (says, *drawn.notes) if text))
     show_data_expander(drawn.data, f"{run_id}-{name}", key=f"data-{name}")
-    return result
 
 
 def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt: str, **more: Any) -> Any:
@@ -318,40 +305,12 @@ def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt:
     Returns:
         Streamlit's selection.
     """
-    long = [name for name in _NAMED if name in rows and rows[name].astype(str).str.len().max() > _LONG_NAME]
-    width, letters = (128, 16) if is_narrow() else (220, 28)
-    named = {name: TextColumn(name, width=width) for name in long}
-    rows = rows.assign(**{name: [unescape(escaped_label(text, letters)) for text in rows[name]] for name in long})
-    first = rows.columns[0]
-    if is_narrow() and first not in long and rows[first].astype(str).str.len().max() > _LONG_NAME:
-        named[first] = TextColumn(first, width=190)
-    # Streamlit's formats write a hyphen instead of a minus sign.
-    signed, written = _formats_with_negatives(rows, columns), rows
-    if signed:
-        formats = {name: functools.partial(_format_with_minus_sign, form) for name, form in signed.items()}
-        written = rows.style.format(formats, na_rep="–")
-        columns = {**columns, **{name: _without_number_format(columns[name]) for name in signed}}
+    # Longer names would push numbers out of view.
+    width = 128 if is_narrow() else 220
+    lengths = {name: rows[name].astype(str).str.len().max() for name in _NAMED if name in rows}
+    named = {name: TextColumn(name, width=width) for name, length in lengths.items() if length > _LONG_NAME}
     looks = {"hide_index": True, "placeholder": "–", "column_config": {**named, **columns}}
-    return st.dataframe(written, key=key, alt=alt, **looks, **more)
-
-
-def _formats_with_negatives(rows: pd.DataFrame, columns: Mapping[str, Any]) -> dict[str, str]:
-    """Return the number formats of columns that contain negative numbers."""
-    formats = {name: ((look or {}).get("type_config") or {}).get("format") for name, look in columns.items()}
-    return {
-        name: form
-        for name, form in formats.items()
-        if form and name in rows and pd.api.types.is_numeric_dtype(rows[name]) and (rows[name] < 0).any()
-    }
-
-
-def _format_with_minus_sign(form: str, value: float) -> str:
-    # Browsers write exponents without a leading zero.
-    return typeset_signs(re.sub(r"(e[+-])0", r"\1", form % value))
-
-
-def _without_number_format(look: Mapping[str, Any]) -> dict[str, Any]:
-    return {**look, "type_config": {**look["type_config"], "format": None}}
+    return st.dataframe(rows, key=key, alt=alt, **looks, **more)
 
 
 def show_report_table(sheet: Table, folded: Collection[str] = ()) -> None:
@@ -384,81 +343,6 @@ def sortable_table(sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
     return rows, columns
 
 
-def add_dot_plots(
-    rows: pd.DataFrame, columns: Mapping[str, Any], judged: Verdict
-) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Add a column to the verdict's table that plots every model's score as a dot.
-
-    Args:
-        rows: the table.
-        columns: settings by column.
-        judged: the verdict.
-    """
-    heads = dict(zip(judged.means, [*rows][1:], strict=False))
-    named = {role: heads[name] for role, name in _variants_by_legend_name(judged).items()}
-    scores = [
-        {role: row[head] / 100 for role, head in named.items() if is_measured(row[head])}
-        for row in rows.to_dict("records")
-    ]
-    # The axis starts just below the lowest score, so that close scores stay distinguishable.
-    lowest = min((score for row in scores for score in row.values()), default=0.0)
-    low = max(0.0, math.floor(10 * lowest - 0.2) / 10)
-    rows = rows.copy()
-    rows.insert(1 + len(heads), AXIS, [dot_plot_url(row, low) for row in scores])
-    narrow = {head: NumberColumn(format=_NUMBERS["share"][1], width=64) for head in heads.values()}
-    return rows, {**columns, **narrow, AXIS: dot_plot_column(low)}
-
-
-MODELS: Mapping[str, Part] = MappingProxyType(
-    {"base": "base", "merged": "merged", "calibrated": "calibrated", "experts": "expert"}
-)
-"""Legend of columns and dots: each label with the chart part whose colour it has."""
-AXIS, _WIDTH = "axis", 96
-
-
-def dot_plot_column(low: float = 0.0) -> Any:
-    """Return the Streamlit settings of the column of dot plots."""
-    about = f"Test scores, coloured as in charts: {', '.join(MODELS)}."
-    return ImageColumn(f"{100 * low:.0f} to 100 %", width=_WIDTH + 16, help=about)
-
-
-def dot_plot_url(scores: Mapping[str, float], low: float = 0.0) -> str:
-    """Plot the scores of models as dots on an axis from `low` to 1; return an SVG data URL."""
-    colours = palette(is_dark())
-    places = {
-        name: 10 + (_WIDTH - 20) * min(1.0, max(0.0, (score - low) / (1 - low))) for name, score in scores.items()
-    }
-    spots = "".join(
-        f'<circle cx="{places[name]:.1f}" cy="14" r="6" fill="{colours.roles[role][0]}" fill-opacity="0.85"/>'
-        for name, role in MODELS.items()
-        if name in places
-    )
-    lines = f'<path d="M4 14H{_WIDTH - 4}" stroke="{colours.gap}" stroke-width="2"/>'
-    drawn = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="28">{lines}{spots}</svg>'
-    return f"data:image/svg+xml;base64,{base64.b64encode(drawn.encode()).decode()}"
-
-
-def _variants_by_legend_name(judged: Verdict) -> dict[str, str]:
-    """Return the variants shown in the dot plots, keyed by legend label."""
-    variants = ("base", judged.merged, judged.after, "expert")
-    return {name: variant for name, variant in zip(MODELS, variants, strict=True) if variant in judged.means}
-
-
-def show_dot_legend(judged: Verdict) -> None:
-    """Show the legend of the dot plots: which colour is which model."""
-    colours, variants = palette(is_dark()), _variants_by_legend_name(judged)
-    dot = "display:inline-block;width:.75em;height:.75em;border-radius:50%;margin:0 .4em 0 0;background:"
-    st.html(
-        " ".join(
-            f'<span style="margin-right:1.2em"><i style="{dot}{colours.roles[role][0]}"></i>'
-            f"{escape(strip_control_chars(display_name(variants[name])))}</span>"
-            for name, role in MODELS.items()
-            if name in variants
-        ),
-        width="content",
-    )
-
-
 def show_data_expander(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show data") -> None:
     """Show a table and its CSV download in an expander; data is sent only when it is opened.
 
@@ -486,58 +370,40 @@ def show_data_expander(rows: pd.DataFrame, name: str, *, key: str, label: str = 
 
 @st.cache_resource(max_entries=64, show_spinner="Drawing", hash_funcs={DriftRun: run_cache_key})
 def cached_chart(
-    name: str,
-    run: DriftRun,
-    _draw: Callable[..., Drawn],
-    *arguments: Any,
-    selecting: bool = False,
-    narrow: bool = False,
+    name: str, run: DriftRun, _draw: Callable[..., Drawn], options: ChartOptions, *, narrow: bool = False
 ) -> Drawn:
-    """Cache the chart that `_draw(run, *arguments)` returns, for all users.
+    """Cache the chart that `_draw(run, options)` returns, for all users.
 
     Args:
         name: name of the chart.
         run: the run.
-        arguments: arguments of `_draw` after the run.
-        selecting: True if points can be selected.
+        options: the user's selection.
         narrow: True for panels in one column.
     """
     # Shared and not copied: a copy would take longer than most of a page.
     with stack_panels(narrow):
-        drawn = _draw(run, *arguments)
-    return replace(drawn, figure=without_redraw(drawn.figure, selecting=selecting))
+        drawn = _draw(run, options)
+    return replace(drawn, figure=without_redraw(drawn.figure))
 
 
-def without_redraw(figure: Any, *, selecting: bool = False) -> Any:
+def without_redraw(figure: Any) -> Any:
     """Prepare a figure so that plotly draws it once instead of twice.
 
     Streamlit's client passes a copy of every figure to plotly, which draws again unless nothing changed. Plotly trusts
     a revision number if data are lists, not typed arrays.
-
-    Args:
-        figure: the figure.
-        selecting: True if points can be selected.
     """
     if isinstance(figure, _ValidatedFigure):
         return figure
-    traces = [_arrays_to_lists(trace.to_plotly_json()) for trace in figure.data]
-    layout = figure.layout.to_plotly_json()
-    content_json = to_json({"data": traces, "layout": layout}, validate=False)
-    layout["datarevision"] = hashlib.sha256(content_json.encode()).hexdigest()
-    # Streamlit would set this in the copy only, which plotly takes for a change.
-    if selecting:
-        layout["clickmode"] = "event+select"
-    # Plotly takes another template object for a change, so its settings of axes go into the layout. That fails if it
-    # sets more than axes, or axes that only traces refer to.
-    template = layout.pop("template", {})
-    axes = template.get("layout", {})
-    references = {trace.get(f"{letter}axis", letter) for trace in traces for letter in "xy"}
-    # `x2` of a trace is `xaxis2` of the layout.
-    used = {f"{name[0]}axis{name[1:]}" for name in references}
-    if used - layout.keys() or template.keys() - {"layout"} or axes.keys() - {"xaxis", "yaxis"}:
-        return _ValidatedFigure({"data": traces, "layout": {**layout, "template": template}})
-    axes = {name: axes.get(name[:5], {}) for name in layout if name[1:5] == "axis"}
-    return _ValidatedFigure({"data": traces, "layout": deep_merge(axes, layout)})
+    traces = [trace.to_plotly_json() for trace in figure.data]
+    text = to_json({"data": traces, "layout": figure.layout.to_plotly_json()}, validate=False)
+    settings = json.loads(text)
+    layout = {**settings["layout"], "datarevision": hashlib.sha256(text.encode()).hexdigest()}
+    # Plotly takes another template object for a change, so the theme's settings of axes go into the layout.
+    axes = layout.get("template", {}).get("layout", {})
+    if axes.keys() == {"xaxis", "yaxis"}:
+        del layout["template"]
+        layout = deep_merge({name: axes[name[:5]] for name in (*axes, *layout) if name[1:5] == "axis"}, layout)
+    return _ValidatedFigure({"data": settings["data"], "layout": layout})
 
 
 class _ValidatedFigure(Figure):  # type: ignore[misc]
@@ -549,10 +415,3 @@ class _ValidatedFigure(Figure):  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
         return self._settings
-
-
-def _arrays_to_lists(settings: Any) -> Any:
-    if isinstance(settings, Mapping):
-        return {name: _arrays_to_lists(value) for name, value in settings.items()}
-    is_number = isinstance(settings, np.ndarray) and settings.dtype.kind in "iuf"
-    return settings.tolist() if is_number else settings

@@ -13,9 +13,7 @@ import pytest
 from driftlens.results.calibration_summary import calibration_effect_tables
 from driftlens.results.formatting import typeset_signs
 from driftlens.results.verdict import verdict
-from driftlens.runs.manifest import CANDIDATE
 from driftlens.runs.run import open_run
-from driftlens.runs.writer import append_event
 from driftlens.utils.errors import RunError
 from driftlens_app.processes import log_tail, poll_job
 from driftlens_app.requests import sweep_request
@@ -74,18 +72,6 @@ def test_a_failure_shows_cause_hint_and_log_and_the_form_stays_filled(open_app: 
         assert "error: the Gram matrix" in log.code[0].value
     assert app.text_input(key="name").value == "failing"
     assert app.number_input(key="featcal.rho").value == 1.5
-
-
-@pytest.mark.slow
-def test_what_the_choice_tries_is_told_while_it_goes_on(open_app: Open, root: Path, run: Path) -> None:
-    append_event(run, CANDIDATE, of="steady", name="of an earlier job", score=0.1)
-    app = calibrate_as(open_app(root, "repair"), "steady")
-    until(lambda: state(run) == "running", "it runs")
-    for name, score in (("far", 0.9), ("near", 0.3), ("none", None)):
-        append_event(run, CANDIDATE, of="steady", name=name, score=score)
-    tried = app.run().dataframe[0].value
-    assert tried["candidate"].tolist() == ["near", "far", "none"]
-    assert tried["distance"].iloc[0] == pytest.approx(0.3) and "Lower is better" in said(app)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -171,20 +170,6 @@ def test_a_killed_worker_reads_as_stopped_and_not_as_running(run: Path) -> None:
     assert begin(run, "steady").pid != job.pid
 
 
-@pytest.mark.slow
-def test_a_process_out_of_sight_counts_as_stopped_only_without_a_heartbeat(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = begin(run, "steady")
-    until(lambda: state(run) == "running", "it runs")
-    process = processes._CHILDREN.pop(job.pid)
-    process.kill()
-    process.wait()
-    assert state(run) == "running"
-    monkeypatch.setattr("driftlens_app.processes.SILENT_SECONDS", 0.0)
-    assert state(run) == "stopped"
-
-
 def test_the_status_of_an_earlier_process_is_not_taken_for_the_jobs(run: Path) -> None:
     """The run is finished and says so; a job that has just begun is not done."""
     assert json.loads((run / "status.json").read_text())["state"] == "done"
@@ -230,20 +215,3 @@ def test_a_demo_is_only_forced_over_what_a_job_left(root: Path) -> None:
     until(lambda: state(root / "driftlens-demo") == "done", "it is done")
     (root / "driftlens-demo" / "manifest.json").write_text((root / "full" / "manifest.json").read_text())
     assert "--force" in demo_request(settings).arguments
-
-
-@pytest.mark.slow
-def test_at_most_two_commands_are_waited_for_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = tmp_path / "stand_in.py"
-    script.write_text(
-        "import pathlib, sys, time\n"
-        "here = pathlib.Path(sys.argv[1]); here.touch()\n"
-        "print(len(list(here.parent.glob('busy-*'))))\n"
-        "time.sleep(0.3); here.unlink()\n"
-    )
-    monkeypatch.setattr(processes, "COMMAND", (sys.executable, str(script)))
-    with ThreadPoolExecutor(5) as visitors:
-        asked = [[str(tmp_path / f"busy-{at}")] for at in range(5)]
-        found = [*visitors.map(lambda arguments: processes.run_command(arguments, tmp_path), asked)]
-    assert all(done.returncode == 0 for done in found)
-    assert max(int(done.stdout) for done in found) <= 2

@@ -124,7 +124,6 @@ def test_the_list_has_a_row_per_run_with_the_numbers_of_its_tables(open_app: Ope
     last = [name for name in run.variants if name.startswith("calibrated:")][-1]
     drifts = [run.value("drift_rel", task=task, variant=last) for task in run.tasks]
     assert row["relative drift"] == pytest.approx(100 * sum(drifts) / len(drifts))
-    assert row["axis"].startswith("data:image/svg+xml;base64,")
 
 
 def test_unreadable_runs_keep_their_rows_and_say_why(open_app: Open, root: Path) -> None:
@@ -215,7 +214,6 @@ def test_the_overview_tells_the_verdict_first_and_the_origins_of_the_chosen_task
     right = 100 * right.pivot(index="task", columns="variant", values="value")
     assert [*rows.index] == [*(right["expert"] - right[last]).sort_values(ascending=False, kind="stable").index]
     assert mean.name == f"mean of {len(run.tasks)}"
-    assert rows["axis"].iloc[0].startswith("data:image/svg+xml") and mean["axis"].startswith("data:")
     for column, variant in (("base", "base"), ("merged", "merged"), ("expert", "expert")):
         assert mean[column] == pytest.approx(right[variant].mean(), abs=0.051)
         assert rows[column].tolist() == pytest.approx(right.loc[rows.index, variant].tolist(), abs=0.051)

@@ -6,7 +6,6 @@ import io
 import zipfile
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from streamlit.testing.v1 import AppTest
 
@@ -81,15 +80,6 @@ def test_a_run_with_one_model_points_to_calibration(open_app: Open, tmp_path: Pa
     (head,) = [entry.proto.body for entry in app.get("html") if "headline" in entry.proto.body]
     assert "tile" in head and not app.error
     assert "driftlens sweep" not in said(app)
-
-
-def test_numbers_below_zero_have_a_minus_in_tables_and_are_sorted_as_numbers(open_app: Open, tmp_path: Path) -> None:
-    write_full_run(tmp_path / "single", variants=("merged",))
-    table = open_app(tmp_path, "overview").dataframe[0]
-    assert (table.value["merged - expert"] < 0).any()
-    told = pa.ipc.open_stream(table.proto.arrow_data.styler.display_values).read_pandas()["merged - expert"]
-    assert told.str.startswith("−").any() and not told.str.contains("-").any()
-    assert table.value["95 % low"].str.startswith("−").any()
 
 
 @pytest.fixture

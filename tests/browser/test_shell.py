@@ -63,32 +63,6 @@ def test_a_click_on_a_row_of_the_overview_chooses_its_task(page: Any, app_url: s
     expect(origins).to_have_count(1, timeout=60_000)
 
 
-def test_a_click_on_a_cell_of_the_overview_opens_its_layer_and_task(page: Any, app_url: str, runs_folder: Path) -> None:
-    run = open_run(runs_folder / "full")
-    page.goto(f"{app_url}/overview?run={run.id}")
-    chart = page.locator(".st-key-chart-contributions-heatmap .js-plotly-plot")
-    chart.wait_for(timeout=60_000)
-    settled(page)
-    chart.scroll_into_view_if_needed()
-    page.wait_for_timeout(1000)  # the listener asks for the chart twice a second
-    x, y = chart.evaluate(
-        """chart => { const box = chart.getBoundingClientRect(), at = chart._fullLayout;
-            return [box.left + at.xaxis._offset + at.xaxis.d2p(3), box.top + at.yaxis._offset + at.yaxis.d2p(1)]; }"""
-    )
-    before, entries = page.url, page.evaluate("history.length")
-    page.mouse.click(x, y)
-    page.wait_for_url("**/layers?**", timeout=30_000)
-    page.wait_for_url(f"**task={run.tasks[1]}**")
-    settled(page)
-    assert f"run={run.id}" in page.url and "layer=3" in page.url and "layers=Sources" in page.url
-    assert page.evaluate("history.length") == entries + 1
-    page.go_back()
-    page.get_by_role("heading", name=run.name, exact=True).wait_for()
-    settled(page)
-    assert page.url == before
-    expect(page.get_by_role("combobox", name="Task")).to_have_value("")
-
-
 def test_names_that_are_streamlits_signs_are_text(page: Any, workshop: tuple[str, Path]) -> None:
     """Icons, its logo, narrow spaces and addresses; a joiner without width may stand in them."""
     address, root = workshop

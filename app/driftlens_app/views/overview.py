@@ -25,20 +25,15 @@ from driftlens_app.selection import (
     VARIANTS,
     Selection,
     current_selection,
-    open_page,
     select_value,
 )
 from driftlens_app.show import (
-    AXIS,
     Page,
-    add_dot_plots,
     cached_chart,
     escape_markdown,
     format_time,
     is_narrow,
-    script_component,
     show_caption,
-    show_dot_legend,
     show_drawn_chart,
     show_errors_in_place,
     show_headline,
@@ -49,7 +44,7 @@ from driftlens_app.show import (
     verdict_markdown,
 )
 from driftlens_reports import facts
-from driftlens_reports.charts.chart import SECTIONS, charts
+from driftlens_reports.charts.chart import charts
 from driftlens_reports.charts.layer_curves import draw_mean_drift
 
 PAGE = Page("Overview", icon=":material/dashboard:", order=20)
@@ -145,10 +140,7 @@ def _show_task_table(run: DriftRun, judged: Verdict) -> None:
             # The last row is the mean over all tasks.
             select_value(TASK, tasks[row] if row < len(run.tasks) else None)
 
-    with st.container(horizontal=True, vertical_alignment="center"):
-        st.header(escape_markdown(sheet.title), anchor=False, help=escape_markdown(sheet.notes()), width="content")
-        if AXIS in rows:
-            show_dot_legend(judged)
+    st.header(escape_markdown(sheet.title), anchor=False, help=escape_markdown(sheet.notes()))
     settings = {"on_select": _select_clicked_task, "selection_mode": "single-cell"}
     show_table(rows, columns, key=key, alt=sheet.title, **settings)
     st.caption("Worst first. Click a row to select its task on every page.")
@@ -165,8 +157,6 @@ def _task_table(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFr
     loss = sign * (numbers[heads["expert"]].astype(float) - left) if "expert" in heads else left
     numbers = pd.concat([numbers.loc[loss.sort_values(ascending=False, kind="stable").index], mean])
     table, columns = sortable_table(sheet)
-    if judged.measure.kind == "share":
-        table, columns = add_dot_plots(table, columns, judged)
     columns |= {head: NumberColumn(format="%.3g") for head, kind in sheet.column_formats.items() if kind == "number"}
     rows = table.loc[numbers.index].assign(task=numbers["task"])
     layers = run.layers(variant=last).sort_values("layer").groupby("task")["drift_rel"].agg(list)
@@ -192,22 +182,10 @@ def _show_drift_sources(chosen: Selection) -> None:
     with show_errors_in_place():
         if charts[_CELLS].missing(chosen.run, options) is None:
             drawn = cached_chart(_CELLS, chosen.run, charts[_CELLS].draw, options, narrow=is_narrow())
-            show_drawn_chart(_CELLS, chosen.run.id, drawn, "Click a cell to open its layer and task.")
-            _open_clicked_cell(chosen)
+            show_drawn_chart(_CELLS, chosen.run.id, drawn)
         else:
             # Without Jacobians there is local mismatch only, which is stated in text.
             st.markdown("\n".join(f"- {escape_markdown(text)}" for text in origins.values()))
-
-
-def _open_clicked_cell(chosen: Selection) -> None:
-    listen = script_component("cell_click", "<i></i>")
-    clicked = listen(data={"chart": f"chart-{_CELLS}"}, key="cell-click", height=1, on_cell_change=lambda: None)
-    if clicked.cell:
-        row, layer = (int(index) for index in clicked.cell)
-        tasks = chosen.tasks
-        if 0 <= row < len(tasks) and 1 <= layer <= len(chosen.run.manifest.layers):
-            query = {"layers": SECTIONS["contributions"].part}
-            open_page("layers", query=query, task=tasks[row], layer=str(layer))
 
 
 def _self_checks_label(report: CheckReport) -> str:

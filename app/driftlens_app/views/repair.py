@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from urllib.parse import urlencode
 
-import pandas as pd
 import streamlit as st
-from streamlit.column_config import NumberColumn, TextColumn
 
 from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest
 from driftlens.results.calibration_summary import (
@@ -36,7 +34,7 @@ from driftlens_app.live import (
     show_step_buttons,
     start_and_rerun,
 )
-from driftlens_app.processes import Job, JobStatus, candidate_scores, drift_so_far, has_live_job, poll_job
+from driftlens_app.processes import Job, JobStatus, drift_so_far, has_live_job, poll_job
 from driftlens_app.requests import calibrate_request, compare_methods_request, sweep_request
 from driftlens_app.runs import open_cached_run
 from driftlens_app.samples import show_explorer
@@ -47,7 +45,6 @@ from driftlens_app.show import (
     cached_chart,
     escape_markdown,
     is_dark,
-    is_narrow,
     page_path,
     select_page_part,
     show_caption,
@@ -58,7 +55,6 @@ from driftlens_app.show import (
     show_headline,
     show_note,
     show_report_table,
-    show_table,
     verdict_markdown,
 )
 from driftlens_app.views import compare
@@ -152,22 +148,9 @@ def _show_running_drift(run: DriftRun, view: JobStatus) -> None:
     if open_cached_run(run.path).manifest.calibrations.get(name) != run.manifest.calibrations.get(name):
         # The page shows the first numbers while the job continues.
         st.rerun()
-    if tried := candidate_scores(view.job):
-        _show_tried_candidates(tried)
     if drifts := drift_so_far(view.job):
         drawn = draw_running_drift(run, name, drifts, dark=current_selection().options().dark)
         show_drawn_chart("running", run.id, drawn)
-
-
-def _show_tried_candidates(scores: Mapping[str, float]) -> None:
-    rows = pd.DataFrame(scores.items(), columns=["candidate", "distance"]).sort_values("distance")
-    about = "Distance to the experts."
-    looks = {"distance": NumberColumn("distance", format="%.4f", width=80, help=about)}
-    # Long names would push the distances out of view.
-    if is_narrow():
-        looks |= {"candidate": TextColumn("candidate", width=165)}
-    show_table(rows, looks, key="tried", alt=f"{pluralize(len(rows), 'candidate')} tried so far")
-    show_caption("On held-out calibration samples, without labels. Lower is better.")
 
 
 def _show_calibration_results(run: DriftRun, job: JobStatus | None) -> None:

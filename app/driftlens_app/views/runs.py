@@ -20,11 +20,7 @@ from driftlens_app.runs import list_runs
 from driftlens_app.selection import open_page
 from driftlens_app.settings import Settings
 from driftlens_app.show import (
-    AXIS,
-    MODELS,
     Page,
-    dot_plot_column,
-    dot_plot_url,
     escape_markdown,
     format_time,
     show_note,
@@ -34,6 +30,7 @@ from driftlens_app.show import (
 
 PAGE = Page("Runs", icon=":material/folder_open:", order=10, needs_run=False)
 
+_MODELS = ("base", "merged", "calibrated", "experts")
 _PERCENT = "%.1f %%"
 _CHOSEN = "_chosen_in_runs"
 
@@ -81,10 +78,9 @@ def _show_runs_table(runs: list[RunSummary], live: set[Path]) -> Any:
     rows = pd.DataFrame(map(_runs_table_row, runs))
     is_double = rows["name"].duplicated(keep=False)
     rows["name"] = rows["name"].mask(is_double, [f"{run.name} ({run.path.name})" for run in runs])
-    rows = rows.drop(columns=[name for name in MODELS if rows[name].isna().all()])
-    shares = {name: NumberColumn(format=_PERCENT) for name in MODELS}
+    rows = rows.drop(columns=[name for name in _MODELS if rows[name].isna().all()])
+    shares = {name: NumberColumn(format=_PERCENT) for name in _MODELS}
     columns = {
-        AXIS: dot_plot_column(),
         **shares,
         "calibrated": NumberColumn("last calibration", format=_PERCENT, help="Score of the newest calibration."),
         "relative drift": NumberColumn(
@@ -128,8 +124,7 @@ def _runs_table_row(run: RunSummary) -> dict[str, object]:
         "name": run.name,
         "state": live_job_text(run.path) or run.state,
         "merge": run.merge or None,
-        AXIS: dot_plot_url(scores) if scores else None,
-        **{name: 100 * scores.get(name, math.nan) for name in MODELS},
+        **{name: 100 * scores.get(name, math.nan) for name in _MODELS},
         "relative drift": 100 * run.relative,
         "tasks": len(run.tasks) or None,
         "created": format_time(run.created),

@@ -278,7 +278,7 @@ def test_methods_stand_side_by_side_over_samples_and_each_point_is_a_plain_calib
     assert len(rows_of(run, "n")) == 8 and rows_of(run, "n")["kl"].notna().all()
     plain = calibrate(
         copied(light, tmp_path / "plain"),
-        request(samples=5).changed(method="residual", parameters={}),
+        request(samples=5).with_changes(method="residual", parameters={}),
     )
     for row in rows_of(run, "residual:n", n=5).itertuples():
         assert pd.isna(row.lam) and row.method == "residual" and row.seconds > 0

@@ -137,7 +137,7 @@ def _show_resume_button(run: DriftRun, job: Job) -> None:
             place = None if last.save_weights is None or is_one_run else f"{run.path}-{last.name}"
             # The old calibration is kept until the new one is solved.
             stays = last.replace and job.name in run.manifest.calibrations
-            start_and_rerun(calibrate_request(run, last.changed(resume=True, replace=stays, save_weights=place)))
+            start_and_rerun(calibrate_request(run, last.with_changes(resume=True, replace=stays, save_weights=place)))
 
 
 def _show_running_drift(run: DriftRun, view: JobStatus) -> None:

@@ -132,6 +132,11 @@ class LoraSource:
         return head in changed or (table in changed and not self._config.get("ensure_weight_tying"))
 
     @property
+    def adapted_keys(self) -> Collection[str]:
+        """The weights that an adapter changes."""
+        return self._updates.keys()
+
+    @property
     def rslora_scalings(self) -> dict[int, float]:
         """The largest scaling for each rank, of adapters with `use_rslora`; empty for others."""
         scalings: dict[int, float] = {}

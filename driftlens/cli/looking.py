@@ -8,7 +8,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,8 +37,10 @@ _PACKAGES = (
 )
 
 
-def show_run(run: DriftRun, *, as_json: bool = False, everyone: bool = False) -> None:
-    """Print the summary of a run (of all models with `everyone`), or its final rows as JSON."""
+def show_run(
+    run: DriftRun, *, as_json: bool = False, everyone: bool = False, checklist: Mapping[str, Any] | None = None
+) -> None:
+    """Print the summary of a run (of all models with `everyone`), or its final rows as JSON, after a checklist."""
     from driftlens.results.measures import findings_frame
     from driftlens.results.verdict import verdict
     from driftlens_reports.facts import layer_advice
@@ -50,6 +52,7 @@ def show_run(run: DriftRun, *, as_json: bool = False, everyone: bool = False) ->
     manifest = run.manifest
     print_json(
         {
+            **({"checklist": checklist} if checklist else {}),
             **{"id": run.id, "name": run.name, "path": run.path, "synthetic": manifest.synthetic},
             **{
                 "tasks": run.tasks,

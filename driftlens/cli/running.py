@@ -277,35 +277,50 @@ def _why(
         typer.Argument(
             metavar="BASE EXPERT... MERGED",
             help="Folders, weight files or Hub ids in this order; or a mergekit recipe and its merged model "
-            "(default: merged by mergekit-yaml).",
+            "(default: merged by mergekit-yaml). TASK=MODEL is an expert, also at the end.",
         ),
     ],
     data: DataPaths = None,
-    out: Annotated[Path, typer.Option(help="The run directory.")] = Path("runs/why"),
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 3 unless every check passes.")] = False,
+    out: Annotated[Path, typer.Option(help="The run directory, with --data.")] = Path("runs/why"),
     overrides: Overrides = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing run.")] = False,
     *,
     job: JobOptions,
     as_json: JsonFlag = False,
 ) -> None:
-    """Diagnose a merge: build a spec from the models, run a small analysis, print the verdict.
+    """Find what breaks a merge: a checklist from files alone; with --data also a small analysis and its verdict.
 
-    Without labels this reports drift and its sources, not accuracy.
+    Without labels the analysis reports drift and its sources, not accuracy.
     """
-    from driftlens.pipelines.quickstart import draft_spec, models_by_role, run_recipe
+    from driftlens.experiment.checklist import check_merge_files
+    from driftlens.pipelines.quickstart import draft_spec, has_merged_model, models_by_role, run_recipe
     from driftlens.runs.writer import refuse_occupied_folder
 
-    refuse_occupied_folder(out, force=force)
+    if data:
+        refuse_occupied_folder(out, force=force)
     models = run_recipe(models, out.with_name(f"{out.name}-merged"), force=force, offline=job.access.offline)
-    drafted = draft_spec(models_by_role(models), data or (), overrides or (), job.access)
-    from driftlens.pipelines.analyze import analyze as run_analysis
+    roles = models_by_role(models, is_merged=has_merged_model(models))
+    merged = roles.merged if isinstance(roles.merged, str) else None
+    checklist = check_merge_files(roles.base, roles.experts, merged, offline=job.access.offline)
+    if not as_json:
+        print_result(checklist.text())
+    if data:
+        drafted = draft_spec(roles, data, overrides or (), job.access)
+        from driftlens.pipelines.analyze import analyze as run_analysis
 
-    with job.context() as context:
-        run = run_analysis(drafted.spec, AnalysisRequest(out=out, force=force, weights=False), context)
-    for choice in drafted.chosen:
-        print_note(f"notice: {choice}")
-    show_run(run, as_json=as_json)
-    print_note(f"Spec, with {models[-1]} as the merged model: {out / 'spec.yaml'}")
+        with job.context() as context:
+            run = run_analysis(drafted.spec, AnalysisRequest(out=out, force=force, weights=False), context)
+        for choice in drafted.chosen:
+            print_note(f"notice: {choice}")
+        show_run(run, as_json=as_json, checklist=checklist.as_dict())
+        print_note(f"Spec: {out / 'spec.yaml'}")
+    elif as_json:
+        print_json(checklist.as_dict())
+    else:
+        print_note("With --data FILE, the drift of every layer and the scores are measured, too.")
+    if strict and checklist.has_doubts:
+        raise typer.Exit(3)
 
 
 @app.command()

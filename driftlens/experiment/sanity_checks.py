@@ -86,12 +86,12 @@ def check_weights(chain: LayerChain, sources: Mapping[str, StateSource]) -> list
     ]
     if not sources:
         return findings
-    sampled, broken = _WeightProducts.read_models(chain, sources)
+    sampled, broken = WeightProducts.read_models(chain, sources)
     findings += [error_finding(model_label(name), error) for name, error in broken.items()]
-    findings += _check_distances(sampled)
+    findings += check_distances(sampled)
     # A lone expert without a base spans nothing that a merge could be compared with.
     if sampled.experts and ("base" in sampled.names or len(sampled.experts) > 1):
-        findings += [_check_merge_fit(sampled, name) for name in sampled.names if _is_merged_variant(name)]
+        findings += [check_merge_fit(sampled, name) for name in sampled.names if _is_merged_variant(name)]
     return findings
 
 
@@ -126,7 +126,7 @@ def _is_equal_tensor(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.to(narrow), other.to(narrow))
 
 
-def _check_distances(sampled: _WeightProducts) -> list[Finding]:
+def check_distances(sampled: WeightProducts) -> list[Finding]:
     """Report models that are unusually far from the base, or from the nearest expert without a base."""
     has_base = "base" in sampled.names
     close: list[tuple[float, float, int]] = []
@@ -161,7 +161,7 @@ def _check_distances(sampled: _WeightProducts) -> list[Finding]:
     return [Finding("ok", "shared base", text), *foreign]
 
 
-def _check_merge_fit(sampled: _WeightProducts, name: str) -> Finding:
+def check_merge_fit(sampled: WeightProducts, name: str) -> Finding:
     """Report if a merged model is no linear combination of the experts' task vectors (least squares)."""
     model, fits = model_label(name), _fit_task_vectors(sampled, name)
     origin = "the base" if "base" in sampled.names else "the experts' mean"
@@ -186,7 +186,7 @@ def _format_range(values: Sequence[float] | Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class _WeightProducts:
+class WeightProducts:
     """Inner products of the models' weights by tensor, estimated from first rows of large tensors.
 
     `grams` is [tensors, models, models]; `is_matrix` are tensors of two axes or more; `changed` counts, by model, those
@@ -203,7 +203,7 @@ class _WeightProducts:
     @classmethod
     def read_models(
         cls, chain: LayerChain, sources: Mapping[str, StateSource]
-    ) -> tuple[_WeightProducts, dict[str, NumericsError]]:
+    ) -> tuple[WeightProducts, dict[str, NumericsError]]:
         """Read the weights of all models; return the products and the errors of models with NaN or infinity."""
         headers = next(iter(sources.values())).headers
         slots = list(dict.fromkeys(slot for layer in chain.layers for slot in chain.own_parameters(layer).values()))
@@ -216,7 +216,7 @@ class _WeightProducts:
         broken: dict[str, NumericsError] = {}
         for slot, size, gram in zip(slots, sizes, grams, strict=True):
             num_read = 0
-            for rows in _row_ranges(slot, headers[slot.key].shape, limit, READ_CHUNK // len(sources)):
+            for rows in row_ranges(slot, headers[slot.key].shape, limit, READ_CHUNK // len(sources)):
                 pieces = _read_finite_rows(sources, slot.key, rows, broken)
                 for name, piece in pieces.items() if "base" in pieces else ():
                     if slot.key not in changed[name] and not _is_equal_tensor(pieces["base"], piece):
@@ -240,6 +240,7 @@ class _WeightProducts:
 
     @property
     def experts(self) -> list[str]:
+        """The names of the experts."""
         return [name for name in self.names if task_of_expert(name) is not None]
 
     def _relative_distance(self, name: str, anchor: str) -> float:
@@ -276,7 +277,7 @@ def _read_finite_rows(
     return pieces
 
 
-def _row_ranges(slot: WeightSlot, shape: tuple[int, ...], limit: int, most: int) -> list[tuple[int, int] | None]:
+def row_ranges(slot: WeightSlot, shape: tuple[int, ...], limit: int, most: int) -> list[tuple[int, int] | None]:
     """Return the row ranges to read of a tensor, up to `limit` entries in chunks of at most `most`."""
     if not shape:
         return [None]
@@ -286,7 +287,7 @@ def _row_ranges(slot: WeightSlot, shape: tuple[int, ...], limit: int, most: int)
     return [(row, min(row + step, stop)) for row in range(start, stop, step)]
 
 
-def _fit_task_vectors(sampled: _WeightProducts, name: str) -> list[tuple[Tensor, float]]:
+def _fit_task_vectors(sampled: WeightProducts, name: str) -> list[tuple[Tensor, float]]:
     """Fit a merged model by task vectors: with one coefficient per expert, and with one per tensor and expert.
 
     Task vectors start at the base, and the unexplained share refers to the merged model's task vector. Without a base
@@ -435,7 +436,7 @@ def _is_changed_tensor(base: StateSource, key: str, source: StateSource, source_
     if not start.dtype.is_floating_point:
         # An index.
         return False
-    rows = _row_ranges(WeightSlot(key), start.shape, _FEW_READ, _FEW_READ)[0]
+    rows = row_ranges(WeightSlot(key), start.shape, _FEW_READ, _FEW_READ)[0]
     return not _is_equal_tensor(base.read(key, rows), source.read(source_key, rows))
 
 
@@ -525,7 +526,7 @@ _CLIP = ("clip", "clip_vision_model")
 _HF_PIXELS = ("image_mean", "image_std", "size", "crop_size", "resample", "rescale_factor", "do_normalize")
 _OPEN_CLIP_PIXELS = ("mean", "std", "interpolation", "resize_mode")
 # Entries of config.json that affect features, in any family.
-_HF_COMPUTED = (
+COMPUTED_SETTINGS = (
     *("hidden_act", "hidden_activation", "activation_function", "layer_norm_eps", "layer_norm_epsilon"),
     *("rms_norm_eps", "num_attention_heads", "n_head", "num_key_value_heads", "patch_size", "image_size"),
     *("rope_theta", "rope_parameters", "qkv_bias", "position_embedding_type", "activation", "n_heads"),
@@ -584,7 +585,7 @@ def _compared_hf_settings(architecture: Architecture, folder: Path) -> Iterator[
             whole if not section or whole["model_type"] == "clip_vision_model" else whole.get(section, {})
             for whole in (ours, theirs)
         )
-        for key in _HF_COMPUTED:
+        for key in COMPUTED_SETTINGS:
             if key in our or key in their:
                 yield (
                     "config.json",

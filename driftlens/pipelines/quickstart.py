@@ -123,6 +123,13 @@ def run_recipe(models: Sequence[str], out: Path, *, force: bool, offline: bool) 
     return [*models, str(out)]
 
 
+def has_merged_model(models: Sequence[str]) -> bool:
+    """Return True if the last model is a merged one: no expert named TASK=MODEL, and not the only one."""
+    task, sign, _ = models[-1].partition("=")
+    is_named_expert = bool(sign and task) and not expand_home(models[-1]).exists()
+    return not is_named_expert and len(models) > (1 if _read_recipe(models) else 2)
+
+
 def models_by_role(models: Sequence[str], *, is_merged: bool = True) -> ModelRoles:
     """Assign base, experts and merged model from a list in this order, or from a mergekit recipe.
 

@@ -1,0 +1,557 @@
+"""Checks of a merge from its files alone, read once, tensor by tensor, without building a model.
+
+Entry point: `check_merge_files`. It needs no support for the architecture: models are compared by the names of their
+tensors, and layers are told by the numbers in these names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from driftlens.checkpoints.loading import find_config_folder, open_checkpoint
+from driftlens.checkpoints.lora import LoraSource
+from driftlens.checkpoints.tensor_sources import StateSource, count_differences, rename_keys
+from driftlens.experiment.sanity_checks import (
+    COMPUTED_SETTINGS,
+    READ_CHUNK,
+    Finding,
+    WeightProducts,
+    check_distances,
+    check_merge_fit,
+    error_finding,
+    model_label,
+    row_ranges,
+)
+from driftlens.models.chain import WeightSlot
+from driftlens.models.vocabularies import tokenizer_changes
+from driftlens.utils.errors import CheckpointError, DriftLensError, shorten_list
+from driftlens.utils.files import read_json_object
+from driftlens.utils.variants import ModelChange, coarse_change_text, rounding_loss_text, task_of_expert
+
+# Wrappers that libraries put before the names of a model's tensors.
+_PREFIX = re.compile(r"^(?:(?:base_model|module|model|_orig_mod|language_model|transformer|text_model)\.)*")
+_LAYER = re.compile(r"^(.*?)\.?(\d+)\.(.+)$")
+# Names of token tables and of heads that may be tied to them.
+_TABLES = re.compile(r"(embed_tokens|wte|word_embeddings|tok_embeddings|shared|token_embedding)\.weight$")
+_HEADS = re.compile(r"(lm_head|embed_out|output_projection)\.weight$")
+# Entries read of each tensor to count what rounding to the stored dtype lost.
+_SAMPLED = 1 << 14
+# Lengths of task vectors differ less than this in one recipe, see `sanity_checks.LONG`.
+_LONG = 4.0
+# A tensor this many times as large as the base's, or as small, was scaled by mistake.
+_OUTLIER = 10.0
+# A merge keeps less than this share of an expert's change only by mistake or by choice.
+_LOST = 0.05
+# Layers that keep less than this share of what the median layer keeps are named.
+_UNEVEN = 0.25
+# Task vectors of a module below this cosine work against each other.
+_OPPOSED = -0.1
+
+
+@dataclass
+class Checklist:
+    """The findings on a merge, the share of each expert that it keeps by layer, and the cosines of task vectors.
+
+    Attributes:
+        models: role -> path of every model, the first one being compared with.
+        findings: one per check and outcome.
+        kept: task -> layer -> projection of merged - base on the expert's task vector, divided by its squared norm.
+        interference: module -> smallest cosine of two task vectors, and share of conflicting signs.
+    """
+
+    models: Mapping[str, str]
+    findings: list[Finding] = field(default_factory=list)
+    kept: dict[str, dict[str, float]] = field(default_factory=dict)
+    interference: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def has_doubts(self) -> bool:
+        """True if any check found something to look at."""
+        return any(finding.level != "ok" for finding in self.findings)
+
+    def text(self) -> str:
+        """Return the models, then a line per finding, marked ✓, ! or ✗, with what to do below it."""
+        width = max((len(finding.subject) for finding in self.findings), default=0)
+        marks = {"ok": "✓", "notice": "!", "problem": "✗"}
+        lines = [*(f"{model_label(name)}: {place}" for name, place in self.models.items()), ""]
+        for finding in self.findings:
+            lines.append(f"{marks[finding.level]} {finding.subject:<{width}}  {finding.text}")
+            lines += [f"  {'':<{width}}  {finding.hint}"] * (finding.level != "ok" and bool(finding.hint))
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return findings and numbers as JSON values."""
+        return dataclasses.asdict(self)
+
+
+class _LastPieceSource:
+    """A source that keeps the piece read last: adapters read the same piece of their base right after it."""
+
+    def __init__(self, source: StateSource) -> None:
+        self.name, self.headers = source.name, source.headers
+        self._read = functools.lru_cache(maxsize=1)(source.read)
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """Read a tensor, or its rows [start, stop)."""
+        return self._read(key, rows)
+
+
+@dataclass
+class _Statistics:
+    """Sums over tensors of one pass; rows and columns are the base, then the changes of the other models.
+
+    Attributes:
+        names: the models, the base first.
+        grams: inner products by tensor, [models, models].
+        conflicts: by tensor, entries that two experts or more change, and those changed in both directions.
+        changes: by model, counts of changed and rounded entries in a sample of every tensor.
+        broken: by model, tensors with NaN or infinity.
+        is_matrix: whether a tensor has two axes or more.
+        num_changed: by model, the number of tensors that differ from the base.
+    """
+
+    names: tuple[str, ...]
+    grams: dict[str, Tensor] = field(default_factory=dict)
+    conflicts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    changes: dict[str, ModelChange] = field(default_factory=dict)
+    broken: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    is_matrix: dict[str, bool] = field(default_factory=dict)
+    num_changed: Counter[str] = field(default_factory=Counter)
+
+    def sum_over(self, keys: Collection[str]) -> Tensor:
+        """Return the inner products over these tensors."""
+        zero = torch.zeros(len(self.names), len(self.names), dtype=torch.float64)
+        return sum((self.grams[key] for key in keys), zero)
+
+    def weight_products(self) -> WeightProducts:
+        """Return inner products of weights instead of changes, for the checks that other commands share."""
+        to_weights = torch.eye(len(self.names), dtype=torch.float64)
+        to_weights[:, 0] = 1
+        grams = torch.stack([to_weights @ gram @ to_weights.T for gram in self.grams.values()])
+        is_matrix = torch.tensor([self.is_matrix[key] for key in self.grams])
+        return WeightProducts(self.names, grams, is_matrix, True, dict(self.num_changed), len(grams))
+
+
+def check_merge_files(
+    base: str | None, experts: Mapping[str, str], merged: str | None = None, *, offline: bool = False
+) -> Checklist:
+    """Check base, experts and merged model by their files: same base, configuration, values, and what was kept.
+
+    Memory holds a few million entries of every model at a time.
+
+    Args:
+        base: folder, weights file or Hub id; None if there is none, and task vectors are not checked.
+        experts: task -> folder of a model or of LoRA adapters, weights file or Hub id.
+        merged: the merged model, if there is one.
+        offline: True to use only the Hub's local cache.
+
+    Raises:
+        DriftLensError: the first model can't be read, which the others are compared with.
+    """
+    places = {} if base is None else {"base": base}
+    places |= {f"expert:{task}": place for task, place in experts.items()} | ({"merged": merged} if merged else {})
+    checklist, sources, first = Checklist(places), dict[str, StateSource](), next(iter(places))
+    for name, place in places.items():
+        try:
+            source = open_checkpoint(place, offline=offline, base=sources.get("base"))
+            sources[name] = _LastPieceSource(source) if name == first else source
+        except DriftLensError as error:
+            if name == first:
+                raise
+            checklist.findings.append(error_finding(model_label(name), error))
+    folders = {name: find_config_folder(places[name]) for name in sources}
+    configs = {name: read_json_object(folder, "config.json") for name, folder in folders.items() if folder}
+    checklist.findings += [*_check_configs(configs), *_check_tokenizers(folders)]
+    aligned = dict[str, StateSource]()
+    for name, source in sources.items():
+        try:
+            aligned[name] = _with_names_of(sources[first], source)
+        except DriftLensError as error:
+            checklist.findings.append(error_finding(model_label(name), error))
+    checklist.findings += [*_check_tensors(aligned), *_check_heads(aligned, configs)]
+    statistics = _read_statistics(aligned)
+    checklist.findings += [*_check_values(statistics), *_check_adapters(aligned, statistics)]
+    if len(statistics.names) > 1 and statistics.grams:
+        products = statistics.weight_products()
+        checklist.findings += check_distances(products)
+        if "base" in products.names:
+            checklist.findings += [*_check_rounding(statistics), *_check_lengths(statistics)]
+            checklist.interference = _interference(statistics)
+            checklist.findings += _check_interference(checklist.interference)
+        if "merged" in products.names and products.experts:
+            checklist.findings.append(check_merge_fit(products, "merged"))
+            checklist.kept = _kept_by_layer(statistics) if "base" in products.names else {}
+            checklist.findings += _check_kept(checklist.kept)
+    return checklist
+
+
+def _with_names_of(base: StateSource, source: StateSource) -> StateSource:
+    """Give the tensors of a model the base's names, if only wrappers before them differ.
+
+    Raises:
+        CheckpointError: fewer than half of the base's tensors are there.
+    """
+    if source is base or isinstance(source, LoraSource):
+        return source
+    own = {_PREFIX.sub("", key): key for key in source.headers}
+    names = {key: key if key in source.headers else own.get(_PREFIX.sub("", key)) for key in base.headers}
+    found = {key: old for key, old in names.items() if old is not None}
+    if 2 * len(found) < len(names):
+        raise CheckpointError(
+            f"{source.name} has {len(found)} of the base's {len(names)} tensors; it begins with "
+            f"{shorten_list([*source.headers], 2)}, the base with {shorten_list([*base.headers], 2)}",
+            hint="It has another architecture or file format. Convert it, or give its own base.",
+        )
+    rest = {key: key for key in source.headers if key not in found.values() and key not in found}
+    return rename_keys(source, {**found, **rest})
+
+
+def _check_configs(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    """Compare the settings that change what a model computes with those of the base."""
+    first, compared = next(iter(configs), ""), 0
+    base = configs.get(first, {})
+    for name, config in configs.items():
+        if quantized := config.get("quantization_config"):
+            method = quantized.get("quant_method", "") if isinstance(quantized, dict) else quantized
+            text = f"the {model_label(name)} is quantized ({method}): its files hold codes, not weights"
+            yield Finding("problem", model_label(name), text, "Dequantize it and save in bfloat16 or float32.")
+        if name == first:
+            continue
+        pairs = [
+            (path, ours, theirs)
+            for path, ours, theirs in _setting_pairs(base, config)
+            if ours is not None and theirs is not None
+        ]
+        compared += len(pairs)
+        for path, ours, theirs in pairs:
+            if ours != theirs:
+                text = f"config.json of the {model_label(name)} has {path} {theirs}, the {model_label(first)} {ours}"
+                hint = "The merge computes with one of them. Merge models of one configuration, or correct the file."
+                yield Finding("problem", "configuration", text, hint)
+    if compared:
+        yield Finding("ok", "configuration", f"{compared} settings of config.json compared")
+
+
+def _setting_pairs(base: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for key in ("model_type", *COMPUTED_SETTINGS):
+        yield key, base.get(key), other.get(key)
+    for section in ("text_config", "vision_config"):
+        if isinstance(base.get(section), dict) and isinstance(other.get(section), dict):
+            for key in COMPUTED_SETTINGS:
+                yield f"{section}.{key}", base[section].get(key), other[section].get(key)
+
+
+def _check_tokenizers(folders: Mapping[str, Path | None]) -> Iterator[Finding]:
+    """Compare tokenizer files and special tokens with those of the base."""
+    (first, home), *others = folders.items()
+    compared = 0
+    for name, folder in others:
+        if home is None or folder is None:
+            continue
+        compared += 1
+        if differing := tokenizer_changes(home, folder):
+            text = f"the tokenizer of the {model_label(name)} differs from that of the {model_label(first)}: "
+            text += ", ".join(differing)
+            hint = "Where ids differ, models read other words. Merge models of one tokenizer."
+            yield Finding("notice", "tokenizer", text, hint)
+    if compared:
+        yield Finding("ok", "tokenizer", f"files and special tokens of {compared + 1} models compared")
+
+
+def _check_tensors(sources: Mapping[str, StateSource]) -> Iterator[Finding]:
+    """Report missing and additional tensors, other shapes, and dtypes that hold codes."""
+    (first, base), same = next(iter(sources.items())), list[str]()
+    anchor = f"the {model_label(first)}"
+    for name, source in sources.items():
+        called, own = f"the {model_label(name)}", source.headers
+        codes = [
+            key
+            for key, header in own.items()
+            if header.dtype.itemsize == 1 and header.dtype != torch.bool and header.shape
+        ]
+        if codes:
+            text = f"{called} has {len(codes)} tensors of one byte per entry: {codes[0]} ({own[codes[0]].dtype}) ..."
+            yield Finding("problem", model_label(name), text, "Give the weights before quantization.")
+        if name == first:
+            continue
+        missing = _missing_tensors(base, source)
+        extra = [key for key in own if key not in base.headers]
+        shapes = [key for key in own if key in base.headers and own[key].shape != base.headers[key].shape]
+        if missing:
+            text = f"{called} lacks {len(missing)} tensors of {anchor}: {shorten_list(missing, 2)}"
+            yield Finding("problem", "tensors", text, "Download or save it again: a shard or a module was lost.")
+        if extra:
+            text = f"{called} has {len(extra)} tensors that {anchor} lacks: {shorten_list(extra, 2)}"
+            yield Finding("notice", "tensors", text, "Heads of a task may be added; other tensors are not merged.")
+        for key in shapes[:2]:
+            is_table = _TABLES.search(key) or _HEADS.search(key)
+            kind = "vocabulary" if is_table else "tensors"
+            text = f"{key} is {[*own[key].shape]} in {called} and {[*base.headers[key].shape]} in {anchor}"
+            hint = (
+                "Rows of the vocabulary differ: align tokenizers first." if is_table else "Merge models of one shape."
+            )
+            yield Finding("notice" if is_table else "problem", kind, text, hint)
+        if not (missing or extra or shapes):
+            same.append(name)
+    if same:
+        text = f"{len(same)} models have the tensors of {anchor} ({len(base.headers)}), in its shapes"
+        yield Finding("ok", "tensors", text)
+
+
+def _missing_tensors(base: StateSource, source: StateSource) -> list[str]:
+    """Return the tensors that a model lacks, without tied heads and towers that are left out as a whole."""
+    stacks = {match[1] for key in source.headers if (match := _LAYER.match(key))}
+    missing = [key for key in base.headers if key not in source.headers and not _HEADS.search(key)]
+    of_stacks = [key for key in missing if (match := _LAYER.match(key)) and match[1] in stacks]
+    has_left_out_tower = any((match := _LAYER.match(key)) and match[1] not in stacks for key in missing)
+    return of_stacks if has_left_out_tower else missing
+
+
+def _check_heads(sources: Mapping[str, StateSource], configs: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    """Report heads that the configuration ties to the token table although the file holds another matrix."""
+    for name, source in sources.items():
+        table = next((key for key in source.headers if _TABLES.search(key)), None)
+        head = next((key for key in source.headers if _HEADS.search(key)), None)
+        config = configs.get(name, configs.get("base", {}))
+        tied = config.get("tie_word_embeddings")
+        # An encoder-decoder's setting also scales features; its stored head is used.
+        if table is None or tied is None or config.get("is_encoder_decoder"):
+            continue
+        called = f"the {model_label(name)}"
+        if tied and head is not None and source.headers[head].shape == source.headers[table].shape:
+            if not _have_equal_rows(source, table, head):
+                text = f"{called} stores {head}, but config.json ties it to {table}: the stored head is lost on loading"
+                hint = "Set tie_word_embeddings to false, or merge the table only."
+                yield Finding("problem", "tied head", text, hint)
+                continue
+        elif not tied and head is None:
+            text = f"config.json of {called} has tie_word_embeddings false, but no head is stored: it would be random"
+            yield Finding("problem", "tied head", text, "Set tie_word_embeddings to true, or save the head.")
+            continue
+        if name == "merged":
+            yield Finding(
+                "ok", "tied head", f"the head of {called} is {'tied' if tied else 'stored'} as config.json says"
+            )
+
+
+def _have_equal_rows(source: StateSource, one: str, other: str) -> bool:
+    rows = (0, min(64, source.headers[one].shape[0]))
+    return torch.equal(source.read(one, rows), source.read(other, rows))
+
+
+def _read_statistics(sources: Mapping[str, StateSource]) -> _Statistics:
+    """Read all tensors that the base and every model share, in pieces, and sum up what the checks need."""
+    names, base = tuple(sources), next(iter(sources.values()))
+    statistics = _Statistics(names, changes={name: ModelChange("") for name in names[1:]})
+    experts = [position for position, name in enumerate(names) if task_of_expert(name) is not None]
+    for key, header in base.headers.items():
+        present = [name for name in names if key in sources[name].headers]
+        has_same_shape = all(sources[name].headers[key].shape == header.shape for name in present)
+        if not header.dtype.is_floating_point or header.dtype.itemsize == 1 or not has_same_shape or not header.shape:
+            continue
+        gram, disputed, opposed = torch.zeros(len(names), len(names), dtype=torch.float64), 0, 0
+        for index, rows in enumerate(
+            row_ranges(WeightSlot(key), header.shape, header.nbytes, READ_CHUNK // len(names))
+        ):
+            pieces = {name: sources[name].read(key, rows) for name in present}
+            start = pieces[names[0]].float().flatten()
+            stacked = torch.zeros(len(names), start.numel())
+            stacked[0] = start
+            for name in present[1:]:
+                torch.sub(pieces[name].float().flatten(), start, out=stacked[names.index(name)])
+                if index == 0:
+                    statistics.changes[name] += _sampled_change(pieces[names[0]], pieces[name])
+            gram += (stacked @ stacked.T).double()
+            if len(experts) > 1:
+                up, down = (stacked[experts] > 0).sum(dim=0), (stacked[experts] < 0).sum(dim=0)
+                disputed += int((up + down > 1).sum())
+                opposed += int(((up > 0) & (down > 0)).sum())
+        broken = torch.nonzero(~torch.isfinite(torch.diagonal(gram))).flatten().tolist()
+        # What is subtracted from a broken base is broken, too.
+        for position in [0] if 0 in broken else broken:
+            statistics.broken[names[position]].append(key)
+        if not torch.isfinite(gram).all():
+            continue
+        statistics.grams[key], statistics.conflicts[key] = gram, (disputed, opposed)
+        statistics.is_matrix[key] = len(header.shape) > 1
+        statistics.num_changed.update(
+            name for position, name in enumerate(names) if position and gram[position, position]
+        )
+    return statistics
+
+
+def _sampled_change(start: Tensor, end: Tensor) -> ModelChange:
+    narrow = start.dtype if start.dtype.itemsize < end.dtype.itemsize else end.dtype
+    return count_differences(start.flatten()[:_SAMPLED], end.flatten()[:_SAMPLED], narrow)
+
+
+def _check_values(statistics: _Statistics) -> Iterator[Finding]:
+    """Report NaN and infinity, and tensors whose size is far from the base's."""
+    for name, keys in statistics.broken.items():
+        text = f"the {model_label(name)} has NaN or infinity in {len(keys)} tensors: {shorten_list(keys, 2)}"
+        yield Finding("problem", "values", text, "Save it again; float16 overflows where bfloat16 does not.")
+    largest = dict[str, tuple[float, str]]()
+    for key, gram in statistics.grams.items():
+        size = float(gram[0, 0])
+        sizes = size + 2 * gram[0] + torch.diagonal(gram)
+        for position, name in enumerate(statistics.names[1:], start=1):
+            if size and statistics.is_matrix[key]:
+                ratio = float((sizes[position].clamp_min(0) / size).sqrt())
+                largest[name] = max(largest.get(name, (0.0, "")), (max(ratio, 1 / max(ratio, 1e-12)), key))
+    for name, (ratio, key) in largest.items():
+        if ratio > _OUTLIER:
+            text = f"the norm of {key} differs by a factor of {ratio:.3g} between the {model_label(name)} and the "
+            text += model_label(statistics.names[0])
+            yield Finding(
+                "problem", "values", text, "A scale is missing or applied twice (fp8, LoRA alpha): check the file."
+            )
+    if not statistics.broken and all(ratio <= _OUTLIER for ratio, _ in largest.values()):
+        most = max((ratio for ratio, _ in largest.values()), default=1.0)
+        yield Finding("ok", "values", f"all finite; norms of matrices differ by a factor of {most:.2f} at most")
+
+
+def _check_adapters(sources: Mapping[str, StateSource], statistics: _Statistics) -> Iterator[Finding]:
+    """Report LoRA modules that change nothing."""
+    for name, source in sources.items():
+        if not isinstance(source, LoraSource):
+            continue
+        keys, position = [key for key in source.adapted_keys if key in statistics.grams], statistics.names.index(name)
+        dead = [key for key in keys if not statistics.grams[key][position, position]]
+        if dead:
+            text = f"{len(dead)} of {len(keys)} LoRA modules of the {model_label(name)} change nothing: "
+            text += shorten_list(dead, 2)
+            yield Finding(
+                "notice", "adapters", text, "B is zero there: the adapter was not trained, or saved too early."
+            )
+        else:
+            yield Finding("ok", "adapters", f"all {len(keys)} LoRA modules of the {model_label(name)} change weights")
+
+
+def _check_rounding(statistics: _Statistics) -> Iterator[Finding]:
+    """Report task vectors that rounding to the stored dtype mostly reverted."""
+    lost = [
+        (name, text)
+        for name, change in statistics.changes.items()
+        if (text := coarse_change_text(change, model_label(name)) or rounding_loss_text(change, model_label(name)))
+    ]
+    for _, text in lost:
+        yield Finding("notice", "rounding", text, "If weights of higher precision exist, give those.")
+    if not lost:
+        yield Finding("ok", "rounding", "changes are larger than a step of the dtype they are stored in")
+
+
+def _check_lengths(statistics: _Statistics) -> Iterator[Finding]:
+    """Compare the norms of the experts' task vectors."""
+    total = statistics.sum_over(statistics.grams)
+    norms = {
+        name: float(total[position, position].sqrt())
+        for position, name in enumerate(statistics.names)
+        if task_of_expert(name) is not None
+    }
+    if len(norms) < 2:
+        return
+    (short, least), (long, most) = (pick(norms.items(), key=lambda entry: entry[1]) for pick in (min, max))
+    text = f"norms of task vectors are {least:.3g} to {most:.3g}"
+    if not least:
+        text = f"the {model_label(short)} equals the base"
+        yield Finding("problem", "task vectors", text, "It was not fine-tuned, or its adapter was not applied.")
+    elif most > _LONG * least:
+        text += f": the {model_label(long)} changes {most / least:.3g} times as much as the {model_label(short)}"
+        hint = "It dominates a merge with equal weights: give it a smaller one, or check learning rate and LoRA scale."
+        yield Finding("notice", "task vectors", text, hint)
+    else:
+        yield Finding("ok", "task vectors", text)
+
+
+def _layer_of(key: str) -> str:
+    """Return the layer of a tensor by the first number in its name, such as `layers.3`; else `other`."""
+    match = _LAYER.match(key)
+    return f"{match[1].rpartition('.')[2]}.{match[2]}" if match else "other"
+
+
+def _module_of(key: str) -> str:
+    """Return the module of a tensor inside its layer, such as `self_attn.q_proj`."""
+    match = _LAYER.match(key)
+    return (match[3] if match else key).removesuffix(".weight").removesuffix(".bias")
+
+
+def _keys_by(statistics: _Statistics, name_of: Any) -> dict[str, list[str]]:
+    groups = defaultdict[str, list[str]](list)
+    for key in statistics.grams:
+        groups[name_of(key)].append(key)
+    return groups
+
+
+def _interference(statistics: _Statistics) -> dict[str, dict[str, float]]:
+    """Return, by module with matrices, the smallest cosine of two task vectors and the share of opposite signs."""
+    experts = [position for position, name in enumerate(statistics.names) if task_of_expert(name) is not None]
+    found = dict[str, dict[str, float]]()
+    for module, keys in _keys_by(statistics, _module_of).items():
+        keys = [key for key in keys if statistics.is_matrix[key]]
+        gram = statistics.sum_over(keys)
+        norms = torch.diagonal(gram).sqrt()
+        cosines = [
+            float(gram[i, j] / (norms[i] * norms[j])) for i, j in combinations(experts, 2) if norms[i] and norms[j]
+        ]
+        disputed, opposed = (sum(statistics.conflicts[key][at] for key in keys) for at in (0, 1))
+        if cosines and disputed:
+            found[module] = {"cosine": min(cosines), "sign_conflicts": opposed / disputed}
+    return found
+
+
+def _check_interference(interference: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
+    if not interference:
+        return
+    module, worst = min(interference.items(), key=lambda entry: entry[1]["cosine"])
+    text = f"the smallest cosine of two task vectors is {worst['cosine']:+.2f} (in {module}, where "
+    text += f"{100 * worst['sign_conflicts']:.0f} % of the entries that two experts change have opposite signs)"
+    hint = "Averages cancel there: try ties, or a merge that fits data (driftlens merge --compare)."
+    is_opposed = worst["cosine"] < _OPPOSED
+    yield Finding("notice" if is_opposed else "ok", "interference", text, hint if is_opposed else "")
+
+
+def _kept_by_layer(statistics: _Statistics) -> dict[str, dict[str, float]]:
+    """Return, by task and layer, the projection of merged - base on the expert's task vector over its squared norm."""
+    merged = statistics.names.index("merged")
+    groups = {"all layers": [*statistics.grams], **_keys_by(statistics, _layer_of)}
+    sums = {layer: statistics.sum_over(keys) for layer, keys in groups.items()}
+    return {
+        task: {
+            layer: float(gram[merged, position] / gram[position, position])
+            for layer, gram in sums.items()
+            if gram[position, position]
+        }
+        for position, name in enumerate(statistics.names)
+        if (task := task_of_expert(name)) is not None
+    }
+
+
+def _check_kept(kept: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
+    """Report experts of which the merge keeps little, overall or in single layers."""
+    for task, by_layer in kept.items():
+        layers = {layer: share for layer, share in by_layer.items() if layer != "all layers"}
+        if not layers:
+            continue
+        whole, middle = by_layer["all layers"], float(torch.tensor([*layers.values()]).median())
+        text = f"the merge keeps {whole:.2f} of the change of {model_label(f'expert:{task}')}"
+        text += f" ({min(layers.values()):.2f} to {max(layers.values()):.2f} by layer)"
+        low = [layer for layer, share in layers.items() if share < _UNEVEN * middle]
+        if whole < _LOST:
+            hint = "Check the recipe and the names of tensors. If the last model is an expert, too, write TASK=MODEL."
+            yield Finding("problem", "kept", text, hint)
+        elif low:
+            hint = f"Little in {shorten_list(low, 3)}: were these layers merged? Check the recipe's layer ranges."
+            yield Finding("notice", "kept", text, hint)
+        else:
+            yield Finding("ok", "kept", text)

@@ -1,0 +1,184 @@
+"""The checklist of a merge: each check has a planted fault and a clean twin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from driftlens.experiment.checklist import check_merge_files
+from driftlens.utils.errors import CheckpointError
+
+CONFIG = {"model_type": "llama", "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "num_attention_heads": 2}
+CONFIG |= {"hidden_act": "silu", "tie_word_embeddings": True, "eos_token_id": 2}
+LAYERS, WIDTH, ROWS, SCALING = 3, 16, 40, 0.4
+Tensors = Mapping[str, Tensor]
+
+
+def weights(seed: int, scale: float) -> Tensors:
+    numbers = torch.Generator().manual_seed(seed)
+    shapes = {"model.embed_tokens.weight": (ROWS, WIDTH), "model.norm.weight": (WIDTH,)}
+    for layer in range(LAYERS):
+        for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"):
+            shapes[f"model.layers.{layer}.{name}.weight"] = (WIDTH, WIDTH)
+    return {key: scale * torch.randn(shape, generator=numbers) for key, shape in shapes.items()}
+
+
+@dataclass
+class Models:
+    """Weights, configurations and end tokens of base, two experts and their merge; faults are planted in them."""
+
+    tensors: Mapping[str, Tensors]
+    configs: Mapping[str, Mapping[str, object]]
+    ends: Mapping[str, str]
+
+    def save(self, root: Path) -> tuple[str, dict[str, str], str]:
+        for name, tensors in self.tensors.items():
+            (root / name).mkdir()
+            save_file(dict(tensors), root / name / "model.safetensors")
+            (root / name / "config.json").write_text(json.dumps(self.configs[name]))
+            (root / name / "tokenizer_config.json").write_text(json.dumps({"eos_token": self.ends[name]}))
+        return str(root / "base"), {task: str(root / task) for task in ("cars", "birds")}, str(root / "merged")
+
+
+Plant = Callable[[Models], Models]
+
+
+def models_of(base: Tensors, cars: Tensors, birds: Tensors) -> Models:
+    tensors = {
+        "base": base,
+        "cars": {key: value + cars[key] for key, value in base.items()},
+        "birds": {key: value + birds[key] for key, value in base.items()},
+        "merged": {key: value + SCALING * (cars[key] + birds[key]) for key, value in base.items()},
+    }
+    return Models(tensors, dict.fromkeys(tensors, CONFIG), dict.fromkeys(tensors, "</s>"))
+
+
+BASE, CARS, BIRDS = weights(0, 1.0), weights(1, 0.05), weights(2, 0.05)
+CLEAN = models_of(BASE, CARS, BIRDS)
+
+
+def config(name: str, **settings: object) -> Models:
+    return replace(CLEAN, configs={**CLEAN.configs, name: {**CONFIG, **settings}})
+
+
+def merged(change: Callable[[str, Tensor], Tensor]) -> Models:
+    tensors = {key: change(key, value) for key, value in CLEAN.tensors["merged"].items()}
+    return replace(CLEAN, tensors={**CLEAN.tensors, "merged": tensors})
+
+
+def cars(change: Callable[[str, Tensor], Tensor]) -> Models:
+    return models_of(BASE, {key: change(key, value) for key, value in CARS.items()}, BIRDS)
+
+
+def with_head() -> Models:
+    tensors = {**CLEAN.tensors["merged"], "lm_head.weight": torch.ones(ROWS, WIDTH)}
+    return replace(CLEAN, tensors={**CLEAN.tensors, "merged": tensors})
+
+
+def without(part: str) -> Models:
+    tensors = {key: value for key, value in CLEAN.tensors["merged"].items() if part not in key}
+    return replace(CLEAN, tensors={**CLEAN.tensors, "merged": tensors})
+
+
+def of_one_step() -> Models:
+    base = {key: value.bfloat16() for key, value in BASE.items()}
+    step = {key: (value * 2**-8).bfloat16() for key, value in base.items()}
+    return models_of(base, step, {key: -value for key, value in step.items()})
+
+
+def spoil(_: str, value: Tensor) -> Tensor:
+    return torch.where(torch.arange(value.numel()).reshape(value.shape) == 3, torch.nan, value)
+
+
+FAULTS: dict[str, tuple[Models, str, str]] = {
+    "other rotary base": (config("cars", rope_theta=5e5), "configuration", "problem"),
+    "other head count": (config("merged", num_attention_heads=4), "configuration", "problem"),
+    "quantized": (config("cars", quantization_config={"quant_method": "gptq"}), "expert of cars", "problem"),
+    "other end token": (replace(CLEAN, ends={**CLEAN.ends, "birds": "<eos>"}), "tokenizer", "notice"),
+    "more rows of the vocabulary": (
+        merged(lambda key, value: torch.cat([value, value[:2]]) if "embed" in key else value),
+        *("vocabulary", "notice"),
+    ),
+    "a lost tensor": (without("layers.1.mlp"), "tensors", "problem"),
+    "a head beside a tied table": (with_head(), "tied head", "problem"),
+    "no head": (config("merged", tie_word_embeddings=False), "tied head", "problem"),
+    "one byte per entry": (merged(lambda _, value: value.to(torch.float8_e4m3fn)), "merged model", "problem"),
+    "not a number": (merged(spoil), "values", "problem"),
+    "a scale too many": (merged(lambda _, value: 50 * value), "values", "problem"),
+    "another base": (cars(lambda key, _: weights(9, 1.0)[key] - BASE[key]), "expert of cars", "notice"),
+    "a long task vector": (cars(lambda _, value: 6 * value), "task vectors", "notice"),
+    "nothing learned": (cars(lambda _, value: 0 * value), "task vectors", "problem"),
+    "opposed experts": (cars(lambda key, _: -BIRDS[key]), "interference", "notice"),
+    "one step of the dtype": (of_one_step(), "rounding", "notice"),
+    "a layer that was not merged": (
+        merged(lambda key, value: BASE[key] if "layers.2" in key else value),
+        *("kept", "notice"),
+    ),
+    "an expert that was not merged": (merged(lambda key, _: BASE[key] + SCALING * BIRDS[key]), "kept", "problem"),
+    "no combination of experts": (merged(lambda key, value: value + weights(7, 0.2)[key]), "merged model", "notice"),
+}
+
+
+def test_a_clean_merge_passes_every_check(tmp_path: Path) -> None:
+    checklist = check_merge_files(*CLEAN.save(tmp_path))
+    assert not checklist.has_doubts, checklist.text()
+    checked = {subject for _, subject, _ in FAULTS.values()} - {"expert of cars", "vocabulary"}
+    assert {found.subject for found in checklist.findings} >= checked
+    assert checklist.kept["cars"]["all layers"] == pytest.approx(SCALING, abs=0.05)
+    assert checklist.text().count("✓") == len(checklist.findings)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_under_its_name(name: str, tmp_path: Path) -> None:
+    models, subject, level = FAULTS[name]
+    findings = check_merge_files(*models.save(tmp_path)).findings
+    assert (subject, level) in {(found.subject, found.level) for found in findings}, findings
+    assert all(found.hint for found in findings if found.level != "ok")
+
+
+def test_wrappers_before_names_are_no_other_architecture(tmp_path: Path) -> None:
+    wrapped = {f"model.language_{key}": value for key, value in CLEAN.tensors["merged"].items()}
+    models = replace(CLEAN, tensors={**CLEAN.tensors, "merged": wrapped})
+    assert not check_merge_files(*models.save(tmp_path)).has_doubts
+
+
+def test_another_family_is_named_and_the_other_models_are_checked(tmp_path: Path) -> None:
+    foreign = {key.replace("model.layers", "encoder.block"): value for key, value in CLEAN.tensors["merged"].items()}
+    models = replace(CLEAN, tensors={**CLEAN.tensors, "merged": foreign})
+    findings = check_merge_files(*models.save(tmp_path)).findings
+    doubted = {found.subject: found.hint for found in findings if found.level != "ok"}
+    assert "another architecture" in doubted["merged model"] and set(doubted) == {"merged model"}
+
+
+def test_modules_of_an_adapter_that_change_nothing_are_counted(tmp_path: Path) -> None:
+    base, experts, _ = CLEAN.save(tmp_path)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    modules = [f"base_model.model.model.layers.{layer}.self_attn.q_proj" for layer in range(LAYERS)]
+    tensors = {f"{module}.lora_A.weight": torch.full((2, WIDTH), 0.1) for module in modules}
+    tensors |= {f"{module}.lora_B.weight": torch.full((WIDTH, 2), 0.1 * at) for at, module in enumerate(modules)}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    findings = check_merge_files(base, {"cars": str(adapter), "birds": experts["birds"]}).findings
+    (found,) = (found for found in findings if found.subject == "adapters")
+    assert (found.level, found.text.split()[:3]) == ("notice", ["1", "of", "3"])
+
+
+def test_without_a_base_models_are_compared_with_the_first_one(tmp_path: Path) -> None:
+    _, experts, merge = CLEAN.save(tmp_path)
+    checklist = check_merge_files(None, experts, merge)
+    assert not checklist.has_doubts and not checklist.kept
+
+
+def test_a_base_that_can_not_be_read_is_refused(tmp_path: Path) -> None:
+    _, experts, merge = CLEAN.save(tmp_path)
+    with pytest.raises(CheckpointError):
+        check_merge_files(str(tmp_path / "nowhere"), experts, merge)

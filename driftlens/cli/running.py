@@ -275,7 +275,7 @@ def _why(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="BASE EXPERT... MERGED",
+            metavar="BASE EXPERT... [MERGED]",
             help="Folders, weight files or Hub ids in this order; or a mergekit recipe and its merged model "
             "(default: merged by mergekit-yaml). TASK=MODEL is an expert, also at the end.",
         ),
@@ -305,7 +305,7 @@ def _why(
     checklist = check_merge_files(roles.base, roles.experts, merged, offline=job.access.offline)
     if not as_json:
         print_result(checklist.text())
-    if data:
+    if data and not checklist.exit_code:
         drafted = draft_spec(roles, data, overrides or (), job.access)
         from driftlens.pipelines.analyze import analyze as run_analysis
 
@@ -319,8 +319,8 @@ def _why(
         print_json(checklist.as_dict())
     else:
         print_note("With --data FILE, the drift of every layer and the scores are measured, too.")
-    if strict and checklist.has_doubts:
-        raise typer.Exit(3)
+    if checklist.exit_code or (strict and checklist.has_doubts):
+        raise typer.Exit(checklist.exit_code or 3)
 
 
 @app.command()

@@ -80,6 +80,11 @@ class Checklist:
         """True if any check found something to look at."""
         return any(finding.level != "ok" for finding in self.findings)
 
+    @property
+    def exit_code(self) -> int:
+        """The highest exit code of models that can't be read or compared; 0 without any."""
+        return max((finding.exit_code for finding in self.findings), default=0)
+
     def text(self) -> str:
         """Return the models, then a line per finding, marked ✓, ! or ✗, with what to do below it."""
         width = max((len(finding.subject) for finding in self.findings), default=0)

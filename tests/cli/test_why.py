@@ -51,16 +51,30 @@ def test_experts_are_named_after_their_folders_and_data_go_with_them(world: Worl
     assert not spec.heads  # classes have names, and nothing here reads them
 
 
-def test_without_data_built_in_pictures_are_measured_and_no_accuracy_is_told(
-    models: list[str], tmp_path: Path, run_cli: Cli
+def test_without_data_a_checklist_of_the_files_is_printed_and_nothing_is_written(
+    models: list[str], tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = run_cli("why", *models[:2], models[-1], "--out", tmp_path / "run")
-    assert done.code == 0, done.err
-    run = open_run(tmp_path / "run")
-    assert "96 built-in drawn pictures" in done.err and f"with {models[-1]} as the merged model" in done.err
-    assert "Relative drift" in done.out and "ccuracy" not in done.out
-    assert run.accuracy().empty and run.layers()["final_share"].notna().any()
-    assert {path.name for path in tmp_path.iterdir()} == {"merged", "run"}
+    monkeypatch.chdir(tmp_path)
+    done = run_cli("why", *models, "--strict")
+    assert (done.code, done.out.count("✗")) == (0, 0), done.out + done.err
+    assert f"merged model: {models[-1]}" in done.out and "the merge keeps" in done.out and "--data" in done.err
+    assert {path.name for path in tmp_path.iterdir()} == {"merged"}
+    told = json.loads(run_cli("why", *models, "--json").out)
+    assert told["kept"].keys() == {"flowers", "shapes"} and told["models"]["base"] == models[0]
+
+
+def test_an_expert_in_the_place_of_the_merge_is_told_and_may_be_named(models: list[str], run_cli: Cli) -> None:
+    *experts, last = models[:-1]
+    done = run_cli("why", *experts, last, "--strict")
+    assert done.code == 3 and "✗ kept" in done.out and "write TASK=MODEL" in done.out
+    named = run_cli("why", *experts, f"shapes={last}", "--strict")
+    assert named.code == 0 and "kept" not in named.out, named.out
+
+
+def test_a_model_that_can_not_be_read_is_one_line_of_the_checklist(models: list[str], run_cli: Cli) -> None:
+    done = run_cli("why", models[0], models[1], f"{models[2]}/config.json")
+    assert done.code == 4 and "✗ merged model" in done.out and "expected a file of type" in done.out
+    assert "✓ shared base" in done.out
 
 
 @pytest.mark.parametrize(("config", "samples"), [("ConvNextConfig", "npz"), ("AlbertConfig", "jsonl")])
@@ -221,8 +235,8 @@ def test_a_recipe_that_mergekit_does_not_merge_is_refused_with_what_to_run(
     ("changes", "said"),
     [
         (
-            lambda given: given[:2],
-            "expected a base, one or more experts, and the merged model, in this order; got 2",
+            lambda given: given[:1],
+            "expected a base, one or more experts, in this order; got 1",
         ),
         (lambda given: [*given[:-1], given[0]], "is given twice"),
         (lambda given: [*given[:-1], "nowhere"], "there is no file or folder nowhere"),
@@ -230,10 +244,11 @@ def test_a_recipe_that_mergekit_does_not_merge_is_refused_with_what_to_run(
         (lambda given: [*given, "--data=rose=a"], "--data is given for rose; the tasks are flowers, shapes"),
         (lambda given: [*given, "--data=nothing.csv"], "no file or folder nothing.csv"),
         (
-            lambda given: [given[0].replace("/hf/", "/open_clip/") + ".safetensors", *given[1:]],
+            lambda given: (
+                [place.replace("/hf/", "/open_clip/") + ".safetensors" for place in given[:2]] + [f"--data={given[-1]}"]
+            ),
             "there is no configuration next to",
         ),
-        (lambda given: [given[0], given[1], given[2] + "/config.json"], "expected a file of type"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_words(

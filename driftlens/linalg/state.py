@@ -110,7 +110,7 @@ def linear_cka(left: Tensor, right: Tensor) -> Tensor:
         right: [n, k]; the widths may differ.
 
     Returns:
-        A number, at most 1 up to rounding and possibly slightly negative; NaN when n < 4 or one side does not vary.
+        A number in float32 or wider, at most 1 up to rounding and possibly slightly negative; NaN when n < 4 or one side does not vary.
     """
     if len(left) < 4:
         return left.new_tensor(float("nan"))
@@ -121,6 +121,8 @@ def linear_cka(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _centred_gram_zero_diagonal(features: Tensor) -> Tensor:
+    # Products of float16 features overflow.
+    features = features.to(torch.promote_types(features.dtype, torch.float32))
     # The estimator is translation invariant; centring keeps it accurate.
     centred = features - features.mean(dim=0)
     gram = centred @ centred.mT

@@ -102,6 +102,14 @@ def test_it_is_the_estimator_written_out(features: tuple[Tensor, Tensor]) -> Non
     assert linear_cka(left, right) == pytest.approx(hsic(k, m) / (hsic(k, k) * hsic(m, m)) ** 0.5, rel=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_features_in_half_precision_are_compared_in_float32(dtype: torch.dtype, generator: torch.Generator) -> None:
+    left = 10 * torch.randn(64, 768, generator=generator)
+    right = left + 3 * torch.randn(64, 768, generator=generator)
+    halves = left.to(dtype), right.to(dtype)
+    assert linear_cka(*halves) == pytest.approx(float(linear_cka(*(half.double() for half in halves))), abs=1e-5)
+
+
 def test_too_few_samples_or_no_variation_give_nan(generator: torch.Generator) -> None:
     assert linear_cka(torch.eye(3), torch.eye(3)).isnan()
     assert linear_cka(torch.ones(6, 2), torch.randn(6, 2, generator=generator)).isnan()

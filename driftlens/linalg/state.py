@@ -110,7 +110,8 @@ def linear_cka(left: Tensor, right: Tensor) -> Tensor:
         right: [n, k]; the widths may differ.
 
     Returns:
-        A number in float32 or wider, at most 1 up to rounding and possibly slightly negative; NaN when n < 4 or one side does not vary.
+        A number in float32 or wider, at most 1 up to rounding and possibly slightly negative; NaN when n < 4 or one
+        side does not vary.
     """
     if len(left) < 4:
         return left.new_tensor(float("nan"))

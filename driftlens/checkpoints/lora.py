@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import pathlib
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from driftlens.checkpoints.tensor_sources import (
     CompositeSource,
@@ -32,6 +33,10 @@ _REMEDY = (
     "Merge it with peft and give OUT: PeftModel.from_pretrained(model, FOLDER).merge_and_unload().save_pretrained(OUT)."
 )
 _RESTORE = f"Correct {ADAPTER}, or save the adapters with peft again."
+_UNGATHERED = (
+    "DeepSpeed ZeRO-3 saved them without their values: save them again with "
+    "stage3_gather_16bit_weights_on_model_save, or restore them from its checkpoint with zero_to_fp32.py."
+)
 # Options of peft's LoraConfig whose change of the model is more than `scaling * B @ A`.
 _UNSUPPORTED = (
     *("target_parameters", "lora_bias", "layer_replication", "use_qalora", "use_bdlora"),
@@ -40,6 +45,7 @@ _UNSUPPORTED = (
 )
 _OF_ADAPTERS = re.compile(r"\.lora_|\.original_module\.")
 _PART = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<part>[AB]|magnitude_vector)(?:\.default)?(?:\.weight)?")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 # Infixes of peft in the names of tensors that are saved whole.
 _COPIES = re.compile(r"(\.(modules_to_save|base_layer))+\.")
 # Values of `init_lora_weights` that leave the base unchanged; PiSSA, OLoRA and LoftQ rewrite its weights.
@@ -99,7 +105,7 @@ class LoraSource:
 
     def __init__(self, base: StateSource, place: str | os.PathLike[str]) -> None:
         folder = pathlib.Path(place)
-        self.name, self._folder = str(folder), folder
+        self.name, self.base_name, self._folder = str(folder), base.name, folder
         self._config = _read_adapter_config(folder)
         self._settings = _validate_adapter_config(folder, self._config)
         self._is_transposed = bool(self._config.get("fan_in_fan_out"))
@@ -107,10 +113,14 @@ class LoraSource:
         if weights is None:
             raise _adapter_error(folder, f"{_WEIGHTS[0]} is missing", "Download the folder again.")
         self._adapters = open_weights_file(weights)
+        if empty := [key for key, header in self._adapters.headers.items() if header.shape == (0,)]:
+            reason = f"{len(empty)} of {len(self._adapters.headers)} tensors have shape [0], such as {empty[0]!r}"
+            raise _adapter_error(folder, reason, _UNGATHERED)
         self._saved = self._fully_saved_tensors(base)
         places = {key: (base, key) for key in base.headers}
         places |= {name: (self._adapters, key) for name, key in self._saved.items()}
         self._base: StateSource = CompositeSource(base.name, places)
+        self._modules = self._adapter_keys_by_module()
         self._updates = self._match_updates_to_weights()
         self._require_saved_biases()
         # Sums are not rounded to the base's dtype: a model with unmerged adapters does not round them either.
@@ -189,11 +199,10 @@ class LoraSource:
 
     def _match_updates_to_weights(self) -> dict[str, _LoraUpdate]:
         """Map the base's weights to their LoRA updates; check ranks and shapes."""
-        pairs = self._adapter_keys_by_module()
-        ranks = _values_by_module(self._settings.r, self._settings.rank_pattern or {}, pairs)
-        alphas = _values_by_module(self._settings.lora_alpha, self._settings.alpha_pattern or {}, pairs)
+        ranks = _values_by_module(self._settings.r, self._settings.rank_pattern or {}, self._modules)
+        alphas = _values_by_module(self._settings.lora_alpha, self._settings.alpha_pattern or {}, self._modules)
         updates: dict[str, _LoraUpdate] = {}
-        for name, (down, up, magnitude) in pairs.items():
+        for name, (down, up, magnitude) in self._modules.items():
             # peft transposes the update of an embedding table, as it does for GPT-2's Conv1D (fan_in_fan_out).
             is_transposed = self._is_transposed or "lora_embedding" in down
             down_shape, up_shape = self._adapters.headers[down].shape, self._adapters.headers[up].shape
@@ -216,19 +225,58 @@ class LoraSource:
             updates[key] = _LoraUpdate(down, up, alphas[name] / root, is_transposed, magnitude)
         return updates
 
-    def _require_targeted_modules(self, modules: Iterable[str]) -> None:
-        """Refuse adapters of modules that the configuration does not target, because peft ignores them."""
+    def _targeted_modules(self, paths: Iterable[str], saved: Collection[str]) -> list[str]:
+        """Return the paths that the configuration targets; `saved` are those of modules with adapters."""
         from peft.tuners.tuners_utils import check_target_module_exists
 
         targets = self._settings.target_modules
         if not targets or targets == "all-linear":
-            # Only peft can expand these.
-            return
-        lost = [name for name in modules if not check_target_module_exists(self._settings, name)]
+            # Only peft can expand these; at least, it treats all layers alike.
+            kinds = {_NUMBER.sub("*", name) for name in saved}
+            return [path for path in paths if _NUMBER.sub("*", path) in kinds]
+        return [path for path in paths if check_target_module_exists(self._settings, path)]
+
+    def _require_targeted_modules(self, modules: Collection[str]) -> None:
+        """Refuse adapters of modules that the configuration does not target, because peft ignores them."""
+        targeted = {*self._targeted_modules(modules, modules)}
+        lost = [name for name in modules if name not in targeted]
         if lost:
             reason = f"peft ignores its adapter of {lost[0]!r} because of {ADAPTER}"
             hint = "Correct target_modules, exclude_modules, modules_to_save or layers_to_transform."
             raise _adapter_error(self._folder, reason, hint)
+
+    def require_complete(self, model: nn.Module) -> None:
+        """Refuse adapters that lack a targeted linear module of a model, or that transpose its weights wrongly."""
+        # Conv1D, the linear module of GPT-2, stores [in, out].
+        is_conv1d = {
+            path: not isinstance(module, nn.Linear)
+            for path, module in model.named_modules()
+            if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        }
+        for key, update in self._updates.items():
+            if is_conv1d.get(key.removesuffix(".weight"), update.is_transposed) != update.is_transposed:
+                raise self._transposed_error(key)
+        pairs = (
+            (name, path)
+            for name, path in itertools.product(self._modules, is_conv1d)
+            if _has_dotted_suffix(name, path) or _has_dotted_suffix(path, name)
+        )
+        name, path = next(pairs, ("", ""))
+        # The model's paths as the adapters spell them, in the towers and stacks of blocks that have adapters.
+        added, removed = name[: max(0, len(name) - len(path))], path[: max(0, len(path) - len(name))]
+        stacks = {_NUMBER.split(module)[0] for module in self._modules}
+        paths = [added + path.removeprefix(removed) for path in is_conv1d if path.startswith(removed)]
+        paths = [path for path in paths if _NUMBER.split(path)[0] in {path, *stacks}]
+        targeted = self._targeted_modules(paths, self._modules) if name else []
+        if lost := [path for path in targeted if path not in self._modules]:
+            reason = f"{len(lost)} of {len(targeted)} targeted modules have no tensors, such as {lost[0]!r}"
+            hint = "Download or save the adapters again. Modules left out on purpose belong in exclude_modules."
+            raise _adapter_error(self._folder, reason, hint)
+
+    def _transposed_error(self, key: str) -> CheckpointError:
+        stated = str(self._is_transposed).lower()
+        reason = f"fan_in_fan_out is {stated}, which transposes {key!r} wrongly"
+        return _adapter_error(self._folder, reason, f"Set fan_in_fan_out to {str(not self._is_transposed).lower()}.")
 
     def _adapter_keys_by_module(self) -> dict[str, tuple[str, str, str]]:
         """Map module paths to the keys of A, B and DoRA's magnitude vector, which may be empty."""
@@ -262,6 +310,8 @@ class LoraSource:
         if fitting:
             reason = f"the adapter of {expected_key!r} fits several weights: {', '.join(fitting)}"
             raise _adapter_error(self._folder, reason)
+        if any(headers[key].shape == shape[::-1] for key in candidates):
+            raise self._transposed_error(expected_key)
         near = f"; {candidates[0]!r} has {list(headers[candidates[0]].shape)}" if candidates else ""
         reason = f"the adapter of {expected_key!r} {list(shape)} fits no weight of {self._base.name}{near}"
         named = self._config.get("base_model_name_or_path")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def base() -> StateSource:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 def test_merged_weights_are_those_of_peft(options: dict[str, Any], base: StateSource, tmp_path: Path) -> None:
     expected = train(clip(), tmp_path, **options)
-    merged = open_checkpoint(tmp_path, base=base)
+    merged = LoraSource(base, tmp_path)
+    merged.require_complete(clip())
     assert merged.headers == base.headers
     changed = {key for key in base.headers if not torch.equal(base.read(key), expected[key])}
     # In both blocks: a weight of every adapted module, weight and bias of those that were trained whole.
@@ -300,6 +302,73 @@ def test_a_configuration_that_lost_an_entry_is_refused(entry: str, base: StateSo
     edit_config(**lost)(tmp_path)
     with pytest.raises(CheckpointError, match="adapter_config"):
         LoraSource(base, tmp_path)
+
+
+def without(text: str) -> Callable[[Path], None]:
+    return edit_weights(lambda w: {key: value for key, value in w.items() if text not in key})
+
+
+@pytest.mark.parametrize(
+    ("targets", "part", "message"),
+    [
+        (["q_proj", "v_proj"], "layers.1.self_attn.v_proj", r"1 of 4 .*'\S+layers\.1\.self_attn\.v_proj'"),
+        (["q_proj", "v_proj"], "v_proj", r"2 of 4 .*'\S+layers\.0\.self_attn\.v_proj'"),
+        (r".*\.(q_proj|fc1)", "layers.1.", r"2 of 4 .*'\S+layers\.1\.self_attn\.q_proj'"),
+        ("all-linear", "layers.1.mlp.fc1", r"1 of 1\d .*'\S+layers\.1\.mlp\.fc1'"),
+    ],
+)
+def test_adapters_that_lack_a_targeted_module_are_refused(
+    targets: Any, part: str, message: str, base: StateSource, tmp_path: Path
+) -> None:
+    train(clip(), tmp_path, r=2, target_modules=targets)
+    # peft expands all-linear as it saves; other tools keep it.
+    edit_config(target_modules=targets)(tmp_path)
+    LoraSource(base, tmp_path).require_complete(clip())
+    without(part)(tmp_path)
+    with refusing(CheckpointError, match=message, hint="exclude_modules"):
+        LoraSource(base, tmp_path).require_complete(clip())
+    if targets != "all-linear":
+        edit_config(exclude_modules=rf".*{re.escape(part)}.*")(tmp_path)
+        LoraSource(base, tmp_path).require_complete(clip())
+
+
+def test_adapters_of_one_of_two_towers_are_complete(base: StateSource, tmp_path: Path) -> None:
+    """As of a text model alone, whose modules are named like those of the vision tower."""
+    train(clip(), tmp_path, **OPTIONS["plain"])
+    both = nn.ModuleDict({"image": nn.ModuleDict({"model": clip()}), "text": clip()})
+    edit_weights(lambda w: {k.replace("base_model.model.", "base_model.model.model."): v for k, v in w.items()})(
+        tmp_path
+    )
+    LoraSource(base, tmp_path).require_complete(both)
+    without("layers.0.self_attn.v_proj")(tmp_path)
+    with pytest.raises(CheckpointError, match=r"1 of 4 .*'model\.encoder\S+\.0\.self_attn\.v_proj'"):
+        LoraSource(base, tmp_path).require_complete(both)
+
+
+def test_empty_tensors_are_named_with_their_cause(base: StateSource, tmp_path: Path) -> None:
+    train(clip(), tmp_path, **OPTIONS["plain"])
+    edit_weights(lambda w: {key: torch.zeros(0) for key in w})(tmp_path)
+    with refusing(CheckpointError, match=r"8 of 8 tensors have shape \[0\]", hint="ZeRO-3"):
+        LoraSource(base, tmp_path)
+
+
+@pytest.mark.parametrize("width", [4, 9], ids=["square", "wide"])
+@pytest.mark.parametrize("kind", ["Conv1D", "Linear"])
+def test_adapters_that_would_be_transposed_wrongly_are_refused(kind: str, width: int, tmp_path: Path) -> None:
+    """peft sets fan_in_fan_out by the module; the shapes of a square weight don't tell."""
+    from transformers.pytorch_utils import Conv1D
+
+    def model() -> nn.Module:
+        return nn.Sequential(Conv1D(width, 4) if kind == "Conv1D" else nn.Linear(4, width))
+
+    base = module_source(model(), "base")
+    is_right = kind == "Conv1D"
+    train(model(), tmp_path, r=2, target_modules=["0"], fan_in_fan_out=is_right)
+    LoraSource(base, tmp_path).require_complete(model())
+    edit_config(fan_in_fan_out=not is_right)(tmp_path)
+    message, hint = f"fan_in_fan_out is {str(not is_right).lower()}", f"Set fan_in_fan_out to {str(is_right).lower()}"
+    with refusing(CheckpointError, match=message, hint=hint):
+        LoraSource(base, tmp_path).require_complete(model())
 
 
 def test_tensors_under_an_adapters_name_are_read_as_peft_reads_them(base: StateSource, tmp_path: Path) -> None:

@@ -19,13 +19,14 @@ import torch
 from driftlens.calibration.calibrator import calibrators, preset_settings, require_task_id
 from driftlens.checkpoints.alignment import KeyLayout, RegroupedSource
 from driftlens.checkpoints.loading import (
+    fetch_config_folder,
     fetch_if_hub_id,
     find_config_folder,
     is_lora_folder,
     open_checkpoint,
     require_same_pooling,
 )
-from driftlens.checkpoints.lora import LoraSource
+from driftlens.checkpoints.lora import LoraSource, lora_base_model
 from driftlens.checkpoints.tensor_sources import CompositeSource, StateSource, cast_source
 from driftlens.config.published import PublishedTask, published_task
 from driftlens.config.run import FileHead, Head, LinearHeadSpec
@@ -240,18 +241,43 @@ def _headers_with_separate_head(
 
 
 def _open_model_or_adapter(
-    place: str, architecture: Architecture, base: StateSource | None, access: Permissions
+    place: str, architecture: Architecture, base: StateSource | None, access: Permissions, above: tuple[str, ...] = ()
 ) -> StateSource:
-    """Open a checkpoint under its own key names; LoRA adapters are added to the base model."""
+    """Open a checkpoint under its own key names; LoRA adapters are added to their base, which may have adapters, too.
+
+    Args:
+        place: path or Hub id, or MODEL+ADAPTER.
+        architecture: the architecture of all models.
+        base: the model that adapters are added to.
+        access: permissions.
+        above: the adapters that were trained on `place`.
+    """
     model, _, adapter = place.partition("+")
     parts = [model, adapter] if model and adapter and not expand_home(place).exists() else [place]
     *whole, file = (fetch_if_hub_id(part, offline=access.offline) for part in parts)
     if whole:
         base = open_checkpoint(whole[0], offline=access.offline)
     if base is not None and is_lora_folder(pathlib.Path(file)):
+        lower = find_lower_adapter(file)
+        if lower in (file, *above):
+            raise CheckpointError(
+                f"{file} and {lower} name each other as their base", hint="Correct base_model_name_or_path."
+            )
+        # A model given together with an adapter may contain the lower one.
+        if lower and (not whole or lora_base_model(pathlib.Path(lower))[0] == model):
+            base = _open_model_or_adapter(lower, architecture, base, access, (file, *above))
         base = architecture.lora_base(base.whole if isinstance(base, RegroupedSource) else base, file)
     opened = open_checkpoint(file, base=base, offline=access.offline)
+    if isinstance(opened, LoraSource):
+        opened.require_complete(architecture.skeleton)
     return architecture.layout.regroup(opened) if isinstance(architecture.layout, KeyLayout) else opened
+
+
+def find_lower_adapter(folder: str | pathlib.Path) -> str:
+    """Return the local or cached adapters on which the adapters in `folder` were trained; "" without any."""
+    stated, _ = lora_base_model(pathlib.Path(folder))
+    place = fetch_config_folder(stated, offline=True) if stated else None
+    return str(place) if place is not None and is_lora_folder(place) else ""
 
 
 def model_folder(origin: str, source: StateSource) -> pathlib.Path | None:

@@ -23,7 +23,7 @@ from driftlens.checkpoints.loading import decode_json_floats, is_lora_folder, re
 from driftlens.checkpoints.lora import LoraSource, lora_base_model
 from driftlens.checkpoints.tensor_sources import StateSource, check_finite, task_vector_change
 from driftlens.checkpoints.unsupported import remote_code, wrap_library_errors
-from driftlens.experiment.loading import OpenModels, model_folder
+from driftlens.experiment.loading import OpenModels, find_lower_adapter, model_folder
 from driftlens.models import vocabularies
 from driftlens.models.architecture import Architecture
 from driftlens.models.architectures.clip import CONFIG_FILE, activation_name
@@ -359,7 +359,8 @@ def check_model_files(models: OpenModels, changes: Mapping[str, ModelChange] | N
             yield from _rounding_notices(changes[name], models, name, called)
             yield from _long_task_vector_notices(changes, name, called)
         if (folder := folders[name]) is not None:
-            yield from _adapter_base_notices(models, folders["base"], folder, called)
+            if isinstance(source, LoraSource):
+                yield from _adapter_base_notices(models, folders["base"], source, called)
             if differing := vocabularies.tokenizer_changes(home, folder):
                 yield (
                     f"the tokenizer of {called} differs from the base's: {', '.join(differing)}",
@@ -440,9 +441,16 @@ def _is_changed_tensor(base: StateSource, key: str, source: StateSource, source_
     return not _is_equal_tensor(base.read(key, rows), source.read(source_key, rows))
 
 
-def _adapter_base_notices(models: OpenModels, base_folder: Path | None, folder: Path, called: str) -> _Doubt:
-    if not is_lora_folder(folder):
-        return
+def _adapter_base_notices(models: OpenModels, base_folder: Path | None, source: LoraSource, called: str) -> _Doubt:
+    """Report adapters that were trained on other adapters or on another base."""
+    folder = Path(source.name)
+    if is_lora_folder(Path(source.base_name)):
+        yield (
+            f"the adapters of {called} were trained on the adapters {source.base_name}, which are added first",
+            "If the base contains those already, give this expert as BASE+ADAPTERS.",
+        )
+        while lower := find_lower_adapter(folder):
+            folder = Path(lower)
     (stated, revision), base = lora_base_model(folder), models.origins["base"]
     named = read_json_object(base_folder, "config.json").get("_name_or_path")
     places = [str(place or "") for place in (base, base_folder, models.architecture.source, named)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 import transformers
 from torch import nn
 
-from driftlens.config.run import load_spec
-from driftlens.experiment.loading import build_study, open_models
+from driftlens.config.run import RunSpec, load_spec
+from driftlens.experiment.loading import OpenModels, build_study, open_models
+from driftlens.experiment.sanity_checks import check_model_files
 from driftlens.experiment.study import Study
+from driftlens.utils.errors import CheckpointError
+from tests.refusing import refusing
 from tests.zoo.decoders import CONFIGS, saved
 
 pytestmark = [
@@ -68,14 +72,55 @@ def with_adapters(config: Any, options: dict[str, Any], folder: Path, stored: to
     return adapted(folder / "base", folder / "expert", options)
 
 
-def study_of_adapters(config: Any, folder: Path) -> Study:
-    """A study of that expert, without samples."""
+def models_of_adapters(config: Any, folder: Path, expert: str = "") -> tuple[RunSpec, OpenModels]:
+    """The opened base and that expert."""
     loader = "hf-auto" if config is GPT2 else "hf-decoder"
     described: dict[str, Any] = {"version": 1, "merge": {"method": "average"}}
     described["architecture"] = {"loader": loader, "source": str(folder / "base")}
     described |= {"base": {"weights": str(folder / "base")}}
-    spec = load_spec(described | {"experts": {"a": {"weights": str(folder / "expert")}}})
-    return build_study(spec, open_models(spec), {}, {})
+    spec = load_spec(described | {"experts": {"a": {"weights": expert or str(folder / "expert")}}})
+    return spec, open_models(spec)
+
+
+def study_of_adapters(config: Any, folder: Path) -> Study:
+    """A study of that expert, without samples."""
+    return build_study(*models_of_adapters(config, folder), {}, {})
+
+
+def state_base(folder: Path, base: Path) -> None:
+    """Name the base of adapters."""
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(base)}))
+
+
+def adapter_notices(models: OpenModels) -> list[str]:
+    return [finding.text for finding in check_model_files(models) if "adapters" in finding.text]
+
+
+@pytest.mark.slow
+def test_adapters_that_were_trained_on_adapters_are_added_to_their_sum(tmp_path: Path) -> None:
+    """Or to a base that contains these, where it is given."""
+    options = {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"]}
+    merged = with_adapters(LLAMA, options, tmp_path).merge_and_unload()
+    (tmp_path / "expert").rename(tmp_path / "lower")
+    merged.save_pretrained(tmp_path / "merged")
+    expected = adapted(tmp_path / "merged", tmp_path / "expert", options).merge_and_unload().state_dict()
+    state_base(tmp_path / "expert", tmp_path / "lower")
+    places = {"": "are added first", f"{tmp_path}/base+{tmp_path}/expert": "are added first"}
+    for place, notice in (places | {f"{tmp_path}/merged+{tmp_path}/expert": "and the base is"}).items():
+        _, models = models_of_adapters(LLAMA, tmp_path, place)
+        assert [notice in text for text in adapter_notices(models)] == [True]
+        for key, header in models.sources["expert:a"].headers.items():
+            assert header.dtype == torch.float32
+            torch.testing.assert_close(models.sources["expert:a"].read(key), expected[key])
+    state_base(tmp_path / "lower", tmp_path / "expert")
+    with refusing(CheckpointError, match="name each other as their base", hint="base_model_name_or_path"):
+        models_of_adapters(LLAMA, tmp_path)
+
+
+def test_adapters_on_a_whole_model_bring_no_notice(tmp_path: Path) -> None:
+    with_adapters(LLAMA, {"r": 2, "target_modules": ["q_proj"]}, tmp_path)
+    assert adapter_notices(models_of_adapters(LLAMA, tmp_path)[1]) == []
 
 
 TOKENS = torch.randint(4, 40, (2, 7), generator=torch.Generator().manual_seed(0))

@@ -167,14 +167,14 @@ def open_task_data(
         "test": draw_samples("test", taken),
     }
     origins = {split: view.origin for split, view in views.items()}
-    return TaskData(task, class_names, tuple(_task_notices(task, views, sets)), **sets, origins=origins)
+    return TaskData(task, class_names, tuple(_task_notices(task, class_names, views, sets)), **sets, origins=origins)
 
 
 def _common_class_names(
     task: str, views: Mapping[Split, SplitView], head_classes: Sequence[str] | None
 ) -> tuple[str, ...] | None:
     """Return the task's class names after checking that head and splits agree on them."""
-    # The test split comes first: only there must every class appear, so its message is the fullest.
+    # The test split comes first: its message also lists classes that only the head has.
     order: tuple[Split, ...] = ("test", "calibration", "diagnosis")
     named = {split: names for split in order if (names := views[split].class_names) is not None}
     agreed = tuple(head_classes) if head_classes is not None else next(iter(named.values()), None)
@@ -182,7 +182,9 @@ def _common_class_names(
         return None
     for split, names in named.items():
         where = f"task {task}, {split} split {views[split].origin}"
-        require_same_classes(names, agreed, where=where, all_of_head=split == "test")
+        # A head may have more classes than its data.
+        is_subset = {*names} <= {*agreed}
+        require_same_classes(names, agreed, where=where, all_of_head=split == "test" and not is_subset)
     return agreed
 
 
@@ -397,7 +399,18 @@ def _read_passages(entry: TextEntry, rows: Sequence[RelatedTexts], access: Permi
     return _PassageCorpus(tuple(texts), {key: tuple(places) for key, places in keys.items()})
 
 
-def _task_notices(task: str, views: Mapping[Split, SplitView], sets: Mapping[Split, SampleSet]) -> Iterator[str]:
+def _task_notices(
+    task: str,
+    class_names: Sequence[str] | None,
+    views: Mapping[Split, SplitView],
+    sets: Mapping[Split, SampleSet],
+) -> Iterator[str]:
+    unused = [name for name in class_names or () if name not in (views["test"].class_names or class_names or ())]
+    if class_names and unused:
+        yield (
+            f"{task}: the head has {len(class_names)} classes, of which the test data lacks {len(unused)} "
+            f"({shorten_list([*map(repr, unused)], 3)}); scores compare all classes of the head"
+        )
     origin, num_calibration = views["calibration"].origin, len(sets["calibration"])
     for samples in sets.values():
         yield from samples.notices
@@ -429,7 +442,7 @@ def require_same_classes(data: Iterable[str], head: Iterable[str], *, where: str
         data: classes of the data.
         head: classes of the head.
         where: the place in messages.
-        all_of_head: True if the data must have every class; only the test split must.
+        all_of_head: True if the data must have every class of the head.
     """
     only_data = sorted(set(data) - set(head))
     only_head = sorted(set(head) - set(data))
@@ -439,7 +452,7 @@ def require_same_classes(data: Iterable[str], head: Iterable[str], *, where: str
     parts = [f"; only in {owner}: {shorten_list([*map(repr, names)], 10)}" for owner, names in lists.items() if names]
     raise DataError(
         f"{where}: the classes of data and head differ{''.join(parts)}",
-        hint="Names in the data and in `heads.<task>.classes` must be equal. If sub-folders of images "
+        hint="Name the classes of the data as in `heads.<task>.classes`. If sub-folders of images "
         "are not classes, set `unlabelled: [calibration]`.",
     )
 

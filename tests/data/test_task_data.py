@@ -97,6 +97,14 @@ def test_the_head_orders_the_classes_and_the_data_is_met_by_name(folders: dict[s
     assert data.test.labels == opened(folders).test.labels
 
 
+def test_a_head_may_have_more_classes_than_the_data(folders: dict[str, str]) -> None:
+    data = opened(folders, head_classes=("z", "花", "a"))
+    assert data.class_names == ("z", "花", "a")
+    assert data.test.labels == opened(folders).test.labels
+    (notice,) = set(data.notices) - set(opened(folders, head_classes=("花", "a")).notices)
+    assert "the head has 3 classes, of which the test data lacks 1 ('z')" in notice
+
+
 def test_classes_that_differ_from_the_heads_are_refused_with_both_lists(folders: dict[str, str]) -> None:
     with refusing(DataError, "task Autos 車", match=r"only in data: '花'; only in head: 'A'"):
         opened(folders, head_classes=("a", "A"))

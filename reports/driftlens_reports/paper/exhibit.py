@@ -30,7 +30,7 @@ from driftlens.utils.files import PathLike, atomic_path
 from driftlens.utils.registry import Registry
 from driftlens.utils.variants import calibrated_variant, variant_kind
 from driftlens.utils.variants import display_name as plain_title
-from driftlens_reports.charts.picking import worst_task
+from driftlens_reports.charts.picking import ChartOptions, chosen_tasks, require_known_name, worst_task
 from driftlens_reports.charts.words import count_range, split_overlap_notes, use_display_names
 
 if TYPE_CHECKING:
@@ -41,12 +41,13 @@ Kind = Literal["figure", "table"]
 
 # Width of each venue's text or column, in inches.
 WIDTHS = MappingProxyType({"neurips": 5.5, "icml-column": 3.25, "slide": 10.0})
-
 # The style of pictures that are read on a screen.
 PAGE = "page"
-
-# Formats of figures.
+# Formats of figures; of figures and tables; of the numbers, provenance and caption draft next to each; all.
 PICTURES = ("pdf", "svg", "png")
+_DRAWN: Mapping[Kind, tuple[str, ...]] = MappingProxyType({"figure": PICTURES, "table": ("tex",)})
+_SIBLINGS = ("csv", "json", "txt")
+FORMATS = (*PICTURES, "tex", *_SIBLINGS)
 
 _UNDATED: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
 # matplotlib's settings are global; a server may draw in several threads.
@@ -89,14 +90,12 @@ class ExhibitOptions(ExhibitRequest):
 
     def tasks_of(self, run: DriftRun) -> tuple[str, ...]:
         """Return the tasks to show, in the order of the run. Raise DataError if the run lacks one."""
-        for task in self.tasks or ():
-            _require_known_name("task", task, run.tasks)
-        return tuple(task for task in run.tasks if self.tasks is None or task in self.tasks)
+        return tuple(chosen_tasks(run, ChartOptions(tasks=self.tasks)))
 
     def task_of(self, run: DriftRun) -> str:
         """Return the task of a one-task figure; by default the one with the merged model's largest final drift."""
         if self.task is not None:
-            return _require_known_name("task", self.task, run.tasks)
+            return require_known_name("task", self.task, run.tasks)
         tasks = self.tasks_of(run)
         if not tasks:
             raise DataError(f"run {run.id} has no task to show")
@@ -122,7 +121,7 @@ class ExhibitOptions(ExhibitRequest):
         names = self.calibrated.split(",") if isinstance(self.calibrated, str) else self.calibrated
         # Names are accepted with and without `calibrated:`.
         whole = (calibrated_variant(name) if calibrated_variant(name) in run.variants else name for name in names)
-        return tuple(_require_known_name("variant", name, run.variants) for name in dict.fromkeys(whole))
+        return tuple(require_known_name("variant", name, run.variants) for name in dict.fromkeys(whole))
 
     def shows_calibrated(self, run: DriftRun, variant: str) -> bool:
         """Return True if tables show this calibrated variant: by default all, else the requested ones."""
@@ -138,7 +137,7 @@ class ExhibitOptions(ExhibitRequest):
         valid = {name for run in runs for name in (*run.tasks, *run.variants, "expert")}
         valid |= {plain_title(name) for run in runs for name in run.variants}
         for name in self.names:
-            _require_known_name("task or variant", name, tuple(sorted(valid)))
+            require_known_name("task or variant", name, tuple(sorted(valid)))
         in_specs = {str(k): str(v) for run in runs for k, v in spec_section(run, "names").items()}
         names = in_specs | self.names
         for run in runs:
@@ -146,12 +145,6 @@ class ExhibitOptions(ExhibitRequest):
             if len({names.get(task, task) for task in run.tasks}) < len(run.tasks):
                 raise DataError(f"two tasks of run {run.name} have one name", hint="Give each its own.")
         return names
-
-
-def _require_known_name(kind: str, name: str, valid: tuple[str, ...]) -> str:
-    if name not in valid:
-        raise DataError(f"the run has no {kind} {name!r}; it has {', '.join(valid) or 'none'}")
-    return name
 
 
 def spec_section(run: DriftRun, name: str) -> Mapping[str, Any]:
@@ -233,15 +226,6 @@ def join_caption(sentences: Iterable[str], gaps: Iterable[MissingPart] = ()) -> 
     return " ".join(strip_control_chars(sentence) for sentence in dict.fromkeys([*sentences, *lacking]) if sentence)
 
 
-# Formats of figures and tables.
-DRAWN: MappingProxyType[Kind, tuple[str, ...]] = MappingProxyType({"figure": PICTURES, "table": ("tex",)})
-
-# Files written next to each exhibit: numbers, provenance, caption draft.
-_SIBLINGS = ("csv", "json", "txt")
-
-# Every format that can be asked for.
-FORMATS = tuple(name for names in (*DRAWN.values(), _SIBLINGS) for name in names)
-
 _RECORDED = ("created", "spec_digest", "schema_version", "synthetic")
 _VERSIONS = ("driftlens", "python", "matplotlib", "numpy", "pandas", "scikit-learn", "umap-learn")
 
@@ -288,8 +272,7 @@ class Artifact(ExhibitResult):
         if file_format == "csv":
             return csv_text(self.data).encode()
         if file_format == "json":
-            provenance = json.dumps(self.provenance(), indent=2, ensure_ascii=False, allow_nan=False)
-            return f"{provenance}\n".encode()
+            return (json.dumps(self.provenance(), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
         return (f"{self.caption}\n" if file_format == "txt" else self.latex or "").encode()
 
     def provenance(self) -> dict[str, Any]:
@@ -318,13 +301,7 @@ class Artifact(ExhibitResult):
 
 
 def draw_exhibit(name: str, runs: Sequence[DriftRun], options: ExhibitOptions) -> Artifact:
-    """Draw a paper figure or table by name.
-
-    Args:
-        name: its name in `exhibits`.
-        runs: at least one run.
-        options: the user's options.
-    """
+    """Draw the paper figure or table that `exhibits` lists under `name`, of at least one run."""
     if not runs:
         raise DataError(f"{name} was given no run", hint="Pass at least one.")
     chosen = exhibits[name]
@@ -373,18 +350,16 @@ def export_exhibits(
     for name, exhibit in chosen.items():
         drawn = draw_exhibit(name, runs, options or ExhibitOptions())
         # An exhibit chosen by name is written even if it only says what is missing.
-        if names is None and drawn.data.empty:
-            written.append(ExportedExhibit(name, (), drawn.missing))
-            continue
-        chosen_formats = _available_formats(exhibit, [*formats, *_SIBLINGS])
-        files = tuple(drawn.save(pathlib.Path(out) / f"{name}.{entry}") for entry in chosen_formats)
+        is_written = names is not None or not drawn.data.empty
+        suffixes = _available_formats(exhibit, [*formats, *_SIBLINGS]) if is_written else ()
+        files = tuple(drawn.save(pathlib.Path(out) / f"{name}.{suffix}") for suffix in suffixes)
         written.append(ExportedExhibit(name, files, drawn.missing))
     return tuple(written)
 
 
 def _available_formats(exhibit: _ExhibitEntry, formats: Sequence[str]) -> tuple[str, ...]:
     """Return the requested formats that the figure or table supports. Raise SpecError if there are none."""
-    possible = (*DRAWN[exhibit.kind], *_SIBLINGS)
+    possible = (*_DRAWN[exhibit.kind], *_SIBLINGS)
     chosen = tuple(name for name in possible if name in formats)
     if not chosen:
         raise SpecError(

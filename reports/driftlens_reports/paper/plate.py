@@ -62,11 +62,12 @@ class PaperFigure:
         self._missing: list[MissingPart] = []
         self._rows: list[pd.DataFrame] = []
 
-    def record(self, panel: str, run: DriftRun, quantity: str, value: ArrayLike, **key: Any) -> None:
-        """Record plotted numbers, unrounded; `key` adds columns, as a scalar or one entry per number."""
-        values = np.atleast_1d(np.asarray(value, float))
-        rows = pd.DataFrame({"panel": panel, "run": run.id, "quantity": quantity, **key, "value": values})
-        self._rows.append(rows)
+    def record(self, panel: str, run: DriftRun, numbers: Mapping[str, ArrayLike] | pd.DataFrame, **key: Any) -> None:
+        """Record plotted numbers by quantity, unrounded; `key` adds columns, as a scalar or one entry per number."""
+        for quantity, value in numbers.items():
+            values = np.atleast_1d(np.asarray(value, float))
+            rows = pd.DataFrame({"panel": panel, "run": run.id, "quantity": quantity, **key, "value": values})
+            self._rows.append(rows)
 
     def lacks(
         self,
@@ -141,11 +142,6 @@ def add_legend(figure: Figure, entries: Mapping[str, Artist]) -> None:
 def variant_colour(run: DriftRun, variant: str) -> str:
     """Return the colour of a variant, the same as in HTML reports."""
     return variant_style(run.variants, variant, dark=False).colour
-
-
-def variant_hatch(run: DriftRun, variant: str) -> str:
-    """Return the hatch of a variant's bars."""
-    return variant_style(run.variants, variant, dark=False).hatch * 4
 
 
 def marker_style(run: DriftRun, variant: str) -> dict[str, Any]:

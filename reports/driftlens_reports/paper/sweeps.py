@@ -14,7 +14,6 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
-from driftlens.results.formatting import strip_control_chars
 from driftlens.results.sweep_results import (
     add_mean_scores,
     mean_over_seeds,
@@ -24,7 +23,7 @@ from driftlens.results.sweep_results import (
 )
 from driftlens.runs.run import DriftRun
 from driftlens.utils.variants import ACCURACY
-from driftlens_reports.charts.words import count_range, format_count, variant_title
+from driftlens_reports.charts.words import count_range, variant_title
 from driftlens_reports.paper.exhibit import ROUNDED, ExhibitOptions, ExhibitResult, figure
 from driftlens_reports.paper.plate import GUIDE, PaperFigure, add_legend, format_percent_axis
 
@@ -66,14 +65,13 @@ def _draw_sample_efficiency(runs: Sequence[DriftRun], options: ExhibitOptions) -
     counts = sorted({float(n) for points in points_of.values() for n in points["setting"]})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts)
-    axes.xaxis.set_major_formatter(lambda value, _: strip_control_chars(format_count(round(value))))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{round(value):,}")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set(xlabel="calibration samples per task", ylabel="accuracy, average over tasks")
     format_percent_axis(axes.yaxis)
     add_legend(plate.figure, entries)
     measured = [run for run in runs if run.id in points_of]
-    about = _sweep_caption_sentences(measured, list(points_of.values()), options)
-    return plate.finish(lead, *about, ROUNDED)
+    return plate.finish(lead, *_sweep_caption_sentences(measured, [*points_of.values()], options), ROUNDED)
 
 
 @figure("sweeps", title="Sensitivity to the coefficients")
@@ -108,22 +106,17 @@ def _draw_coefficient_sweeps(runs: Sequence[DriftRun], options: ExhibitOptions) 
             format_percent_axis(axes.yaxis)
     add_legend(plate.figure, entries)
     lead = "Accuracy, averaged over tasks, as one coefficient of the calibration varies."
-    about = [*_sweep_caption_sentences(runs, drawn, options)] if drawn else []
     if drawn:
-        marked = "the dashed line marks the run's own setting"
-        notes = [f"One line per run; {marked}.", *notes]
-    return plate.finish(lead, *about, *notes, ROUNDED)
+        about = "One line per run; the dashed line marks the run's own setting."
+        notes = [*_sweep_caption_sentences(runs, drawn, options), about, *notes]
+    return plate.finish(lead, *notes, ROUNDED)
 
 
 def _accuracy_by_setting(run: DriftRun, factor: str, tasks: Sequence[str], method: str = "featcal") -> pd.DataFrame:
-    """Return mean accuracy and std over seeds for each value of a swept setting, in ascending order.
-
-    Only seeds that have all tasks count.
-    """
+    """Return mean accuracy and std over the seeds with all tasks, for each value of a swept setting."""
     rows = run.sweeps()
-    rows = add_mean_scores(
-        run, rows[(rows["sweep"] == one_factor_sweep_name(factor, method)) & rows["task"].isin(tasks)]
-    )
+    rows = rows[(rows["sweep"] == one_factor_sweep_name(factor, method)) & rows["task"].isin(tasks)]
+    rows = add_mean_scores(run, rows)
     rows = rows.assign(setting=rows[factor].astype(float))
     points = mean_over_seeds(rows, "setting", "score", len(tasks)).rename(columns={"std over seeds": "std"})
     return points[points["mean"].notna()].drop(columns=["tested_low", "tested_high"])
@@ -158,20 +151,18 @@ def _draw_sweep_curves(
             name = method if len(runs) == 1 else f"{name}, {method}"
         (entries[name],) = axes.plot(x, mean, color=colour, marker=marker, linestyle=dash)
         axes.vlines(x, mean - spread, mean + spread, color=colour, linewidth=1.3 * thin)
-        for quantity, values in ((MEAN, mean), (_SPREAD, spread)):
-            plate.record(panel, run, quantity, values, method=method, **{factor: list(x)})
+        plate.record(panel, run, {MEAN: mean, _SPREAD: spread}, method=method, **{factor: list(x)})
         for variant, dots in _LEVELS.items() if is_first else ():
             height = reference_mean(run, variant, ACCURACY.name, options.tasks_of(run))
             if not math.isnan(height):
                 named = f"{variant_title(variant)}, {name}" if len(runs) > 1 else variant_title(variant)
                 entries[named] = axes.axhline(height, color=colour, linewidth=1.3 * thin, linestyle=dots)
-                plate.record(panel, run, "accuracy (average over tasks)", height, variant=variant)
-        if factor in _FACTORS:
-            newest = "".join(options.calibrated_of(run)[-1:]).removeprefix("calibrated:")
-            info = run.manifest.calibrations.get(newest)
-            own = info.settings.get(factor) if info else None
-            if isinstance(own, int | float):
-                axes.axvline(own, color=colour, linewidth=thin, linestyle=(0, (4, 2)), label=GUIDE)
+                plate.record(panel, run, {"accuracy (average over tasks)": height}, variant=variant)
+        newest = "".join(options.calibrated_of(run)[-1:]).removeprefix("calibrated:")
+        info = run.manifest.calibrations.get(newest)
+        own = info.settings.get(factor) if info and factor in _FACTORS else None
+        if isinstance(own, int | float):
+            axes.axvline(own, color=colour, linewidth=thin, linestyle=(0, (4, 2)), label=GUIDE)
     return entries, points_of
 
 

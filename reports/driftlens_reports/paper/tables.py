@@ -67,7 +67,7 @@ _NEEDS = "% Needs \\usepackage{booktabs,graphicx}\n"
 
 
 @dataclass(frozen=True)
-class TableCell:
+class _TableCell:
     """One table cell, unrounded: text, or a number with its 95 % interval; NaN where not measured."""
 
     value: float | str
@@ -79,7 +79,7 @@ class TableCell:
     is_best: bool = False
 
     @classmethod
-    def from_fraction(cls, share: Interval, *, is_signed: bool = False) -> TableCell:
+    def from_fraction(cls, share: Interval, *, is_signed: bool = False) -> _TableCell:
         """Create a cell that shows a fraction in percent."""
         return cls(*(100 * end for end in share.ends), n=share.n, is_signed=is_signed)
 
@@ -101,7 +101,7 @@ class _TableRow:
     """One row of a LaTeX table: cells by column; `block` is the run's name if there are several runs."""
 
     label: str
-    cells: Mapping[str, TableCell]
+    cells: Mapping[str, _TableCell]
     run: str
     variant: str = ""
     block: str = ""
@@ -157,19 +157,15 @@ def _score_table_rows(
         if all(math.isnan(score.value) for score in scores.values()):
             continue
         cells = {
-            _task_column_header(task, metrics[task]): TableCell.from_fraction(score) for task, score in scores.items()
+            _task_column_header(task, metrics[task]): _TableCell.from_fraction(score) for task, score in scores.items()
         }
-        cells[AVERAGE] = TableCell.from_fraction(mean_over_tasks([*scores.values()]))
+        cells[AVERAGE] = _TableCell.from_fraction(mean_over_tasks([*scores.values()]))
         if variant not in ("base", "expert", "merged") and "merged" in run.variants:
-            gain = mean_over_tasks([_score_change(run, task, "merged", variant, metrics) for task in metrics])
-            cells[GAIN] = TableCell.from_fraction(gain, is_signed=True)
+            pair = ("merged", variant)
+            gains = [score_change(run, run, task, pair, metric) for task, metric in metrics.items()]
+            cells[GAIN] = _TableCell.from_fraction(mean_over_tasks(gains), is_signed=True)
         lines.append(_TableRow(label, cells, run.id, variant, run.name if is_one_of_many else ""))
     return _mark_significant_best(run, lines, metrics)
-
-
-def _score_change(run: DriftRun, task: str, start: str, end: str, metrics: Mapping[str, Metric]) -> Interval:
-    change = score_change(run, run, task, (start, end), metrics[task])
-    return Interval(change.value, change.low, change.high, change.n)
 
 
 def _mark_significant_best(run: DriftRun, lines: Sequence[_TableRow], metrics: Mapping[str, Metric]) -> list[_TableRow]:
@@ -181,8 +177,9 @@ def _mark_significant_best(run: DriftRun, lines: Sequence[_TableRow], metrics: M
         ranked = sorted(rivals, key=lambda line: -float(line.cells[column].value))
         ranked = [line for line in ranked if not math.isnan(float(line.cells[column].value))]
         if len(ranked) > 1:
-            lead = [_score_change(run, task, ranked[1].variant, ranked[0].variant, metrics) for task in tasks]
-            best |= {(ranked[0].variant, column)} if mean_over_tasks(lead).low > 0 else set()
+            pair = (ranked[1].variant, ranked[0].variant)
+            lead = mean_over_tasks([score_change(run, run, task, pair, metrics[task]) for task in tasks])
+            best |= {(ranked[0].variant, column)} if lead.low > 0 else set()
     return [
         replace(
             line,
@@ -219,10 +216,10 @@ def _calibration_cost_table(runs: Sequence[DriftRun], options: ExhibitOptions) -
             time, energy, memory = (math.nan if pd.isna(cost) else float(cost) for cost in costs)
             baseline = float(lines[0].cells[_TIME].value) if lines else time
             cells = {
-                _SPEEDUP: TableCell(baseline / time if time > 0 else math.nan, digits=None),
-                _TIME: TableCell(time),
-                _ENERGY: TableCell(energy),
-                _MEMORY: TableCell(memory / 2.0**30),
+                _SPEEDUP: _TableCell(baseline / time if time > 0 else math.nan, digits=None),
+                _TIME: _TableCell(time),
+                _ENERGY: _TableCell(energy),
+                _MEMORY: _TableCell(memory / 2.0**30),
             }
             lines.append(_TableRow(task_title(name), cells, run.id, variant, run.name if len(runs) > 1 else ""))
     over = f" Speed-up: over {lines[0].label}." if lines else ""
@@ -239,23 +236,22 @@ def _calibration_cost_table(runs: Sequence[DriftRun], options: ExhibitOptions) -
 @table("self-checks", title="Self-checks")
 def _self_checks_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> ExhibitResult:
     """Return the table of self-checks: largest error of each identity that is exact in theory, limit and location."""
-    lines, missing, several = [], [], len(runs) > 1
+    lines, missing = [], []
     for run in runs:
+        block = run.name if len(runs) > 1 else ""
         for check in run_self_checks(run).results:
             holds = ("yes" if check.status == "pass" else "NO") if check.where else "not measured"
             cells = {
-                "Claim": TableCell(check.claim),
-                "Largest error": TableCell(check.value, digits=None),
-                "Limit": TableCell(check.threshold, digits=None),
-                "Holds": TableCell(holds),
-                "Where": TableCell(check.where or "--"),
+                "Claim": _TableCell(check.claim),
+                "Largest error": _TableCell(check.value, digits=None),
+                "Limit": _TableCell(check.threshold, digits=None),
+                "Holds": _TableCell(holds),
+                "Where": _TableCell(check.where or "--"),
             }
-            lines.append(_TableRow(check.metric, cells, run.id, block=run.name if several else ""))
+            lines.append(_TableRow(check.metric, cells, run.id, block=block))
             if not check.where:
-                of_run = f", {run.name}" if several else ""
-                missing.append(
-                    MissingPart(f"{check.metric}{of_run}", f"`{self_check_command(check.metric)}` measures it")
-                )
+                name = ", ".join(filter(None, [check.metric, block]))
+                missing.append(MissingPart(name, f"`{self_check_command(check.metric)}` measures it"))
     caption = "Self-checks: claims that are exact in theory, and the largest error over all tasks, variants and layers."
     notes = ["A check that was not measured does not count as holding."]
     return _finish_tables("self-checks", "Check", [lines], caption, runs, notes, missing)
@@ -286,14 +282,14 @@ def _finish_tables(
 def _latex_cell_frame(lines: Sequence[_TableRow], label: str) -> pd.DataFrame:
     """Return a data frame of LaTeX cells, with run names first if there are several runs."""
     heads = list(dict.fromkeys(head for line in lines for head in line.cells))
-    gap = TableCell(math.nan)
+    gap = _TableCell(math.nan)
+    with_interval = heads if len(heads) <= _MOST_INTERVALS else [AVERAGE, GAIN]
     rows = []
     for line in lines:
-        row = {label: escape_latex(line.label)}
-        for head in heads:
-            has_interval = len(heads) <= _MOST_INTERVALS or head in (AVERAGE, GAIN)
-            row[escape_latex(head)] = line.cells.get(head, gap).text(has_interval=has_interval)
-        rows.append(row)
+        cells = {
+            escape_latex(head): line.cells.get(head, gap).text(has_interval=head in with_interval) for head in heads
+        }
+        rows.append({label: escape_latex(line.label), **cells})
     frame = pd.DataFrame(rows)
     if any(line.block for line in lines):
         blocks = pd.Series([escape_latex(line.block) for line in lines])
@@ -358,14 +354,7 @@ def _with_latex_minus(text: str) -> str:
 
 
 def latex_tables(frames: Sequence[pd.DataFrame], name: str, captions: Sequence[str], notes: Sequence[str]) -> str:
-    """Return one LaTeX table environment per data frame, with numbered labels.
-
-    Args:
-        frames: cells and heads as LaTeX, see `latex_table`.
-        name: suffix of the labels after `tab:drift-`.
-        captions: a plain sentence per frame.
-        notes: plain sentences below the last table.
-    """
+    """Return one LaTeX table environment per data frame, with numbered labels, and the notes below the last."""
     names = [name, *(f"{name}-{number}" for number in range(2, len(frames) + 1))]
     below = [*[()] * (len(frames) - 1), notes]
     return "\n".join(map(latex_table, frames, names, captions, below))

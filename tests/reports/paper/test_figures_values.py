@@ -15,7 +15,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import DataError
 from driftlens_reports.paper.exhibit import ExhibitResult
-from driftlens_reports.paper.features import MOST
+from driftlens_reports.paper.figures import MOST
 from tests.reports.paper.drawn import draw, line_points, lines, segments, words
 from tests.reports.paper.saved_runs import POINTS, figure_run
 from tests.runs.full_run import VARIANTS, Size, write_full_run

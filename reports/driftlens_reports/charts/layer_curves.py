@@ -15,7 +15,7 @@ from driftlens.results.compare import Comparison
 from driftlens.results.formatting import format_error, format_number, format_percent
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import LAYERS
-from driftlens.utils.errors import DataError
+from driftlens.utils.errors import DataError, pluralize
 from driftlens.utils.variants import calibrated_variant
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
@@ -34,7 +34,6 @@ class CurvePanel:
     title: str
     axis: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
-    number: str = theme.NUMBER
     band: Sequence[str] = ()
     error: Sequence[str] = ()
     markers: tuple[str, str] | None = None
@@ -43,22 +42,14 @@ class CurvePanel:
     def traces(
         self, rows: pd.DataFrame, brush: theme.VariantPlotter, *, opacity: float
     ) -> Iterator[theme.TraceSettings]:
-        """Yield the plotly traces of one variant on one task, which share a legend entry.
-
-        Args:
-            rows: rows of the layer table, sorted by layer.
-            brush: the colours of the figure.
-            opacity: of the band, in [0, 1].
-        """
-        if rows.empty:
-            return
+        """Yield the plotly traces of one variant on one task, which share a legend entry."""
         rows = panels.insert_stream_gaps(rows)
         task, variant, layers = rows["task"].iloc[0], str(rows["variant"].iloc[0]), rows["layer"]
         if self.band:
             yield shaded_band(rows, self.band[0], self.band[1], brush, opacity=opacity)
         ends = (rows[self.error[0]], rows[self.error[1]]) if self.error else None
         hover = {"text": [words.escape_plotly(f"{task}, {where}") for where in rows["where"]]}
-        template = f"%{{text}}<br>{self.column} %{{y:{self.number}}}"
+        template = f"%{{text}}<br>{self.column} %{{y:{theme.NUMBER}}}"
         yield brush.line(variant, layers, rows[self.column], ends, hovertemplate=template, **hover)
         if self.markers:
             column, meaning = self.markers
@@ -88,7 +79,7 @@ def draw_layer_curves(
         below: traces under the curves of the first panel.
         settings: further arguments of `panel_grid`.
     """
-    tasks, shown = list(dict.fromkeys(rows["task"])), list(dict.fromkeys(rows["variant"]))
+    tasks, shown = list(rows["task"].unique()), list(rows["variant"].unique())
     rows = picking.add_layer_names(run, rows)
     placed: dict[str, Any] = {"titles": [*map(words.escaped_label, tasks)]}
     if len(kinds) > 1:
@@ -118,15 +109,7 @@ def draw_layer_curves(
 def shaded_band(
     rows: pd.DataFrame, low: str, high: str, brush: theme.VariantPlotter, *, opacity: float
 ) -> theme.TraceSettings:
-    """Return a shaded area between two columns over layers, with a gap where a number is missing.
-
-    Args:
-        rows: rows of one variant and task.
-        low: column of the lower end.
-        high: column of the upper end.
-        brush: the colours of the figure.
-        opacity: of the area, in [0, 1].
-    """
+    """Return a shaded area between two columns over layers, with a gap where a number is missing."""
     variant = str(rows["variant"].iloc[0])
     x: list[float | None] = []
     y: list[float | None] = []
@@ -172,6 +155,11 @@ _DRIFTS = {
 }
 
 
+def _drift_column(options: ChartOptions) -> tuple[str, str]:
+    """Return the column of the chosen drift, relative or absolute, and its title."""
+    return ("drift_rel", "drift / expert norm") if options.relative else ("drift_l2_mean", "mean L2 drift")
+
+
 @chart(
     "layer-drift",
     title="Drift by layer",
@@ -185,15 +173,10 @@ _DRIFTS = {
 )
 def _draw_layer_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     rows = picking.layer_rows(run, options).rename(columns=_DRIFTS)
-    source, quantity, band = (
-        "drift_l2_mean",
-        "mean L2 drift",
-        (_DRIFTS["drift_l2_q10"], _DRIFTS["drift_l2_q90"]),
-    )
-    note = "Band: 10 % to 90 % quantiles over samples."
+    source, quantity = _drift_column(options)
+    band, note = ("10 % quantile", "90 % quantile"), "Band: 10 % to 90 % quantiles over samples."
     if options.relative:
-        source, quantity, band = "drift_rel", "drift / expert norm", ()
-        note = "Relative drift is a ratio of sums over samples, without a band."
+        band, note = (), "Relative drift is a ratio of sums over samples, without a band."
     title, axis = panels.title_with_unit(quantity, "layers", source), panels.value_axis_settings(options)
     kind = CurvePanel(_DRIFTS[source], title, axis, band=band)
     figure = draw_layer_curves(run, rows, kind, dark=options.dark)
@@ -222,24 +205,24 @@ _PARTS = {
     "contributions do.",
 )
 def _draw_decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
-    names = {source: name for name, (source, _) in _PARTS.items()}
-    rows = picking.layer_rows(run, options).rename(columns=names)
+    rows = picking.layer_rows(run, options).rename(columns={source: name for name, (source, _) in _PARTS.items()})
     norms = panels.value_axis_settings(options)
     axes = [norms, {**norms, "matches": "y"}, _AROUND_ZERO]  # norms in one unit compare
     kinds = [
-        CurvePanel(
-            name,
-            panels.title_with_unit(quantity, "layers", source),
-            axis,
-            name,
-            line=0.0 if axis is _AROUND_ZERO else None,
-        )
-        for (name, (source, quantity)), axis in zip(_PARTS.items(), axes, strict=True)
+        CurvePanel(name, panels.title_with_unit(quantity, "layers", source), axis, name, line=line)
+        for (name, (source, quantity)), axis, line in zip(_PARTS.items(), axes, (None, None, 0.0), strict=True)
     ]
     figure = draw_layer_curves(run, rows, *kinds, dark=options.dark)
     alt = "Local mismatch, propagation and cross term by layer. "
     alt += f"Mismatch: {words.peak_sentence(rows, 'mismatch')} Propagation: {words.peak_sentence(rows, 'propagation')}"
     return _finish_layer_chart(run, figure, rows, "reference", *_PARTS, alt=alt)
+
+
+_GAINS = {
+    **{"amplification_low": "amplification low", "amplification_high": "amplification high"},
+    **{"random_gain_mean": "random gain", "jacobian_error": "Jacobian error"},
+    "jacobian_samples": "jacobian samples",
+}
 
 
 @chart(
@@ -256,17 +239,10 @@ def _draw_decomposition(run: DriftRun, options: ChartOptions) -> Drawn:
     "does not explain the layer.",
 )
 def _draw_amplification(run: DriftRun, options: ChartOptions) -> Drawn:
-    names = {"random_gain_mean": "random gain", "jacobian_error": "Jacobian error"}
-    ends = tuple(f"amplification {end}" for end in ("low", "high"))
-    called = {
-        **names,
-        **{name.replace(" ", "_"): name for name in ends},
-        "jacobian_samples": "jacobian samples",
-    }
-    rows = picking.layer_rows(run, options).rename(columns=called)
+    rows = picking.layer_rows(run, options).rename(columns=_GAINS)
     center, spread = rows["amplification"].astype(float), rows["Jacobian error"].astype(float)
     rows = rows.assign(lower=center * (1 - spread), upper=center * (1 + spread))
-    ends = ends if rows[list(ends)].notna().any(axis=None) else ()
+    ends = [name for name in ("amplification low", "amplification high") if rows[name].notna().any()]
     kind = CurvePanel(
         "amplification",
         error=ends,
@@ -280,7 +256,7 @@ def _draw_amplification(run: DriftRun, options: ChartOptions) -> Drawn:
     if spread.notna().any():
         note = f"Largest Jacobian error {format_error(float(spread.max()))}, relative to the propagation."
     figure = draw_layer_curves(run, rows, kind, dark=options.dark)
-    columns = ("amplification", *ends, "lower", "upper", *names.values(), "jacobian samples")
+    columns = ("amplification", *ends, "lower", "upper", "random gain", "Jacobian error", "jacobian samples")
     note = f"{_ENDS} {note}" if ends else note
     alt = f"Amplification by layer, with a line at 1. {words.peak_sentence(rows, 'amplification')}"
     return _finish_layer_chart(run, figure, rows, *columns, alt=alt, notes=[note])
@@ -395,12 +371,11 @@ _MEAN, _CHANGE = "mean drift", "change of mean drift"
 
 def draw_mean_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     """Draw the mean drift over tasks by layer: a thick line per variant, a thin one per task."""
-    column = "drift_rel" if options.relative else "drift_l2_mean"
+    column, quantity = _drift_column(options)
     # The mean is over all tasks; chosen ones are only emphasised.
     rows = picking.layer_rows(run, replace(options, tasks=None))
     if not rows[column].notna().any():
         raise DataError("no drift was measured in this run", hint=f"`{LAYERS.command_to_fill([column])}` adds it.")
-    quantity = "drift / expert norm" if options.relative else "mean L2 drift"
     kind = CurvePanel(_MEAN, panels.title_with_unit(quantity, "layers", column), panels.value_axis_settings(options))
     by_task = rows.pivot_table(index=["variant", "layer"], columns="task", values=column, sort=False)
     # A mean over fewer tasks would jump.
@@ -413,7 +388,7 @@ def draw_mean_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     # Zoom is kept when tasks or theme change, not when the unit does.
     figure.layout.uirevision = f"{run.id} mean {options.relative}"
     alt = f"{quantity[0].upper()}{quantity[1:]} by layer, mean over tasks. {words.final_layer_sentence(means, _MEAN)}"
-    note = f"Thick: mean over {words.count_with_noun(len(run.tasks), 'task')}; thin: each task."
+    note = f"Thick: mean over {pluralize(len(run.tasks), 'task')}; thin: each task."
     return Drawn(figure, alt, means[["variant", "layer", "role", "path", _MEAN]], (note,))
 
 
@@ -454,20 +429,20 @@ def draw_running_drift(run: DriftRun, name: str, drifts: Mapping[int, float], *,
     measured, variant = run.layers(), calibrated_variant(name)
     merged = measured[measured["variant"] == "merged"].groupby("layer")["drift_l2_mean"].mean()
     lines = {"merged": merged, variant: pd.Series(drifts, dtype=float).sort_index()}
-    rows = pd.concat([line.rename_axis("layer").rename(_MEAN) for line in lines.values()], keys=lines)
-    rows = _add_layer_columns(run, rows.rename_axis(["variant", "layer"]).reset_index())
+    rows = pd.concat(lines, names=["variant", "layer"]).rename(_MEAN).reset_index()
+    rows = _add_layer_columns(run, rows)
     rows = rows.fillna({"role": "layer", "path": ""}).assign(task="mean over tasks")
     title = panels.title_with_unit("mean L2 drift", "layers", "drift_l2_mean")
-    kind = CurvePanel(_MEAN, title, {"tickformat": theme.TICK_NUMBER, "rangemode": "tozero"})
+    kind = CurvePanel(_MEAN, title, panels.value_axis_settings(ChartOptions()))
     # The style depends on the variants before it, so the line keeps it after the calibration.
-    names = list(dict.fromkeys([*run.variants, *rows["variant"]]))
-    figure = draw_layer_curves(run, rows, kind, dark=dark, variants=names, titles=[""])
+    names = dict.fromkeys([*run.variants, variant])
+    figure = draw_layer_curves(run, rows, kind, dark=dark, variants=[*names], titles=[""])
     figure.layout.uirevision = f"{run.id} running {name}"
     state = "No layer is calibrated yet."
     if drifts:
         layer = max(drifts)
         before = f", merged {format_number(float(merged[layer]))}" if layer in merged else ""
-        done = f"{words.count_with_noun(len(drifts), 'layer')} of {len(run.manifest.layers)}"
+        done = f"{pluralize(len(drifts), 'layer')} of {len(run.manifest.layers)}"
         state = f"{done} so far; at {run.layer_name(layer)}: calibrated {format_number(drifts[layer])}{before}."
     return Drawn(
         figure,
@@ -481,8 +456,7 @@ def draw_running_drift(run: DriftRun, name: str, drifts: Mapping[int, float], *,
 
 
 def _add_layer_columns(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
-    columns = {"layer": "index", "role": "role", "path": "path"}
-    layers = {name: [getattr(entry, key) for entry in run.manifest.layers] for name, key in columns.items()}
+    layers = [{"layer": entry.index, "role": entry.role, "path": entry.path} for entry in run.manifest.layers]
     return picking.add_layer_names(run, rows.merge(pd.DataFrame(layers), on="layer", how="left"))
 
 
@@ -491,15 +465,12 @@ def draw_drift_change(comparison: Comparison, *, dark: bool) -> Drawn:
     run = comparison.after
     # The compared layers as rows of a layer table, each pair under the name of the variant after.
     rows = comparison.layers.rename(columns={"after": "variant", "drift_change": _CHANGE})
-    roles = {entry.index: entry.role for entry in run.manifest.layers}
-    rows = rows.assign(role=rows["layer"].map(roles))
     kind = CurvePanel(_CHANGE, "change of L2 drift (feature units)", {"tickformat": theme.TICK_NUMBER}, line=0.0)
     text, last = "Nothing was measured at the last layer.", rows[rows["layer"] == rows["layer"].max()]
     change = last[_CHANGE].dropna()
     if len(change):
         fewer, mean = int((change < 0).sum()), format_number(float(change.mean()))
-        compared = f"{fewer} of {len(change)} comparisons"
-        text = f"At the last layer it falls in {compared}; the mean change is {mean}."
+        text = f"At the last layer it falls in {fewer} of {len(change)} comparisons; the mean change is {mean}."
     figure = draw_layer_curves(run, rows, kind, dark=dark)
     figure.layout.uirevision = f"{comparison.before.id} {comparison.after.id} {comparison.pairs}"
     return Drawn(

@@ -67,17 +67,13 @@ def layer_axis_settings(run: DriftRun, beyond: str = "") -> dict[str, Any]:
     # Rounded up, so that the limit holds.
     step = -(-last // _MOST_TICKS)
     ticks = [*(layer for layer in range(1, last, step) if last - layer >= step), last]
+    high = last + (1.5 if beyond else 0.5)
+    axis = {"autorangeoptions": {"include": [0.5, high], "clipmin": 0.5, "clipmax": high}, "tickvals": ticks}
     if not beyond:
-        return {"autorangeoptions": _initial_axis_range(0.5, last + 0.5), "tickvals": ticks}
+        return axis
     ticks = ticks[:-1] if step > 1 else ticks  # the title says which is the last, and the name needs its room
-    named = {"tickvals": [*ticks, last + 1], "ticktext": [*map(str, ticks), beyond]}
     # Slanted, the numbers would be as hard to read as the name.
-    return {"autorangeoptions": _initial_axis_range(0.5, last + 1.5), "tickangle": 0, **named}
-
-
-def _initial_axis_range(low: float, high: float) -> dict[str, Any]:
-    """Return plotly settings of an axis that initially shows `low` to `high`."""
-    return {"include": [low, high], "clipmin": low, "clipmax": high}
+    return {**axis, "tickangle": 0, "tickvals": [*ticks, last + 1], "ticktext": [*map(str, ticks), beyond]}
 
 
 def insert_stream_gaps(rows: pd.DataFrame) -> pd.DataFrame:
@@ -109,13 +105,7 @@ def _stream_numbers(rows: pd.DataFrame) -> pd.Series[int]:
 
 
 def value_axis_settings(options: ChartOptions, *, zero: bool = True, include: Sequence[float] = ()) -> dict[str, Any]:
-    """Return plotly settings of a value axis, logarithmic if the options ask for it.
-
-    Args:
-        options: the user's options.
-        zero: True to start a linear axis at zero.
-        include: values that a linear axis must show.
-    """
+    """Return plotly settings of a value axis: logarithmic as chosen, or linear from zero, with `include` in view."""
     if options.log:
         # `include` would be compared with logarithms, and by default every digit of a decade gets a tick.
         return {"type": "log", "nticks": 3, "tickformat": TICK_NUMBER}
@@ -174,19 +164,12 @@ class PanelGrid:
         for value in values:
             for panel in range(self.panels):
                 if column in (None, panel % self.kinds):
+                    along, whole = (_plotly_axis_name(name, panel, "") for name in (letter, across))
                     self._add_line_shape(
                         line={**line, "width": 1},
                         layer="below" if is_level else "above",
-                        **{
-                            f"{letter}ref": _plotly_axis_name(letter, panel, ""),
-                            f"{letter}0": value,
-                            f"{letter}1": value,
-                        },
-                        **{
-                            f"{across}ref": f"{_plotly_axis_name(across, panel, '')} domain",
-                            f"{across}0": 0,
-                            f"{across}1": 1,
-                        },
+                        **{f"{letter}ref": along, f"{letter}0": value, f"{letter}1": value},
+                        **{f"{across}ref": f"{whole} domain", f"{across}0": 0, f"{across}1": 1},
                     )
 
     def add_identity_line(self, panel: int, low: float, high: float) -> None:
@@ -247,8 +230,7 @@ def panel_grid(
     across = _equal_domains(columns, 0.05 if is_common else 0.09)
     down = _equal_domains(rows, gap / inner)[::-1]
     axes = _grid_axes_settings(len(titles), across, down, x_titles, y_titles)
-    font = {"size": SIZE, "color": palette(dark).ink}
-    theme = theme_layout(dark)
+    theme, font = theme_layout(dark), {"size": SIZE, "color": palette(dark).ink}
     # Of one row where the names are not known.
     wide = sum(_SYMBOL + _LEGEND_LETTER * len(html.unescape(name)) for name in legend)
     top = 12 + _LEGEND_ROW * max(1, -(-wide // _LEGEND_WIDTHS[has_stacked_panels()])) + _TITLE

@@ -12,9 +12,8 @@ import pandas as pd
 from driftlens.results.projection import stratified_subset
 from driftlens.runs.run import DriftRun, has_live_modules
 from driftlens.runs.schema import EXPLAIN, TABLES
-from driftlens.utils.errors import DataError, did_you_mean
+from driftlens.utils.errors import DataError, did_you_mean, pluralize
 from driftlens.utils.variants import has_attribution, is_control
-from driftlens_reports.charts.words import count_with_noun, format_count
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,7 @@ def add_layer_names(run: DriftRun, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def filter_and_sort(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence[str]) -> pd.DataFrame:
-    """Return the rows of the given tasks and variants, sorted in that order and by layer.
-
-    Args:
-        rows: rows of a table with columns `task` and `variant`.
-        tasks: tasks to keep, in order.
-        variants: variants to keep, in order.
-    """
+    """Return the rows of the given tasks and variants, sorted in that order and by layer."""
     places = [pd.Index(tasks).get_indexer(rows["task"]), pd.Index(variants).get_indexer(rows["variant"])]
     by = [*places, rows["layer"].to_numpy()] if "layer" in rows else places
     # Reversed, as the last key of lexsort is the primary one.
@@ -86,14 +79,7 @@ def filter_and_sort(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence
 def rows_at_layer(
     run: DriftRun, options: ChartOptions, table: Literal["layers", "samples"], *extra: str
 ) -> pd.DataFrame:
-    """Return table rows of the selected layer, tasks and variants, in order.
-
-    Args:
-        run: the run.
-        options: the user's options.
-        table: which table to read.
-        extra: variants to include in addition to the chosen ones.
-    """
+    """Return table rows of the selected layer, tasks and variants (and `extra` ones), in order."""
     # A run that stopped early lists no layers; then none has rows, and none is wrong to ask for.
     layer = options.layer if run.manifest.layers else None
     rows = run.layers(layer=layer) if table == "layers" else run.samples(layer=layer)
@@ -129,15 +115,7 @@ def measured_outputs(run: DriftRun, options: ChartOptions, *columns: str) -> pd.
 def missing_data_message(
     run: DriftRun, options: ChartOptions, table: str, columns: Sequence[str], also: str = ""
 ) -> str | None:
-    """Return None if all columns have numbers for the selection, else a message with the command that adds them.
-
-    Args:
-        run: the run.
-        options: the user's options.
-        table: name of the table.
-        columns: required columns.
-        also: a requirement on the spec, for the message.
-    """
+    """Return None if all columns have numbers for the selection, else a message with the command that adds them."""
     rows, chosen = getattr(run, table)(), chosen_variants(run, options)
     if "task" in rows:
         rows = rows[rows["task"].isin(chosen_tasks(run, options))]
@@ -162,14 +140,7 @@ def missing_data_message(
 
 
 def missing_columns_message(table: str, columns: Sequence[str], command: str = "", also: str = "") -> str:
-    """Return the message that columns have no numbers, with the command that adds them.
-
-    Args:
-        table: name of the table.
-        columns: columns without numbers.
-        command: the command that adds them; that of the schema if empty.
-        also: a requirement on the spec.
-    """
+    """Return the message that columns have no numbers, with the command that adds them (by default the schema's)."""
     noun, these = ("column", "it") if len(columns) == 1 else ("columns", "them")
     besides = f"with {also} in the spec, " if also else ""
     command = command or TABLES[table].command_to_fill(columns)
@@ -184,31 +155,27 @@ def _select_names(kind: str, named: Sequence[str] | None, there: Sequence[str]) 
     if named is None:
         return list(there)
     for name in named:
-        if name not in there:
-            hint = did_you_mean(name, there)
-            raise DataError(f"the run has no {kind} {name!r}; it has {', '.join(there)}", hint=hint)
+        require_known_name(kind, name, there)
     if not named:
         raise DataError(f"no {kind} is chosen; the run has {', '.join(there)}")
     return [name for name in there if name in named]
 
 
+def require_known_name(kind: str, name: str, there: Sequence[str]) -> str:
+    """Return `name`, or raise DataError with the known names of this kind."""
+    if name not in there:
+        problem = f"the run has no {kind} {name!r}; it has {', '.join(there) or 'none'}"
+        raise DataError(problem, hint=did_you_mean(name, there))
+    return name
+
+
 def subsample_rows(rows: pd.DataFrame, options: ChartOptions, panels: int) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """Subsample the samples so that at most `max_points` points are plotted; a sample keeps all of its rows.
-
-    Args:
-        rows: a row per plotted point.
-        options: the user's options.
-        panels: how many points each sample has.
-
-    Returns:
-        The rows that remain, and a note if some were dropped.
-    """
+    """Subsample so that at most `max_points` points are plotted, `panels` for each sample; also return a note."""
     key = ["task", "sample_id"]
     samples = rows[[*key, "label"]].drop_duplicates(key)
     chosen = stratified_subset(samples, max(1, options.max_points // max(1, panels)), ["task", "label"])
     if len(chosen) == len(samples):
         return rows, ()
     present, kept = (pd.MultiIndex.from_frame(table[key]) for table in (rows, chosen))
-    few = format_count(len(chosen))
-    note = f"{few} of {count_with_noun(len(samples), 'sample')} shown, of every class alike."
+    note = f"{len(chosen)} of {pluralize(len(samples), 'sample')} shown, of every class alike."
     return rows[present.isin(kept)].reset_index(drop=True), (note,)

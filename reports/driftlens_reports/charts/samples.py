@@ -13,16 +13,12 @@ from driftlens.results.projection import Projection, project
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import CALIBRATE
 from driftlens.utils import variants
-from driftlens.utils.errors import DataError
+from driftlens.utils.errors import DataError, pluralize
 from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
 # The variant that gains in cosine are counted from.
 _BASELINE = "merged"
-
-
-def _mean_gain_text(row: pd.Series[Any]) -> str:
-    return f"{row['mean gain']:+#.3g} ({row['task']})"
 
 
 def _paired_cosines(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
@@ -85,8 +81,10 @@ def _draw_sample_cosines(run: DriftRun, options: ChartOptions) -> Drawn:
         grid.add_identity_line(panel, low, 1)
         # In the corner below the line where few points are.
         of_task = means[means["task"] == task]
-        pairs = zip(of_task["variant"], of_task["mean gain"], strict=True)
-        lines = [typeset_signs(f"{words.variant_label(variant)} {gain:+.3f}") for variant, gain in pairs]
+        lines = [
+            typeset_signs(f"{words.variant_label(variant)} {gain:+.3f}")
+            for variant, gain in zip(of_task["variant"], of_task["mean gain"], strict=True)
+        ]
         grid.annotate(
             panel,
             text="<br>".join(["mean gain", *lines]),
@@ -98,13 +96,12 @@ def _draw_sample_cosines(run: DriftRun, options: ChartOptions) -> Drawn:
             bgcolor=theme.with_opacity(brush.palette.surface, 0.8),
         )
     grid.update_layout(legend=theme.LARGE_MARKS)
-    reach = [low - 0.03, 1.03]
-    axis = {"range": reach, "tickformat": theme.TICK_NUMBER}
+    axis = {"range": [low - 0.03, 1.03], "tickformat": theme.TICK_NUMBER}
     grid.set_axes(x=axis, y=axis)
+    spans = words.min_max_by_variant(means, "mean gain", lambda row: f"{row['mean gain']:+#.3g} ({row['task']})")
     return Drawn(
         grid.figure,
-        alt=f"Mean gain in cosine of the {picking.feature_name(run, options)} over {baseline}: "
-        f"{words.min_max_by_variant(means, 'mean gain', _mean_gain_text)}.",
+        alt=f"Mean gain in cosine of the {picking.feature_name(run, options)} over {baseline}: {spans}.",
         data=drawn.merge(means, on=["task", "variant"], how="left"),
         notes=(*thinned, *words.sample_count_notes(run, rows, over_tasks=False)),
     )
@@ -112,8 +109,7 @@ def _draw_sample_cosines(run: DriftRun, options: ChartOptions) -> Drawn:
 
 # Panels in a row: more would be too narrow for their words in a telephone's window.
 _COLUMNS = 2
-# Pixels: of a panel, and of the lines below it that need more than the room of the ticks, which there are
-# none of.
+# Pixels: of a panel, and of the lines below it beyond the room of the ticks, which it lacks.
 _HEIGHT, _BELOW = 240, 42
 # Letters of a panel's title.
 _TITLE_LETTERS = 22
@@ -135,8 +131,7 @@ _INDICATIVE = (
 
 def _worst_chosen_task(run: DriftRun, options: ChartOptions) -> str:
     """Return the selected task on which the merged model has the largest mean drift."""
-    tasks = picking.chosen_tasks(run, options)
-    return picking.worst_task(run, tasks, "merged", options.layer) if len(tasks) > 1 else tasks[0]
+    return picking.worst_task(run, picking.chosen_tasks(run, options), "merged", options.layer)
 
 
 def _variants_without_base(run: DriftRun, options: ChartOptions) -> list[str]:
@@ -227,15 +222,17 @@ def _add_drift_and_hover_text(run: DriftRun, task: str, rows: pd.DataFrame, opti
 
 
 def _hover_text(row: dict[str, Any]) -> str:
-    lines = [words.escape_plotly(str(row["sample_id"]))]
-    lines += [] if pd.isna(row["label"]) else [f"class {words.escape_plotly(str(row['label']))}"]
-    lines += [] if pd.isna(row["drift"]) else [f"drift {format_number(float(row['drift']))}"]
-    lines += [words.escaped_label(row["text"], _LONGEST_TEXT)] if isinstance(row.get("text"), str) else []
-    return "<br>".join(lines)
+    lines = [
+        words.escape_plotly(str(row["sample_id"])),
+        "" if pd.isna(row["label"]) else f"class {words.escape_plotly(str(row['label']))}",
+        "" if pd.isna(row["drift"]) else f"drift {format_number(float(row['drift']))}",
+        words.escaped_label(row["text"], _LONGEST_TEXT) if isinstance(row.get("text"), str) else "",
+    ]
+    return "<br>".join(filter(None, lines))
 
 
 def _projection_notes(run: DriftRun, options: ChartOptions, task: str, layout: Projection) -> list[str]:
-    notes = [f"Task {task}; {words.count_with_noun(int(layout.quality['n'].max()), 'diagnosis sample')}."]
+    notes = [f"Task {task}; {pluralize(int(layout.quality['n'].max()), 'diagnosis sample')}."]
     if len(picking.chosen_tasks(run, options)) > 1:
         notes.append("Shown: the chosen task with the largest drift; choose one task to see another.")
     if "base" in picking.chosen_variants(run, options):
@@ -292,7 +289,7 @@ def _draw_decision_flips(run: DriftRun, options: ChartOptions) -> Drawn:
         part = rows[rows["variant"] == variant]
         texts = [
             f"margin {format_number(row['from'])} to {format_number(row['to'])}<br>{row[_FLIPPED]} of "
-            f"{words.count_with_noun(row[_FLIPPED] + row[_KEPT], 'sample')} flipped"
+            f"{pluralize(row[_FLIPPED] + row[_KEPT], 'sample')} flipped"
             for row in part.to_dict("records")
         ]
         for outcome, (shade, hatch) in _LOOKS.items():
@@ -316,8 +313,7 @@ def _draw_decision_flips(run: DriftRun, options: ChartOptions) -> Drawn:
     ticks = {"tickformat": theme.TICK_NUMBER}
     grid.set_axes(x=ticks, y={**ticks, "rangemode": "tozero"})
     shares = rows.groupby("variant", sort=False)[_FLIPPED_SHARE].first().map(format_percent)
-    listed = words.join_by_variant(shares.items())
-    alt = f"Share of the expert's decisions that flip: {listed}."
+    alt = f"Share of the expert's decisions that flip: {words.join_by_variant(shares.items())}."
     return Drawn(grid.figure, alt, rows, tuple(words.sample_count_notes(run, samples)))
 
 
@@ -352,9 +348,8 @@ def _score_drift_bounds(run: DriftRun, options: ChartOptions) -> pd.DataFrame:
     # No value where models share the score map.
     apart = rows["score_map_mismatch"].fillna(0.0)
     bounds = {name: rows[column] * rows["drift_l2"] + apart for name, (column, _) in _ESTIMATES.items()}
-    keys = rows[["task", "variant", "sample_id", "label"]]
     values = pd.DataFrame({_ACTUAL: rows["score_drift_l2"], **bounds}, dtype=float)
-    return pd.concat([keys, values], axis=1)
+    return pd.concat([rows[["task", "variant", "sample_id", "label"]], values], axis=1)
 
 
 @chart(
@@ -412,11 +407,11 @@ def _draw_score_drift_bound(run: DriftRun, options: ChartOptions) -> Drawn:
     step = "D2" if reach[1] < 1000 * reach[0] else 1
     axis = {"type": "log", "tickformat": theme.TICK_NUMBER, "minor": {"ticks": "outside"}, "dtick": step}
     grid.set_axes(x=axis, y=axis)
-    lost = sum(int((~is_drawn).sum()) for is_drawn in drawable.values())
-    why = "without a place on logarithmic axes (no drift or no finite bound)."
-    left_out = [f"{words.count_with_noun(lost, 'point')} {why}"] if lost else []
-    counts, *overlaps = words.sample_count_notes(run, rows, over_tasks=False)
-    return Drawn(grid.figure, _bound_usage_sentence(rows), drawn, (*thinned, counts, *left_out, *overlaps))
+    notes = [*thinned, *words.sample_count_notes(run, rows, over_tasks=False)]
+    if lost := sum(int((~is_drawn).sum()) for is_drawn in drawable.values()):
+        why = "without a place on logarithmic axes (no drift or no finite bound)."
+        notes.append(f"{pluralize(lost, 'point')} {why}")
+    return Drawn(grid.figure, _bound_usage_sentence(rows), drawn, tuple(notes))
 
 
 def _bound_usage_sentence(rows: pd.DataFrame) -> str:
@@ -426,5 +421,5 @@ def _bound_usage_sentence(rows: pd.DataFrame) -> str:
     over = int((measured[_ACTUAL] > measured["certified"] * (1 + 1e-6)).sum())
     medians = measured.drop_duplicates("variant").set_index("variant")[_USE]
     used = words.join_by_variant(medians.astype(float).map(format_percent).items())
-    above = f"{words.count_with_noun(over, 'sample')} of {len(measured)} above the certified bound."
+    above = f"{pluralize(over, 'sample')} of {len(measured)} above the certified bound."
     return f"{above} Median share of it used: {used}."

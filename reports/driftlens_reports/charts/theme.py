@@ -119,13 +119,7 @@ _MARKS: Mapping[Part, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
 
 
 def variant_style(variants: Sequence[str], variant: str, *, dark: bool) -> VariantStyle:
-    """Return the plot style of `variant`, fixed by its rank among all variants of the run.
-
-    Args:
-        variants: all variants of the run.
-        variant: the variant to draw.
-        dark: True for the dark theme.
-    """
+    """Return the plot style of `variant`, fixed by its rank among all variants of the run."""
     part = variant_kind(variant)
     alike = [name for name in variants if variant_kind(name) == part]
     index = alike.index(variant) if variant in alike else 0
@@ -140,14 +134,7 @@ def with_opacity(colour: str, opacity: float) -> str:
 
 
 def themed_figure(*traces: Any, dark: bool, height: int, **settings: Any) -> go.Figure:
-    """Return a plotly figure with the theme's layout, updated by `settings`.
-
-    Args:
-        traces: traces of the figure.
-        dark: True for the dark theme.
-        height: height in pixels.
-        settings: further layout settings.
-    """
+    """Return a plotly figure with the theme's layout, updated by `settings`; `height` is in pixels."""
     return go.Figure([*traces], deep_merge(theme_layout(dark), {"height": height, **settings}))
 
 
@@ -225,9 +212,8 @@ scatter, bar, heatmap = (partial(TraceSettings, type=kind) for kind in ("scatter
 # The low and high ends of intervals, a row each.
 Ends = tuple["pd.Series[Any]", "pd.Series[Any]"]
 
-# Points that a browser still draws and moves smoothly as SVG; a figure of more draws them with WebGL. Without
-# a graphics processor a browser takes a quarter of a second and more to make ready for WebGL, as long as for
-# these as SVG; and a page may hold few figures that use it.
+# Points that a browser still draws and moves smoothly as SVG; more are drawn with WebGL, which few figures of a
+# page may use, and which takes a quarter of a second to start without a graphics processor.
 _MOST_SVG = 5000
 
 
@@ -262,15 +248,7 @@ class VariantPlotter:
         ends: Ends | None = None,
         **changes: Any,
     ) -> TraceSettings:
-        """Return the values of a variant as a line trace that breaks at missing values.
-
-        Args:
-            variant: the variant.
-            x: positions.
-            y: values.
-            ends: low and high ends of whiskers.
-            changes: further settings of the trace.
-        """
+        """Return the values of a variant as a line trace that breaks at missing values; `ends` are of whiskers."""
         style, values = self.style_of(variant), y.astype(float)
         trace = scatter(
             **{"x": list(x), "y": _nan_to_none(values), "mode": "lines+markers", "connectgaps": False},
@@ -289,15 +267,7 @@ class VariantPlotter:
         ends: Ends | None = None,
         **changes: Any,
     ) -> TraceSettings:
-        """Return the values of a variant as a bar trace with its hatch.
-
-        Args:
-            variant: the variant.
-            x: positions.
-            y: values.
-            ends: low and high ends of whiskers.
-            changes: further settings of the trace.
-        """
+        """Return the values of a variant as a bar trace with its hatch; `ends` are of whiskers."""
         values, style = y.astype(float), self.style_of(variant)
         pattern = {"shape": style.hatch, "fillmode": "overlay", "size": 6, "solidity": 0.25}
         trace = bar(
@@ -313,15 +283,7 @@ class VariantPlotter:
     def scatter_trace(
         self, variant: str, x: pd.Series[Any], y: pd.Series[Any], *, total: int, **settings: Any
     ) -> TraceSettings:
-        """Return the samples of a variant as a scatter trace.
-
-        Args:
-            variant: the variant.
-            x: horizontal positions.
-            y: vertical positions.
-            total: points in the whole figure; many are drawn with WebGL.
-            settings: further settings of the trace.
-        """
+        """Return the samples of a variant as a scatter trace, with WebGL if the figure has many points in `total`."""
         kind, style = "scatter" if total <= _MOST_SVG else "scattergl", self.style_of(variant)
         marker = {
             "color": style.colour,
@@ -341,14 +303,7 @@ def _nan_to_none(values: Iterable[Any]) -> list[Any]:
 
 
 def error_bars(values: pd.Series[Any], low: pd.Series[Any], high: pd.Series[Any], colour: str) -> dict[str, Any]:
-    """Return plotly error bars from `low` to `high` around the values; none where an end is missing.
-
-    Args:
-        values: the centres.
-        low: lower ends.
-        high: upper ends.
-        colour: of the whiskers.
-    """
+    """Return plotly error bars from `low` to `high` around the values; none where an end is missing."""
     up, down = high.astype(float) - values, values - low.astype(float)
     return {
         "array": _nan_to_none(up),
@@ -366,15 +321,7 @@ def interval_hover_texts(
     name: str = "95 % interval",
     write: Callable[[float], str] = format_percent,
 ) -> list[str]:
-    """Return hover text with the interval of each row; empty where it was not measured.
-
-    Args:
-        rows: rows with both columns.
-        low: column of the lower end.
-        high: column of the upper end.
-        name: name of the interval.
-        write: formats an end.
-    """
+    """Return hover text with the interval of each row, from columns `low` to `high`; empty where not measured."""
     ends = rows.reindex(columns=[low, high]).astype(float).to_numpy().tolist()
     return [
         "" if math.isnan(start + end) else f"<br>{escape_plotly(f'{name}: {write(start)} to {write(end)}')}"

@@ -14,6 +14,7 @@ import pandas as pd
 from driftlens.results.formatting import format_number, strip_control_chars
 from driftlens.runs.run import DriftRun
 from driftlens.utils import variants
+from driftlens.utils.errors import pluralize
 
 # Characters of a name that a figure shows, alone or with another one; hover texts show all of it.
 LONGEST, LONGEST_OF_TWO = 26, 14
@@ -85,21 +86,11 @@ def min_max_by_variant(rows: pd.DataFrame, column: str, tell: Tell) -> str:
     return join_by_variant((variant, min_max_text(part, column, tell)) for variant, part in groups)
 
 
-def format_count(count: int) -> str:
-    """Format a count with thin spaces between thousands: "8 041"."""
-    return f"{count:,}".replace(",", "\u202f")
-
-
-def count_with_noun(count: int, noun: str) -> str:
-    """Format a count with its noun in singular or plural: "1 task", "8 tasks"."""
-    return f"{format_count(count)} {noun if count == 1 else noun + 's'}"
-
-
 def count_range(counts: Iterable[int]) -> str:
     """Format a range of counts: "24" or "24 to 30"."""
     # Doubled, so that a single count is both ends.
     low, *_, high = sorted(counts) * 2
-    return format_count(low) if low == high else f"{format_count(low)} to {format_count(high)}"
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def count_range_with_noun(values: Iterable[float], noun: str) -> str:
@@ -116,15 +107,9 @@ def layer_sample_notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
 
 
 def sample_count_notes(run: DriftRun, samples: pd.DataFrame, *, over_tasks: bool = True) -> list[str]:
-    """Return chart notes on the number of samples and tasks in a table of samples.
-
-    Args:
-        run: the run.
-        samples: a row per sample.
-        over_tasks: True to name the number of tasks.
-    """
+    """Return chart notes on the number of samples, and `over_tasks` of tasks, in a table with a row per sample."""
     counts = samples.groupby(["task", "variant"], sort=False).size()
-    over = f", over {count_with_noun(samples['task'].nunique(), 'task')}" if over_tasks else ""
+    over = f", over {pluralize(samples['task'].nunique(), 'task')}" if over_tasks else ""
     return [f"{count_range_with_noun(counts, 'diagnosis sample')} per task{over}.", *split_overlap_notes(run)]
 
 
@@ -159,6 +144,4 @@ def empty_cell_notes(run: DriftRun, rows: pd.DataFrame, column: str) -> list[str
     """Return a chart note on the number of heatmap cells (task by layer) without a number."""
     cells = rows["task"].nunique() * rows["variant"].nunique() * len(run.manifest.layers)
     gaps = cells - int(rows[column].notna().sum())
-    if not gaps:
-        return []
-    return [f"{count_with_noun(gaps, 'cell')} in the background's colour: not measured."]
+    return [f"{pluralize(gaps, 'cell')} in the background's colour: not measured."] if gaps else []

@@ -15,7 +15,7 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.schema import CALIBRATE
 from driftlens.utils.intervals import Interval, mean_over_tasks
 from driftlens_reports.charts.chart import ChartOptions, charts
-from driftlens_reports.charts.per_task import AVERAGE
+from driftlens_reports.charts.scores import AVERAGE
 from tests.reports.charts.recording import finite, with_rows
 from tests.runs.full_run import write_full_run
 

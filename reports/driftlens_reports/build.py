@@ -82,16 +82,26 @@ class Report:
         sections = []
         for name in names:
             sentences, tables = section_content(name, run, judged, self._checks, everything)
-            shown = tuple(table for table in tables if table.rows)
-            parts = {"sentences": tuple(sentences), "tables": shown, "figures": tuple(figures[name])}
-            sections.append(Section(name=name, title=TITLES[name], **parts))
+            section = Section(
+                name=name,
+                title=TITLES[name],
+                sentences=tuple(sentences),
+                tables=tuple(table for table in tables if table.rows),
+                figures=tuple(figures[name]),
+            )
+            sections.append(section)
         recorded = ("created", "synthetic", "spec_digest", "schema_version")
-        info = {name: getattr(run.manifest, name) for name in recorded}
-        info |= {"id": run.id, "name": run.name, "state": current_state(run)}
         content = ReportContent(
             driftlens=driftlens.__version__,
             preset=self._preset,
-            run=RunInfo(**info, tasks=run.tasks, variants=run.variants),
+            run=RunInfo(
+                id=run.id,
+                name=run.name,
+                state=current_state(run),
+                tasks=run.tasks,
+                variants=run.variants,
+                **{name: getattr(run.manifest, name) for name in recorded},
+            ),
             stamps=(*caveat_sentences(run), *split_overlap_notes(run)),
             verdict=judged,
             sections=tuple(sections),
@@ -115,9 +125,7 @@ class Report:
     def save(
         self, folder: PathLike | None = None, formats: Iterable[str] = ("html", "json", "md")
     ) -> list[pathlib.Path]:
-        """Write the report into `folder`, each file atomically, and return the paths.
-
-        Without a folder the files go into the run's own `reports`, where the run lists them.
+        """Write the report into `folder`, or into the run's own `reports`, and return the paths.
 
         Raises:
             SpecError: there is no such format.

@@ -6,7 +6,10 @@ import io
 import pathlib
 import textwrap
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from driftlens.results.formatting import (
     format_estimate,
@@ -28,10 +31,6 @@ from driftlens_reports.charts.words import shorten_middle
 from driftlens_reports.formats import save_files
 from driftlens_reports.formats.page import score_axis_range, tile_label
 from driftlens_reports.paper.exhibit import PAGE, use_venue_style
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # Pixels of the picture.
 WIDTH, HEIGHT = 1200, 630
@@ -76,8 +75,6 @@ def add_image_to_model_card(folder: pathlib.Path, run: DriftRun, name: str) -> N
 
 
 def _summary_image_png(run: DriftRun, name: str) -> bytes:
-    from matplotlib.figure import Figure
-
     head = headline(run, name)
     with use_venue_style(PAGE):
         figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=100, facecolor=LIGHT.surface)
@@ -90,14 +87,8 @@ def _summary_image_png(run: DriftRun, name: str) -> bytes:
             axes = figure.add_axes((_PAIR + 0.18 * place, 0.2, 0.165, 0.3), **shared)
             _scatter_features(axes, variant, frame)
         for task in {task for _, task, _ in pair}:
-            _draw_text(
-                figure,
-                _PAIR,
-                0.185,
-                f"features of {shorten_middle(task, 18)}",
-                fontsize=11,
-                color=LIGHT.quiet,
-            )
+            label = f"features of {shorten_middle(task, 18)}"
+            _draw_text(figure, _PAIR, 0.185, label, fontsize=11, color=LIGHT.quiet)
             expert = {"color": LIGHT.roles["expert"][0], "ha": "right"}
             _draw_text(figure, 0.95, 0.185, "light blue: its expert", fontsize=11, **expert)
         target = io.BytesIO()
@@ -114,13 +105,8 @@ def _draw_image_text(figure: Figure, run: DriftRun, head: Headline) -> None:
     """Draw the run name, headline, score of every model and provenance on the summary image."""
     say = partial(_draw_text, figure)
     say(0.05, 0.945, "DriftLens", fontsize=17, fontweight="bold", color=LIGHT.roles["expert"][0])
-    say(
-        0.95,
-        0.94,
-        textwrap.shorten(strip_control_chars(run.name), 60, placeholder="…"),
-        fontsize=15,
-        ha="right",
-    )
+    name = textwrap.shorten(strip_control_chars(run.name), 60, placeholder="…")
+    say(0.95, 0.94, name, fontsize=15, ha="right")
     sentence = "\n".join(textwrap.wrap(keep_units_together(typeset_signs(head.text)), _LINE)[:4])
     figure.text(
         *(0.05, 0.85, sentence),
@@ -151,8 +137,9 @@ def _draw_score_bar(axes: Axes, head: Headline) -> None:
         colour = LIGHT.roles[variant_kind(variant)][0]
         if is_measured(mean.low):
             axes.plot([mean.low, mean.high], [0, 0], color=colour, linewidth=4, zorder=3)
-        marks = {"markeredgecolor": LIGHT.surface, "markeredgewidth": 2, "clip_on": False, "zorder": 4}
-        axes.plot([mean.value], [0], "o", color=colour, markersize=17, **marks)
+        axes.plot(
+            [mean.value], [0], "o", color=colour, markersize=17, mec=LIGHT.surface, mew=2, clip_on=False, zorder=4
+        )
     for value, side in ((low, "left"), (high, "right")):
         axes.text(value, -0.95, format_value(value, head.kind), ha=side, fontsize=11, color=LIGHT.quiet)
 
@@ -174,18 +161,11 @@ def _worst_task_projections(run: DriftRun, name: str) -> list[tuple[str, str, An
 
 def _scatter_features(axes: Axes, variant: str, frames: Any) -> None:
     experts, points = frames
-    is_expert = variant == "expert"
-    looks = {"s": 9, "linewidths": 0}
-    axes.scatter(
-        # Faded behind another model, whose points must stand out.
-        experts["x"],
-        experts["y"],
-        color=LIGHT.roles["expert"][0],
-        alpha=1 if is_expert else 0.35,
-        **looks,
-    )
-    if not is_expert:
-        axes.scatter(points["x"], points["y"], color=LIGHT.roles[variant_kind(variant)][0], **looks)
+    # Faded behind another model, whose points must stand out.
+    opacity = 1 if variant == "expert" else 0.35
+    axes.scatter(experts["x"], experts["y"], 9, LIGHT.roles["expert"][0], linewidths=0, alpha=opacity)
+    if variant != "expert":
+        axes.scatter(points["x"], points["y"], 9, LIGHT.roles[variant_kind(variant)][0], linewidths=0)
     axes.set(xticks=[], yticks=[])
     axes.set_title(strip_control_chars(tile_label(variant))[:20], fontsize=13, color=LIGHT.ink, parse_math=False)
     for side in axes.spines.values():

@@ -164,6 +164,11 @@ class ReportContent(ReportPart):
         return [table for section in self.sections for table in section.tables]
 
     @property
+    def figure_tables(self) -> dict[str, Table]:
+        """The tables of plotted numbers, by figure."""
+        return {figure.name: figure.data for figure in self.figures if figure.data is not None}
+
+    @property
     def figures(self) -> list[Figure]:
         """All figures of the report, in order of sections."""
         return [figure for section in self.sections for figure in section.figures]

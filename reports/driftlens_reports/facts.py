@@ -73,26 +73,26 @@ def self_check_sentence(check: CheckResult) -> str:
 
 def decision_sentences(run: DriftRun) -> Iterator[str]:
     """Yield a sentence per variant on the share of flipped and of certified decisions."""
-    for variant in (variant for variant in run.variants if variant != "base"):
-        yield from decision_sentence(run.outputs(variant=variant), display_name(variant))
+    for variant in run.variants:
+        outputs = run.outputs(variant=variant)
+        if variant != "base" and outputs["flipped"].notna().any():
+            yield decision_sentence(outputs, display_name(variant))
 
 
-def decision_sentence(outputs: pd.DataFrame, variant: str) -> Iterator[str]:
-    """Yield the sentence on flipped and certified decisions of one variant; nothing without scores."""
-    if not outputs["flipped"].notna().any():
-        return
+def decision_sentence(outputs: pd.DataFrame, variant: str) -> str:
+    """Return the sentence on flipped and certified decisions of one variant."""
     flipped, certified = (share_of_true(outputs[name]) for name in ("flipped", "certified"))
     decisions = pluralize(flipped.n, "decision")
     text = f"{variant}: {format_estimate(flipped, 'share')} of {decisions} differ from the expert's"
     if is_measured(certified.value):
         kept = format_percent(1 - flipped.value - certified.value)
-        text += f"; {format_estimate(certified, 'share')} are certified by their margin, "
-        text += f"{kept} kept without a certificate"
+        certified_text = format_estimate(certified, "share")
+        text += f"; {certified_text} are certified by their margin, {kept} kept without a certificate"
     # The median, since a few bounds near 0 would dominate a mean.
     used = (outputs["score_drift_l2"] / outputs["score_bound"]).median()
     if not math.isnan(used):
         text += f". The score drift is {format_percent(float(used))} of its bound (median)"
-    yield f"{text}."
+    return f"{text}."
 
 
 def accuracy_table(run: DriftRun) -> Table:
@@ -110,10 +110,9 @@ def accuracy_table(run: DriftRun) -> Table:
         "samples": "count",
     }
     rows = [columns[name] if name != "variant" else columns[name].map(display_name) for name in names]
-    others = {name: metric for name, metric in metrics.items() if metric != ACCURACY}
+    others = [metric for metric in metrics.values() if metric != ACCURACY]
     intervals = "95 % intervals" if others else "Wilson intervals"
-    notes = [f"{intervals}. Each expert is scored on its own task."]
-    notes += describe_metrics(others.values())
+    notes = [f"{intervals}. Each expert is scored on its own task.", *describe_metrics(others)]
     heading = f"{'Scores' if others else 'Accuracy'} on test samples"
     return Table.of("accuracy", heading, kinds, [*zip(*rows, strict=True)], " ".join(notes))
 
@@ -121,23 +120,29 @@ def accuracy_table(run: DriftRun) -> Table:
 def layer_advice(run: DriftRun) -> dict[str, Any]:
     """Return the share of the final drift and the cosine between task vectors, by layer."""
     rows, params = run.layers(variant="merged"), run.params(variant="merged")
-    places, shares, conflicts = dict(zip(rows["path"], rows["layer"], strict=True)), [], []
-    paths = {layer: path for path, layer in places.items()}
-    names = {path: run.layer_name(layer) for path, layer in places.items()}
-    for layer, mean in shares_of(run, "merged").items():
-        ends = {"share": mean.value, "share_low": mean.low, "share_high": mean.high, "n": mean.n}
-        shares.append({"layer": layer, "path": paths[layer], "name": names[paths[layer]], **ends})
+    layers = dict(zip(rows["path"], map(int, rows["layer"]), strict=True))
+    paths = {layer: path for path, layer in layers.items()}
+    shares = [
+        {
+            **{"layer": layer, "path": paths[layer], "name": run.layer_name(layer)},
+            **{"share": mean.value, "share_low": mean.low, "share_high": mean.high, "n": mean.n},
+        }
+        for layer, mean in shares_of(run, "merged").items()
+    ]
+    conflicts = []
     params = params[(params["scope"] == "layer") & params["cos"].notna()]
     # Unsorted: the table has forward order.
     for path, by_task in params.groupby("path", sort=False):
-        cos, signs = by_task["cos"].astype(float), by_task["sign_agreement"].astype(float)
+        cos, layer = by_task["cos"].astype(float), layers.get(path)
         # Of the experts' task vectors, in that of the merged one.
         lengths = 1 / by_task["norm_ratio"].astype(float)
-        layer = int(places[path]) if path in places else None
-        row = {"layer": layer, "path": path, "name": names.get(path, path), "cos": cos.mean()}
-        row["orthogonal"] = lengths.mean() / math.sqrt(lengths.pow(2).sum())
-        row["sign_agreement"] = signs.mean()
-        conflicts.append(row | {"worst_task": str(by_task.loc[cos.idxmin(), "task"]), "worst_cos": cos.min()})
+        row = {
+            **{"layer": layer, "path": path, "name": path if layer is None else run.layer_name(layer)},
+            **{"cos": cos.mean(), "orthogonal": lengths.mean() / math.sqrt(lengths.pow(2).sum())},
+            "sign_agreement": by_task["sign_agreement"].astype(float).mean(),
+            **{"worst_task": str(by_task.loc[cos.idxmin(), "task"]), "worst_cos": cos.min()},
+        }
+        conflicts.append(row)
     return {
         "run": run.name,
         "tasks": list(run.tasks),
@@ -156,10 +161,8 @@ def _drift_share_sentences(numbers: Mapping[str, Any]) -> list[str]:
     if not numbers["shares"]:
         return ["The source of the final drift was not measured; `driftlens analyze RUN` adds it."]
     top, *others = numbers["shares"]
-    share, tasks = (
-        format_estimate(_share_interval(top), "share", counted=True),
-        pluralize(len(numbers["tasks"]), "task"),
-    )
+    share = format_estimate(_share_interval(top), "share", counted=True)
+    tasks = pluralize(len(numbers["tasks"]), "task")
     text = f"{top['name']} has the largest share of the final drift, {share}, mean over {tasks}."
     if not is_measured(top["share_low"]):
         return [f"{text} Without intervals, another layer may contribute as much."]
@@ -177,14 +180,13 @@ def _weight_conflict_sentences(numbers: Mapping[str, Any]) -> list[str]:
         return ["Task vectors were not compared; that needs a run with a base."]
     if len(numbers["tasks"]) == 1:
         return ["With one expert no task vectors conflict."]
-    sentences = []
-    for row in numbers["conflicts"][:3]:
-        side = "conflict" if row["cos"] < row["orthogonal"] else "do not conflict"
-        sentences.append(
-            f"{row['name']}: task vectors {side} (mean cosine {format_number(row['cos'])}; "
-            f"{format_number(row['orthogonal'])} expected for unrelated task vectors); lowest for {row['worst_task']} "
-            f"({format_number(row['worst_cos'])}); {format_percent(row['sign_agreement'])} of the signs agree."
-        )
+    sentences = [
+        f"{row['name']}: task vectors {'conflict' if row['cos'] < row['orthogonal'] else 'do not conflict'} (mean "
+        f"cosine {format_number(row['cos'])}; {format_number(row['orthogonal'])} expected for unrelated task vectors); "
+        f"lowest for {row['worst_task']} ({format_number(row['worst_cos'])}); "
+        f"{format_percent(row['sign_agreement'])} of the signs agree."
+        for row in numbers["conflicts"][:3]
+    ]
     count = sum(row["cos"] < row["orthogonal"] for row in numbers["conflicts"])
     layers = f"{count or 'none'} of {pluralize(len(numbers['conflicts']), 'layer')}; they agree least in these"
     return [

@@ -39,20 +39,18 @@ def merge_ranking_table(ranking: Mapping[str, Any]) -> Table:
     counts, tied = ranking["samples"], [row["merge"] for row in placed if row["is_tied"]]
     which = "that no method has read" if ranking["held_out"] else "without their labels"
     failed = [f"{row['merge']}: not made, as {row['reason']}" for row in ranking["merges"] if row["reason"]]
-    notes = [f"{'; '.join(failed)}."] if failed else []
-    notes.append(
+    nearer = [row["merge"] for row in placed if (row.get("nearer_low") or 0) > 0]
+    notes = [
+        f"{'; '.join(failed)}." if failed else "",
         f"Ranked by {NAMES[ranking['score']]}: mean over {pluralize(len(counts), 'task')}, "
         f"{pluralize(sum(counts.values()), 'calibration sample')} {which}. Distance to the first: same samples, "
-        "simultaneous intervals."
-    )
-    if tied:
-        notes.append(f"{', '.join(tied)}: not significantly worse than the first on these samples.")
-    nearer = [row["merge"] for row in placed if (row.get("nearer_low") or 0) > 0]
-    if nearer:
-        notes.append(
-            f"Clearly nearer to the experts than the present merge, {ranking['present']}: {', '.join(nearer)}."
-        )
-    return Table.from_rows("merges", f"Merges of {ranking['name']}", columns, placed, " ".join(notes))
+        "simultaneous intervals.",
+        f"{', '.join(tied)}: not significantly worse than the first on these samples." if tied else "",
+        f"Clearly nearer to the experts than the present merge, {ranking['present']}: {', '.join(nearer)}."
+        if nearer
+        else "",
+    ]
+    return Table.from_rows("merges", f"Merges of {ranking['name']}", columns, placed, " ".join(filter(None, notes)))
 
 
 def read_merge_ranking(folder: Path) -> dict[str, Any]:
@@ -62,12 +60,11 @@ def read_merge_ranking(folder: Path) -> dict[str, Any]:
         RunError: there is none, or it can't be read.
     """
     try:
-        ranking = parse_json((folder / COMPARISON).read_text(encoding="utf-8"))
+        ranking: dict[str, Any] = parse_json((folder / COMPARISON).read_text(encoding="utf-8"))
         # Raises for a file that is not a comparison, before a caller uses it.
         merge_ranking_table(ranking)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise RunError(f"{folder} has no readable comparison of merges") from None
-    assert isinstance(ranking, dict)
     return ranking
 
 

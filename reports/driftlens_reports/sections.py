@@ -167,10 +167,9 @@ def _setup_sentences(run: DriftRun) -> Iterator[str]:
     architecture = ", ".join(f"{name} {value}" for name, value in manifest.architecture.items())
     yield f"Architecture: {architecture or _UNKNOWN}. Inputs by: {manifest.preprocessing or _UNKNOWN}."
     seeds = ", ".join(f"{name} {seed}" for name, seed in manifest.seeds.items())
-    were = "were" if manifest.deterministic else "were not"
     yield (
         f"Computed on {manifest.device or _UNKNOWN} in {manifest.dtype or _UNKNOWN}; seeds: {seeds or _UNKNOWN}; "
-        f"deterministic algorithms {were} requested."
+        f"deterministic algorithms {'were' if manifest.deterministic else 'were not'} requested."
     )
 
 
@@ -182,8 +181,8 @@ def _setup_tables(run: DriftRun) -> Iterator[Table]:
     ]
     kinds: dict[str, Kind] = {"model": "text", "variant": "text", "parameters": "count"}
     yield Table.of("models", "Models", {**kinds, "digest (first 16)": "text", "source": "text"}, models)
-    splits = {split: manifest.sample_ids.get(split, {}) for split in ("calibration", "diagnosis", "test")}
-    counts = {"classes": manifest.classes, **splits}
+    counts = {"classes": manifest.classes}
+    counts |= {split: manifest.sample_ids.get(split, {}) for split in ("calibration", "diagnosis", "test")}
     samples = [
         (task, *(len(by_task[task]) if task in by_task else None for by_task in counts.values())) for task in run.tasks
     ]
@@ -194,8 +193,10 @@ def _setup_tables(run: DriftRun) -> Iterator[Table]:
 
 def _environment_tables(run: DriftRun) -> Iterator[Table]:
     manifest = run.manifest
-    groups = {"version": manifest.versions, "platform": manifest.platform}
-    groups |= {"variable": manifest.environment, "threads": manifest.threads}
+    groups = {
+        **{"version": manifest.versions, "platform": manifest.platform},
+        **{"variable": manifest.environment, "threads": manifest.threads},
+    }
     values = [(group, name, str(value)) for group, entries in groups.items() for name, value in entries.items()]
     kinds: dict[str, Kind] = dict.fromkeys(("what", "name", "value"), "text")
     yield Table.of("environment", "Software and machine", kinds, values)
@@ -259,10 +260,11 @@ def calibration_tables(run: DriftRun) -> Iterator[Table]:
 
 def _caveat_sentences(run: DriftRun, missing: Sequence[str]) -> list[str]:
     """Return warnings, notices, statistical limitations and missing figures of a run."""
-    warnings = [f"Warning: {text}" for text in run.manifest.warnings]
-    warnings += [f"Notice: {text}" for text in run.manifest.notices]
+    warnings = (f"Warning: {text}" for text in run.manifest.warnings)
+    notices = (f"Notice: {text}" for text in run.manifest.notices)
     unmeasured = [f"Not measured, so not shown: {'; '.join(missing)}"] if missing else []
-    return [f"{text.rstrip('.')}." for text in (*warnings, *_limitation_sentences(run), *_ALWAYS, *unmeasured)]
+    texts = (*warnings, *notices, *_limitation_sentences(run), *_ALWAYS, *unmeasured)
+    return [f"{text.rstrip('.')}." for text in texts]
 
 
 def _limitation_sentences(run: DriftRun) -> Iterator[str]:
@@ -319,8 +321,8 @@ def report_verdict(run: DriftRun) -> Verdict:
     judged = verdict(run)
     control = control_variant(judged.after.partition(":")[2]) if judged.after else None
     compared = judged.merged or None, control if control in run.variants else None, judged.after or None
-    drifts = {task: value_on_task(run, RELATIVE, task, judged.after or judged.merged) for task in run.tasks}
-    drifts = {task: drift for task, drift in drifts.items() if drift.is_measured}
+    newest = judged.after or judged.merged
+    drifts = {task: drift for task in run.tasks if (drift := value_on_task(run, RELATIVE, task, newest)).is_measured}
     furthest = max(drifts, key=lambda task: drifts[task].value, default=None)
     ends: dict[str, Status] = {"passed": "pass", "warned": "warn", "failed": "fail", "skipped": "skip"}
     return Verdict(
@@ -363,17 +365,15 @@ def _measure_means_table(verdict: Verdict) -> Table:
 def _check_counts_sentence(report: CheckReport, noun: str) -> str:
     if not report.executed:
         return f"No {noun} had the required numbers."
-    verb = "holds" if report.executed == 1 else "hold"
-    parts = [f"{report.count('pass')} of {report.executed} {noun}s {verb}"]
+    parts = [f"{report.count('pass')} of {report.executed} {noun}s {'holds' if report.executed == 1 else 'hold'}"]
     ends = {"fail": "failed", "warn": "warned", "skip": "lack required numbers"}
     parts += [f"{count} {words}" for status, words in ends.items() if (count := report.count(status))]
     return f"{'; '.join(parts)}."
 
 
 def _check_sentences_and_tables(self_checks: CheckReport, checks: CheckReport | None) -> tuple[list[str], list[Table]]:
-    sentences = [_check_counts_sentence(self_checks, "self-check")]
-    tables = [self_checks.table("self-checks", "Self-checks: claims that are exact in theory", "error")]
-    if checks is not None:
-        sentences.append(_check_counts_sentence(checks, "check"))
-        tables.append(checks.table("checks", "Requested checks"))
-    return sentences, tables
+    own = self_checks.table("self-checks", "Self-checks: claims that are exact in theory", "error")
+    sentence = _check_counts_sentence(self_checks, "self-check")
+    if checks is None:
+        return [sentence], [own]
+    return [sentence, _check_counts_sentence(checks, "check")], [own, checks.table("checks", "Requested checks")]

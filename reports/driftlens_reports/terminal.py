@@ -53,7 +53,6 @@ from driftlens_reports import facts
 # How many of the differences between two runs are listed.
 _SHOWN = 5
 _OTHER_ENDS = (("warn", "warned"), ("skip", "skipped"))
-_INDICATIVE = "Distances on the plane are approximate; these numbers come from the features."
 
 
 def _align_columns(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
@@ -64,10 +63,9 @@ def _align_columns(rows: Sequence[Sequence[str]], num_names: int) -> list[str]:
     clean = [[strip_control_chars(cell) for cell in row] for row in rows]
     columns = []
     for index, cells in enumerate(zip(*clean, strict=True)):
-        widths = [*map(cell_len, cells)]
-        gaps = [" " * (max(widths) - width) for width in widths]
-        pairs = zip(cells, gaps, strict=True)
-        columns.append([f"{cell}{gap}" if index < num_names else f"{gap}{cell}" for cell, gap in pairs])
+        width = max(map(cell_len, cells))
+        gaps = (" " * (width - cell_len(cell)) for cell in cells)
+        columns.append([cell + gap if index < num_names else gap + cell for cell, gap in zip(cells, gaps, strict=True)])
     return ["  ".join(row) for row in zip(*columns, strict=True)]
 
 
@@ -79,41 +77,33 @@ def has_unicode_terminal() -> bool:
 
 
 def run_summary_text(run: DriftRun, *, verbose: bool = False, everyone: bool = False) -> str:
-    """Return the verdict on a run and one row per task, as text.
-
-    Args:
-        run: the run.
-        verbose: True to add every table and check.
-        everyone: True to list all other models.
-    """
+    """Return the verdict on a run and one row per task; `verbose` adds tables and checks, `everyone` all models."""
     parts = [
         [f"{run.name} ({run.id})", *caveat_sentences(run)],
         *_verdict_paragraphs(run, verbose=verbose, everyone=everyone),
     ]
     path = shlex.quote(str(run.path))
     if verbose:
-        final, routing, scores = final_drift_table(run), moe_routing_table(run), facts.accuracy_table(run)
-        parts += [
-            _indented_section(final.title, _table_lines(final)[1:] if final.rows else []),
-            *([_indented_section(routing.title, _table_lines(routing)[1:])] if routing.rows else []),
-            _indented_section(scores.title, _table_lines(scores)[1:] if scores.rows else []),
-            _indented_section("Where the final drift comes from", [*facts.drift_sources(run).values()]),
-            _indented_section("Decisions", [*facts.decision_sentences(run)]),
-            _indented_section(
-                "Self-checks", [facts.self_check_sentence(check) for check in run_self_checks(run).results]
-            ),
-        ]
-        if "merged" in run.variants:
-            parts.insert(
-                -2,
-                _indented_section(
-                    "Layers to look at", facts.layer_advice_text(facts.layer_advice(run), path).splitlines()
-                ),
-            )
-        parts += [_indented_section("Notices", run.manifest.notices)] if run.manifest.notices else []
+        parts += [_indented_section(heading, lines) for heading, lines in _detail_sections(run, path)]
     else:
         parts.append([f"Full details (all tables, self-checks, notices): `driftlens -v show {path}`"])
     return "\n\n".join("\n".join(strip_control_chars(line) for line in part) for part in parts)
+
+
+def _detail_sections(run: DriftRun, path: str) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield heading and lines of the sections that only a verbose summary has."""
+    final, routing, scores = final_drift_table(run), moe_routing_table(run), facts.accuracy_table(run)
+    yield final.title, _table_lines(final)[1:] if final.rows else []
+    if routing.rows:
+        yield routing.title, _table_lines(routing)[1:]
+    yield scores.title, _table_lines(scores)[1:] if scores.rows else []
+    yield "Where the final drift comes from", [*facts.drift_sources(run).values()]
+    if "merged" in run.variants:
+        yield "Layers to look at", facts.layer_advice_text(facts.layer_advice(run), path).splitlines()
+    yield "Decisions", [*facts.decision_sentences(run)]
+    yield "Self-checks", [facts.self_check_sentence(check) for check in run_self_checks(run).results]
+    if run.manifest.notices:
+        yield "Notices", run.manifest.notices
 
 
 def _verdict_paragraphs(run: DriftRun, name: str = "", *, verbose: bool, everyone: bool = False) -> Iterator[list[str]]:
@@ -135,28 +125,24 @@ def _verdict_paragraphs(run: DriftRun, name: str = "", *, verbose: bool, everyon
 
 def run_list_text(runs: Sequence[RunSummary]) -> str:
     """Return a list of runs as text, one line each, followed by problems of unreadable runs."""
-    header = ["folder", "name", "state", "tasks", "variants", "size", "largest final drift of merged"]
-    rows = []
+    rows = [["folder", "name", "state", "tasks", "variants", "size", "largest final drift of merged"]]
     for run in runs:
-        counts = [
-            str(len(run.tasks)),
-            str(len(run.variants)),
-            reading.format_bytes(run.bytes) if run.bytes else NOT_MEASURED,
-        ]
-        worst = max(run.final_drift, key=lambda task: run.final_drift[task], default="")
-        largest = f"{format_number(run.final_drift[worst])} ({worst})" if worst else NOT_MEASURED
-        rows.append([run.path.name, run.name, run.state, *counts, largest])
+        size = reading.format_bytes(run.bytes) if run.bytes else NOT_MEASURED
+        drift, worst = max(((drift, task) for task, drift in run.final_drift.items()), default=(0.0, ""))
+        largest = f"{format_number(drift)} ({worst})" if worst else NOT_MEASURED
+        counts = map(str, (len(run.tasks), len(run.variants)))
+        rows.append([run.path.name, run.name, run.state, *counts, size, largest])
     problems = [strip_control_chars(f"{run.path.name}: {run.problem}") for run in runs if run.problem]
     left = [strip_control_chars(f"{run.path.name}: {text}") for run in runs for text in run.left]
-    return "\n".join([*_align_columns([header, *rows], num_names=3), *problems, *left])
+    return "\n".join([*_align_columns(rows, num_names=3), *problems, *left])
 
 
 def verification_text(result: VerifyResult) -> str:
     """Return the result of `driftlens verify` as text: files that differ from their recorded hashes."""
-    verdict = "unchanged" if result.ok else "not as they were written"
+    state = "unchanged" if result.ok else "not as they were written"
     by_kind = (("missing", result.missing), ("changed", result.changed), ("not listed", result.unlisted))
     files = [strip_control_chars(f"{how}: {name}") for how, names in by_kind for name in names]
-    return "\n".join([f"{pluralize(result.checked, 'file')} checked: {verdict}", *files])
+    return "\n".join([f"{pluralize(result.checked, 'file')} checked: {state}", *files])
 
 
 def _indented_section(heading: str, lines: Sequence[str]) -> list[str]:
@@ -192,13 +178,7 @@ def checks_text(report: CheckReport) -> str:
 def run_comparison_text(
     comparison: Comparison, equal: TableDifference | None = None, tolerance: float = TOLERANCE
 ) -> str:
-    """Return the changes of scores and drift between two runs as text.
-
-    Args:
-        comparison: the compared runs.
-        equal: whether their tables are equal, if that was asked for.
-        tolerance: of the equality, relative to each column.
-    """
+    """Return the changes of scores and drift between two runs as text, and whether their tables are equal."""
     before, after = (
         f"{run.name} ({run.id}){'' if run.manifest.finished else ', which is unfinished'}"
         for run in (comparison.before, comparison.after)
@@ -271,13 +251,7 @@ def early_results_text(run: DriftRun, name: str) -> str:
 
 
 def calibration_text(run: DriftRun, name: str, *, verbose: bool = False) -> str:
-    """Return the verdict on a calibration as text: scores by task, notices, and how settings were chosen.
-
-    Args:
-        run: the run.
-        name: the calibration.
-        verbose: True to add its tables.
-    """
+    """Return the verdict on a calibration as text: scores by task, notices, and how settings were chosen."""
     sheets = calibration_effect_tables(run, name)  # raises DataError with the names of all calibrations
     notices = [f"Notice: {text}." for text in run.manifest.calibrations[name].notices]
     parts = [*_verdict_paragraphs(run, name, verbose=verbose), [*notices, *auto_choice_sentences(run, name)]]
@@ -304,23 +278,25 @@ def sweep_text(run: DriftRun, name: str) -> str:
         swept[measure] = points["mean"]
         if measure == ACCURACY.name:
             swept[["std", "low", "high"]] = points[["std over seeds", "tested_low", "tested_high"]]
-    swept = swept.reset_index()
     # Names of corruptions have no order; points do.
-    swept = swept.sort_values("point" if varied in ([], ["corruption"]) else varied, kind="stable")
+    by = "point" if varied in ([], ["corruption"]) else varied
+    swept = swept.reset_index().sort_values(by, kind="stable")
     has_accuracy = bool(swept["accuracy"].notna().any())
     metrics = [metric for metric in METRICS.values() if metric is not ACCURACY and rows[metric.name].notna().any()]
-    columns: dict[str, tuple[Kind, str]] = {factor: ("text", factor) for factor in factors}
     measured = {"L2 drift": "drift_l2_mean", "relative": "drift_rel", "cosine": "cos_mean", "KL": "kl"}
-    columns |= {head: ("number", column) for head, column in measured.items()}
-    shares = {"accuracy": "accuracy", "95 % low": "low", "95 % high": "high", "std": "std"}
-    columns |= {head: ("share", column) for head, column in shares.items() if has_accuracy}
-    columns |= {metric.title: (metric.kind, metric.name) for metric in metrics}
-    columns["s"] = ("number", "seconds")
+    shares = {"accuracy": "accuracy", "95 % low": "low", "95 % high": "high", "std": "std"} if has_accuracy else {}
+    columns: dict[str, tuple[Kind, str]] = {
+        **{factor: ("text", factor) for factor in factors},
+        **{head: ("number", column) for head, column in measured.items()},
+        **{head: ("share", column) for head, column in shares.items()},
+        **{metric.title: (metric.kind, metric.name) for metric in metrics},
+        "s": ("number", "seconds"),
+    }
     swept[factors] = swept[factors].map(lambda value: value if isinstance(value, str) else f"{value:g}")
     lines = Table.from_rows("sweep", name, columns, swept.to_dict("records")).formatted_rows(gap=NOT_MEASURED)
     means = f"{name}: means of {pluralize(tasks, 'task')}, {pluralize(rows['seed'].nunique(), 'seed')}"
-    notes = [means, *_sweep_notes(run, rows, has_accuracy=has_accuracy)]
-    return "\n".join([*_align_columns(lines, num_names=0), "", "; ".join(notes)])
+    notes = "; ".join([means, *_sweep_notes(run, rows, has_accuracy=has_accuracy)])
+    return "\n".join([*_align_columns(lines, num_names=0), "", notes])
 
 
 def _sweep_notes(run: DriftRun, rows: pd.DataFrame, *, has_accuracy: bool) -> Iterator[str]:

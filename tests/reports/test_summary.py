@@ -142,7 +142,7 @@ def test_decisions_add_up() -> None:
             "score_bound": [2.0, 4.0, 4.0, 8.0],
         }
     )
-    (text,) = decision_sentence(frame, "merged")
+    text = decision_sentence(frame, "merged")
     low, high = (100 * end for end in wilson_interval(1, 4))
     assert f"25.0 % ({low:.1f} to {high:.1f} %) of 4 decisions differ" in text
     assert f"25.0 % ({low:.1f} to {high:.1f} %) are certified by their margin, 50.0 % kept without" in text

@@ -72,11 +72,9 @@ class Explorer:
     @functools.cached_property
     def page(self) -> bytes:
         """The HTML page as bytes, identical for the same run."""
-        head = Headline.model_validate(headline(self.run))
-        return render_page(
-            self._page_data,
-            f'<header><h1>{_escaped_run_name(self._page_data)}</h1>{headline_html(head)}<p id="verdict"></p></header>',
-        )
+        name, head = _escaped_run_name(self._page_data), Headline.model_validate(headline(self.run))
+        header = f'<header><h1>{name}</h1>{headline_html(head)}<p id="verdict"></p></header>'
+        return render_page(self._page_data, header)
 
     def embedded_page(self, *, only_points: bool = False) -> bytes:
         """Return the page for an iframe in the dashboard, without run name, headline and commands.
@@ -96,10 +94,8 @@ class Explorer:
         return f"<Explorer of {self.run.id}; `save(path)` writes its page>"
 
     def _repr_html_(self) -> str:
-        inside = html.escape(self.page.decode())
-        allowed = "allow-scripts allow-downloads"
-        look = 'width="100%" height="860" style="border:0"'
-        return f'<iframe srcdoc="{inside}" sandbox="{allowed}" title="Samples of a run" {look}></iframe>'
+        look = 'sandbox="allow-scripts allow-downloads" width="100%" height="860" style="border:0"'
+        return f'<iframe srcdoc="{html.escape(self.page.decode())}" title="Samples of a run" {look}></iframe>'
 
     def save(self, path: PathLike | None = None) -> pathlib.Path:
         """Write the HTML page to `path`, or into the run's reports, and return its path.
@@ -153,17 +149,19 @@ def _theme_colours_css() -> str:
 
 
 def _css_properties(theme: Palette, classes: tuple[str, ...]) -> str:
-    plain = {name: getattr(theme, name) for name in ("surface", "ink", "quiet", "grid", "gap")}
-    rules = {**plain, "scale": ",".join(theme.sequential), "classes": ",".join(classes)}
-    rules |= {**theme.tones, **{f"role-{part}": shades[0] for part, shades in theme.roles.items()}}
+    rules = {
+        **{name: getattr(theme, name) for name in ("surface", "ink", "quiet", "grid", "gap")},
+        **{"scale": ",".join(theme.sequential), "classes": ",".join(classes)},
+        **theme.tones,
+        **{f"role-{part}": shades[0] for part, shades in theme.roles.items()},
+    }
     return " ".join(f"--{name}: {value};" for name, value in rules.items())
 
 
 # Of one page, about 1.5 kB each.
 _MOST_PICTURES = 2000
 NEIGHBOURS = 8
-# Features of a task and layer, of all its models, that are laid out in less time by one thread than by
-# several.
+# Features of a task and layer, of all its models, that one thread lays out faster than several.
 _FEW_ROWS = 10_000
 # Stages that samples move through, by the part that a model plays.
 _ORDER = ("base", "merged", "baseline", "calibrated", "expert")
@@ -180,12 +178,16 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class _TaskSamples:
-    """The shown samples of one task: their rows in the run, ids, and offset among all shown samples."""
+    """The shown samples of one task: their rows in the run, ids, and offset among all shown samples.
+
+    `num_stored` also counts those that are not shown.
+    """
 
     task: str
     rows: Array
     ids: tuple[str, ...]
     start: int
+    num_stored: int
 
     @property
     def index_by_id(self) -> Mapping[str, int]:
@@ -237,11 +239,7 @@ def explorer_data(run: DriftRun, request: ViewRequest = ViewRequest(), *, only_p
         ],
         "stages": [
             {
-                **{
-                    "name": name,
-                    "title": strip_control_chars(display_name(name)),
-                    "part": variant_kind(name),
-                },
+                **{"name": name, "title": strip_control_chars(display_name(name)), "part": variant_kind(name)},
                 "colours": [variant_style(run.variants, name, dark=dark).colour for dark in (False, True)],
             }
             for name in stages
@@ -251,7 +249,9 @@ def explorer_data(run: DriftRun, request: ViewRequest = ViewRequest(), *, only_p
         "outcomes": [[name, meaning] for name, meaning in OUTCOMES.items()],
         "ids": [name for part in shown for name in part.ids],
         "words": words,
-        "texts": [text for part in shown for text in _sample_texts(run, part, only_points)],
+        "texts": [
+            text for part in shown for text in ([""] * len(part.ids) if only_points else _sample_texts(run, part))
+        ],
         "pictures": _thumbnail_grid(run, () if only_points else shown, sum(len(part.ids) for part in shown)),
         "planes": planes,
         "neighbours": NEIGHBOURS,
@@ -262,24 +262,17 @@ def explorer_data(run: DriftRun, request: ViewRequest = ViewRequest(), *, only_p
 
 def _samples_to_show(run: DriftRun, tasks: Sequence[str], most: int) -> Iterator[_TaskSamples]:
     """Yield the samples of each task, subsampled evenly over classes if there are too many."""
-    sizes = {task: len(_diagnosis_sample_ids(run, task)) for task in tasks}
-    total, start = sum(sizes.values()), 0
+    stored = run.manifest.sample_ids.get("diagnosis", {})
+    total, start = sum(len(stored.get(task, ())) for task in tasks), 0
     for task in tasks:
-        ids = _diagnosis_sample_ids(run, task)
+        ids = stored.get(task, ())
         labels = labels_by_sample(run, task).reindex(ids).astype(object)
         frame = pd.DataFrame({"sample_id": [*ids], "label": labels.to_numpy()})
         limit = len(ids) if total <= most else max(1, most * len(ids) // total)
         rows = stratified_subset(frame, limit, ["label"]).index.to_numpy()
         if len(rows):
-            yield _TaskSamples(task, rows, tuple(ids[row] for row in rows), start)
+            yield _TaskSamples(task, rows, tuple(ids[row] for row in rows), start, len(ids))
         start += len(rows)
-
-
-def _diagnosis_sample_ids(run: DriftRun, task: str) -> tuple[str, ...]:
-    if "diagnosis" not in run.manifest.sample_ids or task not in run.manifest.sample_ids["diagnosis"]:
-        run.samples(task)  # says which tasks there are
-        return ()
-    return run.sample_ids(task)
 
 
 def _projections_by_layer(
@@ -402,9 +395,10 @@ def _sample_columns(
             labelled = predicted[predicted.index.isin(labels.index)]
             _write_sample_values(right[row], part, (labelled == labels.reindex(labelled.index)).astype(int))
             _write_sample_values(confidence[row], part, rows["confidence_expert" if of_expert else "confidence"])
-            # The margin is the expert's and the same for every variant.
-            _write_sample_values(margin, part, rows["margin"]) if of_expert else None
-            if not of_expert:
+            if of_expert:
+                # The margin is the expert's and the same for every variant.
+                _write_sample_values(margin, part, rows["margin"])
+            else:
                 _write_layer_values(by_layer, row, part, run.samples(part.task, stage), layers)
         for stage, column in became.items():
             outcome = sample_outcomes(run, part.task, verdict(run).merged or "merged", stage)["outcome"]
@@ -451,10 +445,9 @@ def _base64_array(values: ArrayLike, kind: str) -> str:
     return base64.b64encode(np.ascontiguousarray(values, dtype=kind).tobytes()).decode()
 
 
-def _sample_texts(run: DriftRun, shown: _TaskSamples, without: bool) -> Iterator[str]:
-    stored = {} if without else run.texts(shown.task)
-    for name in shown.ids:
-        yield "\n".join(map(strip_control_chars, stored.get(name, "").splitlines()))
+def _sample_texts(run: DriftRun, shown: _TaskSamples) -> list[str]:
+    texts = run.texts(shown.task)
+    return ["\n".join(map(strip_control_chars, texts.get(name, "").splitlines())) for name in shown.ids]
 
 
 def _thumbnail_grid(run: DriftRun, shown: Sequence[_TaskSamples], total: int) -> dict[str, Any]:
@@ -465,10 +458,10 @@ def _thumbnail_grid(run: DriftRun, shown: Sequence[_TaskSamples], total: int) ->
     pictures: list[Array] = []
     for part in shown:
         stored = run.thumbs(part.task)
-        rows = [] if stored is None else [index for index, row in enumerate(part.rows) if row < len(stored)][:share]
-        for index in rows:
-            places[part.start + index] = len(pictures)
-            pictures.append(stored[part.rows[index]])  # type: ignore[index]
+        if stored is not None:
+            indices = np.flatnonzero(part.rows < len(stored))[:share]
+            places[part.start + indices] = len(pictures) + np.arange(len(indices))
+            pictures += [stored[row] for row in part.rows[indices]]
     if not pictures:
         return {"places": _base64_array(places, "<i4"), "columns": 1, "rows": 1, "image": ""}
     from PIL import Image
@@ -479,8 +472,7 @@ def _thumbnail_grid(run: DriftRun, shown: Sequence[_TaskSamples], total: int) ->
     grid[: len(pictures)] = pictures
     sheet = grid.reshape(lines, columns, THUMB_SIDE, THUMB_SIDE, 3).swapaxes(1, 2)
     target = io.BytesIO()
-    image = Image.fromarray(sheet.reshape(lines * THUMB_SIDE, columns * THUMB_SIDE, 3))
-    image.save(target, format="JPEG", quality=85)
+    Image.fromarray(sheet.reshape(lines * THUMB_SIDE, columns * THUMB_SIDE, 3)).save(target, "JPEG", quality=85)
     address = f"data:image/jpeg;base64,{base64.b64encode(target.getvalue()).decode()}"
     return {"places": _base64_array(places, "<i4"), "columns": columns, "rows": lines, "image": address}
 
@@ -488,7 +480,7 @@ def _thumbnail_grid(run: DriftRun, shown: Sequence[_TaskSamples], total: int) ->
 def _page_notes(
     run: DriftRun, shown: Sequence[_TaskSamples], planes: Sequence[Sequence[Any]], request: ViewRequest
 ) -> Iterator[str]:
-    every = sum(len(_diagnosis_sample_ids(run, part.task)) for part in shown)
+    every = sum(part.num_stored for part in shown)
     num_shown = sum(len(part.ids) for part in shown)
     if num_shown < every:
         yield f"{num_shown:,} of {every:,} samples are shown, evenly over classes; `--samples` shows more."

@@ -12,8 +12,10 @@ import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jinja2
+import plotly.graph_objects as go
 from markupsafe import Markup, escape
 
 from driftlens.results.formatting import (
@@ -34,9 +36,6 @@ from driftlens_reports.charts.theme import palette
 from driftlens_reports.content import Headline, ReportContent
 from driftlens_reports.paper.exhibit import ExhibitOptions, draw_exhibit
 
-if TYPE_CHECKING:
-    import jinja2
-    import plotly.graph_objects as go
 # Letters beyond which a column's texts may break anywhere.
 _LONG = 24
 # Rows of a figure's data table beyond which a browser gets slow; the JSON and CSV formats have them.
@@ -62,13 +61,7 @@ STYLE = pathlib.Path(__file__).with_name("headline.css").read_text("utf-8")
 def interactive_page(
     content: ReportContent, drawn: Mapping[str, Drawn], dark: Mapping[str, go.Figure] | None = None
 ) -> bytes:
-    """Return the report as one offline HTML file with interactive plotly charts.
-
-    Args:
-        content: the report.
-        drawn: the charts, by name.
-        dark: the figures of the dark theme, by name; only differences are stored.
-    """
+    """Return the report as one offline HTML file with interactive plotly charts, in light and dark themes."""
     from plotly.offline import get_plotlyjs
 
     scripts = (get_plotlyjs(), pathlib.Path(__file__).with_name("report.js").read_text(encoding="utf-8"))
@@ -79,9 +72,10 @@ def interactive_page(
     # Two scripts of ours, and what plotly needs: images that it makes of charts, and styles that it sets.
     policy = f"script-src {' '.join(sources)}; style-src 'unsafe-inline'; img-src data: blob:"
     plots = {name: json.loads(entry.figure.to_json()) for name, entry in drawn.items()}
+    # Of the dark theme, only differences are stored.
     for name, figure in (dark or {}).items():
         plots[name]["dark"] = _nested_differences(plots[name], json.loads(figure.to_json()))
-    shown = {name for name, table in _figure_data_tables(content).items() if len(table.rows) <= _MOST_ROWS}
+    shown = {name for name, table in content.figure_tables.items() if len(table.rows) <= _MOST_ROWS}
     return _render_html(content, shown, plots=plots, scripts=scripts, policy=policy)
 
 
@@ -124,10 +118,6 @@ def static_figures(run: DriftRun, names: Iterable[str]) -> dict[str, _EmbeddedIm
     return pictures
 
 
-def _figure_data_tables(content: ReportContent) -> dict[str, Table]:
-    return {figure.name: figure.data for figure in content.figures if figure.data is not None}
-
-
 def _render_html(
     content: ReportContent,
     shown_data: set[str],
@@ -164,8 +154,6 @@ def csp_hash(source: str) -> str:
 
 @functools.cache
 def _jinja_environment() -> jinja2.Environment:
-    import jinja2
-
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
         # Escaped quotes would break style sheets, which hold no text of a run.

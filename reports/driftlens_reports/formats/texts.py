@@ -44,7 +44,7 @@ def csv_files(run: DriftRun, content: ReportContent) -> dict[str, bytes]:
             about = [(column.name, column.unit, column.meaning) for column in run.columns(name)]
             # A run's tables are its methods.
             every.append((name, getattr(run, name)(), pd.DataFrame(about, columns=["column", "unit", "meaning"])))
-    for table in (*content.tables, *(figure.data for figure in content.figures if figure.data is not None)):
+    for table in (*content.tables, *content.figure_tables.values()):
         prefix = "" if table.name.startswith("figure-") else "report-"
         units = pd.DataFrame([(column.name, column.unit) for column in table.columns], columns=["column", "unit"])
         every.append((f"{prefix}{table.name}", table.frame(), units))

@@ -118,7 +118,7 @@ class Run(DriftRun):
 
         return findings_frame(self)
 
-    @fields_as_keywords(request=ViewRequest, around=JobArguments)
+    @fields_as_keywords(request=ViewRequest)
     def view(self, request: ViewRequest) -> Explorer:
         """Create an interactive HTML page to compare samples across variants; `out` saves it."""
         from driftlens_reports.explorer import Explorer

@@ -28,7 +28,7 @@ from driftlens.checkpoints.loading import (
 )
 from driftlens.checkpoints.lora import LoraSource, lora_base_model
 from driftlens.checkpoints.tensor_sources import CompositeSource, StateSource, cast_source
-from driftlens.config.published import PublishedTask, published_task
+from driftlens.config.packaged import PublishedTask, published_task
 from driftlens.config.run import FileHead, Head, LinearHeadSpec
 from driftlens.data.samples import SampleSet, unequal_count_notice
 from driftlens.data.task_data import TaskData, normalize_name, open_task_data, require_same_classes

@@ -24,8 +24,8 @@ import safetensors.torch
 import torch
 
 from driftlens.cli.app import handle_stop_signal
+from driftlens.config.packaged import packaged_names
 from driftlens.config.run import load_spec
-from driftlens.config.templates import _template_names
 from driftlens.runs.run import DriftRun, open_run, resume_command
 from driftlens.utils.errors import Cancelled, add_error_context
 from driftlens_reports.charts.chart import charts
@@ -257,7 +257,7 @@ def test_values_of_the_spec_are_overridden(
     assert {name: found[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("template", few(_template_names(), ["generic", "llama"]))
+@pytest.mark.parametrize("template", few(packaged_names("templates"), ["generic", "llama"]))
 def test_init_writes_a_spec_that_can_be_read_and_overwrites_none(run_cli: Cli, spec_file: Path, template: str) -> None:
     assert run_cli("init", "--template", template, "--out", spec_file).code == 0
     assert load_spec(spec_file).tasks

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from driftlens.config.published import _published_names, published_task
+from driftlens.config.packaged import packaged_names, published_task
 from driftlens.config.run import RunSpec, TextHead, load_spec
 from driftlens.data.task_data import normalize_name
 from driftlens.experiment.loading import head_classes, open_heads
@@ -42,7 +42,7 @@ COUNTS = {  # classes and templates, as the suite's paper has them
 
 
 def test_every_task_of_the_suites_is_there_with_its_counts() -> None:
-    assert _published_names() == sorted(COUNTS)
+    assert packaged_names("published") == sorted(COUNTS)
     for name, counts in COUNTS.items():
         task = published_task(name)
         assert (len(task.classes), len(task.templates)) == counts, name

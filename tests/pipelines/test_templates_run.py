@@ -16,7 +16,7 @@ import transformers
 from PIL import Image
 
 import driftlens as dl
-from driftlens.config.templates import spec_template
+from driftlens.config.packaged import spec_template
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import CONFIGS
 from tests.zoo.small import flan_t5, small

@@ -205,7 +205,7 @@ def _request_from_flags(kind: type[Request], values: Mapping[str, Any]) -> Reque
     fields_set = {}
     for name, field in kind.model_fields.items():
         option = Option.from_field(field)
-        value = values[option.parameter or name] if option.is_given else None
+        value = values.get(option.parameter or name)
         if value is None:
             continue
         if option.read is not None:
@@ -218,7 +218,7 @@ def _request_from_flags(kind: type[Request], values: Mapping[str, Any]) -> Reque
 def _request_flag_parameters(kind: type[Request]) -> Iterator[inspect.Parameter]:
     for name, field in kind.model_fields.items():
         option = Option.from_field(field)
-        if not option.is_given:
+        if not field.description:
             continue
         about: dict[str, Any] = {"help": field.description, "metavar": option.metavar}
         about |= {"show_default": option.unset} if option.unset else {}

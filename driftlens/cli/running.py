@@ -110,7 +110,7 @@ def _init(
     as_json: JsonFlag = False,
 ) -> None:
     """Write a run spec: a commented template, or one for given models and data."""
-    from driftlens.config.templates import spec_template
+    from driftlens.config.packaged import spec_template
     from driftlens.utils.files import write_text_atomic
 
     is_shown = as_json or str(out) == "-"

@@ -52,14 +52,10 @@ def split_names(text: str | Sequence[str]) -> list[str]:
     return [part.strip() for part in joined.split(",") if part.strip()]
 
 
-def _layer_index_or_pattern(text: str) -> int | str:
-    # More than nine digits cannot be an index, and could be a module name.
-    return int(text) if re.fullmatch("[0-9]{1,9}", text) else text
-
-
 def parse_layers(text: str | Sequence[str]) -> list[int | str]:
     """Parse comma-separated layer indices and patterns."""
-    return [*map(_layer_index_or_pattern, split_names(text))]
+    # More than nine digits cannot be an index, and could be a module name.
+    return [int(part) if re.fullmatch("[0-9]{1,9}", part) else part for part in split_names(text)]
 
 
 def _split_assignment(text: str, option: str, example: str) -> tuple[str, str]:
@@ -123,11 +119,10 @@ class Option:
     unset: str = ""
     read: Callable[[Any], Any] | None = None
     is_list: bool = True
-    is_given: bool = True
 
     @classmethod
     def from_field(cls, field: FieldInfo) -> Option:
-        """Return the command-line option of a field, or the default option."""
+        """Return the command-line option of a field; fields without a description have none."""
         option: Any = field.json_schema_extra or {}
         return cls(**option)
 
@@ -141,11 +136,6 @@ def _option_field(text: str, default: Any = None, **option: Any) -> Any:
     # pydantic copies other defaults, but would take the class `dict` itself as the value.
     how = {"default_factory": default} if default is dict else {"default": default}
     return Field(description=text, json_schema_extra=option, **how)
-
-
-def _hidden_field(default: Any) -> Any:
-    """Define a request field without a command-line option."""
-    return _option_field("", default, is_given=False)
 
 
 class Request(SpecSection, title="calibrate"):
@@ -182,7 +172,7 @@ class Request(SpecSection, title="calibrate"):
         options = []
         for name, field in type(self).model_fields.items():
             option, value = Option.from_field(field), getattr(self, name)
-            if not option.is_given or value == field.get_default(call_default_factory=True):
+            if not field.description or value == field.get_default(call_default_factory=True):
                 continue
             spelled = option.flag_name(name)
             if isinstance(value, bool):
@@ -214,11 +204,6 @@ def _layers_as_python_types(layers: Any) -> Any:
     if layers is None or isinstance(layers, str | int):
         return layers
     return tuple(layer if isinstance(layer, str) else operator.index(layer) for layer in layers)
-
-
-def _parse_jacobian_settings(settings: Any) -> Any:
-    """Convert the Jacobian setting True to default settings, and False to None."""
-    return ({} if settings else None) if isinstance(settings, bool) else settings
 
 
 _MERGED_TO = "A .safetensors file or a folder for the original library; with --compare a folder (merges/<name>)."
@@ -360,8 +345,8 @@ class AnalysisRequest(Request, title="analyze"):
     force: Flag = _option_field("Replace an existing run.", False)
     overrides: tuple[str, ...] = _OVERRIDES
     attribution: Flag = _ATTRIBUTION
-    synthetic: Flag = _hidden_field(False)
-    weights: Flag = _hidden_field(True)
+    synthetic: Flag = False
+    weights: Flag = True
 
     @model_validator(mode="after")
     def _refuse_resume_with_force(self) -> Self:
@@ -381,22 +366,17 @@ class ProjectionRequest(Request, title="project"):
     """The options of projecting features to two dimensions.
 
     Attributes:
+        layer: index, `final` or module path.
         seed: makes a layout repeatable on one machine with the same libraries.
         variants: variants to show in addition to the expert; None for all but the base.
-        max_points: the largest number of samples, taken evenly over classes.
+        max_points: the largest number of points over all variants, taken evenly over classes.
     """
 
-    layer: int | str = _option_field(
-        "Layer index, final, or module path.",
-        "final",
-        unset="final",
-        read=_layer_index_or_pattern,
-        is_list=False,
-    )
-    method: Literal["pca", "umap", "tsne"] = _option_field("Projection method.", "pca")
-    seed: Annotated[Seed, Field(lt=2**32)] = _option_field("Random seed.", 0)
-    variants: tuple[str, ...] | None = _hidden_field(None)
-    max_points: int = _option_field("Largest number of points over all variants.", 2000)
+    layer: int | str = "final"
+    method: Literal["pca", "umap", "tsne"] = "pca"
+    seed: Annotated[Seed, Field(lt=2**32)] = 0
+    variants: tuple[str, ...] | None = None
+    max_points: int = 2000
 
 
 class ViewRequest(Request, title="view"):
@@ -431,7 +411,7 @@ class ExhibitRequest(Request, title="export"):
         is_list=False,
     )
     method: str = _option_field("Projection of features: pca, umap or tsne.", "pca")
-    layer: int | str = _hidden_field("final")
+    layer: int | str = "final"
 
 
 class ExportRequest(ExhibitRequest, title="analyze"):
@@ -496,7 +476,8 @@ class LiveSettings(LiveInputs, title="analyze"):
     cka: Flag = False
     jacobian: Annotated[
         Any,
-        BeforeValidator(_parse_jacobian_settings),
+        # True stands for the default settings.
+        BeforeValidator(lambda given: ({} if given else None) if isinstance(given, bool) else given),
         # A dataclass is stored as a mapping.
         PlainSerializer(lambda made: made if made is None or isinstance(made, Mapping) else vars(made)),
     ] = None

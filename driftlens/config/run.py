@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import logging
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from pydantic import (
 )
 
 from driftlens.config.data import Data
-from driftlens.config.published import published_task
+from driftlens.config.packaged import published_task
 from driftlens.config.types import (
     PYTHON_TARGET,
     Bytes,
@@ -218,7 +217,7 @@ def _canonical_suite_name(name: str) -> str:
 
 
 SuiteTask = Annotated[Text, AfterValidator(_canonical_suite_name)]
-"""A published task (see `driftlens.config.published`), which provides class names and templates."""
+"""A published task (see `driftlens.config.packaged`), which provides class names and templates."""
 
 
 class TextHead(SpecSection):
@@ -282,11 +281,8 @@ Head = Annotated[
 
 
 VERSION = 1
-# Removed keys that nothing reads, by dotted path; specs stored in older runs may have them.
-RETIRED = ("projection", "compute.solve_dtype")
 MAX_EXPERTS = 1000
 
-log = logging.getLogger("driftlens")
 T = TypeVar("T")
 PerName = Annotated[dict[Name, T], AfterValidator(lambda entries: dict(sorted(entries.items())))]
 
@@ -411,12 +407,10 @@ def _read_spec_file(file: Path, where: str) -> dict[str, Any]:
             hint=f"`driftlens init {shlex.quote(where)}` writes a spec of its models.",
         )
     if file.name == "spec.yaml" and (file.parent / "manifest.json").is_file():
-        for dotted in RETIRED:
-            section, _, key = dotted.rpartition(".")
-            here = raw.get(section) if section else raw
-            if isinstance(here, dict) and key in here:
-                del here[key]
-                log.info("%s: %s is left out, as nothing reads it", where, dotted)
+        # Specs of older runs have these keys, which nothing reads.
+        raw.pop("projection", None)
+        if isinstance(compute := raw.get("compute"), dict):
+            compute.pop("solve_dtype", None)
     return raw
 
 

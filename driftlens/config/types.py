@@ -156,28 +156,7 @@ MOST_CHARACTERS, MOST_NODES = 4_000_000, 100_000
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """A safe YAML loader that reads `1e-4` as a number and refuses duplicate keys and huge documents."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._nodes, self._sizes = 0, dict[int, int]()
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        before, is_alias = self._nodes, self.check_event(yaml.AliasEvent)
-        node = super().compose_node(parent, index)
-        assert node is not None
-        # Counted in full, so that a small file of nested aliases cannot fill the memory.
-        if is_alias:
-            if id(node) not in self._sizes:
-                raise yaml.composer.ComposerError(None, None, "holds itself", node.start_mark)
-            self._nodes += self._sizes[id(node)]
-        else:
-            self._nodes += 1
-            self._sizes[id(node)] = self._nodes - before
-        if self._nodes > MOST_NODES:
-            reason = f"more than {MOST_NODES:,} values, aliases counted in full"
-            raise yaml.composer.ComposerError(None, None, reason, node.start_mark)
-        return node
+    """A safe YAML loader that reads `1e-4` as a number and refuses duplicate keys."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -230,22 +209,28 @@ def parse_yaml(text: str, where: str) -> Any:
     if len(text) > MOST_CHARACTERS:
         raise SpecError(f"{where}: {len(text):,} characters; at most {MOST_CHARACTERS:,} are read")
     try:
-        return yaml.load(text, Loader=_YamlLoader)
+        value = yaml.load(text, Loader=_YamlLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        hint = (
-            "Custom YAML tags (`!name`) are not supported; remove the tag."
-            if "constructor" in str(error.problem)
-            else ""
-        )
-        hint = hint or "Check indentation, colons and quotes at that place."
+        hint = "Check indentation, colons and quotes at that place."
+        if "constructor" in str(error.problem):
+            hint = "Custom YAML tags (`!name`) are not supported; remove the tag."
         raise SpecError(f"{where}{place}: {error.problem or error.context}", hint=hint) from error
     except (yaml.YAMLError, ValueError) as error:
         raise SpecError(f"{where}: not YAML: {error}") from error
     except RecursionError:
         # Without the cause, whose traceback has a thousand equal lines.
         raise SpecError(f"{where}: lists or mappings are nested too deeply to be read") from None
+    # Aliases share memory only until the value is copied, so a small file of nested aliases could fill it.
+    pending, count = [value], 0
+    while pending:
+        here = pending.pop()
+        count += 1
+        if count > MOST_NODES:
+            raise SpecError(f"{where}: more than {MOST_NODES:,} values, aliases counted in full")
+        pending += here.values() if isinstance(here, dict) else here if isinstance(here, list) else ()
+    return value
 
 
 def read_yaml_mapping(file: Path, what: str, start: str) -> dict[str, Any]:

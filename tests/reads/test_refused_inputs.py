@@ -42,7 +42,7 @@ BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
         ("x: !!timestamp abc", "not a value of"),
         ("x: 0x" + "f" * 20_000, "more than 64 bits"),
         ("x: " + ":".join(["59"] * 4000), "more than 64 bits"),
-        ("a: &a [*a]", "holds itself"),
+        ("a: &a [*a]", "aliases counted in full"),
         (BOMB, "aliases counted in full"),
         ("x: " + "a" * MOST_CHARACTERS, "at most"),
     ],

@@ -240,13 +240,7 @@ class KeyLayout:
         return RegroupedSource(source, cut, joints) if cut or joints else source
 
     def key_map(self, headers: Mapping[str, TensorHeader], model_keys: Collection[str], name: str) -> dict[str, str]:
-        """Map the model's keys to a checkpoint's keys, by the naming scheme that matches most of them.
-
-        Args:
-            headers: the checkpoint's tensors.
-            model_keys: the model's keys.
-            name: the checkpoint's name in messages.
-        """
+        """Map the model's keys to a checkpoint's keys, by the naming scheme that matches most of them."""
         stored, wrapper = self._best_key_map(headers)
         used, beside = set(stored.values()), tuple(wrapper + part for part in self.left_out)
         # Kept, so that a comparison of keys reports them.
@@ -375,21 +369,10 @@ class TowerKeyLayout:
         return anchors[0].removesuffix(self.anchor)
 
     def key_map(self, headers: Mapping[str, TensorHeader], model_keys: Collection[str], name: str) -> dict[str, str]:
-        """Map the image tower's keys to a checkpoint's; text tower, logit scale and old index buffers are left out.
-
-        Args:
-            headers: the checkpoint's tensors.
-            model_keys: the model's keys.
-            name: the checkpoint's name in messages.
-        """
-        prefix, canonical = (
-            self.tower_prefix(headers, name),
-            self.tower_prefix(model_keys, "the architecture"),
-        )
-        projection, target = (
-            self._find_projection_key(headers, prefix),
-            self._find_projection_key(model_keys, canonical),
-        )
+        """Map the image tower's keys to a checkpoint's; text tower, logit scale and old index buffers are left out."""
+        prefix, canonical = self.tower_prefix(headers, name), self.tower_prefix(model_keys, "the architecture")
+        projection = self._find_projection_key(headers, prefix)
+        target = self._find_projection_key(model_keys, canonical)
         stored = {}
         for key, header in headers.items():
             place = canonical + key.removeprefix(prefix)
@@ -415,9 +398,8 @@ class TowerKeyLayout:
                 key=projection,
             )
         places = {key: (source, stored) for key, stored in mapping.items()}
-        return CompositeSource(
-            source.name, {**places, projection: (self.align(fallback, model_keys, None), projection)}
-        )
+        places[projection] = self.align(fallback, model_keys, None), projection
+        return CompositeSource(source.name, places)
 
     def wrapper_prefix(self, headers: Collection[str], name: str) -> str:
         """Return the prefix that training code added to a checkpoint's keys, such as `module.`."""

@@ -47,8 +47,8 @@ DTYPES = {
 
 K = TypeVar("K", bound=Hashable)
 
-# Bytes up to which a file stays open: opening a small file takes longer than reading a tensor of it.
-KEPT_OPEN = 16 << 20
+# Bytes up to which a file is read at once: opening a small file takes longer than reading a tensor of it.
+SMALL_FILE = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -163,36 +163,31 @@ def cast_source(source: StateSource, dtype: torch.dtype | None) -> StateSource:
 
 
 class SafetensorsSource:
-    """A `.safetensors` file as a source: the header is read at once, tensors only when requested."""
+    """A `.safetensors` file as a source: the header and small files are read at once, other tensors when requested."""
 
     def __init__(self, path: pathlib.Path) -> None:
-        from safetensors import safe_open
-
         self.name = str(path)
         self._path = path
         with _open_safetensors(path) as file:
             keys: list[str] = file.keys()
             self.headers = {key: _tensor_header(self.name, key, file.get_slice(key)) for key in keys}
+            is_small = path.stat().st_size <= SMALL_FILE
+            # Copied, since a mapped file that is cut short meanwhile would kill the process.
+            self._tensors = {key: file.get_tensor(key).clone() for key in keys} if is_small else {}
         if not self.headers:
             raise CheckpointError(f"{path} holds no tensors", hint="The file is empty; save the model again.")
-        self._kept = safe_open(path, framework="pt") if path.stat().st_size <= KEPT_OPEN else None
-        self._mapped: dict[str, Tensor] = {}
-        self._stamp = _size_and_mtime(path)
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
         """Read a tensor, or its rows [start, stop); only these bytes are read."""
         require_key(self, key)
-        # Reading on from a file that was cut short meanwhile would kill the process.
-        if self._kept is not None and _size_and_mtime(self._path) == self._stamp:
-            if key not in self._mapped:
-                self._mapped[key] = _read_rows(self._kept, key, None)
-            mapped = self._mapped[key]
-            # A copy, since later reads share the mapping.
-            return (mapped if rows is None else mapped[slice(*rows)]).clone()
+        if key in self._tensors:
+            tensor = self._tensors[key]
+            return (tensor if rows is None else tensor[slice(*rows)]).clone()
         # Opened anew for each read: the file stays mapped only as long as the tensor lives, so that resident
         # memory is what is in use, and changes to a returned tensor do not affect later reads.
         with _open_safetensors(self._path) as file:
-            return _read_rows(file, key, rows)
+            read: Tensor = file.get_tensor(key) if rows is None else file.get_slice(key)[slice(*rows)]
+            return read
 
 
 @contextlib.contextmanager
@@ -208,20 +203,6 @@ def _open_safetensors(path: pathlib.Path) -> Iterator[Any]:
             f"{path} is not a complete safetensors file: {error}",
             hint="It may be truncated; copy or download it again.",
         ) from error
-
-
-def _size_and_mtime(path: pathlib.Path) -> tuple[int, int] | None:
-    """Return size and modification time of a file; None if it is gone."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_size, stat.st_mtime_ns
-
-
-def _read_rows(file: Any, key: str, rows: tuple[int, int] | None) -> Tensor:
-    tensor: Tensor = file.get_tensor(key) if rows is None else file.get_slice(key)[slice(*rows)]
-    return tensor
 
 
 def _tensor_header(name: str, key: str, piece: Any) -> TensorHeader:
@@ -362,14 +343,7 @@ BROKEN = "It is damaged, or overflowed in a cast; save it again from the origina
 
 
 def check_finite(name: str, key: str, tensor: Tensor, hint: str = BROKEN) -> None:
-    """Refuse NaN and infinity in floating-point tensors.
-
-    Args:
-        name: the source's name.
-        key: the tensor's name.
-        tensor: its values.
-        hint: the remedy.
-    """
+    """Refuse NaN and infinity in a floating-point tensor `key` of the source `name`."""
     if not tensor.is_floating_point():
         return
     # One-byte floats know neither sums nor `isfinite`; float32 holds all their values.
@@ -378,11 +352,9 @@ def check_finite(name: str, key: str, tensor: Tensor, hint: str = BROKEN) -> Non
     # does not hold: finite entries may add up to infinity.
     if torch.isfinite(wide.sum()):
         return
-    finite = torch.isfinite(wide)
-    bad = finite.numel() - int(finite.sum())
-    if bad:
+    if bad := int((~torch.isfinite(wide)).sum()):
         raise NumericsError(
-            f"{name}: tensor {key!r} holds {bad} NaN or infinite values out of {finite.numel()}",
+            f"{name}: tensor {key!r} holds {bad} NaN or infinite values out of {tensor.numel()}",
             hint=hint,
             key=key,
         )
@@ -427,10 +399,7 @@ def _estimate_change(
     dtype: torch.dtype,
     rows: Rows = None,
 ) -> ModelChange:
-    """Estimate from its first rows how a tensor changes; norms are scaled up to all rows.
-
-    `other` returns the changed values of some rows; `rows` are those to compare, all if None.
-    """
+    """Estimate from its first rows how a tensor, or rows of it, change; norms are scaled up to all rows."""
     shape, few = source.headers[key].shape, None
     if shape:
         start_row, stop_row = rows or (0, shape[0])
@@ -442,15 +411,7 @@ def _estimate_change(
 
 
 def stored_change(source: StateSource, key: str, value: Tensor, dtype: torch.dtype, rows: Rows = None) -> ModelChange:
-    """Count how new values of a tensor differ from a source's once they are rounded to the stored `dtype`.
-
-    Args:
-        source: the unchanged model.
-        key: the tensor's name.
-        value: the changed values.
-        dtype: the number type.
-        rows: the rows [start, stop) that `value` replaces; all if None.
-    """
+    """Count how new values of a tensor, or of its rows, differ from a source's once they are rounded to `dtype`."""
     start_row = 0 if rows is None else rows[0]
     return _estimate_change(
         source,

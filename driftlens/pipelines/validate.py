@@ -17,7 +17,7 @@ import torch
 
 from driftlens.calibration.calibrator import Calibrator
 from driftlens.checkpoints.lora import LoraSource
-from driftlens.checkpoints.tensor_sources import KEPT_OPEN, StateSource
+from driftlens.checkpoints.tensor_sources import SMALL_FILE, StateSource
 from driftlens.config.requests import CalibrationRequest, PreflightRequest
 from driftlens.config.run import RunSpec, TextHead
 from driftlens.data.samples import random_subset
@@ -553,7 +553,7 @@ def _estimate_needs(
     ]
     resident = {
         "libraries": psutil.Process().memory_info().rss,
-        "small files": sum(count for count in files if count <= KEPT_OPEN),
+        "small files": sum(count for count in files if count <= SMALL_FILE),
     }
     model_bytes = sum(header.nbytes for header in models.save_template.headers.values())
     measuring = _drift_memory_bytes(study, sizes, len(study.variants))
@@ -561,7 +561,7 @@ def _estimate_needs(
     merging = {}
     if merge is not None:
         merging = {"merging": model_bytes + _merge_memory_bytes(study, sizes, merge)}
-        resident["small files"] += model_bytes if model_bytes <= KEPT_OPEN else 0
+        resident["small files"] += model_bytes if model_bytes <= SMALL_FILE else 0
         disk["weights"] = model_bytes
     needs = {"analyze": ResourceNeeds(resident | _larger_phase(merging, measuring), disk)}
     if calibrator is None or len(study.calibration_sets) < len(study.tasks):

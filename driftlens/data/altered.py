@@ -43,12 +43,12 @@ def append_views(samples: SampleSet) -> SampleSet:
     if views is None or not views.count:
         return samples
     original = replace(samples, views=None)
-    count, kind, dims = len(original), views.kind, list[int]()
+    count, dims = len(original), list[int]()
     if original.texts is None:
         _map_tensors(lambda x: dims.append(x.dim()) if x.is_floating_point() else None, original.load([0]))
-    if kind == "auto":
-        kind = "words" if original.texts is not None else "crop" if 4 in dims else "mix"
+    # In the order of `auto`.
     fits = {"words": original.texts is not None, "crop": 4 in dims, "mix": bool(dims)}
+    kind = next((name for name in fits if fits[name]), "mix") if views.kind == "auto" else views.kind
     if not fits[kind]:
         raise DataError(
             f"task {samples.task}: views of kind {kind} need {_NEEDED[kind]}",
@@ -65,19 +65,11 @@ def append_views(samples: SampleSet) -> SampleSet:
         return seeded_rng(seed, f"view {place // count}/{samples.task}/{identities[place % count]}")
 
     copies = [f"{name}, view {number}" for number in range(1, 1 + views.count) for name in original.ids]
-    every = replace(
-        original,
-        ids=(*original.ids, *copies),
-        labels=None,
-        picture=None,
-        original=original,
-    )
+    every = replace(original, ids=(*original.ids, *copies), labels=None, picture=None, original=original)
     if kind == "words":
         return _replace_prompt_words(every, view_generator)
-    every = replace(
-        every,
-        load=(_cropped_batch_loader if kind == "crop" else _mixed_batch_loader)(original, view_generator),
-    )
+    make_loader = _cropped_batch_loader if kind == "crop" else _mixed_batch_loader
+    every = replace(every, load=make_loader(original, view_generator))
     # Fail now rather than during the calibration.
     every.load([count])
     return every
@@ -103,10 +95,8 @@ def _cropped_batch_loader(original: SampleSet, random: Callable[[int], Generator
         def shift_images(value: Tensor) -> Tensor:
             if value.dim() != 4 or not value.is_floating_point():
                 return value
-            pairs = zip(positions, value, strict=True)
-            return torch.stack(
-                [row if place < count else _shift_and_relight(row, random(place)) for place, row in pairs]
-            )
+            rows = zip(positions, value, strict=True)
+            return torch.stack([row if at < count else _shift_and_relight(row, random(at)) for at, row in rows])
 
         return _map_tensors(shift_images, original.load([view % count for view in positions]))
 
@@ -132,19 +122,17 @@ def _mixed_batch_loader(original: SampleSet, random: Callable[[int], Generator])
     order = sorted(range(count), key=original.unique_ids.__getitem__)
     ranks = {position: rank for rank, position in enumerate(order)}
 
+    def partner_and_share(place: int) -> tuple[int, float]:
+        if place < count:
+            return place, 1.0
+        drawn = random(place)
+        partner = order[(ranks[place % count] + 1 + int(drawn.integers(count - 1))) % count]
+        return partner, float(drawn.uniform(0.5, 1))
+
     def load_mixed_batch(positions: Sequence[int]) -> Any:
         import torch
 
-        others, shares = list[int](), list[float]()
-        for position in positions:
-            source = position % count
-            if position < count:
-                others.append(source)
-                shares.append(1.0)
-            else:
-                drawn = random(position)
-                others.append(order[(ranks[source] + 1 + int(drawn.integers(count - 1))) % count])
-                shares.append(float(drawn.uniform(0.5, 1)))
+        others, shares = zip(*map(partner_and_share, positions), strict=True)
         is_copy = torch.tensor([position >= count for position in positions])
 
         def mix_tensors(value: Tensor, other: Tensor) -> Tensor:
@@ -214,14 +202,11 @@ def _replace_prompt_words(every: SampleSet, random: Callable[[int], Generator]) 
 
     @functools.cache
     def rows_with_shown_answers() -> list[Any]:
-        silent = [row._replace(target="") for row in rows[anew:]]
-        if texts.shown != "expert" or texts.answers is None:
-            return [*rows[:anew], *silent]
-        answers = texts.answers(silent)
-        return [
-            *rows[:anew],
-            *(row._replace(target=answer) for row, answer in zip(silent, answers, strict=True)),
-        ]
+        copies = [row._replace(target="") for row in rows[anew:]]
+        if texts.shown == "expert" and texts.answers is not None:
+            answers = texts.answers(copies)
+            copies = [row._replace(target=answer) for row, answer in zip(copies, answers, strict=True)]
+        return [*rows[:anew], *copies]
 
     return replace(
         every,

@@ -40,9 +40,7 @@ def reduced_batch_size(size: int) -> int:
 def halve_batch_on_oom(
     size: int, tell: Callable[[str], None], *, sums: bool = False
 ) -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Yield a function that runs work and repeats it with smaller batches after out-of-memory errors.
-
-    Work must start from the beginning whenever it is called.
+    """Yield a function that runs work and repeats it from its start with smaller batches after out-of-memory errors.
 
     Args:
         size: samples of the largest batch, halved down to one.
@@ -93,17 +91,14 @@ class Batch:
     inputs: Any
     copied: tuple[str, ...] = ()
 
-    def first_samples(self, count: int) -> Batch:
-        """Return a batch of the first `count` samples, padded as before."""
-        return self._select_rows(0, count)
-
     @property
     def digests(self) -> tuple[str, ...]:
         """The content digest of every sample; trailing padding does not change it."""
-        parts = (self._select_rows(row, row + 1).inputs for row in range(self.stop - self.start))
+        parts = (self.select_rows(row, row + 1).inputs for row in range(self.stop - self.start))
         return tuple(_content_digest(_remove_padding(inputs)) for inputs in parts)
 
-    def _select_rows(self, begin: int, end: int) -> Batch:
+    def select_rows(self, begin: int, end: int) -> Batch:
+        """Return a batch of the samples [begin, end), padded as before."""
         inputs = slice_rows(self.inputs, slice(begin, end))
         return Batch(self.start + begin, min(self.stop, self.start + end), inputs, self.copied[begin:end])
 

@@ -1,4 +1,4 @@
-"""Data sources: functions, registered under a `kind`, that list the samples of a split unread; those of images."""
+"""Data sources: functions, registered under a `kind`, that list a split's samples unread; the sources of images."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, TypeAlias
 
@@ -95,11 +96,7 @@ def wrap_read_errors(where: str) -> Iterator[None]:
 
 
 def open_split(entry: Any, split: Split, access: Permissions) -> SplitView:
-    """Open one split of a task's data.
-
-    Raises:
-        DataError: it can't be read, now or later; there are no samples, or two of one name.
-    """
+    """Open one split of a task's data; raise a `DataError` if it can't be read, now or later, or has no samples."""
     places = (getattr(entry, name, None) for name in ("path", "file", "target", split))
     place = ", ".join(value for value in places if isinstance(value, str)) or entry.kind
     with wrap_read_errors(place):
@@ -113,14 +110,11 @@ def open_split(entry: Any, split: Split, access: Permissions) -> SplitView:
         raise DataError(f"{place}: {twice} occurs more than once", hint="List every sample once.")
 
     # Samples are read later, where a damaged one would otherwise be reported without its place.
-    def name_sample_in_errors(ask: Callable[[int], Any]) -> Callable[[int], Any]:
-        def ask_about_sample(position: int) -> Any:
-            with wrap_read_errors(f"{place}, {view.ids[position]}"):
-                return ask(position)
+    def ask_about_sample(position: int, ask: Callable[[int], Any]) -> Any:
+        with wrap_read_errors(f"{place}, {view.ids[position]}"):
+            return ask(position)
 
-        return ask_about_sample
-
-    return replace(view, label=name_sample_in_errors(view.label), read=name_sample_in_errors(view.read))
+    return replace(view, label=partial(ask_about_sample, ask=view.label), read=partial(ask_about_sample, ask=view.read))
 
 
 def _require_byte_pixels(shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> None:
@@ -230,8 +224,8 @@ _LEFT_BEHIND = frozenset(["$RECYCLE.BIN", "@eaDir", "__MACOSX", "__pycache__", "
 def _open_image_folder(entry: ImageFolderData, split: Split, access: Permissions) -> SplitView:
     """Open the images of a split's folder, sorted by class and path; ids are paths relative to the folder.
 
-    As in torchvision's ImageFolder, a class is a direct sub-folder with images at any depth. A class of calibration may
-    have no test images. Images without class folders, or with those that the entry calls unlabelled, have no labels.
+    As in torchvision's ImageFolder, a class is a direct sub-folder with images at any depth. Images without class
+    folders, or with those that the entry calls unlabelled, have no labels.
     """
     folder = Path(getattr(entry, split))
     images = sorted(_image_paths(folder))
@@ -277,15 +271,11 @@ def _image_paths(top: Path) -> Iterator[tuple[str, ...]]:
         # In place, because `os.walk` descends into what is left in the list.
         folders[:] = [name for name in folders if not _is_hidden(name)]
         parts = Path(current).relative_to(top).parts
-        yield from ((*parts, name) for name in files if _is_image(name))
+        yield from ((*parts, name) for name in files if Path(name).suffix.lower() in SUFFIXES and name[0] != ".")
 
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name in _LEFT_BEHIND
-
-
-def _is_image(name: str) -> bool:
-    return not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES
 
 
 def read_image(source: Path | BinaryIO, where: str = "") -> Image:
@@ -327,10 +317,9 @@ def _open_npz(entry: NpzData, split: Split, access: Permissions) -> SplitView:
             has_names = "class_names" in archive.files
             listed_names = tuple(_decoded_values(archive["class_names"])) if has_names else None
             names, class_names = resolve_labels(_decoded_values(numbers), listed_names, f"{file}, array {labels}")
-    prefix = images.removeprefix("x_")
     return SplitView(
         origin=f"{file.resolve()}[{images}]",
-        ids=tuple(f"{prefix}/{row}" for row in range(len(pixels))),
+        ids=tuple(f"{images.removeprefix('x_')}/{row}" for row in range(len(pixels))),
         class_names=class_names,
         label=names.__getitem__,
         read=pixels.__getitem__,

@@ -115,15 +115,8 @@ def open_task_data(
 ) -> TaskData:
     """Open a task's data, check its class names, and sample its splits; images are read later in batches.
 
-    Args:
-        task: the task's name.
-        entry: the spec's entry.
-        defaults: counts, seed and batch size.
-        preprocess: images (or pairs of texts) of a batch -> the model's raw inputs.
-        reads: the model's modality, if known.
-        reader: the tokenizer and its rules, which replace `preprocess` for texts.
-        head_classes: names of the head's rows; None takes the data's own.
-        access: permissions.
+    `reads` is the model's modality, if known; `reader` replaces `preprocess` for texts; `head_classes` name the head's
+    rows, or the data name their own.
     """
     from driftlens.config.data import TextEntry
 
@@ -213,17 +206,10 @@ def build_sample_set(
     def load_batch(positions: Sequence[int]) -> Any:
         return preprocess([read_sample(position) for position in positions])
 
-    digest = functools.partial(data_digest, view.ids, view.read)
-    picture = read_sample if view.holds == "image" else None
     return SampleSet(
-        task,
-        split,
-        ids,
-        labels,
-        load_batch,
-        batch_size,
-        source=digest,
-        picture=picture,
+        *(task, split, ids, labels, load_batch, batch_size),
+        source=functools.partial(data_digest, view.ids, view.read),
+        picture=read_sample if view.holds == "image" else None,
         preprocess=preprocess,
     )
 
@@ -235,10 +221,7 @@ def to_text_samples(
     reader: TextProcessor | None,
     compared: SimilarityTask | None = None,
 ) -> SampleSet:
-    """Turn samples into text samples, tokenized by `reader` or, without one, by the model's own code.
-
-    Calibration samples may show their answers; all others are measured on the question alone.
-    """
+    """Turn samples into texts, tokenized by `reader` or the model's own code; only calibration may show answers."""
     task, split = samples.task, samples.split
     have = [bool(row.target) for row in rows]
     if any(have) and not all(have):
@@ -337,7 +320,8 @@ def _similarity_task(
         if entry.prompt is not None or (entry.corpus is not None and entry.corpus.prompt is not None):
             reader = replace(reader, lead="")
         elif reader.prompts is not None and entry.pair is None:
-            reader = replace(reader, lead=reader.prompts.find_by_name(*_PASSAGE))
+            # Names that sentence-transformers uses for the prompt of passages.
+            reader = replace(reader, lead=reader.prompts.find_by_name("document", "passage", "corpus"))
     if entry.pair is None:
         passages = _read_passages(entry, rows, access)
         if lost := [number for number, row in enumerate(rows) if not passages.positives(row)]:
@@ -357,10 +341,6 @@ def _similarity_task(
     return SimilarityTask(rows.__getitem__, reader)
 
 
-# Prompt names that sentence-transformers uses for passages.
-_PASSAGE = ("document", "passage", "corpus")
-
-
 def parse_number(text: str) -> float:
     """Parse a finite number; return NaN for other text."""
     try:
@@ -378,15 +358,9 @@ def _read_passages(entry: TextEntry, rows: Sequence[RelatedTexts], access: Permi
         return _PassageCorpus(
             tuple(named), {name: (row,) for row, name in enumerate(named)}, is_whole=entry.negative is None
         )
-    fields = {
-        "input": corpus.text,
-        "prompt": corpus.prompt,
-        "target": corpus.key,
-        "test": corpus.split or corpus.file,
-    }
-    fields |= (
-        dict.fromkeys(("pair", "positive", "negative")) | {"corpus": None} | ({"file": None} if corpus.file else {})
-    )
+    fields: dict[str, Any] = dict.fromkeys(("pair", "positive", "negative", "corpus"))
+    fields |= {"input": corpus.text, "prompt": corpus.prompt, "target": corpus.key}
+    fields |= {"test": corpus.file, "file": None} if corpus.file else {"test": corpus.split}
     # Kinds of data have different fields; the corpus is read as a test split of the same kind.
     own_fields = {name: value for name, value in fields.items() if name in type(entry).model_fields}
     view = open_split(entry.model_copy(update=own_fields), "test", access)
@@ -436,14 +410,7 @@ def _task_notices(
 
 
 def require_same_classes(data: Iterable[str], head: Iterable[str], *, where: str, all_of_head: bool = True) -> None:
-    """Raise an error if the class names of data and head differ; their order does not matter.
-
-    Args:
-        data: classes of the data.
-        head: classes of the head.
-        where: the place in messages.
-        all_of_head: True if the data must have every class of the head.
-    """
+    """Raise an error if data have classes that the head lacks or, with `all_of_head`, the reverse."""
     only_data = sorted(set(data) - set(head))
     only_head = sorted(set(head) - set(data))
     if not only_data and not (only_head and all_of_head):

@@ -589,7 +589,7 @@ class LibraryDrift:
         per_sample = sample_cache_bytes(pool, expert_name(task), samples.load([0]), num_states)
         fitting = max(1, budget // max(1, per_sample))
         # A whole batch is read and then cut, because texts are padded to the longest of their batch.
-        self.batch = next(samples.batches()).first_samples(min(fitting, most or fitting))
+        self.batch = next(samples.batches()).select_rows(0, min(fitting, most or fitting))
         self._model = str(pool.chain.settings.get("model", pool.chain.architecture))
         self._dtype = str(pool.dtype).removeprefix("torch.")
         inputs = inputs_to_device(self.batch.inputs, pool.device, pool.dtype)

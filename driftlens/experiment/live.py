@@ -391,25 +391,15 @@ def sample_live_texts(
 ) -> TaskData:
     """Sample rows of text in memory; they are read and validated like rows of files.
 
-    Args:
-        task: the task's name.
-        sources: per split (diagnosis, perhaps calibration) the rows and how many to keep (None: all). A row maps
-            columns to values, or is a question, or a pair of question and answer.
-        entry: the rules of a spec entry.
-        reader: the tokenizer and its rules.
-        seed: of the sampling.
-        batch_size: samples per batch.
+    `sources` are per split (diagnosis, perhaps calibration) the rows and how many to keep (None: all). A row maps
+    columns to values, or is a question, or a pair of question and answer.
     """
     if related := related_text_columns(entry):
         raise SpecError(
             f"texts[{task!r}]: {next(iter(related))} is not supported for rows in memory",
             hint="Write them to a JSON lines file, and name it in a spec.",
         )
-    sets, where, names = (
-        dict[str, SampleSet](),
-        f"data[{task!r}]",
-        (entry.input or "input", entry.answer_column),
-    )
+    sets, where, names = dict[str, SampleSet](), f"data[{task!r}]", (entry.input or "input", entry.answer_column)
     for split, (rows, n) in sources.items():
         pairs = [[row] if isinstance(row, str) else row for row in rows]
         values = [row if isinstance(row, Mapping) else dict(zip(names, row, strict=False)) for row in pairs]
@@ -487,10 +477,9 @@ def _is_labelled_batch(source: Sequence[Any]) -> bool:
 
 
 def _is_datasets_instance(value: Any, file: str, name: str) -> bool:
-    """Return True if a value is an instance of this class of `datasets`; the library is not imported."""
-    # A module called `datasets` may be the user's own file.
-    module = sys.modules.get(f"datasets.{file}")
-    return module is not None and isinstance(value, getattr(module, name))
+    """Return True if a value is of this class of `datasets`; the library is not imported."""
+    # A module called `datasets` may be the user's own file, without such a submodule.
+    return isinstance(value, getattr(sys.modules.get(f"datasets.{file}"), name, ()))
 
 
 def _with_tensor_format(rows: Any, where: str) -> Any:
@@ -509,8 +498,7 @@ def _with_tensor_format(rows: Any, where: str) -> Any:
 
 
 def _in_memory_source(batches: Sequence[Any], where: str) -> _LiveSource:
-    parts = [_parse_batch(batch, where) for batch in batches]
-    whole = [_concatenate_batches(parts, where)] if parts else []
+    whole = [_concatenate_batches([_parse_batch(batch, where) for batch in batches], where)] if batches else []
     return _LiveSource(
         lambda chosen: (part if chosen is None else part.select_samples(chosen) for part in whole),
         sum(map(len, whole)),
@@ -547,7 +535,7 @@ def _collate_padded(rows: Sequence[Any], where: str) -> _LiveBatch:
 
 def _dataset_class_names(dataset: Any) -> tuple[str, ...] | None:
     features = getattr(dataset, "features", None)
-    of_labels = [features[key] for key in _LABELS if isinstance(features, Mapping) and key in features]
+    of_labels = [features.get(key) for key in _LABELS] if isinstance(features, Mapping) else []
     names = next((feature.names for feature in of_labels if hasattr(feature, "names")), find_class_names(dataset))
     are_names = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     return tuple(names) if names and are_names else None

@@ -1,7 +1,4 @@
-"""The command line: `driftlens COMMAND`. Results go to stdout, progress and messages to stderr.
-
-`run_command_line` runs one command and converts errors to a message, a hint and an exit code.
-"""
+"""The command line: `driftlens COMMAND`. Results go to stdout, progress and messages to stderr."""
 
 from __future__ import annotations
 
@@ -25,14 +22,7 @@ import typer
 from driftlens.cli import looking, running  # noqa: F401  for their commands
 from driftlens.cli.app import app, expand_home_in_paths, interrupt_on_signals, manner, stopped
 from driftlens.utils.distributed import join_process_group, world_size
-from driftlens.utils.errors import (
-    Cancelled,
-    DriftLensError,
-    RunError,
-    SpecError,
-    sanitize_text,
-    wrap_library_error,
-)
+from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError, sanitize_text, wrap_library_error
 from driftlens.utils.files import undo_unfinished_steps
 
 # Commands that `torchrun` may start: they distribute tasks over processes.

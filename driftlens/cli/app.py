@@ -17,7 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -73,16 +73,12 @@ def _set_global_options(
     verbose: Annotated[bool, _global_option("--verbose", "-v", help="Print more details.")] = False,
     debug: Annotated[bool, _global_option("--debug", help="Show tracebacks of errors.")] = False,
     offline: Annotated[
-        bool,
-        _global_option("--offline", envvar=["DRIFTLENS_OFFLINE", "HF_HUB_OFFLINE"], help="Download nothing."),
+        bool, _global_option("--offline", envvar=["DRIFTLENS_OFFLINE", "HF_HUB_OFFLINE"], help="Download nothing.")
     ] = False,
     threads: Annotated[
         int | None,
         _global_option(
-            "--threads",
-            envvar="DRIFTLENS_THREADS",
-            min=1,
-            help="Number of CPU threads; all cores by default.",
+            "--threads", envvar="DRIFTLENS_THREADS", min=1, help="Number of CPU threads; all cores by default."
         ),
     ] = None,
     progress: Annotated[
@@ -92,11 +88,7 @@ def _set_global_options(
         # Scripts may set DRIFTLENS_VERSION to record a version; it must not trigger this option.
         bool,
         typer.Option(
-            "--version",
-            callback=_print_version,
-            is_eager=True,
-            allow_from_autoenv=False,
-            help="Print the version.",
+            "--version", callback=_print_version, is_eager=True, allow_from_autoenv=False, help="Print the version."
         ),
     ] = False,
 ) -> None:
@@ -131,9 +123,7 @@ Trust = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(
-        "--device",
-        envvar="DRIFTLENS_DEVICE",
-        help="auto, cpu, cuda, cuda:1, mps or xpu; overrides the spec.",
+        "--device", envvar="DRIFTLENS_DEVICE", help="auto, cpu, cuda, cuda:1, mps or xpu; overrides the spec."
     ),
 ]
 
@@ -161,26 +151,18 @@ class JobOptions:
 
 
 def add_request_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one flag per field of its request and per option of its job.
-
-        @app.command()
-        @flagged
-        def sweep(run: RunFolder, request: SweepRequest, job: Job, as_json: JsonFlag = False) -> None: ...
-
-    `Annotated[Job, "device"]` has only these of its options.
-    """
+    """Give a command one flag per field of its `Request` and of its `JobOptions`."""
     parameters: dict[str, inspect.Parameter] = {}
     # Functions that build the command's arguments from the values of flags.
     makers: dict[str, Callable[[Mapping[str, Any]], Any]] = {}
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
-        kind, *names = typing.get_args(parameter.annotation) or [parameter.annotation]
+        kind = parameter.annotation
         if inspect.isclass(kind) and issubclass(kind, Request):
             parameters |= {flag.name: flag for flag in _request_flag_parameters(kind)}
             makers[name] = functools.partial(_request_from_flags, kind)
         elif kind is JobOptions:
-            options = inspect.signature(JobOptions, eval_str=True).parameters
-            parameters |= {option: options[option] for option in names or options}
-            makers[name] = functools.partial(_job_options_from_flags, names or [*options])
+            parameters |= inspect.signature(JobOptions, eval_str=True).parameters
+            makers[name] = lambda values: JobOptions(values["device"], values["trust"])
         else:
             parameters[name] = parameter
             makers[name] = operator.itemgetter(name)
@@ -194,10 +176,6 @@ def add_request_flags(command: Callable[..., None]) -> Callable[..., None]:
     vars(call_with_flags)["__signature__"] = inspect.Signature(keywords)
     call_with_flags.__annotations__ = {flag.name: flag.annotation for flag in keywords}
     return call_with_flags
-
-
-def _job_options_from_flags(names: list[str], values: Mapping[str, Any]) -> JobOptions:
-    return JobOptions(**{name: values[name] for name in names})
 
 
 def _request_from_flags(kind: type[Request], values: Mapping[str, Any]) -> Request:
@@ -294,22 +272,15 @@ def print_note(text: str) -> None:
 
 def print_json(value: object) -> None:
     """Print a JSON document to stdout; tables become lists of rows, NaN and infinity null."""
-    text = json.dumps(_to_json_types(value), indent=2, ensure_ascii=False, allow_nan=False)
-    typer.echo(sanitize_text(text, is_json=True))
+    from pydantic_core import to_json
 
-
-def _to_json_types(value: Any) -> Any:
     from driftlens.runs.tables import json_rows, json_value
 
-    if is_dataclass(value):
-        return {field.name: _to_json_types(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _to_json_types(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json_types(entry) for entry in value]
-    if isinstance(value, Path):
-        return str(value)
-    return json_rows(value) if hasattr(value, "columns") else json_value(value)
+    def convert_other_type(other: Any) -> Any:
+        return json_rows(other) if hasattr(other, "columns") else json_value(other)
+
+    text = to_json(value, indent=2, inf_nan_mode="null", fallback=convert_other_type).decode()
+    typer.echo(sanitize_text(text, is_json=True))
 
 
 # Signals of Ctrl-C, a scheduler and a closed terminal; all are handled alike. Windows has no SIGHUP.
@@ -361,8 +332,7 @@ def interrupt_on_signals(*, last: bool) -> Iterator[None]:
 def handle_stop_signal(number: int, frame: FrameType | None) -> None:
     """Cancel the running job at its next batch; without a job, or on a second signal, raise KeyboardInterrupt.
 
-    Many libraries swallow an interrupt during import or crash, so there it is raised a moment later. For some seconds
-    after the first interrupt, cleanup is not interrupted.
+    Many libraries swallow an interrupt during import or crash, so there it is raised a moment later.
     """
     _redirect_closed_terminal()
     token = stopped.token

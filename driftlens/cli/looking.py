@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import re
@@ -14,16 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from driftlens.cli.app import (
-    JsonFlag,
-    RunFolder,
-    add_request_flags,
-    app,
-    manner,
-    print_json,
-    print_note,
-    print_result,
-)
+from driftlens.cli.app import JsonFlag, RunFolder, add_request_flags, app, manner, print_json, print_note, print_result
 from driftlens.config.requests import ExportRequest, ViewRequest, split_names
 from driftlens.utils.errors import ChecksFailedError, DataError, RunError, SpecError
 
@@ -49,22 +39,12 @@ def show_run(
     if not as_json:
         print_result(run_summary_text(run, verbose=manner.verbose, everyone=everyone))
         return
-    manifest = run.manifest
-    print_json(
-        {
-            **({"checklist": checklist} if checklist else {}),
-            **{"id": run.id, "name": run.name, "path": run.path, "synthetic": manifest.synthetic},
-            **{
-                "tasks": run.tasks,
-                "variants": run.variants,
-                "verdict": verdict(run),
-                "findings": findings_frame(run),
-            },
-            **{"final": run.layers(layer="final"), "accuracy": run.accuracy()},
-            "advice": layer_advice(run) if "merged" in run.variants else None,
-            **{"warnings": manifest.warnings, "notices": manifest.notices},
-        }
-    )
+    document: dict[str, Any] = {"checklist": checklist} if checklist else {}
+    document |= {name: getattr(run, name) for name in ("id", "name", "path", "tasks", "variants")}
+    document |= {name: getattr(run.manifest, name) for name in ("synthetic", "warnings", "notices")}
+    document |= {"verdict": verdict(run), "findings": findings_frame(run), "accuracy": run.accuracy()}
+    advice = layer_advice(run) if "merged" in run.variants else None
+    print_json({**document, "final": run.layers(layer="final"), "advice": advice})
 
 
 @app.command()
@@ -112,9 +92,7 @@ def _doctor(
 def _method_catalog() -> dict[str, dict[str, Any]]:
     """Return all calibrators, merge methods and loaders by name, with title, source and settings.
 
-    Calibrators also have presets, the settings and candidates of `--auto`, and the fewest samples per task that
-    `--auto` needs; 0 without candidates. The dashboard, which never imports torch, reads this from
-    `driftlens doctor --methods --json`.
+    The dashboard, which never imports torch, reads this from `driftlens doctor --methods --json`.
     """
     from driftlens.calibration.automatic import NUM_FOLDS
     from driftlens.calibration.calibrator import calibrators
@@ -129,12 +107,7 @@ def _method_catalog() -> dict[str, dict[str, Any]]:
         settings = setting_schemas(settings_model(kind))
         compared = kind.presets if kind.candidates else {}
         catalog["calibrators"][name] = {
-            **{
-                "title": kind.title or name,
-                "source": kind.source,
-                "effort": kind.effort,
-                "settings": settings,
-            },
+            **{"title": kind.title or name, "source": kind.source, "effort": kind.effort, "settings": settings},
             "kind": "closed form" if kind.takes_sites else "trained",
             "needs_task_id": not kind.takes_sites,
             "presets": {preset: dict(values) for preset, values in kind.presets.items()},
@@ -152,13 +125,10 @@ def _method_catalog() -> dict[str, dict[str, Any]]:
         }
     for name, method in merge_methods.items():
         about = {"title": method.title, "source": method.source, "reads": READS[method.reads]}
-        catalog["merge_methods"][name] = {
-            **about,
-            "settings": setting_schemas(settings_model(method.function)),
-        }
+        catalog["merge_methods"][name] = {**about, "settings": setting_schemas(settings_model(method.function))}
     for name, loader in loaders.items():
-        about = {"title": (loader.__doc__ or name).partition("\n")[0], "source": ""}
-        catalog["loaders"][name] = {**about, "settings": {}}
+        title = (loader.__doc__ or name).partition("\n")[0]
+        catalog["loaders"][name] = {"title": title, "source": "", "settings": {}}
     return catalog
 
 
@@ -192,19 +162,12 @@ def environment_report() -> dict[str, str]:
 
     import driftlens
     from driftlens.runs.manifest import package_version
-    from driftlens.utils.devices import accelerator, device_name
-    from driftlens.utils.devices import device_memory as memory_of
+    from driftlens.utils.devices import accelerator, device_memory, device_name
 
     memory, gpu = psutil.virtual_memory(), "none (CPU only)"
     if (device := accelerator()) is not None:
-        total = memory_of(device)
+        total = device_memory(device)
         gpu = device_name(device) + (f", {total[1] / 2**30:.0f} GiB" if total else "")
-    clip = "imports"
-    try:
-        importlib.import_module("transformers.models.clip.modeling_clip")
-    except Exception as error:
-        # The usual cause is a torchvision built for another version of torch.
-        clip = f"broken: {type(error).__name__}: {error}; install torch and torchvision together"
     return {
         "driftlens": driftlens.__version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
@@ -213,7 +176,6 @@ def environment_report() -> dict[str, str]:
         "memory": f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free",
         "gpu": gpu,
         "offline": "yes (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "no",
-        "transformers with torchvision": clip,
         "plugins": "; ".join(_describe_plugins()) or "none",
     }
 
@@ -247,8 +209,7 @@ def _describe_plugins() -> Iterator[str]:
 def _check(
     run: RunFolder,
     tests: Annotated[
-        Path | None,
-        typer.Option("--tests", metavar="FILE", help="YAML file of checks; default: built-in self-checks."),
+        Path | None, typer.Option("--tests", metavar="FILE", help="YAML file of checks; default: built-in self-checks.")
     ] = None,
     junit: Annotated[
         Path | None, typer.Option("--junit", metavar="FILE", help="Also write the results as JUnit XML.")
@@ -289,15 +250,13 @@ def _check(
 def _compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="The run before.")],
     second: Annotated[
-        Path | None,
-        typer.Argument(metavar="[B]", help="The run after; default: compare variants of A."),
+        Path | None, typer.Argument(metavar="[B]", help="The run after; default: compare variants of A.")
     ] = None,
     before: Annotated[
         str | None, typer.Option(help="Variant of A; default: merged, or with B all shared ones.")
     ] = None,
     after: Annotated[
-        str | None,
-        typer.Option(help="Variant of B; default: as --before, or without B the last calibration."),
+        str | None, typer.Option(help="Variant of B; default: as --before, or without B the last calibration.")
     ] = None,
     tolerance: Annotated[
         float | None,
@@ -342,17 +301,14 @@ def _ui(
     ] = Path(),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65535, help="Port; default: the first free one from 8501."),
+        int | None, typer.Option(min=1, max=65535, help="Port; default: the first free one from 8501.")
     ] = None,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open a browser.")] = False,
     read_only: Annotated[bool, typer.Option("--read-only", help="Start no jobs.")] = False,
     allow_remote_jobs: Annotated[
         bool,
         typer.Option(
-            "--allow-remote-jobs",
-            allow_from_autoenv=False,
-            help="Let visitors from other machines start jobs.",
+            "--allow-remote-jobs", allow_from_autoenv=False, help="Let visitors from other machines start jobs."
         ),
     ] = False,
 ) -> None:
@@ -378,8 +334,7 @@ def _ui(
 def _report(
     run: RunFolder,
     formats: Annotated[
-        str,
-        typer.Option("--format", help="Comma-separated: html, html-light, json, md, csv, latex."),
+        str, typer.Option("--format", help="Comma-separated: html, html-light, json, md, csv, latex.")
     ] = "html",
     out: Annotated[Path | None, typer.Option(help="Output folder; default: `reports` in the run.")] = None,
     sections: Annotated[
@@ -397,12 +352,8 @@ def _report(
 
     chosen = split_names(sections)
     is_preset = len(chosen) == 1 and chosen[0] in PRESETS
-    made = Report(
-        run,
-        chosen[0] if is_preset else "standard",
-        sections=None if is_preset else chosen,
-        checks=checks,
-    )
+    preset = chosen[0] if is_preset else "standard"
+    made = Report(run, preset, sections=None if is_preset else chosen, checks=checks)
     paths = made.save(out, split_names(formats))
     if as_json:
         print_json(paths)

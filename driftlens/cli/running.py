@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from driftlens.cli.app import (
+    Device,
     JobOptions,
     JsonFlag,
     RunFolder,
@@ -42,13 +43,11 @@ SpecFile = Annotated[Path, typer.Argument(metavar="RUN.YAML", help="Run spec; se
 
 
 @app.command()
-@add_request_flags
 def _demo(
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("driftlens-demo"),
     force: Annotated[bool, typer.Option("--force", help="Replace an existing run.")] = False,
     suite: Annotated[Literal["image", "text"], typer.Option(help="Embedded suite.")] = "text",
-    *,
-    job: Annotated[JobOptions, "device"],
+    device: Device = None,
 ) -> None:
     """Run everything on an embedded suite, without network: measure, repair twice, report.
 
@@ -63,7 +62,7 @@ def _demo(
 
     refuse_occupied_folder(out, force=force)
     preset = "paper-clip" if suite == "image" else "llama-3b"
-    with job.context() as context:
+    with JobOptions(device).context() as context:
         request = AnalysisRequest(out=out, force=force, synthetic=True)
         analyze(spec_file(suite), request, context.with_phase_prefix("merged model"))
         calibrate(out, CalibrationRequest(name="featcal", preset=preset), context.with_phase_prefix("featcal"))
@@ -87,8 +86,7 @@ DataPaths = Annotated[
     ),
 ]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="a.b=value", help="Override one value of the spec; repeatable."),
+    list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override one value of the spec; repeatable.")
 ]
 
 
@@ -139,12 +137,7 @@ def _init(
 
 @app.command()
 @add_request_flags
-def _validate(
-    spec: SpecFile,
-    request: PreflightRequest,
-    job: JobOptions,
-    as_json: JsonFlag = False,
-) -> None:
+def _validate(spec: SpecFile, request: PreflightRequest, job: JobOptions, as_json: JsonFlag = False) -> None:
     """Check a spec, its checkpoints and its data, and estimate memory and disk."""
     from driftlens.config.run import load_spec
     from driftlens.pipelines.validate import preflight
@@ -163,10 +156,7 @@ def _analyze(
     request: AnalysisRequest,
     add: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME,...",
-            help="Diagnostics to add to a run: adjoint, cka, groups, jacobian.spectral.",
-        ),
+        typer.Option(metavar="NAME,...", help="Diagnostics to add to a run: adjoint, cka, groups, jacobian.spectral."),
     ] = None,
     *,
     job: JobOptions,
@@ -203,11 +193,7 @@ def _analyze(
 @app.command()
 @add_request_flags
 def _merge(
-    spec: SpecFile,
-    request: MergeRequest,
-    comparison: ComparisonRequest,
-    job: JobOptions,
-    as_json: JsonFlag = False,
+    spec: SpecFile, request: MergeRequest, comparison: ComparisonRequest, job: JobOptions, as_json: JsonFlag = False
 ) -> None:
     """Merge the experts of a spec and save the result in the format of the base, or compare several merges.
 
@@ -350,11 +336,7 @@ def _calibrate(run: RunFolder, request: CalibrationRequest, job: JobOptions, as_
         from driftlens.results.calibration_summary import calibration_json
         from driftlens.results.verdict import verdict
 
-        info = {
-            "name": name,
-            "variant": calibrated_variant(name),
-            **vars(finished.manifest.calibrations[name]),
-        }
+        info = {"name": name, "variant": calibrated_variant(name), **vars(finished.manifest.calibrations[name])}
         print_json({**info, **calibration_json(finished, name), "verdict": verdict(finished, name)})
         return
     print_result(calibration_text(finished, name, verbose=manner.verbose))

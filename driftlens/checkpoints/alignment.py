@@ -1,7 +1,4 @@
-"""Key alignment: maps the tensor names of a checkpoint to the parameter names of a model. Entry point: `Layout`.
-
-Both layouts raise `IncompatibleModelsError` if a checkpoint has another architecture.
-"""
+"""Key alignment: maps the tensor names of a checkpoint to the parameter names of a model. Entry point: `Layout`."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ def strip_row_range(key: str) -> str:
 def concat_pattern(names: Sequence[str]) -> str:
     """Return one pattern for tensors concatenated in memory, such as `experts.*.{w1,w3}.weight`; empty if none fits.
 
-    A star is a number that counts from 0, braces list alternatives.
+    A star is a number that counts from 0.
     """
     parts = []
     for column in zip(*(name.split(".") for name in names), strict=False):
@@ -85,18 +82,12 @@ class RegroupedSource:
     """
 
     def __init__(
-        self,
-        source: StateSource,
-        rows: Mapping[str, Sequence[tuple[int, int]]],
-        joints: Mapping[str, Sequence[str]],
+        self, source: StateSource, rows: Mapping[str, Sequence[tuple[int, int]]], joints: Mapping[str, Sequence[str]]
     ) -> None:
         self.name, self.whole = source.name, source
         self._places: dict[str, tuple[str, int]] = {}
         self.headers: dict[str, TensorHeader] = {}
-        joint_of, joined = (
-            {names[0]: key for key, names in joints.items()},
-            {*itertools.chain(*joints.values())},
-        )
+        joint_of, joined = ({names[0]: key for key, names in joints.items()}, {*itertools.chain(*joints.values())})
         for key, header in source.headers.items():
             for start, stop in rows.get(key, ()):
                 part = f"{key}[{start}:{stop}]"
@@ -151,10 +142,7 @@ class RegroupedSource:
 
 
 class FileLayoutSource:
-    """The tensors of a `RegroupedSource` under the names and in the shapes of its checkpoint files.
-
-    `wrapper` is the prefix of its files' names.
-    """
+    """The tensors of a `RegroupedSource` as in its checkpoint files, whose names have the prefix `wrapper`."""
 
     def __init__(self, source: StateSource, wrapper: str = "") -> None:
         self.name, self._source = source.name, source

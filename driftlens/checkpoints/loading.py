@@ -14,19 +14,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from driftlens.checkpoints.unsupported import (
-    ADAPTER,
-    conversion_hint,
-    require_unquantised,
-    wrong_family_error,
-)
-from driftlens.utils.errors import (
-    CheckpointError,
-    IncompatibleModelsError,
-    SpecError,
-    add_error_context,
-    shorten_list,
-)
+from driftlens.checkpoints.unsupported import ADAPTER, conversion_hint, require_unquantised, wrong_family_error
+from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError, add_error_context, shorten_list
 from driftlens.utils.files import expand_home, parse_json, read_json_object, regular_file
 
 # Torch is imported only to open a file, so that missing files are refused sooner.
@@ -80,17 +69,13 @@ log = logging.getLogger("driftlens")
 def open_checkpoint(
     path: str | os.PathLike[str], *, offline: bool = False, base: StateSource | None = None
 ) -> StateSource:
-    """Open the weights at a path for reading tensor by tensor. Only headers are read.
+    """Open the weights at a path for reading tensor by tensor.
 
     Args:
         path: a `.safetensors`, `.pt`, `.pth`, `.bin` or `.ckpt` file; a folder of `save_pretrained`, open_clip or the
-            Hub, possibly in shards; or a Hub id (`organisation/name`), optionally with a revision
-            (`organisation/name@v1.0`).
+            Hub, possibly in shards; or a Hub id (`organisation/name`, `organisation/name@revision`).
         offline: True to use only the Hub's local cache.
         base: the model that LoRA adapters are added to, for a folder of adapters.
-
-    Raises:
-        CheckpointError: the file is missing, incomplete, of a kind that can't be read safely, or holds no tensors.
     """
     place = pathlib.Path(fetch_if_hub_id(path, offline=offline) if isinstance(path, str) else path)
     try:
@@ -342,8 +327,7 @@ def find_config_folder(place: str) -> pathlib.Path | None:
 def companion_files(folder: pathlib.Path | None) -> dict[str, pathlib.Path]:
     """Map names to paths of a folder's tokenizer, processor, generation and license files; code is never included.
 
-    For sentence-transformers, this includes the files of other modules at their place in a saved folder, which has
-    the transformer in its root.
+    For sentence-transformers, this includes the files of other modules.
     """
     if folder is None:
         return {}
@@ -524,8 +508,7 @@ def read_pooling(folder: pathlib.Path) -> Pooling:
     modes = (modes,) if isinstance(modes, str) else tuple(map(str, modes))
     if odd := [mode for mode in modes if mode not in _POOLS.values()]:
         raise IncompatibleModelsError(
-            f"{folder} pools by {odd[0]!r}; expected {', '.join(_POOLS.values())}",
-            hint="Restore the original Pooling.",
+            f"{folder} pools by {odd[0]!r}; expected {', '.join(_POOLS.values())}", hint="Restore the original Pooling."
         )
     return Pooling(modes, stated.get("include_prompt") is not False)
 

@@ -228,8 +228,8 @@ def promote_dtypes(*dtypes: torch.dtype) -> torch.dtype:
 class EmbeddingTable(Tensor):
     """An embedding matrix kept in its stored dtype that behaves like a tensor of the computation dtype.
 
-    In float32, the embeddings of 128,000 tokens take more memory than the rest of a small language model, while a
-    batch looks up a few thousand rows. `embedding` converts only these, with the same numbers; others convert all.
+    The embeddings of 128,000 tokens in float32 take more memory than the rest of a small language model. `embedding`
+    converts only the rows of a batch, with the same numbers; other functions convert all.
     """
 
     _wide: torch.dtype
@@ -354,9 +354,7 @@ def check_finite(name: str, key: str, tensor: Tensor, hint: str = BROKEN) -> Non
         return
     if bad := int((~torch.isfinite(wide)).sum()):
         raise NumericsError(
-            f"{name}: tensor {key!r} holds {bad} NaN or infinite values out of {tensor.numel()}",
-            hint=hint,
-            key=key,
+            f"{name}: tensor {key!r} holds {bad} NaN or infinite values out of {tensor.numel()}", hint=hint, key=key
         )
 
 
@@ -393,11 +391,7 @@ Rows = tuple[int, int] | None
 
 
 def _estimate_change(
-    source: StateSource,
-    key: str,
-    other: Callable[[Rows], Tensor],
-    dtype: torch.dtype,
-    rows: Rows = None,
+    source: StateSource, key: str, other: Callable[[Rows], Tensor], dtype: torch.dtype, rows: Rows = None
 ) -> ModelChange:
     """Estimate from its first rows how a tensor, or rows of it, change; norms are scaled up to all rows."""
     shape, few = source.headers[key].shape, None

@@ -16,10 +16,7 @@ LIVE = (
     "Build it in your own code: `loader: python:module:function` (with --trust-code), or pass live modules that "
     "run a list of blocks to `dl.analyze`."
 )
-_ROUTES = {
-    "hf-auto": "Use the loader hf-auto, and set `architecture.blocks` to the path of its blocks.",
-    "": LIVE,
-}
+_ROUTES = {"hf-auto": "Use the loader hf-auto, and set `architecture.blocks` to the path of its blocks.", "": LIVE}
 # Model types of transformers by loader. hf-decoder reads causal models, hf-vlm those with a vision tower,
 # hf-auto the others.
 MODEL_TYPES = {

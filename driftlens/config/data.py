@@ -108,8 +108,7 @@ class Entry(SpecSection):
     n_test: CountOrAll | None = None
     views: ViewsSetting = None
     metric: Annotated[
-        tuple[MetricName, ...] | None,
-        BeforeValidator(lambda names: (names,) if isinstance(names, str) else names),
+        tuple[MetricName, ...] | None, BeforeValidator(lambda names: (names,) if isinstance(names, str) else names)
     ] = None
 
 
@@ -305,10 +304,9 @@ class NpzData(Entry):
 
 
 class HfData(TextEntry):
-    """A data set in the Hugging Face `datasets` format: a folder written by `save_to_disk`, or a Hub id.
+    """A folder written by `save_to_disk` of the library `datasets`, or a Hub id.
 
-    Rows are images, in the column `image` if left out, or with `input` or `prompt` texts; `image` is then the column of
-    the images that these are about.
+    Rows are images, or with `input` or `prompt` texts, whose images are in the column `image`.
     """
 
     kind: Literal["hf"]
@@ -350,7 +348,6 @@ class TableData(TextEntry):
 
     There is one file per split, or `file` with a column of splits. `image` is the column of image paths, by default
     `path`.
-    `encoding` and `separator` of CSV files default to UTF-8 and commas, or tabs for `.tsv`.
     """
 
     kind: Literal["table"]

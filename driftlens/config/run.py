@@ -1,7 +1,4 @@
-"""The run spec: its sections other than `data`, and a checked `RunSpec` from a file or mapping.
-
-Entry point: `load_spec`.
-"""
+"""The run spec: its sections other than `data`. Entry point: `load_spec`."""
 
 from __future__ import annotations
 
@@ -15,16 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    ByteSize,
-    ConfigDict,
-    Discriminator,
-    Field,
-    JsonValue,
-    Tag,
-    model_validator,
-)
+from pydantic import AfterValidator, ByteSize, ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 
 from driftlens.config.data import Data
 from driftlens.config.packaged import published_task
@@ -368,12 +356,8 @@ def load_spec(source: Path | str | Mapping[str, Any] | RunSpec, overrides: Seque
 
     Args:
         source: a YAML file, or its values. Relative paths start at the file's folder, or at the current folder
-            without a file. Keys that were removed since a run stored its `spec.yaml` are left out.
+            without a file.
         overrides: `a.b=value` each, the value in YAML, applied in order before validation.
-
-    Raises:
-        SpecError: the file can't be read or is invalid; the message has the dotted path, the value, what is allowed,
-            and the most similar name.
     """
     folder, where = Path.cwd(), "spec"
     if isinstance(source, RunSpec):

@@ -1,7 +1,4 @@
-"""Types that sections of the spec consist of. Entry points: `Part`, the base class of sections, and `checked`.
-
-`checked` raises a `SpecError` with the dotted paths of all problems of a section.
-"""
+"""Types that sections of the spec consist of. Entry points: `SpecSection` and `validate_section`."""
 
 from __future__ import annotations
 
@@ -112,8 +109,7 @@ def resolve_path(value: str, info: ValidationInfo) -> str:
     """Resolve a path in a spec; relative paths start at the spec file's folder."""
     if sanitize_text(value) != value or max(map(len, value.split("/"))) > LONGEST_PART or len(value) > LONGEST_PATH:
         raise field_error(
-            "no path can have this name",
-            f"Control characters and more than {LONGEST_PART} characters are not allowed.",
+            "no path can have this name", f"Control characters and more than {LONGEST_PART} characters are not allowed."
         )
     folder: Path | None = (info.context or {}).get("folder")
     try:
@@ -234,13 +230,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_yaml_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
-    """Read a YAML file whose content is a mapping.
-
-    Args:
-        file: the file.
-        what: its name in messages.
-        start: a hint how to begin.
-    """
+    """Read a YAML file whose content is a mapping; `what` names it in messages, and `start` is a hint how to begin."""
     try:
         # /dev/stdin and /dev/fd/63 are pipes from the shell; endless devices stop at the limit.
         place = file if file.is_relative_to("/dev") else regular_file(file)
@@ -264,14 +254,7 @@ _Part = TypeVar("_Part", bound=BaseModel)
 
 
 def validate_section(kind: type[_Part], raw: Any, where: str, context: Any = None) -> _Part:
-    """Validate raw values as a section of the spec; the `SpecError` lists all problems.
-
-    Args:
-        kind: the model to validate against.
-        raw: the values.
-        where: the beginning of the message.
-        context: passed to pydantic.
-    """
+    """Validate raw values as a section of the spec; the `SpecError` begins with `where` and lists all problems."""
     try:
         return kind.model_validate(raw, context=context)
     except ValidationError as error:
@@ -279,13 +262,7 @@ def validate_section(kind: type[_Part], raw: Any, where: str, context: Any = Non
 
 
 def to_spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
-    """Convert pydantic's errors to one `SpecError`: a dotted path and message each, and a hint if there is one.
-
-    Args:
-        error: pydantic's error; errors at one path come from members of a union and are one problem.
-        raw: the values.
-        where: the beginning of the message.
-    """
+    """Convert pydantic's errors to one `SpecError`: a dotted path and message each, and a hint if there is one."""
     # pydantic reports an error per member of a union; grouped by path, they read as alternatives.
     by_path: dict[str, tuple[list[str], str]] = {}
     for details in error.errors():

@@ -114,9 +114,7 @@ def _shift_and_relight(image: Tensor, random: Generator) -> Tensor:
 
 
 def _mixed_batch_loader(original: SampleSet, random: Callable[[int], Generator]) -> Callable[[Sequence[int]], Any]:
-    """Return a loader of samples and mixup copies: w * sample + (1 - w) * another; integers are not mixed.
-
-    w is drawn from [0.5, 1]."""
+    """Return a loader of samples and mixup copies: w * sample + (1 - w) * another, w in [0.5, 1]; integers stay."""
     count = len(original)
     # Partners are chosen in the order of identities, so that a copy does not depend on the samples' order.
     order = sorted(range(count), key=original.unique_ids.__getitem__)
@@ -164,7 +162,7 @@ def _common_prefix(texts: Sequence[str]) -> str:
 def _replace_prompt_words(every: SampleSet, random: Callable[[int], Generator]) -> SampleSet:
     """Add copies of samples whose prompts have words replaced by words of the task's other prompts.
 
-    What all prompts of the task begin and end with, and special tokens of the tokenizer, stay.
+    Common beginnings and ends of all prompts, and special tokens, stay.
     """
     original, texts, read = every.original, every.texts, every.preprocess
     assert original is not None and texts is not None and read is not None
@@ -272,14 +270,7 @@ def corrupt_samples(samples: SampleSet, corruption: str, seed: int) -> SampleSet
 
 
 def corrupt_image(picture: Picture, kind: str, severity: int, drawn: tuple[int, str]) -> NDArray[np.uint8]:
-    """Return a corrupted image [h, w, 3]; equal seeds and sample ids give equal results on every machine.
-
-    Args:
-        picture: the image.
-        kind: of the corruption.
-        severity: 1 to 5.
-        drawn: seed and name of the sample.
-    """
+    """Return a corrupted image [h, w, 3]; equal seeds and sample ids (`drawn`) give equal results on every machine."""
     from PIL import Image
 
     image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
@@ -343,9 +334,5 @@ def _plasma_fractal(side: int, decay: float, random: np.random.Generator) -> Pix
 
 
 CORRUPTIONS: Mapping[str, Change] = MappingProxyType(
-    {
-        "gaussian_noise": _gaussian_noise,
-        "motion_blur": _motion_blur,
-        "fog": _fog,
-    }
+    {"gaussian_noise": _gaussian_noise, "motion_blur": _motion_blur, "fog": _fog}
 )

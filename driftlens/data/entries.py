@@ -11,7 +11,7 @@ from typing import Any
 from driftlens.data.rows import column_names
 from driftlens.data.sources import SUFFIXES
 from driftlens.utils.errors import SpecError
-from driftlens.utils.files import list_folder, parse_json, regular_file
+from driftlens.utils.files import list_folder
 
 # Kinds of data by file extension.
 _ROWS = {".npz": "npz", ".jsonl": "jsonl", ".csv": "table", ".tsv": "table", ".parquet": "table"}
@@ -42,18 +42,16 @@ def infer_data_entry(place: Path, *, reads: str) -> dict[str, str]:
             hint=f"Give a file ({', '.join(_ROWS)}), an image folder, or a folder with train and test. For other "
             "kinds write a spec: `driftlens init`, docs/data.md.",
         )
-    is_rows = entry["kind"] in ("jsonl", "table", "hf")
+    is_rows = entry["kind"] in ("jsonl", "table")
     return {**entry, **_infer_text_columns(place, entry)} if reads == "text" and is_rows else entry
 
 
 def _infer_text_columns(place: Path, entry: dict[str, str]) -> dict[str, str]:
     """Find the columns of questions and answers by common column names."""
-    is_saved = entry["kind"] == "hf"
-    file = place / entry["test"] / "dataset_info.json" if is_saved else Path(entry["test"])
     names: list[str] = []
     # The reader of the file reports that it is empty or broken.
     with suppress(OSError, ValueError, AttributeError, LookupError, csv.Error):
-        names = [*parse_json(regular_file(file).read_bytes())["features"]] if is_saved else column_names(file)
+        names = column_names(Path(entry["test"]))
     if not names:
         return {"input": _TEXTS[0]}
     text = next((name for name in _TEXTS if name in names), None)
@@ -73,8 +71,6 @@ def _infer_split_entry(place: Path, name: str) -> dict[str, str] | None:
     splits = [_find_split(place, names) for names in _SPLITS]
     if not place.is_dir() or None in splits:
         return None
-    if (place / "dataset_dict.json").is_file():
-        return {"kind": "hf", "path": name, "calibration": splits[0].name, "test": splits[1].name}
     kinds = {"imagefolder" if split.is_dir() else _ROWS.get(split.suffix.lower(), "") for split in splits}
     kind = kinds.pop()
     if kinds or not kind:

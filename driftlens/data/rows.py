@@ -124,11 +124,7 @@ def _cell_text(values: Mapping[str, Any], column: str, where: str) -> str:
 
 
 def _answer_of_target(
-    entry: TextEntry,
-    value: Any,
-    names: Sequence[str] | None,
-    classes: Sequence[str] | None,
-    where: str,
+    entry: TextEntry, value: Any, names: Sequence[str] | None, classes: Sequence[str] | None, where: str
 ) -> str:
     """Return the answer for a row's target value; empty if the row has no target."""
     # `datasets` marks unlabelled rows of a ClassLabel column with -1.
@@ -230,11 +226,7 @@ def _open_jsonl(entry: JsonlData, split: Split, access: Permissions) -> SplitVie
 
 
 def _row_image_readers(
-    entry: TextEntry,
-    columns: Collection[str],
-    rows: Sequence[Mapping[str, Any]],
-    file: Path,
-    where: str,
+    entry: TextEntry, columns: Collection[str], rows: Sequence[Mapping[str, Any]], file: Path, where: str
 ) -> _Beside | None:
     """Return a function from a row's position to readers of its images; None if the entry names no image column."""
     column = entry.image_column
@@ -248,10 +240,7 @@ def _row_image_readers(
 
 @data_sources.register("table")
 def _open_table(entry: TableData, split: Split, access: Permissions) -> SplitView:
-    """Open a split of a table; ids are image paths as written, or row numbers for texts.
-
-    Relative paths start at the file's folder. Only the test split needs labels.
-    """
+    """Open a split of a table; ids are image paths as written, or row numbers for texts."""
     wanted = {entry.path_column, entry.label, entry.image_column, entry.answer_column}
     if entry.has_text_column:
         wanted |= {*_prompt_columns(entry).values(), *related_text_columns(entry).values()}
@@ -416,11 +405,7 @@ def _open_hf(entry: HfData, split: Split, access: Permissions) -> SplitView:
     classes = tuple(feature.names) if isinstance(feature, ClassLabel) else None
     if entry.has_text_column:
         columns = rows.column_names
-        wanted = (
-            *_prompt_columns(entry).values(),
-            entry.answer_column,
-            *related_text_columns(entry).values(),
-        )
+        wanted = (*_prompt_columns(entry).values(), entry.answer_column, *related_text_columns(entry).values())
         present = [name for name in dict.fromkeys(wanted) if name in columns]
         read = rows.select_columns(present).__getitem__ if present else lambda _: {}
         about = {"where": where, "origin": origin}

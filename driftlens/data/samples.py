@@ -83,7 +83,7 @@ def halve_batch_on_oom(
 class Batch:
     """A batch of consecutive samples: their positions in the set and the model's raw inputs.
 
-    `copied` are digests of the samples that these are copies of, or are; empty where none is a copy.
+    `copied` are digests of the samples that these are copies of; empty where none is a copy.
     """
 
     start: int
@@ -200,8 +200,7 @@ class SampleSet:
         """Return the question and answer of one sample; refuse samples that are not texts."""
         if self.texts is None:
             raise DataError(
-                f"task {self.task}: the {self.split} samples are not texts",
-                hint="Use `kind: jsonl`, `table` or `hf`.",
+                f"task {self.task}: the {self.split} samples are not texts", hint="Use `kind: jsonl`, `table` or `hf`."
             )
         return self.texts.read(position)
 
@@ -288,10 +287,7 @@ def _content_digest(sample: Any) -> str:
 
 
 def data_digest(ids: Sequence[str], read: Callable[[int], Any]) -> str:
-    """Compute a hexadecimal digest of all ids, in any order, and of a few evenly spaced samples.
-
-    A sample is text, numbers, an image or tensor, or a mapping or sequence of these.
-    """
+    """Compute a hexadecimal digest of all ids, in any order, and of a few evenly spaced samples."""
     order = sorted(range(len(ids)), key=lambda position: ids[position])
     # File names that are not valid UTF-8 contain surrogates, which a strict encoder refuses.
     digest = hashlib.sha256("\n".join(ids[position] for position in order).encode("utf-8", "surrogatepass"))
@@ -330,25 +326,12 @@ DRAWN_BY = "the names of split and task, so a renamed task gets other samples"
 
 
 def sample_positions(
-    view: SplitView,
-    n: int | Literal["all"],
-    seed: int,
-    *,
-    task: str,
-    split: Split,
-    exclude_ids: Collection[str] = (),
+    view: SplitView, n: int | Literal["all"], seed: int, *, task: str, split: Split, exclude_ids: Collection[str] = ()
 ) -> tuple[int, ...]:
     """Sample positions of a split at random, in random order; `all` keeps the split's order.
 
-    Equal arguments give equal samples on every machine, and a smaller `n` gives a prefix of a larger one.
-
-    Args:
-        view: the split.
-        n: number of samples; fewer left is an error.
-        seed: of the sampling.
-        task: the task's name; tasks on the same data get different samples.
-        split: the split's name.
-        exclude_ids: samples that must not be chosen.
+    Equal arguments give equal samples on every machine, and a smaller `n` gives a prefix of a larger one. Tasks on the
+    same data get different samples.
     """
     excluded = frozenset(exclude_ids)
     left = [position for position, sample in enumerate(view.ids) if sample not in excluded]

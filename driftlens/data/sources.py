@@ -46,10 +46,8 @@ class SplitView:
     Attributes:
         origin: the place, for messages; equal origins mean the same samples under the same ids.
         ids: one identifier per sample (path, `test/17`, row index, line number).
-        label: position -> class name, or None without a label.
         read: position -> the image (PIL, or a uint8 array), or the pair of texts (input, target).
         holds: kind of samples, `image` or `text`; a model reads one of them (`models.chain.Modality`).
-        related: position -> the text's counterpart.
     """
 
     origin: str
@@ -155,8 +153,7 @@ def label_to_class(label: int | str, classes: Sequence[str] | None, where: str) 
         return str(label)
     if not 0 <= label < len(classes):
         raise DataError(
-            f"{where}: label {label} is outside 0 to {len(classes) - 1}",
-            hint="Labels index the class names, from 0.",
+            f"{where}: label {label} is outside 0 to {len(classes) - 1}", hint="Labels index the class names, from 0."
         )
     return classes[label]
 
@@ -343,8 +340,7 @@ def _decoded_values(array: np.ndarray[Any, np.dtype[Any]]) -> list[Any]:
 def _open_python(entry: PythonData, split: Split, access: Permissions) -> SplitView:
     """Open the (image, label) pairs that the user's `package.module:function` returns for a split.
 
-    Images are PIL images or uint8 arrays. Labels are class names, numbers that index the attribute `class_names` or
-    `classes`, or None. Ids are positions.
+    Labels are class names, numbers that index the attribute `class_names` or `classes`, or None.
     """
     items, where = access.import_function(entry.target, "data source")(split), f"{entry.target}({split!r})"
     names = find_class_names(items)

@@ -26,12 +26,9 @@ Preprocess = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class _PassageCorpus:
-    """The passages that retrieval queries search.
+    """The passages that retrieval queries search, each once, and their positions by the names that queries use.
 
-    Attributes:
-        texts: each once.
-        keys: names used by queries -> positions; several passages may share a name.
-        is_whole: True if every query searches all of them; otherwise each has its own.
+    With `is_whole` every query searches all of them; otherwise each has its own.
     """
 
     texts: tuple[str, ...]
@@ -52,10 +49,7 @@ class _PassageCorpus:
 
 @dataclass(frozen=True)
 class SimilarityTask:
-    """The texts that a task's test samples are compared with: a second text each or, for retrieval, `passages`.
-
-    `reader` tokenizes the other texts.
-    """
+    """The texts that test samples are compared with: a second text each or, for retrieval, `passages`."""
 
     of: Callable[[int], RelatedTexts]
     reader: TextProcessor | None

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import driftlens as dl
 from benchmarks.calibration_floor import floor_seconds, product_rates
-from benchmarks.reference_calibration import Clock, Weights
-from benchmarks.reference_calibration import calibrate as reference
+from benchmarks.reference_calibration import Clock, Weights, calibrate as reference
 from driftlens.calibration.featcal import FeatCal
 from driftlens.checkpoints.tensor_sources import module_source
 from driftlens.data.samples import Batch

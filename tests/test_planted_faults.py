@@ -21,23 +21,17 @@ import torch.nn.functional as F
 from driftlens.calibration import featcal
 from driftlens.calibration.featcal import FeatCal
 from driftlens.diagnostics import attribution, drift
-from driftlens.engine import calibrating, walk
-from driftlens.engine import pool as pool_module
+from driftlens.engine import calibrating, pool as pool_module, walk
 from driftlens.engine.pool import ModelPool
 from driftlens.linalg import gram, state
 from driftlens.merging.method import merge_methods
-from driftlens.models import chain as chains
-from driftlens.models import heads
-from driftlens.models import readouts as embeddings
+from driftlens.models import chain as chains, heads, readouts as embeddings
 from driftlens.models.architectures import clip
 from driftlens.models.chain import adapters
 from driftlens.models.tracing import block_runner
-from tests.calibration import test_mixtures as mixed
-from tests.calibration import test_reference as calibration
+from tests.calibration import test_mixtures as mixed, test_reference as calibration
 from tests.diagnostics.heads import head
-from tests.identities import test_attribution as attributed
-from tests.identities import test_routing as routing
-from tests.identities import test_split as split
+from tests.identities import test_attribution as attributed, test_routing as routing, test_split as split
 from tests.models import test_sentences as sentences
 from tests.zoo.cases import CASES, family
 

@@ -220,8 +220,7 @@ def _check(
 
     Checks without measured values are skipped.
     """
-    from driftlens.results.checks import check as judge
-    from driftlens.results.checks import junit_xml
+    from driftlens.results.checks import check as judge, junit_xml
     from driftlens.runs.run import unfinished_work
     from driftlens.runs.verify import verify_files
     from driftlens.utils.files import write_text_atomic
@@ -265,8 +264,7 @@ def _compare(
     as_json: JsonFlag = False,
 ) -> None:
     """Compare two runs or two variants: drift, flips, accuracy with intervals."""
-    from driftlens.results.compare import compare as compared
-    from driftlens.results.compare import mean_score_change
+    from driftlens.results.compare import compare as compared, mean_score_change
     from driftlens.runs.verify import TOLERANCE, compare_tables
     from driftlens.utils.intervals import interval_p_value
     from driftlens_reports.terminal import run_comparison_text
@@ -380,8 +378,7 @@ def _export(
     """Write figures and tables for a paper, with numbers, provenance and caption drafts."""
     from driftlens.runs.run import open_run
     from driftlens_reports.card import save_summary_image
-    from driftlens_reports.paper.exhibit import ExhibitOptions
-    from driftlens_reports.paper.exhibit import export_exhibits as write
+    from driftlens_reports.paper.exhibit import ExhibitOptions, export_exhibits as write
 
     names = [*request.figures, *request.tables]
     if request.card:

@@ -167,8 +167,7 @@ def _analyze(
     Given a run directory, add missing scores and the attribution of drift to layers, and with --add diagnostics.
     """
     from driftlens.config.run import load_spec
-    from driftlens.pipelines.analyze import analyze as run_analysis
-    from driftlens.pipelines.analyze import measure_missing_parts
+    from driftlens.pipelines.analyze import analyze as run_analysis, measure_missing_parts
 
     if source.is_dir():
         if request != AnalysisRequest():

@@ -17,8 +17,7 @@ from driftlens.utils.distributed import Permissions
 from driftlens.utils.errors import DataError, SpecError, add_error_context, shorten_list
 
 if TYPE_CHECKING:
-    from driftlens.config.data import DataDefaults, TextEntry
-    from driftlens.config.data import TaskData as TaskEntry
+    from driftlens.config.data import DataDefaults, TaskData as TaskEntry, TextEntry
 
 # Images (or pairs of texts) of a batch -> the model's raw inputs, stacked.
 Preprocess = Callable[[list[Any]], Any]

@@ -358,8 +358,7 @@ def compare_merges(spec: SpecLike, request: ComparisonRequest, around: JobArgume
         around: by keywords, fields of `JobArguments`.
     """
     from driftlens.config.run import load_spec
-    from driftlens.pipelines.compare_merges import compare_merges as compared
-    from driftlens.pipelines.compare_merges import resolve_merges
+    from driftlens.pipelines.compare_merges import compare_merges as compared, resolve_merges
     from driftlens.utils.files import require_unused_path
     from driftlens_reports.merges import merge_ranking_table, write_merge_ranking
 
@@ -416,8 +415,7 @@ def sweep(
         modules: for a run of live modules, see `Run.calibrate`.
         data: for a run of live modules, see `Run.calibrate`.
     """
-    from driftlens.pipelines.sweep import compare_methods, resolve_calibrators
-    from driftlens.pipelines.sweep import sweep as run_sweep
+    from driftlens.pipelines.sweep import compare_methods, resolve_calibrators, sweep as run_sweep
 
     with around.context(_live_study_opener(run, modules, data, around.device)) as context:
         if request.is_comparison:

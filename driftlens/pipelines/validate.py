@@ -44,8 +44,7 @@ from driftlens.models.heads import Head, LinearHead, ScoreMap
 from driftlens.models.readouts import ExpertHead
 from driftlens.pipelines.calibration_plan import resolve_calibrator
 from driftlens.pipelines.evaluation import score_variants
-from driftlens.results.formatting import format_bytes
-from driftlens.results.formatting import format_estimate as with_interval
+from driftlens.results.formatting import format_bytes, format_estimate as with_interval
 from driftlens.utils.devices import resolve_device
 from driftlens.utils.distributed import Permissions, ProgressReporter
 from driftlens.utils.errors import DataError, DriftLensError, wrap_library_error

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from driftlens.utils.errors import RunError, SchemaTooNewError
-from driftlens.utils.registry import ANY, Range, Worse
-from driftlens.utils.registry import ColumnSchema as ColumnSchema
+from driftlens.utils.registry import ANY, ColumnSchema as ColumnSchema, Range, Worse
 from driftlens.utils.variants import METRICS
 
 # Raise the minor version with each added column or table. Older versions then refuse to write to such runs, because

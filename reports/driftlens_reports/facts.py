@@ -22,8 +22,7 @@ from driftlens.results.formatting import (
     strip_control_chars,
 )
 from driftlens.results.measures import share_of_true
-from driftlens.results.verdict import layer_drift_shares as shares_of
-from driftlens.results.verdict import row_drift_share
+from driftlens.results.verdict import layer_drift_shares as shares_of, row_drift_share
 from driftlens.runs.run import DriftRun, cache_on_run
 from driftlens.utils.errors import pluralize
 from driftlens.utils.intervals import Interval

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from driftlens.runs.manifest import THUMB_SIDE as SIDE
-from driftlens.runs.manifest import thumbs_file
+from driftlens.runs.manifest import THUMB_SIDE as SIDE, thumbs_file
 from driftlens.runs.run import DriftRun, open_run
 from tests.browser.chromium import lacking, launch
 from tests.browser.server import serving

@@ -14,8 +14,7 @@ from playwright.sync_api import expect
 from driftlens.results.measures import OUTCOMES, sample_outcomes
 from driftlens.runs.manifest import THUMB_SIDE, texts_file, thumbs_file
 from driftlens.runs.run import DriftRun, open_run
-from driftlens_reports.explorer import Explorer, explorer_data
-from driftlens_reports.explorer import render_page as explorer_page
+from driftlens_reports.explorer import Explorer, explorer_data, render_page as explorer_page
 from tests.browser.reading import Opened, eventually
 from tests.runs.full_run import Size, write_full_run
 

@@ -9,8 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from PIL import Image
 
 from driftlens.config.data import DataDefaults

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from torch import Tensor
 
 from driftlens.linalg.ridge import (

@@ -28,8 +28,7 @@ from driftlens.experiment.resume import reopen_study
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.merging.method import merge_by_name
 from driftlens.models.heads import Head
-from driftlens.pipelines import calibrate as job
-from driftlens.pipelines import model_selection
+from driftlens.pipelines import calibrate as job, model_selection
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.pipelines.calibration_plan import replace_parameters
 from driftlens.pipelines.evaluation import final_drift_columns

@@ -15,8 +15,7 @@ from PIL import Image
 import driftlens.cli as cli
 from driftlens.checkpoints import loading
 from driftlens.checkpoints.loading import read_config
-from driftlens.config import run as spec_run
-from driftlens.config import types
+from driftlens.config import run as spec_run, types
 from driftlens.config.requests import MOST_DRAWS, Modules
 from driftlens.config.run import load_spec
 from driftlens.data.sources import read_image

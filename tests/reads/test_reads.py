@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from PIL import Image
 from safetensors.torch import save_file
 from transformers import GPT2Config

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 import driftlens as dl
 from driftlens.results.compare import compare

@@ -9,8 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from driftlens.runs.schema import ACCURACY, LAYERS, RESOURCES, TABLES, ColumnSchema, TableSchema
 from driftlens.runs.tables import append_rows, conform_to_schema, csv_text, empty_frame, read_table

@@ -5,8 +5,7 @@ import re
 import urllib.parse
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from driftlens.runs.manifest import feature_file, read_manifest
 from driftlens.runs.verify import verify_files

@@ -13,8 +13,7 @@ import transformers
 from driftlens.models.texts import TextProcessor
 from tests.zoo.cases import perturbed, with_seed
 from tests.zoo.decoders import llama, t5
-from tests.zoo.tokenizers import WORDS as VOCABULARY
-from tests.zoo.tokenizers import word_tokenizer
+from tests.zoo.tokenizers import WORDS as VOCABULARY, word_tokenizer
 
 PAIRS = [
     *[

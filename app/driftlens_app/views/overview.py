@@ -12,8 +12,7 @@ from streamlit.column_config import AreaChartColumn, NumberColumn
 
 from driftlens.results.checks import CheckReport, run_self_checks
 from driftlens.results.formatting import NOT_MEASURED, Table, format_bytes, is_measured
-from driftlens.results.verdict import Verdict, task_table, verdict
-from driftlens.results.verdict import caveat_sentences as stamps_of
+from driftlens.results.verdict import Verdict, caveat_sentences as stamps_of, task_table, verdict
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import pluralize
 from driftlens.utils.variants import display_name

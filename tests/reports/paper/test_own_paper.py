@@ -19,8 +19,7 @@ from driftlens.utils.errors import DataError
 from driftlens_reports.paper.exhibit import WIDTHS, ExhibitOptions, draw_exhibit, exhibits
 from driftlens_reports.paper.tables import latex_table
 from tests.quick import few
-from tests.reports.paper.drawn import bars, code_of, line_points, lines, segments, texts, typeset, words
-from tests.reports.paper.drawn import draw as drawn
+from tests.reports.paper.drawn import bars, code_of, draw as drawn, line_points, lines, segments, texts, typeset, words
 from tests.reports.paper.saved_runs import figure_run
 from tests.runs.full_run import VARIANTS, Size
 

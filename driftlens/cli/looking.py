@@ -7,6 +7,7 @@ import platform
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -356,16 +357,13 @@ def _report(
     if as_json:
         print_json(paths)
         return
-    for path in _summarize_written_files(paths):
-        print_result(f"wrote {path}")
-
-
-def _summarize_written_files(paths: list[Path]) -> list[str]:
-    """Summarize written files: one line per file, or per folder with many files."""
-    folders = dict.fromkeys(path.parent for path in paths if path.parent.name in ("csv", "latex"))
-    files = [str(path) for path in paths if path.parent not in folders]
-    counts = [(folder, sum(path.parent == folder for path in paths)) for folder in folders]
-    return [*files, *(f"{count} files in {folder}" for folder, count in counts)]
+    # Formats of many files have a folder each.
+    folders = Counter(path.parent for path in paths if path.parent.name in ("csv", "latex"))
+    for path in paths:
+        if path.parent not in folders:
+            print_result(f"wrote {path}")
+    for folder, count in folders.items():
+        print_result(f"wrote {count} files in {folder}")
 
 
 @app.command()

@@ -35,7 +35,7 @@ from driftlens.config.run import (
     set_spec_value,
 )
 from driftlens.config.types import read_yaml_mapping, to_yaml
-from driftlens.data.entries import infer_data_entry
+from driftlens.data.rows import infer_data_entry
 from driftlens.data.sources import SplitView, open_split
 from driftlens.demo import PROBES
 from driftlens.runs.writer import refuse_occupied_folder

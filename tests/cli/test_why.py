@@ -12,7 +12,7 @@ import transformers
 import yaml
 
 from driftlens.config.run import load_spec, parse_recipe
-from driftlens.data.entries import infer_data_entry
+from driftlens.data.rows import infer_data_entry
 from driftlens.demo import PROBES
 from driftlens.pipelines.quickstart import draft_spec, models_by_role
 from driftlens.runs.run import open_run

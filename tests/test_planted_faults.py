@@ -207,7 +207,7 @@ def prefix_off_by_one(original: Any) -> Any:
     def late(self, view):  # type: ignore[no-untyped-def]
         original(self, view)
         if view.layer.index > 1:
-            self.batch.put(self.file(view.layer.index - 1), view.merged_out)
+            self.batch.put(self.prefix_key(view.layer.index - 1), view.merged_out)
 
     return late
 
@@ -304,11 +304,13 @@ PLANTED: dict[Check, dict[str, Fault]] = {
         "swapped_keys_and_values": put(clip._UnpackedAttention, "forward", swapped_keys_and_values),
     },
     contributions_sum_to_the_drift: {
-        "crossed_output_of_the_wrong_model": ATTRIBUTION("smooth_split", crossed_output_is("expert_out")),
+        "crossed_output_of_the_wrong_model": ATTRIBUTION("differentiable_split", crossed_output_is("expert_out")),
         "quadrature_on_the_wrong_interval": STATE(
             "gauss_legendre", lambda nodes_of: lambda nodes: [(2 * t - 1, w) for t, w in nodes_of(nodes)]
         ),
-        "one_point_for_all_nodes": STATE("stacked", lambda stacked: lambda points: stacked(points[:1] * len(points))),
+        "one_point_for_all_nodes": STATE(
+            "stack_states", lambda stacked: lambda points: stacked(points[:1] * len(points))
+        ),
         "mean_left_in_the_norms_derivative": put(
             state,
             "_layer_norm_projection",
@@ -339,7 +341,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
         "crossed_output_on_the_wrong_input": WALK("decompose", crossed_output_is("merged_out")),
         "mismatch_and_propagation_swapped": WALK("decompose", mismatch_and_propagation_swapped),
         "mean_for_sum_in_a_norm": WALK(
-            "norm", lambda _: lambda s: next(iter(s.values())).flatten(1).square().mean(dim=1).sqrt()
+            "state_norms", lambda _: lambda s: next(iter(s.values())).flatten(1).square().mean(dim=1).sqrt()
         ),
         "last_token_for_the_class_token": put(
             chains,
@@ -391,11 +393,13 @@ PLANTED: dict[Check, dict[str, Fault]] = {
         )
     },
     calibration_agrees_with_the_slow_reference: {
-        "transposed_expert_weight": SUMS("stacked", lambda stacked: lambda *given: transposed(stacked(*given))),
+        "transposed_expert_weight": SUMS(
+            "stack_site_weights", lambda stacked: lambda *given: transposed(stacked(*given))
+        ),
         "expert_of_the_next_layer": put(ModelPool, "parameters", expert_of_the_next_layer),
-        "anchor_left_out": FEATCAL("anchor_of", lambda _: lambda self, merged, base: None),
+        "anchor_left_out": FEATCAL("anchor_parameters", lambda _: lambda self, merged, base: None),
         "anchor_without_the_base": FEATCAL(
-            "anchor_of", lambda anchor: lambda self, merged, base: anchor(self, merged, merged)
+            "anchor_parameters", lambda anchor: lambda self, merged, base: anchor(self, merged, merged)
         ),
         "mean_over_tasks_for_their_sum": FEATCAL(
             "task_weight", lambda weight: lambda self, norm: weight(self, norm) / 2
@@ -404,7 +408,7 @@ PLANTED: dict[Check, dict[str, Fault]] = {
         "stale_features": ADVANCE(stale_features),
         "expert_path_replaced": ADVANCE(expert_path_replaced),
         "target_of_the_expert_alone": SUMS(
-            "OutputCross", lambda cross: lambda *given, **options: cross(*given, **options | {"alpha": 1.0})
+            "CrossMomentSum", lambda cross: lambda *given, **options: cross(*given, **options | {"alpha": 1.0})
         ),
         "expert_outputs_with_their_bias": SUMS(
             "_stacked_biases_or_zeros", lambda bias: lambda *given: torch.zeros_like(bias(*given))

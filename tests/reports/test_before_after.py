@@ -30,7 +30,6 @@ from driftlens.utils.errors import DataError
 from driftlens.utils.intervals import (
     Interval,
     interval_p_value,
-    mcnemar_test,
     mean_over_tasks,
     unpaired_difference,
 )
@@ -188,18 +187,6 @@ def test_without_answers_of_all_test_samples_the_interval_is_of_the_counts(tmp_p
     )
 
 
-@pytest.mark.slow
-def test_answers_of_the_test_samples_themselves_pair_the_interval(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", tests=24)  # the diagnosis samples are then the test samples
-    for entry in score_changes(run, NAME):
-        right = [rows["pred"] == rows["label"] for rows in (run.outputs(entry.task, v) for v in ("merged", VARIANT))]
-        found = mcnemar_test(*(answers.to_numpy(dtype=bool) for answers in right))
-        assert entry.paired and entry.answered == "test" and entry.answers == found
-        assert (entry.value, entry.low, entry.high) == (found.difference, found.ci_low, found.ci_high)
-    text = calibration_text(run, NAME, verbose=True)
-    assert re.search(r" test +24 ", text) and "wider than" not in text and "paired by sample" in text
-
-
 def test_stored_predictions_of_the_test_samples_pair_the_interval(tmp_path: Path) -> None:
     run_of(tmp_path / "run")
     right = {"merged": [1.0] * 200 + [0.0] * 200, VARIANT: [1.0] * 230 + [0.0] * 170, "expert": [1.0] * 400}
@@ -280,7 +267,7 @@ def test_the_report_tells_the_same_numbers(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_report_works_every_change_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    for name in ("drift_changes", "changed_score"):
+    for name in ("drift_changes", "score_change"):
 
         def counted(*given: object, work: object = getattr(measures, name), **more: object) -> object:
             asked.append((work, *given[2:], *more.items()))

@@ -138,7 +138,7 @@ def test_removing_what_is_not_there_changes_nothing(without: Path, tmp_path: Pat
     assert verify_files(folder).ok
 
 
-STOPS = ("write_manifest", "without", "remove_tree")
+STOPS = ("write_manifest", "table_without_rows", "remove_tree")
 
 
 @pytest.mark.slow

@@ -11,13 +11,12 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from driftlens.data.samples import SampleSet, seeded_rng
+from driftlens.data.samples import SampleSet, map_tensors, seeded_rng
 from driftlens.data.sources import Picture
 from driftlens.utils.errors import DataError, SpecError, did_you_mean
 
@@ -45,7 +44,7 @@ def append_views(samples: SampleSet) -> SampleSet:
     original = replace(samples, views=None)
     count, dims = len(original), list[int]()
     if original.texts is None:
-        _map_tensors(lambda x: dims.append(x.dim()) if x.is_floating_point() else None, original.load([0]))
+        map_tensors(lambda x: dims.append(x.dim()) if x.is_floating_point() else None, original.load([0]))
     # In the order of `auto`.
     fits = {"words": original.texts is not None, "crop": 4 in dims, "mix": bool(dims)}
     kind = next((name for name in fits if fits[name]), "mix") if views.kind == "auto" else views.kind
@@ -75,16 +74,6 @@ def append_views(samples: SampleSet) -> SampleSet:
     return every
 
 
-def _map_tensors(change: Callable[..., Any], *inputs: Any) -> Any:
-    """Apply `change` to corresponding tensors of one or more raw inputs of equal structure."""
-    sample = inputs[0]
-    if isinstance(sample, Mapping):
-        return {name: _map_tensors(change, *(batch[name] for batch in inputs)) for name in sample}
-    if isinstance(sample, list | tuple):
-        return tuple(_map_tensors(change, *parts) for parts in zip(*inputs, strict=True))
-    return change(*inputs) if hasattr(sample, "is_floating_point") else sample
-
-
 def _cropped_batch_loader(original: SampleSet, random: Callable[[int], Generator]) -> Callable[[Sequence[int]], Any]:
     """Return a loader of samples and crop copies: images [n, c, h, w], shifted, scaled by 1 + u, plus v."""
     import torch
@@ -98,7 +87,7 @@ def _cropped_batch_loader(original: SampleSet, random: Callable[[int], Generator
             rows = zip(positions, value, strict=True)
             return torch.stack([row if at < count else _shift_and_relight(row, random(at)) for at, row in rows])
 
-        return _map_tensors(shift_images, original.load([view % count for view in positions]))
+        return map_tensors(shift_images, original.load([view % count for view in positions]))
 
     return load_cropped_batch
 
@@ -147,7 +136,7 @@ def _mixed_batch_loader(original: SampleSet, random: Callable[[int], Generator])
             # Originals stay bit-identical; 1 * x + 0 * y would turn an infinite y into NaN.
             return torch.where(is_copy.reshape(side_by_side), share * value + (1 - share) * other, value)
 
-        return _map_tensors(mix_tensors, original.load([view % count for view in positions]), original.load(others))
+        return map_tensors(mix_tensors, original.load([view % count for view in positions]), original.load(others))
 
     return load_mixed_batch
 
@@ -333,6 +322,4 @@ def _plasma_fractal(side: int, decay: float, random: np.random.Generator) -> Pix
     return np.asarray(heights / max(heights.max(), 1e-12), dtype=np.float64)
 
 
-CORRUPTIONS: Mapping[str, Change] = MappingProxyType(
-    {"gaussian_noise": _gaussian_noise, "motion_blur": _motion_blur, "fog": _fog}
-)
+CORRUPTIONS: Mapping[str, Change] = {"gaussian_noise": _gaussian_noise, "motion_blur": _motion_blur, "fog": _fog}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -99,17 +100,18 @@ class Batch:
 
     def select_rows(self, begin: int, end: int) -> Batch:
         """Return a batch of the samples [begin, end), padded as before."""
-        inputs = slice_rows(self.inputs, slice(begin, end))
+        inputs = map_tensors(operator.itemgetter(slice(begin, end)), self.inputs)
         return Batch(self.start + begin, min(self.stop, self.start + end), inputs, self.copied[begin:end])
 
 
-def slice_rows(inputs: Any, places: slice) -> Any:
-    """Slice the rows of every tensor in raw inputs (a tensor, mapping or sequence)."""
-    if isinstance(inputs, Mapping):
-        return {name: slice_rows(entry, places) for name, entry in inputs.items()}
-    if isinstance(inputs, list | tuple):
-        return tuple(slice_rows(entry, places) for entry in inputs)
-    return inputs[places] if hasattr(inputs, "shape") else inputs
+def map_tensors(change: Callable[..., Any], *inputs: Any) -> Any:
+    """Apply `change` to corresponding tensors of raw inputs of equal structure (a tensor, mapping or sequence)."""
+    sample = inputs[0]
+    if isinstance(sample, Mapping):
+        return {name: map_tensors(change, *(batch[name] for batch in inputs)) for name in sample}
+    if isinstance(sample, list | tuple):
+        return tuple(map_tensors(change, *parts) for parts in zip(*inputs, strict=True))
+    return change(*inputs) if hasattr(sample, "is_floating_point") else sample
 
 
 # Answers that calibration shows a model: the data's, the expert's, or none.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlens.checkpoints.tensor_sources import EmbeddingTable, StateSource, TensorHeader, check_finite
-from driftlens.data.samples import SampleSet
+from driftlens.data.samples import SampleSet, map_tensors
 from driftlens.models.chain import (
     ExpertRoutes,
     Layer,
@@ -34,22 +34,18 @@ from driftlens.utils.errors import DataError, IncompatibleModelsError, shorten_l
 
 def inputs_to_device(inputs: object, device: torch.device, dtype: torch.dtype) -> object:
     """Move raw model inputs to a device, floating tensors also to `dtype`; lists become tuples."""
-    if isinstance(inputs, Tensor):
-        return to_device(inputs, device, dtype if inputs.is_floating_point() else None)
-    if isinstance(inputs, Mapping):
-        return {name: inputs_to_device(value, device, dtype) for name, value in inputs.items()}
-    if isinstance(inputs, list | tuple):
-        return tuple(inputs_to_device(value, device, dtype) for value in inputs)
-    return inputs
+
+    def move_tensor(tensor: Tensor) -> Tensor:
+        return to_device(tensor, device, dtype if tensor.is_floating_point() else None)
+
+    return map_tensors(move_tensor, inputs)
 
 
 def input_bytes(inputs: object) -> int:
     """Return the size of raw model inputs in bytes."""
-    if isinstance(inputs, Tensor):
-        return inputs.nbytes
-    if isinstance(inputs, Mapping):
-        return sum(input_bytes(value) for value in inputs.values())
-    return sum(input_bytes(value) for value in inputs) if isinstance(inputs, list | tuple) else 0
+    sizes: list[int] = []
+    map_tensors(lambda tensor: sizes.append(tensor.nbytes), inputs)
+    return sum(sizes)
 
 
 def with_updated_parameters(layer: Layer, parameters: Parameters, updates: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ from driftlens.config.data import TextEntry
 from driftlens.config.requests import LiveSettings, Modules
 from driftlens.config.types import validate_section
 from driftlens.data.rows import related_text_columns, text_split_view
-from driftlens.data.samples import SampleSet, mask_for_input, random_order, sample_positions, slice_rows
+from driftlens.data.samples import SampleSet, map_tensors, mask_for_input, random_order, sample_positions
 from driftlens.data.sources import Split, find_class_names, label_to_class
 from driftlens.data.task_data import TaskData, build_sample_set, require_same_classes, to_text_samples
 from driftlens.engine.pool import ModelPool, inputs_to_device
@@ -132,7 +132,7 @@ def _head_fingerprints(
     """Return each head's scores of fixed features, which identify the head; refuse a wrong width."""
     # Refuse unreadable inputs before any model runs.
     _, side = chain.start(example)
-    check_deterministic(skeleton, slice_rows(example, slice(_SEEN_TWICE)), chain)
+    check_deterministic(skeleton, map_tensors(lambda tensor: tensor[:_SEEN_TWICE], example), chain)
     if not head_of:
         return {}
     stream = chain.layers[-1].stream

@@ -130,11 +130,6 @@ def describe_change(measure: Measure, before: float, change: Interval) -> str:
     """Format a change with its interval: points for shares, percent for lengths, else the measure's own unit.
 
     If the interval contains 0, no change is claimed. Empty without a change.
-
-    Args:
-        measure: the measure.
-        before: its value before, to which a change of a length is relative.
-        change: after minus before, with its interval.
     """
     if not is_measured(change.value):
         return ""
@@ -209,12 +204,6 @@ def has_same_samples(a: DriftRun, b: DriftRun, task: str, split: str = "diagnosi
     """Return True if two runs used the same samples of a task, by the data's origin; None if unknown.
 
     Ids alone are not enough, because two data sets may both count from 0.
-
-    Args:
-        a: one run.
-        b: the other run; a run shares its samples with itself.
-        task: the task.
-        split: diagnosis, test or calibration.
     """
     if a.id == b.id:
         return True
@@ -357,14 +346,7 @@ def _correctness_by_sample(run: DriftRun, task: str, variant: str, metric: Metri
 
 @cache_on_run
 def variant_score(run: DriftRun, task: str, variant: str, metric: Metric) -> Interval:
-    """Return the test score of a variant with its interval and sample count; NaN without a score.
-
-    Args:
-        run: the run.
-        task: the task.
-        variant: the variant, or "expert".
-        metric: any metric of the accuracy table.
-    """
+    """Return the test score of a variant with its interval and sample count; NaN without a score."""
     rows = run.accuracy(task, variant)
     rows = rows[(rows["metric"] == metric.name) & rows["value"].notna() & rows["n"].notna()]
     if rows.empty:
@@ -411,14 +393,7 @@ _LEVELS: Mapping[str, Callable[[DriftRun], _Levels]] = {
 
 
 def value_on_task(run: DriftRun, measure: Measure, task: str, variant: str) -> MeasuredValue:
-    """Return the value of a measure for one variant and task; NaN if it was not measured.
-
-    Args:
-        run: the run.
-        measure: the measure; `SCORE` takes the task's main metric.
-        task: the task.
-        variant: the variant, or "expert" for the task's own.
-    """
+    """Return the value of a measure for one variant and task (of `SCORE`: the main metric); NaN if not measured."""
     row = _LEVELS[measure.role](run).get((measure.role, task, variant))
     metric = main_metrics(run).get(task, ACCURACY) if measure is SCORE else None
     return row or _measured_value(_measure_of_metric(metric) if metric else measure, Interval(math.nan), task, variant)

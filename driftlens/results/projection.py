@@ -332,7 +332,7 @@ def project(
     digest = hashlib.sha256(key.encode()).hexdigest()[:32]
     label = f"{settings.method} of {task}"
     report("layout", 0, 1, label)
-    projection = _stored_layout(opened.path / _FOLDER, settings, digest)
+    projection = _find_stored_layout(opened.path / _FOLDER, settings, record)
     if projection is None:
         points = load_features(opened, settings)
         rows = np.concatenate([points.directions[role] for role in settings.roles])
@@ -367,18 +367,25 @@ def _feature_digests(run: DriftRun, settings: ProjectionSettings) -> dict[str, s
     return digests
 
 
-def _stored_layout(folder: pathlib.Path, settings: ProjectionSettings, digest: str) -> Projection | None:
-    """Read the stored layout of this digest, if there is one."""
-    path = folder / f"{digest}.json"
-    if not path.exists():
-        return None
-    try:
-        values = _parse_description(parse_json(regular_file(path).read_bytes()))
-    except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        hint = "Delete the file to recompute the projection. `driftlens check` lists damaged files."
-        raise RunError(f"{path} can't be read: {error}", hint=hint) from error
-    frame = read_table(path.with_suffix(".parquet"), _POINTS)
-    return Projection(settings=settings, frame=frame, digest=digest, **values)
+def _find_stored_layout(
+    folder: pathlib.Path, settings: ProjectionSettings, wanted: Mapping[str, Any]
+) -> Projection | None:
+    """Return the file of a stored layout with these settings and features, if there is one."""
+    wanted = parse_json(json.dumps(wanted))
+    for path in sorted(folder.glob("*.json")):
+        try:
+            record = parse_json(regular_file(path).read_text(encoding="utf-8"))
+            # `fit_on` was a setting of earlier versions.
+            stored = {key: value for key, value in record["settings"].items() if key != "fit_on"}
+            if {"settings": stored, "features": record["features"]} != wanted:
+                continue
+            values = _parse_description(record)
+        except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            hint = "Delete the file to recompute the projection. `driftlens check` lists damaged files."
+            raise RunError(f"{path} can't be read: {error}", hint=hint) from error
+        frame = read_table(path.with_suffix(".parquet"), _POINTS)
+        return Projection(settings=settings, frame=frame, digest=path.stem, **values)
+    return None
 
 
 def _write_projection(run: DriftRun, projection: Projection, record: Mapping[str, Any]) -> None:

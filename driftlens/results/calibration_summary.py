@@ -71,8 +71,8 @@ def before_after_rows(run: DriftRun, name: str) -> pd.DataFrame:
                 row |= {about.name: finding.value, f"{about.name}_error": finding.high - finding.value}
             score = value_on_task(run, SCORE, task, variant)
             # Other metrics must not appear as accuracy in a column of that name.
-            row["accuracy"] = score.value if score.about.name == ACCURACY.name else math.nan
-            row |= {"low": score.low, "high": score.high, "n": score.n}
+            accuracy = score.value if score.about.name == ACCURACY.name else math.nan
+            row |= {"accuracy": accuracy, "low": score.low, "high": score.high, "n": score.n}
             rows.append(row | {"metric": score.about.name, "score": score.value})
     frame = pd.DataFrame(rows)
     frame.attrs["notices"] = list(run.manifest.calibrations[name].notices)
@@ -431,11 +431,13 @@ def _calibration_cost(run: DriftRun, name: str) -> dict[str, Any]:
     info, used = run.calibration_info(name), run.resources()
     phase = used.loc[used["phase"] == f"calibrate:{name}", ["peak_rss_bytes", "energy_wh"]]
     peak, energy = (json_value(value) for value in phase.iloc[0]) if len(phase) else (None, None)
-    row = {"method": info.method, "seconds": info.seconds, "energy_wh": energy}
-    # The peak is that of the process up to this phase: it can only grow from one calibration to the next.
-    row |= {"peak_mib": None if peak is None else round(peak / _MIB)}
-    found_out = fmean(info.found_out.values()) if info.found_out else None
-    return row | {"added": info.attached, "task_id": info.attached > 0, "found_out": found_out}
+    return {
+        **{"method": info.method, "seconds": info.seconds, "energy_wh": energy},
+        # The peak is that of the process up to this phase: it can only grow from one calibration to the next.
+        "peak_mib": None if peak is None else round(peak / _MIB),
+        **{"added": info.attached, "task_id": info.attached > 0},
+        "found_out": fmean(info.found_out.values()) if info.found_out else None,
+    }
 
 
 @cache_on_run

@@ -1,19 +1,14 @@
-"""Checks of a run's numbers against bounds, for continuous integration, and self-checks. Entry point: `check`.
+"""Checks of a run's numbers against bounds (`check`), and self-checks of claims that are exact in theory.
 
-A check passes only on measured numbers; otherwise it is skipped with a reason. `run_self_checks` verifies claims that
-are exact in theory. Users write checks as a YAML file:
+A check passes only on measured numbers; otherwise it is skipped with a reason. Users write checks as a YAML file:
 
 checks:
   - {metric: accuracy, change: {points: [merged, "calibrated:featcal"]}, per: task, gte: -0.01}
-  - {metric: cos_mean, where: {variant: "calibrated:featcal", layer: final}, per: task, gte: 0.80}
-  - {metric: drift_l2_mean, where: {layer: final}, change: {from: merged, to: "calibrated:featcal"}, lte: -0.20}
-  - {metric: closure_error, agg: max, lte: 1.0e-4, severity: warn}
 """
 
 from __future__ import annotations
 
 import math
-import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +30,7 @@ from driftlens.config.types import (
     read_yaml_mapping,
     validate_section,
 )
-from driftlens.results.formatting import Kind, Table, format_number
+from driftlens.results.formatting import Kind, Table, format_number, strip_control_chars
 from driftlens.results.measures import drift_changes, score_change, variant_score
 from driftlens.runs.run import DriftRun, cache_on_run, open_run
 from driftlens.runs.schema import TABLES
@@ -44,7 +39,6 @@ from driftlens.utils.errors import (
     DataError,
     LayerNotFoundError,
     did_you_mean,
-    sanitize_text,
 )
 from driftlens.utils.files import PathLike
 from driftlens.utils.intervals import Interval
@@ -541,22 +535,16 @@ def _run_self_check(run: DriftRun, name: str) -> CheckResult:
     measured = rows[rows[column].notna()]
     # Errors may be signed, such as the remainder; the limit holds for their size.
     errors = measured[column].abs().to_numpy(dtype=float)
-    status: Status = "skip"
-    largest, where, reason = math.nan, "", "not measured"
-    if len(errors):
-        worst, largest = measured.iloc[int(errors.argmax())], float(errors.max())
-        place = {key: worst[key] for key in _PLACE if key in rows}
-        place |= {"layer": run.layer_name(place["layer"])} if "layer" in place else {}
-        where = ", ".join(f"{_PLACE[key]}{value}" for key, value in place.items())
-        status = "pass" if largest <= limit else "fail"
-        found = f"{format_number(largest, _DIGITS)} at {where}, wanted <= {_format_all_digits(limit)}"
-        reason = "" if status == "pass" else found
-    title, margin, n = f"{name}: {claim}", limit - largest, len(errors)
-    return CheckResult(title, name, {}, status, largest, "<=", limit, margin, n, where, reason)
-
-
-# Characters that XML forbids, escaped or not.
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+    title = f"{name}: {claim}"
+    if not len(errors):
+        return CheckResult(title, name, {}, "skip", math.nan, "<=", limit, math.nan, 0, reason="not measured")
+    worst, largest = measured.iloc[int(errors.argmax())], float(errors.max())
+    place = {key: worst[key] for key in _PLACE if key in rows}
+    place |= {"layer": run.layer_name(place["layer"])} if "layer" in place else {}
+    where = ", ".join(f"{_PLACE[key]}{value}" for key, value in place.items())
+    found = f"{format_number(largest, _DIGITS)} at {where}, wanted <= {_format_all_digits(limit)}"
+    status, reason = ("pass", "") if largest <= limit else ("fail", found)
+    return CheckResult(title, name, {}, status, largest, "<=", limit, limit - largest, len(errors), where, reason)
 
 
 def junit_xml(report: CheckReport) -> str:
@@ -564,25 +552,20 @@ def junit_xml(report: CheckReport) -> str:
     counts = {"tests": len(report.results), "failures": report.count("fail"), "errors": 0}
     attributes = {name: str(count) for name, count in (counts | {"skipped": report.count("skip")}).items()}
     root = ElementTree.Element("testsuites", attributes)
-    suite = ElementTree.SubElement(root, "testsuite", {"name": _xml_safe_text(report.run.name), **attributes})
+    # Of control characters XML forbids most, escaped or not.
+    suite = ElementTree.SubElement(root, "testsuite", {"name": strip_control_chars(report.run.name), **attributes})
     for result in report.results:
-        case = ElementTree.SubElement(
-            suite,
-            "testcase",
-            {"classname": f"driftlens.{result.metric}", "name": _xml_safe_text(result.title)},
-        )
-        reason = _xml_safe_text(result.reason)
+        names = {"classname": f"driftlens.{result.metric}", "name": strip_control_chars(result.title)}
+        case = ElementTree.SubElement(suite, "testcase", names)
+        reason = strip_control_chars(result.reason)
         if result.status != "skip":
-            measured = {name: getattr(result, name) for name in ("value", "ci_low", "ci_high")}
-            measured["n"] = result.samples
-            bound = {
-                "bound": f"{result.relation} {_format_all_digits(result.threshold)}",
-                "at": _xml_safe_text(result.where),
-            }
+            measured = {"value": result.value, "ci_low": result.ci_low, "ci_high": result.ci_high, "n": result.samples}
             # NaN, which is unequal to itself, marks what was not measured.
-            numbers = {name: _format_all_digits(value) for name, value in measured.items() if value == value and value}
+            texts = {name: _format_all_digits(value) for name, value in measured.items() if value == value and value}
+            texts["bound"] = f"{result.relation} {_format_all_digits(result.threshold)}"
+            texts["at"] = strip_control_chars(result.where)
             properties = ElementTree.SubElement(case, "properties")
-            for name, text in {**numbers, **bound}.items():
+            for name, text in texts.items():
                 ElementTree.SubElement(properties, "property", {"name": name, "value": text})
         if result.status == "fail":
             ElementTree.SubElement(case, "failure", {"type": "check", "message": reason}).text = reason
@@ -592,7 +575,3 @@ def junit_xml(report: CheckReport) -> str:
             ElementTree.SubElement(case, "system-out").text = f"warning: {reason}"
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="utf-8", xml_declaration=True).decode() + "\n"
-
-
-def _xml_safe_text(text: str) -> str:
-    return _NOT_XML.sub("\ufffd", sanitize_text(text))

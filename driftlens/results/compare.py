@@ -211,19 +211,17 @@ def _task_changes(run_before: DriftRun, run_after: DriftRun, task: str, pair: tu
     # One metric for both runs, so that a change never mixes two.
     metric = main_metrics(run_before).get(task, ACCURACY)
     scores = [variant_score(run, task, variant, metric) for run, variant in sides]
-    # Both counts are kept, because the runs may have different test sets.
-    row |= {"metric": metric.name, "n_test_before": scores[0].n, "n_test_after": scores[1].n}
     change = score_change(run_before, run_after, task, pair, metric)
-    row |= {"score_before": scores[0].value, "score_after": scores[1].value, "score_change": change.value}
-    row |= {"score_ci_low": change.low, "score_ci_high": change.high, "score_paired": change.paired}
     answers = change.answers or PairedChange(math.nan, math.nan, math.nan, math.nan, gained=0, lost=0, n=0)
-    row |= {
-        "paired_change": answers.difference,
-        "paired_n": answers.n,
-        "paired_split": change.answered or None,
+    return row | {
+        # Both counts are kept, because the runs may have different test sets.
+        **{"metric": metric.name, "n_test_before": scores[0].n, "n_test_after": scores[1].n},
+        **{"score_before": scores[0].value, "score_after": scores[1].value, "score_change": change.value},
+        **{"score_ci_low": change.low, "score_ci_high": change.high, "score_paired": change.paired},
+        **{"paired_change": answers.difference, "paired_n": answers.n, "paired_split": change.answered or None},
+        **{"paired_ci_low": answers.ci_low, "paired_ci_high": answers.ci_high, "p_value": answers.p_value},
+        **{"gained": answers.gained, "lost": answers.lost},
     }
-    row |= {"paired_ci_low": answers.ci_low, "paired_ci_high": answers.ci_high}
-    return row | {name: getattr(answers, name) for name in ("p_value", "gained", "lost")}
 
 
 def _drift_interval_columns(change: MeanChange | None) -> dict[str, Any]:

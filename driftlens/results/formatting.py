@@ -40,16 +40,7 @@ def format_value(value: Any, kind: Kind, gap: str = NO_VALUE) -> str:
         return "yes" if value else "no"
     if isinstance(value, str) or kind in ("text", "count"):
         return str(value)
-    if kind == "relative":
-        return f"{format_points(value)} %"
-    writers = {
-        "number": format_number,
-        "share": format_percent,
-        "points": format_points,
-        "error": format_error,
-        "p": format_p_value,
-    }
-    return {**writers, "signed": format_signed}[kind](value)
+    return _FORMATTERS[kind](value)
 
 
 def format_number(value: float, digits: int = 3) -> str:
@@ -115,6 +106,11 @@ def format_estimate(interval: Interval, kind: Kind, *, counted: bool = False) ->
     text = format_value(interval.value, kind, NOT_MEASURED)
     return f"{text} ({', '.join(parts)})" if parts else text
 
+
+_FORMATTERS: Mapping[Kind, Callable[[float], str]] = {
+    **{"number": format_number, "share": format_percent, "points": format_points, "error": format_error},
+    **{"p": format_p_value, "signed": format_signed, "relative": lambda value: f"{format_points(value)} %"},
+}
 
 # A hyphen is a minus before a number or between spaces, and not inside names, dates and ranges.
 _MINUS = re.compile(r"(?<![\w.)-])-(?=\d)|(?<=\w )-(?= \w)")

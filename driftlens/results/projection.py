@@ -1,7 +1,6 @@
-"""Two-dimensional layouts of stored features: expert, merged and calibrated together, with quality measures.
+"""Two-dimensional layouts of stored features (`project`): one per task for all variants, with quality measures.
 
-One layout is fitted per task on all variants, so that distances are comparable between panels. Distances in two
-dimensions are indicative only; quality measures come from the features. Entry point: `project`.
+Distances in two dimensions are indicative only; quality measures come from the features.
 """
 
 from __future__ import annotations
@@ -234,8 +233,10 @@ def _layout_quality(points: MatchedFeatures, coordinates: Mapping[str, Array]) -
     k = min(NEIGHBOURS, (len(points.sample_ids) - 1) // 2)
     rows = []
     for role, directions in points.directions.items():
-        row = {"variant": role, "n": points.n, "n_shown": len(points.sample_ids), "neighbours": k}
-        row |= {"mean_cosine": points.cosine[role], "mean_drift": points.drift[role]}
+        row = {
+            **{"variant": role, "n": points.n, "n_shown": len(points.sample_ids), "neighbours": k},
+            **{"mean_cosine": points.cosine[role], "mean_drift": points.drift[role]},
+        }
         if k:
             # Euclidean distance of unit vectors ranks neighbours as cosine does.
             target, own = (

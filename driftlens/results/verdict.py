@@ -1,7 +1,5 @@
 """The verdict on a run: the problem, its certainty and source, the next command, and its tables.
 
-Entry points: `verdict`, `headline`, `task_table`, `summary_table`.
-
 Terminal, model card, report and dashboard show the same words. Words such as "worse" appear only if the 95 % interval
 of the difference excludes 0.
 """

@@ -322,8 +322,8 @@ class RunWriter:
     def status(self, state: State, **fields: Any) -> None:
         """Write the state of the run to its status.json; `fields` are those of the status."""
         owner = self._lock.write_heartbeat()
-        times = {"heartbeat": owner.heartbeat, "process_started": owner.process_started}
-        self._status = RunStatus(state, **fields, pid=owner.pid, **times)  # type: ignore[arg-type]
+        process = {"pid": owner.pid, "process_started": owner.process_started, "heartbeat": owner.heartbeat}
+        self._status = RunStatus(state, **fields, **process)
         # The folder may have been removed while the heartbeat was written.
         self._lock.require_own_folder()
         write_status(self.folder, self._status)

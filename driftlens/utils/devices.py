@@ -1,7 +1,7 @@
 """Devices: availability, capabilities, memory, streams, threads and precision.
 
-Only this module asks torch about accelerators, through `torch.accelerator` or, before torch 2.9, the device's own
-module. A quantity that a device does not report is None (for example Apple's peak memory).
+Only this module asks torch about accelerators. A quantity that a device does not report is None (for example Apple's
+peak memory).
 """
 
 from __future__ import annotations

@@ -1,24 +1,7 @@
-"""Exceptions of DriftLens.
+"""Exceptions of DriftLens: `message` (the problem), `hint` (the remedy), `context` (names and numbers), exit code.
 
-    DriftLensError                     exit code 1
-    ├── SpecError (ValueError)                 2   the spec or a command's arguments
-    ├── LayerNotFoundError (LookupError)       2   a layer or site pattern that matches nothing
-    ├── ChecksFailedError (AssertionError)     3   numbers of a run that violate a check
-    ├── CheckpointError (ValueError)           4   a file of weights that can't be read, or not safely
-    ├── IncompatibleModelsError (ValueError)   4   models that are not fine-tuned from one base
-    ├── DataError (ValueError)                 4   images, labels, class names, sample counts
-    ├── ShapeError (ValueError)                4   tensors whose shapes disagree
-    ├── NumericsError (ArithmeticError)        4   NaN or Inf in weights or features
-    │   └── SingularGramError                  4   a linear system that can't be solved
-    ├── RunError (OSError)                     4   a run directory that is missing or damaged
-    │   ├── SchemaTooNewError                  4   a run written by a newer DriftLens
-    │   └── RunLockedError                     5   another process is writing to the run
-    └── Cancelled (InterruptedError)         130   the user asked to stop
-
-Each has `message` (the problem), `hint` (the remedy) and `context` (names and numbers for programs). The command line,
-reports and the dashboard show the same text.
-
-Errors that libraries raise about their input pass through; `wrap_library_error` converts them for display.
+The command line, reports and the dashboard show the same text. Errors that libraries raise about their input pass
+through; `wrap_library_error` converts them for display.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Confidence intervals (95 %) of accuracies, means and their changes.
+"""Confidence intervals (95 %): score intervals of shares, Student's t of means, and their changes and ratios.
 
-Shares of right answers use score intervals, which cover the truth in about 95 % of cases from ten samples on; plus or
-minus 1.96 standard errors do not. Means use Student's t. Ratios of sums over samples use the bootstrap.
+Score intervals cover the truth in about 95 % of cases from ten samples on; 1.96 standard errors do not.
 """
 
 from __future__ import annotations

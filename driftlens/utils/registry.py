@@ -1,27 +1,9 @@
-"""Registries that find their entries on first use: in the modules of one package, then in installed plug-ins.
+"""Registries of entries from the modules of one package and from installed plug-ins, with settings and diagnostics.
 
-A distribution adds an entry by an entry point. Its name is the entry's name; its value is a module that registers the
-entry. `examples/driftlens-example` has two:
-
-    [project.entry-points."driftlens.merge_methods"]
-    median = "driftlens_example.merging"
-
-The settings of an entry are the parameters of its function or class, read off the signature:
-
-    def ties(base, experts, *, density: Annotated[float, Bounds(0, 1, low_open=True), "share kept"] = 0.2): ...
-
-    settings_model(ties)                            # a pydantic model; forms and help texts use its JSON schema
-    resolve_settings(ties, {"density": 1}, "method 'ties'")  # {"density": 1.0}; refuses unknown names and bad values
-
-No second list of names, types, defaults or bounds is kept. Supported types are `float`, `int`, `bool`, `str`,
-`Literal`, a `Sequence` of these, and each of them or `None`. In `Annotated`, `Bounds` limit a number, a string
-describes the setting, and a `Label` names it in forms.
-
-Diagnostics declare columns of tables; one file of `driftlens.diagnostics` adds one, without a second list:
-
-    @diagnostic("norm_gap", columns=(ColumnSchema("norm_gap", "float", "feature", "Difference of the mean norms."),))
-    def norm_gap(seen: DiagnosticInput) -> dict[str, float]:
-        return {"norm_gap": float(norms(seen.variant).mean() - norms(seen.expert).mean())}
+A distribution adds an entry by an entry point: its name is the entry's name, its value a module that registers the
+entry (`examples/driftlens-example` has two). The settings of an entry are the parameters of its function or class, read
+off the signature by `settings_model`: `float`, `int`, `bool`, `str`, `Literal`, a `Sequence` of these, and each of them
+or `None`. In `Annotated`, `Bounds` limit a number, a string describes the setting, and a `Label` names it in forms.
 """
 
 from __future__ import annotations
@@ -71,12 +53,8 @@ def installed_plugins(group: str = "") -> list[EntryPoint]:
 @functools.cache
 def _find_entry_points(folders: tuple[str, ...]) -> list[EntryPoint]:
     entries = (entry for distribution in distributions(path=list(folders)) for entry in distribution.entry_points)
-    ours = {
-        entry: None
-        for entry in entries
-        if entry.group.startswith("driftlens.")
-        # Once, even if it is installed twice.
-    }
+    # A set, because a package may be installed twice.
+    ours = {entry for entry in entries if entry.group.startswith("driftlens.")}
     return sorted(ours, key=lambda entry: (entry.group, entry.name))
 
 
@@ -90,10 +68,6 @@ def _is_current_folder(folder: str) -> bool:
 def package_and_version(entry: EntryPoint) -> tuple[str, str]:
     """Return name and version of the package that provides a plug-in entry point."""
     return (entry.dist.name, entry.dist.version) if entry.dist else ("", "")
-
-
-def _module_and_qualified_name(entry: object) -> tuple[str, str]:
-    return getattr(entry, "__module__", ""), getattr(entry, "__qualname__", "")
 
 
 class Registry(Mapping[str, T], Generic[T]):
@@ -118,12 +92,12 @@ class Registry(Mapping[str, T], Generic[T]):
         """
 
         def _add_entry(entry: T) -> T:
-            if is_by_hand := _module_and_qualified_name(entry)[0] == "__main__":
+            is_by_hand = getattr(entry, "__module__", "") == "__main__"
+            if is_by_hand:
                 # Otherwise a duplicate would be reported for the file that had the name first.
                 self._import_entries()
-            if name in self._entries and not (
-                is_by_hand and _module_and_qualified_name(entry) == _module_and_qualified_name(self._entries[name])
-            ):
+            before = self._entries.get(name)
+            if before is not None and not (is_by_hand and getattr(before, "__module__", "") == "__main__"):
                 raise ValueError(f"{self.kind} {name!r} is registered twice; rename the new one")
             self._entries[name] = entry
             return entry

@@ -172,7 +172,7 @@ def measure_missing_parts(path: PathLike, context: JobContext = JobContext(), ad
         add: options of optional diagnostics, such as `cka`.
     """
     folder = Path(path)
-    require_analyzed(folder, scored=True)
+    require_analyzed(folder)
     # Before the lock: a refusal must not turn a finished run into a failed one.
     study, _ = reopening.reopen_study(folder, context, with_jacobian=True)
     study = _with_added_diagnostics(study, add)

@@ -177,7 +177,7 @@ def prepare_calibration(
         request: method, settings and samples.
         context: device, and how live modules are passed in again.
     """
-    require_analyzed(folder, scored=True)
+    require_analyzed(folder)
     run = open_run(folder)
     if context.live is None:
         reopening.require_spec(folder, run.manifest)

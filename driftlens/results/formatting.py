@@ -287,7 +287,7 @@ class Table(ReportPart):
                 taken |= {*group}
                 yield _CellColumns(head, self.columns[place].kind, group, joints)
 
-    def format_cell(self, row: Sequence[Cell], shown: _CellColumns, gap: str = NO_VALUE) -> list[tuple[str, str]]:
+    def _format_cell(self, row: Sequence[Cell], shown: _CellColumns, gap: str = NO_VALUE) -> list[tuple[str, str]]:
         """Format the numbers of one cell, each with its separator; a value without interval is alone."""
         values = [row[place] for place in shown.at]
         texts = [format_value(value, shown.kind, gap) for value in values]
@@ -305,7 +305,7 @@ class Table(ReportPart):
         """Return the headings, then all rows with their values formatted as text."""
         columns, lines = [*self.display_columns()], list[list[str]]()
         for row in self.rows:
-            cells = ["".join(map("".join, self.format_cell(row, shown, gap))) for shown in columns]
+            cells = ["".join(map("".join, self._format_cell(row, shown, gap))) for shown in columns]
             lines.append([_replace_non_ascii_signs(cell) for cell in cells] if ascii_only else cells)
         return [[shown.head for shown in columns], *lines]
 

@@ -295,7 +295,7 @@ def score_change(
         # Rounding recovers the count of right answers from the stored share.
         change = Interval(change.value, *intervals.unpaired_difference(*counts))
     elif start.n and end.n and has_same_samples(before, after, task, "test"):
-        rows, partner = (per_sample_scores(run, task, variant, metric) for run, variant in sides)
+        rows, partner = (_per_sample_scores(run, task, variant, metric) for run, variant in sides)
         if len(rows) and set(rows.index) == set(partner.index):
             columns = rows["value"], partner["value"].reindex(rows.index), rows["reference"]
             change = bootstrap_change(metric, *(column.to_numpy(dtype=float) for column in columns))
@@ -336,7 +336,7 @@ def paired_correctness(
 def _correctness_by_sample(run: DriftRun, task: str, variant: str, metric: Metric, split: str) -> pd.Series[Any]:
     """Return by sample id True if the variant predicted the label; test or labelled diagnosis samples."""
     if split == "test":
-        return per_sample_scores(run, task, variant, metric)["value"] == 1
+        return _per_sample_scores(run, task, variant, metric)["value"] == 1
     rows = run.outputs(task=task, variant=None if variant == "expert" else variant)
     answer = "expert_pred" if variant == "expert" else "pred"
     # The expert's answer is repeated on the row of every variant.
@@ -505,7 +505,7 @@ def findings_frame(run: DriftRun) -> pd.DataFrame:
     return pd.DataFrame(cells, columns=[*_FRAME]).astype({"paired": "boolean"})
 
 
-def per_sample_scores(run: DriftRun, task: str, variant: str, metric: Metric) -> pd.DataFrame:
+def _per_sample_scores(run: DriftRun, task: str, variant: str, metric: Metric) -> pd.DataFrame:
     """Return one metric of every test sample of a task, by sample id; empty if none are stored."""
     rows = run.scores(task, variant)
     return rows[rows["metric"] == metric.name].dropna(subset="value").set_index("sample_id")

@@ -75,7 +75,7 @@ def _resolve_settings(run: DriftRun, task: str, request: ProjectionRequest) -> P
 
 
 @dataclass(frozen=True)
-class MatchedFeatures:
+class _MatchedFeatures:
     """Features of the same samples in the expert and every variant, scaled to norm 1, [n_shown, d].
 
     `cosine` and `drift` are mean cosine to the expert and mean distance from it over all `n` samples, by role.
@@ -90,7 +90,7 @@ class MatchedFeatures:
     notes: tuple[str, ...]
 
 
-def load_features(run: DriftRun, settings: ProjectionSettings) -> MatchedFeatures:
+def load_features(run: DriftRun, settings: ProjectionSettings) -> _MatchedFeatures:
     """Load the features to project, subsampled evenly over classes if there are too many."""
     ids = run.sample_ids(settings.task)
     arrays = {role: run.features(settings.task, role, settings.layer) for role in settings.roles}
@@ -129,7 +129,7 @@ def load_features(run: DriftRun, settings: ProjectionSettings) -> MatchedFeature
         if num_zero := int((lengths[shown] == 0).sum()):
             notes.append(f"{num_zero} features of {role} are zero and plotted at the origin")
     kept = [ids[row] for row in shown], [labels[row] for row in shown]
-    return MatchedFeatures(*kept, directions, cosines, drifts, len(ids), tuple(notes))
+    return _MatchedFeatures(*kept, directions, cosines, drifts, len(ids), tuple(notes))
 
 
 def stratified_subset(rows: pd.DataFrame, limit: int, by: Sequence[str]) -> pd.DataFrame:
@@ -224,7 +224,7 @@ def _umap_or_tsne_layout(rows: Array, method: Method, seed: int, parameters: dic
     return plane
 
 
-def _layout_quality(points: MatchedFeatures, coordinates: Mapping[str, Array]) -> pd.DataFrame:
+def _layout_quality(points: _MatchedFeatures, coordinates: Mapping[str, Array]) -> pd.DataFrame:
     """Return one row of layout quality measures per model; columns as in `Projection.quality`."""
     from sklearn.manifold import trustworthiness
     from sklearn.neighbors import NearestNeighbors

@@ -76,7 +76,7 @@ def recommend_command(run: DriftRun, side: int, bad: Sequence[str]) -> str:
         return f"driftlens validate {path}/spec.yaml --deep"
     if side >= 0:
         return f"driftlens report {path}"
-    compared = load_merge_ranking(run)
+    compared = _load_merge_ranking(run)
     if (better := _nearest_better_merge(compared)) is not None:
         merge = json.dumps({"method": better["method"], **better["settings"]})
         sets = f"--set {shlex.quote(f'merge={merge}')} --set merged=null"
@@ -98,7 +98,7 @@ def _nearer_merge_sentence(compared: Mapping[str, Any]) -> Iterator[str]:
 
 
 @cache_on_run
-def load_merge_ranking(run: DriftRun) -> Mapping[str, Any]:
+def _load_merge_ranking(run: DriftRun) -> Mapping[str, Any]:
     """Load the stored comparison of the run's merge with other merge methods; empty without one."""
     try:
         ranking = dict(parse_json((run.path / MERGES / COMPARISON).read_text(encoding="utf-8")))
@@ -250,7 +250,7 @@ def _verdict_sentences(run: DriftRun, judgement: Verdict) -> Iterator[str]:
         yield f"Experts worse than base: {shorten_list(judgement.bad_experts, 2)}."
     is_merged = judgement.merged == "merged"
     if is_merged:
-        yield from _nearer_merge_sentence(load_merge_ranking(run))
+        yield from _nearer_merge_sentence(_load_merge_ranking(run))
     of_merge = (run.manifest.merge or {}).get("change") if is_merged else None
     for model, record in {"the merge": of_merge, "the calibration": info and info.change}.items():
         # `max`: a merge that changes no entry loses none, and has no percentage.

@@ -430,17 +430,17 @@ def is_analyzed(manifest: Manifest) -> bool:
     return bool(manifest.finished) and all(phase.state == "done" for phase in phases)
 
 
-def unfinished_phases(manifest: Manifest, *, scored: bool = False) -> list[str]:
-    """List the unfinished phases of the analysis; with `scored`, also those of the evaluation."""
-    kinds = ("analyze", "evaluate") if scored and not manifest.finished else ("analyze",)
+def unfinished_phases(manifest: Manifest) -> list[str]:
+    """List the unfinished phases of the analysis, and of the evaluation unless the run was finished without it."""
+    kinds = ("analyze",) if manifest.finished else ("analyze", "evaluate")
     phases = [f"{kind}:{task}" for kind in kinds for task in manifest.tasks]
     return [name for name in phases if name not in manifest.phases or manifest.phases[name].state != "done"]
 
 
-def require_analyzed(folder: pathlib.Path, *, scored: bool = False) -> None:
+def require_analyzed(folder: pathlib.Path) -> None:
     """Raise a `RunError` if the analysis of the run is unfinished."""
     manifest = read_manifest(folder)
-    missing = unfinished_phases(manifest, scored=scored)
+    missing = unfinished_phases(manifest)
     # Else taking the lock reports the owner.
     if missing and live_lock_owner(folder) is None:
         raise RunError(

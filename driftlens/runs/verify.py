@@ -100,15 +100,13 @@ def compare_tables(a: DriftRun, b: DriftRun) -> TableDifference:
         if first.empty and second.empty:
             continue
         result.tables.append(table.name)
-        # Otherwise spare large tables the matching.
-        if not first.index.equals(second.index):
-            for frame, other, which in ((first, second, "first"), (second, first, "second")):
-                alone = frame.index.difference(other.index)
-                if len(alone):
-                    rows = f"{pluralize(len(alone), 'row')} only in the {which} run ({_format_row_key(alone[0])})"
-                    result.unequal.append(f"{table.name}: {rows}")
-            shared = first.index.intersection(second.index)
-            first, second = first.reindex(shared), second.reindex(shared)
+        for frame, other, which in ((first, second, "first"), (second, first, "second")):
+            alone = frame.index.difference(other.index)
+            if len(alone):
+                rows = f"{pluralize(len(alone), 'row')} only in the {which} run ({_format_row_key(alone[0])})"
+                result.unequal.append(f"{table.name}: {rows}")
+        shared = first.index.intersection(second.index)
+        first, second = first.reindex(shared), second.reindex(shared)
         files = [{*stored_columns(run.path / table_file(table.name), table)} for run in (a, b)]
         # A column that an older schema lacked is no difference between the results.
         lacking = {column.name for column in files[0] ^ files[1]} if all(files) else set()
@@ -126,20 +124,17 @@ def _compare_columns(
 ) -> None:
     """Compare one column of two tables, and add the result to the difference."""
     equality.num_values += len(a)
-    unequal = (a.isna() != b.isna()).to_numpy(dtype=bool, copy=True)
     both = (a.notna() & b.notna()).to_numpy(dtype=bool)
+    unequal = (a.isna() != b.isna()).to_numpy(dtype=bool, copy=True)
     if column.dtype != "float":
         unequal[both] = (a[both] != b[both]).to_numpy(dtype=bool)
-    if unequal.any():
+    if num_unequal := int(unequal.sum()):
         place = _format_row_key(a.index[int(unequal.argmax())])
-        num_unequal = int(unequal.sum())
         verb = "differs" if num_unequal == 1 else "differ"
         equality.unequal.append(f"{label}: {pluralize(num_unequal, 'row')} {verb} ({place})")
-    if column.dtype != "float":
-        return
-    values_a, values_b = a[both].to_numpy(dtype=float), b[both].to_numpy(dtype=float)
+    values_a, values_b = a[both].to_numpy(), b[both].to_numpy()
     differing = values_a != values_b
-    if not differing.any():
+    if column.dtype != "float" or not differing.any():
         return
     equality.bit_equal = False
     magnitudes = np.abs(np.concatenate([values_a, values_b]))
@@ -149,10 +144,8 @@ def _compare_columns(
         distance = np.where(differing, np.abs(values_a - values_b) / scale if scale else math.inf, 0.0)
     worst = int(distance.argmax())
     if distance[worst] > equality.largest:
-        equality.largest, equality.where = (
-            float(distance[worst]),
-            f"{label}, {_format_row_key(a.index[both][worst])}",
-        )
+        equality.largest = float(distance[worst])
+        equality.where = f"{label}, {_format_row_key(a.index[both][worst])}"
 
 
 def _format_row_key(key: object) -> str:

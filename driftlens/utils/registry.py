@@ -83,7 +83,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self.group = group
         self._entries: dict[str, T] = {}
         self._discovered = False
-        self._broken: tuple[str, str, BaseException] | None = None
+        self._broken: SpecError | None = None
 
     def register(self, name: str) -> Callable[[T], T]:
         """Return a decorator that registers an entry under `name` and returns it unchanged.
@@ -130,11 +130,7 @@ class Registry(Mapping[str, T], Generic[T]):
     def _import_entries(self) -> None:
         """Import every module of the package, then the installed plug-ins, once."""
         if self._broken is not None:
-            name, hint, error = self._broken
-            raise SpecError(
-                f"the {self.kind}s are incomplete: {name} can't be imported ({type(error).__name__}: {error})",
-                hint=hint,
-            ) from error
+            raise self._broken
         if self._discovered:
             return
         # Set before the imports, because modules may look up entries while they are imported.
@@ -152,8 +148,9 @@ class Registry(Mapping[str, T], Generic[T]):
                 if entry.name not in self._entries:
                     raise LookupError(f"it does not register the {self.kind} {entry.name!r}")
         except (Exception, SystemExit) as error:
-            self._broken = name, hint, error
-            self._import_entries()
+            reason = f"{name} can't be imported ({type(error).__name__}: {error})"
+            self._broken = SpecError(f"the {self.kind}s are incomplete: {reason}", hint=hint)
+            raise self._broken from error
         except BaseException:
             # Interrupted by the user; the next lookup starts again.
             self._discovered = False
@@ -194,7 +191,9 @@ class Label(str):
     """Annotation of a setting: its name in forms."""
 
 
-def settings_model(owner: Callable[..., object]) -> type[BaseModel]:
+# Any, because type checkers don't believe that an abstract class is hashable.
+@functools.cache
+def settings_model(owner: Any) -> type[BaseModel]:
     """Build a pydantic model of the settings of a function or class from its signature.
 
     A parameter without annotation has the type of its default.
@@ -202,13 +201,6 @@ def settings_model(owner: Callable[..., object]) -> type[BaseModel]:
     Raises:
         TypeError: a parameter has an annotation that is not supported.
     """
-    # Hashable, which type checkers don't believe of an abstract class.
-    key: Any = owner
-    return _build_settings_model(key)
-
-
-@functools.cache
-def _build_settings_model(owner: Callable[..., object]) -> type[BaseModel]:
     function: Any = inspect.unwrap(owner.__init__ if inspect.isclass(owner) else owner)
     ours = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     kinds = ours if inspect.isclass(owner) else ours[:1]

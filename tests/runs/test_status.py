@@ -176,11 +176,10 @@ def test_nothing_is_added_to_a_run_that_was_stopped_before_its_scores(own: Path)
 
     keep("")
     with pytest.raises(RunError, match=f"is unfinished; missing: {', '.join(missing)}\n") as caught:
-        require_analyzed(own, scored=True)
+        require_analyzed(own)
     assert "--resume` resumes it, including accuracy" in caught.value.hint
-    require_analyzed(own)  # as who adds the scores themselves
     keep(manifest["finished"])  # which has no scores, and stands
-    require_analyzed(own, scored=True)
+    require_analyzed(own)
 
 
 def test_work_that_leaves_nothing_to_go_on_with_is_told_while_it_is_the_last(own: Path) -> None:

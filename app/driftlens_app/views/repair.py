@@ -121,7 +121,7 @@ def calibration_obstacle(run: DriftRun) -> str:
         return f"{error.message}. {error.hint}"
     if has_live_modules(run.manifest):
         return "the run's live modules are not here; `run.calibrate(...)` in Python takes them"
-    missing = shorten_list(unfinished_phases(run.manifest, scored=True))
+    missing = shorten_list(unfinished_phases(run.manifest))
     return f"the run is unfinished; still to be done: {missing}. Resume its analysis first" if missing else ""
 
 

@@ -46,7 +46,6 @@ class Calibrator:
         swept: setting -> factors of its published value that a sweep tries, within its bounds.
         of_base: settings among these that need a base.
         effort: CPU time of a calibration relative to FeatCal's.
-        ablations: settings that each remove one part of the method, for `sweep --ablate`.
         update: kinds of parameters that it changes; empty if it only attaches corrections.
         takes_sites: True if it solves for modules, which a user may choose. Otherwise it attaches a map per task, so
             the task of an input must be known.
@@ -61,7 +60,6 @@ class Calibrator:
     swept: ClassVar[Mapping[str, Sequence[float]]] = {}
     of_base: ClassVar[Collection[str]] = ()
     effort: ClassVar[float] = 1.0
-    ablations: ClassVar[Sequence[Mapping[str, Any]]] = ()
     takes_sites: ClassVar[bool] = True
     update: Sequence[str] = ()
 

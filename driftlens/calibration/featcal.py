@@ -333,11 +333,6 @@ class FeatCal(ClosedFormBase):
         **{"lam": (0.04, 0.2, 1, 5, 25), "rho": (0.25, 0.5, 1, 1.5), "alpha": (0, 0.5, 1, 2, 3)}
     }
     of_base = ("rho",)
-    ablations: ClassVar[Sequence[Mapping[str, Any]]] = (
-        *({"rho": 1}, {"alpha": 0}, {"anchor": "none"}),
-        *({"update": ["linear", "norm"]}, {"update": ["linear", "bias"]}, {"update": ["linear"]}),
-        *({"inputs": "merged"}, {"inputs": "expert"}),
-    )
 
     def __init__(
         self,

@@ -126,7 +126,6 @@ class ResidualCal(StepwiseCalibrator, Calibrator):
     candidates = ({}, {"mu": 0.9})
     with_views = MappingProxyType({"mu": 0.9})
     effort = 3.4
-    ablations = ({"order": "block"}, {"residual": 0}, {"weights": "uniform"}, {"cv": "off"}, {"mu": 0.9})
     update: Sequence[str] = ("linear", "bias")
 
     def __init__(

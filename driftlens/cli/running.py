@@ -367,7 +367,6 @@ def _sweep(run: RunFolder, request: SweepRequest, job: JobOptions, as_json: Json
         finished = run_sweep(run, request, context)
     # A grid is one sweep named after all its factors; one-factor sweeps have a name each.
     factors = ["+".join(request.param)] if request.grid and request.param else [*request.param]
-    factors += ["ablation"] * request.ablate
     rows = finished.sweeps()
     rows = rows[rows["sweep"].str.rpartition(":")[2].isin(factors)]
     if request.methods is not None:

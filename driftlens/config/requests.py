@@ -289,7 +289,6 @@ class SweepRequest(Request, title="sweep"):
         metavar="name=values",
         read=parse_value_lists,
     )
-    ablate: Flag = _option_field("Ablate every declared part of the method.", False)
     seeds: Annotated[Count, Field(le=MOST_DRAWS)] = _option_field("Number of sample draws; the first is the run's.", 1)
     grid: Flag = _option_field("All combinations, or one factor at a time.", False, name="--grid/--one-factor")
     methods: Methods | None = _option_field(
@@ -306,7 +305,7 @@ class SweepRequest(Request, title="sweep"):
     @property
     def is_comparison(self) -> bool:
         """True if no setting is swept, so that calibration methods are compared."""
-        return self.methods is not None and not (self.param or self.ablate)
+        return self.methods is not None and not self.param
 
     @model_validator(mode="after")
     def _require_setting_to_vary(self) -> Self:

@@ -42,7 +42,7 @@ from driftlens.pipelines.model_selection import (
     result_or_error,
     settings_for_name,
 )
-from driftlens.results.sweep_results import ABLATION, one_factor_sweep_name, sweep_row_settings
+from driftlens.results.sweep_results import one_factor_sweep_name, sweep_row_settings
 from driftlens.runs.manifest import SCRATCH, SPEC
 from driftlens.runs.run import DriftRun, has_live_modules, open_run
 from driftlens.runs.schema import SWEEPS
@@ -260,12 +260,6 @@ def _settings_by_sweep(request: SweepRequest, starts: Sequence[_SweepSetting]) -
             combinations = itertools.product(*(values[name] for name in names))
             settings = (start.with_values(dict(zip(names, chosen, strict=True))) for chosen in combinations)
             sweeps[one_factor_sweep_name("+".join(names), start.method)] = list(dict.fromkeys(settings))
-        ablations = calibrators[start.method].ablations if request.ablate else ()
-        if ablations:
-            sweeps[one_factor_sweep_name(ABLATION, start.method)] = [
-                start,
-                *map(start.with_values, ablations),
-            ]
     if not any(sweeps.values()):
         raise SpecError(
             "a sweep needs something to vary",
@@ -294,9 +288,6 @@ def _require_same_fixed_settings(
     sweep: str, settings: Sequence[_SweepSetting], earlier: Collection[_SweepSetting]
 ) -> None:
     varied, values = sweep.rpartition(":")[2].split("+"), settings[0].values
-    # An ablation varies what its parts change.
-    if varied == [ABLATION]:
-        varied = [name for ablation in calibrators[settings[0].method].ablations for name in ablation]
     for name, value in values.items():
         before = [setting.values[name] for setting in earlier]
         if name not in varied and any(other != value for other in before):

@@ -8,27 +8,16 @@ from typing import Any
 
 import pandas as pd
 
-from driftlens.results.formatting import Kind, Table, format_setting
 from driftlens.results.measures import main_metrics
 from driftlens.runs.run import DriftRun
 from driftlens.runs.schema import SWEEPS
-from driftlens.utils.errors import pluralize
 from driftlens.utils.files import parse_json
 from driftlens.utils.intervals import mean_over_draws, mean_over_tasks, share_interval
-from driftlens.utils.variants import METRICS, display_name
+from driftlens.utils.variants import METRICS
 
-# Name of the sweep that removes one part of a method at a time; its first point is the whole method.
-ABLATION = "ablation"
 CONTROL = "control"
 # Columns of varied settings; all others are in `settings`.
 FACTORS = SWEEPS.names[len(SWEEPS.key) : SWEEPS.names.index("n") + 1]
-_LEVELS = ("merged", "base", "expert")
-# Column -> heading, and how values and changes of it are written.
-MEASURES: dict[str, tuple[str, Kind, Kind]] = {
-    "accuracy": ("accuracy", "share", "points"),
-    "kl": ("KL (nat)", "number", "number"),
-    "drift_rel": ("relative drift", "number", "number"),
-}
 
 
 def sweep_row_settings(row: Any) -> dict[str, Any]:
@@ -112,39 +101,3 @@ def mean_over_seeds(rows: pd.DataFrame, by: str, measure: str, tasks: int = 1) -
             tested = means.map(lambda mean, end=end: getattr(mean, end)).where(is_whole)
             points[f"tested_{end}"] = tested.groupby(level=0).mean()
     return points.reset_index()
-
-
-def ablation_tables(run: DriftRun, name: str) -> list[Table]:
-    """Return a table per measure: the run's models, the method, and the method without each of its parts."""
-    rows = run.sweeps()
-    rows = rows[rows["sweep"] == name]
-    method, settings = str(rows["method"].iloc[0]), rows.drop_duplicates("point").set_index("point")
-    its: dict[Any, dict[str, Any]] = {point: sweep_row_settings(row) for point, row in settings.iterrows()}
-    # The first point is the method with all of its parts.
-    start = min(its)
-    drawn = rows.groupby(["point", "seed"])[[*MEASURES, "seconds"]].mean()
-    draws = pluralize(rows["seed"].nunique(), "draw")
-    note = f"{draws}; intervals over draws (Student's t), against {method} draw by draw."
-    sheets = []
-    for measure, (heading, kind, change) in MEASURES.items():
-        kinds: dict[str, Kind] = {"model": "text"}
-        for head, how in ((heading, kind), (f"against {method}", change)):
-            kinds |= {head: how, f"{head} low": how, f"{head} high": how}
-        # Models without calibration have no draws, so no intervals and no seconds.
-        table: list[list[Any]] = [
-            [display_name(variant), reference_mean(run, variant, measure), *[math.nan] * 6] for variant in _LEVELS
-        ]
-        for point, settings_here in its.items():
-            changed = [
-                f"{key}={format_setting(value)}" for key, value in settings_here.items() if value != its[start][key]
-            ]
-            # Draw by draw: both points share their samples, which narrows the interval.
-            reached, gaps = drawn.loc[point], drawn.loc[point] - drawn.loc[start]
-            both = [mean_over_draws(values[measure].to_numpy()) for values in (reached, gaps if changed else gaps[:0])]
-            ends = [end for one in both for end in one.ends]
-            table.append([", ".join(changed) or method, *ends, reached["seconds"].mean()])
-        if rows[measure].notna().any():
-            file = f"ablation-{method}-{measure}".replace("_", "-")
-            called = f"{method}, part by part: {heading}"
-            sheets.append(Table.of(file, called, {**kinds, "s": "number"}, table, note))
-    return sheets

@@ -371,7 +371,7 @@ SWEEPS = TableSchema(
     "sweeps",
     ("sweep", "point", "seed", "task"),
     (
-        _text_column("sweep", "Varied settings joined by `+`, `ablation`, or `control` (rho 1), after METHOD:."),
+        _text_column("sweep", "Varied settings joined by `+`, or `control` (rho 1), after METHOD:."),
         ColumnSchema("point", "int", "", "Place of the settings in the sweep, from 0.", None, (0.0, None)),
         ColumnSchema("seed", "int", "", "Seed of the calibration samples."),
         TASK,

@@ -28,7 +28,6 @@ from driftlens.results.measures import (
     mean_on_tasks,
     value_on_task,
 )
-from driftlens.results.sweep_results import ABLATION, ablation_tables
 from driftlens.results.verdict import (
     final_drift_table,
     headline,
@@ -240,7 +239,7 @@ def _calibration_sentences(run: DriftRun) -> Iterator[str]:
 
 
 def calibration_tables(run: DriftRun) -> Iterator[Table]:
-    """Yield tables of every calibration: its settings, results and ablations."""
+    """Yield tables of every calibration: its settings and results."""
     calibrations = run.manifest.calibrations
     rows = [
         (name, key, format_setting(value))
@@ -253,9 +252,6 @@ def calibration_tables(run: DriftRun) -> Iterator[Table]:
         yield leaderboard_table(run)
     for name in calibrations:
         yield from calibration_effect_tables(run, name)
-    for sweep in run.sweeps()["sweep"].unique():
-        # Other sweeps have a chart instead of a table.
-        yield from ablation_tables(run, sweep) if sweep.endswith(ABLATION) else ()
 
 
 def _caveat_sentences(run: DriftRun, missing: Sequence[str]) -> list[str]:

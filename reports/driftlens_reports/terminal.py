@@ -25,10 +25,8 @@ from driftlens.results.formatting import (
 from driftlens.results.listing import RunSummary
 from driftlens.results.measures import SCORE
 from driftlens.results.sweep_results import (
-    ABLATION,
     CONTROL,
     FACTORS,
-    ablation_tables,
     mean_over_seeds,
     sweep_row_settings,
 )
@@ -261,8 +259,6 @@ def calibration_text(run: DriftRun, name: str, *, verbose: bool = False) -> str:
 
 def sweep_text(run: DriftRun, name: str) -> str:
     """Return the results of a sweep as text, in the order of the varied setting."""
-    if name.endswith(ABLATION):
-        return "\n\n".join(map(table_text, ablation_tables(run, name)))
     rows = run.sweeps()
     rows = rows[rows["sweep"] == name]
     varied = [] if name.endswith(CONTROL) else name.rpartition(":")[2].split("+")

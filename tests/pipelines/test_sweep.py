@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from driftlens.experiment.resume import reopen_study
 from driftlens.experiment.study import Study
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.pipelines.sweep import sweep
-from driftlens.results.sweep_results import ablation_tables
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify_files
 from driftlens.utils.distributed import JobContext
@@ -287,29 +285,6 @@ def test_methods_stand_side_by_side_over_samples_and_each_point_is_a_plain_calib
         assert row.drift_rel == pytest.approx(final["drift_rel"], rel=1e-5)
         assert row.kl == pytest.approx(kl, rel=1e-4)
         assert row.accuracy == plain.accuracy(task=row.task, variant=VARIANT).iloc[0]["value"]
-
-
-@pytest.mark.slow
-def test_an_ablation_takes_every_part_away_by_itself_and_pairs_its_draws(folder: Path) -> None:
-    run = sweep(folder, SweepRequest(param={}, ablate=True, seeds=2, methods=["residual"], samples=5))
-    rows = rows_of(run, "residual:ablation", task=TASKS[0], seed=0)
-    start = json.loads(rows["settings"][0])
-    changed = [{key: at for key, at in json.loads(text).items() if at != start[key]} for text in rows["settings"]]
-    assert changed == [*({}, {"order": "block"}, {"residual": 0.0}, {"weights": "uniform"}, {"cv": "off"}, {"mu": 0.9})]
-    assert rows["drift_l2_mean"].nunique() == 6, "no part is without effect"
-    *_, last = ablation_tables(run, "residual:ablation")
-    sheet = last.frame().set_index("model")
-    assert [*sheet.index] == [
-        *("merged", "base", "expert"),
-        *("residual", "order=block", "residual=0.0", "weights=uniform", "cv=off", "mu=0.9"),
-    ]
-    drift = run.sweeps().groupby(["point", "seed"])["drift_rel"].mean().unstack()
-    gap = drift.loc[1] - drift.loc[0]
-    assert sheet.loc["order=block", "against residual"] == pytest.approx(gap.mean())
-    reach = 12.7062047 * abs(gap[1] - gap[0]) / 2  # Student's t with one degree of freedom
-    assert sheet.loc["order=block", "against residual high"] == pytest.approx(gap.mean() + reach)
-    again = run.layers(variant="merged", layer="final")["drift_rel"].mean()
-    assert sheet.loc["merged", "relative drift"] == pytest.approx(again)
 
 
 @pytest.mark.slow

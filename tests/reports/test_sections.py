@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -15,12 +14,10 @@ from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.errors import SpecError
 from driftlens.utils.intervals import mean_over_tasks
-from driftlens_reports import sections
 from driftlens_reports.build import Report
 from driftlens_reports.charts.chart import ChartOptions, RunCharts, charts
 from driftlens_reports.content import MeasureChange, ReportContent
 from driftlens_reports.sections import PRESETS, TITLES, section_charts
-from tests.reports.charts.recording import with_rows
 from tests.reports.conftest import SMALL
 from tests.reports.paper.saved_runs import figure_run
 from tests.runs.full_run import write_full_run
@@ -104,27 +101,6 @@ def test_a_calibration_on_record_has_its_settings_and_its_before_and_after(tmp_p
     merged = rows[(rows["task"] == "cars") & (rows["model"] == "merged")]
     assert merged["L2 drift"].item() == run.value("drift_l2_mean", task="cars")
     assert "featcal, anchor only" in rows["model"].tolist()
-
-
-def test_methods_taken_apart_have_a_table_per_measure(full: DriftRun) -> None:
-    rows = pd.DataFrame(
-        {
-            **{"sweep": sweep, "method": method, "point": point, "seed": seed, "task": task, "n_test": 9},
-            **{"settings": json.dumps({"mu": point}), "accuracy": 0.5 + point / 10 + seed * point / 20},
-            **{"drift_rel": 0.3, "drift_l2_mean": 1.0, "seconds": 2.0},
-        }
-        for sweep, method in (("residual:ablation", "residual"), ("ablation", "featcal"), ("mu", "residual"))
-        for point in range(2)
-        for seed in range(2)
-        for task in full.tasks
-    )
-    tables = [*sections.calibration_tables(with_rows(full, "sweeps", rows))]
-    names = [f"ablation-{method}-{of}" for method in ("residual", "featcal") for of in ("accuracy", "drift-rel")]
-    assert [table.name for table in tables if "ablation" in table.name] == names
-    shown = frame(next(table for table in tables if table.name == names[0])).set_index("model")
-    assert [*shown.index] == ["merged", "base", "expert", "residual", "mu=1"]
-    assert shown.loc["mu=1", "against residual"] == pytest.approx(0.125)
-    assert shown.loc["mu=1", "against residual high"] == pytest.approx(0.125 + 12.7062047 * 0.025)
 
 
 def test_a_remainder_is_a_caveat_with_its_size(standard: Report) -> None:

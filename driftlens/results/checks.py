@@ -398,10 +398,7 @@ class _NoRowsError(DataError):
 
 
 def _select_rows(run: DriftRun, check: Check) -> tuple[pd.DataFrame, list[str], list[str]]:
-    """Return the rows of a check, the columns that identify them, and its tasks.
-
-    The column `value` has the metric, NaN if it was not measured; `low` and `high` are the ends of its 95 % interval.
-    """
+    """Return the rows of a check with `value` and interval ends, the columns that identify them, and its tasks."""
     rows = _rows_with_metric_value(run, check)
     selected = dict(check.where)
     if check.metric_table == "params" and not {"scope", "path"} & set(selected):

@@ -233,10 +233,7 @@ def _drift_interval_columns(change: MeanChange | None) -> dict[str, Any]:
 
 
 def mismatches(a: DriftRun, b: DriftRun) -> tuple[str, ...]:
-    """Return descriptions of the differences between runs: tasks, layers, samples, classes, experts.
-
-    Calibration samples may differ, because calibrations are compared across them.
-    """
+    """Return descriptions of the differences between runs: tasks, layers, samples, classes, experts."""
     return () if a is b else tuple(_describe_mismatches(a, b))
 
 

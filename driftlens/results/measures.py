@@ -127,10 +127,7 @@ def pairing_by_task(rows: Sequence[MeasuredValue]) -> dict[str, bool]:
 
 
 def describe_change(measure: Measure, before: float, change: Interval) -> str:
-    """Format a change with its interval: points for shares, percent for lengths, else the measure's own unit.
-
-    If the interval contains 0, no change is claimed. Empty without a change.
-    """
+    """Format a change with its interval: points for shares, percent for lengths, else the measure's own unit."""
     if not is_measured(change.value):
         return ""
     if measure.kind == "share":
@@ -201,10 +198,7 @@ def feature_changes(before: DriftRun, after: DriftRun, task: str, pair: tuple[st
 
 
 def has_same_samples(a: DriftRun, b: DriftRun, task: str, split: str = "diagnosis") -> bool | None:
-    """Return True if two runs used the same samples of a task, by the data's origin; None if unknown.
-
-    Ids alone are not enough, because two data sets may both count from 0.
-    """
+    """Return True if two runs used the same samples of a task, by the data's origin, not by ids; None if unknown."""
     if a.id == b.id:
         return True
     origins = [run.manifest.sample_origins.get(split, {}).get(task) for run in (a, b)]

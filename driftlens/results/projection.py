@@ -76,10 +76,7 @@ def _resolve_settings(run: DriftRun, task: str, request: ProjectionRequest) -> P
 
 @dataclass(frozen=True)
 class _MatchedFeatures:
-    """Features of the same samples in the expert and every variant, scaled to norm 1, [n_shown, d].
-
-    `cosine` and `drift` are mean cosine to the expert and mean distance from it over all `n` samples, by role.
-    """
+    """Features of the same samples in every model, scaled to norm 1, [n_shown, d]; means are over all `n` samples."""
 
     sample_ids: Sequence[str]
     labels: Sequence[str | None]

@@ -305,10 +305,7 @@ def _describe_gap(gap: ModelGap, judgement: Verdict) -> str:
 
 
 def format_gap(gap: ModelGap, kind: Kind) -> str:
-    """Format a difference as value ± half its interval, signed if the interval contains 0.
-
-    Both ends replace that half if it would reach 0 although the interval doesn't.
-    """
+    """Format a difference as value ± half its interval (or both ends); signed if the interval contains 0."""
     change, digits = (gap.change.scaled(100), ".1f") if kind == "share" else (gap.change, ".3g")
     value = f"{abs(change.value):{digits}}" if gap.side else f"{change.value:+{digits}}"
     if not is_measured(change.low):
@@ -605,10 +602,7 @@ def other_models_table(run: DriftRun, judgement: Verdict, *, controls: bool = Tr
 
 
 def summary_table(run: DriftRun) -> Table:
-    """Return a row per task, then their mean: scores of all models with 95 % intervals, and their final drift.
-
-    A model that was not measured has no columns.
-    """
+    """Return a row per task, then their mean: scores of measured models with 95 % intervals, and their final drift."""
     variants = [name for name in dict.fromkeys(("base", "expert", *run.variants)) if variant_kind(name) != "baseline"]
     heads = _unique_variant_titles(variants)
     metrics = [main_metrics(run).get(task, ACCURACY) for task in run.tasks]

@@ -373,10 +373,7 @@ _adapter_of: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 def _parse_dataclass(kind: type[T], text: bytes) -> T:
-    """Parse JSON strictly into a dataclass; raise a ValueError if it does not match.
-
-    Unknown keys are ignored.
-    """
+    """Parse JSON strictly into a dataclass, except for unknown keys; raise a ValueError if it does not match."""
     # Fields of type Any would accept NaN, which can't be written again.
     pydantic_core.from_json(text, allow_inf_nan=False)
     try:

@@ -313,11 +313,7 @@ class DriftRun:
         return f"{path} (layer {layer} of {len(paths)})"
 
     def frame(self, table: str) -> pd.DataFrame:
-        """Return a whole table by name, with ordered categories for tasks, variants and paths, for plotting.
-
-        Tasks, variants and paths are categories in the order of the run. `attrs["units"]` has every column's unit, as
-        in all frames of a run.
-        """
+        """Return a whole table by name, for plotting: tasks, variants and paths are categories in the run's order."""
         if table not in schema.TABLES:
             raise DataError(f"a run has no table {table!r}", hint=did_you_mean(table, schema.TABLES))
         rows = self._select_rows(schema.TABLES[table])

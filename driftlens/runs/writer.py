@@ -338,10 +338,7 @@ class RunWriter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[dict[str, Any]]:
-        """Record state, duration and memory of the block as one phase of the run.
-
-        Yields a dict for further columns of the table `resources`.
-        """
+        """Record state, duration and memory of the block as a phase; yield a dict for more columns of `resources`."""
         used: dict[str, Any] = {}
         started, clock, energy = utc_now(), self.clock(), cpu_energy_wh()
         self._record_phase(name, PhaseInfo("running", 0.0, started))

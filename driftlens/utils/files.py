@@ -193,10 +193,7 @@ def temporary_folder() -> contextlib.AbstractContextManager[pathlib.Path]:
 
 
 def remove_stale_scratch(scratch: Iterable[pathlib.Path], *, others: bool = False) -> None:
-    """Remove the scratch folders of processes on this machine that have ended.
-
-    With `others`, also remove those of other machines and of unknown origin. The holder of a run's lock may do this.
-    """
+    """Remove scratch folders of ended processes of this machine; with `others`, also those of unknown origin."""
     for folder in scratch:
         machine, _, rest = folder.name.removeprefix(".partial-").partition("-")
         number = rest.partition("-")[0]

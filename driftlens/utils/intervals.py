@@ -181,10 +181,7 @@ def mean_change(before: Array, after: Array, *, is_paired: bool) -> MeanChange:
 
 
 def standard_error(groups: Sequence[Array]) -> tuple[float, float]:
-    """Compute the standard error of a sum of independent group means, and its degrees of freedom (Welch).
-
-    Welch-Satterthwaite. A group of one sample makes the error infinite.
-    """
+    """Compute the standard error of a sum of group means and its degrees of freedom (Welch-Satterthwaite)."""
     parts = [float(values.var(ddof=1)) / len(values) if len(values) > 1 else math.inf for values in groups]
     total = sum(parts)
     if not 0 < total < math.inf:

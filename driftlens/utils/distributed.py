@@ -78,10 +78,7 @@ class ProcessGroup:
             log.warning("%d of %d processes are idle: there are only %d tasks", idle, self.size, len(items))
 
     def run_on_rank(self, owner: int, work: Callable[[], T]) -> T | None:
-        """Run `work` on one rank and return its result on the main rank; None on all others.
-
-        The owner blocks until the main rank asks for the result, so the order must be the same on all ranks.
-        """
+        """Run `work` on one rank and return its result on the main rank; None on others. Same order on all ranks."""
         value = work() if self.rank == owner else None
         if owner == 0:
             return value

@@ -109,11 +109,7 @@ def add_error_context(subject: object) -> Iterator[None]:
 
 
 def wrap_library_error(error: BaseException) -> DriftLensError | None:
-    """Convert a library's error about its input into a `DriftLensError`; return None for a bug in the code.
-
-    An error is about the input if a library's code or C extension raised it, or if `add_error_context` names
-    its subject.
-    """
+    """Convert a library's error about its input into a `DriftLensError`; return None for a bug in the code."""
     if isinstance(error, DriftLensError):
         return error
     noted = [note.removeprefix(_IN) for note in getattr(error, "__notes__", ()) if note.startswith(_IN)]

@@ -42,10 +42,7 @@ T = TypeVar("T")
 
 
 def installed_plugins(group: str = "") -> list[EntryPoint]:
-    """List the installed plug-in entry points of a group, or of all groups `driftlens.*`, without importing them.
-
-    The current folder does not count as an installation, although `python -m` looks for modules there.
-    """
+    """List the plug-in entry points of a group or of all, without imports; the current folder is no installation."""
     entries = _find_entry_points(tuple(folder for folder in sys.path if not _is_current_folder(folder)))
     return [entry for entry in entries if group in ("", entry.group)]
 
@@ -86,10 +83,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._broken: SpecError | None = None
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that registers an entry under `name` and returns it unchanged.
-
-        In a notebook, a cell that runs again replaces its entry.
-        """
+        """Return a decorator that registers an entry under `name`; a notebook cell may register its own again."""
 
         def _add_entry(entry: T) -> T:
             is_by_hand = getattr(entry, "__module__", "") == "__main__"

@@ -93,9 +93,6 @@ def score_changes(run: DriftRun, name: str) -> list[MeasuredValue]:
 
 def final_drift_changes(run: DriftRun, name: str) -> list[tuple[MeasuredValue, MeasuredValue]]:
     """Return the absolute and relative change of the mean final drift of each task with stored samples."""
-    # A run that stopped early lists no layers, and asking for "final" would raise.
-    if not run.manifest.layers:
-        return []
     both = (_changes_from_merged(run, name, about) for about in (DRIFT, DRIFT_CHANGE))
     return [(drift, relative) for drift, relative in zip(*both, strict=True) if relative.n]
 

@@ -588,7 +588,6 @@ class RunStatus:
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     heartbeat: _Moment = ""
     pid: _Whole = 0
-    process_started: float | None = None
     error: RunFailure | None = None
 
 

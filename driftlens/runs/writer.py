@@ -217,7 +217,6 @@ class RunWriter:
     def __init__(self, folder: pathlib.Path, manifest: Manifest, lock: RunLock) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.clock: Callable[[], float] = time.monotonic
         self._lock = lock
         self._status = RunStatus("running")
         self._posted = float("-inf")
@@ -322,25 +321,24 @@ class RunWriter:
     def status(self, state: State, **fields: Any) -> None:
         """Write the state of the run to its status.json; `fields` are those of the status."""
         owner = self._lock.write_heartbeat()
-        process = {"pid": owner.pid, "process_started": owner.process_started, "heartbeat": owner.heartbeat}
-        self._status = RunStatus(state, **fields, **process)
+        self._status = RunStatus(state, **fields, pid=owner.pid, heartbeat=owner.heartbeat)
         # The folder may have been removed while the heartbeat was written.
         self._lock.require_own_folder()
         write_status(self.folder, self._status)
-        self._posted = self.clock()
+        self._posted = time.monotonic()
 
     def progress(self, event: ProgressEvent) -> None:
         """Write a progress event to status.json, at most twice a second within a phase."""
         self._lock.require_own_folder()
         is_news = event.phase != self._status.phase or event.done == event.total
-        if is_news or self.clock() - self._posted >= _STATUS_SECONDS:
+        if is_news or time.monotonic() - self._posted >= _STATUS_SECONDS:
             self.status(self._status.state, **vars(event))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[dict[str, Any]]:
         """Record state, duration and memory of the block as a phase; yield a dict for more columns of `resources`."""
         used: dict[str, Any] = {}
-        started, clock, energy = utc_now(), self.clock(), cpu_energy_wh()
+        started, clock, energy = utc_now(), time.monotonic(), cpu_energy_wh()
         self._record_phase(name, PhaseInfo("running", 0.0, started))
         self.status("running", phase=name)
         try:
@@ -349,9 +347,9 @@ class RunWriter:
             error.add_note(f"during phase {name} of {self.folder}")
             # The disk may have failed; report the first error.
             with suppress(OSError):
-                self._record_phase(name, PhaseInfo(_state_after_error(error), self.clock() - clock, started))
+                self._record_phase(name, PhaseInfo(_state_after_error(error), time.monotonic() - clock, started))
             raise
-        seconds = self.clock() - clock
+        seconds = time.monotonic() - clock
         row = {"phase": name, "seconds": seconds, "peak_rss_bytes": peak_rss_bytes(), **used}
         # A counter may start again.
         if energy is not None and (spent := (cpu_energy_wh() or 0.0) - energy) >= 0:

@@ -94,7 +94,6 @@ def say(run: Path, state: str, done: int, error: RunFailure | None = None) -> No
         seconds=float(done),
         heartbeat=owner.heartbeat,
         pid=owner.pid,
-        process_started=owner.process_started,
         error=error,
     )
     write_status(run, status)

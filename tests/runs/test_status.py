@@ -50,7 +50,6 @@ def test_what_is_no_status_is_damaged(tmp_path: Path, text: str) -> None:
         {"heartbeat": "yesterday"},
         {"heartbeat": "2026-01-02T03:04:05"},
         {"pid": "1"},
-        {"process_started": "x"},
         {"error": "x"},
         {"error": {"type": "Error"}},
         {"error": {"type": "Error", "message": 5}},

@@ -198,10 +198,10 @@ def test_warnings_and_notices_are_kept_once_each(tmp_path: Path) -> None:
     assert list(manifest.notices) == ["float dtypes differ"]
 
 
-def test_progress_reaches_the_status_file_without_flooding_it(tmp_path: Path) -> None:
+def test_progress_reaches_the_status_file_without_flooding_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    with new(tmp_path / "r") as writer:
-        writer.clock = lambda: now[0]
+    with new(tmp_path / "r") as writer, monkeypatch.context() as patch:
+        patch.setattr("driftlens.runs.writer.time.monotonic", lambda: now[0])
         seen = []
         for done in range(101):
             now[0] = done * 0.01

@@ -204,18 +204,15 @@ class CheckResult:
     """The result of one check for one group of rows.
 
     Attributes:
-        group: the values that the rows share, by column of `per`.
+        group: the values that the rows share, by column of `per`; `where`: the row of a single value.
         status: pass, warn or fail; skip if the required numbers are incomplete.
         value: the value that was compared; NaN without one.
         relation: relation of the bound that is nearest to being broken.
-        threshold: that bound.
         margin: distance of the value from the bound; negative if it is broken.
         n: number of measured rows.
         samples: number of samples behind the value of a single row; 0 if the table doesn't count them.
-        where: the row of the value, if it is a single one.
         reason: reason for skipping or failing; empty after passing.
         ci_low: lower end of the 95 % interval of a row's score, change of score, or change of mean drift; else NaN.
-        ci_high: its upper end.
     """
 
     name: str

@@ -191,11 +191,8 @@ def compute_layout(rows: Array, method: Method, seed: int) -> tuple[Array, dict[
     plane = np.pad(reduced, ((0, 0), (0, max(0, 2 - reduced.shape[1]))))
     if method != "pca":
         variance = None
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
             plane = _umap_or_tsne_layout(plane, method, seed, parameters)
-        messages = [str(entry.message) for entry in caught if issubclass(entry.category, UserWarning)]
-        notes += [f"{_TITLES[method]} warned: {text}" for text in dict.fromkeys(messages)]
     how = {"method": method, "parameters": parameters, "explained_variance": variance, "notes": tuple(notes)}
     return plane[places], how
 
@@ -275,7 +272,6 @@ class Projection:
     """A 2-D layout (PCA, UMAP or t-SNE) of a task's features at one layer.
 
     Attributes:
-        settings: the requested settings.
         method: the method that was used; PCA with too few points for another, as a note explains.
         frame: one row per point: task, variant ("expert" for the task's own), sample_id, label, x, y. A sample has
             one row per variant, in the same order.
@@ -284,8 +280,7 @@ class Projection:
             `neighbours` that are the same for expert and variant, and `trustworthiness` of the layout (1 is best).
             NaN with fewer than three samples.
         explained_variance: shares of variance along x and y, for PCA with any variance; else None.
-        parameters: parameters of the library call.
-        notes: points left out, a replaced method, warnings of libraries.
+        notes: points left out, a replaced method.
         digest: the content key; `projections/<digest>.parquet` in the run, once stored.
     """
 

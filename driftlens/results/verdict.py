@@ -379,11 +379,8 @@ class Headline:
 
     Attributes:
         text: the sentence, without a full stop.
-        tone: the sentence's colour.
         so_far: "9 of 20 tasks measured" while some are missing; else empty.
         tiles: every model's mean, base first and experts last, by variant.
-        kind: format of these numbers.
-        measure: title of their measure.
         closed: the share of the gap from merged model to experts that the repair closes; NaN without a repair or a
             clear gap.
     """

@@ -38,7 +38,7 @@ SAID = [
         resume=True,
         attribution=False,
     ),
-    SweepRequest(param={"lam": [0.1, 0.5]}, seeds=2, grid=True, methods=["featcal", "residual"]),
+    SweepRequest(samples=5, methods=["featcal", "residual"], resume=True),
     SweepRequest(methods=["featcal", ("surgery", {"rank": 4})]),
     ComparisonRequest(merges=["average", ("ties", {"scaling": 0.4})]),
     AnalysisRequest(out="runs/x", force=True),

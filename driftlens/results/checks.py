@@ -537,7 +537,8 @@ def _run_self_check(run: DriftRun, name: str) -> CheckResult:
     place |= {"layer": run.layer_name(place["layer"])} if "layer" in place else {}
     where = ", ".join(f"{_PLACE[key]}{value}" for key, value in place.items())
     found = f"{format_number(largest, _DIGITS)} at {where}, wanted <= {_format_all_digits(limit)}"
-    status, reason = ("pass", "") if largest <= limit else ("fail", found)
+    status: Status = "pass" if largest <= limit else "fail"
+    reason = "" if status == "pass" else found
     return CheckResult(title, name, {}, status, largest, "<=", limit, limit - largest, len(errors), where, reason)
 
 

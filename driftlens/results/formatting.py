@@ -284,23 +284,25 @@ class Table(ReportPart):
                 taken |= {*group}
                 yield _CellColumns(head, self.columns[place].kind, group, joints)
 
-    def _format_cell(self, row: Sequence[Cell], shown: _CellColumns, gap: str = NO_VALUE) -> str:
-        """Format the numbers of one cell with their separators; a value without interval is alone."""
+    def format_cell(self, row: Sequence[Cell], shown: _CellColumns, gap: str = NO_VALUE) -> list[tuple[str, str]]:
+        """Format the numbers of one cell, each with its separator; a value without interval is alone."""
         values = [row[place] for place in shown.at]
         texts = [format_value(value, shown.kind, gap) for value in values]
         # A value without interval, or without visible change, is shown alone.
         if None in values or (shown.joints == _CHANGE and len({*texts}) == 1):
-            return texts[0]
+            return [(texts[0], "")]
         if shown.joints == _HALF and isinstance(values[1], int | float):
             texts[1] = format_percent(values[1]) if shown.kind == "share" else f"{values[1]:#.2g}".removesuffix(".")
-        joined = zip(texts, shown.joints, strict=True)
-        return "".join((text.removesuffix(" %") if joint == " to " else text) + joint for text, joint in joined)
+        return [
+            (text.removesuffix(" %") if joint == " to " else text, joint)
+            for text, joint in zip(texts, shown.joints, strict=True)
+        ]
 
     def formatted_rows(self, *, ascii_only: bool = False, gap: str = NO_VALUE) -> list[list[str]]:
         """Return the headings, then all rows with their values formatted as text."""
         columns, lines = [*self.display_columns()], list[list[str]]()
         for row in self.rows:
-            cells = [self._format_cell(row, shown, gap) for shown in columns]
+            cells = ["".join(map("".join, self.format_cell(row, shown, gap))) for shown in columns]
             lines.append([_replace_non_ascii_signs(cell) for cell in cells] if ascii_only else cells)
         return [[shown.head for shown in columns], *lines]
 

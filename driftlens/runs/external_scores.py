@@ -88,15 +88,15 @@ def _accuracy_rows(scores: Mapping[str, Mapping[str, Any]], counts: Mapping[str,
     """Return the rows of the accuracy table for the scores of a file."""
     rows = []
     for task, by_metric in scores.items():
-        n = _section_or_empty(counts, task).get("effective")
-        n = n if isinstance(n, int) and n > 0 else None
+        counted = _section_or_empty(counts, task).get("effective")
+        n = counted if isinstance(counted, int) and counted > 0 else None
         for key, value in by_metric.items():
             # Version 0.4 writes "acc,none" and "acc_stderr,none", 0.3 without the filter.
             name, comma, part = key.partition(",")
             if name.endswith(_ERROR) or name in _COUNTS or not _is_finite_number(value):
                 continue
-            error = by_metric.get(f"{name}{_ERROR}{comma}{part}")
-            error = error if _is_finite_number(error) else 0.0
+            stated = by_metric.get(f"{name}{_ERROR}{comma}{part}")
+            error = float(stated) if _is_finite_number(stated) else 0.0
             metric = metric_by_name(f"{ATTACHED}{name if part in ('', 'none') else key}")
             low, high = (
                 sign * math.inf if end is None else end for end, sign in zip(metric.range, (-1, 1), strict=True)

@@ -185,9 +185,7 @@ class Label(str):
     """Annotation of a setting: its name in forms."""
 
 
-# Any, because type checkers don't believe that an abstract class is hashable.
-@functools.cache
-def settings_model(owner: Any) -> type[BaseModel]:
+def settings_model(owner: Callable[..., object]) -> type[BaseModel]:
     """Build a pydantic model of the settings of a function or class from its signature.
 
     A parameter without annotation has the type of its default.
@@ -195,6 +193,13 @@ def settings_model(owner: Any) -> type[BaseModel]:
     Raises:
         TypeError: a parameter has an annotation that is not supported.
     """
+    # Hashable, which type checkers don't believe of an abstract class.
+    key: Any = owner
+    return _build_settings_model(key)
+
+
+@functools.cache
+def _build_settings_model(owner: Callable[..., object]) -> type[BaseModel]:
     function: Any = inspect.unwrap(owner.__init__ if inspect.isclass(owner) else owner)
     ours = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     kinds = ours if inspect.isclass(owner) else ours[:1]

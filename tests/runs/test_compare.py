@@ -21,7 +21,7 @@ from driftlens.utils.errors import DataError
 from driftlens.utils.intervals import unpaired_difference
 from driftlens_reports.terminal import run_equality_text
 from tests.quick import few
-from tests.runs.full_run import Size, write_full_run
+from tests.runs.full_run import write_full_run
 from tests.runs.judged import SIZE
 from tests.runs.spoiling import spoil
 
@@ -75,12 +75,6 @@ def test_pairs_meet_by_sample_not_by_place(full: DriftRun, copied: Path) -> None
     for task in full.tasks:
         pair = ("merged", "calibrated:featcal")
         assert paired_correctness(full, open_run(copied), task, pair) == paired_correctness(full, full, task, pair)
-
-
-def test_pairs_are_called_test_where_they_are_exactly_the_test_samples(tmp_path: Path) -> None:
-    run = open_run(write_full_run(tmp_path / "run", tasks=("a",), size=Size(blocks=1, samples=12, tests=12)))
-    found = paired_correctness(run, run, "a", ("merged", "expert"))
-    assert found is not None and found[1] == "test" and found[0].n == 12
 
 
 def test_without_labels_changes_of_accuracy_are_missing_not_zero(tmp_path: Path) -> None:

@@ -33,7 +33,13 @@ def is_measured(value: Any) -> bool:
 
 
 def format_value(value: Any, kind: Kind, gap: str = NO_VALUE) -> str:
-    """Format a number, text, boolean or None (`gap`)."""
+    """Format a number, text, boolean or None.
+
+    Args:
+        value: the value.
+        kind: the format.
+        gap: text for a missing value.
+    """
     if not is_measured(value):
         return gap
     if isinstance(value, bool):
@@ -96,7 +102,13 @@ def format_interval(low: float, high: float) -> str:
 
 
 def format_estimate(interval: Interval, kind: Kind, *, counted: bool = False) -> str:
-    """Format a number with its 95 % interval, "79.1 % (77.4 to 80.7 %)"; `counted` appends the number of samples."""
+    """Format a number with its 95 % interval, "79.1 % (77.4 to 80.7 %)".
+
+    Args:
+        interval: the number with its interval.
+        kind: the format.
+        counted: append the number of samples.
+    """
     parts = []
     if is_measured(interval.low):
         low, high = (format_value(end, kind) for end in (interval.low, interval.high))

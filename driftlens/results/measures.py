@@ -127,7 +127,15 @@ def pairing_by_task(rows: Sequence[MeasuredValue]) -> dict[str, bool]:
 
 
 def describe_change(measure: Measure, before: float, change: Interval) -> str:
-    """Format a change with its interval: points for shares, percent for lengths, else the measure's own unit."""
+    """Format a change with its interval: points for shares, percent for lengths, else the measure's own unit.
+
+    If the interval contains 0, no change is claimed. Empty without a change.
+
+    Args:
+        measure: the measure.
+        before: its value before, to which a change of a length is relative.
+        change: after minus before, with its interval.
+    """
     if not is_measured(change.value):
         return ""
     if measure.kind == "share":
@@ -198,7 +206,16 @@ def feature_changes(before: DriftRun, after: DriftRun, task: str, pair: tuple[st
 
 
 def has_same_samples(a: DriftRun, b: DriftRun, task: str, split: str = "diagnosis") -> bool | None:
-    """Return True if two runs used the same samples of a task, by the data's origin, not by ids; None if unknown."""
+    """Return True if two runs used the same samples of a task, by the data's origin; None if unknown.
+
+    Ids alone are not enough, because two data sets may both count from 0.
+
+    Args:
+        a: one run.
+        b: the other run; a run shares its samples with itself.
+        task: the task.
+        split: diagnosis, test or calibration.
+    """
     if a.id == b.id:
         return True
     origins = [run.manifest.sample_origins.get(split, {}).get(task) for run in (a, b)]
@@ -340,7 +357,14 @@ def _correctness_by_sample(run: DriftRun, task: str, variant: str, metric: Metri
 
 @cache_on_run
 def variant_score(run: DriftRun, task: str, variant: str, metric: Metric) -> Interval:
-    """Return the test score of a variant with its interval and sample count; NaN without a score."""
+    """Return the test score of a variant with its interval and sample count; NaN without a score.
+
+    Args:
+        run: the run.
+        task: the task.
+        variant: the variant, or "expert".
+        metric: any metric of the accuracy table.
+    """
     rows = run.accuracy(task, variant)
     rows = rows[(rows["metric"] == metric.name) & rows["value"].notna() & rows["n"].notna()]
     if rows.empty:
@@ -387,7 +411,14 @@ _LEVELS: Mapping[str, Callable[[DriftRun], _Levels]] = {
 
 
 def value_on_task(run: DriftRun, measure: Measure, task: str, variant: str) -> MeasuredValue:
-    """Return the value of a measure for one variant and task (of `SCORE`: the main metric); NaN if not measured."""
+    """Return the value of a measure for one variant and task; NaN if it was not measured.
+
+    Args:
+        run: the run.
+        measure: the measure; `SCORE` takes the task's main metric.
+        task: the task.
+        variant: the variant, or "expert" for the task's own.
+    """
     row = _LEVELS[measure.role](run).get((measure.role, task, variant))
     metric = main_metrics(run).get(task, ACCURACY) if measure is SCORE else None
     return row or _measured_value(_measure_of_metric(metric) if metric else measure, Interval(math.nan), task, variant)

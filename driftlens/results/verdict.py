@@ -580,7 +580,14 @@ def task_table(run: DriftRun, judgement: Verdict) -> Table:
 
 
 def other_models_table(run: DriftRun, judgement: Verdict, *, controls: bool = True, everyone: bool = False) -> Table:
-    """Return means over tasks of models that the verdict omits: other calibrations, baselines; or of `everyone`."""
+    """Return means over tasks of models that the verdict omits: other calibrations, baselines.
+
+    Args:
+        run: the run.
+        judgement: its verdict.
+        controls: True to include anchors of calibrations.
+        everyone: True to include all models, experts last.
+    """
     is_drift = judgement.measure.role == RELATIVE.role
     rows = []
     names = [name for name in run.variants if everyone or name not in judgement.means]

@@ -283,7 +283,13 @@ def package_version(package: str) -> str | None:
 
 
 def new_manifest(name: str, spec_digest: str, live: Mapping[str, Any] | None = None) -> Manifest:
-    """Create the manifest of a new run on this machine; `live` are settings and contents of a run of live modules."""
+    """Create the manifest of a new run on this machine.
+
+    Args:
+        name: the run's name.
+        spec_digest: digest of the spec.
+        live: settings and contents of a run of live modules.
+    """
     machine = {"system": platform.system(), "release": platform.release(), "machine": platform.machine()}
     # Ids become parts of file names and URLs.
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "run"
@@ -402,7 +408,13 @@ def table_file(name: str) -> str:
 
 
 def feature_file(task: str, variant: str, layer: int) -> str:
-    """Return the path of the stored features of one task, variant and layer, relative to the run directory."""
+    """Return the path of the stored features of one task, variant and layer, relative to the run directory.
+
+    Args:
+        task: name of the task.
+        variant: name of the variant, "expert" for the task's own.
+        layer: index of the layer, 1 the stem.
+    """
     return f"{feature_folder(task, variant)}/{layer:03d}.npy"
 
 

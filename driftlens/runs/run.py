@@ -454,7 +454,13 @@ def _unfinished_calibrations(run: DriftRun) -> list[str]:
 
 
 def resume_hint(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
-    """Return a sentence that says how to resume an unfinished calibration, which may replace a finished one."""
+    """Return a sentence that says how to resume an unfinished calibration.
+
+    Args:
+        folder: the run's folder.
+        name: name of the calibration, which may replace a finished one.
+        manifest: the run's manifest.
+    """
     is_replacing = name in manifest.calibrations
     if has_live_modules(manifest):
         both = f"name={name!r}, {'replace=True, ' if is_replacing else ''}resume=True"
@@ -467,7 +473,14 @@ def resume_hint(folder: pathlib.Path, name: str, manifest: Manifest) -> str:
 
 
 def save_hint(folder: pathlib.Path, name: str, manifest: Manifest, *words: str) -> str:
-    """Return a sentence that says how to save a calibrated model as a checkpoint in the format of its base."""
+    """Return a sentence that says how to save a calibrated model as a checkpoint in the format of its base.
+
+    Args:
+        folder: the run's folder.
+        name: name of the calibration.
+        manifest: the run's manifest.
+        words: further options of the command.
+    """
     if has_live_modules(manifest):
         return f"`run.calibrate(..., name={name!r}, save_weights=...)` with the same settings saves it"
     command = shlex.join(["driftlens", "calibrate", str(folder), "--name", name, *words, "--save-weights"])

@@ -86,7 +86,13 @@ def require_unused_path(path: PathLike) -> None:
 
 
 def write_text_atomic(path: PathLike, text: str, *, is_lasting: bool = True) -> None:
-    """Write a UTF-8 text file with Unix line ends by `atomic_path`."""
+    """Write a UTF-8 text file atomically, with Unix line ends.
+
+    Args:
+        path: the file.
+        text: its content.
+        is_lasting: as for `atomic_path`.
+    """
     data = text.encode()
     with atomic_path(path, need=len(data), is_lasting=is_lasting) as written:
         written.write_bytes(data)

@@ -281,7 +281,13 @@ def rounding_loss_text(change: ModelChange, subject: str, whose: str = "the base
 
 
 def saving_loss_text(change: ModelChange, subject: str, whose: str = "the base's") -> list[str]:
-    """Warn that saving in a narrower dtype reverts some changed weights; empty if that is negligible."""
+    """Warn that saving in a narrower dtype reverts some changed weights; empty if that is negligible.
+
+    Args:
+        change: counts of the change.
+        subject: the subject that changes entries.
+        whose: the owner of the unchanged entries.
+    """
     text = rounding_loss_text(change, subject, whose)
     return [f"{text}, the dtype of the output; `--out-dtype float32` keeps them"] if text else []
 

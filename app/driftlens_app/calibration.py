@@ -254,19 +254,9 @@ def _show_method_settings(owner: str, method: MethodInfo) -> dict[str, Any]:
 
 
 def _show_setting_columns(settings: Mapping[str, Schema], owner: str) -> dict[str, Any]:
-    """Show form fields in three columns, numeric settings first; return their values."""
-    numbers = [name for name, schema in settings.items() if _is_single_number(schema)]
-    columns = st.columns(3) if numbers else []
-    places = {name: columns[place % 3] for place, name in enumerate(numbers)}
-    return {
-        name: _show_setting_field(f"{owner}.{name}", settings[name], places.get(name, st))
-        for name in sorted(settings, key=lambda name: name not in places)
-    }
-
-
-def _is_single_number(schema: Schema) -> bool:
-    entry, is_list = value_schema(schema)
-    return entry.get("type") in _NUMBERS and not setting_choices(entry) and not is_list
+    """Show form fields in two columns; return their values."""
+    columns = itertools.cycle(st.columns(2))
+    return {name: _show_setting_field(f"{owner}.{name}", settings[name], next(columns)) for name in settings}
 
 
 def _show_setting_field(key: str, schema: Schema, place: Any) -> Any:
@@ -313,9 +303,6 @@ def _format_setting_value(value: Any) -> str:
 
 
 def _preset_label(name: str, presets: Mapping[str, Mapping[str, Any]]) -> str:
-    numbers = _format_numeric_settings(presets.get(name, {}))
+    settings = presets.get(name, {}).items()
+    numbers = ", ".join(f"{key} {value:g}" for key, value in settings if isinstance(value, int | float))
     return f"{name}: {numbers}" if numbers else name
-
-
-def _format_numeric_settings(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value:g}" for key, value in settings.items() if isinstance(value, int | float))

@@ -15,6 +15,7 @@ from driftlens.utils.errors import RunError
 
 _HERE = Path(__file__).parent
 _ROOT, _READ_ONLY = "DRIFTLENS_APP_ROOT", "DRIFTLENS_APP_READ_ONLY"
+_ANY_ADDRESS = ("0.0.0.0", "::")
 _HINT = "Remove the link, or replace it by a copy."
 
 
@@ -132,7 +133,7 @@ def server_command(*, host: str = "127.0.0.1", port: int | None = None, browser:
         "server.maxUploadSize": "1",
         "browser.gatherUsageStats": "false",
         # Streamlit's default link to "localhost" may reach another server that listens on ::1.
-        "browser.serverAddress": "localhost" if _is_unspecified_address(host) else host_in_url(host),
+        "browser.serverAddress": "localhost" if _normalized_host(host) in _ANY_ADDRESS else host_in_url(host),
         "client.toolbarMode": "minimal",
         "client.showErrorDetails": "type",
         "client.showErrorLinks": "false",
@@ -176,15 +177,9 @@ def _normalized_host(host: str) -> str:
     return str(_parse_ip_address(host) or host.lower())
 
 
-def _is_unspecified_address(host: str) -> bool:
-    """Return True if `host` stands for all addresses of this machine, like 0.0.0.0."""
-    address = _parse_ip_address(host)
-    return address is not None and address.is_unspecified
-
-
 def _machine_addresses(host: str) -> list[str]:
     """Return all addresses of this machine if `host` is an unspecified address such as 0.0.0.0; else none."""
-    if not _is_unspecified_address(host):
+    if _normalized_host(host) not in _ANY_ADDRESS:
         return []
     import psutil
 

@@ -49,8 +49,8 @@ from driftlens_reports.formats.page import standalone_headline
 _LOG = logging.getLogger("driftlens_app")
 # Columns of names, and the length from which their width is fixed.
 _NAMED, _LONG_NAME = ("name", "task", "model"), 28
-# Characters of a caption that fit next to the sidebar, in a wide and in a narrow window.
-_LINE, _CLAUSE = 140, 100
+# Characters of a caption that fit next to the sidebar.
+_LINE = 140
 _SENTENCES = re.compile(r"(?<=[.])\s+(?=[A-Za-z0-9`])")
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+\-.!|~$:&=^\"'])")
 # Positions inside icon codes and URLs. Streamlit replaces these after it parsed Markdown, so escapes do not prevent it.
@@ -142,12 +142,9 @@ def escape_except_code(text: str) -> str:
 def verdict_markdown(run: DriftRun, text: str, command: str) -> str:
     """Format a sentence of the verdict in Markdown, its command as code and without local folders."""
     before, code, after = typeset_signs(hide_run_path(run, text)).partition(f"`{hide_run_path(run, command)}`")
-    markdown = (
-        escape_markdown(before) + code + escape_markdown(after)
-        if code.count("`") == 2
-        else escape_markdown(before + code + after)
-    )
-    return keep_units_together(markdown)
+    # A name with backticks must not end the code.
+    code = code if code.count("`") == 2 else escape_markdown(code)
+    return keep_units_together(escape_markdown(before) + code + escape_markdown(after))
 
 
 def show_headline(run: DriftRun, name: str = "") -> None:
@@ -211,9 +208,6 @@ def show_page_title(title: str, subtitle: str) -> None:
 def show_caption(text: str, line: int = _LINE) -> None:
     """Show one line below an element: the first sentence, shortened; the full text on hover."""
     first, *others = _SENTENCES.split(text.strip(), maxsplit=1)
-    if len(first) > min(line, _CLAUSE) and "; " in first:
-        first, rest = first.split("; ", 1)
-        first, others = f"{first}.", [rest, *others]
     if (cut := textwrap.shorten(first, line, placeholder=" …")) != first:
         first, others = cut, [text]
     if first:

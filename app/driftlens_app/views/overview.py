@@ -166,25 +166,20 @@ def _task_table(run: DriftRun, judged: Verdict, sheet: Table) -> tuple[pd.DataFr
 
 
 def _show_drift_sources(chosen: Selection) -> None:
-    origins = {task: text for task, text in facts.drift_sources(chosen.run).items() if task in chosen.tasks}
-    whose = f"{display_name(facts.explained_variant(chosen.run))}'s" if origins else "the"
+    variant = facts.explained_variant(chosen.run)
+    whose = f"{display_name(variant)}'s" if variant else "the"
     st.header(
         escape_markdown(f"Where {whose} final drift comes from"),
         anchor=False,
         help="Each layer's share of each task's final drift, by attribution.",
     )
     offer_attribution(chosen.run)
-    if all(text.endswith(NOT_MEASURED) for text in origins.values()):
-        show_note("This run has no attribution and no local mismatch.")
+    options = chosen.options(variants=(variant,))
+    if charts[_CELLS].missing(chosen.run, options) is not None:
+        show_note("This run has no attribution of drift to layers.")
         return
-    options = chosen.options(variants=(facts.explained_variant(chosen.run),))
-    with show_errors_in_place():
-        if charts[_CELLS].missing(chosen.run, options) is None:
-            drawn = cached_chart(_CELLS, chosen.run, charts[_CELLS].draw, options, narrow=is_narrow())
-            show_drawn_chart(_CELLS, chosen.run.id, drawn)
-        else:
-            # Without Jacobians there is local mismatch only, which is stated in text.
-            st.markdown("\n".join(f"- {escape_markdown(text)}" for text in origins.values()))
+    drawn = cached_chart(_CELLS, chosen.run, charts[_CELLS].draw, options, narrow=is_narrow())
+    show_drawn_chart(_CELLS, chosen.run.id, drawn)
 
 
 def _self_checks_label(report: CheckReport) -> str:

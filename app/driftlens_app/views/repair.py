@@ -14,9 +14,8 @@ from driftlens.results.calibration_summary import (
     calibration_effect_tables,
     leaderboard_table,
 )
-from driftlens.results.formatting import format_bytes, format_estimate, format_value, keep_units_together
-from driftlens.results.measures import describe_change
-from driftlens.results.verdict import Verdict, task_table, verdict
+from driftlens.results.formatting import format_bytes
+from driftlens.results.verdict import task_table, verdict
 from driftlens.runs.manifest import (
     calibrated_weights_file,
     calibration_folder,
@@ -24,8 +23,8 @@ from driftlens.runs.manifest import (
     require_unlocked,
 )
 from driftlens.runs.run import DriftRun, has_live_modules, unfinished_phases
-from driftlens.utils.errors import RunLockedError, join_names, pluralize, shorten_list
-from driftlens.utils.variants import calibrated_variant, display_name
+from driftlens.utils.errors import RunLockedError, join_names, shorten_list
+from driftlens.utils.variants import calibrated_variant
 from driftlens_app import calibration
 from driftlens_app.live import (
     recommended_steps,
@@ -187,7 +186,9 @@ def _select_newest_calibration(run: DriftRun, names: Sequence[str], job: JobStat
 def _show_single_calibration(run: DriftRun, name: str) -> None:
     """Show the results of one calibration; errors of one table do not hide the others."""
     with show_errors_in_place():
-        _show_before_and_after(run, verdict(run, name))
+        show_headline(run, name)
+        # The chart below shows the drift.
+        show_report_table(task_table(run, verdict(run, name)), {"relative drift"})
     with show_errors_in_place():
         options = ChartOptions(variants=("merged", calibrated_variant(name)), relative=True, dark=is_dark())
         st.header("Relative drift by layer, before and after", anchor=False, help="Layers has every task.")
@@ -201,11 +202,8 @@ def _show_single_calibration(run: DriftRun, name: str) -> None:
         st.page_link(page_path("export"), label="Export", icon=":material/description:")
     with show_errors_in_place():
         judged = verdict(run, name)
-        steps, sentences = recommended_steps(run, judged)
-        for sentence in (*sentences, *auto_choice_sentences(run, name)):
+        for sentence in (*recommended_steps(run, judged)[1], *auto_choice_sentences(run, name)):
             st.markdown(f"- {verdict_markdown(run, sentence, judged.command)}")
-        # This page has buttons for repairs and a link to reports already.
-        show_step_buttons(run, [label for label in steps if label not in ("Repair", "Write a report")], judged.command)
         drawer = st.expander("All numbers", key="all-numbers", on_change="rerun")
         with drawer:
             for sheet in calibration_effect_tables(run, name) if drawer.open else ():
@@ -215,22 +213,6 @@ def _show_single_calibration(run: DriftRun, name: str) -> None:
         show_data_expander(solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules")
     for notice in run.manifest.calibrations[name].notices:
         show_caption(f"{notice[:1].upper()}{notice[1:]}", 90)
-
-
-def _show_before_and_after(run: DriftRun, judged: Verdict) -> None:
-    means, kind = judged.means, judged.measure.kind
-    gap = next((gap for gap in judged.gaps if (gap.variant, gap.against) == (judged.after, judged.merged)), None)
-    if gap is not None:
-        before, after = (format_value(means[model].value, kind) for model in (judged.merged, judged.after))
-        head = f"{judged.measure.title.capitalize()} {before.removesuffix('%').rstrip()} → {after}"
-        st.header(escape_markdown(head), anchor=False)
-        models = [model for model in ("base", judged.merged, judged.after, "expert") if model in means]
-        levels = ", ".join(f"{display_name(model)} {format_estimate(means[model], kind)}" for model in models)
-        change = describe_change(judged.measure, means[judged.merged].value, gap.change)
-        sentence = f"{change}; {levels}. {pluralize(len(judged.tasks), 'task')}, n = {gap.change.n}."
-        st.markdown(keep_units_together(escape_markdown(sentence)))
-    # The chart below shows the drift.
-    show_report_table(task_table(run, judged), {"relative drift"})
 
 
 def _show_setting_sweeps(run: DriftRun, *, blocked: bool) -> None:

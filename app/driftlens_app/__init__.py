@@ -18,12 +18,8 @@ Streamlit runs `main.py`; `server.py` serves it; `settings.py` configures it. Pa
     if __name__ == "__main__":
         show()
 
-Streamlit executes the file as `__main__` to show the page; the navigation imports it to read `PAGE`. Unless `PAGE`
-has
+Streamlit executes the file as `__main__` to show the page; the navigation imports it to read `PAGE`. Unless `PAGE` has
 `needs_run=False`, the page needs a readable run, which the sidebar selects. `current_selection` shows the named
-controls (task, variants, layer, measure); all of them are in the URL. Errors are shown by the shell: raise
-`DriftLensError`. `show_errors_in_place` keeps the rest of a page if a part fails. A job that a page starts needs a
-function in `requests.py`. `show_part_charts` shows the charts registered for a page. A file without `PAGE` is part
-of
-another page.
+controls; all of them are in the URL. Raise `DriftLensError` for errors; `show_errors_in_place` keeps the rest of a
+page. A job needs a function in `requests.py`. A file without `PAGE` is part of another page.
 """

@@ -1,4 +1,4 @@
-"""Jobs as a visitor meets them: offered, redrawn every second while they run, awaited, and how they ended."""
+"""Elements for jobs: buttons that start them, live progress, and how they ended."""
 
 from __future__ import annotations
 
@@ -67,7 +67,6 @@ Or measure your own models:
 2. Check it with `driftlens validate run.yaml`.
 3. Start it on the page **New run**, or with `driftlens analyze run.yaml --out runs/mine`.
 """
-
 
 _STEPS = {
     " --resume": "Resume the analysis",
@@ -264,9 +263,7 @@ def show_welcome_page() -> None:
         st.markdown("Merge, analyze and repair small models that come with DriftLens (about a minute).")
         suite = st.radio("Models of", [*SUITES], format_func=SUITES.__getitem__, key="suite", disabled=is_live)
         if st.button("Run the demo", type="primary", icon=":material/play_arrow:", disabled=is_live, key="demo"):
-            with show_errors_in_place():
-                start_job(demo_request(settings, suite))
-                st.rerun()
+            start_and_rerun(demo_request(settings, suite))
     st.markdown(_HOW_TO)
 
 

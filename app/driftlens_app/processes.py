@@ -1,12 +1,7 @@
-"""Jobs: the command line as a process, asked for an answer or watched from outside.
+"""Jobs: commands that run as processes. Entry points: `start_job`, `poll_job`, `cancel_job`.
 
-A job's state is on disk: a record of the newest job of each kind (process, start, settings) next to its log, and the
-run's own status.json, run.lock and events.jsonl. So a page that is closed, drawn twice or served by a restarted
-server finds the same job, and never starts a second one.
-
-    job = start_job(calibrate_request(run, settings))   # the new job, or the one that runs already
-    view = poll_job(run.path)                          # of the newest job: state, progress, failure
-    cancel_job(view.job)                            # asks; after a grace period, `poll_job` kills
+A job's state is on disk (a record next to its log, and the run's own files), so that every page and a restarted server
+find the same job and never start a second one.
 """
 
 from __future__ import annotations

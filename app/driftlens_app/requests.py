@@ -8,11 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from driftlens.config.requests import (
-    DEFAULT_METHOD,
-    CalibrationRequest,
-    SweepRequest,
-)
+from driftlens.config.requests import DEFAULT_METHOD, CalibrationRequest, SweepRequest
 from driftlens.runs.manifest import COMPARISON, MANIFEST, SPEC, read_manifest
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import SpecError, join_names
@@ -29,7 +25,6 @@ MAX_SPEC_BYTES = 1_000_000
 _MAX_FILES = 200
 # Default folder of `driftlens demo`.
 DEMO = "driftlens-demo"
-
 
 SUITES = {
     "text": "Texts: a small language model and four experts",
@@ -76,13 +71,7 @@ def new_spec_path(settings: Settings, name: str) -> Path:
 
 
 def analyze_request(settings: Settings, spec: str, name: str) -> JobRequest:
-    """Build the job request of an analysis in a new folder, or in one that a job left unfinished.
-
-    Args:
-        settings: settings of the dashboard.
-        spec: path of the spec relative to the root.
-        name: name of the run's folder.
-    """
+    """Build the job request of an analysis in the new folder `name`, or in one that a job left unfinished."""
     run, file = _new_run_folder(settings, name), spec_file_path(settings.root, spec)
     resume = ("--resume",) if _has_readable_manifest(run) and newest_job(run) is not None else ()
     arguments = ("analyze", str(file), "--out", str(run), *resume, *_PROGRESS)
@@ -129,8 +118,7 @@ def compare_methods_request(run: DriftRun, names: Sequence[str]) -> JobRequest:
 
 def attribution_request(run: DriftRun) -> JobRequest:
     """Build the job request that attributes drift to layers for variants without attribution."""
-    words = ("analyze", str(run.path), *_PROGRESS)
-    return JobRequest("explain", run.manifest.name, run.path, words)
+    return JobRequest("explain", run.manifest.name, run.path, ("analyze", str(run.path), *_PROGRESS))
 
 
 def _has_readable_manifest(folder: Path) -> bool:

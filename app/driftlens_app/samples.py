@@ -8,20 +8,14 @@ import time
 from typing import Literal
 from urllib.parse import parse_qsl
 
-import pandas as pd
 import streamlit as st
 
-from driftlens.results.measures import sample_outcomes
-from driftlens.results.verdict import verdict
 from driftlens.runs.manifest import texts_file, thumbs_file
 from driftlens.runs.run import DriftRun
-from driftlens.utils.variants import variant_kind
 from driftlens_app.runs import run_cache_key
 from driftlens_app.selection import TASK, current_selection, open_page, select_value
 from driftlens_app.settings import require_inside
 from driftlens_app.show import is_dark, script_component, show_errors_in_place
-from driftlens_reports.charts.chart import ChartOptions
-from driftlens_reports.charts.picking import chosen_variants
 from driftlens_reports.explorer import Explorer
 
 _FRAME = "iframe { display: block; width: 100%; border: 0; }"
@@ -106,17 +100,3 @@ def _cached_explorer_page(run: DriftRun, only_points: bool) -> tuple[str, bytes]
     """Return the hash and the bytes of the explorer's HTML page."""
     page = Explorer(run).embedded_page(only_points=only_points)
     return hashlib.sha256(page).hexdigest(), page
-
-
-def choose_outcomes(run: DriftRun, task: str, options: ChartOptions) -> pd.Series[str]:
-    """Return whether each sample was repaired, broken or unchanged by the newest calibration; empty if unknown.
-
-    Args:
-        run: the run.
-        task: the task whose samples are compared.
-        options: the user's selection, whose variants limit the repaired models.
-    """
-    repaired = [name for name in chosen_variants(run, options) if variant_kind(name) == "calibrated"]
-    if not (merged := verdict(run).merged):
-        return pd.Series(dtype=str)
-    return sample_outcomes(run, task, merged, repaired[-1] if repaired else "")["outcome"]

@@ -164,16 +164,11 @@ def _selected_values(name: str, options: Sequence[str]) -> list[str]:
     # Streamlit forgets widgets that a page leaves out, and clears the URL when the page changes.
     kept, values = _stored_selection(), st.query_params.get_all(name)
     # After a step in the browser's history the URL is complete, so a missing name means the default.
-    if not values and not _is_history_navigation():
+    if not values and not getattr(get_script_run_ctx(), "is_history_navigation", False):
         values = kept.get(name, [])
     chosen = [value for value in values if value in options]
     kept[name] = chosen
     return chosen
-
-
-def _is_history_navigation() -> bool:
-    context = get_script_run_ctx()
-    return bool(getattr(context, "is_history_navigation", False))
 
 
 def _show_controls(names: Sequence[str], everything: str) -> None:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -95,9 +94,7 @@ def pages() -> Mapping[str, Page]:
 
 def page_path(view: str) -> str:
     """Return the file of a page for `st.page_link` and `st.switch_page`, for example `views/overview.py`."""
-    path = f"views/{view}.py"
-    assert (Path(__file__).parent / path).is_file(), path
-    return path
+    return f"views/{view}.py"
 
 
 @functools.cache
@@ -228,27 +225,13 @@ def select_page_part(names: Sequence[str], *, key: str) -> str:
 
 
 def show_part_charts(page: str, part: str, run: DriftRun, options: ChartOptions) -> None:
-    """Show all charts registered for a heading of a page.
-
-    Args:
-        page: name of the page.
-        part: the heading.
-        run: the run.
-        options: the user's selection.
-    """
+    """Show all charts registered for a heading of a page."""
     for name in chart_names_by_heading(page)[part]:
         show_chart(name, run, options)
 
 
 def show_chart(name: str, run: DriftRun, options: ChartOptions, without: str = "") -> None:
-    """Show a chart with caption, hint and data, or a message if the run lacks its data.
-
-    Args:
-        name: the registered chart.
-        run: the run.
-        options: the user's selection.
-        without: replaces the message about missing data.
-    """
+    """Show a chart with caption, hint and data, or `without` or a message if the run lacks its data."""
     with show_errors_in_place():
         chart = charts[name]
         st.header(escape_markdown(chart.title), anchor=False, help=chart.hint)
@@ -273,32 +256,14 @@ def insert_run_path(run: DriftRun, lacking: str) -> str:
 
 
 def show_drawn_chart(name: str, run_id: str, drawn: Drawn, says: str = "") -> None:
-    """Show a drawn chart with caption, notes, and the plotted numbers for download.
-
-    Args:
-        name: name of the chart, used for widget keys and the file.
-        run_id: id of the run, used for the file.
-        drawn: the figure with its notes and data.
-        says: the caption.
-    """
+    """Show a drawn chart with caption, notes, and the plotted numbers for download as `run_id`-`name`.csv."""
     st.plotly_chart(without_redraw(drawn.figure), theme=None, alt=drawn.alt, key=f"chart-{name}", config=_TOOLBAR)
     show_caption(" ".join(text for text in (says, *drawn.notes) if text))
     show_data_expander(drawn.data, f"{run_id}-{name}", key=f"data-{name}")
 
 
 def show_table(rows: pd.DataFrame, columns: Mapping[str, Any], *, key: str, alt: str, **more: Any) -> Any:
-    """Show a data frame as a sortable table with a dash for missing values.
-
-    Args:
-        rows: the table.
-        columns: settings by column.
-        key: key of the widget.
-        alt: description for screen readers.
-        more: further arguments of `st.dataframe`.
-
-    Returns:
-        Streamlit's selection.
-    """
+    """Show a data frame as a sortable table with a dash for missing values; return Streamlit's selection."""
     # Longer names would push numbers out of view.
     width = 128 if is_narrow() else 220
     lengths = {name: rows[name].astype(str).str.len().max() for name in _NAMED if name in rows}
@@ -338,14 +303,7 @@ def sortable_table(sheet: Table) -> tuple[pd.DataFrame, dict[str, Any]]:
 
 
 def show_data_expander(rows: pd.DataFrame, name: str, *, key: str, label: str = "Show data") -> None:
-    """Show a table and its CSV download in an expander; data is sent only when it is opened.
-
-    Args:
-        rows: the table.
-        name: file name without suffix.
-        key: key of the widget.
-        label: label of the expander.
-    """
+    """Show a table and its CSV download in an expander; data is sent only when it is opened."""
     drawer = st.expander(label, key=f"open-{key}", on_change="rerun")
     if not drawer.open:
         return
@@ -366,14 +324,7 @@ def show_data_expander(rows: pd.DataFrame, name: str, *, key: str, label: str = 
 def cached_chart(
     name: str, run: DriftRun, _draw: Callable[..., Drawn], options: ChartOptions, *, narrow: bool = False
 ) -> Drawn:
-    """Cache the chart that `_draw(run, options)` returns, for all users.
-
-    Args:
-        name: name of the chart.
-        run: the run.
-        options: the user's selection.
-        narrow: True for panels in one column.
-    """
+    """Cache the chart that `_draw(run, options)` returns, for all users."""
     # Shared and not copied: a copy would take longer than most of a page.
     with stack_panels(narrow):
         drawn = _draw(run, options)

@@ -136,9 +136,6 @@ def _show_download_button(run: DriftRun, name: str, files: Files, label: str) ->
 
 def _show_report_preview(built: Mapping[str, Files]) -> None:
     # Only the page without scripts: a frame on this site could read the dashboard.
-    if not built:
-        st.caption("Files appear here: downloads, and a preview of the HTML without scripts.")
-        return
     if "html-light" not in built:
         st.caption("To preview the report, select HTML without scripts.")
         return

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 import pandas as pd
 import streamlit as st
 
+from driftlens.results.measures import sample_outcomes
+from driftlens.results.verdict import verdict
 from driftlens.utils.variants import calibration_name, display_name
 from driftlens_app.live import offer_attribution, show_repair_link
-from driftlens_app.samples import choose_outcomes, show_explorer, show_explorer_download
+from driftlens_app.samples import show_explorer, show_explorer_download
 from driftlens_app.selection import TASK, VARIANTS, Selection, current_selection
 from driftlens_app.show import Page, select_page_part, show_chart, show_note, show_part_charts, show_table
 from driftlens_reports.charts.chart import SECTIONS, chart_names_by_heading
+from driftlens_reports.charts.picking import chosen_variants
 
 PAGE = Page(
     "Samples",
@@ -74,9 +77,11 @@ def _show_answers(chosen: Selection) -> None:
     if len(tasks) > 1:
         task = st.selectbox("Task of the table", tasks, key="answers-of", bind="query-params")
     shown = _answers_by_model(rows[rows["task"] == task], [*chosen.run.variants, "expert"])
-    outcomes = choose_outcomes(chosen.run, task, chosen.options())
-    if shown["sample"].isin(outcomes.index).any():
-        shown.insert(1, "outcome", shown["sample"].map(outcomes))
+    repaired = [name for name in chosen_variants(chosen.run, chosen.options()) if calibration_name(name)]
+    if merged := verdict(chosen.run).merged:
+        outcomes = sample_outcomes(chosen.run, task, merged, repaired[-1] if repaired else "")["outcome"]
+        if shown["sample"].isin(outcomes.index).any():
+            shown.insert(1, "outcome", shown["sample"].map(outcomes))
     show_table(shown.head(_MOST_ROWS), {}, key="answers-table", alt=f"Answers on the test samples of {task}")
 
 

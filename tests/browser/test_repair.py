@@ -178,7 +178,7 @@ def test_from_the_first_visit_to_the_repaired_model_by_pressing_only_buttons(
     button.click()
     expect(page.get_by_role("progressbar").first).to_be_visible(timeout=PATIENCE)
     drawn(page, page.get_by_role("heading", name="Before and after the repair best"), timeout=PATIENCE)
-    expect(page.locator(".headline")).to_be_visible()
+    expect(page.locator(".headline").first).to_be_visible()
     drawn(page, page.get_by_text("Calibration best is done."), timeout=PATIENCE)
     expect(button).to_be_enabled()
     assert list(open_run(run).manifest.calibrations) == ["best"]

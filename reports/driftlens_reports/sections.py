@@ -83,7 +83,6 @@ _ALWAYS = (
     "Means hide the worst case; the tables name every task.",
     "Drift and cosine compare features with the expert's. A gain in cosine does not explain a gain in accuracy.",
 )
-_FEW = 30
 # A line per term, in the order in which a reader meets them: the term, its symbol, its meaning.
 _TERMS = """
 base | W_base | The model that every expert was fine-tuned from.
@@ -266,7 +265,7 @@ def _caveat_sentences(run: DriftRun, missing: Sequence[str]) -> list[str]:
 def _limitation_sentences(run: DriftRun) -> Iterator[str]:
     rows = run.layers()
     counts = rows["n"].dropna()
-    if len(counts) and counts.min() < _FEW:
+    if len(counts) and counts.min() < 30:
         yield f"Some rows rest on {pluralize(int(counts.min()), 'sample')} only"
     jacobian = rows[rows["jacobian_samples"].notna() & rows["n"].notna()]
     if len(jacobian) and (jacobian["jacobian_samples"] < jacobian["n"]).any():

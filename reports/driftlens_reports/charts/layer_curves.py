@@ -21,7 +21,6 @@ from driftlens_reports.charts import panels, picking, theme, words
 from driftlens_reports.charts.chart import ChartOptions, Drawn, chart
 
 _AROUND_ZERO = {"tickformat": theme.TICK_NUMBER, "autorangeoptions": {"include": [0.0]}}
-_ENDS = "Whiskers: 95 % bootstrap intervals over samples."
 # Half the width, in layers, of a band with no neighbour.
 _LONE = 0.2
 
@@ -257,14 +256,13 @@ def _draw_amplification(run: DriftRun, options: ChartOptions) -> Drawn:
         note = f"Largest Jacobian error {format_error(float(spread.max()))}, relative to the propagation."
     figure = draw_layer_curves(run, rows, kind, dark=options.dark)
     columns = ("amplification", *ends, "lower", "upper", "random gain", "Jacobian error", "jacobian samples")
-    note = f"{_ENDS} {note}" if ends else note
+    note = f"Whiskers: 95 % bootstrap intervals over samples. {note}" if ends else note
     alt = f"Amplification by layer, with a line at 1. {words.peak_sentence(rows, 'amplification')}"
     return _finish_layer_chart(run, figure, rows, *columns, alt=alt, notes=[note])
 
 
 CONTRIBUTED, REST = "share of final drift", "remainder"
 _SHARE_LOW, _SHARE_HIGH = f"{CONTRIBUTED} low", f"{CONTRIBUTED} high"
-_SHARE_TITLE = "share of final drift (%)"
 _SHARES = {
     "final_share": CONTRIBUTED,
     "final_share_low": _SHARE_LOW,
@@ -275,8 +273,6 @@ _SHARES = {
 _ROW, _LEAST = 26, 72
 # Pixels of the colour bar below the panels, with its title and numbers.
 _BAR_BELOW = 66
-# Layers up to which the cells have room for numbers.
-_MOST_NUMBERED = 16
 
 
 @chart(
@@ -322,7 +318,8 @@ def _draw_share_heatmaps(run: DriftRun, rows: pd.DataFrame, *, dark: bool) -> go
     )
     places = [words.escape_plotly(run.layer_name(layer)) for layer in layers]
     texts = [[f"{words.escape_plotly(task)}, {place}" for place in (*places, REST)] for task in tasks]
-    has_numbers = len(layers) <= _MOST_NUMBERED and not panels.has_stacked_panels()
+    # Cells of more layers have no room for numbers.
+    has_numbers = len(layers) <= 16 and not panels.has_stacked_panels()
     for index, variant in enumerate(variants):
         table = wide.loc[variant].reindex(tasks)
         shares = table[CONTRIBUTED].reindex(columns=layers).assign(**{REST: rest.loc[variant]})
@@ -350,7 +347,7 @@ def _draw_share_heatmaps(run: DriftRun, rows: pd.DataFrame, *, dark: bool) -> go
     height, margin = grid.layout["height"], grid.layout["margin"]
     bar = {
         **{"thickness": 14, "outlinewidth": 0, "tickformat": theme.SHARE, "orientation": "h"},
-        "title": {"text": _SHARE_TITLE, "side": "top"},
+        "title": {"text": "share of final drift (%)", "side": "top"},
         # Measured from the container, a low chart would have no room left for its cells.
         **{"y": -margin["b"] / (height - margin["t"] - margin["b"]), "yanchor": "top"},
     }

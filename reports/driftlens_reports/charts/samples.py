@@ -107,14 +107,6 @@ def _draw_sample_cosines(run: DriftRun, options: ChartOptions) -> Drawn:
     )
 
 
-# Panels in a row: more would be too narrow for their words in a telephone's window.
-_COLUMNS = 2
-# Pixels: of a panel, and of the lines below it beyond the room of the ticks, which it lacks.
-_HEIGHT, _BELOW = 240, 42
-# Letters of a panel's title.
-_TITLE_LETTERS = 22
-# Letters of a sample's text in the hover label.
-_LONGEST_TEXT = 80
 _BARE = {"showticklabels": False, "ticks": ""}
 # Quality columns of a projection, and their names in the plotted data.
 _QUALITY = {
@@ -176,12 +168,12 @@ def _draw_feature_panels(run: DriftRun, options: ChartOptions) -> Drawn:
     shares = [words.escape_plotly(format_percent(share)) for share in layout.explained_variance or ()]
     x_title, y_title = (f"PC {axis} ({share} of variance)" for axis, share in enumerate(shares, 1))
     grid = panels.panel_grid(
-        [words.escaped_label(variants.display_name(variant), _TITLE_LETTERS) for variant in names],
+        [words.escaped_label(variants.display_name(variant), 22) for variant in names],
         x_title=x_title,
         y_titles=[y_title],
-        columns=_COLUMNS,
-        height=_HEIGHT,
-        below=_BELOW,
+        columns=2,  # more would be too narrow for their words in a telephone's window
+        height=240,
+        below=42,  # for the lines of numbers
         dark=options.dark,
     )
     brush = theme.VariantPlotter(run.variants, options.dark)
@@ -226,7 +218,7 @@ def _hover_text(row: dict[str, Any]) -> str:
         words.escape_plotly(str(row["sample_id"])),
         "" if pd.isna(row["label"]) else f"class {words.escape_plotly(str(row['label']))}",
         "" if pd.isna(row["drift"]) else f"drift {format_number(float(row['drift']))}",
-        words.escaped_label(row["text"], _LONGEST_TEXT) if isinstance(row.get("text"), str) else "",
+        words.escaped_label(row["text"], 80) if isinstance(row.get("text"), str) else "",
     ]
     return "<br>".join(filter(None, lines))
 
@@ -250,7 +242,6 @@ def _annotate_panel(grid: panels.PanelGrid, panel: int, x_title: str, quality: p
     grid.set_axis("x", panel, title={"text": "<br>".join([x_title, *lines])})
 
 
-_BINS = 20
 _KEPT, _FLIPPED = "kept", "flipped"
 # Index in the sequential scale and hatch of each outcome. Heavier is worse in both.
 _LOOKS = {_FLIPPED: (5, "x"), _KEPT: (2, "")}
@@ -320,7 +311,7 @@ def _draw_decision_flips(run: DriftRun, options: ChartOptions) -> Drawn:
 def _margin_histogram(samples: pd.DataFrame) -> pd.DataFrame:
     """Count kept and flipped decisions by variant and expert margin, in bins of equal width."""
     top = float(samples["margin"].max()) or 1.0
-    edges = np.linspace(0, top, _BINS + 1)
+    edges = np.linspace(0, top, 21)
     bins = []
     for variant, part in samples.groupby("variant", sort=False):
         outcomes = {_KEPT: ~part["flipped"], _FLIPPED: part["flipped"]}

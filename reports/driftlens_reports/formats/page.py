@@ -41,8 +41,6 @@ _LONG = 24
 # Rows of a figure's data table beyond which a browser gets slow; the JSON and CSV formats have them.
 _MOST_ROWS = 2_000
 _MOST_BYTES = 950_000
-# Sections that are open below the verdict; a click opens the others.
-_OPENED = ("layers",)
 # Charts, and the paper figures that a page without scripts shows in their place.
 _EXHIBITS = {
     "accuracy": "intro",
@@ -142,7 +140,7 @@ def _render_html(
         headline=headline_html(content.verdict.headline),
         pictures=pictures or {},
         shown_data=shown_data,
-        opened=_OPENED,
+        opened=("layers",),  # a click opens the other sections
     )
     return text.encode()
 

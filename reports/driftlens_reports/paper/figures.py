@@ -52,8 +52,6 @@ from driftlens_reports.paper.plate import (
 MOST = 400
 
 _METHODS = {"pca": "PCA", "umap": "UMAP", "tsne": "t-SNE"}
-# Width ratios of the body's panel and the head's: norms of the head are in another feature space.
-_BODY_AND_HEAD = (1.0, 0.14)
 _GAINS = (
     *("amplification", "amplification_low", "amplification_high"),
     *("jacobian_error", "random_gain_mean"),
@@ -312,7 +310,8 @@ def _draw_norms_by_layer(
     column: str,
 ) -> tuple[Axes, dict[str, Artist]]:
     """Draw a drift norm by layer, with the head in its own panel; return the body's axes and legend entries."""
-    body, head = part.subplots(1, 2, width_ratios=_BODY_AND_HEAD)
+    # Norms of the head are in another feature space.
+    body, head = part.subplots(1, 2, width_ratios=(1.0, 0.14))
     entries: dict[str, Artist] = {}
     heads = {layer.index for layer in run.manifest.layers if layer.role == "head"}
     band = ("drift_l2_q10", "drift_l2_q90") if column == "drift_l2_mean" else ()

@@ -385,8 +385,12 @@ def draw_mean_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     # Zoom is kept when tasks or theme change, not when the unit does.
     figure.layout.uirevision = f"{run.id} mean {options.relative}"
     alt = f"{quantity[0].upper()}{quantity[1:]} by layer, mean over tasks. {words.final_layer_sentence(means, _MEAN)}"
-    note = f"Thick: mean over {pluralize(len(run.tasks), 'task')}; thin: each task."
-    return Drawn(figure, alt, means[["variant", "layer", "role", "path", _MEAN]], (note,))
+    return Drawn(
+        figure,
+        alt,
+        data=means[["variant", "layer", "role", "path", _MEAN]],
+        notes=(f"Thick: mean over {pluralize(len(run.tasks), 'task')}; thin: each task.",),
+    )
 
 
 def _single_task_curves(

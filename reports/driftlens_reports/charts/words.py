@@ -127,8 +127,8 @@ def final_layer_sentence(rows: pd.DataFrame, column: str) -> str:
     task = of_variant.loc[of_variant[column].astype(float).idxmax(), "task"]
     there = last[last["task"] == task]
     values = join_by_variant(zip(there["variant"], there[column].astype(float).map(format_number), strict=True))
-    num_others = rows["task"].nunique() - 1
-    among = f", the highest of {num_others + 1} tasks" if num_others else ""
+    num_tasks = rows["task"].nunique()
+    among = f", the highest of {num_tasks} tasks" if num_tasks > 1 else ""
     return f"At {last['where'].iloc[0]}, on {task}{among}: {values}."
 
 

@@ -128,8 +128,8 @@ class ExhibitOptions(ExhibitRequest):
 
     def compared_variants(self, run: DriftRun) -> tuple[str, ...]:
         """Return the variants to compare: merged and the calibrated ones to show."""
-        names = dict.fromkeys(("merged", *self.calibrated_of(run)))
-        return tuple(variant for variant in names if variant in run.variants)
+        merged = ("merged",) if "merged" in run.variants else ()
+        return tuple(dict.fromkeys((*merged, *self.calibrated_of(run))))
 
     def display_names_of(self, runs: Sequence[DriftRun]) -> Mapping[str, str]:
         """Return display names of tasks and variants: requested names override those in the specs."""

@@ -196,9 +196,9 @@ def _draw_scatter_grid(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exh
     }
     add_legend(plate.figure, entries)
     where = "the final layer" if layer == "final" else run.layer_name(run.layer_index(layer))
-    start = f"Features of every task at {where}, matched by sample: merged above, calibrated below."
-    sentences = _projection_sentences(layouts, sample_count_sentence(run.layers(layer=layer)))
-    return plate.finish(start, *sentences)
+    lead = f"Features of every task at {where}, matched by sample: merged above, calibrated below."
+    counts = sample_count_sentence(run.layers(layer=layer))
+    return plate.finish(lead, *_projection_sentences(layouts, counts))
 
 
 def _projection_sentences(layouts: Sequence[_TaskProjection], counts: str) -> Iterator[str]:

@@ -253,8 +253,8 @@ def _self_checks_table(runs: Sequence[DriftRun], options: ExhibitOptions) -> Exh
                 name = ", ".join(filter(None, [check.metric, block]))
                 missing.append(MissingPart(name, f"`{self_check_command(check.metric)}` measures it"))
     caption = "Self-checks: claims that are exact in theory, and the largest error over all tasks, variants and layers."
-    notes = ["A check that was not measured does not count as holding."]
-    return _finish_tables("self-checks", "Check", [lines], caption, runs, notes, missing)
+    note = "A check that was not measured does not count as holding."
+    return _finish_tables("self-checks", "Check", [lines], caption, runs, [note], missing)
 
 
 def _finish_tables(

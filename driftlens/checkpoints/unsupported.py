@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -223,6 +224,22 @@ def require_unquantised(config: Mapping[str, Any], source: str) -> None:
         raise IncompatibleModelsError(
             f"{source} holds quantised weights ({method or 'quantization_config in config.json'})",
             hint=f"Give the original weights, or dequantize them: {loaded}.save_pretrained(OUT).",
+        )
+
+
+# Keys of the scales and codes that quantized checkpoints store.
+_CODES = re.compile(
+    r"\.(weight_scale(_inv)?|weight_packed|qweight|SCB|absmax|quant_map)$|\.quant_state\.|_proj_(blocks|scales)$"
+)
+
+
+def require_unquantised_keys(keys: Collection[str], source: str) -> None:
+    """Refuse a checkpoint whose keys are those of quantized weights, for files without `quantization_config`."""
+    if codes := [key for key in keys if _CODES.search(key)]:
+        raise IncompatibleModelsError(
+            f"{source} holds quantised weights: {len(codes)} tensors of scales or codes, such as {codes[0]!r}",
+            hint="Give the original weights, or restore quantization_config in config.json and dequantize them.",
+            key=codes[0],
         )
 
 

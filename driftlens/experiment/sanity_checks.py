@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, islice
@@ -144,6 +144,10 @@ def check_distances(sampled: WeightProducts) -> list[Finding]:
             )
             hint = "It seems to have another base; averages across bases are meaningless. Check the file."
             foreign.append(Finding("notice", model_label(name), text, hint))
+            if name in sampled.in_one_byte:
+                text = f"the {model_label(name)} is stored in one-byte floats without the scales that they need"
+                error = IncompatibleModelsError(text, hint="Give the original weights, or the file with its scales.")
+                foreign.append(error_finding(model_label(name), error))
         elif name in sampled.experts:
             close.append((sampled._relative_distance(name, anchor), distance, sampled.changed.get(name, 0)))
     if not close:
@@ -190,7 +194,8 @@ class WeightProducts:
     """Inner products of the models' weights by tensor, estimated from first rows of large tensors.
 
     `grams` is [tensors, models, models]; `is_matrix` are tensors of two axes or more; `changed` counts, by model, those
-    that differ from the base. A fused tensor counts once in `num_tensors` and has several Gram matrices.
+    that differ from the base. A fused tensor counts once in `num_tensors` and has several Gram matrices. Models
+    `in_one_byte` have weights in float8.
     """
 
     names: tuple[str, ...]
@@ -199,6 +204,7 @@ class WeightProducts:
     is_whole: bool
     changed: Mapping[str, int]
     num_tensors: int
+    in_one_byte: Collection[str] = ()
 
     @classmethod
     def read_models(
@@ -235,6 +241,7 @@ class WeightProducts:
             is_whole,
             {name: len(keys) for name, keys in changed.items()},
             len({slot.key for slot in slots}),
+            [name for name, source in sources.items() if any(source.headers[s.key].dtype.itemsize == 1 for s in slots)],
         )
         return sampled, broken
 

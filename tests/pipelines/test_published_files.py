@@ -19,7 +19,7 @@ from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.config.run import load_spec
 from driftlens.experiment.loading import open_models
 from driftlens.experiment.merging import merge_experts
-from driftlens.experiment.sanity_checks import check_model_files
+from driftlens.experiment.sanity_checks import check_model_files, check_weights
 from driftlens.models.architecture import load_architecture
 from driftlens.models.saving import save_model
 from driftlens.utils.distributed import JobContext
@@ -158,6 +158,18 @@ def test_numbers_of_one_byte_are_merged_as_what_they_are(root: Path) -> None:
     merged, two = (weights_of(root / name) for name in ("out", "two"))
     for key, value in merged.items():
         torch.testing.assert_close(value, (one[key].float() + two[key]) / 2)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_numbers_of_one_byte_whose_scales_are_lost_are_a_problem(scaled: bool, root: Path) -> None:
+    one = load_file(root / "base" / "model.safetensors")
+    for key in [key for key in one if key.endswith("proj.weight")]:
+        one[key] = (one[key] * (448 / one[key].abs().max() if scaled else 1)).to(torch.float8_e4m3fn)
+    save_file(one, root / "one" / "model.safetensors", {"format": "pt"})
+    models = open_models(load_spec(spec_of(root, "base", "one", "two")))
+    problems = [f.text for f in check_weights(models.architecture.chain, models.sources) if f.level == "problem"]
+    lost = "the expert of one is stored in one-byte floats without the scales that they need"
+    assert problems == [lost] * scaled
 
 
 @pytest.mark.parametrize("base", few(["tied", "base"], ["base"]))

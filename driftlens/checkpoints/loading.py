@@ -14,7 +14,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from driftlens.checkpoints.unsupported import ADAPTER, conversion_hint, require_unquantised, wrong_family_error
+from driftlens.checkpoints.unsupported import (
+    ADAPTER,
+    conversion_hint,
+    require_unquantised,
+    require_unquantised_keys,
+    wrong_family_error,
+)
 from driftlens.utils.errors import CheckpointError, IncompatibleModelsError, SpecError, add_error_context, shorten_list
 from driftlens.utils.files import expand_home, parse_json, read_json_object, regular_file
 
@@ -80,26 +86,40 @@ def open_checkpoint(
     place = pathlib.Path(fetch_if_hub_id(path, offline=offline) if isinstance(path, str) else path)
     try:
         # A folder's real name may contain `~` or `$`.
-        place = place if place.exists() else expand_home(place)
+        place = _resolve_cache_root(place if place.exists() else expand_home(place))
         with add_error_context(place):
             if place.is_dir():
-                return _open_weights_or_adapters(place, base)
-            _require_weights_file(place)
-            from driftlens.checkpoints.tensor_sources import open_weights_file
+                opened = _open_weights_or_adapters(place, base)
+            else:
+                _require_weights_file(place)
+                from driftlens.checkpoints.tensor_sources import open_weights_file
 
-            return open_weights_file(place)
+                opened = open_weights_file(place)
+            require_unquantised_keys(opened.headers, str(path))
+            return opened
     except OSError as error:
         raise CheckpointError(
             f"{path} can't be read: {error.strerror}", hint="Check the path and its permissions."
         ) from error
 
 
+def _resolve_cache_root(folder: pathlib.Path) -> pathlib.Path:
+    """Return the snapshot of `main` in a model's folder of the Hub cache; return other paths unchanged."""
+    reference = folder / "refs" / "main"
+    if not (folder / "snapshots").is_dir() or not reference.is_file():
+        return folder
+    snapshot = folder / "snapshots" / regular_file(reference).read_text(encoding="utf-8").strip()
+    # The reference may come from an untrusted source.
+    return snapshot if snapshot.is_dir() and snapshot.parent == folder / "snapshots" else folder
+
+
 def fetch_if_hub_id(path: str, *, offline: bool = False) -> str:
-    """Download a Hub id, if necessary, and return its cache folder; return other paths unchanged."""
+    """Return the folder of a Hub id, downloaded if necessary, or of a model's cache; return other paths unchanged."""
     place = expand_home(path)
     # A local path wins over a Hub id of the same form; `folder/model.pt` has that form, too.
     if place.exists() or not is_hub_id(path) or place.suffix in _READABLE:
-        return path
+        snapshot = _resolve_cache_root(place)
+        return path if snapshot == place else str(snapshot)
     return str(_fetch_hub_weights(path, offline=offline))
 
 
@@ -277,7 +297,7 @@ def fetch_config_folder(place: str, *, offline: bool = False) -> pathlib.Path | 
     """
     from huggingface_hub import constants
 
-    folder = expand_home(place)
+    folder = _resolve_cache_root(expand_home(place))
     if folder.is_dir() or not is_hub_id(place):
         return _transformer_folder(folder) if folder.is_dir() else None
     cached = None
@@ -316,7 +336,7 @@ def _fetch_hub_snapshot(place: str, patterns: list[str], *, local: bool) -> path
 def find_config_folder(place: str) -> pathlib.Path | None:
     """Find the local or cached folder with the configuration of a file, folder or Hub id; None without one."""
     name = place.removeprefix("hf-hub:").removeprefix("local-dir:")
-    path = expand_home(name)
+    path = _resolve_cache_root(expand_home(name))
     if not path.exists() and is_hub_id(name):
         path = fetch_config_folder(name, offline=True) or path
     folder = _transformer_folder(path) if path.is_dir() else path.parent

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from driftlens.checkpoints import tensor_sources as sources
 from driftlens.checkpoints.loading import (
     companion_files,
+    fetch_config_folder,
+    fetch_if_hub_id,
     find_config_folder,
     open_checkpoint,
     read_config,
@@ -309,6 +311,46 @@ def test_quantised_folders_are_refused_before_their_weights_are_opened(tmp_path:
     (tmp_path / "model.safetensors").write_bytes(b"not even a header")
     with refusing(IncompatibleModelsError, match=r"quantised weights \(bitsandbytes\)", hint="dequantize"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("layers.0.q_proj.weight_scale_inv", "layers.0.q_proj.weight_scale", "layers.0.q_proj.qweight"),
+        *("layers.0.q_proj.weight.absmax", "layers.0.q_proj.weight.quant_state.bitsandbytes__nf4"),
+        *("layers.0.q_proj.SCB", "layers.0.q_proj.weight_packed", "layers.0.mlp.experts.down_proj_blocks"),
+    ],
+)
+def test_quantised_files_without_a_configuration_are_told_by_their_keys(
+    key: str, tmp_path: Path, weights: Weights
+) -> None:
+    for name in ("layers.0.scale", "layers.0.logit_scale", "layers.0.down_proj.weight", "layers.0.blocks.scales"):
+        weights[name] = torch.ones(2)
+    save_file(weights, tmp_path / "model.safetensors")
+    open_checkpoint(tmp_path)
+    save_file(weights | {key: torch.ones(1)}, tmp_path / "model.safetensors")
+    for place in (tmp_path, tmp_path / "model.safetensors"):
+        with refusing(IncompatibleModelsError, f"quantised weights: 1 tensors of scales or codes, such as {key!r}"):
+            open_checkpoint(place)
+
+
+@pytest.mark.parametrize("reference", ["abc123", "../../outside", "gone", ""])
+def test_the_root_of_a_cached_repository_is_its_snapshot(reference: str, tmp_path: Path, weights: Weights) -> None:
+    root = tmp_path / "models--org--name"
+    for folder in ("refs", "blobs", "snapshots/abc123", "outside"):
+        (root / folder).mkdir(parents=True)
+    for folder in ("snapshots/abc123", "outside"):
+        save_file(weights, root / folder / "model.safetensors")
+        (root / folder / "config.json").write_text("{}")
+    (root / "refs" / "main").write_text(reference + "\n")
+    if reference != "abc123":
+        with pytest.raises(CheckpointError, match="holds no weights; found blobs"):
+            open_checkpoint(root)
+        return
+    assert open_checkpoint(root).headers.keys() == open_checkpoint(str(root)).headers.keys() == weights.keys()
+    snapshot = root / "snapshots" / "abc123"
+    assert fetch_config_folder(str(root)) == find_config_folder(str(root)) == snapshot
+    assert fetch_if_hub_id(str(root)) == str(snapshot) and fetch_if_hub_id(str(snapshot)) == str(snapshot)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path, weights: Weights) -> None:

@@ -231,7 +231,17 @@ class SampleSet:
     @cached_property
     def digests(self) -> tuple[str, ...]:
         """The content digest of every sample, independent of trailing padding; all samples are read."""
-        return tuple(_content_digest(_remove_padding(self.load([position]))) for position in range(len(self)))
+        return tuple(self._read_digests())
+
+    def _read_digests(self) -> Iterator[str]:
+        return (_content_digest(_remove_padding(self.load([position]))) for position in range(len(self)))
+
+    @property
+    def has_one_content(self) -> bool:
+        """True if all samples are equal; reading stops at the first that differs."""
+        digests = self._read_digests()
+        first = next(digests)
+        return all(digest == first for digest in digests)
 
     @property
     def unique_ids(self) -> tuple[str, ...]:

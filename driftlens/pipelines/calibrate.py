@@ -446,6 +446,12 @@ def _calibration_notices(plan: CalibrationPlan, study: Study) -> list[str]:
     # Samples from files never overlap: splits are drawn without replacement.
     notices = _sample_overlap_notices(plan.samples, study) if study.architecture.get("loader") == "live" else []
     notices += _training_overlap_notices(plan.samples, study) if plan.automatic else []
+    notices += [
+        f"task {task} has 1 different calibration sample among {len(drawn)}, and weights are fitted to it alone. "
+        "Add samples"
+        for task, drawn in plan.samples.items()
+        if drawn.has_one_content
+    ]
     if plan.sites:
         pool = study.pool
         share, text = parameter_coverage(pool.chain, pool.source("merged"), plan.sites, plan.calibrator.update)

@@ -275,3 +275,11 @@ def test_baselines_stand_beside_the_merged_model(tmp_path: Path) -> None:
     assert run.value("drift_l2_mean", task="a", variant="baseline:own") == 0
     twin, merged = (run.layers(variant=name)["drift_l2_mean"] for name in ("baseline:twin", "merged"))
     assert twin.tolist() == merged.tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_calibration_samples_that_are_all_equal_are_reported(rows: int, analyzed: DriftRun) -> None:
+    equal = {"a": inputs(20, 1).repeat(rows, 1), "b": inputs(21, 16)}
+    told = calibrate(analyzed, f"equal{rows}", data=equal).manifest.calibrations[f"equal{rows}"].notices
+    (notice,) = [text for text in told if "different calibration sample" in text]
+    assert f"task a has 1 different calibration sample among {rows}" in notice

@@ -300,7 +300,9 @@ class KeyLayout:
     def non_layer_keys(self, keys: Collection[str], name: str) -> dict[str, str]:
         """Map keys outside the measured layers, without wrapper prefix, to the file's keys."""
         wrapper = self.wrapper_prefix(keys, name)
-        named = {key.removeprefix(wrapper): key for key in keys if key.startswith(wrapper)}
+        # A tied weight may be stored under the names of its copies, which are left out.
+        used = {wrapper + stored for names in self.names for stored in names.values()}
+        named = {key.removeprefix(wrapper): key for key in keys if key.startswith(wrapper) and key not in used}
         beside = (*TEXT_SIDE, *self.left_out)
         kept = {key: stored for key, stored in named.items() if key.startswith(beside)}
         return kept | self.ignored_keys(keys, name)

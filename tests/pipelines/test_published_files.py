@@ -27,6 +27,7 @@ from driftlens.utils.errors import CheckpointError, IncompatibleModelsError
 from tests.quick import few
 from tests.zoo.cases import with_seed
 from tests.zoo.decoders import CONFIGS, MORE, saved
+from tests.zoo.small import flan_t5
 from tests.zoo.tokenizers import word_tokenizer
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
@@ -338,3 +339,24 @@ def test_what_files_fuse_and_the_library_has_apart_is_merged_and_saved_as_it_was
     for key, value in merged.state_dict().items():
         if "pooler" not in key and value.is_floating_point():  # which belongs to a head
             torch.testing.assert_close(value, (first[key] + second[key]) / 2)
+
+
+_TABLES = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+
+
+@pytest.mark.parametrize("names", [_TABLES[2:], _TABLES, _TABLES[:1]], ids=["decoder", "all", "shared"])
+def test_a_table_of_t5_under_any_of_its_names_is_a_part_of_the_model(names: tuple[str, ...], tmp_path: Path) -> None:
+    for seed, name in enumerate(("base", "one")):
+        model = flan_t5()
+        with torch.no_grad():
+            model.shared.weight += 0.1 * torch.randn(model.shared.weight.shape, generator=torch.manual_seed(seed))
+        model.save_pretrained(tmp_path / name)
+        file = tmp_path / name / "model.safetensors"
+        weights = load_file(file)
+        table = weights.pop(_TABLES[0])
+        save_file(weights | {key: table.clone() for key in names}, file, {"format": "pt"})
+        word_tokenizer("encoder-decoder").save_pretrained(tmp_path / name)
+    spec = spec_of(tmp_path, "base", "one")
+    spec["architecture"]["loader"] = "hf-t5"
+    told = [finding.text for finding in check_model_files(open_models(load_spec(spec)))]
+    assert not [text for text in told if "embed_tokens" in text or "shared" in text]

@@ -318,6 +318,7 @@ def _check_data(
         if data is not None:
             opened[task] = data
             checks.add_notice(f"data of {task}", *data.notices)
+            checks.run_check(f"data of {task}", partial(_read_images, data))
     # Test sets differ in size by nature.
     splits = {
         "calibration": {task: len(data.calibration) for task, data in opened.items()},
@@ -328,6 +329,22 @@ def _check_data(
             listed = ", ".join(f"{task} {count}" for task, count in counts.items())
             checks.add_notice("data", f"tasks have different numbers of {split} samples: {listed}")
     return opened
+
+
+def _read_images(data: TaskData) -> None:
+    """Read all images of calibration and diagnosis samples; raise an error that counts the unreadable ones."""
+    errors, count = [], 0
+    for samples in (data.calibration, data.diagnosis):
+        for position in range(len(samples)) if samples.picture is not None else ():
+            assert samples.picture is not None
+            count += 1
+            try:
+                samples.picture(position)
+            except DataError as error:
+                errors.append(error)
+    if errors:
+        lost = f"{len(errors)} of {count} sampled images can't be read, such as {errors[0].message}"
+        raise DataError(lost, hint=errors[0].hint)
 
 
 def _describe_task_data(data: TaskData) -> str:

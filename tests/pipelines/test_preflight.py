@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.data.sources import write_images
 from tests.pipelines.checking import check, found, notices, saved, visual, with_expert
 from tests.quick import few
-from tests.zoo.world import MODEL, Weights, World
+from tests.zoo.world import CLASSES, MODEL, Weights, World
 
 EXPERT = "expert of flowers"
 
@@ -221,3 +222,20 @@ def test_unequal_counts_and_shared_samples_are_notices(world: World) -> None:
     result = check({**spec, "data": {**spec["data"], "flowers": entry}})
     assert "calibration samples: flowers 3, shapes 4" in found(result, "notice", "data").text
     assert "of 5 diagnosis samples are in both" in found(result, "notice", "data of flowers").text
+
+
+@pytest.mark.parametrize("split", ["calibration", "diagnosis"])
+def test_unreadable_images_among_the_drawn_ones_are_found(split: str, world: World, tmp_path: Path) -> None:
+    files = {f"{name}/{place}.png": place for name in CLASSES["flowers"] for place in range(6)}
+    entry: dict[str, Any] = {"kind": "imagefolder", "n": 18, "n_diagnosis": 18}
+    for part in ("calibration", "diagnosis", "test"):
+        entry[part] = str(write_images(tmp_path / part, files))
+    spec = world.spec()
+    spec["data"]["flowers"] = entry
+    assert not check(spec).problems
+    for name in list(files)[1::6]:
+        file = tmp_path / split / name
+        file.write_bytes(file.read_bytes()[:-40])
+    (problem,) = check(spec).problems
+    assert problem.subject == "data of flowers" and problem.hint
+    assert "3 of 36 sampled images can't be read, such as " in problem.text and "/1.png" in problem.text

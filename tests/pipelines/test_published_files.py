@@ -360,3 +360,25 @@ def test_a_table_of_t5_under_any_of_its_names_is_a_part_of_the_model(names: tupl
     spec["architecture"]["loader"] = "hf-t5"
     told = [finding.text for finding in check_model_files(open_models(load_spec(spec)))]
     assert not [text for text in told if "embed_tokens" in text or "shared" in text]
+
+
+@pytest.mark.parametrize(
+    ("body", "head"),
+    [("model.language_model.", ""), ("language_model.model.", "language_model."), ("model.text.", "")],
+)
+def test_a_decoder_may_be_named_as_part_of_a_model_of_images(body: str, head: str, root: Path) -> None:
+    plain = weights_of(root / "one")
+    named = {body + key.removeprefix("model.") if key != HEAD else head + key: x for key, x in plain.items()}
+    tower = {"model.visual.blocks.0.attn.qkv.weight": torch.ones(2, 2), "vision_tower.patch.weight": torch.ones(2)}
+    save_file(named | tower, root / "one" / "model.safetensors", {"format": "pt"})
+    spec = load_spec(spec_of(root, "base", "one"))
+    if "language_model" not in body:
+        with pytest.raises(IncompatibleModelsError, match="expected tensors"):
+            open_models(spec)
+        return
+    models = open_models(spec)
+    source = models.sources["expert:one"]
+    assert source.headers.keys() == plain.keys()
+    assert all(torch.equal(source.read(key), value) for key, value in plain.items())
+    (told,) = [finding.text for finding in check_model_files(models) if "does not use" in finding.text]
+    assert all(repr(key) in told for key in tower)

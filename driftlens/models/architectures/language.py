@@ -281,13 +281,22 @@ def _load_hf_decoder(request: ArchitectureRequest) -> Architecture:
     )
     example = PADDED if preprocess is None else dict(preprocess.example())
     chain, lm = causal_chain(skeleton, example, request.blocks)
-    names = saved_key_names(skeleton)
+    names, core = saved_key_names(skeleton), f"{skeleton.base_model_prefix}."
+    # As vision-language models of transformers 4 and 5 name the decoder that they contain.
+    spellings = [
+        *key_spellings(names, skeleton),
+        {key: f"language_model.{name}" for key, name in names.items()},
+        {
+            key: f"{core}language_model.{name.removeprefix(core)}" if name.startswith(core) else name
+            for key, name in names.items()
+        },
+    ]
     return Architecture(
         loader="hf-decoder",
         source=source,
         skeleton=skeleton,
         chain=chain,
-        layout=KeyLayout(key_spellings(names, skeleton), ignored=ignored_key_patterns(skeleton), is_lenient=True),
+        layout=KeyLayout(spellings, ignored=ignored_key_patterns(skeleton), is_lenient=True),
         preprocess=preprocess,
         folder=text_folder_format(stated, "AutoModelForCausalLM"),
         lm=lm,

@@ -95,7 +95,7 @@ def _accuracy_rows(scores: Mapping[str, Mapping[str, Any]], counts: Mapping[str,
             name, comma, part = key.partition(",")
             if name.endswith(_ERROR) or name in _COUNTS or not _is_finite_number(value):
                 continue
-            stated = by_metric.get(f"{name}{_ERROR}{comma}{part}")
+            stated: Any = by_metric.get(f"{name}{_ERROR}{comma}{part}")
             error = float(stated) if _is_finite_number(stated) else 0.0
             metric = metric_by_name(f"{ATTACHED}{name if part in ('', 'none') else key}")
             low, high = (

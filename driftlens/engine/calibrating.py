@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.checkpoints.tensor_sources import StateSource, stored_change
 from driftlens.engine.pool import Attachment, LayerMap, ModelPool, with_updated_parameters
 from driftlens.engine.sites import (
+    ExpertFeatureCache,
     SiteActivations,
+    norm_without_affine,
     record_activations,
     require_weight_rule,
     row_weights,
+    select_site_parameters,
     site_path,
+    stack_site_biases,
     stack_site_weights,
 )
 from driftlens.engine.walk import CachedBatch, FeatureStore, FeatureStream, Parts
@@ -35,7 +38,7 @@ from driftlens.linalg.gram import (
     solve_bytes,
 )
 from driftlens.linalg.ridge import LinearMoments, NormMoments
-from driftlens.models.chain import Layer, Parameters, Pool, Site, SiteKind, State
+from driftlens.models.chain import Layer, Parameters, Pool, Site, SiteKind
 from driftlens.utils.devices import (
     convert_moments_oom,
     full_precision_matmul,
@@ -54,13 +57,8 @@ EXPERT, MERGED = "expert", "merged"
 class LinearProblem:
     """The regression problem of linear modules that read the same inputs, so that they share a Gram matrix.
 
-    Attributes:
-        sites: in the order in which their outputs are stacked in `moments`.
-        moments: of all tasks together, each counting its task weight.
-        expert_bias: by site, the average of the experts' biases over tasks, each counting its task weight.
-        merged: the sites' parameters in the merged model, by the layer's own names.
-        base: the same in the base, or None without one.
-        num_rows: of an expert of a mixture, the number of rows that count anything; else empty.
+    `moments` and `expert_bias` (by site) are averages over tasks by task weight; outputs are stacked in the order of
+    `sites`. `num_rows` counts the rows of an expert of a mixture, and is empty for other modules.
     """
 
     sites: tuple[Site, ...]
@@ -85,13 +83,8 @@ class NormProblem:
 class StepwiseProblem:
     """The regression problem of linear modules whose inputs come after all earlier modules were solved.
 
-    Attributes:
-        sites: in the order in which their outputs are stacked.
-        folds: moments of every fold of the samples, all tasks together, each counting its task weight.
-        tasks: output metric and moments of every task over all folds, where the calibrator has an output metric.
-        has_bias: whether the last input is the constant that the biases belong to.
-        num_rows: of every fold.
-        has_views: whether some of the samples are copies of others.
+    `folds` are moments of each fold of the samples, over all tasks by task weight; `tasks` are output metrics and
+    moments of each task. With `has_bias`, the last input is the constant that biases belong to. `num_rows` is per fold.
     """
 
     sites: tuple[Site, ...]
@@ -113,7 +106,7 @@ class SiteReport:
 
     Attributes:
         site: the module's path in the library's names; a calibrator fills in its name in the layer.
-        kind: the kind of solve; `kept` for an expert of a mixture that has too few rows and stays as merged.
+        kind: `kept` for an expert of a mixture that has too few rows and stays as merged.
         lam: ridge, relative to a Gram matrix of Frobenius norm 1; 0 without an anchor.
         objective_before: objective (Eq. 15 or 57) at the merged parameters; None if not computed.
         objective_after: objective at the calibrated parameters; never more than before.
@@ -122,11 +115,9 @@ class SiteReport:
         smallest_eigenvalue: of that matrix, estimated.
         task_weight_sum: sum over tasks of the task weights omega; the number of tasks for a norm.
         task_weight_share: task_weight_sum / (task_weight_sum + lam), the share of a bias that is not the anchor's.
-        seconds: time of the solve.
         upstream_ridge: ridge of the repair of upstream errors.
         upstream_share: share in [0, 1] of that repair, chosen on held-out samples.
         stationarity_error: see `driftlens.linalg.ridge.stationarity_error`; None for iterations.
-        num_rows: number of rows of an expert of a mixture.
         change: fields of a `driftlens.utils.variants.ModelChange`: the loss by rounding to the saved dtype.
     """
 
@@ -158,11 +149,9 @@ class SiteUpdate:
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """The regression target of a linear module: the share of expert features, and the token-weight rule.
+    """The regression target of a linear module, W_i (a x_expert + (1 - a) x_merged) with a = `expert_share` (Eq. 10).
 
-    Attributes:
-        expert_share: a in the target output W_i (a x_expert + (1 - a) x_merged) (FeatCal, Eq. 10, alpha).
-        token_weights: the adapter's rule for token weights; `uniform` weighs all alike.
+    `token_weights` is the adapter's rule for token weights; `uniform` weighs all alike.
     """
 
     expert_share: float
@@ -173,9 +162,8 @@ class TargetSpec:
 class CalibratedLayer:
     """One calibrated layer: its new parameters and reports, or the corrections of its output by task.
 
-    `updates` are parameters by the layer's names, in the pool's dtype but rounded to the checkpoint's; `drift_l2_mean`
-    is by task the mean norm of the pooled drift after the layer, empty for the last; `attachments` are corrections by
-    task.
+    `updates` are in the pool's dtype but rounded to the checkpoint's; `drift_l2_mean` is by task the mean norm of the
+    pooled drift after the layer, empty for the last.
     """
 
     layer: int
@@ -187,44 +175,6 @@ class CalibratedLayer:
 
 _Solved = tuple[dict[str, Tensor], list[SiteReport]]
 """New parameters by the layer's names, and a report per site."""
-_Key = tuple[str, int, int, frozenset[str], frozenset[str], bool]
-
-
-@dataclass
-class ExpertFeatureCache:
-    """A cache of the inputs and outputs of the experts' modules and layers, up to a budget in bytes.
-
-    They don't depend on the merged model or on settings, so a later calibration gets bit-identical weights from them.
-    """
-
-    budget: int = 0
-    _num_bytes: int = field(default=0, init=False)
-    _passes: dict[_Key, tuple[SiteActivations, State]] = field(default_factory=dict, init=False)
-
-    def record_activations(
-        self,
-        batch: CachedBatch,
-        layer: Layer,
-        expert: Parameters,
-        state: State,
-        inputs: Collection[str],
-        outputs: Collection[str],
-        *,
-        stops: bool,
-    ) -> tuple[SiteActivations, State]:
-        """Run an expert's layer and record module inputs and outputs; return cached results if there are any."""
-        # The start of a batch identifies it: caches are asked for the same batches every time.
-        key = batch.task, batch.start, layer.index, frozenset(inputs), frozenset(outputs), stops
-        if key in self._passes:
-            return self._passes[key]
-        passed = record_activations(layer, expert, state, batch.side, inputs, outputs, stops=stops)
-        rows, left = passed
-        tensors = [*rows.inputs.values(), *rows.outputs.values(), *left.values()]
-        num_bytes = self._num_bytes + sum(tensor.nbytes for tensor in tensors)
-        if num_bytes <= self.budget:
-            self._num_bytes = num_bytes
-            self._passes[key] = passed
-        return passed
 
 
 @dataclass(frozen=True)
@@ -244,10 +194,8 @@ class CalibrationContext:
     """The models, samples and resources of a calibration; nothing in it is modified.
 
     Attributes:
-        pool: base, merged model and one expert per task.
         parts: calibration samples by task, `viewed` if they have views; tasks are processed in the order of names.
         sites: layer index -> names of its sites, see `select_sites`; empty for trained corrections.
-        base: the pool's name of the base; None without one.
         done: layers calibrated before an interruption -> their updates, which are applied and not recomputed.
         feature_budget: bytes of cached features in memory, and about as many for sums over experts of a mixture.
         spill: folder for features beyond the budget, emptied at the end; None keeps all in memory.
@@ -255,9 +203,7 @@ class CalibrationContext:
         pooling: the pooling of features for `drift_l2_mean`; None takes the modality's default.
         team: the processes of a distributed calibration. Each has tasks of its own; all get all layers.
         objectives: if True, reports hold the objectives of linear sites, for about a tenth of the time on CPUs.
-        seed: the seed of trained corrections.
         like: the model in whose dtypes the result is saved; None for the base, or without one the merged model.
-        expert_features: cache of the experts' features on these samples.
     """
 
     pool: ModelPool
@@ -483,10 +429,6 @@ class LayerwiseCalibrator(ClosedFormSolver):
         """Return new parameters of the problem's modules; nothing in the problem is modified.
 
         The Gram matrix of a linear problem is valid during this call only: the next layer uses its memory.
-
-        Raises:
-            NumericsError: the moments hold NaN or infinite entries.
-            SingularGramError: a system is singular.
         """
 
 
@@ -549,19 +491,11 @@ class _LinearSums:
         expert: Parameters,
         num_batches: int,
     ) -> None:
-        """Add one batch of a task to the sums.
-
-        Args:
-            rows: inputs of the sites in the merged model, [T, k].
-            seen: inputs and outputs of the sites in the expert.
-            weights: weights of the rows, [T]; None weighs each 1.
-            expert: the expert's parameters of the layer.
-            num_batches: approximate number of batches of the task.
-        """
+        """Add inputs of the merged model, [T, k], with row weights, and the expert's inputs and outputs."""
         if self._cross is None:
             self._cross = CrossMomentSum(
                 stack_site_weights(expert, self.sites),
-                _stacked_biases_or_zeros(expert, self.sites),
+                stack_site_biases(expert, self.sites),
                 alpha=self.target.expert_share,
                 num_rows=max(1, len(rows)) * max(1, num_batches),
                 dtype=self.dtype,
@@ -626,16 +560,10 @@ class _LinearSums:
                 weight_sum=self._weight,
             ),
             expert_bias={name: bias / self._weight for name, bias in self._bias.items()},
-            merged=_parameters_of_sites(merged, self.sites, place),
-            base=None if base is None else _parameters_of_sites(base, self.sites, place),
+            merged=select_site_parameters(merged, self.sites, place),
+            base=None if base is None else select_site_parameters(base, self.sites, place),
             num_rows=() if self.sites[0].expert is None else (int(self._count),),
         )
-
-
-def _stacked_biases_or_zeros(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
-    weights = (parameters[f"{site.name}.weight"] for site in sites)
-    biases = (parameters.get(f"{site.name}.bias") for site in sites)
-    return torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)])
 
 
 @dataclass(eq=False)
@@ -683,22 +611,8 @@ class _NormSums:
         total = self._total
         assert total is not None
         place = total.mean.device
-        pulls = None if base is None else _parameters_of_sites(base, self.sites, place)
-        return NormProblem(self.sites, total, _parameters_of_sites(merged, self.sites, place), pulls)
-
-
-def _parameters_of_sites(parameters: Parameters, sites: Sequence[Site], place: torch.device) -> dict[str, Tensor]:
-    names = (f"{site.name}.{part}" for site in sites for part in ("weight", "bias"))
-    return {name: parameters[name].to(place) for name in names if name in parameters}
-
-
-def norm_without_affine(site: Site, rows: Tensor) -> Tensor:
-    """Normalise rows [T, k] as a norm layer does, without its scale and shift."""
-    # torch's RMSNorm uses this eps if none is set.
-    eps = torch.finfo(rows.dtype).eps if site.eps is None else site.eps
-    if site.kind == "layer_norm":
-        return F.layer_norm(rows, rows.shape[-1:], eps=eps)
-    return rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + eps)
+        pulls = None if base is None else select_site_parameters(base, self.sites, place)
+        return NormProblem(self.sites, total, select_site_parameters(merged, self.sites, place), pulls)
 
 
 _Sums = _LinearSums | _NormSums
@@ -730,12 +644,11 @@ class LayerwiseLoop(CalibrationLoop):
             updates |= of_run
             reports += reports_of_run
             del parts, problems  # free their memory before features pass
-        drift: dict[str, float] = {}
-        if not is_last and self.calibrator.inputs == "deployed":
-            drift = self._advance_merged_features(layer, merged, updates)
-        elif not is_last:
-            self._advance_merged_features(layer, merged, {})
-        return CalibratedLayer(layer.index, updates, reports, drift)
+        if is_last:
+            return CalibratedLayer(layer.index, updates, reports)
+        is_deployed = self.calibrator.inputs == "deployed"
+        drift = self._advance_merged_features(layer, merged, updates if is_deployed else {})
+        return CalibratedLayer(layer.index, updates, reports, drift if is_deployed else {})
 
     def _sites_by_pass(self, layer: Layer, merged: Parameters, names: Collection[str]) -> list[list[str]]:
         """Split modules into passes over the samples, so that the sums of each pass fit in memory."""

@@ -49,14 +49,9 @@ def input_bytes(inputs: object) -> int:
 
 
 def with_updated_parameters(layer: Layer, parameters: Parameters, updates: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a layer's parameters with some of them updated.
+    """Return a layer's parameters with some of them updated; updates of a fused tensor become views of it.
 
     If a fused tensor of a mixture changes, its experts are copied into one tensor; otherwise every pass would do that.
-
-    Args:
-        layer: the layer.
-        parameters: all of its parameters.
-        updates: the new ones; those of a fused tensor become views of it.
     """
     new = {**parameters, **updates}
     for slots in _slots_by_fused_tensor(layer).values():
@@ -83,14 +78,12 @@ class Attachment(Protocol):
 
     def __call__(self, stream: Tensor) -> Tensor:
         """Return corrected features of the same shape, [n, t, d] or [n, d]."""
-        ...
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the tensors of the correction by name, as they are saved.
 
         An attribute `code` may hold Python that computes `f` from `f` and these tensors `t`, for model cards.
         """
-        ...
 
 
 Attachments = Mapping[str, Attachment]
@@ -178,13 +171,7 @@ class ModelPool:
         return self._heads[key]
 
     def add(self, model: str, source: StateSource, attachments: Attachments | None = None) -> None:
-        """Add or replace a model; raise if its parameters differ from the architecture's.
-
-        Args:
-            model: its name.
-            source: its weights.
-            attachments: corrections of its final feature by task.
-        """
+        """Add or replace a model; raise if its parameters differ from the architecture's."""
         require_same_parameters(self._skeleton, self.chain, source)
         self._models[model] = Variant(source, dict(attachments or {}))
 
@@ -198,13 +185,7 @@ class ModelPool:
         return wide
 
     def parameters(self, model: str, layer: Layer, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return parameters of a layer by its names, on `device` in `dtype`.
-
-        Args:
-            model: the model's name.
-            layer: the layer.
-            names: the parameters to read; None reads all.
-        """
+        """Return parameters of a layer by its names (None: all), on `device` in `dtype`."""
         if names is not None:
             return {name: self._read_parameter(model, layer.parameters[name]) for name in names}
         read = self._read_stem_parameter if layer.role == "stem" else self._read_parameter
@@ -242,13 +223,7 @@ class ModelPool:
         return self.chain.start(inputs_to_device(inputs, self.device, self.dtype))
 
     def layer_map(self, model: str, layer: Layer, task: str) -> LayerMap:
-        """Read one layer of one model for one task.
-
-        Args:
-            model: the model's name.
-            layer: the layer; the last one includes the attachment.
-            task: the task of the attachment.
-        """
+        """Read one layer of one model; the last layer includes the model's attachment for the task."""
         # Attachments correct the final feature, which the last layer returns.
         is_last = layer.index == len(self.chain.layers)
         attachment = self._models[model].attachments.get(task) if is_last else None
@@ -257,10 +232,7 @@ class ModelPool:
     def library_states(self, model: str, inputs: Any, task: str = "") -> list[State]:
         """Run the library's own module with a model's weights once; return the features after every layer.
 
-        Args:
-            model: the model's name; one block of its weights is in memory at a time.
-            inputs: raw inputs.
-            task: the task of the attachment, which corrects the last state.
+        One block of weights is in memory at a time. The model's attachment for `task` corrects the last state.
         """
         if model in self._modules:
             states = self.chain.library_states(self._modules[model], inputs)
@@ -345,26 +317,18 @@ class ModelPool:
 
 
 def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: StateSource) -> None:
-    """Raise an `IncompatibleModelsError` for missing or unknown keys, other shapes, or integers for floats.
-
-    Args:
-        skeleton: the library's module.
-        chain: its layers.
-        source: the weights to check.
-    """
+    """Raise an `IncompatibleModelsError` for missing or unknown keys, other shapes, or integers for floats."""
     expected = {name: TensorHeader(tuple(p.shape), p.dtype) for name, p in skeleton.state_dict(keep_vars=True).items()}
     needed = {key: expected[key] for key in chain.parameter_keys()}
     headers = source.headers
     # Extra keys of the library, such as an unused pooler, are allowed; unknown ones are not.
     missing = [key for key in needed if key not in headers]
     unknown = [key for key in headers if key not in expected]
+    lacks = f"lacks {shorten_list([*map(repr, missing)])}" if missing else ""
+    has = f"has {shorten_list([*map(repr, unknown)])}, which {chain.architecture} does not know" if unknown else ""
     if missing or unknown:
-        problems = [f"lacks {shorten_list([*map(repr, missing)])}"] if missing else []
-        problems += (
-            [f"has {shorten_list([*map(repr, unknown)])}, which {chain.architecture} does not know"] if unknown else []
-        )
         raise IncompatibleModelsError(
-            f"{source.name} {' and '.join(problems)}",
+            f"{source.name} {' and '.join(filter(None, (lacks, has)))}",
             hint="All models must share one architecture; check `architecture` in the spec.",
             missing=missing,
             unknown=unknown,
@@ -424,11 +388,8 @@ def _register_streaming_hooks(block: nn.Module, path: str, read: Callable[[str],
     def load_block_weights(*_: Any) -> None:
         loaded.enter_context(_temporary_weights(block, names, lambda name: read(f"{path}.{name}")))
 
-    def drop_block_weights(*_: Any) -> None:
-        loaded.close()
-
     stack.callback(block.register_forward_pre_hook(load_block_weights).remove)
-    stack.callback(block.register_forward_hook(drop_block_weights).remove)
+    stack.callback(block.register_forward_hook(lambda *_: loaded.close()).remove)
 
 
 def _weight_names(module: nn.Module) -> list[str]:

@@ -80,7 +80,6 @@ class _GroupSums:
 
     def problem(self, group: _SiteGroup, merged: Parameters, *, has_views: bool) -> StepwiseProblem:
         """Build the regression problem of the group from the sums, with Gram matrices scaled to mean norm 1."""
-        # Gram matrices are scaled to mean norm 1.
         norms = [self.norms[task] for task in sorted(self.norms)]
         # All inputs may be 0, which can't be scaled to norm 1.
         scale = 1 / float(torch.stack(norms).mean()) if sum(norms) > 0 else 1.0
@@ -306,7 +305,7 @@ class _StepwiseLoop(CalibrationLoop):
         outputs: dict[str, Tensor] = {}
 
         def output_recorder(site: str, x: Tensor) -> Callable[[Tensor], None] | None:
-            return (lambda y: outputs.__setitem__(site, y)) if site in names else None
+            return partial(outputs.__setitem__, site) if site in names else None
 
         with torch.enable_grad():
             state = {

@@ -13,9 +13,11 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from driftlens.checkpoints.tensor_sources import StateSource
+from driftlens.engine.walk import CachedBatch
 from driftlens.models.chain import GATED, ExpertRoutes, Layer, LayerChain, Parameters, SideInputs, Site, State
 from driftlens.models.tracing.sites import BLOCK_ITSELF
 from driftlens.utils.devices import copy_to_host
@@ -219,13 +221,7 @@ def _positions_matching_glob(kind: str, pattern: str, paths: Sequence[str], hint
 def sites_to_update(
     chain: LayerChain, sites: Mapping[int, Sequence[str]], update: Collection[str]
 ) -> dict[int, tuple[str, ...]]:
-    """Return the sites whose kinds of parameters a calibrator changes, by layer index.
-
-    Args:
-        chain: the model as layers.
-        sites: names of the sites by layer index.
-        update: the calibrator's kinds of parameters.
-    """
+    """Return the sites whose kinds of parameters a calibrator changes, by layer index."""
     updated = {}
     for index, names in sites.items():
         by_name = {site.name: site for site in chain.layers[index - 1].sites}
@@ -335,6 +331,43 @@ def record_activations(
     return rows_seen, out
 
 
+@dataclass
+class ExpertFeatureCache:
+    """A cache of the inputs and outputs of the experts' modules and layers, up to a budget in bytes.
+
+    They don't depend on the merged model or on settings, so a later calibration gets bit-identical weights from them.
+    """
+
+    budget: int = 0
+    _num_bytes: int = field(default=0, init=False)
+    _passes: dict[tuple[object, ...], tuple[SiteActivations, State]] = field(default_factory=dict, init=False)
+
+    def record_activations(
+        self,
+        batch: CachedBatch,
+        layer: Layer,
+        expert: Parameters,
+        state: State,
+        inputs: Collection[str],
+        outputs: Collection[str],
+        *,
+        stops: bool,
+    ) -> tuple[SiteActivations, State]:
+        """Run an expert's layer and record module inputs and outputs; return cached results if there are any."""
+        # The start of a batch identifies it: caches are asked for the same batches every time.
+        key = batch.task, batch.start, layer.index, frozenset(inputs), frozenset(outputs), stops
+        if key in self._passes:
+            return self._passes[key]
+        passed = record_activations(layer, expert, state, batch.side, inputs, outputs, stops=stops)
+        rows, left = passed
+        tensors = [*rows.inputs.values(), *rows.outputs.values(), *left.values()]
+        num_bytes = self._num_bytes + sum(tensor.nbytes for tensor in tensors)
+        if num_bytes <= self.budget:
+            self._num_bytes = num_bytes
+            self._passes[key] = passed
+        return passed
+
+
 def row_weights(
     chain: LayerChain,
     layer: Layer,
@@ -401,6 +434,28 @@ def stack_site_weights(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
+def stack_site_biases(parameters: Parameters, sites: Sequence[Site]) -> Tensor:
+    """Return the biases of some linear modules stacked, [O]; zeros for a module without one."""
+    weights = (parameters[f"{site.name}.weight"] for site in sites)
+    biases = (parameters.get(f"{site.name}.bias") for site in sites)
+    return torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)])
+
+
+def select_site_parameters(parameters: Parameters, sites: Sequence[Site], device: torch.device) -> dict[str, Tensor]:
+    """Return the weights and biases of some modules on a device."""
+    names = (f"{site.name}.{part}" for site in sites for part in ("weight", "bias"))
+    return {name: parameters[name].to(device) for name in names if name in parameters}
+
+
+def norm_without_affine(site: Site, rows: Tensor) -> Tensor:
+    """Normalise rows [T, k] as a norm layer does, without its scale and shift."""
+    # torch's RMSNorm uses this eps if none is set.
+    eps = torch.finfo(rows.dtype).eps if site.eps is None else site.eps
+    if site.kind == "layer_norm":
+        return F.layer_norm(rows, rows.shape[-1:], eps=eps)
+    return rows * torch.rsqrt(rows.square().mean(dim=-1, keepdim=True) + eps)
+
+
 def find_residual_streams(
     layer: Layer, parameters: Parameters, state: State, side: SideInputs, names: Collection[str]
 ) -> dict[str, str]:
@@ -408,13 +463,6 @@ def find_residual_streams(
 
     The layer runs once; a later module reads h + y, or the layer returns it. Sites without such a sum are left out, for
     instance where an output is scaled or normalised before it is added.
-
-    Args:
-        layer: the layer.
-        parameters: its parameters.
-        state: features before it.
-        side: the batch's side inputs.
-        names: the sites.
     """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, tuple[Tensor, int]] = {}  # with the number of inputs read before
@@ -446,14 +494,7 @@ def find_residual_streams(
 
 
 def residual_stream(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the features of a residual stream, by its name from `find_residual_streams`.
-
-    Args:
-        layer: the layer.
-        name: a module, or `""` for the layer's input.
-        entered: features before the layer.
-        inputs: inputs of its modules.
-    """
+    """Return the features of a residual stream: `entered` those before the layer, or the input of module `name`."""
     return entered[layer.stream] if name == ENTERED else inputs[name]
 
 

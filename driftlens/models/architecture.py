@@ -40,12 +40,9 @@ HEADS = "heads"
 class FolderFormat:
     """How to save a model as a folder that its original library loads.
 
-    Attributes:
-        weights: file name of the weights.
-        configs: file name -> content of the JSON files next to it.
-        required: () -> keys that the library requires, even if the base's file lacks them.
-        usage: (keys of the weights, names of all other files) -> Python that loads the folder and computes features;
-            empty if there is none.
+    `weights` is the file of the weights, `configs` the content of JSON files by name, `required` returns the keys that
+    the library requires, even if the base's file lacks them, and `usage` Python that loads the folder with these keys
+    and other files, or "".
     """
 
     weights: str

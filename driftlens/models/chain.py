@@ -262,7 +262,6 @@ class Site:
 
     Attributes:
         name: its path inside the layer (`attn.q_proj`); its parameters are `name.weight` and perhaps `name.bias`.
-        kind: the solver's kind.
         input: sites with the same input read the same tensor.
         token_weights: the chain's rule for how much each token counts in moments.
         eps: the constant of a norm.
@@ -296,10 +295,8 @@ class Layer:
 
     Attributes:
         index: 1 for the stem, L for the head.
-        role: stem, block or head.
         path: module path in the library's own names.
         parameters: the layer's own parameter names, and where each lies in a checkpoint.
-        call: the layer as a function.
         sites: calibratable modules, in the order in which they run.
         stream: the entry of the state that this layer writes; norms and cosines pool it.
         pool: a pooling that replaces every other except `all`, such as the mean for tokens of an encoder, none of which
@@ -331,13 +328,7 @@ class Layer:
         return max((site.expert + 1 for site in self.sites if site.expert is not None), default=0)
 
     def pool_state(self, state: State, side: SideInputs, how: Pool) -> Tensor:
-        """Pool the layer's output state to one vector per sample, linearly.
-
-        Args:
-            state: the state after the layer.
-            side: the side inputs, which have the stream's mask.
-            how: the pooling; the layer's own replaces it, unless it is `all`.
-        """
+        """Pool the layer's output state to one vector per sample; the layer's own pooling replaces all but `all`."""
         pool = how if how == "all" else self.pool or how
         return pool_features(state[self.stream], pool, side.mask(self.stream))
 
@@ -348,7 +339,6 @@ class LayerChain:
 
     Attributes:
         architecture: the adapter's name, for messages and the manifest.
-        layers: stem first, head last.
         start: raw inputs of a batch -> state at boundary 0 and the side inputs of every layer.
         library_states: (module, raw inputs) -> the states at boundaries 1..L of one ordinary forward pass of the
             library's own module, with which the closure error compares the chain.
@@ -357,7 +347,6 @@ class LayerChain:
             None if side inputs depend on the raw inputs alone.
         tied: every checkpoint key of a tied tensor -> all keys of this tensor.
         settings: settings of the architecture other than shapes (activation, eps, heads), for messages.
-        modality: the kind of inputs.
         final: path of the library's module whose output is the final feature, "" for the model itself; None if no
             module returns it.
     """
@@ -404,15 +393,12 @@ class Adapter(Protocol):
     @property
     def name(self) -> str:
         """The name of the family."""
-        ...
 
     def matches(self, module: nn.Module) -> bool:
         """Return True if this adapter supports `module`, by structure, not by version or class name alone."""
-        ...
 
     def chain(self, module: nn.Module) -> LayerChain:
         """Return the layers of a module, which may be on meta; parameter names are those of `module.state_dict()`."""
-        ...
 
 
 # Modules without an adapter are split by `sequential_chain`.

@@ -187,28 +187,20 @@ class ScoreMap(Protocol):
     @property
     def classes(self) -> tuple[str, ...]:
         """The names of the scores, in order."""
-        ...
 
     def scores(self, features: Tensor) -> Tensor:
         """Compute class scores [n, classes] of final features [n, d]; differentiable."""
-        ...
 
     def gain_bound(self, start: Tensor, end: Tensor) -> Tensor | None:
         """Return a bound [n] on the gain along the segment between two features [n, d], or None.
 
         It bounds the score drift (FeatCal, arXiv:2605.13030, Prop. 3, Eq. 7).
         """
-        ...
 
 
 @dataclass(frozen=True)
 class Head:
-    """A `ScoreMap` of CLIP: scale * <feature / |feature|, class embedding>.
-
-    Attributes:
-        embeddings: [classes, d], unit norm.
-        logit_scale: factor on the cosines (100 for OpenAI's CLIP).
-    """
+    """A `ScoreMap` of CLIP: `logit_scale` * <feature / |feature|, row of `embeddings`> [classes, d] of unit norm."""
 
     classes: tuple[str, ...]
     embeddings: Tensor

@@ -102,11 +102,8 @@ def lipschitz_bound(run: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
 class HeadTemplate:
     """A classification head of several layers, without weights, run by the library's model on features.
 
-    Attributes:
-        names: its weights' names -> their names in a file of the whole model.
-        takes: the name of the whole model's input.
-        width: the width of features.
-        pool: the pooling of a sample's tokens to the vector that the head reads.
+    `names` maps its weights' names to those in a file of the whole model, `takes` is the whole model's input, and
+    `pool` the pooling of a sample's tokens to the vector that the head reads.
     """
 
     module: nn.Module
@@ -291,14 +288,8 @@ def embedding_head(root: pathlib.Path) -> _EmbeddingHead:
             steps.append(lambda x: F.normalize(x, dim=-1))
         elif module.kind == "Dense":
             residual = bool(stated.get("use_residual"))
-            steps.append(
-                partial(
-                    _apply_dense_layer,
-                    _read_float32_weights(place),
-                    _activation_module(place, stated),
-                    residual,
-                )
-            )
+            weights, function = _read_float32_weights(place), _activation_module(place, stated)
+            steps.append(partial(_apply_dense_layer, weights, function, residual))
         elif module.kind == "LayerNorm":
             steps.append(partial(_apply_layer_norm, _read_float32_weights(place)))
     return _EmbeddingHead(pooling, tuple(steps))

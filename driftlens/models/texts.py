@@ -118,8 +118,7 @@ class TextProcessor:
     def question_tokens(self, texts: Sequence[str], *, spare: int = 0) -> list[list[int]]:
         """Return the token ids of questions alone, cut to leave room for `spare` more tokens."""
         room = max(1, self.max_length - spare)
-        rows: list[list[int]] = self._tokenize_questions(texts, [room] * len(texts))["input_ids"]
-        return rows
+        return self._tokenize_questions(texts, [room] * len(texts))["input_ids"]
 
     def question_of(self, sample: Any) -> Any:
         """Return a sample's question, in the form that `generate` takes."""
@@ -313,7 +312,7 @@ class ImageTextProcessor(TextProcessor):
         return {name: [row[name] for row in rows] for name in rows[0]}, stack_samples(images)
 
     @property
-    def image_placeholder(self) -> str:
+    def _image_placeholder(self) -> str:
         """The token for an image in a question."""
         # Gemma 3's processor replaces the token that begins an image, not its `image_token`.
         is_gemma_3 = hasattr(self.processor, "full_image_sequence")
@@ -323,20 +322,20 @@ class ImageTextProcessor(TextProcessor):
     @property
     def special_tokens(self) -> tuple[str, ...]:
         """The special tokens that a question may contain, the image token first."""
-        return (self.image_placeholder, *super().special_tokens)
+        return (self._image_placeholder, *super().special_tokens)
 
     def _process_sample(
         self, sample: ImageTextSample, answer: list[int]
     ) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
         """Return a sample's per-token inputs, with its answer, and its image inputs."""
-        text, num_marks, count = sample.input, sample.input.count(self.image_placeholder), len(sample.images)
+        text, num_marks, count = sample.input, sample.input.count(self._image_placeholder), len(sample.images)
         if num_marks not in (0, count):
             raise DataError(
-                f"a question has {num_marks} times {self.image_placeholder} and {count} image{'s' * (count > 1)}; "
+                f"a question has {num_marks} times {self._image_placeholder} and {count} image{'s' * (count > 1)}; "
                 "expected one per image",
                 hint="Remove them to put images first, or give as many images.",
             )
-        text = text if num_marks else " ".join([*[self.image_placeholder] * count, text])
+        text = text if num_marks else " ".join([*[self._image_placeholder] * count, text])
         images = [image().convert("RGB") for image in sample.images]
         data = self.processor(text=[text], images=[images], return_tensors="pt")
         whole = data["input_ids"][0].tolist()

@@ -22,9 +22,9 @@ from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.checkpoints.tensor_sources import InMemorySource, InterpolatedSource, StateSource
 from driftlens.config.data import Views
 from driftlens.data.samples import SampleSet, select_samples
-from driftlens.engine.calibrating import CalibrationProgress, ExpertFeatureCache
+from driftlens.engine.calibrating import CalibrationProgress
 from driftlens.engine.pool import Attachment
-from driftlens.engine.sites import sites_to_update
+from driftlens.engine.sites import ExpertFeatureCache, sites_to_update
 from driftlens.experiment.merging import merge_study
 from driftlens.experiment.study import Study
 from driftlens.linalg.state import row_norms

@@ -22,8 +22,7 @@ from driftlens.config.requests import CalibrationRequest, SweepRequest
 from driftlens.config.run import load_spec
 from driftlens.data.altered import CLEAN, corrupt_samples, format_corruption
 from driftlens.data.samples import SampleSet, random_order, select_samples
-from driftlens.engine.calibrating import ExpertFeatureCache
-from driftlens.engine.sites import select_sites
+from driftlens.engine.sites import ExpertFeatureCache, select_sites
 from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import open_data, with_expert_answers
 from driftlens.experiment.study import Study, TaskSamples

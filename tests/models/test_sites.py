@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import driftlens as dl
-from driftlens.engine.calibrating import norm_without_affine
+from driftlens.engine.sites import norm_without_affine
 from driftlens.models.architectures.module_list import sequential_chain
 from driftlens.models.chain import Layer, LayerChain, pool_features
 from tests.zoo.walking import chain_states, parameters

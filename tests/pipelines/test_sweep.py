@@ -15,9 +15,9 @@ from driftlens.calibration.featcal import FeatCal
 from driftlens.calibration.residual import ResidualCal
 from driftlens.config.requests import SweepRequest
 from driftlens.data.altered import corrupt_image
-from driftlens.engine import calibrating
-from driftlens.engine.calibrating import CalibrationContext, ExpertFeatureCache
-from driftlens.engine.sites import record_activations, select_sites
+from driftlens.engine import sites as site_module
+from driftlens.engine.calibrating import CalibrationContext
+from driftlens.engine.sites import ExpertFeatureCache, record_activations, select_sites
 from driftlens.experiment.resume import reopen_study
 from driftlens.experiment.study import Study
 from driftlens.pipelines.calibrate import calibrate
@@ -65,7 +65,7 @@ def test_cached_expert_features_give_the_same_weights_as_none(
             runs.append(layer.path)
         return record_activations(layer, *args, **options)
 
-    monkeypatch.setattr(calibrating, "record_activations", run)
+    monkeypatch.setattr(site_module, "record_activations", run)
 
     def solved(cache: ExpertFeatureCache) -> tuple[dict[tuple[int, str], torch.Tensor], int]:
         runs.clear()

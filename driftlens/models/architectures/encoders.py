@@ -171,7 +171,7 @@ def _load_transformers(request: ArchitectureRequest, loader: str) -> Architectur
         chain=replace(
             chain,
             architecture=f"hf_{config.model_type}",
-            modality=image if reads_images else replace(TEXT, pool="last" if is_causal_model(config) else "mean"),
+            modality=image if reads_images else replace(TEXT, pool="last" if _is_causal_model(config) else "mean"),
             settings={**chain.settings, "model": model_class.__name__},
         ),
         layout=layout,
@@ -213,7 +213,7 @@ def _split_classification_head(
 def _without_linear_classifier(skeleton: Any, classifier: str, preprocess: Preprocess) -> nn.Module:
     # The library finds the last token by the configuration's pad token. If the tokenizer pads with another one, only
     # the mask shows it.
-    if preprocess.texts is not None and is_causal_model(skeleton.config):
+    if preprocess.texts is not None and _is_causal_model(skeleton.config):
         core, tokenizer = skeleton.base_model_prefix, preprocess.texts.tokenizer
         if skeleton.config.get_text_config().pad_token_id != tokenizer.pad_token_id:
             return TokenEncoder(getattr(skeleton, core), core, "last")
@@ -221,7 +221,7 @@ def _without_linear_classifier(skeleton: Any, classifier: str, preprocess: Prepr
     return cast(nn.Module, skeleton)
 
 
-def is_causal_model(config: Any) -> bool:
+def _is_causal_model(config: Any) -> bool:
     """Return True for configurations of causal language models, whose last token has read all others."""
     return is_causal_lm({"model_type": config.model_type})
 
@@ -343,7 +343,7 @@ def _config_and_model_class(stated: Mapping[str, Any], source: str) -> tuple[Any
         auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     )
     # A decoder's classifier reads one token alone; the core returns the features of all.
-    is_core = is_causal_model(config) and "Classification" not in named[0]
+    is_core = _is_causal_model(config) and "Classification" not in named[0]
     for choice in (auto.MODEL_MAPPING,) if is_core else (of_images, of_text, auto.MODEL_MAPPING):
         if type(config) in choice:
             model_class = choice[type(config)]

@@ -11,7 +11,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, update_wrapper
 from types import MappingProxyType
 from typing import Any
 
@@ -116,7 +116,7 @@ def causal_chain(whole: Any, example: Any, blocks: str | None = None) -> tuple[L
         head=weight,
         bias="" if head.bias is None else f"{place}.bias",
         after_head=after_head,
-        slope=1.0 if after_head is None else score_slope_bound(after_head, head.out_features),
+        slope=1.0 if after_head is None else _score_slope_bound(after_head, head.out_features),
     )
 
 
@@ -175,7 +175,7 @@ class _PostHeadSteps:
         return scores
 
 
-def score_slope_bound(after_head: _PostHeadSteps, width: int) -> float:
+def _score_slope_bound(after_head: _PostHeadSteps, width: int) -> float:
     """Return a bound on the change of scores per change of the head's output; NaN if unknown."""
     return float(lipschitz_bound(after_head, torch.zeros(1, width, dtype=torch.float64)))
 
@@ -616,7 +616,7 @@ def _trace_language_model_head(whole: Any, parts: _EncoderDecoderRunner, head: A
         return lm
     if not after_head.can_reproduce_scores(outputs[:, 0], scores[:, 0]):
         raise _not_seq2seq(whole, _NOT_ELEMENTWISE)
-    return replace(lm, after_head=after_head, slope=score_slope_bound(after_head, head.out_features))
+    return replace(lm, after_head=after_head, slope=_score_slope_bound(after_head, head.out_features))
 
 
 class _HfSeq2Seq:
@@ -674,7 +674,7 @@ def _load_seq2seq(request: ArchitectureRequest, loader: str) -> Architecture:
 
 # `hf-t5` accepts only T5 v1.0 and v1.1 (FLAN).
 for _loader in ("hf-seq2seq", "hf-t5"):
-    loaders.register(_loader)(partial(_load_seq2seq, loader=_loader))
+    loaders.register(_loader)(update_wrapper(partial(_load_seq2seq, loader=_loader), _load_seq2seq))
 
 
 def _tie_weights(skeleton: Any, is_apart: bool) -> None:

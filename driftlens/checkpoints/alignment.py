@@ -228,7 +228,13 @@ class KeyLayout:
         return RegroupedSource(source, cut, joints) if cut or joints else source
 
     def key_map(self, headers: Mapping[str, TensorHeader], model_keys: Collection[str], name: str) -> dict[str, str]:
-        """Map the model's keys to a checkpoint's keys, by the naming scheme that matches most of them."""
+        """Map the model's keys to a checkpoint's keys, by the naming scheme that matches most of them.
+
+        Args:
+            headers: the checkpoint's tensors.
+            model_keys: the model's keys.
+            name: the checkpoint's name in messages.
+        """
         stored, wrapper = self._best_key_map(headers)
         used, beside = set(stored.values()), tuple(wrapper + part for part in self.left_out)
         # Kept, so that a comparison of keys reports them.
@@ -359,7 +365,13 @@ class TowerKeyLayout:
         return anchors[0].removesuffix(self.anchor)
 
     def key_map(self, headers: Mapping[str, TensorHeader], model_keys: Collection[str], name: str) -> dict[str, str]:
-        """Map the image tower's keys to a checkpoint's; text tower, logit scale and old index buffers are left out."""
+        """Map the image tower's keys to a checkpoint's; text tower, logit scale and old index buffers are left out.
+
+        Args:
+            headers: the checkpoint's tensors.
+            model_keys: the model's keys.
+            name: the checkpoint's name in messages.
+        """
         prefix, canonical = self.tower_prefix(headers, name), self.tower_prefix(model_keys, "the architecture")
         projection = self._find_projection_key(headers, prefix)
         target = self._find_projection_key(model_keys, canonical)

@@ -401,7 +401,15 @@ def _require_plausible_config(config: dict[str, Any], source: str) -> dict[str, 
 
 
 def require_config(source: str, file: str, expected: str, *, offline: bool, hint: str) -> dict[str, Any]:
-    """Read the configuration file that a loader needs; if it is missing, raise an error that names the family found."""
+    """Read the configuration file that a loader needs; raise an error that names the model family if it is missing.
+
+    Args:
+        source: the folder or Hub id.
+        file: the file's name.
+        expected: the expected family, for messages.
+        offline: True to use only the local cache.
+        hint: the remedy in messages.
+    """
     config = read_config(source, file, offline=offline)
     if config is not None:
         return config

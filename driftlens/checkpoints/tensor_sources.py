@@ -343,7 +343,14 @@ BROKEN = "It is damaged, or overflowed in a cast; save it again from the origina
 
 
 def check_finite(name: str, key: str, tensor: Tensor, hint: str = BROKEN) -> None:
-    """Refuse NaN and infinity in a floating-point tensor `key` of the source `name`."""
+    """Refuse NaN and infinity in floating-point tensors.
+
+    Args:
+        name: the source's name.
+        key: the tensor's name.
+        tensor: its values.
+        hint: the remedy.
+    """
     if not tensor.is_floating_point():
         return
     # One-byte floats know neither sums nor `isfinite`; float32 holds all their values.
@@ -405,7 +412,15 @@ def _estimate_change(
 
 
 def stored_change(source: StateSource, key: str, value: Tensor, dtype: torch.dtype, rows: Rows = None) -> ModelChange:
-    """Count how new values of a tensor, or of its rows, differ from a source's once they are rounded to `dtype`."""
+    """Count how new values of a tensor differ from a source's once they are rounded to the stored `dtype`.
+
+    Args:
+        source: the unchanged model.
+        key: the tensor's name.
+        value: the changed values.
+        dtype: the number type.
+        rows: the rows [start, stop) that `value` replaces; all if None.
+    """
     start_row = 0 if rows is None else rows[0]
     return _estimate_change(
         source,

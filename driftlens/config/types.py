@@ -230,7 +230,13 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_yaml_mapping(file: Path, what: str, start: str) -> dict[str, Any]:
-    """Read a YAML file whose content is a mapping; `what` names it in messages, and `start` is a hint how to begin."""
+    """Read a YAML file whose content is a mapping.
+
+    Args:
+        file: the file.
+        what: its name in messages.
+        start: a hint how to begin.
+    """
     try:
         # /dev/stdin and /dev/fd/63 are pipes from the shell; endless devices stop at the limit.
         place = file if file.is_relative_to("/dev") else regular_file(file)
@@ -254,7 +260,14 @@ _Part = TypeVar("_Part", bound=BaseModel)
 
 
 def validate_section(kind: type[_Part], raw: Any, where: str, context: Any = None) -> _Part:
-    """Validate raw values as a section of the spec; the `SpecError` begins with `where` and lists all problems."""
+    """Validate raw values as a section of the spec; the `SpecError` lists all problems.
+
+    Args:
+        kind: the model to validate against.
+        raw: the values.
+        where: the beginning of the message.
+        context: passed to pydantic.
+    """
     try:
         return kind.model_validate(raw, context=context)
     except ValidationError as error:
@@ -262,7 +275,13 @@ def validate_section(kind: type[_Part], raw: Any, where: str, context: Any = Non
 
 
 def to_spec_error(error: ValidationError, raw: Any, where: str) -> SpecError:
-    """Convert pydantic's errors to one `SpecError`: a dotted path and message each, and a hint if there is one."""
+    """Convert pydantic's errors to one `SpecError`: a dotted path and message each, and a hint if there is one.
+
+    Args:
+        error: pydantic's error; errors at one path come from members of a union and are one problem.
+        raw: the values.
+        where: the beginning of the message.
+    """
     # pydantic reports an error per member of a union; grouped by path, they read as alternatives.
     by_path: dict[str, tuple[list[str], str]] = {}
     for details in error.errors():

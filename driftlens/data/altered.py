@@ -259,7 +259,14 @@ def corrupt_samples(samples: SampleSet, corruption: str, seed: int) -> SampleSet
 
 
 def corrupt_image(picture: Picture, kind: str, severity: int, drawn: tuple[int, str]) -> NDArray[np.uint8]:
-    """Return a corrupted image [h, w, 3]; equal seeds and sample ids (`drawn`) give equal results on every machine."""
+    """Return a corrupted image [h, w, 3]; equal seeds and sample ids give equal results on every machine.
+
+    Args:
+        picture: the image.
+        kind: of the corruption.
+        severity: 1 to 5.
+        drawn: seed and name of the sample.
+    """
     from PIL import Image
 
     image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)

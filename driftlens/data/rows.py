@@ -72,7 +72,16 @@ def text_split_view(
 ) -> SplitView:
     """Build the `SplitView` of rows of text; test rows need an answer if the spec names its column.
 
-    `row` maps a position to values by column, `beside` to readers of its images; `names` are the classes of integers.
+    Args:
+        entry: the spec's entry.
+        split: the split.
+        ids: one identifier per row.
+        columns: existing columns.
+        row: position -> values by column.
+        where: the place in messages.
+        origin: that of `SplitView`.
+        names: meaning of integers among the targets.
+        beside: position -> readers of the row's images.
     """
     from driftlens.config.data import fill_template
 

@@ -342,8 +342,15 @@ def sample_positions(
 ) -> tuple[int, ...]:
     """Sample positions of a split at random, in random order; `all` keeps the split's order.
 
-    Equal arguments give equal samples on every machine, and a smaller `n` gives a prefix of a larger one. Tasks on the
-    same data get different samples.
+    Equal arguments give equal samples on every machine, and a smaller `n` gives a prefix of a larger one.
+
+    Args:
+        view: the split.
+        n: number of samples; fewer left is an error.
+        seed: of the sampling.
+        task: the task's name; tasks on the same data get different samples.
+        split: the split's name.
+        exclude_ids: samples that must not be chosen.
     """
     excluded = frozenset(exclude_ids)
     left = [position for position, sample in enumerate(view.ids) if sample not in excluded]

@@ -108,8 +108,15 @@ def open_task_data(
 ) -> TaskData:
     """Open a task's data, check its class names, and sample its splits; images are read later in batches.
 
-    `reads` is the model's modality, if known; `reader` replaces `preprocess` for texts; `head_classes` name the head's
-    rows, or the data name their own.
+    Args:
+        task: the task's name.
+        entry: the spec's entry.
+        defaults: counts, seed and batch size.
+        preprocess: images (or pairs of texts) of a batch -> the model's raw inputs.
+        reads: the model's modality, if known.
+        reader: the tokenizer and its rules, which replace `preprocess` for texts.
+        head_classes: names of the head's rows; None takes the data's own.
+        access: permissions.
     """
     from driftlens.config.data import TextEntry
 
@@ -403,7 +410,14 @@ def _task_notices(
 
 
 def require_same_classes(data: Iterable[str], head: Iterable[str], *, where: str, all_of_head: bool = True) -> None:
-    """Raise an error if data have classes that the head lacks or, with `all_of_head`, the reverse."""
+    """Raise an error if the class names of data and head differ; their order does not matter.
+
+    Args:
+        data: classes of the data.
+        head: classes of the head.
+        where: the place in messages.
+        all_of_head: True if the data must have every class of the head.
+    """
     only_data = sorted(set(data) - set(head))
     only_head = sorted(set(head) - set(data))
     if not only_data and not (only_head and all_of_head):

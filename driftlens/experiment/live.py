@@ -391,8 +391,14 @@ def sample_live_texts(
 ) -> TaskData:
     """Sample rows of text in memory; they are read and validated like rows of files.
 
-    `sources` are per split (diagnosis, perhaps calibration) the rows and how many to keep (None: all). A row maps
-    columns to values, or is a question, or a pair of question and answer.
+    Args:
+        task: the task's name.
+        sources: per split (diagnosis, perhaps calibration) the rows and how many to keep (None: all). A row maps
+            columns to values, or is a question, or a pair of question and answer.
+        entry: the rules of a spec entry.
+        reader: the tokenizer and its rules.
+        seed: of the sampling.
+        batch_size: samples per batch.
     """
     if related := related_text_columns(entry):
         raise SpecError(
@@ -535,7 +541,7 @@ def _collate_padded(rows: Sequence[Any], where: str) -> _LiveBatch:
 
 def _dataset_class_names(dataset: Any) -> tuple[str, ...] | None:
     features = getattr(dataset, "features", None)
-    of_labels = [features.get(key) for key in _LABELS] if isinstance(features, Mapping) else []
+    of_labels = [features[key] for key in _LABELS if isinstance(features, Mapping) and key in features]
     names = next((feature.names for feature in of_labels if hasattr(feature, "names")), find_class_names(dataset))
     are_names = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     return tuple(names) if names and are_names else None

@@ -49,9 +49,14 @@ def input_bytes(inputs: object) -> int:
 
 
 def with_updated_parameters(layer: Layer, parameters: Parameters, updates: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a layer's parameters with some of them updated; updates of a fused tensor become views of it.
+    """Return a layer's parameters with some of them updated.
 
     If a fused tensor of a mixture changes, its experts are copied into one tensor; otherwise every pass would do that.
+
+    Args:
+        layer: the layer.
+        parameters: all of its parameters.
+        updates: the new ones; those of a fused tensor become views of it.
     """
     new = {**parameters, **updates}
     for slots in _slots_by_fused_tensor(layer).values():
@@ -171,7 +176,13 @@ class ModelPool:
         return self._heads[key]
 
     def add(self, model: str, source: StateSource, attachments: Attachments | None = None) -> None:
-        """Add or replace a model; raise if its parameters differ from the architecture's."""
+        """Add or replace a model; raise if its parameters differ from the architecture's.
+
+        Args:
+            model: its name.
+            source: its weights.
+            attachments: corrections of its final feature by task.
+        """
         require_same_parameters(self._skeleton, self.chain, source)
         self._models[model] = Variant(source, dict(attachments or {}))
 
@@ -185,7 +196,13 @@ class ModelPool:
         return wide
 
     def parameters(self, model: str, layer: Layer, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return parameters of a layer by its names (None: all), on `device` in `dtype`."""
+        """Return parameters of a layer by its names, on `device` in `dtype`.
+
+        Args:
+            model: the model's name.
+            layer: the layer.
+            names: the parameters to read; None reads all.
+        """
         if names is not None:
             return {name: self._read_parameter(model, layer.parameters[name]) for name in names}
         read = self._read_stem_parameter if layer.role == "stem" else self._read_parameter
@@ -223,7 +240,13 @@ class ModelPool:
         return self.chain.start(inputs_to_device(inputs, self.device, self.dtype))
 
     def layer_map(self, model: str, layer: Layer, task: str) -> LayerMap:
-        """Read one layer of one model; the last layer includes the model's attachment for the task."""
+        """Read one layer of one model for one task.
+
+        Args:
+            model: the model's name.
+            layer: the layer; the last one includes the attachment.
+            task: the task of the attachment.
+        """
         # Attachments correct the final feature, which the last layer returns.
         is_last = layer.index == len(self.chain.layers)
         attachment = self._models[model].attachments.get(task) if is_last else None
@@ -232,7 +255,10 @@ class ModelPool:
     def library_states(self, model: str, inputs: Any, task: str = "") -> list[State]:
         """Run the library's own module with a model's weights once; return the features after every layer.
 
-        One block of weights is in memory at a time. The model's attachment for `task` corrects the last state.
+        Args:
+            model: the model's name; one block of its weights is in memory at a time.
+            inputs: raw inputs.
+            task: the task of the attachment, which corrects the last state.
         """
         if model in self._modules:
             states = self.chain.library_states(self._modules[model], inputs)
@@ -317,7 +343,13 @@ class ModelPool:
 
 
 def require_same_parameters(skeleton: nn.Module, chain: LayerChain, source: StateSource) -> None:
-    """Raise an `IncompatibleModelsError` for missing or unknown keys, other shapes, or integers for floats."""
+    """Raise an `IncompatibleModelsError` for missing or unknown keys, other shapes, or integers for floats.
+
+    Args:
+        skeleton: the library's module.
+        chain: its layers.
+        source: the weights to check.
+    """
     expected = {name: TensorHeader(tuple(p.shape), p.dtype) for name, p in skeleton.state_dict(keep_vars=True).items()}
     needed = {key: expected[key] for key in chain.parameter_keys()}
     headers = source.headers

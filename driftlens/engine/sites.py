@@ -221,7 +221,13 @@ def _positions_matching_glob(kind: str, pattern: str, paths: Sequence[str], hint
 def sites_to_update(
     chain: LayerChain, sites: Mapping[int, Sequence[str]], update: Collection[str]
 ) -> dict[int, tuple[str, ...]]:
-    """Return the sites whose kinds of parameters a calibrator changes, by layer index."""
+    """Return the sites whose kinds of parameters a calibrator changes, by layer index.
+
+    Args:
+        chain: the model as layers.
+        sites: names of the sites by layer index.
+        update: the calibrator's kinds of parameters.
+    """
     updated = {}
     for index, names in sites.items():
         by_name = {site.name: site for site in chain.layers[index - 1].sites}
@@ -463,6 +469,13 @@ def find_residual_streams(
 
     The layer runs once; a later module reads h + y, or the layer returns it. Sites without such a sum are left out, for
     instance where an output is scaled or normalised before it is added.
+
+    Args:
+        layer: the layer.
+        parameters: its parameters.
+        state: features before it.
+        side: the batch's side inputs.
+        names: the sites.
     """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, tuple[Tensor, int]] = {}  # with the number of inputs read before
@@ -494,7 +507,14 @@ def find_residual_streams(
 
 
 def residual_stream(layer: Layer, name: str, entered: State, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the features of a residual stream: `entered` those before the layer, or the input of module `name`."""
+    """Return the features of a residual stream, by its name from `find_residual_streams`.
+
+    Args:
+        layer: the layer.
+        name: a module, or `""` for the layer's input.
+        entered: features before the layer.
+        inputs: inputs of its modules.
+    """
     return entered[layer.stream] if name == ENTERED else inputs[name]
 
 

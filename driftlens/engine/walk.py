@@ -111,7 +111,15 @@ class FeatureStream:
         *,
         named: str = "",
     ) -> State:
-        """Run the features cached as `model` through a layer, cache and return the result; messages say `named`."""
+        """Run a model's features through a layer, cache the result and return it.
+
+        Args:
+            layer: the layer.
+            batch: the cached batch.
+            model: the features' name in the cache.
+            through: (state, side inputs) -> next state.
+            named: the model's name in messages.
+        """
         left = through(batch.get(model), batch.side)
         self.store_output(layer, batch, model, left, named=named)
         return left
@@ -496,7 +504,14 @@ def iter_final_features(
 
 
 def sample_cache_bytes(pool: ModelPool, model: str, inputs: object, num_models: int = 1) -> int:
-    """Return the bytes that one sample's cached features of so many models take between two layers."""
+    """Return the bytes that the cached features of one sample take between two layers.
+
+    Args:
+        pool: the models.
+        model: any model's name.
+        inputs: raw inputs of one sample.
+        num_models: the number of models whose features are cached.
+    """
     state, side = pool.initial_state(inputs)
     stem = pool.chain.layers[0]
     out = pool.layer_map(model, stem, "")(state, side)

@@ -328,7 +328,13 @@ class Layer:
         return max((site.expert + 1 for site in self.sites if site.expert is not None), default=0)
 
     def pool_state(self, state: State, side: SideInputs, how: Pool) -> Tensor:
-        """Pool the layer's output state to one vector per sample; the layer's own pooling replaces all but `all`."""
+        """Pool the layer's output state to one vector per sample, linearly.
+
+        Args:
+            state: the state after the layer.
+            side: the side inputs, which have the stream's mask.
+            how: the pooling; the layer's own replaces it, unless it is `all`.
+        """
         pool = how if how == "all" else self.pool or how
         return pool_features(state[self.stream], pool, side.mask(self.stream))
 

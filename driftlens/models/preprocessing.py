@@ -68,7 +68,10 @@ class Preprocess:
 def hf_clip_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str) -> Preprocess:
     """Return the preprocessing of a CLIP of transformers, with PIL.
 
-    `config` is its `preprocessor_config.json`; None uses CLIP's defaults, with a notice.
+    Args:
+        config: the `preprocessor_config.json`; None uses CLIP's defaults, with a notice.
+        image_size: height and width in pixels.
+        source: the model's source, for messages.
     """
     import transformers
 
@@ -104,8 +107,10 @@ def _hf_processor_preprocess(processor: Any, settings: Mapping[str, Any], notice
 def hf_image_preprocess(source: str, config: Any, offline: bool) -> Preprocess:
     """Return the preprocessing of an image model of transformers, by its own processor with PIL.
 
-    Without a `preprocessor_config.json`, the family's defaults are used, with a notice; they need the `image_size` of
-    the model's configuration.
+    Args:
+        source: a folder or Hub id. Without a `preprocessor_config.json`, the family's defaults are used, with a notice.
+        config: the model's configuration, whose `image_size` the defaults need.
+        offline: True to search only caches.
     """
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
@@ -151,7 +156,10 @@ def fix_patch_order(preprocess: Preprocess, patch_size: int) -> Preprocess:
 def open_clip_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int, int], source: str) -> Preprocess:
     """Return the preprocessing of a CLIP of open_clip.
 
-    `config` is its `preprocess_cfg`; None uses CLIP's defaults, with a notice.
+    Args:
+        config: its `preprocess_cfg`; None uses CLIP's defaults, with a notice.
+        image_size: height and width in pixels.
+        source: the model's source, for messages.
     """
     from open_clip.transform import PreprocessCfg, image_transform_v2, merge_preprocess_dict
     from torchvision.transforms import Normalize, ToTensor
@@ -175,7 +183,13 @@ def open_clip_preprocess(config: Mapping[str, Any] | None, image_size: tuple[int
 def image_preprocess(
     backend: str, transform: Callable[[Any], Tensor], settings: Mapping[str, Any] | None = None
 ) -> Preprocess:
-    """Return the preprocessing by one transform of a PIL image in RGB to a tensor, as in torchvision and timm."""
+    """Return the preprocessing by one image transform, as in torchvision and timm.
+
+    Args:
+        backend: name of the code.
+        transform: PIL image in RGB -> tensor [3, h, w].
+        settings: the settings of `transform`, for the manifest.
+    """
 
     def stack_images(images: Sequence[Any]) -> Any:
         return torch.stack([torch.as_tensor(transform(_to_rgb_image(image))) for image in images])

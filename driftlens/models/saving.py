@@ -94,7 +94,10 @@ def save_state_dict(
 ) -> None:
     """Write tensors as a safetensors file, atomically. A source is streamed tensor by tensor.
 
-    Tensors that share storage are written separately. The header gets `format: pt`, which transformers requires.
+    Args:
+        path: the file.
+        tensors: a source, or tensors by name; those that share storage are written separately.
+        metadata: strings for the header; `format: pt` is added, which transformers requires.
     """
     # Written here, because the safetensors library can only write tensors that are all in memory.
     source = InMemorySource("tensors", dict(tensors)) if isinstance(tensors, Mapping) else tensors

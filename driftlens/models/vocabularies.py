@@ -122,7 +122,10 @@ def vocabulary_row_counts(skeleton: nn.Module) -> dict[str, int]:
 def untied_head_key(stored: StateSource, source: StateSource, lm: LmHeadSpec) -> str | None:
     """Return the key of a language-model head that differs from the embeddings, or None.
 
-    `stored` is the model under its own key names, `source` under the skeleton's, where the head is the embeddings.
+    Args:
+        stored: the model under its own key names.
+        source: the model under the skeleton's key names, where the head is the embeddings.
+        lm: the head of the architecture.
     """
     head = next((name for name in stored.headers if f".{name}".endswith(f".{lm.head}")), None)
     if head is None or lm.key not in source.headers:

@@ -99,15 +99,11 @@ def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
 class _ClipAdapter:
     """The adapter for the CLIP image towers of one library: the paths of their modules, and library details.
 
-    Attributes:
-        inner: attribute of whole models that is the tower.
-        holds: paths, one of which every tower or whole model of the library has.
-        entry: attribute of whole models that computes the feature of images.
-        projects_inside: True if the projection belongs to the tower, stored as [in, out], and not to the whole model.
-        embeddings: the tower's parameters for patches, class token and positions.
-        block_sites: the sites of a block in forward order: norm, q, k, v, out, norm, and both layers of the MLP.
-        required, optional: names of the parameters that every block has, or may have.
-        unpack: a block -> the module to run for it, and its parameters' slots in the checkpoint, relative to the block.
+    Of whole models, the attribute `inner` is the tower and `entry` computes the feature of images. Every model has one
+    of the paths in `holds`. With `projects_inside` the projection belongs to the tower, stored as [in, out].
+    `block_sites` are in forward order: norm, q, k, v, out, norm, and both layers of the MLP. Every block has the
+    parameters `required` and may have `optional` ones; `unpack` maps it to the module to run for it, and to its
+    parameters' slots in the checkpoint, relative to the block.
     """
 
     name: str

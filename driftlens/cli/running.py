@@ -156,7 +156,7 @@ def _analyze(
     request: AnalysisRequest,
     add: Annotated[
         str | None,
-        typer.Option(metavar="NAME,...", help="Diagnostics to add to a run: adjoint, cka, groups, jacobian.spectral."),
+        typer.Option(metavar="NAME,...", help="Diagnostics to add to a run: adjoint, cka, jacobian.spectral."),
     ] = None,
     *,
     job: JobOptions,

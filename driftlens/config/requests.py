@@ -462,7 +462,6 @@ class LiveSettings(LiveInputs, title="analyze"):
         cka: True to compute linear CKA.
         jacobian: settings of path-averaged Jacobians; None or False leaves them out.
         adjoint: True to attribute changes of loss and margin to layers; needs `jacobian`.
-        groups: True to split local mismatches and contributions by module group; needs `jacobian`.
         name: of the run.
     """
 
@@ -478,7 +477,6 @@ class LiveSettings(LiveInputs, title="analyze"):
         PlainSerializer(lambda made: made if made is None or isinstance(made, Mapping) else vars(made)),
     ] = None
     adjoint: Flag = False
-    groups: Flag = False
     name: Text = "live"
 
 

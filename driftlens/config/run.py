@@ -168,7 +168,6 @@ class Metrics(SpecSection):
     prefix: Flag = True
     cka: Flag = False
     adjoint: Flag = False
-    groups: Flag = False
 
     @model_validator(mode="before")
     @classmethod
@@ -393,8 +392,9 @@ def _read_spec_file(file: Path, where: str) -> dict[str, Any]:
     if file.name == "spec.yaml" and (file.parent / "manifest.json").is_file():
         # Specs of older runs have these keys, which nothing reads.
         raw.pop("projection", None)
-        if isinstance(compute := raw.get("compute"), dict):
-            compute.pop("solve_dtype", None)
+        for section, key in (("compute", "solve_dtype"), ("metrics", "groups")):
+            if isinstance(settings := raw.get(section), dict):
+                settings.pop(key, None)
     return raw
 
 

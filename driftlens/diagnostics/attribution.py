@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from driftlens.engine.pool import LayerMap, ModelPool
-from driftlens.engine.sites import GROUPS, parameter_roles
-from driftlens.engine.walk import CachedBatch, FeatureStore, LayerView, decompose, differentiable_split
+from driftlens.engine.walk import CachedBatch, FeatureStore, LayerView, differentiable_split
 from driftlens.linalg.state import (
     PathJacobian,
     State,
@@ -30,9 +29,9 @@ from driftlens.linalg.state import (
     state_norms,
     subtract_states,
 )
-from driftlens.models.chain import ExpertRoutes, Layer, SideInputs
+from driftlens.models.chain import ExpertRoutes, Layer
 from driftlens.models.heads import ScoreMap
-from driftlens.runs.schema import ADJOINT, GROUP_CONTRIBUTIONS, LAYERS, SAMPLES
+from driftlens.runs.schema import ADJOINT, LAYERS, SAMPLES
 from driftlens.utils.devices import to_device
 from driftlens.utils.registry import diagnostic
 
@@ -172,7 +171,6 @@ class BackwardStep:
         routes: of a mixture of experts, where tokens of the crossed pass went: A is taken along them.
         expert_in: the expert's features before the layer; `merged_in` the variant's.
         local_mismatch: m, and with the jumps of tokens that go elsewhere, see `differentiable_split`.
-        jump: those jumps alone; empty where tokens have no routes.
         propagation: p = e - m.
         covectors: the targets' covectors at the layer's output, stacked along a new first axis.
     """
@@ -185,7 +183,6 @@ class BackwardStep:
     expert_in: State
     merged_in: State
     local_mismatch: State
-    jump: State
     propagation: State
     covectors: State
 
@@ -288,13 +285,15 @@ class BackwardSweep:
         batch.put(f"mismatch-{view.variant}-{layer}", split.local_mismatch)
         if view.routes:
             self._routes[view.variant, view.start, layer] = view.routes["crossed"].fixed_copy()
-            jump = subtract_states(split.local_mismatch, decompose(view).local_mismatch)
-            batch.put(f"jump-{view.variant}-{layer}", jump)
 
     def ends(self, batch: CachedBatch, variant: str) -> tuple[State, State]:
         """Return the final features of the expert and a variant on one batch."""
-        last = len(self.pool.chain.layers)
-        return batch.get(f"expert-{last}"), batch.get(f"merged-{variant}-{last}")
+        return self._features_after(batch, variant, len(self.pool.chain.layers))
+
+    @staticmethod
+    def _features_after(batch: CachedBatch, variant: str, index: int) -> tuple[State, State]:
+        """Return the features of the expert and a variant after a layer; both read the same inputs, number 0."""
+        return batch.get(f"expert-{index}"), batch.get(f"merged-{variant}-{index}" if index else "expert-0")
 
     def final_drift(self, batch: CachedBatch, variant: str) -> State:
         """Return the final drift e_L of a batch, the covector for attribution of the final drift."""
@@ -331,22 +330,19 @@ class BackwardSweep:
     def _backward_step(
         self, layer: Layer, variant: str, batch: CachedBatch, layer_map: LayerMap, covectors: State
     ) -> BackwardStep:
-        names = {name: f"{name}-{variant}-{layer.index}" for name in ("merged", "mismatch", "jump")}
-        mismatch = batch.get(names["mismatch"])
-        drift = subtract_states(batch.get(names["merged"]), batch.get(f"expert-{layer.index}"))
-        routes = self._routes.get((variant, batch.start, layer.index))
-        before = layer.index - 1
+        mismatch = batch.get(f"mismatch-{variant}-{layer.index}")
+        expert_out, merged_out = self._features_after(batch, variant, layer.index)
+        expert_in, merged_in = self._features_after(batch, variant, layer.index - 1)
         return BackwardStep(
             layer=layer,
             variant=variant,
             batch=batch,
             layer_map=layer_map,
-            routes=routes,
-            expert_in=batch.get(f"expert-{before}"),
-            merged_in=batch.get(f"merged-{variant}-{before}" if before else "expert-0"),
+            routes=self._routes.get((variant, batch.start, layer.index)),
+            expert_in=expert_in,
+            merged_in=merged_in,
             local_mismatch=mismatch,
-            jump=batch.get(names["jump"]) if routes else {},
-            propagation=subtract_states(drift, mismatch),
+            propagation=subtract_states(subtract_states(merged_out, expert_out), mismatch),
             covectors=covectors,
         )
 
@@ -396,39 +392,6 @@ class PrefixSwaps:
         return torch.stack(
             [inner_products(subtract_states(before, after), drift) for before, after in pairwise(finals)]
         )
-
-
-@diagnostic(
-    "groups",
-    table="group_contributions",
-    columns=GROUP_CONTRIBUTIONS.columns[len(GROUP_CONTRIBUTIONS.key) :],
-    needs="jacobian",
-)
-def group_mismatches(expert: LayerMap, variant: LayerMap, state: State, side: SideInputs) -> dict[str, State]:
-    """Split a layer's local mismatch over its module groups: m = sum over g of m_g, up to rounding.
-
-    On the expert's features, groups change from the expert's parameters to the variant's one by one, in the order of
-    `GROUPS` and in reverse. The changes of the output telescope to m in either order, and m_g is the mean of both.
-    For two groups this is Shapley's value. A correction module on the last layer is a separate group.
-    """
-    group_of, has_more = parameter_roles(variant.layer), variant.attachment is not None
-    order = [group for group in GROUPS if group in group_of.values()] + ["attached"] * has_more
-
-    def _mixed_layer_output(changed: Sequence[str]) -> State:
-        mixed = {name: (variant if group in changed else expert).parameters[name] for name, group in group_of.items()}
-        attachment = variant.attachment if "attached" in changed else None
-        return LayerMap(variant.layer, mixed, attachment)(state, side)
-
-    forward = [_mixed_layer_output(order[:count]) for count in range(len(order) + 1)]
-    # Both orders start and end at the same two models, which are run once.
-    back = [forward[-1], *(_mixed_layer_output(order[count:]) for count in range(1, len(order))), forward[0]]
-    return {
-        group: {
-            name: (leaf + subtract_states(back[place], back[place + 1])[name]) / 2
-            for name, leaf in subtract_states(forward[place + 1], forward[place]).items()
-        }
-        for place, group in enumerate(order)
-    }
 
 
 def _spectral_norm_and_residual(operator: PathJacobian, start: State, iterations: int = 30) -> tuple[Tensor, Tensor]:

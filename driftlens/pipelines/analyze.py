@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from driftlens.config.run import RunSpec
     from driftlens.data.sources import Picture
 
-# Options of the attribution that fill a separate table.
-_FOLLOWED = {"adjoint": "adjoint", "groups": "group_contributions"}
 # Largest reopening.difference of equal samples in float32 batches of different sizes, relative to the largest feature.
 _ROUNDING = 1e-5
 
@@ -243,6 +241,7 @@ class AnalysisPhases:
         parts = ("contributions", "prefix", "jacobian.spectral")
         needed = ["jacobian_samples", *(column_of[name] for name in add if name in parts)]
         columns = [self._filled_task_variants("layers", [name]) for name in needed]
+        columns += [self._filled_task_variants("adjoint")] if "adjoint" in add else []
         for task in self.study.tasks:
             missing = [
                 name
@@ -255,20 +254,9 @@ class AnalysisPhases:
                 self._run_phase(f"explain:{task}", work, self.study, again=bool(missing))
 
     def add_diagnostics(self, add: Sequence[str]) -> None:
-        """Measure optional diagnostics for variants that lack them."""
-        tasks = self.study.tasks
-        for option, table in _FOLLOWED.items():
-            if option not in add:
-                continue
-            present = self._filled_task_variants(table)
-            for task in tasks:
-                lacking = [name for name in self.study.attributed_variants if (task, name) not in present]
-                if lacking:
-                    work = partial(self._write_optional_attribution, option, task, lacking)
-                    self._run_phase(f"explain:{option}:{task}", work, self.study, again=True)
-        # All other options are measured in one pass per task, which runs every layer once.
+        """Measure optional diagnostics of features for variants that lack them, in one pass per task."""
         entries = [entry for entry in enabled_diagnostics(add) if entry.option]
-        for task in tasks:
+        for task in self.study.tasks:
             filled = [
                 self._filled_task_variants(entry.table, [column.name for column in entry.columns]) for entry in entries
             ]
@@ -359,9 +347,11 @@ class AnalysisPhases:
                 writer.notice(f"{task}: all samples have the same final feature. Check the samples")
 
     def _write_attribution(self, task: str, variants: Sequence[str]) -> None:
-        explanation = self._measure_attribution(self.study, task, variants)
+        work = partial(compute_attribution, self.study, task, variants, self.writer.folder / SCRATCH, self.reporter)
+        explanation = self.study.run_on_task_owner(task, work)
         if explanation is None:
             return
+        self._write_tables(explanation, "adjoint")
         # `layers` last, because these rows mark a variant as explained.
         for table in ("samples", "layers"):
             if parts := explanation.tables[table]:
@@ -377,25 +367,6 @@ class AnalysisPhases:
             if (columns := _diagnostic_columns(entries, table)) and (parts := diagnosis.tables[table]):
                 names = [*TABLES[table].key, *(column.name for column in columns)]
                 self.writer.fill(table, _to_data_frame(parts)[names], columns)
-
-    def _write_optional_attribution(self, option: str, task: str, variants: Sequence[str]) -> None:
-        """Add attribution rows by `adjoint` targets or module `groups`; other stored results are unchanged."""
-        settings = self.study.settings
-        assert settings.jacobian is not None
-        # Only the requested option: everything else is stored already and would cost further passes.
-        jacobian = dataclasses.replace(settings.jacobian, spectral=False, prefix=False, random=False)
-        settings = dataclasses.replace(settings, options=frozenset({option}), jacobian=jacobian)
-        self._measure_attribution(dataclasses.replace(self.study, settings=settings), task, variants)
-
-    def _measure_attribution(self, study: Study, task: str, variants: Sequence[str]) -> TaskResults | None:
-        """Attribute the drift of variants to layers and write the tables; None except in the main process."""
-        spill = self.writer.folder / SCRATCH
-        explanation = study.run_on_task_owner(
-            task, partial(compute_attribution, study, task, variants, spill, self.reporter)
-        )
-        if explanation is not None:
-            self._write_tables(explanation, "adjoint", "group_contributions")
-        return explanation
 
 
 def _to_data_frame(parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -25,7 +25,6 @@ from torch.func import vjp
 
 from driftlens.diagnostics import attribution
 from driftlens.diagnostics.drift import bootstrap_ratio_ci
-from driftlens.engine.pool import LayerMap
 from driftlens.engine.walk import (
     FeatureStore,
     LayerView,
@@ -39,14 +38,11 @@ from driftlens.linalg.state import (
     State,
     inner_products,
     stack_states,
-    state_from_stack,
-    state_norms,
     subtract_states,
 )
 from driftlens.models.chain import Pool, pool_features
 from driftlens.models.heads import class_indices
 from driftlens.pipelines.evaluation import TaskResults
-from driftlens.runs.schema import GROUP_CONTRIBUTIONS
 from driftlens.utils.devices import to_device
 from driftlens.utils.distributed import ProgressReporter, TaskProgress
 from driftlens.utils.errors import NotDifferentiableError, NumericsError, SpecError
@@ -316,10 +312,10 @@ def compute_attribution(
         # All targets of a variant are pulled back together: a layer's linearization is the costly part.
         targets = {variant: _attribution_targets(study, pull_back, variant) for variant in variants}
         try:
-            parts, groups = _pull_back_targets(study, pull_back, targets, meter)
+            parts = _pull_back_targets(study, pull_back, targets, meter)
         except NotDifferentiableError as error:
             # Prefix swaps need no derivative and are kept.
-            parts, groups = {}, []
+            parts = {}
             explanation.notices.append(f"the drift is not attributed to layers: {error}")
     meter.finish()
     for variant in variants:
@@ -346,7 +342,6 @@ def compute_attribution(
         if parts and "adjoint" in study.settings.options:
             of_variant = {"task": task, "variant": variant}
             explanation.tables["adjoint"] += _adjoint_columns(of_variant, ids, targets[variant], parts[variant])
-    explanation.tables["group_contributions"] += groups
     return explanation
 
 
@@ -457,7 +452,7 @@ def _pull_back_targets(
     pull_back: attribution.BackwardSweep,
     targets: Mapping[str, Sequence[_AttributionTargets]],
     meter: TaskProgress,
-) -> tuple[dict[str, NDArray[np.float64]], list[dict[str, Any]]]:
+) -> dict[str, NDArray[np.float64]]:
     """Pull all targets back through all layers by vector-Jacobian products; return parts by layer, [L, k, n].
 
     The first target's parts, of the final drift, are in squared feature units.
@@ -468,47 +463,14 @@ def _pull_back_targets(
         for start, target in zip(pull_back.batches, of_batches, strict=True)
     }
     parts: dict[str, dict[int, list[Tensor]]] = {variant: defaultdict(list) for variant in targets}
-    groups: dict[tuple[str, int, str], list[Tensor]] = defaultdict(list)
-    expert: LayerMap | None = None
     for step in pull_back.steps(covectors):
         layer = step.layer
         meter.step(2 * len(study.pool.chain.layers) - layer.index, f"causes, back from layer {layer.index}")
         parts[step.variant][layer.index].append(step.parts())
-        if "groups" in study.settings.options and layer.index in study.settings.stored_layers:
-            if expert is None or expert.layer is not layer:
-                expert = study.pool.layer_map(expert_name(pull_back.task), layer, pull_back.task)
-            drift = pull_back.final_drift(step.batch, step.variant)
-            for group, numbers in _group_share_terms(expert, step, inner_products(drift, drift)):
-                groups[step.variant, layer.index, group].append(numbers)
-    stacked_parts = {
+    return {
         variant: np.stack([_concatenate_to_numpy(of_layers[index]) for index in sorted(of_layers)])
         for variant, of_layers in parts.items()
     }
-    return stacked_parts, [
-        _group_contribution_row((pull_back.task, *key), _concatenate_to_numpy(part)) for key, part in groups.items()
-    ]
-
-
-def _group_share_terms(
-    expert: LayerMap, step: attribution.BackwardStep, energy: Tensor
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield numerators and denominators [6, n] of each module group's share of mismatch and drift."""
-    parts = attribution.group_mismatches(expert, step.layer_map, step.expert_in, step.batch.side)
-    # The change by other routes belongs to no module.
-    if step.routes is not None:
-        parts["routing"] = step.jump
-    whole = step.local_mismatch
-    rest = {name: leaf - sum(part[name] for part in parts.values()) for name, leaf in whole.items()}
-    common = state_norms(rest), inner_products(whole, whole), energy, state_norms(whole)
-    pulled = state_from_stack(step.covectors, 0)
-    for group, part in parts.items():
-        yield group, torch.stack([inner_products(part, whole), inner_products(part, pulled), *common])
-
-
-def _group_contribution_row(key: tuple[str, str, int, str], per_sample: NDArray[np.float64]) -> dict[str, Any]:
-    sums = per_sample.sum(axis=1)
-    ratios = sums[:3] / np.where(sums[3:] > 0, sums[3:], np.nan)
-    return dict(zip(GROUP_CONTRIBUTIONS.names, (*key, *ratios), strict=True))
 
 
 def _adjoint_columns(

@@ -23,7 +23,7 @@ from driftlens.experiment.loading import OpenModels
 from driftlens.experiment.study import AnalysisSettings, Study
 from driftlens.models.architecture import Architecture
 from driftlens.pipelines.analyze import AnalysisPhases, record_inputs
-from driftlens.runs.manifest import MANIFEST, read_manifest, sample_ids_digest
+from driftlens.runs.manifest import MANIFEST, Manifest, read_manifest, sample_ids_digest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
 from driftlens.utils.distributed import JobContext
@@ -51,7 +51,7 @@ def study_of_modules(built: Modules, settings: LiveSettings) -> Study:
         settings=AnalysisSettings(
             pool=live.pooling,
             stored_layers=frozenset(select_layers(paths, settings.layers)),
-            options=frozenset(name for name in ("cka", "adjoint", "groups") if getattr(settings, name)),
+            options=frozenset(name for name in ("cka", "adjoint") if getattr(settings, name)),
             # The manifest stores a mapping.
             jacobian=JacobianSettings(**jacobian) if isinstance(jacobian, Mapping) else jacobian,
         ),
@@ -83,16 +83,15 @@ def reopen_live_study(
     fields = {name: value for name, value in passed.items() if name in of_modules and value is not None}
     changes = {name: value for name, value in passed.items() if name not in of_modules}
     changes |= {} if num_calibration is None else {"n_calibration": num_calibration}
-    recorded = read_manifest(folder).live or {}
-    before = LiveSettings(**recorded.get("settings", {}))
+    before, contents = _recorded_inputs(read_manifest(folder))
     _require_same_settings(before, LiveSettings(**changes))
     settings = before.with_changes(**changes)
     if calibration is not None:
         fields = {"data": calibration, **fields, "calibration": calibration}
     modules = Modules(**fields)
-    _require_original_inputs(folder, modules, settings, recorded.get("contents", {}))
+    _require_original_inputs(folder, modules, settings, contents)
     study = study_of_modules(modules, settings)
-    _require_same_data(recorded.get("contents", {}), study)
+    _require_same_data(contents, study)
     # Without separate calibration samples, the diagnosis samples serve both; a notice says so.
     tasks = {
         task: data if data.calibration else dataclasses.replace(data, calibration=data.diagnosis)
@@ -141,14 +140,14 @@ def analyze_study(
     resumes = request.resume and (out / MANIFEST).exists()
     if resumes:
         manifest = read_manifest(out)
-        recorded = manifest.live or {}
-        if _settings_as_json(LiveSettings(**recorded.get("settings", {}))) != live["settings"]:
+        before, contents = _recorded_inputs(manifest)
+        if _settings_as_json(before) != live["settings"]:
             raise SpecError(
                 f"{out} was begun with other settings",
                 hint="Resume with the same settings, or choose another out.",
             )
         reopening.require_same_samples(manifest, study)
-        _require_same_data(recorded.get("contents", {}), study)
+        _require_same_data(contents, study)
         reopening.require_same_models(manifest, study, context.reporter())
     described = "# made from live modules; pass them in again to add to this run\n"
     text = f"{described}name: {json.dumps(study.name)}\n"
@@ -159,6 +158,14 @@ def analyze_study(
         with reopening.deterministic_algorithms(study.settings.deterministic):
             AnalysisPhases(writer, study, reporter).measure_all()
     return open_run(out)
+
+
+def _recorded_inputs(manifest: Manifest) -> tuple[LiveSettings, Mapping[str, Any]]:
+    """Return the settings and data digests of a run of live modules; removed settings are left out."""
+    recorded = manifest.live or {}
+    known = LiveSettings.field_defaults()
+    settings = {name: value for name, value in recorded.get("settings", {}).items() if name in known}
+    return LiveSettings(**settings), recorded.get("contents", {})
 
 
 def _settings_as_json(settings: LiveSettings) -> dict[str, Any]:

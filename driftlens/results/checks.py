@@ -497,7 +497,6 @@ _CLAIMS = {
     "closure": ("drift equals that of ordinary forward passes", "layers", "closure_error", 1e-4),
     "Jacobian": ("propagation equals Jacobian times incoming drift", "layers", "jacobian_error", 1e-2),
     "contributions": ("shares of the final drift sum to 1", "layers", "remainder_share", 1e-2),
-    "groups": ("parts of groups sum to the local mismatch", "group_contributions", "split_error", 1e-2),
     "closed form": ("weights solve their normal equations", "calibration", "stationarity_error", 1e-5),
     "softmax": ("its change is the integral of its Jacobian", "outputs", "softmax_integral_error", 1e-9),
     "cross-entropy": ("its change is the integral of its gradient", "outputs", "ce_integral_error", 1e-6),

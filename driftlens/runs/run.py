@@ -162,10 +162,6 @@ class DriftRun:
         """
         return self._select_rows(schema.ADJOINT, task=task, variant=variant)
 
-    def group_contributions(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
-        """Return rows of the module-group table: shares of mismatch and drift by group. Arguments as for `layers`."""
-        return self._select_rows(schema.GROUP_CONTRIBUTIONS, task=task, variant=variant)
-
     def routing(self, task: str | None = None, variant: str | None = None) -> pd.DataFrame:
         """Return rows of the routing table: tokens per expert of a mixture of experts. Arguments as for `layers`."""
         return self._select_rows(schema.ROUTING, task=task, variant=variant)

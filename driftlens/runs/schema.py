@@ -261,23 +261,6 @@ ADJOINT = TableSchema(
     ),
 )
 
-GROUP_CONTRIBUTIONS = TableSchema(
-    "group_contributions",
-    ("task", "variant", "layer", "group"),
-    (
-        TASK,
-        VARIANT,
-        LAYER,
-        _text_column("group", "Modules of the layer by role: q, k, v, o, gate, up, down, norms, ..."),
-        *_optional_columns(
-            "groups",
-            _number_column("mismatch_share", "Signed share of the layer's m; they sum to 1 over groups.", None, ANY),
-            _number_column("final_share", "Signed share of the final drift; they sum to the layer's.", None, ANY),
-            _number_column("split_error", "|sum over groups - m| / |m| of the layer.", "higher"),
-        ),
-    ),
-)
-
 ROUTING = TableSchema(
     "routing",
     ("task", "variant", "layer", "expert"),
@@ -411,7 +394,7 @@ RESOURCES = TableSchema(
 TABLES = {
     table.name: table
     for table in (
-        *(LAYERS, SAMPLES, OUTPUTS, ADJOINT, GROUP_CONTRIBUTIONS, ROUTING, PARAMS),
+        *(LAYERS, SAMPLES, OUTPUTS, ADJOINT, ROUTING, PARAMS),
         *(ACCURACY, SCORES, CALIBRATION, SWEEPS, RESOURCES),
     )
 }

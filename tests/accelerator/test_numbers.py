@@ -49,7 +49,7 @@ BEHAVIOURS: dict[str, dict[str, Any]] = {
     "lacking": {"no_double": True, "lacks": LACKED},
 }
 behaviours = pytest.mark.parametrize("switches", BEHAVIOURS.values(), ids=BEHAVIOURS)
-METRICS = {"jacobian": {"samples": 2, "spectral": True}, "cka": True, "groups": True, "adjoint": True}
+METRICS = {"jacobian": {"samples": 2, "spectral": True}, "cka": True, "adjoint": True}
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,12 @@ from torch import Tensor
 
 from driftlens.diagnostics.attribution import (
     JacobianSettings,
-    group_mismatches,
     loss_target,
     margin_target,
 )
-from driftlens.engine.pool import LayerMap
-from driftlens.engine.sites import GROUPS
 from driftlens.engine.walk import LayerView, walk
 from driftlens.linalg import state as states
 from driftlens.linalg.state import PathJacobian, State, subtract_states
-from driftlens.models.chain import Layer, Parameters, SideInputs, Site, Tap, WeightSlot
 from driftlens.models.heads import Head
 from tests.identities.carried import way_back
 from tests.quick import few
@@ -103,41 +99,6 @@ def head_for(features: Tensor, scale: float = 20.0) -> Head:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(5, features.shape[1], generator=generator, dtype=torch.float64).to(features.device)
     return Head(tuple("abcde"), F.normalize(rows, dim=1), scale)
-
-
-def test_module_groups_sum_to_the_local_mismatch_with_what_is_attached(models: Family) -> None:
-    for view in views_of(models):
-        expert, merged = (models.pool.layer_map(at, view.layer, "a") for at in ("expert:a", "merged"))
-        attached = LayerMap(view.layer, merged.parameters, torch.tanh)
-        for variant, more in ((merged, set()), (attached, {"attached"})):
-            with torch.no_grad():
-                parts = group_mismatches(expert, variant, view.expert_in, view.side)
-                whole = subtract_states(variant(view.expert_in, view.side), view.expert_out)
-            assert set(parts) - set(GROUPS) == more
-            for name, leaf in whole.items():
-                total = torch.stack([part[name] for part in parts.values()]).sum(dim=0)
-                torch.testing.assert_close(total, leaf, rtol=1e-9, atol=1e-12)
-
-
-def test_two_groups_share_what_they_make_together() -> None:
-    """Against the definition, of an up and a down projection: each alone, and half of what is more than both."""
-
-    def call(parameters: Parameters, state: State, side: SideInputs, tap: Tap | None = None) -> State:
-        return {"hidden": torch.tanh(state["hidden"] @ parameters["up.weight"]) @ parameters["down.weight"]}
-
-    generator = torch.Generator().manual_seed(0)
-    x, up, down, new_up, new_down = torch.randn(5, 4, 4, generator=generator, dtype=torch.float64)
-    sites = tuple(Site(name, "linear", name) for name in ("up", "down"))
-    layer = Layer(2, "block", "blocks.0", {f"{at.name}.weight": WeightSlot(at.name) for at in sites}, call, sites)
-    expert = LayerMap(layer, {"up.weight": up, "down.weight": down})
-    merged = LayerMap(layer, {"up.weight": new_up, "down.weight": new_down})
-    found = group_mismatches(expert, merged, {"hidden": x}, SideInputs({}))
-    neither, both = torch.tanh(x @ up) @ down, torch.tanh(x @ new_up) @ new_down
-    alone = {"up": torch.tanh(x @ new_up) @ down - neither, "down": torch.tanh(x @ up) @ new_down - neither}
-    together = both - neither - alone["up"] - alone["down"]
-    assert list(found) == ["up", "down"] and float(together.norm()) > 0.1
-    for group, part in alone.items():
-        torch.testing.assert_close(found[group]["hidden"], part + together / 2, rtol=1e-12, atol=1e-12)
 
 
 def test_parts_of_the_loss_sum_to_the_change_of_cross_entropy(models: Family) -> None:

@@ -20,7 +20,7 @@ from driftlens.cli import main
 
 Said = dict[str, Any]
 TABLES = (
-    *("layers", "samples", "outputs", "adjoint", "group_contributions", "params", "accuracy", "scores"),
+    *("layers", "samples", "outputs", "adjoint", "params", "accuracy", "scores"),
     *("calibration", "sweeps", "resources"),
 )
 COMMANDS = ("show", "check", "compare")

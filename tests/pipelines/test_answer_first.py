@@ -180,7 +180,7 @@ def test_a_calibration_that_is_killed_behind_its_first_numbers_goes_on(
 
 @pytest.mark.slow
 def test_what_was_left_out_is_added_to_the_run_bit_for_bit(world: World, tmp_path: Path) -> None:
-    asked = {"cka": True, "adjoint": True, "groups": True, "contributions": True}
+    asked = {"cka": True, "adjoint": True, "contributions": True}
     whole, bare = (
         dl.analyze(
             world.one_task(metrics={"jacobian": {"samples": 2}, **metrics}),
@@ -189,9 +189,9 @@ def test_what_was_left_out_is_added_to_the_run_bit_for_bit(world: World, tmp_pat
         )
         for name, metrics in (("whole", asked), ("bare", dict.fromkeys(asked, False)))
     )
-    assert bare.layers()["cka"].isna().all() and bare.adjoint().empty and bare.group_contributions().empty
+    assert bare.layers()["cka"].isna().all() and bare.adjoint().empty
     told = bare.measure(add=[*asked])
-    for table in ("layers", "adjoint", "group_contributions"):
+    for table in ("layers", "adjoint"):
         found, expected = (getattr(run, table)() for run in (told, whole))
         pd.testing.assert_frame_equal(found, expected, check_exact=True, obj=table)
     times = [phase.started for phase in told.manifest.phases.values()]

@@ -125,13 +125,6 @@ def adjoint_rows(at: Boundary, share: float, samples: Samples) -> list[Columns]:
     return parts
 
 
-def group_rows(at: Boundary, share: float) -> Columns:
-    """The layer's share of the final drift by module group."""
-    parts = {"q": 0.3, "o": -0.1, "down": 0.6, "norms": 0.2} if at.layer.role == "block" else {"norms": 1.0}
-    rows = {**at.key, "group": list(parts), "mismatch_share": list(parts.values()), "split_error": 1e-7}
-    return rows | {"final_share": [(1 - REMAINDER) * share * part for part in parts.values()]}
-
-
 def output_rows(task: str, variant: str, feature: Array, expert: Array, heads: Array, samples: Samples) -> pd.DataFrame:
     """Scores are 10 times the cosine with each class's row of `heads`."""
     scores, wanted = (10 * unit(vectors) @ heads.T for vectors in (feature, expert))

@@ -237,7 +237,6 @@ class _Made:
         self.rows["layers"].append(row)
         self.rows["samples"].append(full_rows.sample_rows(at, share, self._samples))
         if share is not None:
-            self.rows["group_contributions"].append(full_rows.group_rows(at, share))
             self.rows["adjoint"].extend(full_rows.adjoint_rows(at, share, self._samples))
 
     def _share(self, layer: LayerInfo) -> float:

@@ -31,10 +31,10 @@ def show() -> None:
     log = part == _DRIFT and st.checkbox("Logarithmic axis", key="log", bind="query-params")
     options = view.options(log=log)
     show_part_charts("layers", part, run, options)
-    # Some diagnostics (CKA, spectral norms, module groups) have no chart and are shown in these tables only.
+    # Some diagnostics (CKA, spectral norms) have no chart and are shown in these tables only.
     tables = {"layers": run.layers()}
     if part == _SOURCES:
-        tables |= {"group_contributions": run.group_contributions(), "adjoint": run.adjoint()}
+        tables["adjoint"] = run.adjoint()
     for name, rows in tables.items():
         if len(rows):
             label = f"All numbers of table {name}"

@@ -41,7 +41,7 @@ def hostile(folder: Path) -> DriftRun:
 def single(folder: Path) -> DriftRun:
     """One task, one block, and rows of the last layer only."""
     path = write_full_run(folder / "single", tasks=["cars"], size=Size(blocks=1))
-    for name in ("layers", "samples", "adjoint", "group_contributions", "calibration"):
+    for name in ("layers", "samples", "adjoint", "calibration"):
         file = path / "tables" / f"{name}.parquet"
         rows = pq.read_table(file)
         pq.write_table(rows.filter(pc.equal(rows["layer"], pc.max(rows["layer"]))), file)

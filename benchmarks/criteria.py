@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from driftlens.experiment.resume import reopen_study
+from driftlens.pipelines.analyze import reopen_study
 from driftlens.pipelines.evaluation import final_features
 from driftlens.pipelines.model_selection import hellinger_distances, kl_divergences, relative_drift
 from driftlens.utils.variants import expert_name

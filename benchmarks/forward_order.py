@@ -15,8 +15,8 @@ from torch import Tensor
 from driftlens.calibration.featcal import PRESETS, FeatCal
 from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.sites import select_sites
-from driftlens.experiment.resume import reopen_study
 from driftlens.experiment.study import Study
+from driftlens.pipelines.analyze import reopen_study
 from driftlens.pipelines.calibration_plan import replace_parameters
 from driftlens.pipelines.evaluation import correct_predictions, final_drift_columns, final_features
 from driftlens.utils.distributed import ProgressReporter

@@ -5,22 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
 
+from driftlens.calibration.calibrator import calibrators
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.config.requests import AnalysisRequest
 from driftlens.config.run import load_spec
-from driftlens.data.samples import DRAWN_BY
-from driftlens.experiment import resume as reopening
+from driftlens.data.samples import DRAWN_BY, halve_batch_on_oom
+from driftlens.engine.pool import Attachments, attachments_from_tensors
 from driftlens.experiment.loading import OpenModels, calibration_settings, open_study
 from driftlens.experiment.merging import save_merge, validated_merge
 from driftlens.experiment.sanity_checks import check_model_files, check_weights, estimate_task_vectors
@@ -36,16 +38,28 @@ from driftlens.runs.manifest import (
     SPEC,
     THUMB_SIDE,
     LayerInfo,
+    Manifest,
+    attachments_file,
+    calibrated_weights_file,
     read_manifest,
     texts_file,
     thumbs_file,
 )
 from driftlens.runs.run import DriftRun, has_live_modules, open_run, require_analyzed, resume_command
 from driftlens.runs.schema import LAYERS, TABLES
-from driftlens.runs.writer import RunWriter
-from driftlens.utils.devices import device_name, host_fallbacks
-from driftlens.utils.distributed import JobContext, ProgressReporter
-from driftlens.utils.errors import SpecError, did_you_mean
+from driftlens.runs.writer import RunLock, RunWriter
+from driftlens.utils.devices import (
+    HOST,
+    accelerator,
+    convert_device_errors,
+    device_name,
+    full_precision_matmul,
+    host_fallbacks,
+    peak_memory,
+    reset_peak_memory,
+)
+from driftlens.utils.distributed import JobContext, ProcessGroup
+from driftlens.utils.errors import Cancelled, CheckpointError, DataError, RunError, SpecError, did_you_mean
 from driftlens.utils.files import PathLike, write_text_atomic
 from driftlens.utils.registry import ColumnSchema, Diagnostic, diagnostics, enabled_diagnostics
 from driftlens.utils.variants import calibrated_variant, has_attribution
@@ -54,7 +68,9 @@ if TYPE_CHECKING:
     from driftlens.config.run import RunSpec
     from driftlens.data.sources import Picture
 
-# Largest reopening.difference of equal samples in float32 batches of different sizes, relative to the largest feature.
+# The merged model that a run has made, in the base's key names and dtypes.
+MERGED_FILE = "models/merged.safetensors"
+# Largest difference of equal samples in float32 batches of different sizes, relative to the largest feature.
 _ROUNDING = 1e-5
 
 
@@ -95,8 +111,8 @@ def analyze(
     create = partial(RunWriter.create, out, **about, force=request.force)
     less = " --no-attribution" * (not request.attribution)
     again = f"`{resume_command(out)}{less}` resumes"
-    opened = reopening.open_writer(team, partial(RunWriter.resume, out) if resumes else create)
-    with opened as writer, reopening.with_resume_hint(lambda: (out / MANIFEST).is_file() and again):
+    opened = open_writer(team, partial(RunWriter.resume, out) if resumes else create)
+    with opened as writer, with_resume_hint(lambda: (out / MANIFEST).is_file() and again):
         reporter = context.reporter(writer.progress)
 
         # Before anything is computed, so that readers can name what is missing in an unfinished run.
@@ -112,10 +128,10 @@ def analyze(
                 if finding.level == "notice":
                     writer.notice(finding.text)
 
-        reopening.on_main_process(team, writer, _record_run_inputs)
+        on_main_process(team, writer, _record_run_inputs)
         if resolved.merge is not None:
             _run_merge_phase(writer, resolved, study, models, reporter)
-        with reopening.deterministic_algorithms(study.settings.deterministic):
+        with deterministic_algorithms(study.settings.deterministic):
             phases = AnalysisPhases(writer, study, reporter)
             phases.measure_all(attribution=request.attribution, weights=request.weights)
     return open_run(out)
@@ -128,12 +144,12 @@ def _require_same_inputs(spec: RunSpec, folder: Path, study: Study, reporter: Pr
         # The digest of an earlier version includes keys that were removed since.
         stored = spec if has_live_modules(manifest) else load_spec(folder / SPEC)
         if has_live_modules(manifest) or stored != spec:
-            difference = reopening.first_difference(stored.as_dict(), spec.as_dict())
+            difference = first_difference(stored.as_dict(), spec.as_dict())
             raise SpecError(
                 f"{folder} was begun with {difference or 'another spec'}",
                 hint=f"Resume with `{resume_command(folder)}`, choose another --out, or replace it with --force.",
             )
-    reopening.require_same_models(manifest, study, reporter)
+    require_same_models(manifest, study, reporter)
 
 
 def _run_merge_phase(
@@ -145,8 +161,8 @@ def _run_merge_phase(
 
     def _save_merged_model() -> None:
         with (
-            writer.file(reopening.MERGED_FILE) as path,
-            reopening.deterministic_algorithms(study.settings.deterministic),
+            writer.file(MERGED_FILE) as path,
+            deterministic_algorithms(study.settings.deterministic),
         ):
             record, notices = save_merge(models, merge, path, study, reporter)
         writer.update_manifest(merge=record)
@@ -154,8 +170,8 @@ def _run_merge_phase(
             writer.notice(notice)
 
     # Also when resumed: the other phases read the stored file, never the model in memory.
-    reopening.run_phase(writer, "merge", lambda: reopening.on_main_process(study.team, writer, _save_merged_model))
-    saved = open_checkpoint(writer.folder / reopening.MERGED_FILE)
+    run_phase(writer, "merge", lambda: on_main_process(study.team, writer, _save_merged_model))
+    saved = open_checkpoint(writer.folder / MERGED_FILE)
     study.pool.add("merged", models.architecture.align(saved))
 
 
@@ -172,11 +188,11 @@ def measure_missing_parts(path: PathLike, context: JobContext = JobContext(), ad
     folder = Path(path)
     require_analyzed(folder)
     # Before the lock: a refusal must not turn a finished run into a failed one.
-    study, _ = reopening.reopen_study(folder, context, with_jacobian=True)
+    study, _ = reopen_study(folder, context, with_jacobian=True)
     study = _with_added_diagnostics(study, add)
     manifest = read_manifest(folder)
-    reopening.require_same_inputs(manifest, study, context.reporter())
-    with reopening.open_finished_run(folder, study, context) as (writer, reporter):
+    require_same_inputs(manifest, study, context.reporter())
+    with open_finished_run(folder, study, context) as (writer, reporter):
         # Each calibration has its own phases, so that removing it also removes their records.
         by_calibration = {
             name: {calibrated_variant(name), info.control} for name, info in manifest.calibrations.items()
@@ -269,7 +285,7 @@ class AnalysisPhases:
     def _run_phase(
         self, name: str, work: Callable[[], object], study: Study | None = None, *, again: bool = False
     ) -> None:
-        reopening.run_phase(self.writer, f"{self.prefix}{name}", work, study, again=again)
+        run_phase(self.writer, f"{self.prefix}{name}", work, study, again=again)
 
     def _filled_task_variants(self, table: str, columns: Sequence[str] = ()) -> set[tuple[str, str]]:
         """Return (task, variant) pairs that have rows in a table, or values in these columns."""
@@ -473,3 +489,283 @@ def _with_added_diagnostics(study: Study, add: Collection[str]) -> Study:
     return dataclasses.replace(
         study, settings=dataclasses.replace(settings, options=settings.options | {*add}, jacobian=jacobian)
     )
+
+
+def reopen_study(
+    path: PathLike,
+    context: JobContext = JobContext(),
+    *,
+    num_calibration: int | None = None,
+    with_calibrations: bool = True,
+    with_jacobian: bool = False,
+) -> tuple[Study, OpenModels]:
+    """Reopen the study and checkpoints of a run directory, merged model included.
+
+    Args:
+        path: the run directory.
+        context: device, and for a run of live modules how to build its study again.
+        num_calibration: calibration samples per task, at least as many as the spec's.
+        with_calibrations: True to open calibrated models too.
+        with_jacobian: True to switch the attribution on where the spec leaves it out.
+
+    Raises:
+        SpecError: the run was made from live modules, which were not passed again.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    if context.live is not None:
+        study, models = context.live(num_calibration)
+    else:
+        require_spec(folder, manifest)
+        spec = load_spec(folder / "spec.yaml")
+        if num_calibration is not None:
+            # Smaller counts give a prefix of the same samples, see `draw`.
+            drawn = {task: entry.n or spec.data.defaults.n for task, entry in spec.data.tasks.items()}
+            spec = with_sample_counts(spec, {task: max(count, num_calibration) for task, count in drawn.items()})
+        if with_jacobian and spec.metrics.jacobian is False:
+            spec = load_spec(spec, ["metrics.jacobian={}"])
+        study, models = open_study(spec, access=context.access)
+        if "merged" not in study.pool:
+            study.pool.add("merged", models.architecture.align(open_checkpoint(folder / MERGED_FILE)))
+    for name, info in manifest.calibrations.items() if with_calibrations else ():
+        if info.attached and info.method not in calibrators:
+            # An older version made it: measurements stay, but the maps can't be rebuilt.
+            continue
+        add_calibrated_models(study, models, folder, name, info.method, info.control)
+    later = tuple(name for name in manifest.variants if name not in study.variants and name in study.pool)
+    return dataclasses.replace(study, variants=(*study.variants, *later)), models
+
+
+def add_calibrated_models(study: Study, models: OpenModels, folder: Path, name: str, method: str, control: str) -> None:
+    """Add a finished calibration to the pool: the calibrated variant and its control.
+
+    Args:
+        study: models and samples.
+        models: the checkpoints.
+        folder: the run directory.
+        name: of the calibration.
+        method: its method.
+        control: the control's variant name; empty without.
+    """
+    for variant in filter(None, (calibrated_variant(name), control)):
+        is_control = variant == control
+        weights = open_checkpoint(folder / calibrated_weights_file(name, control=is_control))
+        attached = None if is_control else read_attachments(folder, name, method)
+        study.pool.add(variant, models.architecture.align(weights), attached)
+
+
+def read_attachments(run: Path, name: str, method: str) -> Attachments:
+    """Read the correction modules of a finished calibration; empty for closed-form methods."""
+    file = run / attachments_file(name)
+    if not file.exists():
+        return {}
+    kind: Any = calibrators[method]
+    source = open_checkpoint(file)
+    return attachments_from_tensors(((key, source.read(key)) for key in source.headers), kind.attachment)
+
+
+def require_spec(folder: Path, manifest: Manifest) -> None:
+    """Refuse to reopen a run of modules in memory, which has no spec, without its modules."""
+    if has_live_modules(manifest):
+        raise SpecError(
+            f"{folder} was made in Python from models in memory, so it can't be extended without them",
+            hint="Pass them again: `driftlens.open_run(...).calibrate(..., modules={...})`, or save the "
+            "models and analyze a spec.",
+        )
+
+
+def with_sample_counts(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -> RunSpec:
+    """Return the spec with other numbers of calibration samples, or another seed.
+
+    Args:
+        spec: the spec.
+        counts: samples by task.
+        seed: another sampling seed; None keeps it.
+    """
+    values = spec.as_dict()
+    if seed is not None:
+        values["data"]["defaults"]["seed"] = seed
+    for task, count in counts.items():
+        values["data"][task]["n"] = count
+    return load_spec(values)
+
+
+def require_same_models(manifest: Manifest, study: Study, reporter: ProgressReporter) -> None:
+    """Refuse checkpoints whose content digest differs from the run's."""
+    names = [name for name in manifest.models if name in study.pool]
+    for name in reporter.track(names, "check", lambda name: f"is {name} unchanged?"):
+        recorded = manifest.models[name]
+        if study.model_info(name).digest != recorded.digest:
+            raise CheckpointError(
+                f"{name} differs from the run's: {study.pool.source(name).name} has changed",
+                hint="Restore that model, or analyze the present ones into a new run.",
+                model=name,
+            )
+
+
+def require_same_samples(manifest: Manifest, study: Study) -> None:
+    """Refuse samples other than the run's; samples in memory are compared by content."""
+    for task, data in study.tasks.items():
+        for split, samples in (("diagnosis", data.diagnosis), ("test", data.test)):
+            recorded = manifest.sample_ids.get(split, {}).get(task)
+            origin = manifest.sample_origins.get(split, {}).get(task) if has_live_modules(manifest) else None
+            if recorded is None or samples is None:
+                continue
+            if list(recorded) != list(samples.ids) or (origin is not None and origin != samples.source_digest()):
+                raise DataError(
+                    f"the {split} samples of task {task} differ from the run's: the data has changed",
+                    hint="Restore the data, or analyze the present data into a new run.",
+                )
+
+
+def require_same_inputs(manifest: Manifest, study: Study, reporter: ProgressReporter) -> None:
+    """Refuse samples or checkpoints that differ from the run's."""
+    study.team.run_on_main(lambda: require_same_samples(manifest, study))
+    study.team.run_on_main(lambda: require_same_models(manifest, study, reporter))
+
+
+@contextmanager
+def open_finished_run(folder: Path, study: Study, context: JobContext) -> Iterator[tuple[RunWriter, ProgressReporter]]:
+    """Open a finished run for adding results; yields its writer and a reporter."""
+    opened = open_writer(study.team, lambda: RunWriter.resume(folder))
+    with opened as writer, deterministic_algorithms(study.settings.deterministic):
+        yield writer, context.reporter(writer.progress)
+
+
+@contextmanager
+def open_writer(team: ProcessGroup, opened: Callable[[], RunWriter]) -> Iterator[RunWriter]:
+    """Open the writer of a run for the block; only the main process writes."""
+    # What others still read before they come here must not change.
+    team.barrier()
+    with ExitStack() as stack:
+        writers: list[RunWriter] = []
+
+        def _enter_writer() -> tuple[Path, Manifest]:
+            writers.append(stack.enter_context(opened()))
+            return writers[0].folder, writers[0].manifest
+
+        folder, manifest = team.run_on_main(_enter_writer)
+        yield writers[0] if writers else _NoopWriter(folder, manifest)
+    # The run is finished now.
+    team.barrier()
+
+
+@contextmanager
+def with_resume_hint(how: Callable[[], str | Literal[False]]) -> Iterator[None]:
+    """Add a hint on how to resume to a cancellation or disk error raised in the block."""
+    try:
+        yield
+    except (Cancelled, RunError) as error:
+        if way := how():
+            before = "" if isinstance(error, Cancelled) else error.hint
+            error.hint = f"{before} Finished work is kept: {way}.".lstrip()
+        raise
+
+
+def on_main_process(team: ProcessGroup, writer: RunWriter, work: Callable[[], object]) -> None:
+    """Run a function that writes on the main process only, then share the manifest.
+
+    Args:
+        team: the processes.
+        writer: the run's writer.
+        work: writes to the run.
+    """
+
+    def _run_and_return_manifest() -> Manifest:
+        work()
+        return writer.manifest
+
+    writer.manifest = team.run_on_main(_run_and_return_manifest)
+
+
+class _NoopWriter(RunWriter):
+    """The run writer of all other processes: it writes nothing and keeps the manifest in memory."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        super().__init__(folder, manifest, RunLock(folder))
+
+    def _ignore_call(self, *_: Any, **__: Any) -> None:
+        """Do nothing; the main process writes rows, features, events and progress."""
+
+    append = fill = drop = write_features = event = status = progress = _ignore_call
+
+    def _save(self, **changes: Any) -> None:
+        self.manifest = dataclasses.replace(self.manifest, **changes)
+
+
+def run_phase(
+    writer: RunWriter,
+    name: str,
+    work: Callable[[], object],
+    study: Study | None = None,
+    *,
+    again: bool = False,
+    sums: bool = False,
+) -> None:
+    """Run one phase of a job unless it is done, and record the resources it used.
+
+    When memory runs out, the work restarts with smaller batches, see `halve_batch_on_oom`.
+
+    Args:
+        writer: the run's writer.
+        name: the phase in manifest, events and the table `resources`.
+        work: does the work.
+        study: its models, if it runs any.
+        again: True to repeat a finished phase.
+        sums: True if it accumulates moments, which may move to the host when memory runs out.
+    """
+    if writer.done(name) and not again:
+        return
+    device = (accelerator() or HOST) if study is None else study.pool.device
+
+    def _report_fallback(fallback: str) -> None:
+        writer.notice(f"{device} has too little memory for {name}: continuing with {fallback}")
+
+    with (
+        full_precision_matmul(),
+        writer.phase(name) as usage,
+        convert_device_errors(device, f"{name.partition(':')[0]} here"),
+    ):
+        reset_peak_memory(device)
+        # Several processes would have to begin again together: there, too little memory ends the job.
+        if study is None or study.team.size > 1:
+            work()
+        else:
+            size = max((data.diagnosis.batch_size for data in study.tasks.values()), default=1)
+            with halve_batch_on_oom(size, _report_fallback, sums=sums) as done:
+                done(work)
+        if (peak := peak_memory(device)) is not None:
+            usage["peak_gpu_bytes"] = peak
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """Use deterministic torch kernels in a block if enabled; the previous state is restored."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    if enabled:
+        # Only a warning for operations without a deterministic kernel, which would otherwise raise.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
+def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe the first setting that differs, as "another lam: 1, now 2"; empty if none does."""
+    flat_before, flat_now = _flatten_settings(before), _flatten_settings(now)
+    for name in {**flat_now, **flat_before}:
+        was, value = flat_before.get(name), flat_now.get(name)
+        if was != value:
+            texts = [text if len(text) <= 80 else f"{text[:77]}..." for text in map(json.dumps, (was, value))]
+            return f"another {name}: {texts[0]}, now {texts[1]}"
+    return ""
+
+
+def _flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{name}.{part}" if part else name: value
+        for name, inner in settings.items()
+        for part, value in (_flatten_settings(inner) if isinstance(inner, Mapping) else {"": inner}).items()
+    }

@@ -32,11 +32,21 @@ from driftlens.data.samples import SampleSet, select_samples
 from driftlens.engine.calibrating import CalibratedLayer, CalibrationProgress, SiteReport
 from driftlens.engine.pool import ModelPool, attachment_tensors
 from driftlens.engine.sites import parameter_coverage
-from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import OpenModels, open_models, with_save_dtype
 from driftlens.experiment.study import Study
 from driftlens.models.saving import check_save_path, save_state_dict
-from driftlens.pipelines.analyze import AnalysisPhases
+from driftlens.pipelines.analyze import (
+    AnalysisPhases,
+    add_calibrated_models,
+    first_difference,
+    on_main_process,
+    open_finished_run,
+    reopen_study,
+    require_same_inputs,
+    require_spec,
+    run_phase,
+    with_resume_hint,
+)
 from driftlens.pipelines.calibration_plan import (
     CalibrationExport,
     CalibrationPlan,
@@ -123,15 +133,13 @@ def calibrate(
         export = CalibrationExport(folder, plan.name, plan.method, opened.models, target)
     if request.auto:
         _require_held_out_samples(plan)
-    reopening.require_same_inputs(opened.manifest, study, context.reporter())
-    with reopening.open_finished_run(folder, study, context) as (writer, reporter):
+    require_same_inputs(opened.manifest, study, context.reporter())
+    with open_finished_run(folder, study, context) as (writer, reporter):
         # Another process may have taken the name while the models were being opened.
         _require_free_name(request, opened, writer.manifest)
         phases = AnalysisPhases(writer, study, reporter, f"{plan.phase}:")
         if request.replace or not (request.resume and plan.name in writer.manifest.calibrations):
-            with reopening.with_resume_hint(
-                lambda: scratch.is_started and resume_hint(folder, plan.name, writer.manifest)
-            ):
+            with with_resume_hint(lambda: scratch.is_started and resume_hint(folder, plan.name, writer.manifest)):
                 _solve_and_measure(request, opened, writer, phases, reporter)
             if on_measured is not None and team.is_main_process:
                 on_measured(open_run(folder))
@@ -140,7 +148,7 @@ def calibrate(
         if context.live is not None:
             more = resume_hint(folder, plan.name, opened.manifest)
         weights = folder / calibrated_weights_file(plan.name)
-        with reopening.with_resume_hint(lambda: weights.is_file() and more):
+        with with_resume_hint(lambda: weights.is_file() and more):
             _finish_calibration(request, opened, writer, phases, export)
     return open_run(folder)
 
@@ -180,9 +188,9 @@ def prepare_calibration(
     require_analyzed(folder)
     run = open_run(folder)
     if context.live is None:
-        reopening.require_spec(folder, run.manifest)
+        require_spec(folder, run.manifest)
     # Other calibrations are not needed to solve this one, and opening them takes time.
-    study, models = reopening.reopen_study(folder, context, num_calibration=request.samples, with_calibrations=False)
+    study, models = reopen_study(folder, context, num_calibration=request.samples, with_calibrations=False)
     models = with_save_dtype(models, request.out_dtype)
     study = dataclasses.replace(study, out_dtype=models.out_dtype).with_views(request.views)
     spec = load_spec(folder / SPEC) if context.live is None else None
@@ -205,7 +213,7 @@ def _export_finished_calibration(folder: pathlib.Path, request: CalibrationReque
     elif context.live is not None:
         _, models = context.live(None)
     else:
-        reopening.require_spec(folder, manifest)
+        require_spec(folder, manifest)
         models = open_models(load_spec(folder / SPEC), access)
     assert request.save_weights is not None
     info = manifest.calibrations[request.name]
@@ -243,7 +251,7 @@ def _difference_from_finished(plan: CalibrationPlan, finished: CalibrationInfo, 
         now["asked"] = plan.starting_point
         before["asked"] = finished.selection.get("asked", now["asked"])
     # Through JSON, because one side was read from a file: its tuples are lists.
-    return reopening.first_difference(*(json.loads(json.dumps(side)) for side in (before, now)))
+    return first_difference(*(json.loads(json.dumps(side)) for side in (before, now)))
 
 
 def _require_held_out_samples(plan: CalibrationPlan) -> None:
@@ -273,7 +281,7 @@ def _solve_and_measure(
                 # Leftovers of an interrupted one.
                 writer.remove_calibration(name)
 
-    reopening.on_main_process(team, writer, _remove_leftovers)
+    on_main_process(team, writer, _remove_leftovers)
     if request.auto:
         opened = _with_chosen_settings(request, opened, writer, reporter)
     plan, identity = opened.plan, opened.solution_inputs
@@ -295,12 +303,12 @@ def _solve_and_measure(
             )
             save_variants(writer, opened.models, study, plan, solution, info, identity)
 
-        reopening.on_main_process(team, writer, _write_variants)
+        on_main_process(team, writer, _write_variants)
 
     # From here until `finish_variants`, readers ignore the rows of these variants.
     writer.begin_variants(plan.variants)
-    reopening.run_phase(writer, plan.phase, _solve_and_save, study, sums=True)
-    reopening.add_calibrated_models(study, opened.models, writer.folder, name, plan.method, plan.control)
+    run_phase(writer, plan.phase, _solve_and_save, study, sums=True)
+    add_calibrated_models(study, opened.models, writer.folder, name, plan.method, plan.control)
     phases.measure_variants(plan.variants)
     attached = attachment_tensors(study.pool.variant(plan.variant).attachments, len(study.pool.chain.layers))
     info = dataclasses.replace(
@@ -338,7 +346,7 @@ def _with_chosen_settings(
             selection = {**record, "preset": matching_preset(plan.calibrator), "asked": plan.starting_point}
         chosen = dataclasses.replace(opened, plan=plan.with_chosen_settings(calibrator, selection, study))
 
-    reopening.run_phase(writer, f"{plan.phase}:choose", _choose_or_resume, study, again=True, sums=True)
+    run_phase(writer, f"{plan.phase}:choose", _choose_or_resume, study, again=True, sums=True)
     return chosen
 
 
@@ -346,7 +354,7 @@ def _remove_replaced_calibration(opened: PreparedCalibration, writer: RunWriter,
     """Remove the old calibration of the same name once all layers of the new one are solved."""
     plan, study, scratch = opened.plan, opened.study, opened.layer_store
     try:
-        reopening.run_phase(writer, f"{plan.phase}:solve", solved, study, again=True, sums=True)
+        run_phase(writer, f"{plan.phase}:solve", solved, study, again=True, sums=True)
     except DriftLensError as error:
         if study.team.is_main_process and not isinstance(error, Cancelled | RunError):
             # The old one is kept, and resuming would only fail again.
@@ -357,7 +365,7 @@ def _remove_replaced_calibration(opened: PreparedCalibration, writer: RunWriter,
         with scratch.hide_settings():
             writer.remove_calibration(plan.name)
 
-    reopening.on_main_process(study.team, writer, _remove_old_variants)
+    on_main_process(study.team, writer, _remove_old_variants)
 
 
 def _finish_calibration(
@@ -374,7 +382,7 @@ def _finish_calibration(
     variants = [info.control, plan.variant] if info.control else [plan.variant]
     # The calibration was solved by an earlier job.
     if plan.variant not in study.pool:
-        reopening.add_calibrated_models(study, opened.models, folder, plan.name, info.method, info.control)
+        add_calibrated_models(study, opened.models, folder, plan.name, info.method, info.control)
     phases.add_weight_statistics(variants)
 
     def _write_model_card() -> None:
@@ -383,7 +391,7 @@ def _finish_calibration(
         with writer.file(f"{calibration_folder(plan.name)}/README.md") as file:
             file.write_text(model_card(open_run(folder), plan.name), encoding="utf-8")
 
-    reopening.on_main_process(study.team, writer, _write_model_card)
+    on_main_process(study.team, writer, _write_model_card)
     if export is not None:
         study.team.run_on_main(lambda: export.save(info))
     if request.attribution:
@@ -577,7 +585,7 @@ class _SolvedLayerStore:
         if start and (chosen := then.get("selection")):
             then, now, skip = then | chosen["asked"], {**now, **start}, {*skip, "sites", "views"}
         sides = ({name: side[name] for name in side if name not in skip} for side in (then, now))
-        if text := reopening.first_difference(*sides):
+        if text := first_difference(*sides):
             raise SpecError(
                 f"the interrupted calibration had {text}",
                 hint="Resume with the same settings, models and samples, or start again without --resume.",

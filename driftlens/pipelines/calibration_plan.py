@@ -37,7 +37,6 @@ from driftlens.engine.sequential import StepwiseCalibrator
 from driftlens.engine.sites import select_sites, sites_to_update
 from driftlens.experiment.loading import OpenModels, head_files
 from driftlens.experiment.merging import merge_study
-from driftlens.experiment.resume import read_attachments
 from driftlens.experiment.study import Study, model_info
 from driftlens.merging.method import merge_by_name
 from driftlens.models.chain import LayerChain, ParameterKey, updated_tensors
@@ -47,6 +46,7 @@ from driftlens.models.saving import (
     save_model,
     save_state_dict,
 )
+from driftlens.pipelines.analyze import read_attachments
 from driftlens.runs.manifest import (
     CalibrationInfo,
     Manifest,

@@ -17,12 +17,17 @@ import torch
 from driftlens.config.requests import AnalysisRequest, LiveSettings, Modules, check_keywords
 from driftlens.diagnostics.attribution import JacobianSettings
 from driftlens.engine.sites import select_layers
-from driftlens.experiment import resume as reopening
 from driftlens.experiment.live import open_modules
 from driftlens.experiment.loading import OpenModels
 from driftlens.experiment.study import AnalysisSettings, Study
 from driftlens.models.architecture import Architecture
-from driftlens.pipelines.analyze import AnalysisPhases, record_inputs
+from driftlens.pipelines.analyze import (
+    AnalysisPhases,
+    deterministic_algorithms,
+    record_inputs,
+    require_same_models,
+    require_same_samples,
+)
 from driftlens.runs.manifest import MANIFEST, Manifest, read_manifest, sample_ids_digest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.writer import RunWriter
@@ -146,16 +151,16 @@ def analyze_study(
                 f"{out} was begun with other settings",
                 hint="Resume with the same settings, or choose another out.",
             )
-        reopening.require_same_samples(manifest, study)
+        require_same_samples(manifest, study)
         _require_same_data(contents, study)
-        reopening.require_same_models(manifest, study, context.reporter())
+        require_same_models(manifest, study, context.reporter())
     described = "# made from live modules; pass them in again to add to this run\n"
     text = f"{described}name: {json.dumps(study.name)}\n"
     about: dict[str, Any] = {"spec_yaml": text, "spec_digest": digest, "name": study.name, "live": live}
     with RunWriter.resume(out) if resumes else RunWriter.create(out, **about, force=request.force) as writer:
         reporter = context.reporter(writer.progress)
         record_inputs(writer, study, synthetic=False)
-        with reopening.deterministic_algorithms(study.settings.deterministic):
+        with deterministic_algorithms(study.settings.deterministic):
             AnalysisPhases(writer, study, reporter).measure_all()
     return open_run(out)
 

@@ -23,9 +23,15 @@ from driftlens.config.run import load_spec
 from driftlens.data.altered import CLEAN, corrupt_samples, format_corruption
 from driftlens.data.samples import SampleSet, random_order, select_samples
 from driftlens.engine.sites import ExpertFeatureCache, select_sites
-from driftlens.experiment import resume as reopening
 from driftlens.experiment.loading import open_data, with_expert_answers
 from driftlens.experiment.study import Study, TaskSamples
+from driftlens.pipelines.analyze import (
+    open_finished_run,
+    require_same_inputs,
+    require_spec,
+    run_phase,
+    with_sample_counts,
+)
 from driftlens.pipelines.calibrate import PreparedCalibration, calibrate, prepare_calibration
 from driftlens.pipelines.calibration_plan import registered_method, resolve_calibrator
 from driftlens.pipelines.evaluation import final_drift_columns, score_variants
@@ -132,10 +138,10 @@ def sweep(path: PathLike, request: SweepRequest, context: JobContext = JobContex
     for clean in samples[study.seed].values():
         for corruption in dict.fromkeys(setting.corruption for setting in settings):
             corrupt_samples(clean, corruption, study.seed)
-    reopening.require_same_inputs(opened.manifest, study, context.reporter())
+    require_same_inputs(opened.manifest, study, context.reporter())
     study = dataclasses.replace(study, tasks=tasks)
     unsolved = dict[_SweepSetting, DriftLensError]()
-    with reopening.open_finished_run(folder, study, context) as (writer, reporter):
+    with open_finished_run(folder, study, context) as (writer, reporter):
         rows = team.run_on_main(lambda: open_run(folder).sweeps())
         # Again under the lock: another process may have written points meanwhile.
         points = _points_by_setting(rows, sweeps, outdated)
@@ -177,7 +183,7 @@ def sweep(path: PathLike, request: SweepRequest, context: JobContext = JobContex
 
         for seed in seeds:
             work = functools.partial(_measure_seed, seed)
-            reopening.run_phase(writer, f"{_PHASE}:{seed}", work, study, again=True, sums=True)
+            run_phase(writer, f"{_PHASE}:{seed}", work, study, again=True, sums=True)
     if unsolved:
         error = next(iter(unsolved.values()))
         raise type(error)(
@@ -196,7 +202,7 @@ def _open_run_to_sweep(
     count = request.samples
     section = None
     if context.live is None:
-        reopening.require_spec(folder, open_run(folder).manifest)
+        require_spec(folder, open_run(folder).manifest)
         spec = load_spec(folder / SPEC)
         section = spec.calibration
         count = count or min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
@@ -318,7 +324,7 @@ def _samples_by_seed(
     by_seed, tasks, sources = {seeds[0]: planned}, dict(opened.study.tasks), {}
     for seed in seeds[1:]:
         spec = load_spec(opened.folder / SPEC)
-        drawn = reopening.with_sample_counts(spec, {task: len(samples) for task, samples in planned.items()}, seed)
+        drawn = with_sample_counts(spec, {task: len(samples) for task, samples in planned.items()}, seed)
         sources = {task: open_data(drawn, task, architecture, access=access) for task in planned}
         by_seed[seed] = {
             task: with_expert_answers(data.calibration, opened.study.pool) for task, data in sources.items()
@@ -450,7 +456,7 @@ def compare_methods(
     loader = str(open_run(run).manifest.architecture.get("loader"))
     section = None
     if context.live is None:
-        reopening.require_spec(pathlib.Path(run), open_run(run).manifest)
+        require_spec(pathlib.Path(run), open_run(run).manifest)
         section = load_spec(pathlib.Path(run) / SPEC).calibration
 
     def _calibrate_by_method(method: NamedMethod) -> DriftRun:

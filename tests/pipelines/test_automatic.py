@@ -24,11 +24,11 @@ from driftlens.data.samples import SampleSet, select_samples
 from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.sites import select_sites
 from driftlens.experiment.merging import merge_study
-from driftlens.experiment.resume import reopen_study
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.merging.method import merge_by_name
 from driftlens.models.heads import Head
 from driftlens.pipelines import calibrate as job, model_selection
+from driftlens.pipelines.analyze import reopen_study
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.pipelines.calibration_plan import replace_parameters
 from driftlens.pipelines.evaluation import final_drift_columns

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import driftlens as dl
 from driftlens.calibration.featcal import FeatCal
 from driftlens.config.requests import AnalysisRequest, CalibrationRequest
-from driftlens.experiment import resume as reopening
+from driftlens.pipelines import analyze as reopening
 from driftlens.pipelines.analyze import analyze
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.results.listing import find_runs

@@ -18,7 +18,7 @@ from driftlens.calibration.calibrator import calibrators
 from driftlens.calibration.residual import ResidualCal
 from driftlens.cli import main
 from driftlens.engine.walk import walk
-from driftlens.experiment.resume import reopen_study
+from driftlens.pipelines.analyze import reopen_study
 from driftlens.pipelines.drift import _DriftRecorder, measure_task
 from driftlens.runs.run import DriftRun
 from driftlens.utils.distributed import JobContext, Permissions, ProgressReporter

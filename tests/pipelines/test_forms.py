@@ -16,9 +16,8 @@ import driftlens as dl
 from driftlens.config.requests import AnalysisRequest, CalibrationRequest
 from driftlens.config.run import load_spec
 from driftlens.experiment.loading import open_study
-from driftlens.experiment.resume import reopen_study
 from driftlens.merging.method import merge_methods
-from driftlens.pipelines.analyze import analyze
+from driftlens.pipelines.analyze import analyze, reopen_study
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.runs.run import DriftRun
 from tests.families import OPEN_CLIP, TRANSFORMERS_CLIP

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import driftlens as dl
 from driftlens.engine.walk import LibraryDrift
-from driftlens.experiment import resume as reopening
+from driftlens.pipelines import analyze as reopening
 from driftlens.runs.run import DriftRun
 from driftlens.utils.errors import IncompatibleModelsError, NumericsError, SpecError
 from tests.quick import few

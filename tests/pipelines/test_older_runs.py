@@ -14,8 +14,7 @@ import pytest
 import driftlens as dl
 from driftlens.config.requests import AnalysisRequest
 from driftlens.config.types import parse_yaml, to_yaml
-from driftlens.experiment.resume import reopen_study
-from driftlens.pipelines.analyze import analyze
+from driftlens.pipelines.analyze import analyze, reopen_study
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.results.calibration_summary import leaderboard_rows
 from driftlens.runs.run import DriftRun

@@ -18,8 +18,8 @@ from driftlens.data.altered import corrupt_image
 from driftlens.engine import sites as site_module
 from driftlens.engine.calibrating import CalibrationContext
 from driftlens.engine.sites import ExpertFeatureCache, record_activations, select_sites
-from driftlens.experiment.resume import reopen_study
 from driftlens.experiment.study import Study
+from driftlens.pipelines.analyze import reopen_study
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.pipelines.sweep import sweep
 from driftlens.runs.run import DriftRun, open_run

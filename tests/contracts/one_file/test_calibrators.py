@@ -22,9 +22,8 @@ from driftlens.config.requests import AnalysisRequest
 from driftlens.config.run import load_spec
 from driftlens.diagnostics.attribution import BackwardSweep, JacobianSettings
 from driftlens.engine.walk import decompose, walk
-from driftlens.experiment.resume import reopen_study
 from driftlens.linalg.state import stack_states, state_norms, subtract_states
-from driftlens.pipelines.analyze import analyze
+from driftlens.pipelines.analyze import analyze, reopen_study
 from driftlens.pipelines.calibrate import calibrate
 from driftlens.pipelines.validate import preflight
 from driftlens.runs.run import DriftRun, open_run

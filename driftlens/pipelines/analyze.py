@@ -516,8 +516,7 @@ def reopen_study(
     if context.live is not None:
         study, models = context.live(num_calibration)
     else:
-        require_spec(folder, manifest)
-        spec = load_spec(folder / "spec.yaml")
+        spec = load_run_spec(folder)
         if num_calibration is not None:
             # Smaller counts give a prefix of the same samples, see `draw`.
             drawn = {task: entry.n or spec.data.defaults.n for task, entry in spec.data.tasks.items()}
@@ -564,14 +563,15 @@ def read_attachments(run: Path, name: str, method: str) -> Attachments:
     return attachments_from_tensors(((key, source.read(key)) for key in source.headers), kind.attachment)
 
 
-def require_spec(folder: Path, manifest: Manifest) -> None:
-    """Refuse to reopen a run of modules in memory, which has no spec, without its modules."""
-    if has_live_modules(manifest):
+def load_run_spec(folder: Path) -> RunSpec:
+    """Load the spec of a run; refuse a run of modules in memory, which has none."""
+    if has_live_modules(read_manifest(folder)):
         raise SpecError(
             f"{folder} was made in Python from models in memory, so it can't be extended without them",
             hint="Pass them again: `driftlens.open_run(...).calibrate(..., modules={...})`, or save the "
             "models and analyze a spec.",
         )
+    return load_spec(folder / SPEC)
 
 
 def with_sample_counts(spec: RunSpec, counts: Mapping[str, int], seed: int | None = None) -> RunSpec:

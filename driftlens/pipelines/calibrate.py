@@ -27,7 +27,6 @@ from driftlens.calibration.calibrator import Calibrator, calibrators, require_ta
 from driftlens.checkpoints.loading import open_checkpoint
 from driftlens.checkpoints.tensor_sources import LazyTensors
 from driftlens.config.requests import CalibrationRequest
-from driftlens.config.run import load_spec
 from driftlens.data.samples import SampleSet, select_samples
 from driftlens.engine.calibrating import CalibratedLayer, CalibrationProgress, SiteReport
 from driftlens.engine.pool import ModelPool, attachment_tensors
@@ -39,11 +38,11 @@ from driftlens.pipelines.analyze import (
     AnalysisPhases,
     add_calibrated_models,
     first_difference,
+    load_run_spec,
     on_main_process,
     open_finished_run,
     reopen_study,
     require_same_inputs,
-    require_spec,
     run_phase,
     with_resume_hint,
 )
@@ -60,7 +59,6 @@ from driftlens.pipelines.calibration_plan import (
 from driftlens.pipelines.evaluation import final_features
 from driftlens.runs.manifest import (
     CANDIDATE,
-    SPEC,
     CalibrationInfo,
     Manifest,
     calibrated_weights_file,
@@ -187,13 +185,11 @@ def prepare_calibration(
     """
     require_analyzed(folder)
     run = open_run(folder)
-    if context.live is None:
-        require_spec(folder, run.manifest)
+    spec = load_run_spec(folder) if context.live is None else None
     # Other calibrations are not needed to solve this one, and opening them takes time.
     study, models = reopen_study(folder, context, num_calibration=request.samples, with_calibrations=False)
     models = with_save_dtype(models, request.out_dtype)
     study = dataclasses.replace(study, out_dtype=models.out_dtype).with_views(request.views)
-    spec = load_spec(folder / SPEC) if context.live is None else None
     plan = plan_calibration(request, None if spec is None else spec.calibration, study)
     if spec is not None:
         require_task_id(spec.task_id, plan.method)
@@ -213,8 +209,7 @@ def _export_finished_calibration(folder: pathlib.Path, request: CalibrationReque
     elif context.live is not None:
         _, models = context.live(None)
     else:
-        require_spec(folder, manifest)
-        models = open_models(load_spec(folder / SPEC), access)
+        models = open_models(load_run_spec(folder), access)
     assert request.save_weights is not None
     info = manifest.calibrations[request.name]
     models = with_save_dtype(models, info.out_dtype)

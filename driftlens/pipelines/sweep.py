@@ -19,16 +19,15 @@ from torch import Tensor
 
 from driftlens.calibration.calibrator import Calibrator, calibrators
 from driftlens.config.requests import CalibrationRequest, SweepRequest
-from driftlens.config.run import load_spec
 from driftlens.data.altered import CLEAN, corrupt_samples, format_corruption
 from driftlens.data.samples import SampleSet, random_order, select_samples
 from driftlens.engine.sites import ExpertFeatureCache, select_sites
 from driftlens.experiment.loading import open_data, with_expert_answers
 from driftlens.experiment.study import Study, TaskSamples
 from driftlens.pipelines.analyze import (
+    load_run_spec,
     open_finished_run,
     require_same_inputs,
-    require_spec,
     run_phase,
     with_sample_counts,
 )
@@ -202,8 +201,7 @@ def _open_run_to_sweep(
     count = request.samples
     section = None
     if context.live is None:
-        require_spec(folder, open_run(folder).manifest)
-        spec = load_spec(folder / SPEC)
+        spec = load_run_spec(folder)
         section = spec.calibration
         count = count or min(spec.data.tasks[task].n or spec.data.defaults.n for task in spec.tasks)
     largest = int(max(request.param.get("n", ()), default=0))
@@ -323,7 +321,7 @@ def _samples_by_seed(
             planned[task] = select_samples(samples, order)
     by_seed, tasks, sources = {seeds[0]: planned}, dict(opened.study.tasks), {}
     for seed in seeds[1:]:
-        spec = load_spec(opened.folder / SPEC)
+        spec = load_run_spec(opened.folder)
         drawn = with_sample_counts(spec, {task: len(samples) for task, samples in planned.items()}, seed)
         sources = {task: open_data(drawn, task, architecture, access=access) for task in planned}
         by_seed[seed] = {
@@ -456,8 +454,7 @@ def compare_methods(
     loader = str(open_run(run).manifest.architecture.get("loader"))
     section = None
     if context.live is None:
-        require_spec(pathlib.Path(run), open_run(run).manifest)
-        section = load_spec(pathlib.Path(run) / SPEC).calibration
+        section = load_run_spec(pathlib.Path(run)).calibration
 
     def _calibrate_by_method(method: NamedMethod) -> DriftRun:
         kind = calibrators[method.method]

@@ -76,8 +76,8 @@ from driftlens.runs.run import (
 )
 from driftlens.runs.writer import RunWriter, remove_tree
 from driftlens.utils.devices import to_float64
-from driftlens.utils.distributed import ALONE, JobContext, ProgressReporter
-from driftlens.utils.errors import Cancelled, DriftLensError, RunError, SpecError
+from driftlens.utils.distributed import ALONE, JobContext
+from driftlens.utils.errors import RunError, SpecError
 from driftlens.utils.files import PathLike, parse_json, write_json_atomic
 from driftlens.utils.intervals import standard_error, t_quantile
 from driftlens.utils.registry import resolve_settings
@@ -135,10 +135,10 @@ def calibrate(
     with open_finished_run(folder, study, context) as (writer, reporter):
         # Another process may have taken the name while the models were being opened.
         _require_free_name(request, opened, writer.manifest)
-        phases = AnalysisPhases(writer, study, reporter, f"{plan.phase}:")
+        job = _CalibrationJob(request, opened, writer, reporter)
         if request.replace or not (request.resume and plan.name in writer.manifest.calibrations):
             with with_resume_hint(lambda: scratch.is_started and resume_hint(folder, plan.name, writer.manifest)):
-                _solve_and_measure(request, opened, writer, phases, reporter)
+                job.solve_and_measure()
             if on_measured is not None and team.is_main_process:
                 on_measured(open_run(folder))
         # Drift and accuracy are stored; an interruption from here on only delays the attribution.
@@ -147,7 +147,7 @@ def calibrate(
             more = resume_hint(folder, plan.name, opened.manifest)
         weights = folder / calibrated_weights_file(plan.name)
         with with_resume_hint(lambda: weights.is_file() and more):
-            _finish_calibration(request, opened, writer, phases, export)
+            job.finish(export)
     return open_run(folder)
 
 
@@ -166,11 +166,6 @@ class PreparedCalibration:
     def layer_store(self) -> _SolvedLayerStore:
         """The folder of layers that are solved so far."""
         return _SolvedLayerStore(self.folder, self.plan.name)
-
-    @property
-    def solution_inputs(self) -> dict[str, Any]:
-        """Everything that the solution depends on, as plain values."""
-        return self.plan.solution_inputs(self.manifest, self.study)
 
 
 def prepare_calibration(
@@ -257,75 +252,86 @@ def _require_held_out_samples(plan: CalibrationPlan) -> None:
         fold_ranges(len(samples), task)
 
 
-def _solve_and_measure(
-    request: CalibrationRequest,
-    opened: PreparedCalibration,
-    writer: RunWriter,
-    phases: AnalysisPhases,
-    reporter: ProgressReporter,
-) -> None:
-    """Solve the calibration, save the model, measure its drift and accuracy, then publish the variant."""
-    study, scratch, name = opened.study, opened.layer_store, opened.plan.name
-    team, replaces = study.team, name in writer.manifest.calibrations
+@dataclass
+class _CalibrationJob:
+    """Solves, saves and measures a calibration in an opened run."""
 
-    def _remove_leftovers() -> None:
-        if not (request.resume and scratch.is_started):
-            # First, so that an interrupted removal is not resumed as a calibration.
-            scratch.remove()
-            if not replaces:
-                # Leftovers of an interrupted one.
-                writer.remove_calibration(name)
+    request: CalibrationRequest
+    opened: PreparedCalibration
+    writer: RunWriter
+    reporter: ProgressReporter
 
-    on_main_process(team, writer, _remove_leftovers)
-    if request.auto:
-        opened = _with_chosen_settings(request, opened, writer, reporter)
-    plan, identity = opened.plan, opened.solution_inputs
-    begun = identity | {"selection": dict(plan.selection), COMMAND: list(opened.words)}
-    team.run_on_main(lambda: scratch.write_settings(begun))
+    def __post_init__(self) -> None:
+        self.study, self.team, self.plan = self.opened.study, self.opened.study.team, self.opened.plan
+        self.scratch = self.opened.layer_store
+        self.phases = AnalysisPhases(self.writer, self.study, self.reporter, f"{self.plan.phase}:")
 
-    solved = partial(_solve_layers, writer, study, plan, scratch, reporter)
-    # Solve everything first: a failed solve must leave the old calibration.
-    if replaces:
-        _remove_replaced_calibration(opened, writer, solved)
+    def solve_and_measure(self) -> None:
+        """Solve the calibration, save the model, measure its drift and accuracy, then publish the variant."""
+        writer, study, name = self.writer, self.study, self.plan.name
+        replaces = name in writer.manifest.calibrations
 
-    def _solve_and_save() -> None:
-        solution = solved()
+        def _remove_leftovers() -> None:
+            if not (self.request.resume and self.scratch.is_started):
+                # First, so that an interrupted removal is not resumed as a calibration.
+                self.scratch.remove()
+                if not replaces:
+                    # Leftovers of an interrupted one.
+                    writer.remove_calibration(name)
 
-        def _write_variants() -> None:
-            notices = _calibration_notices(plan, study)
-            info = dataclasses.replace(
-                plan.manifest_entry, seconds=scratch.seconds or solution.seconds, notices=notices
-            )
-            save_variants(writer, opened.models, study, plan, solution, info, identity)
+        on_main_process(self.team, writer, _remove_leftovers)
+        if self.request.auto:
+            run_phase(writer, f"{self.plan.phase}:choose", self._choose_settings, study, again=True, sums=True)
+        plan = self.plan
+        identity = plan.solution_inputs(self.opened.manifest, study)
+        begun = identity | {"selection": dict(plan.selection), COMMAND: list(self.opened.words)}
+        self.team.run_on_main(lambda: self.scratch.write_settings(begun))
+        if replaces:
+            # Solve everything first: a failed solve must leave the old calibration.
+            run_phase(writer, f"{plan.phase}:solve", self._solve_layers, study, again=True, sums=True)
+            on_main_process(self.team, writer, self._remove_old_calibration)
+        # From here until `finish_variants`, readers ignore the rows of these variants.
+        writer.begin_variants(plan.variants)
+        run_phase(writer, plan.phase, partial(self._solve_and_save, identity), study, sums=True)
+        add_calibrated_models(study, self.opened.models, writer.folder, name, plan.method, plan.control)
+        self.phases.measure_variants(plan.variants)
+        attached = attachment_tensors(study.pool.variant(plan.variant).attachments, len(study.pool.chain.layers))
+        info = dataclasses.replace(
+            self.team.run_on_main(lambda: with_saved_results(plan.manifest_entry, writer.folder, name)),
+            attached=sum(tensor.numel() for tensor in attached.values() if tensor.dim()),
+        )
+        notices = [f"{plan.variant}: {text}" for text in info.notices]
+        writer.finish_variants(plan.variants, calibrations={name: info}, notices=notices)
 
-        on_main_process(team, writer, _write_variants)
+    def finish(self, export: CalibrationExport | None) -> None:
+        """Run the phases after measurement: digests, task vectors, model card, export, attribution."""
+        name, variant, folder = self.plan.name, self.plan.variant, self.writer.folder
+        self.team.run_on_main(self.scratch.remove)
+        info = self.writer.manifest.calibrations[name]
+        variants = [info.control, variant] if info.control else [variant]
+        # The calibration was solved by an earlier job.
+        if variant not in self.study.pool:
+            add_calibrated_models(self.study, self.opened.models, folder, name, info.method, info.control)
+        self.phases.add_weight_statistics(variants)
 
-    # From here until `finish_variants`, readers ignore the rows of these variants.
-    writer.begin_variants(plan.variants)
-    run_phase(writer, plan.phase, _solve_and_save, study, sums=True)
-    add_calibrated_models(study, opened.models, writer.folder, name, plan.method, plan.control)
-    phases.measure_variants(plan.variants)
-    attached = attachment_tensors(study.pool.variant(plan.variant).attachments, len(study.pool.chain.layers))
-    info = dataclasses.replace(
-        team.run_on_main(lambda: with_saved_results(plan.manifest_entry, writer.folder, name)),
-        attached=sum(tensor.numel() for tensor in attached.values() if tensor.dim()),
-    )
-    notices = [f"{plan.variant}: {text}" for text in info.notices]
-    writer.finish_variants(plan.variants, calibrations={name: info}, notices=notices)
+        def _write_model_card() -> None:
+            from driftlens.experiment.model_card import model_card
 
+            with self.writer.file(f"{calibration_folder(name)}/README.md") as file:
+                file.write_text(model_card(open_run(folder), name), encoding="utf-8")
 
-def _with_chosen_settings(
-    request: CalibrationRequest, opened: PreparedCalibration, writer: RunWriter, reporter: ProgressReporter
-) -> PreparedCalibration:
-    """Return the calibration with settings chosen by cross-fitting; a stored choice is reused."""
-    from driftlens.pipelines.model_selection import choose_calibrator
+        on_main_process(self.team, self.writer, _write_model_card)
+        if export is not None:
+            self.team.run_on_main(lambda: export.save(info))
+        if self.request.attribution:
+            self.phases.attribute_drift(variants)
 
-    plan, study, scratch, chosen = opened.plan, opened.study, opened.layer_store, opened
-    begun = study.team.run_on_main(lambda: scratch.stored_settings if scratch.is_started else {})
+    def _choose_settings(self) -> None:
+        """Take the settings that cross-fitting chooses, or those that an interrupted calibration has chosen."""
+        from driftlens.pipelines.model_selection import choose_calibrator
 
-    def _choose_or_resume() -> None:
-        nonlocal chosen
-        if begun:
+        plan, study, scratch = self.plan, self.study, self.scratch
+        if begun := self.team.run_on_main(lambda: scratch.stored_settings if scratch.is_started else {}):
             kind, selection = calibrators[begun["method"]], begun["selection"]
             calibrator: Calibrator = kind(**resolve_settings(kind, begun["settings"], begun["method"]))
         else:
@@ -333,112 +339,69 @@ def _with_chosen_settings(
                 study.without_labels(plan.samples),
                 plan.calibrator,
                 plan.sites,
-                reporter,
-                others=request.method is None,
-                share=request.shrink,
-                on_score=partial(writer.event, CANDIDATE, of=plan.name),
+                self.reporter,
+                others=self.request.method is None,
+                share=self.request.shrink,
+                on_score=partial(self.writer.event, CANDIDATE, of=plan.name),
             )
             selection = {**record, "preset": matching_preset(plan.calibrator), "asked": plan.starting_point}
-        chosen = dataclasses.replace(opened, plan=plan.with_chosen_settings(calibrator, selection, study))
+        self.plan = plan.with_chosen_settings(calibrator, selection, study)
 
-    run_phase(writer, f"{plan.phase}:choose", _choose_or_resume, study, again=True, sums=True)
-    return chosen
+    def _remove_old_calibration(self) -> None:
+        with self.scratch.hide_settings():
+            self.writer.remove_calibration(self.plan.name)
 
+    def _solve_and_save(self, identity: Mapping[str, Any]) -> None:
+        plan, solution = self.plan, self._solve_layers()
 
-def _remove_replaced_calibration(opened: PreparedCalibration, writer: RunWriter, solved: Callable[[], object]) -> None:
-    """Remove the old calibration of the same name once all layers of the new one are solved."""
-    plan, study, scratch = opened.plan, opened.study, opened.layer_store
-    try:
-        run_phase(writer, f"{plan.phase}:solve", solved, study, again=True, sums=True)
-    except DriftLensError as error:
-        if study.team.is_main_process and not isinstance(error, Cancelled | RunError):
-            # The old one is kept, and resuming would only fail again.
-            scratch.remove()
-        raise
+        def _write_variants() -> None:
+            seconds, notices = self.scratch.seconds or solution.seconds, _calibration_notices(plan, self.study)
+            info = dataclasses.replace(plan.manifest_entry, seconds=seconds, notices=notices)
+            save_variants(self.writer, self.opened.models, self.study, plan, solution, info, identity)
 
-    def _remove_old_variants() -> None:
-        with scratch.hide_settings():
-            writer.remove_calibration(plan.name)
+        on_main_process(self.team, self.writer, _write_variants)
 
-    on_main_process(study.team, writer, _remove_old_variants)
+    @torch.no_grad()
+    def _solve_layers(self) -> CalibrationSolution:
+        """Calibrate the layers in forward order; each is stored at once, stored ones are skipped."""
+        plan, scratch = self.plan, self.scratch
+        solution, started = CalibrationSolution(scratch.layers()), time.monotonic() - scratch.seconds
+        # Of the last finished layer, for the curve that is plotted meanwhile.
+        metrics: dict[str, float] = {}
+        tasks, reached = sorted(plan.samples) if plan.sites else [], 0
 
+        def _report_progress(progress: CalibrationProgress) -> None:
+            nonlocal reached
+            values = metrics if progress.loss is None else {"loss": progress.loss}
+            # A layer may take minutes, so tasks are counted too: the remaining time can be estimated sooner.
+            parts, place = max(1, len(tasks)), tasks.index(progress.task) if progress.task in tasks else 0
+            reached = max(reached, parts * progress.done + place)
+            self.reporter.step(_PHASE, reached, parts * progress.total, progress.label, **values)
 
-def _finish_calibration(
-    request: CalibrationRequest,
-    opened: PreparedCalibration,
-    writer: RunWriter,
-    phases: AnalysisPhases,
-    export: CalibrationExport | None,
-) -> None:
-    """Run the phases after measurement: digests, task vectors, model card, export, attribution."""
-    plan, study, folder = opened.plan, opened.study, writer.folder
-    study.team.run_on_main(opened.layer_store.remove)
-    info = writer.manifest.calibrations[plan.name]
-    variants = [info.control, plan.variant] if info.control else [plan.variant]
-    # The calibration was solved by an earlier job.
-    if plan.variant not in study.pool:
-        add_calibrated_models(study, opened.models, folder, plan.name, info.method, info.control)
-    phases.add_weight_statistics(variants)
-
-    def _write_model_card() -> None:
-        from driftlens.experiment.model_card import model_card
-
-        with writer.file(f"{calibration_folder(plan.name)}/README.md") as file:
-            file.write_text(model_card(open_run(folder), plan.name), encoding="utf-8")
-
-    on_main_process(study.team, writer, _write_model_card)
-    if export is not None:
-        study.team.run_on_main(lambda: export.save(info))
-    if request.attribution:
-        phases.attribute_drift(variants)
-
-
-@torch.no_grad()
-def _solve_layers(
-    writer: RunWriter,
-    study: Study,
-    plan: CalibrationPlan,
-    scratch: _SolvedLayerStore,
-    reporter: ProgressReporter,
-) -> CalibrationSolution:
-    """Calibrate the layers of a plan in forward order; each is stored at once, stored ones are skipped."""
-    solution, started = CalibrationSolution(scratch.layers()), time.monotonic() - scratch.seconds
-    # Of the last finished layer, for the curve that is plotted meanwhile.
-    metrics: dict[str, float] = {}
-    tasks, reached = sorted(plan.samples) if plan.sites else [], 0
-
-    def _report_progress(progress: CalibrationProgress) -> None:
-        nonlocal reached
-        values = metrics if progress.loss is None else {"loss": progress.loss}
-        # A layer may take minutes, so tasks are counted too: the remaining time can be estimated sooner.
-        parts, place = max(1, len(tasks)), tasks.index(progress.task) if progress.task in tasks else 0
-        reached = max(reached, parts * progress.done + place)
-        reporter.step(_PHASE, reached, parts * progress.total, progress.label, **values)
-
-    context = calibration_context(
-        study,
-        plan.samples,
-        plan.sites,
-        done={index: earlier.updates for index, earlier in solution.layers.items()},
-        spill=scratch.spill,
-        on_step=_report_progress,
-        seed=plan.seed,
-    )
-    for layer in plan.calibrator.calibrate(context):
-        solution.attachments |= layer.attachments
-        if study.team.is_main_process and (layer.updates or layer.reports):
-            solution.layers[layer.layer] = scratch.store_layer(layer, time.monotonic() - started)
-        if layer.reports:
-            drifts = layer.drift_l2_mean.values()
-            metrics |= {
-                "layer": layer.layer,
-                "drift_l2_mean": sum(drifts) / len(drifts) if drifts else math.nan,
-                "objective_before": _sum_or_nan(report.objective_before for report in layer.reports),
-                "objective_after": _sum_or_nan(report.objective_after for report in layer.reports),
-            }
-            writer.event("layer", phase=_PHASE, name=plan.name, **metrics)
-    solution.seconds = time.monotonic() - started
-    return solution
+        context = calibration_context(
+            self.study,
+            plan.samples,
+            plan.sites,
+            done={index: earlier.updates for index, earlier in solution.layers.items()},
+            spill=scratch.spill,
+            on_step=_report_progress,
+            seed=plan.seed,
+        )
+        for layer in plan.calibrator.calibrate(context):
+            solution.attachments |= layer.attachments
+            if self.team.is_main_process and (layer.updates or layer.reports):
+                solution.layers[layer.layer] = scratch.store_layer(layer, time.monotonic() - started)
+            if layer.reports:
+                drifts = layer.drift_l2_mean.values()
+                metrics |= {
+                    "layer": layer.layer,
+                    "drift_l2_mean": sum(drifts) / len(drifts) if drifts else math.nan,
+                    "objective_before": _sum_or_nan(report.objective_before for report in layer.reports),
+                    "objective_after": _sum_or_nan(report.objective_after for report in layer.reports),
+                }
+                self.writer.event("layer", phase=_PHASE, name=plan.name, **metrics)
+        solution.seconds = time.monotonic() - started
+        return solution
 
 
 def _sum_or_nan(values: Iterable[float | None]) -> float:

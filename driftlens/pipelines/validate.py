@@ -6,11 +6,12 @@ Estimates come from headers, layer shapes and sample counts; only the stem runs,
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -530,25 +531,103 @@ def _format_byte_counts(parts: Mapping[str, int]) -> str:
     return f"about {format_bytes(sum(parts.values()))} ({listed})"
 
 
-class _StudySizes(NamedTuple):
-    """Sizes of models and data from which memory and disk needs are estimated.
+class _NeedsEstimator:
+    """Estimates memory and disk of jobs from headers, layer shapes and sample counts; only the stem runs."""
 
-    Attributes:
-        source: a model, for its headers.
-        boundary: bytes of one sample's features at a layer boundary, per model.
-        width: number of pooled features.
-        largest_layer: bytes of the largest layer's parameters, in the dtype of the computation.
-        activations: bytes of the outputs of a block's linear modules for one batch.
-        calibration_features: bytes of the features of expert and merged model at one boundary, for all calibration
-            samples.
-    """
+    def __init__(self, study: Study) -> None:
+        self._study, self._pool, self._chain = study, study.pool, study.pool.chain
+        task, data = next(iter(study.tasks.items()))
+        self._headers = study.pool.source(study.pool.names[0]).headers
+        sample, expert, first = data.diagnosis.load([0]), expert_name(task), self._chain.layers[0]
+        self._boundary = sample_cache_bytes(study.pool, expert, sample)
+        state, side = study.pool.initial_state(sample)
+        out = study.pool.layer_map(expert, first, "")(state, side)
+        self._num_pooled = first.pool_state(out, side, study.settings.pool).shape[-1]
+        entries = [
+            sum(math.prod(slot.layer_shape(self._headers[slot.key].shape)) for slot in layer.parameters.values())
+            # A batch reads few rows of the stem's table.
+            for layer in self._chain.layers[1:]
+        ]
+        self._largest_layer = max(entries) * study.pool.dtype.itemsize
+        outputs = [0]
+        for block in self._chain.blocks:
+            shapes = self._linear_shapes(block)
+            # A token passes few experts of a mixture, so only the first counts.
+            outputs.append(sum(shapes[site.name][0] for site in block.sites if site.name in shapes and not site.expert))
+        self._batch = data.diagnosis.batch_size
+        self._activations = self._batch * self._boundary * max(outputs) // max(1, self._num_pooled)
+        read = sum(samples.num_with_views for samples in study.calibration_sets.values())
+        # Of expert and merged model at one boundary.
+        self._calibration_features = 2 * self._boundary * read
 
-    source: StateSource
-    boundary: int
-    width: int
-    largest_layer: int
-    activations: int
-    calibration_features: int
+    def drift_memory(self, num_variants: int) -> dict[str, int]:
+        """Return the bytes in memory while the drift of some variants of a task is measured."""
+        models, num_layers = 1 + num_variants, len(self._chain.layers)
+        samples = max(len(data.diagnosis) for data in self._study.tasks.values())
+        budget, at_boundary = self._study.settings.feature_budget, models * self._boundary
+        # One batch at all boundaries.
+        checked = at_boundary * min(samples, self._batch) * num_layers
+        pooled = models * num_layers * samples * self._num_pooled * _FLOAT32
+        return {
+            "layers": models * self._largest_layer,
+            "features": min(budget, at_boundary * samples) + min(budget, checked) + pooled,
+            "activations": self._activations,
+        }
+
+    def calibration_memory(
+        self, calibrator: Calibrator, sites: Mapping[int, Collection[str]]
+    ) -> tuple[dict[str, int], int]:
+        """Return the bytes in memory while a calibration is solved, and the bytes of features beyond the budget."""
+        budget, largest = self._study.settings.feature_budget, 0
+        features = self._calibration_features
+        features += len(self._study.tasks) * calibrator.extra_cache_bytes(self._pool, sites)
+        for layer in self._chain.layers:
+            shapes = self._linear_shapes(layer)
+            # Modules with one input share a Gram matrix.
+            rows = Counter[tuple[str, int | None, int]]()
+            for site in layer.sites:
+                if site.name in sites.get(layer.index, ()) and site.name in shapes:
+                    rows[site.input, site.expert, shapes[site.name][1]] += shapes[site.name][0]
+            sums = [(expert, solve_bytes(count, width)) for (_, expert, width), count in rows.items()]
+            dense = sum(count for expert, count in sums if expert is None)
+            of_experts = sum(count for expert, count in sums if expert is not None)
+            largest = max(largest, dense + min(budget, of_experts))
+        memory = {
+            # The layer of the expert, the merged model, the base and the result.
+            "layers": 4 * self._largest_layer,
+            "features": min(budget, features),
+            "statistics": largest,
+            "activations": self._activations,
+        }
+        return memory, max(0, features - budget)
+
+    def merge_memory(self, method: MergeMethod) -> int:
+        """Return the bytes that a merge method needs, without the merged model."""
+        num_tasks = len(self._study.tasks)
+        entries = [math.prod(header.shape) for header in self._headers.values()]
+        # Float32 tensors at the same time: base, experts, result, and one temporary.
+        largest = min(max(entries), PIECE) if method.reads == "entry" else max(entries)
+        needed = _FLOAT32 * ((num_tasks + 3) * largest + method.held(num_tasks) * sum(entries))
+        if method.needs_moments:
+            squares = []
+            for layer in self._chain.layers:
+                shapes = self._linear_shapes(layer)
+                widths = {site.input: shapes[site.name][1] for site in layer.sites if site.name in shapes}
+                squares.append(sum(width**2 for width in widths.values()))
+            needed += _FLOAT64 * num_tasks * max(squares) + self._calibration_features
+        return needed
+
+    def stored_features(self, num_models: int) -> int:
+        """Return the bytes of the pooled float16 features that a run stores for some models."""
+        samples = sum(len(data.diagnosis) for data in self._study.tasks.values())
+        stored = len(self._study.settings.stored_layers | {1, len(self._chain.layers)})
+        return num_models * stored * samples * self._num_pooled * _FLOAT16
+
+    def _linear_shapes(self, layer: Layer) -> dict[str, tuple[int, ...]]:
+        """Return rows and columns of a layer's linear modules by name."""
+        weights = {site.name: f"{site.name}.weight" for site in layer.sites if site.kind == "linear"}
+        slots = {name: layer.parameters[key] for name, key in weights.items() if key in layer.parameters}
+        return {name: slot.layer_shape(self._headers[slot.key].shape) for name, slot in slots.items()}
 
 
 def _estimate_needs(
@@ -557,10 +636,10 @@ def _estimate_needs(
     *,
     merge: MergeMethod | None = None,
     calibrator: Calibrator | None = None,
-    patterns: Collection[str] | None = None,
+    patterns: Sequence[str] | None = None,
 ) -> dict[str, ResourceNeeds]:
     """Estimate memory and disk of `analyze` and, if there is a calibrator, of `calibrate`."""
-    sizes, pool = _study_sizes(study), study.pool
+    estimator, pool, num_variants = _NeedsEstimator(study), study.pool, len(study.variants)
     # Larger files are memory-mapped only while a tensor is read.
     files = [
         sum(header.nbytes for header in pool.source(name).headers.values())
@@ -572,140 +651,30 @@ def _estimate_needs(
         "small files": sum(count for count in files if count <= SMALL_FILE),
     }
     model_bytes = sum(header.nbytes for header in models.save_template.headers.values())
-    measuring = _drift_memory_bytes(study, sizes, len(study.variants))
-    disk = {"features": _stored_feature_bytes(study, sizes, 1 + len(study.variants)), "weights": 0}
+    disk = {"features": estimator.stored_features(1 + num_variants), "weights": 0}
     merging = {}
     if merge is not None:
-        merging = {"merging": model_bytes + _merge_memory_bytes(study, sizes, merge)}
+        merging = {"merging": model_bytes + estimator.merge_memory(merge)}
         resident["small files"] += model_bytes if model_bytes <= SMALL_FILE else 0
         disk["weights"] = model_bytes
-    needs = {"analyze": ResourceNeeds(resident | _larger_phase(merging, measuring), disk)}
+    needs = {"analyze": ResourceNeeds(resident | _larger_phase(merging, estimator.drift_memory(num_variants)), disk)}
     if calibrator is None or len(study.calibration_sets) < len(study.tasks):
         return needs
     sites: Mapping[int, Collection[str]] = {}
     if calibrator.takes_sites:
-        chosen = None if patterns is None else [*patterns]
-        sites = select_sites(pool.chain, sites=chosen, update=calibrator.update)
-    budget = study.settings.feature_budget
-    features = sizes.calibration_features + len(study.tasks) * calibrator.extra_cache_bytes(pool, sites)
-    solving = {
-        # The layer of the expert, the merged model, the base and the result.
-        "layers": 4 * sizes.largest_layer,
-        "features": min(budget, features),
-        "statistics": _calibration_statistics_bytes(study, sizes, sites),
-        "activations": sizes.activations,
-    }
+        sites = select_sites(pool.chain, sites=patterns, update=calibrator.update)
+    solving, spilled = estimator.calibration_memory(calibrator, sites)
     # The control of an anchor is a second variant with its own weights and features.
     made = 1 if calibrator.anchor_rho == 1 or not study.has_base else 2
     needs["calibrate"] = ResourceNeeds(
-        resident | _larger_phase(solving, _drift_memory_bytes(study, sizes, len(study.variants) + made)),
+        resident | _larger_phase(solving, estimator.drift_memory(num_variants + made)),
         {
-            "features": _stored_feature_bytes(study, sizes, made),
+            "features": estimator.stored_features(made),
             "weights": made * model_bytes,
-            "features while it runs": max(0, features - budget),
+            "features while it runs": spilled,
         },
     )
     return needs
-
-
-def _study_sizes(study: Study) -> _StudySizes:
-    pool, (task, data) = study.pool, next(iter(study.tasks.items()))
-    chain, source = pool.chain, pool.source(pool.names[0])
-    expert, sample = expert_name(task), data.diagnosis.load([0])
-    boundary = sample_cache_bytes(pool, expert, sample)
-    state, side = pool.initial_state(sample)
-    out = pool.layer_map(expert, chain.layers[0], "")(state, side)
-    width = chain.layers[0].pool_state(out, side, study.settings.pool).shape[-1]
-    numbers = [
-        sum(torch.Size(slot.layer_shape(source.headers[slot.key].shape)).numel() for slot in layer.parameters.values())
-        # A batch reads few rows of the stem's table.
-        for layer in chain.layers[1:]
-    ]
-    outputs = []
-    for block in chain.blocks:
-        shapes = _linear_weight_shapes(block, source)
-        # A token passes few experts of a mixture, so only the first counts.
-        sites = [site for site in block.sites if site.name in shapes and site.expert in (None, 0)]
-        outputs.append(sum(shapes[site.name][0] for site in sites))
-    read = sum(samples.num_with_views for samples in study.calibration_sets.values())
-    return _StudySizes(
-        source,
-        boundary,
-        width,
-        max(numbers) * pool.dtype.itemsize,
-        data.diagnosis.batch_size * boundary * max(outputs, default=0) // max(1, width),
-        2 * boundary * read,
-    )
-
-
-def _drift_memory_bytes(study: Study, sizes: _StudySizes, num_variants: int) -> dict[str, int]:
-    """Return the bytes in memory while the drift of some variants of a task is measured."""
-    models, layers = 1 + num_variants, len(study.pool.chain.layers)
-    samples = max(len(data.diagnosis) for data in study.tasks.values())
-    batch = next(iter(study.tasks.values())).diagnosis.batch_size
-    budget, at_boundary = study.settings.feature_budget, models * sizes.boundary
-    # One batch at all boundaries.
-    checked = at_boundary * min(samples, batch) * layers
-    pooled = models * layers * samples * sizes.width * _FLOAT32
-    return {
-        "layers": models * sizes.largest_layer,
-        "features": min(budget, at_boundary * samples) + min(budget, checked) + pooled,
-        "activations": sizes.activations,
-    }
-
-
-def _stored_feature_bytes(study: Study, sizes: _StudySizes, num_models: int) -> int:
-    """Return the bytes of the pooled float16 features that a run stores for some models."""
-    samples = sum(len(data.diagnosis) for data in study.tasks.values())
-    stored = len(study.settings.stored_layers | {1, len(study.pool.chain.layers)})
-    return num_models * stored * samples * sizes.width * _FLOAT16
-
-
-def _linear_weight_shapes(layer: Layer, source: StateSource) -> dict[str, tuple[int, int]]:
-    shapes = {}
-    for site in layer.sites:
-        slot = layer.parameters.get(f"{site.name}.weight")
-        if site.kind == "linear" and slot is not None:
-            rows, columns = slot.layer_shape(source.headers[slot.key].shape)
-            shapes[site.name] = rows, columns
-    return shapes
-
-
-def _calibration_statistics_bytes(study: Study, sizes: _StudySizes, sites: Mapping[int, Collection[str]]) -> int:
-    """Return the largest number of bytes of Gram matrices, cross moments and factors in one layer."""
-    largest = 0
-    for layer in study.pool.chain.layers:
-        shapes = _linear_weight_shapes(layer, sizes.source)
-        outputs: defaultdict[tuple[str, int | None], int] = defaultdict(int)
-        widths: dict[tuple[str, int | None], int] = {}
-        for site in layer.sites:
-            if site.name in sites.get(layer.index, ()) and site.name in shapes:
-                rows, columns = shapes[site.name]
-                group = site.input, site.expert
-                outputs[group] += rows
-                widths[group] = columns
-        sums = {group: solve_bytes(count, widths[group]) for group, count in outputs.items()}
-        dense = sum(count for (_, expert), count in sums.items() if expert is None)
-        mixture = sum(count for (_, expert), count in sums.items() if expert is not None)
-        largest = max(largest, dense + min(study.settings.feature_budget, mixture))
-    return largest
-
-
-def _merge_memory_bytes(study: Study, sizes: _StudySizes, method: MergeMethod) -> int:
-    """Return the bytes that a merge method needs, without the merged model."""
-    headers, num_tasks = sizes.source.headers, len(study.tasks)
-    numbers = [torch.Size(header.shape).numel() for header in headers.values()]
-    # Float32 tensors at the same time: base, experts, result, and one temporary.
-    largest = min(max(numbers), PIECE) if method.reads == "entry" else max(numbers)
-    needed = _FLOAT32 * ((num_tasks + 3) * largest + method.held(num_tasks) * sum(numbers))
-    if method.needs_moments:
-        squares = []
-        for layer in study.pool.chain.layers:
-            shapes = _linear_weight_shapes(layer, sizes.source)
-            widths = {site.input: shapes[site.name][1] for site in layer.sites if site.name in shapes}
-            squares.append(sum(width**2 for width in widths.values()))
-        needed += _FLOAT64 * num_tasks * max(squares) + sizes.calibration_features
-    return needed
 
 
 def _larger_phase(phase: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

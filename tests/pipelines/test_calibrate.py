@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 import driftlens as dl
 from driftlens.config.requests import CalibrationRequest
 from driftlens.pipelines import calibrate as job
-from driftlens.pipelines.calibrate import _solve_layers, calibrate
+from driftlens.pipelines.calibrate import _CalibrationJob, calibrate
 from driftlens.runs.manifest import read_manifest
 from driftlens.runs.run import DriftRun, open_run
 from driftlens.runs.verify import verify_files
@@ -251,16 +252,19 @@ def test_a_run_tells_ridges_and_shares_and_neither_labels_nor_test_samples_are_r
     assert (rows["upstream_ridge"] > 0).all() and set(rows["kind"]) == {"linear"}
     assert VARIANT in set(run.layers()["variant"])
 
-    def blind(writer: Any, study: Any, plan: Any, *rest: Any) -> Any:
-        samples = {task: dataclasses.replace(of, labels=_Poison()) for task, of in plan.samples.items()}
+    def blind(work: _CalibrationJob) -> Any:
+        seeing = copy.copy(work)
+        samples = {task: dataclasses.replace(of, labels=_Poison()) for task, of in work.plan.samples.items()}
         tasks = {
             task: dataclasses.replace(at, diagnosis=_Poison(), test=_Poison(), calibration=samples[task])
-            for task, at in study.tasks.items()
+            for task, at in work.study.tasks.items()
         }
-        shown = dataclasses.replace(study, tasks=tasks)
-        return _solve_layers(writer, shown, dataclasses.replace(plan, samples=samples), *rest)
+        seeing.study = dataclasses.replace(work.study, tasks=tasks)
+        seeing.plan = dataclasses.replace(work.plan, samples=samples)
+        return solve(seeing)
 
-    monkeypatch.setattr(job, "_solve_layers", blind)
+    solve = _CalibrationJob._solve_layers
+    monkeypatch.setattr(_CalibrationJob, "_solve_layers", blind)
     poisoned = job.calibrate(copied(light, tmp_path / "poisoned"), WANTED)
     weights = [load_file(found.path / f"calibrations/{NAME}/weights.safetensors") for found in (run, poisoned)]
     assert all(bool((weights[0][key] == value).all()) for key, value in weights[1].items())

@@ -74,6 +74,8 @@ def test_all_that_a_run_told_it_still_tells(name: str, noted: dict[str, Any]) ->
         "code of verify",
         "before and after ",
         "table group_contributions",
+        "check executed",
+        "check pass",
         *(f"check results/{place}/" for place in range(3, 7)),
         "show verdict/source/",
     )

@@ -58,7 +58,7 @@ from driftlens.utils.devices import (
     peak_memory,
     reset_peak_memory,
 )
-from driftlens.utils.distributed import JobContext, ProcessGroup
+from driftlens.utils.distributed import JobContext, ProcessGroup, ProgressReporter
 from driftlens.utils.errors import Cancelled, CheckpointError, DataError, RunError, SpecError, did_you_mean
 from driftlens.utils.files import PathLike, write_text_atomic
 from driftlens.utils.registry import ColumnSchema, Diagnostic, diagnostics, enabled_diagnostics

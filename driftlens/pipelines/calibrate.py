@@ -76,7 +76,7 @@ from driftlens.runs.run import (
 )
 from driftlens.runs.writer import RunWriter, remove_tree
 from driftlens.utils.devices import to_float64
-from driftlens.utils.distributed import ALONE, JobContext
+from driftlens.utils.distributed import ALONE, JobContext, ProgressReporter
 from driftlens.utils.errors import RunError, SpecError
 from driftlens.utils.files import PathLike, parse_json, write_json_atomic
 from driftlens.utils.intervals import standard_error, t_quantile

@@ -47,7 +47,7 @@ from driftlens.pipelines.model_selection import (
     settings_for_name,
 )
 from driftlens.results.sweep_results import one_factor_sweep_name, sweep_row_settings
-from driftlens.runs.manifest import SCRATCH, SPEC
+from driftlens.runs.manifest import SCRATCH
 from driftlens.runs.run import DriftRun, has_live_modules, open_run
 from driftlens.runs.schema import SWEEPS
 from driftlens.utils.distributed import JobContext, Permissions, ProgressReporter

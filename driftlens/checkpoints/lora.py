@@ -256,22 +256,31 @@ class LoraSource:
         for key, update in self._updates.items():
             if is_conv1d.get(key.removesuffix(".weight"), update.is_transposed) != update.is_transposed:
                 raise self._transposed_error(key)
+        lost, count = self.lost_modules(is_conv1d)
+        if lost:
+            reason = f"{len(lost)} of {count} targeted modules have no tensors, such as {lost[0]!r}"
+            hint = "Download or save the adapters again. Modules left out on purpose belong in exclude_modules."
+            raise _adapter_error(self._folder, reason, hint)
+
+    def lost_modules(self, linear_modules: Collection[str]) -> tuple[list[str], int]:
+        """Return the targeted modules that have no tensors, and the number of all targeted ones.
+
+        Args:
+            linear_modules: paths of the model's linear modules.
+        """
         pairs = (
             (name, path)
-            for name, path in itertools.product(self._modules, is_conv1d)
+            for name, path in itertools.product(self._modules, linear_modules)
             if _has_dotted_suffix(name, path) or _has_dotted_suffix(path, name)
         )
         name, path = next(pairs, ("", ""))
         # The model's paths as the adapters spell them, in the towers and stacks of blocks that have adapters.
         added, removed = name[: max(0, len(name) - len(path))], path[: max(0, len(path) - len(name))]
         stacks = {_NUMBER.split(module)[0] for module in self._modules}
-        paths = [added + path.removeprefix(removed) for path in is_conv1d if path.startswith(removed)]
+        paths = [added + path.removeprefix(removed) for path in linear_modules if path.startswith(removed)]
         paths = [path for path in paths if _NUMBER.split(path)[0] in {path, *stacks}]
         targeted = self._targeted_modules(paths, self._modules) if name else []
-        if lost := [path for path in targeted if path not in self._modules]:
-            reason = f"{len(lost)} of {len(targeted)} targeted modules have no tensors, such as {lost[0]!r}"
-            hint = "Download or save the adapters again. Modules left out on purpose belong in exclude_modules."
-            raise _adapter_error(self._folder, reason, hint)
+        return [path for path in targeted if path not in self._modules], len(targeted)
 
     def _transposed_error(self, key: str) -> CheckpointError:
         stated = str(self._is_transposed).lower()

@@ -22,6 +22,7 @@ from torch import Tensor
 from driftlens.checkpoints.loading import find_config_folder, open_checkpoint
 from driftlens.checkpoints.lora import LoraSource
 from driftlens.checkpoints.tensor_sources import StateSource, count_differences, rename_keys
+from driftlens.experiment.loading import find_lower_adapter
 from driftlens.experiment.sanity_checks import (
     COMPUTED_SETTINGS,
     READ_CHUNK,
@@ -169,7 +170,7 @@ def check_merge_files(
     checklist, sources, first = Checklist(places), dict[str, StateSource](), next(iter(places))
     for name, place in places.items():
         try:
-            source = open_checkpoint(place, offline=offline, base=sources.get("base"))
+            source = _open_with_lower_adapters(place, sources.get("base"), offline)
             sources[name] = _LastPieceSource(source) if name == first else source
         except DriftLensError as error:
             if name == first:
@@ -426,11 +427,33 @@ def _check_values(statistics: _Statistics) -> Iterator[Finding]:
         yield Finding("ok", "values", f"all finite; norms of matrices differ by a factor of {most:.2f} at most")
 
 
+def _open_with_lower_adapters(place: str, base: StateSource | None, offline: bool) -> StateSource:
+    """Open a model; adapters are added to the adapters on which they were trained."""
+    places = [place]
+    while base is not None and (lower := find_lower_adapter(places[-1])) and lower not in places:
+        places.append(lower)
+    source = base
+    for part in reversed(places):
+        source = open_checkpoint(part, offline=offline, base=source)
+    assert source is not None
+    return source
+
+
 def _check_adapters(sources: Mapping[str, StateSource], statistics: _Statistics) -> Iterator[Finding]:
-    """Report LoRA modules that change nothing."""
+    """Report LoRA modules that change nothing or are missing."""
+    matrices = [
+        key.removesuffix(".weight")
+        for key, header in next(iter(sources.values())).headers.items()
+        if key.endswith(".weight") and len(header.shape) == 2
+    ]
     for name, source in sources.items():
         if not isinstance(source, LoraSource):
             continue
+        lost, count = source.lost_modules(matrices)
+        if lost:
+            text = f"{len(lost)} of {count} modules that the {model_label(name)} targets have no tensors: "
+            hint = "Download or save the adapters again: a file or a layer was lost."
+            yield Finding("notice", "adapters", text + shorten_list(lost, 2), hint)
         keys, position = [key for key in source.adapted_keys if key in statistics.grams], statistics.names.index(name)
         dead = [key for key in keys if not statistics.grams[key][position, position]]
         if dead:

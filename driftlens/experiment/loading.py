@@ -275,7 +275,7 @@ def _open_model_or_adapter(
 
 def find_lower_adapter(folder: str | pathlib.Path) -> str:
     """Return the local or cached adapters on which the adapters in `folder` were trained; "" without any."""
-    stated, _ = lora_base_model(pathlib.Path(folder))
+    stated = lora_base_model(pathlib.Path(folder))[0] if is_lora_folder(pathlib.Path(folder)) else ""
     place = fetch_config_folder(stated, offline=True) if stated else None
     return str(place) if place is not None and is_lora_folder(place) else ""
 

@@ -157,19 +157,49 @@ def test_another_family_is_named_and_the_other_models_are_checked(tmp_path: Path
     assert "another architecture" in doubted["merged model"] and set(doubted) == {"merged model"}
 
 
-def test_modules_of_an_adapter_that_change_nothing_are_counted(tmp_path: Path) -> None:
-    base, experts, _ = CLEAN.save(tmp_path)
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
+def write_adapter(folder: Path, scales: Mapping[int, float], trained_on: str = "") -> str:
+    """Adapters of the queries of some layers: layer -> scale of its change."""
+    folder.mkdir()
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
-    modules = [f"base_model.model.model.layers.{layer}.self_attn.q_proj" for layer in range(LAYERS)]
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": trained_on}))
+    modules = {f"base_model.model.model.layers.{layer}.self_attn.q_proj": scale for layer, scale in scales.items()}
     tensors = {f"{module}.lora_A.weight": torch.full((2, WIDTH), 0.1) for module in modules}
-    tensors |= {f"{module}.lora_B.weight": torch.full((WIDTH, 2), 0.1 * at) for at, module in enumerate(modules)}
-    save_file(tensors, adapter / "adapter_model.safetensors")
-    findings = check_merge_files(base, {"cars": str(adapter), "birds": experts["birds"]}).findings
-    (found,) = (found for found in findings if found.subject == "adapters")
-    assert (found.level, found.text.split()[:3]) == ("notice", ["1", "of", "3"])
+    tensors |= {f"{module}.lora_B.weight": torch.full((WIDTH, 2), scale) for module, scale in modules.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("scales", "expected"),
+    [
+        ({0: 0.1, 1: 0.2, 2: 0.1}, {"all 3 LoRA modules of the expert of cars change weights": "ok"}),
+        ({0: 0.0, 1: 0.1, 2: 0.2}, {"1 of 3 LoRA modules": "notice"}),
+        ({0: 0.1, 2: 0.2}, {"1 of 3 modules that the expert of cars targets": "notice", "all 2 LoRA modules": "ok"}),
+    ],
+    ids=["clean", "dead", "lost"],
+)
+def test_modules_of_an_adapter_that_are_lost_or_change_nothing_are_counted(
+    scales: Mapping[int, float], expected: Mapping[str, str], tmp_path: Path
+) -> None:
+    base, experts, _ = CLEAN.save(tmp_path)
+    adapter = write_adapter(tmp_path / "adapter", scales)
+    findings = check_merge_files(base, {"cars": adapter, "birds": experts["birds"]}).findings
+    found = [found for found in findings if found.subject == "adapters"]
+    assert len(found) == len(expected)
+    for finding, (text, level) in zip(found, expected.items(), strict=True):
+        assert finding.text.startswith(text) and finding.level == level
+
+
+def test_adapters_are_read_on_top_of_those_they_were_trained_on(tmp_path: Path) -> None:
+    base, _, _ = CLEAN.save(tmp_path)
+    lower = write_adapter(tmp_path / "lower", {0: 0.5, 1: 0.5, 2: 0.5}, base)
+    places = {
+        trained_on: write_adapter(tmp_path / name, {0: 0.1, 1: 0.1, 2: 0.1}, trained_on)
+        for name, trained_on in (("upper", lower), ("alone", base))
+    }
+    findings = check_merge_files(base, {"upper": places[lower], "alone": places[base]}).findings
+    (found,) = (found for found in findings if found.subject == "task vectors")
+    assert "the expert of upper changes 6 times as much as the expert of alone" in found.text
 
 
 def test_without_a_base_models_are_compared_with_the_first_one(tmp_path: Path) -> None:

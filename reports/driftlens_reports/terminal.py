@@ -75,7 +75,13 @@ def has_unicode_terminal() -> bool:
 
 
 def run_summary_text(run: DriftRun, *, verbose: bool = False, everyone: bool = False) -> str:
-    """Return the verdict on a run and one row per task; `verbose` adds tables and checks, `everyone` all models."""
+    """Return the verdict on a run and one row per task, as text.
+
+    Args:
+        run: the run.
+        verbose: True to add every table and check.
+        everyone: True to list all other models.
+    """
     parts = [
         [f"{run.name} ({run.id})", *caveat_sentences(run)],
         *_verdict_paragraphs(run, verbose=verbose, everyone=everyone),
@@ -176,7 +182,13 @@ def checks_text(report: CheckReport) -> str:
 def run_comparison_text(
     comparison: Comparison, equal: TableDifference | None = None, tolerance: float = TOLERANCE
 ) -> str:
-    """Return the changes of scores and drift between two runs as text, and whether their tables are equal."""
+    """Return the changes of scores and drift between two runs as text.
+
+    Args:
+        comparison: the compared runs.
+        equal: whether their tables are equal, if that was asked for.
+        tolerance: of the equality, relative to each column.
+    """
     before, after = (
         f"{run.name} ({run.id}){'' if run.manifest.finished else ', which is unfinished'}"
         for run in (comparison.before, comparison.after)
@@ -249,7 +261,13 @@ def early_results_text(run: DriftRun, name: str) -> str:
 
 
 def calibration_text(run: DriftRun, name: str, *, verbose: bool = False) -> str:
-    """Return the verdict on a calibration as text: scores by task, notices, and how settings were chosen."""
+    """Return the verdict on a calibration as text: scores by task, notices, and how settings were chosen.
+
+    Args:
+        run: the run.
+        name: the calibration.
+        verbose: True to add its tables.
+    """
     sheets = calibration_effect_tables(run, name)  # raises DataError with the names of all calibrations
     notices = [f"Notice: {text}." for text in run.manifest.calibrations[name].notices]
     parts = [*_verdict_paragraphs(run, name, verbose=verbose), [*notices, *auto_choice_sentences(run, name)]]

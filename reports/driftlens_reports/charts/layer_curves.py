@@ -108,7 +108,15 @@ def draw_layer_curves(
 def shaded_band(
     rows: pd.DataFrame, low: str, high: str, brush: theme.VariantPlotter, *, opacity: float
 ) -> theme.TraceSettings:
-    """Return a shaded area between two columns over layers, with a gap where a number is missing."""
+    """Return a shaded area between two columns over layers, with a gap where a number is missing.
+
+    Args:
+        rows: rows of one variant and task.
+        low: column of the lower end.
+        high: column of the upper end.
+        brush: the colours of the figure.
+        opacity: of the area, in [0, 1].
+    """
     variant = str(rows["variant"].iloc[0])
     x: list[float | None] = []
     y: list[float | None] = []

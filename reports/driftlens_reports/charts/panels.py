@@ -105,7 +105,13 @@ def _stream_numbers(rows: pd.DataFrame) -> pd.Series[int]:
 
 
 def value_axis_settings(options: ChartOptions, *, zero: bool = True, include: Sequence[float] = ()) -> dict[str, Any]:
-    """Return plotly settings of a value axis: logarithmic as chosen, or linear from zero, with `include` in view."""
+    """Return plotly settings of a value axis, logarithmic if the options ask for it.
+
+    Args:
+        options: the user's options.
+        zero: True to start a linear axis at zero.
+        include: values that a linear axis must show.
+    """
     if options.log:
         # `include` would be compared with logarithms, and by default every digit of a decade gets a tick.
         return {"type": "log", "nticks": 3, "tickformat": TICK_NUMBER}

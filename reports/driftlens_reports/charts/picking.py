@@ -79,7 +79,14 @@ def filter_and_sort(rows: pd.DataFrame, tasks: Sequence[str], variants: Sequence
 def rows_at_layer(
     run: DriftRun, options: ChartOptions, table: Literal["layers", "samples"], *extra: str
 ) -> pd.DataFrame:
-    """Return table rows of the selected layer, tasks and variants (and `extra` ones), in order."""
+    """Return table rows of the selected layer, tasks and variants, in order.
+
+    Args:
+        run: the run.
+        options: the user's options.
+        table: which table to read.
+        extra: variants to include in addition to the chosen ones.
+    """
     # A run that stopped early lists no layers; then none has rows, and none is wrong to ask for.
     layer = options.layer if run.manifest.layers else None
     rows = run.layers(layer=layer) if table == "layers" else run.samples(layer=layer)
@@ -115,7 +122,15 @@ def measured_outputs(run: DriftRun, options: ChartOptions, *columns: str) -> pd.
 def missing_data_message(
     run: DriftRun, options: ChartOptions, table: str, columns: Sequence[str], also: str = ""
 ) -> str | None:
-    """Return None if all columns have numbers for the selection, else a message with the command that adds them."""
+    """Return None if all columns have numbers for the selection, else a message with the command that adds them.
+
+    Args:
+        run: the run.
+        options: the user's options.
+        table: name of the table.
+        columns: required columns.
+        also: a requirement on the spec, for the message.
+    """
     rows, chosen = getattr(run, table)(), chosen_variants(run, options)
     if "task" in rows:
         rows = rows[rows["task"].isin(chosen_tasks(run, options))]
@@ -140,7 +155,14 @@ def missing_data_message(
 
 
 def missing_columns_message(table: str, columns: Sequence[str], command: str = "", also: str = "") -> str:
-    """Return the message that columns have no numbers, with the command that adds them (by default the schema's)."""
+    """Return the message that columns have no numbers, with the command that adds them.
+
+    Args:
+        table: name of the table.
+        columns: columns without numbers.
+        command: the command that adds them; that of the schema if empty.
+        also: a requirement on the spec.
+    """
     noun, these = ("column", "it") if len(columns) == 1 else ("columns", "them")
     besides = f"with {also} in the spec, " if also else ""
     command = command or TABLES[table].command_to_fill(columns)
@@ -170,7 +192,16 @@ def require_known_name(kind: str, name: str, there: Sequence[str]) -> str:
 
 
 def subsample_rows(rows: pd.DataFrame, options: ChartOptions, panels: int) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """Subsample so that at most `max_points` points are plotted, `panels` for each sample; also return a note."""
+    """Subsample the samples so that at most `max_points` points are plotted; a sample keeps all of its rows.
+
+    Args:
+        rows: a row per plotted point.
+        options: the user's options.
+        panels: how many points each sample has.
+
+    Returns:
+        The rows that remain, and a note if some were dropped.
+    """
     key = ["task", "sample_id"]
     samples = rows[[*key, "label"]].drop_duplicates(key)
     chosen = stratified_subset(samples, max(1, options.max_points // max(1, panels)), ["task", "label"])

@@ -119,7 +119,13 @@ _MARKS: Mapping[Part, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
 
 
 def variant_style(variants: Sequence[str], variant: str, *, dark: bool) -> VariantStyle:
-    """Return the plot style of `variant`, fixed by its rank among all variants of the run."""
+    """Return the plot style of `variant`, fixed by its rank among all variants of the run.
+
+    Args:
+        variants: all variants of the run.
+        variant: the variant to draw.
+        dark: True for the dark theme.
+    """
     part = variant_kind(variant)
     alike = [name for name in variants if variant_kind(name) == part]
     index = alike.index(variant) if variant in alike else 0
@@ -134,7 +140,14 @@ def with_opacity(colour: str, opacity: float) -> str:
 
 
 def themed_figure(*traces: Any, dark: bool, height: int, **settings: Any) -> go.Figure:
-    """Return a plotly figure with the theme's layout, updated by `settings`; `height` is in pixels."""
+    """Return a plotly figure with the theme's layout, updated by `settings`.
+
+    Args:
+        traces: traces of the figure.
+        dark: True for the dark theme.
+        height: height in pixels.
+        settings: further layout settings.
+    """
     return go.Figure([*traces], deep_merge(theme_layout(dark), {"height": height, **settings}))
 
 
@@ -283,7 +296,15 @@ class VariantPlotter:
     def scatter_trace(
         self, variant: str, x: pd.Series[Any], y: pd.Series[Any], *, total: int, **settings: Any
     ) -> TraceSettings:
-        """Return the samples of a variant as a scatter trace, with WebGL if the figure has many points in `total`."""
+        """Return the samples of a variant as a scatter trace.
+
+        Args:
+            variant: the variant.
+            x: horizontal positions.
+            y: vertical positions.
+            total: points in the whole figure; many are drawn with WebGL.
+            settings: further settings of the trace.
+        """
         kind, style = "scatter" if total <= _MOST_SVG else "scattergl", self.style_of(variant)
         marker = {
             "color": style.colour,
@@ -321,7 +342,15 @@ def interval_hover_texts(
     name: str = "95 % interval",
     write: Callable[[float], str] = format_percent,
 ) -> list[str]:
-    """Return hover text with the interval of each row, from columns `low` to `high`; empty where not measured."""
+    """Return hover text with the interval of each row; empty where it was not measured.
+
+    Args:
+        rows: rows with both columns.
+        low: column of the lower end.
+        high: column of the upper end.
+        name: name of the interval.
+        write: formats an end.
+    """
     ends = rows.reindex(columns=[low, high]).astype(float).to_numpy().tolist()
     return [
         "" if math.isnan(start + end) else f"<br>{escape_plotly(f'{name}: {write(start)} to {write(end)}')}"

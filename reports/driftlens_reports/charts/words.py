@@ -107,7 +107,13 @@ def layer_sample_notes(run: DriftRun, rows: pd.DataFrame) -> list[str]:
 
 
 def sample_count_notes(run: DriftRun, samples: pd.DataFrame, *, over_tasks: bool = True) -> list[str]:
-    """Return chart notes on the number of samples, and `over_tasks` of tasks, in a table with a row per sample."""
+    """Return chart notes on the number of samples and tasks in a table of samples.
+
+    Args:
+        run: the run.
+        samples: a row per sample.
+        over_tasks: True to name the number of tasks.
+    """
     counts = samples.groupby(["task", "variant"], sort=False).size()
     over = f", over {pluralize(samples['task'].nunique(), 'task')}" if over_tasks else ""
     return [f"{count_range_with_noun(counts, 'diagnosis sample')} per task{over}.", *split_overlap_notes(run)]

@@ -11,7 +11,13 @@ from driftlens.utils.files import atomic_path
 
 
 def save_files(run: DriftRun, files: Mapping[str, bytes], folder: pathlib.Path | None) -> list[pathlib.Path]:
-    """Write files by relative path into `folder`, or into the run's own `reports`, and return their paths."""
+    """Write files atomically and return their paths.
+
+    Args:
+        run: the run that they are about.
+        files: their bytes, by path relative to the folder.
+        folder: where to write; None is the run's own `reports`, where the run lists them.
+    """
     for name, data in files.items():
         opened = atomic_path(folder / name, need=len(data)) if folder else attach_file(run.path, f"reports/{name}")
         with opened as written:

@@ -59,7 +59,13 @@ STYLE = pathlib.Path(__file__).with_name("headline.css").read_text("utf-8")
 def interactive_page(
     content: ReportContent, drawn: Mapping[str, Drawn], dark: Mapping[str, go.Figure] | None = None
 ) -> bytes:
-    """Return the report as one offline HTML file with interactive plotly charts, in light and dark themes."""
+    """Return the report as one offline HTML file with interactive plotly charts.
+
+    Args:
+        content: the report.
+        drawn: the charts, by name.
+        dark: the figures of the dark theme, by name; only differences are stored.
+    """
     from plotly.offline import get_plotlyjs
 
     scripts = (get_plotlyjs(), pathlib.Path(__file__).with_name("report.js").read_text(encoding="utf-8"))

@@ -300,7 +300,13 @@ class Artifact(ExhibitResult):
 
 
 def draw_exhibit(name: str, runs: Sequence[DriftRun], options: ExhibitOptions) -> Artifact:
-    """Draw the paper figure or table that `exhibits` lists under `name`, of at least one run."""
+    """Draw a paper figure or table by name.
+
+    Args:
+        name: its name in `exhibits`.
+        runs: at least one run.
+        options: the user's options.
+    """
     if not runs:
         raise DataError(f"{name} was given no run", hint="Pass at least one.")
     chosen = exhibits[name]

@@ -354,7 +354,14 @@ def _with_latex_minus(text: str) -> str:
 
 
 def latex_tables(frames: Sequence[pd.DataFrame], name: str, captions: Sequence[str], notes: Sequence[str]) -> str:
-    """Return one LaTeX table environment per data frame, with numbered labels, and the notes below the last."""
+    """Return one LaTeX table environment per data frame, with numbered labels.
+
+    Args:
+        frames: cells and heads as LaTeX, see `latex_table`.
+        name: suffix of the labels after `tab:drift-`.
+        captions: a plain sentence per frame.
+        notes: plain sentences below the last table.
+    """
     names = [name, *(f"{name}-{number}" for number in range(2, len(frames) + 1))]
     below = [*[()] * (len(frames) - 1), notes]
     return "\n".join(map(latex_table, frames, names, captions, below))

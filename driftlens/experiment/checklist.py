@@ -360,7 +360,8 @@ def _read_statistics(sources: Mapping[str, StateSource]) -> _Statistics:
     """Read all tensors that the base and every model share, in pieces, and sum up what the checks need."""
     names, base = tuple(sources), next(iter(sources.values()))
     statistics = _Statistics(names, changes={name: ModelChange("") for name in names[1:]})
-    experts = [position for position, name in enumerate(names) if task_of_expert(name) is not None]
+    first = int(names[0] == "base")
+    num_experts = sum(task_of_expert(name) is not None for name in names[first:])
     for key, header in base.headers.items():
         present = [name for name in names if key in sources[name].headers]
         has_same_shape = all(sources[name].headers[key].shape == header.shape for name in present)
@@ -379,10 +380,10 @@ def _read_statistics(sources: Mapping[str, StateSource]) -> _Statistics:
                 if index == 0:
                     statistics.changes[name] += _sampled_change(pieces[names[0]], pieces[name])
             gram += (stacked @ stacked.T).double()
-            if len(experts) > 1:
-                up, down = (stacked[experts] > 0).sum(dim=0), (stacked[experts] < 0).sum(dim=0)
-                disputed += int((up + down > 1).sum())
-                opposed += int(((up > 0) & (down > 0)).sum())
+            if num_experts > 1:
+                changes = stacked[first : first + num_experts]
+                disputed += int(((changes != 0).sum(dim=0, dtype=torch.uint8) > 1).sum())
+                opposed += int(((changes > 0).any(dim=0) & (changes < 0).any(dim=0)).sum())
         broken = torch.nonzero(~torch.isfinite(torch.diagonal(gram))).flatten().tolist()
         # What is subtracted from a broken base is broken, too.
         for position in [0] if 0 in broken else broken:

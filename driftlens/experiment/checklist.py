@@ -57,7 +57,7 @@ _LOST = 0.05
 # Layers that keep less than this share of what the median layer keeps are named.
 _UNEVEN = 0.25
 # Task vectors of a module below this cosine work against each other.
-_OPPOSED = -0.1
+_OPPOSED = -0.3
 
 
 @dataclass

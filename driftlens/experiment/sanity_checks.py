@@ -43,7 +43,7 @@ from driftlens.utils.variants import (
 # and by 10 to 16 % where it was long and the model small.
 MAX_DISTANCE_FROM_BASE = 0.5
 # Unexplained shares of a merge: up to the first it is rounding, above the second a notice.
-MAX_UNEXPLAINED, MUCH_UNEXPLAINED = 0.01, 0.5
+MAX_UNEXPLAINED, MUCH_UNEXPLAINED = 0.01, 0.9
 # Up to this number of elements, models are read completely; above it, the first rows of every tensor.
 MAX_ELEMENTS_READ = 1 << 28
 # Elements of all models in memory at a time.

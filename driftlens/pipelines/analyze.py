@@ -1,4 +1,4 @@
-"""Analysis of a spec in phases that can be resumed. Entry points: `analyze`, `measure_missing_parts`."""
+"""Analysis of a spec in phases, and the reopening of runs. Entry points: `analyze`, `reopen_study`, `run_phase`."""
 
 from __future__ import annotations
 

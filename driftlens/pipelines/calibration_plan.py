@@ -1,6 +1,6 @@
 """Calibration plans, resolved before anything is computed, and the saving of calibrated models.
 
-Entry points: `plan_calibration`, `save_variants`, and `Export` for a copy that the original library loads.
+Entry points: `plan_calibration`, `save_variants`, and `CalibrationExport` for a copy that the original library loads.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ def test_all_that_a_run_told_it_still_tells(name: str, noted: dict[str, Any]) ->
         "table group_contributions",
         "check executed",
         "check pass",
+        "check skip",
         *(f"check results/{place}/" for place in range(3, 7)),
         "show verdict/source/",
     )

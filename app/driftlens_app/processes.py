@@ -231,7 +231,7 @@ def start_job(request: JobRequest) -> Job:
         request.folder.mkdir(parents=True, exist_ok=True)
         # Held between check and start, so that a second click, tab or server cannot start the job twice.
         with LockFile(request.folder / _GUARD, _START_SECONDS):
-            return _running_job(request) or _start_process(request)
+            return _matching_job(request) or _start_process(request)
     except DriftLensError:
         raise
     except OSError as error:
@@ -241,7 +241,7 @@ def start_job(request: JobRequest) -> Job:
         ) from error
 
 
-def _running_job(request: JobRequest) -> Job | None:
+def _matching_job(request: JobRequest) -> Job | None:
     """Return the running job if it is the requested one; raise RunLockedError if another one is running."""
     run, job = request.run, newest_job(request.run)
     if job is not None and job.code is None and job.owner.is_alive:

@@ -473,18 +473,18 @@ _POOLS = {
 }
 
 
-class _SentenceModule(NamedTuple):
+class _ModuleEntry(NamedTuple):
     """One module of a sentence-transformers model: its class name and its folder, empty for the root."""
 
     kind: str
     place: str
 
 
-def sentence_modules(folder: pathlib.Path) -> tuple[_SentenceModule, ...]:
+def sentence_modules(folder: pathlib.Path) -> tuple[_ModuleEntry, ...]:
     """List the modules of a sentence-transformers folder; empty for other folders."""
     try:
         stated = parse_json(regular_file(folder / MODULES).read_bytes())
-        modules = tuple(_SentenceModule(entry["type"].rpartition(".")[2], entry["path"]) for entry in stated)
+        modules = tuple(_ModuleEntry(entry["type"].rpartition(".")[2], entry["path"]) for entry in stated)
         places = [(folder / module.place).resolve() for module in modules]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return ()
@@ -496,7 +496,7 @@ def sentence_modules(folder: pathlib.Path) -> tuple[_SentenceModule, ...]:
 
 def _transformer_folder(folder: pathlib.Path) -> pathlib.Path:
     """Return the transformer's folder in a folder of sentence-transformers; other folders are returned unchanged."""
-    leading = next(iter(sentence_modules(folder)), _SentenceModule("", ""))
+    leading = next(iter(sentence_modules(folder)), _ModuleEntry("", ""))
     return folder / leading.place if leading.kind == "Transformer" else folder
 
 

@@ -39,8 +39,8 @@ from driftlens.runs.manifest import (
     THUMB_SIDE,
     LayerInfo,
     Manifest,
-    attachments_file,
     calibrated_weights_file,
+    corrections_file,
     read_manifest,
     texts_file,
     thumbs_file,
@@ -555,7 +555,7 @@ def add_calibrated_models(study: Study, models: OpenModels, folder: Path, name: 
 
 def read_attachments(run: Path, name: str, method: str) -> Attachments:
     """Read the correction modules of a finished calibration; empty for closed-form methods."""
-    file = run / attachments_file(name)
+    file = run / corrections_file(name)
     if not file.exists():
         return {}
     kind: Any = calibrators[method]

@@ -51,9 +51,9 @@ from driftlens.runs.manifest import (
     CalibrationInfo,
     Manifest,
     SelectionResult,
-    attachments_file,
     calibrated_weights_file,
     calibration_folder,
+    corrections_file,
     package_versions,
     sample_ids_digest,
 )
@@ -400,7 +400,7 @@ def save_variants(
         with writer.file(calibrated_weights_file(plan.name, control=is_control)) as path:
             save_model(models.architecture, models.save_template, source, path, metadata=metadata)
     if solution.attachments:
-        with writer.file(attachments_file(plan.name)) as path:
+        with writer.file(corrections_file(plan.name)) as path:
             save_state_dict(path, attachment_tensors(solution.attachments, len(pool.chain.layers)))
     rows = [
         {"name": plan.name, "layer": layer}

@@ -345,7 +345,7 @@ def _preference_rows(test: _TestTexts, one_score: Any, part: range) -> Iterator[
         yield float(better > worse), None, f"{better:.6g} against {worse:.6g}", text.target.strip()
 
 
-def _spearman_rows(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
+def _number_answer_rows(test: _TestTexts, module: Any, part: range) -> Iterator[tuple[Any, ...]]:
     if not isinstance(module, nn.Module):
         scores = module([TextSample(test.texts[position].input) for position in part])
         for position, score in zip(part, scores, strict=True):
@@ -377,7 +377,7 @@ def _perplexity_rows(test: _TestTexts, module: Any, part: range) -> Iterator[tup
 _MEASURES: dict[str, Callable[[_TestTexts, Any, range], Iterator[tuple[Any, ...]]]] = {
     "exact_match": _exact_match_rows,
     "choice": _multiple_choice_rows,
-    "spearman": _spearman_rows,
+    "spearman": _number_answer_rows,
     "preference": _preference_rows,
     "perplexity": _perplexity_rows,
 }

@@ -340,7 +340,7 @@ class _Candidate(NamedTuple):
     merge: MergeConfig | None = None
 
     @property
-    def cost_per_fold(self) -> float:
+    def work_per_fold(self) -> float:
         return self.cost / _NUM_PARTS + _SCORING_COST
 
 
@@ -380,7 +380,7 @@ def choose_calibrator(
     has_views = any(samples.views is not None for samples in study.calibration_sets.values())
     candidates = _candidate_models(start, counts, others=others, has_base=study.has_base, has_views=has_views)
     shares = (1.0,) if not study.has_base else _SHARES if share is None else (share,)
-    total = sum(_NUM_PARTS * candidate.cost_per_fold for candidate in candidates)
+    total = sum(_NUM_PARTS * candidate.work_per_fold for candidate in candidates)
     progress = CombinedProgress(reporter, total)
     measured, failures = dict[str, Mapping[float, Values]](), dict[str, str]()
     with temporary_folder() as folder:
@@ -510,7 +510,7 @@ class _CrossFitting:
         """Return held-out scores of a candidate on both halves, by interpolation factor."""
         pool, scores = self.study.pool, dict[float, list[Values]]()
         for part, positions in enumerate(self._positions):
-            self._progress.begin_part(candidate.cost_per_fold, candidate.title)
+            self._progress.begin_part(candidate.work_per_fold, candidate.title)
             self._make_candidate_model(candidate, part)
             model = pool.source(CANDIDATE_MODEL)
             for share in self._shares:

@@ -443,7 +443,7 @@ def calibrated_weights_file(name: str, *, control: bool = False) -> str:
     return f"{calibration_folder(name)}/{'anchor' if control else 'weights'}.safetensors"
 
 
-def attachments_file(name: str) -> str:
+def corrections_file(name: str) -> str:
     """Return the path of the correction modules that a calibration adds, relative to the run directory."""
     return f"{calibration_folder(name)}/attachments.safetensors"
 

@@ -109,7 +109,7 @@ scores = model(**inputs).logits
 @loaders.register("hf-vit")
 def _load_hf_vit(request: ArchitectureRequest) -> Architecture:
     """Return the architecture of a ViT, DeiT, DINOv2 or SigLIP image tower, with or without classifier."""
-    return _load_transformers(request, "hf-vit")
+    return _load_transformers_encoder(request, "hf-vit")
 
 
 @loaders.register("hf-auto")
@@ -119,7 +119,7 @@ def _load_hf_auto(request: ArchitectureRequest) -> Architecture:
         stated = read_plain_config(request, "hf-auto")
         if is_causal_lm(stated) or is_vision_language(stated):
             return loaders["hf-decoder" if is_causal_lm(stated) else "hf-vlm"](request)
-    return _load_transformers(request, "hf-auto")
+    return _load_transformers_encoder(request, "hf-auto")
 
 
 @loaders.register("hf-encoder")
@@ -128,10 +128,10 @@ def _load_hf_encoder(request: ArchitectureRequest) -> Architecture:
 
     Everything after the features of tokens, BERT's pooler included, is the classification head, which is not merged.
     """
-    return _load_transformers(request, "hf-encoder")
+    return _load_transformers_encoder(request, "hf-encoder")
 
 
-def _load_transformers(request: ArchitectureRequest, loader: str) -> Architecture:
+def _load_transformers_encoder(request: ArchitectureRequest, loader: str) -> Architecture:
     """Return the architecture of an encoder of images or texts, for the loader of that name."""
     source, offline = request.source, request.access.offline
     stated = read_plain_config(request, loader)

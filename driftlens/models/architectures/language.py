@@ -54,7 +54,7 @@ from driftlens.models.tracing.block_call import (
     replace_forwards,
     replace_outputs,
     run_until_module,
-    zero_padded_tokens,
+    zero_out_padding,
 )
 from driftlens.models.tracing.block_runner import (
     BlockRunner,
@@ -431,7 +431,7 @@ class _EncoderDecoderRunner:
         layers = [
             Layer(1, "stem", path, stem, partial(self._run_embeddings, names), stream="encoder", pool="mean"),
             *(
-                self._stack_layer_in_chain(stack, layer)
+                self._to_chain_layer(stack, layer)
                 for stack in self.stacks
                 for layer in stack.chain.layers[1:]
                 if layer.role == "block" or stack.chain.final or stack is self.decoder
@@ -470,7 +470,7 @@ class _EncoderDecoderRunner:
             outputs[stack.stream] = stack.chain.layers[0].call(weights, entered, stack.own_side_inputs(side))["hidden"]
         return outputs
 
-    def _stack_layer_in_chain(self, stack: _LayerStack, layer: Layer) -> Layer:
+    def _to_chain_layer(self, stack: _LayerStack, layer: Layer) -> Layer:
         """Convert a layer of one stack to a layer of the whole chain; the encoder's final norm becomes a block."""
         is_head, is_encoder = layer.role == "head", stack is self.encoder
         has_weights = not is_head or stack.chain.final
@@ -528,7 +528,7 @@ class _EncoderDecoderRunner:
         _, side = self.initial_state(batch)
 
         def zero_padding(stack: _LayerStack, hidden: Tensor) -> Tensor:
-            return zero_padded_tokens(stack.path, hidden, side.mask(stack.stream))
+            return zero_out_padding(stack.path, hidden, side.mask(stack.stream))
 
         encoder_features = [zero_padding(self.encoder, hidden) for hidden in encoded]
         encoder_features += [zero_padding(self.encoder, finished[0])] if self.encoder.chain.final else []

@@ -262,7 +262,7 @@ def padding_mask(inputs: RawInputs, chosen: Mask) -> Tensor | None:
     return to_device(mask.bool(), next(tensors, mask).device)
 
 
-def zero_padded_tokens(path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:
+def zero_out_padding(path: str, hidden: Tensor, mask: Tensor | None) -> Tensor:
     """Set features [n, t, ...] to zero where the mask marks padding; features [n, d] are unchanged.
 
     Args:

@@ -40,7 +40,7 @@ from driftlens.models.tracing.block_call import (
     restore_shape,
     run_until_module,
     simulate_meta_blocks,
-    zero_padded_tokens,
+    zero_out_padding,
 )
 from driftlens.models.tracing.sites import (
     BLOCK_ITSELF,
@@ -468,7 +468,7 @@ class BlockRunner:
         """Return features in the layout that blocks read, with parallel streams split and padding zeroed."""
         if self.streams == 1:
             return hidden
-        return split_streams(zero_padded_tokens(self.paths[0], hidden, side.mask("hidden")), self.streams)
+        return split_streams(zero_out_padding(self.paths[0], hidden, side.mask("hidden")), self.streams)
 
     def _features_for_state(self, boundary: int, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """Return features as the state stores them: [n, h, w, c] as tokens, with zeros in the rows of padding."""
@@ -476,7 +476,7 @@ class BlockRunner:
             hidden = _join_streams(hidden)
         if hidden.dim() > 3 and self.channels_last[boundary]:
             hidden = hidden.flatten(1, -2)
-        return zero_padded_tokens(self.paths[max(boundary - 1, 0)], hidden, mask)
+        return zero_out_padding(self.paths[max(boundary - 1, 0)], hidden, mask)
 
     def _model_output_features(self, output: Any, mask: Tensor | None) -> Tensor:
         """Return the features that a model returns, with zeros at padding if they are of the same tokens."""

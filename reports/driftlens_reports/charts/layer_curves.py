@@ -388,7 +388,7 @@ def draw_mean_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     means = picking.filter_and_sort(means.assign(task="mean over tasks"), ["mean over tasks"], run.variants)
     means = _add_layer_columns(run, means)
     where = {layer: words.escape_plotly(place) for layer, place in zip(rows["layer"], rows["where"], strict=True)}
-    thin = _single_task_curves(run, by_task, where, options)
+    thin = _thin_task_curves(run, by_task, where, options)
     figure = draw_layer_curves(run, means, kind, dark=options.dark, below=thin, titles=[""])
     # Zoom is kept when tasks or theme change, not when the unit does.
     figure.layout.uirevision = f"{run.id} mean {options.relative}"
@@ -401,7 +401,7 @@ def draw_mean_drift(run: DriftRun, options: ChartOptions) -> Drawn:
     )
 
 
-def _single_task_curves(
+def _thin_task_curves(
     run: DriftRun, by_task: pd.DataFrame, where: Mapping[int, str], options: ChartOptions
 ) -> list[theme.TraceSettings]:
     """Return one thin drift curve per task; the selected tasks are emphasised."""

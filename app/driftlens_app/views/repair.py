@@ -207,7 +207,8 @@ def _show_single_calibration(run: DriftRun, name: str) -> None:
         drawer = st.expander("All numbers", key="all-numbers", on_change="rerun")
         with drawer:
             for sheet in calibration_effect_tables(run, name) if drawer.open else ():
-                show_report_table(sheet)
+                # With the column of samples, a table would be wider than a window.
+                show_report_table(sheet, {"samples"})
     with show_errors_in_place():
         solved = run.calibration(name)
         show_data_expander(solved, f"{run.id}-calibration-{name}", key="calibration-log", label="Solved modules")

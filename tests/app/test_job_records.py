@@ -114,7 +114,7 @@ def test_an_older_record_without_what_has_a_default_is_read(root: Path, record: 
 def test_a_job_out_of_sight_whose_status_has_no_heartbeat_is_stopped(root: Path, record: Path) -> None:
     with_values(record, code=None)
     (record.parent / "calibrate-1.log").write_text("no more than this\n")
-    write_status(root / "full", RunStatus("running", pid=4_000_000, process_started=1.0))
+    write_status(root / "full", RunStatus("running", pid=4_000_000))
     view = poll_job(root / "full")
     assert view is not None and view.state == "stopped"
 

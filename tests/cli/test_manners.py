@@ -27,7 +27,7 @@ from driftlens.cli.app import handle_stop_signal
 from driftlens.config.packaged import packaged_names
 from driftlens.config.run import load_spec
 from driftlens.runs.run import DriftRun, open_run, resume_command
-from driftlens.utils.errors import Cancelled, add_error_context
+from driftlens.utils.errors import Cancelled, SpecError, add_error_context
 from driftlens_reports.charts.chart import charts
 from tests.cli.conftest import Cli
 from tests.cli.worker import COMMAND
@@ -324,7 +324,8 @@ def test_doctor_lists_what_is_installed_from_elsewhere_and_what_of_it_is_broken(
     (about / "METADATA").write_text("Name: toys\nVersion: 1.2\n")
     (about / "entry_points.txt").write_text("[driftlens.charts]\nbars = toys\n[driftlens.chart]\npie = toys\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(charts, "_broken", ("toys of toys 1.2", "Mend it.", ImportError("no toys")))
+    broken = SpecError("the charts are incomplete: toys of toys 1.2: no toys", hint="Mend it.")
+    monkeypatch.setattr(charts, "_broken", broken)
     found = json.loads(run_cli("doctor", "--json").out)["plugins"]
     assert found.split("; ")[:2] == [
         "toys 1.2: pie in driftlens.chart, unknown",

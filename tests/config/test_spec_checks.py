@@ -85,7 +85,7 @@ def test_a_column_finds_its_table(metric: str, table: str) -> None:
         ({"metric": "cos_mean", "gte": 0, "where": {"vriant": "merged"}}, "where: no 'vriant'", "'variant'"),
         (
             {"metric": "cos_mean", "gte": 0, "where": {"layer": True}},
-            "checks[0].where.layer: expected a name",
+            "checks[0].where.layer: Input should be a valid integer, got True",
             "",
         ),
         ({"metric": "cos_mean", "gte": 0, "per": "tsk"}, "per: no 'tsk' in the table 'layers'", "'task'"),

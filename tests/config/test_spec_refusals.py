@@ -103,7 +103,7 @@ def test_all_problems_are_told_at_once_each_with_its_remedy() -> None:
     error = refused(minimal(layers={"pool": "clss"}, metrics={"prefiks": True}))
     assert error.context["problems"] == [
         "layers.pool: Input should be 'cls', 'mean', 'last' or 'all', got 'clss'",
-        "metrics.prefiks: unknown key; allowed here: jacobian, contributions, prefix, cka, adjoint, groups",
+        "metrics.prefiks: unknown key; allowed here: jacobian, contributions, prefix, cka, adjoint",
     ]
     assert "2 problems" in error.message
     assert "(Did you mean 'cls'?)" in error.message

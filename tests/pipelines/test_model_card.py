@@ -79,7 +79,9 @@ def test_drift_accuracy_and_intervals_are_the_tables(run: DriftRun, card: str) -
                 title,
                 f"{final['drift_l2_mean']:#.3g} \u00b1 {error:#.2g}",
                 f"{100 * final['drift_rel']:.1f} % \u00b1 {100 * error * scale:.1f} %",
+                f"{100 * final['drift_vs_base']:.1f} %",
                 f"{final['cos_mean']:#.3g} \u00b1 {cosine_error:#.2g}",
+                f"{int(final['n'])}",
             ]
             assert f"| {' | '.join(cells)} |" in card
             cells = [

@@ -27,7 +27,7 @@ ASKS = re.compile(r"torch\.(cuda|mps|xpu|accelerator)\b|\.(is_cuda|is_mps|is_xpu
 
 def test_one_file_asks_torch_about_accelerators() -> None:
     asking = {file.name for file in SOURCES if ASKS.search(file.read_text(encoding="utf-8"))}
-    assert len(SOURCES) > 200 and asking == {"devices.py"}
+    assert len(SOURCES) > 150 and asking == {"devices.py"}
 
 
 def test_the_host_has_all_that_is_asked_of_a_device() -> None:
